@@ -13,16 +13,16 @@ from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import Report, run_job
 
 
-def command(*argv: str) -> str:
-    """Run `dphybrid` with these words, which must end well; return what it prints."""
+def command(*argv: str, ends: int = 0) -> str:
+    """Run `dphybrid` with these words; return what it prints, or complains of where it ends with 2."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             code = main(list(argv))
         except SystemExit as end:  # --help
             code = int(end.code or 0)
-    assert code == 0, out.getvalue() + err.getvalue()
-    return out.getvalue()
+    assert code == ends, out.getvalue() + err.getvalue()
+    return err.getvalue() if ends == 2 else out.getvalue()
 
 
 def python(*argv: str | Path, ends: int | None = 0, **options: Any) -> "subprocess.CompletedProcess[str]":

@@ -19,8 +19,7 @@ def free_port() -> int:
 
 
 class Postgres:
-    """A server for user dphybrid without a password. Its folder is not pytest's, which other users cannot
-    enter."""
+    """A server for user dphybrid without a password, in a folder that other users can enter."""
 
     def __init__(self) -> None:
         programs = sorted(glob.glob("/usr/lib/postgresql/*/bin"))

@@ -19,8 +19,13 @@ def table_of(folder: Path, content: str | Mapping[str, Sequence[object]], **valu
         rows = [tuple(content), *zip(*content.values(), strict=True)]
         content = "".join("\t".join(map(str, row)) + "\n" for row in rows)
     (folder / "x.csv").write_text(content)
-    config = TableDataConfig.model_validate({"path": str(folder / "x.csv"), "label": "y"} | values)
-    return prepare("ctr", config, folder / "prepared", 0)
+    return from_file(folder / "x.csv", **values)
+
+
+def from_file(file: Path, on_progress: Progress | None = None, **values: object) -> Prepared:
+    """Prepare a table, whose label is y, beside it."""
+    config = TableDataConfig.model_validate({"path": str(file), "label": "y"} | values)
+    return prepare("ctr", config, file.parent / "prepared", 0, on_progress)
 
 
 def clicks(folder: Path, num_rows: int = 400) -> list[str]:

@@ -1,5 +1,4 @@
-"""Who may import whom: what an import really brings along, and the arrows between the rooms. Ruff holds that
-Prefect, MLflow and locks stay in their rooms (`banned-api`)."""
+"""What an import brings along, and the arrows between packages. Ruff's `banned-api` holds the rest."""
 
 import pytest
 

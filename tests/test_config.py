@@ -1,5 +1,4 @@
-"""One declaration: files, flags and overrides compose, and every mistake is told with its place and
-remedy."""
+"""Files, flags and overrides compose, and every mistake is told with its place and remedy."""
 
 import argparse
 from pathlib import Path
@@ -17,7 +16,7 @@ from dphybrid.recipes.configs import (
     load_config,
 )
 from dphybrid.recipes.registry import BUILT_IN, find_recipe
-from dphybrid.util.errors import UserError
+from tests.refusing import refused, refused_with
 
 
 def flags(*argv: str, recipe: str = "text") -> list[str]:
@@ -99,14 +98,12 @@ def test_every_field_has_a_sentence_and_a_flag() -> None:
     ],
 )
 def test_wrong_values_are_named_with_place_and_remedy(override: str, words: list[str]) -> None:
-    with pytest.raises(UserError) as caught:
+    with refused_with(words):
         load_config(None, [override])
-    for word in words:
-        assert word in str(caught.value)
 
 
 def test_rules_across_fields_are_told() -> None:
-    with pytest.raises(UserError, match="hidden=256 cannot be shared by heads=3"):
+    with refused("hidden=256 cannot be shared by heads=3"):
         load_config(None, ["model.kind=transformer", "model.heads=3"])
 
 
@@ -122,14 +119,12 @@ def test_rules_across_fields_are_told() -> None:
 def test_mistakes_in_a_file_name_the_file(tmp_path: Path, text: str, words: list[str]) -> None:
     file = tmp_path / "experiment.toml"
     file.write_text(text)
-    with pytest.raises(UserError) as caught:
+    with refused_with(["experiment.toml", *words]):
         load_config(file, [])
-    for word in ["experiment.toml", *words]:
-        assert word in str(caught.value)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="nowhere.toml: No such file"):
+    with refused("nowhere.toml: No such file"):
         load_config(tmp_path / "nowhere.toml", [])
 
 
@@ -151,10 +146,8 @@ def test_the_config_cannot_change() -> None:
     ],
 )
 def test_values_that_the_recipe_does_not_use_are_refused(values: list[str], words: list[str]) -> None:
-    with pytest.raises(UserError) as told:
+    with refused_with(words):
         load_config(None, values)
-    for word in words:
-        assert word in str(told.value)
 
 
 def test_without_a_recipe_the_data_says_which_one_is_meant(
@@ -181,7 +174,7 @@ def test_without_a_recipe_the_data_says_which_one_is_meant(
 
 def test_a_given_value_that_the_new_recipe_does_not_have_is_told() -> None:
     config = build_config({"recipe": "ctr", "data": {"label": "y"}})
-    with pytest.raises(UserError, match=r"data\.label.*recipe toy does not use it"):
+    with refused(r"data\.label.*recipe toy does not use it"):
         apply_overrides(config, ["recipe=toy"])
 
 

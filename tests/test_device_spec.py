@@ -3,7 +3,7 @@
 import pytest
 
 from dphybrid.util.device_spec import parse_device_spec
-from dphybrid.util.errors import UserError
+from tests.refusing import refused
 
 
 @pytest.mark.parametrize(
@@ -41,5 +41,5 @@ def test_reads(text: str, names: tuple[str, ...], virtual: bool) -> None:
     ],
 )
 def test_refuses_with_a_remedy(text: str) -> None:
-    with pytest.raises(UserError, match=r"; (use 1 to 64|use auto, |name one kind)"):
+    with refused(r"; (use 1 to 64|use auto, |name one kind)"):
         parse_device_spec(text)

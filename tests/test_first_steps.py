@@ -13,10 +13,10 @@ import pytest
 from dphybrid.__main__ import main as started
 from dphybrid.cli.completion import script
 from dphybrid.cli.init import config_text
-from dphybrid.cli.main import main, make_parser
+from dphybrid.cli.main import make_parser
 from dphybrid.recipes.configs import build_config, load_config
 from dphybrid.recipes.registry import BUILT_IN, find_recipe
-from tests.commands import python
+from tests.commands import command, python
 from tests.conftest import REPOSITORY
 
 FEW = {
@@ -43,11 +43,11 @@ def test_an_initial_file_holds_what_was_given(tmp_path: Path, monkeypatch: pytes
     config = build_config({"recipe": "ctr", **FEW, "data": FEW["data"] | {"numeric": ("a,b", "c")}})
     (tmp_path / "e.toml").write_text(config_text(config))
     assert load_config(tmp_path / "e.toml", []) == config
-    assert main(["init", "--data.path", "x.csv", "--data.label", "y", "--table.lr", "0.5"]) == 0
+    command("init", "--data.path", "x.csv", "--data.label", "y", "--table.lr", "0.5")
     written = load_config(Path("experiment.toml"), [])
     assert written == load_config(None, ["data.path=x.csv", "data.label=y", "table.lr=0.5"])
-    assert main(["init"]) == 2  # it is there already
-    assert main(["init", "--out", "no/such/e.toml"]) == 2
+    command("init", ends=2)  # it is there already
+    command("init", "--out", "no/such/e.toml", ends=2)
 
 
 def test_help_lists_the_recipes_with_their_sentences() -> None:
@@ -83,24 +83,20 @@ def test_bash_completes_commands_flags_recipes_and_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("shell", "word"), [("zsh", "#compdef dphybrid"), ("fish", "-l data.label")])
-def test_other_shells_have_their_form(shell: str, word: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", shell]) == 0
-    shown = capsys.readouterr().out
+def test_other_shells_have_their_form(shell: str, word: str) -> None:
+    shown = command("completion", shell)
     assert word in shown
     assert "/runs" in shown
 
 
-def test_plan_knows_the_rows_of_prepared_data(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_knows_the_rows_of_prepared_data(data_dir: Path) -> None:
     Path("clicks.csv").write_text("a,clicked\n" + "".join(f"{i % 7},{i % 2}\n" for i in range(100)))
     plan = ["plan", "--devices", "cpu*2", "--batch-size", "30", "--data.path", "clicks.csv"]
     plan += ["--data.label", "clicked"]
-    assert main(plan) == 2
-    assert "run `dphybrid prepare`" in capsys.readouterr().err
-    assert main(["prepare", *plan[5:]]) == 0
-    assert main(plan) == 0
-    assert "80 rows to train" in capsys.readouterr().out
-    assert main(["plan", "--recipe", "toy", "--devices", "cpu*3"]) == 0
-    assert "100 rows to train" in capsys.readouterr().out
+    assert "run `dphybrid prepare`" in command(*plan, ends=2)
+    command("prepare", *plan[5:])
+    assert "80 rows to train" in command(*plan)
+    assert "100 rows to train" in command("plan", "--recipe", "toy", "--devices", "cpu*3")
 
 
 LABEL = "--data.label y"
@@ -180,7 +176,7 @@ def test_ctrl_c_during_the_imports_of_a_flow_ends_without_a_traceback(flow: str,
 
 
 def test_plan_asks_the_recipe_for_its_sizes(
-    capsys: pytest.CaptureFixture[str], data_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "sized.py").write_text(
         "from dphybrid.recipes.tutorial.recipe import Toy\n\n\nclass Mine(Toy):\n    name = 'mine'\n\n"
@@ -189,5 +185,4 @@ def test_plan_asks_the_recipe_for_its_sizes(
         "        return config.model_copy(update={'train': train}), []\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    assert main(["plan", "--recipe", "sized:Mine", "--devices", "cpu*2"]) == 0
-    assert "10,10" in capsys.readouterr().out.replace(" ", "")
+    assert "10,10" in command("plan", "--recipe", "sized:Mine", "--devices", "cpu*2").replace(" ", "")

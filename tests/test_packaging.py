@@ -1,5 +1,4 @@
-"""What a package says of itself is so: Pythons, packages, and the files that services and tools read. And it
-is installed where there is no compiler."""
+"""What the package says of itself is so, and it installs where there is no compiler."""
 
 import os
 import re

@@ -12,16 +12,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dphybrid.cli.main import main
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import load_settings
 from dphybrid.gpus import ask_for, find_holder, leasing
 from dphybrid.gpus.leasing import expected_devices, leased_devices
 from dphybrid.gpus.politeness import reason_to_yield
 from dphybrid.recipes.configs import build_config
-from dphybrid.util.errors import UserError
+from tests.commands import command
 from tests.conftest import REPOSITORY
 from tests.fake_nvml import gpu, write_state
+from tests.refusing import refused
 from tests.test_gpus import stranger  # noqa: F401 - a fixture
 from tests.waiting import patience, wait_until
 
@@ -67,7 +67,7 @@ def test_device_texts_become_leases_and_what_torch_calls_them(machine: Path) -> 
     with leased_devices(config("auto"), settings, run="resumed", replicas=2) as devices:
         assert devices.text == "cpu*2"
     with (
-        pytest.raises(UserError, match="cuda:7 is not here"),
+        refused("cuda:7 is not here"),
         leased_devices(config("cuda:7"), settings, run="test"),
     ):
         pass
@@ -87,7 +87,6 @@ def test_reasons_to_give_way_follow_the_policy(
         for name in ("never", "ask", "always")
     }
     with leased_devices(config("auto*2"), settings["ask"], run="night") as devices:
-        assert devices.lease is not None
 
         def reasons() -> list[str | None]:
             return [reason_to_yield(devices, settings[name], noon) for name in ("never", "ask", "always")]
@@ -117,8 +116,7 @@ def test_reasons_to_give_way_follow_the_policy(
 
 
 class Driver:
-    """Stands in for CUDA: it reads CUDA_VISIBLE_DEVICES once, when it is started or asked whether it is
-    there."""
+    """Stands in for CUDA, which reads CUDA_VISIBLE_DEVICES once: when started, or asked if it is there."""
 
     def __init__(self, uuids: list[str]) -> None:
         self.uuids, self.seen, self.started = uuids, None, False
@@ -143,7 +141,6 @@ class Driver:
 
     def get_device_properties(self, number: int) -> SimpleNamespace:
         assert self.started
-        assert self.seen is not None
         return SimpleNamespace(uuid=self.seen[number].removeprefix("GPU-"))
 
 
@@ -167,7 +164,6 @@ def test_a_lease_is_the_gpu_that_cuda_computes_on(before: str, text: str, driver
     driver.started = before == "started"
     with leased_devices(config("cuda:2"), load_settings(), run="test") as devices:
         assert devices.text == text
-        assert devices.lease is not None
         assert driver.get_device_properties(int(text[-1])).uuid == devices.lease.gpus[0].uuid.removeprefix(
             "GPU-"
         )
@@ -179,7 +175,7 @@ def test_a_lease_is_the_gpu_that_cuda_computes_on(before: str, text: str, driver
 def test_a_gpu_that_cuda_does_not_see_is_not_replaced_by_another(driver: Driver) -> None:
     driver.seen = driver.uuids[:2]  # CUDA was asked for when only these were to be seen
     with (
-        pytest.raises(UserError, match="GPU 2: CUDA was started in this process without it"),
+        refused("GPU 2: CUDA was started in this process without it"),
         leased_devices(config("cuda:2"), load_settings(), run="test"),
     ):
         pass
@@ -229,7 +225,7 @@ def test_a_foreign_process_gets_its_gpu_and_the_run_goes_on_with_the_same_bits(
     monkeypatch.setenv("DPHYBRID_YIELD_TO_OTHERS", "always")
     free, folder = [gpu(number) for number in range(2)], tmp_path / "leases"
     write_state(machine, free)
-    assert main(words(tmp_path, "undisturbed", 10)) == 0
+    command(*words(tmp_path, "undisturbed", 10))
     log = tmp_path / "polite.log"
     polite = train(tmp_path, "polite", 10, log)
     wait_until(lambda: b"epoch 2/10" in log.read_bytes(), "it trains")

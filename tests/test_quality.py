@@ -13,6 +13,7 @@ from dphybrid.util.errors import UserError
 from examples.quality import __main__ as quality
 from examples.quality import tables, text
 from examples.quality.retrieval import RECOMMENDERS, by_scores, ndcg
+from tests.refusing import refused
 
 
 def test_models_are_compared_on_the_same_rows(
@@ -57,10 +58,10 @@ def test_a_label_says_what_is_asked(
 def test_the_script_says_what_it_lacks(
     data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(UserError, match=r"there is no wn18rr; name the folder that holds it"):
+    with refused(r"there is no wn18rr; name the folder that holds it"):
         quality.main(["--only", "kge", "--data", str(tmp_path), "--out", str(tmp_path / "found.json")])
     monkeypatch.setattr(tables, "installed", lambda name: "")
-    with pytest.raises(UserError, match=r"scikit-learn is not installed.*or --only text"):
+    with refused(r"scikit-learn is not installed.*or --only text"):
         tables.tables(None, tmp_path / "clicks.csv", "clicked", range(1), dict)
 
 
@@ -80,7 +81,7 @@ def test_an_interrupted_script_leaves_what_it_has_finished(
         return train(*given, seed=seed, **values)
 
     monkeypatch.setattr(quality, "train", trains_once)
-    with pytest.raises(UserError, match="no second training"):
+    with refused("no second training"):
         quality.main(asked)
     (run,) = json.loads((tmp_path / "found.json").read_text())["kge"]["runs"]["wn18rr"]
     assert 0 < run["mrr"] <= 1

@@ -24,9 +24,9 @@ from dphybrid.gpus import (
 from dphybrid.recipes.configs import build_config
 from dphybrid.run.folder import LOCK, running
 from dphybrid.run.train import prepare_data
-from dphybrid.util.errors import UserError
 from dphybrid.util.shared_files import OddFileError, open_regular, own_folder, shared_folder_fault
 from tests.fake_nvml import gpu, write_state
+from tests.refusing import refused
 
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give files to somebody else")
 NOBODY = 65534
@@ -94,14 +94,12 @@ def test_odd_files_cost_one_gpu_at_most_and_are_named(
     assert take(folder, 1) == ["GPU 1"]
     assert capsys.readouterr().err.count("00000000000000000001-1.ticket") == 1
     holder = find_holder(folder, units[0].uuid)
-    assert holder is not None
     assert "remove it" in holder.text()
     assert try_lease(folder, units, "both") is None
     lease = try_lease(folder, units[1:], "mine")
-    assert lease is not None
     with lease:
         assert asked_by(lease) is None
-        with pytest.raises(UserError, match="remove it"):
+        with refused("remove it"):
             ask_for(folder, units[1])
     assert (folder.parent / "victim").read_text() == "precious"
 
@@ -122,7 +120,6 @@ def test_odd_pages_of_locked_files_crash_nobody_and_are_named(
         assert take(folder, 1) == ["GPU 1"]
         assert capsys.readouterr().err.count("00000000000000000001-1.ticket: ") == 1
         holder = find_holder(folder, units[0].uuid)
-        assert holder is not None
         assert holder.text().isprintable()
     finally:
         for handle in handles:
@@ -132,7 +129,6 @@ def test_odd_pages_of_locked_files_crash_nobody_and_are_named(
 def test_a_lease_whose_file_was_removed_is_noticed(folder: Path) -> None:
     units = Inventory("tests.fake_nvml").read()
     lease = try_lease(folder, units, "mine")
-    assert lease is not None
     with lease:
         assert lease.lost() is None
         (folder / f"gpu-{units[1].uuid}.lock").unlink()
@@ -142,10 +138,10 @@ def test_a_lease_whose_file_was_removed_is_noticed(folder: Path) -> None:
 def test_folders_that_are_not_safe_are_told(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
-    with pytest.raises(UserError, match="not sticky"):
+    with refused("not sticky"):
         lease_folder(tmp_path / "open")
     (tmp_path / "link").symlink_to(tmp_path)
-    with pytest.raises(UserError, match="is not a folder"):
+    with refused("is not a folder"):
         lease_folder(tmp_path / "link")
     own = own_folder(tmp_path / "own")
     own.chmod(0o755)
@@ -216,7 +212,6 @@ def test_a_lock_file_that_is_closed_costs_its_gpu_alone(open_folder: Path) -> No
 
     def work() -> str:
         holder = find_holder(folder, units[0].uuid)
-        assert holder is not None
         assert try_lease(folder, units[:1], "theirs") is None
         lease = try_lease(folder, units[1:2], "theirs")
         return f"{holder.text()}; {lease and lease.gpus[0].label}"
@@ -230,12 +225,10 @@ def test_another_user_sees_a_lease_and_asks_for_it_but_takes_nothing(open_folder
     folder = lease_folder(open_folder / "leases")
     units = Inventory("tests.fake_nvml").read()
     lease = try_lease(folder, units[:1], "mine")
-    assert lease is not None
     page = folder / f"gpu-{units[0].uuid}.lock"
 
     def work() -> str:
         holder = find_holder(folder, units[0].uuid)
-        assert holder is not None
         assert (holder.user, holder.run) == ("root", "mine")
         assert try_lease(folder, units[:1], "theirs") is None
         for attack in (page.unlink, lambda: page.rename(folder / "away")):

@@ -1,5 +1,4 @@
-"""A request to stop that comes before training begins is kept: the run ends when its model is built, or its
-checkpoint loaded."""
+"""A request to stop before training begins ends the run once its model is built or its checkpoint loaded."""
 
 import os
 import signal

@@ -10,40 +10,38 @@ import pytest
 from dphybrid.cli.main import main
 from dphybrid.config.settings import load_settings
 from dphybrid.recipes.configs import stored_config
-from dphybrid.util.errors import UserError
+from tests.commands import command
+from tests.refusing import refused
 
 LONG = "x" * 300
 
 
-def told(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    assert main(argv) == 2
-    text = capsys.readouterr().err
+def told(*argv: str) -> str:
+    text = command(*argv, ends=2)
     assert text.startswith("error: ")
     return text
 
 
 @pytest.mark.parametrize("path", [LONG, "~nosuchuser/x", "a\0b", "a**b*.csv"])
 @pytest.mark.parametrize("recipe", ["ctr", "kge", "retrieval", "text"])
-def test_data_paths(path: str, recipe: str, data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_paths(path: str, recipe: str, data_dir: Path) -> None:
     more = ["--data.label", "y"] if recipe == "ctr" else []
-    assert "data.path=" in told(capsys, "prepare", "--recipe", recipe, "--data.path", path, *more)
+    assert "data.path=" in told("prepare", "--recipe", recipe, "--data.path", path, *more)
 
 
 @pytest.mark.parametrize("path", [LONG, "~nosuchuser/x", "a\0b"])
-def test_other_paths(
-    path: str, data_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told(capsys, "predict", path, "--data.path", "x.csv", "--out", "y.csv")
-    told(capsys, "verify", path)
-    told(capsys, "train", "--config", path)
+def test_other_paths(path: str, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told("predict", path, "--data.path", "x.csv", "--out", "y.csv")
+    told("verify", path)
+    told("train", "--config", path)
     if "\0" not in path:  # the environment takes none
         monkeypatch.setenv("DPHYBRID_DATA_DIR", path)
-        with pytest.raises(UserError, match="DPHYBRID_DATA_DIR = "):
+        with refused("DPHYBRID_DATA_DIR = "):
             load_settings()
 
 
 @pytest.mark.parametrize(
-    ("command", "words"),
+    ("typed", "words"),
     [
         ("train --recipe toy --tracking http://a_b?", "MLflow server http://a b: does not answer"),
         (
@@ -66,33 +64,29 @@ def test_other_paths(
         ("check builtins:int", "is not a factory of a model .no signature"),
     ],
 )
-def test_odd_servers_and_factories_are_told_in_a_line(
-    command: str, words: str, data_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([word.replace("a_b?", "a b") for word in command.split()]) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+def test_odd_servers_and_factories_are_told_in_a_line(typed: str, words: str, data_dir: Path) -> None:
+    said = command(*(word.replace("a_b?", "a b") for word in typed.split()), ends=2)
+    (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
     assert re.search(words, line), line
 
 
 def test_an_address_from_mlflows_own_variable_is_named_by_it(
-    data_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "./mlruns")
-    assert main(["train", "--recipe", "toy"]) == 2
-    assert "error: MLFLOW_TRACKING_URI='./mlruns': MLflow no longer" in capsys.readouterr().err
+    assert "MLFLOW_TRACKING_URI='./mlruns': MLflow no longer" in told("train", "--recipe", "toy")
 
 
 def test_a_database_that_accepts_and_says_nothing_is_told(
-    data_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dphybrid.tracking.opening._REACH_SECONDS", 2)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         address = f"postgresql://u:secret@127.0.0.1:{mute.getsockname()[1]}/x"
-        assert main(["train", "--recipe", "toy", "--tracking", address]) == 2
-    told = capsys.readouterr().err
-    assert "no connection to the database" in told
-    assert "timeout expired" in told
-    assert "secret" not in told
+        said = told("train", "--recipe", "toy", "--tracking", address)
+    assert "no connection to the database" in said
+    assert "timeout expired" in said
+    assert "secret" not in said
 
 
 ROWS = "a,b,y\n" + "".join(f"{i},{i % 7},{i % 2}\n" for i in range(60))
@@ -114,7 +108,7 @@ MANY = json.dumps({"train.seed": list(range(380))}, separators=(",", ":"))
 
 
 @pytest.mark.parametrize(
-    ("command", "words"),
+    ("typed", "words"),
     [
         ("prepare --data.path document.json --data.label a", "a JSON document is not read"),
         ("prepare --data.path prose.jsonl --data.label a", "line 1: no JSON.*write one JSON record a line"),
@@ -200,40 +194,30 @@ MANY = json.dumps({"train.seed": list(range(380))}, separators=(",", ":"))
         ('sweep --recipe toy --grid {"train.lr":[1]} --at-once -1', "at_once=-1: give the number of runs"),
     ],
 )
-def test_a_new_users_mistakes(
-    command: str,
-    words: str,
-    tmp_path: Path,
-    data_dir: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_new_users_mistakes(typed: str, words: str, data_dir: Path) -> None:
     for name, text in FILES.items():
         Path(name).write_text(text)
-    assert re.search(words, told(capsys, *command.split()).strip(), re.MULTILINE)
+    assert re.search(words, told(*typed.split()).strip(), re.MULTILINE)
     assert not list(data_dir.glob("runs/*")), "a run is left"
-    if command.startswith("prepare") or "--run-name" in command:
+    if typed.startswith("prepare") or "--run-name" in typed:
         assert not list(data_dir.glob("prepared/ctr-*")), "prepared data is left"
 
 
 def test_a_checkpoint_with_another_models_values_says_to_train_again(tmp_path: Path) -> None:
     page = tmp_path / "state.json"
-    with pytest.raises(UserError, match=r"state\.json: model\.old: .*have changed since, train again"):
+    with refused(r"state\.json: model\.old: .*have changed since, train again"):
         stored_config({"recipe": "ctr", "model": {"old": 1}}, page, load_settings())
 
 
-def test_kge_notes_a_table_whose_second_column_has_too_many_values(
-    tmp_path: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_kge_notes_a_table_whose_second_column_has_too_many_values(tmp_path: Path, data_dir: Path) -> None:
     for name, relations in (("table.csv", 100), ("triples.csv", 5)):
         (tmp_path / name).write_text("".join(f"{n},{n % relations},{n % 3}\n" for n in range(300)))
-        assert main(["prepare", "--recipe", "kge", "--data.path", str(tmp_path / name)]) == 0
-        assert ("Note: the second column has 100 values" in capsys.readouterr().out) == (name == "table.csv")
+        said = command("prepare", "--recipe", "kge", "--data.path", str(tmp_path / name))
+        assert ("Note: the second column has 100 values" in said) == (name == "table.csv")
 
 
 @pytest.mark.parametrize(
-    ("command", "words"),
+    ("typed", "words"),
     [
         ("trian", "'trian': there is no such command; did you mean 'train'?"),
         ("train --epochs 3", "--epochs: there is no such flag; did you mean --train.epochs?"),
@@ -249,7 +233,7 @@ def test_kge_notes_a_table_whose_second_column_has_too_many_values(
         ("train toy --train.epochs 1", "unexpected 'toy'; write --recipe toy"),
     ],
 )
-def test_flags(command: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags(typed: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main(command.split())
+        main(typed.split())
     assert words in capsys.readouterr().err

@@ -1,5 +1,4 @@
-"""Waiting in tests for what other processes do: long enough for a machine that has more to do than these
-tests."""
+"""Waiting for what other processes do, with patience on a busy machine."""
 
 import os
 import time
@@ -8,14 +7,12 @@ from typing import Any
 
 
 def patience(seconds: float) -> float:
-    """Return how long to wait for something that takes up to `seconds` on an idle machine: twice as long,
-    more where cores are scarce."""
+    """Return how long to wait for what takes `seconds` on an idle machine: at least twice as long."""
     return seconds * max(2.0, 1.5 * os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 90, every_s: float = 0.1) -> Any:
-    """Return what `condition` comes to once it is true. Raises TimeoutError, with `what`, after the patience
-    for `timeout_s`."""
+    """Return what `condition` comes to once it is true. Raises TimeoutError that says `what`."""
     start = time.monotonic()
     while not (found := condition()):
         if time.monotonic() - start > patience(timeout_s):

@@ -1,5 +1,4 @@
-"""`dphybrid.train` on frames: one prepared folder for one table, the files' bits, clear mistakes; runs and
-predictions in Python."""
+"""`dphybrid.train` on frames gives the bits that a file gives; runs and predictions in Python."""
 
 import re
 from collections.abc import Iterator
@@ -17,9 +16,9 @@ from dphybrid.api.run import TrainedRun
 from dphybrid.api.training import experiment
 from dphybrid.data.table import frames
 from dphybrid.data.table.frames import as_frame, save_frame
-from dphybrid.util.errors import UserError
 from tests.commands import run_with
 from tests.conftest import own_settings
+from tests.refusing import refused
 
 SMALL = {
     "epochs": 3,
@@ -108,7 +107,7 @@ def test_what_a_run_shows(run: TrainedRun) -> None:
         r'srcdoc="&lt;!doctype html&gt;.*first.*figures|srcdoc="&lt;!doctype', report._repr_html_()
     )
     assert report.save(run.folder / "page.html").read_text().count("<img") >= 2
-    with pytest.raises(UserError, match="name a file in a folder that exists"):
+    with refused("name a file in a folder that exists"):
         report.save(run.folder / "no" / "page.html")
 
 
@@ -125,7 +124,7 @@ def test_runs_are_listed_newest_first(run: TrainedRun) -> None:
     assert table["auc"].to_list()[0] == newer.metrics["auc"]
     assert "&lt;b&gt;" in found._repr_html_()
     assert len(dphybrid.runs("kge")) == 0
-    with pytest.raises(UserError, match="there is no run of that name; did you mean 'first'"):
+    with refused("there is no run of that name; did you mean 'first'"):
         found["frist"]
 
 
@@ -135,7 +134,7 @@ def test_a_run_that_has_not_ended_says_so(run: TrainedRun, tmp_path: Path) -> No
     (begun / "run.json").write_bytes((run.folder / "run.json").read_bytes())
     other = TrainedRun(begun)
     assert (other.status, other.metrics) == ("stopped", {})
-    with pytest.raises(UserError, match=r"is stopped and has no splits\.json yet; .*resume='begun'"):
+    with refused(r"is stopped and has no splits\.json yet; .*resume='begun'"):
         _ = other.splits
 
 
@@ -153,9 +152,9 @@ def test_predictions_for_every_form(run: TrainedRun, tmp_path: Path) -> None:
         f"<Predictor of clicked=1 by recipe ctr, first/{run.checkpoint.name}; columns: *, shop, tags>"
     )
     (tmp_path / "odd.csv").write_text("shop,*,tags\nbooks,1,new\nbooks,2\n")
-    with pytest.raises(UserError, match=r"odd\.csv: line 3 cannot be read .* use predict_file"):
+    with refused(r"odd\.csv: line 3 cannot be read .* use predict_file"):
         run.predict(str(tmp_path / "odd.csv"))
-    with pytest.raises(UserError, match=r"the rows: has no column '\*'"):
+    with refused(r"the rows: has no column '\*'"):
         run.predict([{"shop": "books"}])
 
 
@@ -177,7 +176,7 @@ def test_predictions_for_every_form(run: TrainedRun, tmp_path: Path) -> None:
 def test_mistakes_are_told_before_anything_is_written(
     given: dict[str, Any], message: str, data_dir: Path
 ) -> None:
-    with pytest.raises(UserError, match=re.escape(message)):
+    with refused(re.escape(message)):
         dphybrid.train(visits(10), **given)
     assert not data_dir.exists()
 
@@ -198,7 +197,7 @@ def test_mistakes_are_told_before_anything_is_written(
     ],
 )
 def test_what_is_no_table_is_refused(data: Any, message: str, data_dir: Path) -> None:
-    with pytest.raises(UserError, match=re.escape(message)):
+    with refused(re.escape(message)):
         dphybrid.train(data, label="clicked")
     assert not list(data_dir.glob("frames/*"))
 
@@ -250,5 +249,5 @@ def test_paths_infer_their_recipe(data_dir: Path, unrecorded: None) -> None:
         (texts / f"{name}.txt").write_text(f"a text called {name} goes on . " * 50)
     run = dphybrid.train(texts, devices="cpu", epochs=1, quiet=True)
     assert run.config.recipe == "text"
-    with pytest.raises(UserError, match="makes no predictions from rows"):
+    with refused("makes no predictions from rows"):
         run.predict({})

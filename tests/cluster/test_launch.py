@@ -21,10 +21,10 @@ from dphybrid.cluster.launch import (
     refuse_public,
     run_ranks,
 )
-from dphybrid.util.errors import UserError
 from dphybrid.util.stop import StopRequest
 from tests.cluster.launching import CAN_JOIN, Machine, joined_machines
 from tests.conftest import REPOSITORY
+from tests.refusing import refused
 from tests.waiting import patience, wait_until
 
 PATIENT, STANDIN = "tests.cluster.patient", "tests.flows.standin"
@@ -117,17 +117,17 @@ def test_a_rank_whose_starter_is_gone_does_not_wait_for_the_others(tmp_path: Pat
 def test_a_foreign_folder_to_meet_in_is_refused(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "ranks").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="is not a folder; ranks meet there"):
+    with refused("is not a folder; ranks meet there"):
         run_ranks(1, (PATIENT, str(tmp_path)), tmp_path, {}, 0, StopRequest())
 
 
 def test_a_public_address_is_refused_unless_it_is_named() -> None:
     refuse_public(["127.0.0.1", "192.168.1.4", "10.0.0.1", "fe80::1%eth0"])
-    with pytest.raises(UserError, match=r"public address 8\.8\.4\.4.*DPHYBRID_CLUSTER_ADDRESS"):
+    with refused(r"public address 8\.8\.4\.4.*DPHYBRID_CLUSTER_ADDRESS"):
         refuse_public(["127.0.0.1", "8.8.4.4"])
     assert address_towards("127.0.0.1") == "127.0.0.1"
     assert address_towards("unknown.invalid", "8.8.4.4") == "8.8.4.4"
-    with pytest.raises(UserError, match="no way to unknown.invalid"):
+    with refused("no way to unknown.invalid"):
         address_towards("unknown.invalid")
 
 

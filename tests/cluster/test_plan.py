@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from dphybrid.cli.main import main
 from dphybrid.cluster.plan import ClusterPlan, Workload
+from tests.commands import command
 from tests.conftest import REPOSITORY
 
 TERABYTE = Workload(num_rows=3_900_000_000, dim=64, ids=65_536 * 26, dense=5_000_000)
@@ -56,14 +56,10 @@ def test_the_advice_goes_by_memory_and_link(nodes: int, link: float, memory: int
     assert words in ClusterPlan(TERABYTE, 8 * nodes, nodes, link).text(memory)
 
 
-def test_the_command_plans_for_a_table_that_nobody_has_yet(
-    capsys: pytest.CaptureFixture[str], data_dir: Path
-) -> None:
+def test_the_command_plans_for_a_table_that_nobody_has_yet(data_dir: Path) -> None:
     asked = ["plan", "--recipe", "ctr", "--cluster.ranks", "128", "--nodes", "16", "--link-gbit", "100"]
     values = ["--model.dim", "64", "--train.batch-size", "65536", "--table-rows", "3900000000"]
-    assert main([*asked, *values]) == 0
-    shown = capsys.readouterr().out
+    shown = command(*asked, *values)
     assert "30,468,750 rows" in shown
     assert "row-wise over 128 ranks on 16 machines" in shown
-    assert main([*asked, *values, "--nodes", "0"]) == 2
-    assert "--nodes 0" in capsys.readouterr().err
+    assert "--nodes 0" in command(*asked, *values, "--nodes", "0", ends=2)

@@ -24,6 +24,7 @@ from tests.cluster.launching import settings_in
 from tests.commands import python
 from tests.conftest import REPOSITORY
 from tests.preparing import prepare
+from tests.refusing import refused
 
 
 def config(*values: str) -> ExperimentConfig:
@@ -53,7 +54,7 @@ def config(*values: str) -> ExperimentConfig:
 def test_what_has_no_counterpart_is_refused_before_data_is_prepared(
     values: list[str], words: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match=r"^cluster\.ranks=2: ") as caught:
+    with refused(r"^cluster\.ranks=2: ") as caught:
         prepare_data(config(*values), settings_in(tmp_path / "data"))
     assert words in str(caught.value)
     assert "cluster.ranks=0" in str(caught.value)
@@ -61,13 +62,13 @@ def test_what_has_no_counterpart_is_refused_before_data_is_prepared(
 
 
 def test_a_rank_has_one_device_of_its_own(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="are 1, and each rank has one"):
+    with refused("are 1, and each rank has one"):
         refuse_ranks(config(), False, settings_in(tmp_path), "cuda:0")
 
 
 def test_tables_in_files_are_refused_before_data_is_prepared(tmp_path: Path) -> None:
     settings = settings_in(tmp_path / "data").model_copy(update={"table_storage": "mmap"})
-    with pytest.raises(UserError, match="DPHYBRID_TABLE_STORAGE=mmap"):
+    with refused("DPHYBRID_TABLE_STORAGE=mmap"):
         prepare_data(config("data.path=nowhere.csv", "data.label=0"), settings)
     assert not (tmp_path / "data").exists()
 
@@ -104,7 +105,7 @@ def test_labels_and_weights_that_were_not_tried_are_refused(
     (tmp_path / "x.csv").write_text("\n".join(["kind,n,y", *lines]))
     data = TableDataConfig(path=str(tmp_path / "x.csv"), label=label, weight=weight)
     prepared = prepare("ctr", data, tmp_path / "prepared", 0)
-    told = pytest.raises(UserError, match=f"^cluster.ranks=2: {words} was not tried .* use cluster.ranks=0")
+    told = refused(f"^cluster.ranks=2: {words} was not tried .* use cluster.ranks=0")
     with told if words else nullcontext():
         refuse_label_for_ranks(config(), prepared)
 

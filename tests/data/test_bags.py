@@ -1,5 +1,4 @@
-"""Columns of bags and of free text: their items, what a cell may hold, the same numbers on any devices, and
-growth."""
+"""Columns of bags and free text: their items, the same numbers on any devices, and growth."""
 
 import re
 from pathlib import Path
@@ -23,9 +22,11 @@ from dphybrid.serving.load import model_from_checkpoint
 from dphybrid.serving.predict import Predictor
 from dphybrid.training.checkpoint import read_state
 from dphybrid.training.warm_start import warm_start
-from dphybrid.util.errors import UserError
 from tests.commands import run_with
-from tests.preparing import TableDataConfig, prepare
+from tests.preparing import TableDataConfig, from_file, prepare
+from tests.refusing import refused
+
+SIZES = ["model.dim=8", "model.hidden=16", "model.layers=1", "model.dropout=0"]
 
 
 def write(file: Path, rows: list[tuple[object, ...]], header: str = "tags,title,y") -> Path:
@@ -36,17 +37,8 @@ def write(file: Path, rows: list[tuple[object, ...]], header: str = "tags,title,
 def made(folder: Path, rows: list[tuple[object, ...]], **values: object) -> Prepared:
     """Prepare rows (tags, title, y)."""
     file = write(folder / "x.csv", rows)
-    given = {
-        "label": "y",
-        "header": "yes",
-        "valid_fraction": 0.25,
-        "min_count": 1,
-        "bags": ("tags",),
-        "text": ("title",),
-    }
-    return prepare(
-        "ctr", TableDataConfig.model_validate({"path": str(file), **given, **values}), folder / "prepared", 0
-    )
+    given = {"header": "yes", "valid_fraction": 0.25, "min_count": 1, "bags": ("tags",), "text": ("title",)}
+    return from_file(file, **given | values)
 
 
 def clicks(num_rows: int, seed: int, tags: range = range(30)) -> list[tuple[object, ...]]:
@@ -56,20 +48,14 @@ def clicks(num_rows: int, seed: int, tags: range = range(30)) -> list[tuple[obje
     for _ in range(num_rows):
         held = random.choice(tags, random.integers(0, 6))
         chance = 1 / (1 + np.exp(-3 * sum(2 * (tag % 2) - 1 for tag in held)))
-        rows.append(
-            (
-                "|".join(f"t{tag}" for tag in held),
-                f"Words {random.integers(5)}!",
-                int(random.random() < chance),
-            )
-        )
+        tags_of_row = "|".join(f"t{tag}" for tag in held)
+        rows.append((tags_of_row, f"Words {random.integers(5)}!", int(random.random() < chance)))
     return rows
 
 
 def trained(devices: str, data: list[str]) -> Report:
     values = ["recipe=ctr", f"devices={devices}", "data.label=y", "train.epochs=3", "train.batch_size=100"]
-    sizes = ["model.dim=8", "model.hidden=16", "model.layers=1", "model.dropout=0"]
-    return run_with(*values, *sizes, *data)
+    return run_with(*values, *SIZES, *data)
 
 
 def as_lists(
@@ -97,15 +83,8 @@ def quiet(unrecorded: None, tmp_path: Path) -> Path:
 def test_cells_are_taken_apart() -> None:
     dirty = pl.Series(["a|b", " a | |b|", "||", None, "a", "a|a|b|c", "ä b|c"])
     bag, text = Bag(name="tags", max_items=3), Text(name="title")
-    assert bag.read(dirty).to_list() == [
-        ["a", "b"],
-        ["a", "b"],
-        [],
-        None,
-        ["a"],
-        ["a", "a", "b"],
-        ["ä b", "c"],
-    ]
+    found = [["a", "b"], ["a", "b"], [], None, ["a"], ["a", "a", "b"], ["ä b", "c"]]
+    assert bag.read(dirty).to_list() == found
     assert bag.left_out(dirty, bag.read(dirty)) == (1, 1)
     words = text.read(pl.Series(["Don't PANIC, it's 42!", "--", None, "Übung_1 macht"]))
     assert words.to_list() == [["don't", "panic", "it's", "42"], [], None, ["übung_1", "macht"]]
@@ -139,35 +118,19 @@ def test_prepared_bags_and_the_encoder_agree(tmp_path: Path) -> None:
 
 def test_vocabulary_and_limits_come_from_the_schema_and_the_training_part(tmp_path: Path) -> None:
     held = write(tmp_path / "held.csv", [("a;new;a;a", "x", 1), ("rare", "x", 0)])
-    rows: list[tuple[object, ...]] = [
-        ("a;b;c;a;a", "x", 0),
-        ("a;b", "x", 1),
-        ("a;rare", "", 1),
-        ("", "x", 0),
-    ] * 2
+    rows = [("a;b;c;a;a", "x", 0), ("a;b", "x", 1), ("a;rare", "", 1), ("", "x", 0)] * 2
     rows[2] = ("a", "x", 1)
     schema = tmp_path / "s.toml"
     text = '[columns.tags]\nrole = "bag"\nseparator = ";"\nmax_items = 3\n'
     schema.write_text(text + "min_count = 2\ntop = 3\n")
-    told = {
-        "bags": (),
-        "text": (),
-        "ignore": ("title",),
-        "schema_file": str(schema),
-        "valid_path": str(held),
-        "delimiter": ",",
-    }
+    told = {"bags": (), "text": (), "ignore": ("title",), "delimiter": ","}
+    told |= {"schema_file": str(schema), "valid_path": str(held)}
     prepared = made(tmp_path, rows, **told)
     (tags,) = Encoder.load(prepared.path / "encoder").bags
     assert (tags.learned.to_list(), tags.separator, tags.max_items) == (["a", "b", "c"], ";", 3)
     bags_BL = prepared.arrays["bags_BFL"][:, 0]
     # the third holds a rare item (seen once), the last no value
-    assert bags_BL[[0, 1, 6, 3]].tolist() == [
-        [2, 3, 4],
-        [2, 3, -1],
-        [2, 1, -1],
-        [0, -1, -1],
-    ]
+    assert bags_BL[[0, 1, 6, 3]].tolist() == [[2, 3, 4], [2, 3, -1], [2, 1, -1], [0, -1, -1]]
     assert bags_BL[8:].tolist() == [[2, 1, 2], [1, -1, -1]]
     assert prepared.manifest.facts["unseen"] == {"tags": 0.25}
     assert prepared.manifest.facts["left_out_items"] == {"tags": [3, 5]}
@@ -187,9 +150,9 @@ def test_a_column_that_looks_like_bags_is_told_and_stays_categorical(tmp_path: P
     assert "most cells hold '|'; --data.bags reads the items between" in prepared.describe()
     assert [c["role"] for c in prepared.info["columns"]] == ["categorical", "categorical"]
     assert "bags_BFL" not in prepared.arrays
-    with pytest.raises(UserError, match=r"data\.text='tags': this column is already named as bag"):
+    with refused(r"data\.text='tags': this column is already named as bag"):
         made(tmp_path, clicks(200, 0), text=("tags",))
-    with pytest.raises(UserError, match=r"data\.bags='tugs': .* has no such column; did you mean 'tags'"):
+    with refused(r"data\.bags='tugs': .* has no such column; did you mean 'tags'"):
         made(tmp_path, clicks(200, 0), bags=("tugs",))
 
 
@@ -215,19 +178,13 @@ def test_only_items_of_a_bag_are_trained_and_devices_agree(quiet: Path) -> None:
     tables = [model_from_checkpoint(report.best_checkpoint).table.flat.weight for report in (one, three)]
     torch.testing.assert_close(*tables, rtol=1e-4, atol=1e-5)
     predictor = Predictor(one.best_checkpoint)
-    scores = predictor.predict(
-        {"tags": ["t1|t3|t5", "t2|t4", "never|seen", "", None], "title": ["Words 1!"] * 5}
-    )
+    tags = ["t1|t3|t5", "t2|t4", "never|seen", "", None]
+    scores = predictor.predict({"tags": tags, "title": ["Words 1!"] * 5})
     assert scores[0] > scores[1] + 0.1
     assert scores[3] == scores[4]
-    alone = [
-        predictor.predict({"tags": [tags], "title": ["words 1"]})[0]
-        for tags in ("t1|t3|t5", "t2|t4", "new", "")
-    ]
-    # whatever else the batch holds
-    assert alone == pytest.approx([scores[i] for i in (0, 1, 2, 3)], abs=1e-6)
-    done = predictor.predict_file(str(file), quiet / "out.parquet")
-    assert done.num_rows == 3000
+    alone = [predictor.predict({"tags": [each], "title": ["words 1"]})[0] for each in tags]
+    assert alone == pytest.approx(scores.tolist(), abs=1e-6)  # whatever else the batch holds
+    assert predictor.predict_file(str(file), quiet / "out.parquet").num_rows == 3000
 
 
 def test_a_pooled_row_is_the_mean_of_the_items_rows(quiet: Path) -> None:
@@ -286,13 +243,10 @@ def test_a_grown_model_answers_as_before(quiet: Path) -> None:
     assert not set(before["train_rows"].tolist()) & set(grown.arrays["valid_rows"].tolist())
     assert set(before["valid_rows"].tolist()) < set(grown.arrays["valid_rows"].tolist())
     earlier, now = (Encoder.load(path / "encoder") for path in (base, grown.path))
-    assert isinstance(now.bags[0], Bag)
     assert set(now.bags[0].learned) > set(earlier.bags[0].learned)
     assert {*now.categories[0].learned} - {*earlier.categories[0].learned} == {"s10", "s11"}
     assert grown.arrays["bags_BFL"][:, 0].max() == now.bags[0].num_ids - 1 > earlier.bags[0].num_ids
-    config = load_config(
-        None, ["recipe=ctr", "model.dim=8", "model.hidden=16", "model.layers=1", "model.dropout=0"]
-    )
+    config = load_config(None, ["recipe=ctr", *SIZES])
     model = build_model("ctr", ModelContext(resolve_devices("cpu"), grown.info, config.model, 1)).eval()
     warm_start(Path(report.best_checkpoint), model, grown)
     champion = model_from_checkpoint(report.best_checkpoint).eval()
@@ -314,21 +268,15 @@ def test_a_grown_model_answers_as_before(quiet: Path) -> None:
     assert largest_drift(str(grown.path))[0] == "tags"
     schema = (base / "schema.toml").read_text()
     for written, told in (
-        (
-            'role = "bag"\nmax_items = 20',
-            "'tags' was a bag with '|' between items, at most 16 of a cell and is .*at most 20",
-        ),
-        ('role = "bag"\nseparator = ";"', "'tags' was a bag with '|' .* and is a bag with ';' between items"),
-        (
-            'role = "categorical"',
-            "'tags' was a bag with .* and is categorical; a model cannot be carried over",
-        ),
+        ('role = "bag"\nmax_items = 20', "with '|' between items, at most 16 of a cell and is .*at most 20"),
+        ('role = "bag"\nseparator = ";"', "with '|' .* and is a bag with ';' between items"),
+        ('role = "categorical"', "with .* and is categorical; a model cannot be carried over"),
     ):
         (quiet / "s.toml").write_text(schema.replace('role = "bag"', written))
         other = TableDataConfig(
             path=str(quiet / "b.csv"), label="y", base=str(base), schema_file=str(quiet / "s.toml")
         )
-        with pytest.raises(UserError, match=f"data.base: column {told}"):
+        with refused(f"data.base: column 'tags' was a bag {told}"):
             prepare("ctr", other, quiet / "data" / "prepared", 1)
 
 
@@ -336,13 +284,7 @@ def test_a_grown_model_answers_as_before(quiet: Path) -> None:
 def test_lists_in_parquet_are_bags(tmp_path: Path, items: type[pl.DataType]) -> None:
     rows = clicks(60, 0)
     as_lists(rows, items).write_parquet(tmp_path / "x.parquet")
-    given = {"label": "y", "valid_fraction": 0.25, "min_count": 1, "text": ("title",)}
-    lists = prepare(
-        "ctr",
-        TableDataConfig.model_validate({"path": str(tmp_path / "x.parquet"), **given}),
-        tmp_path / "prepared",
-        0,
-    )
+    lists = from_file(tmp_path / "x.parquet", valid_fraction=0.25, min_count=1, text=("title",))
     texts = made(
         tmp_path, [(str(tags).replace("t", "") if items == pl.Int64 else tags, *rest) for tags, *rest in rows]
     )
@@ -354,10 +296,9 @@ def test_lists_in_parquet_are_bags(tmp_path: Path, items: type[pl.DataType]) -> 
 def test_items_of_lists_may_hold_a_separator(tmp_path: Path) -> None:
     file, schema = tmp_path / "x.parquet", tmp_path / "schema.toml"
     schema.write_text('[columns.tags]\nrole = "bag"\nseparator = ","\n')
-    data = {"path": str(file), "label": "y"}
     pl.DataFrame({"tags": [["a|b", "c"]] * 40, "y": [0, 1] * 20}).write_parquet(file)
     for given in ({}, {"schema_file": str(schema)}):  # lists need no separator, and may hold any
-        prepared = prepare("ctr", TableDataConfig(**data, **given), tmp_path / "prepared", 0)
+        prepared = from_file(file, **given)
         (tags,) = Encoder.load(prepared.path / "encoder").bags
         assert tags.learned.to_list() == ["a|b", "c"]
 
@@ -368,10 +309,8 @@ def test_new_rows_may_come_with_lists(quiet: Path) -> None:
     (quiet / "schema.toml").write_text(
         'label = "y"\n[columns.tags]\nrole = "bag"\nseparator = ";"\n[columns.title]\nrole = "text"\n'
     )
-    report = trained(
-        "cpu",
-        [f"data.path={quiet / 'x.csv'}", f"data.schema_file={quiet / 'schema.toml'}", "data.min_count=1"],
-    )
+    files = [f"data.path={quiet / 'x.csv'}", f"data.schema_file={quiet / 'schema.toml'}"]
+    report = trained("cpu", [*files, "data.min_count=1"])
     predictor = Predictor(report.best_checkpoint)
     frame = as_lists(rows)
     frame.write_parquet(quiet / "new.parquet")

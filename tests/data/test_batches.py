@@ -1,5 +1,4 @@
-"""The order of an epoch: every row once, the same from any batch on, and in windows where there are many
-rows; and the draws of batches: by sample, by batch, the same wherever an epoch goes on."""
+"""The order of an epoch and the draws of batches are the same from any batch on."""
 
 import numpy as np
 import pytest

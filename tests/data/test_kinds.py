@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import polars as pl
 import pytest
@@ -11,8 +10,8 @@ import pytest
 from dphybrid.data.table.encoder import Encoder
 from dphybrid.data.table.kinds import KINDS
 from dphybrid.recipes.ctr.recipe import Ctr
-from dphybrid.util.errors import UserError
 from tests.conftest import REPOSITORY
+from tests.refusing import refused
 
 
 @pytest.fixture
@@ -27,7 +26,8 @@ def recipe() -> Iterator[Ctr]:
 
 def test_a_kind_is_a_class_and_an_entry(recipe: Ctr, tmp_path: Path) -> None:
     texts = [f"{i % 3}h{i % 60}m" for i in range(100)]
-    (tmp_path / "x.csv").write_text("took,y\n" + "".join(f"{text},{i % 2}\n" for i, text in enumerate(texts)))
+    rows = "took,y\n" + "".join(f"{text},{i % 2}\n" for i, text in enumerate(texts))
+    (tmp_path / "x.csv").write_text(rows)
     data = recipe.data(path=str(tmp_path / "x.csv"), label="y")
     prepared = recipe.prepare(data, tmp_path / "prepared", 0)
     assert "took    duration" in prepared.describe()
@@ -44,17 +44,11 @@ def test_a_kind_is_a_class_and_an_entry(recipe: Ctr, tmp_path: Path) -> None:
     schema = (prepared.path / "schema.toml").read_text()
     assert 'role = "duration"' in schema
     (tmp_path / "s.toml").write_text(schema.replace("# buckets = 32", "buckets = 2"))
-    again: dict[str, Any] = {
-        "path": str(tmp_path / "x.csv"),
-        "label": "y",
-        "schema_file": str(tmp_path / "s.toml"),
-    }
+    again = {"path": str(tmp_path / "x.csv"), "label": "y", "schema_file": str(tmp_path / "s.toml")}
     assert recipe.prepare(recipe.data(**again), tmp_path / "prepared", 0).info["num_ids"] == [3]
 
-    (tmp_path / "x.csv").write_text(
-        "took,y\n" + "".join(f"{text},{i % 2}\n" for i, text in enumerate(texts)) + "soon,1\n"
-    )
-    with pytest.raises(UserError, match=r"data.durations: column 'took' holds 'soon', no duration"):
+    (tmp_path / "x.csv").write_text(rows + "soon,1\n")
+    with refused(r"data.durations: column 'took' holds 'soon', no duration"):
         recipe.prepare(recipe.data(**again | {"durations": "took"}), tmp_path / "prepared", 0)
     grown = recipe.data(path=str(tmp_path / "x.csv"), label="y", base=str(prepared.path), missing=("soon",))
     assert recipe.prepare(grown, tmp_path / "prepared", 0).info["num_ids"] == prepared.info["num_ids"]

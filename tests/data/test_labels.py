@@ -10,8 +10,8 @@ from dphybrid.data import Prepared
 from dphybrid.data.table import schema
 from dphybrid.data.table.encoder import Encoder
 from dphybrid.data.table.labels import Label
-from dphybrid.util.errors import UserError
 from tests.preparing import table_of
+from tests.refusing import refused, refused_with
 
 
 def labelled(folder: Path, values: list[Any], num_rows: int = 60, **more: Any) -> Prepared:
@@ -88,16 +88,14 @@ def test_labels_that_turn_out_to_be_numbers_later(tmp_path: Path, monkeypatch: p
 def test_labels_that_contradict_are_refused(
     tmp_path: Path, values: list[Any], more: dict[str, Any], words: list[str]
 ) -> None:
-    with pytest.raises(UserError) as error:
+    with refused_with(words):
         labelled(tmp_path, values, max(60, len(values)), **more)
-    for word in words:
-        assert word in str(error.value)
 
 
 @pytest.mark.parametrize("end", ["\n", ""])
 def test_a_last_line_without_an_end_is_looked_at_with_the_others(tmp_path: Path, end: str) -> None:
     lines = "".join(f"{i}\t{i * 1.5}\n" for i in range(59))
-    with pytest.raises(UserError, match="holds 'soon' among numbers"):
+    with refused("holds 'soon' among numbers"):
         table_of(tmp_path, f"n\ty\n{lines}7\tsoon{end}")
 
 
@@ -113,12 +111,9 @@ def test_weights_are_no_feature_and_zero_leaves_a_row_out(tmp_path: Path) -> Non
     assert mean == pytest.approx(0, abs=1e-6)
     for wrong, shown in (("-1", "-1"), ("", "None"), ("x", "'x'"), ("inf", "inf")):
         columns["n"] = [*weights[:40], wrong, *weights[41:]]
-        with pytest.raises(
-            UserError, match=r"data\.weight='n': .*x\.csv, line 42: holds .*weights are"
-        ) as told:
+        with refused(rf"data\.weight='n': .*x\.csv, line 42: holds .*{shown}.* weights are"):
             table_of(tmp_path, columns, weight="n")
-        assert shown in str(told.value)
-    with pytest.raises(UserError, match=r"none of the 60 rows .* has a weight above 0"):
+    with refused(r"none of the 60 rows .* has a weight above 0"):
         table_of(tmp_path, columns | {"n": [0] * 60}, weight="n")
 
 
@@ -126,14 +121,12 @@ def test_labels_grow_with_the_offset_and_the_classes_of_before(tmp_path: Path) -
     first = labelled(tmp_path, SIZES[:30])
     more = labelled(tmp_path, [*SIZES[:30], 500, 600], 120, base=str(first.path))
     assert more.info["label"] == first.info["label"]
-    with pytest.raises(
-        UserError, match=r"data\.base=.*: its column='w': .* no such column; .*columns: other, y"
-    ):
+    with refused(r"data\.base=.*: its column='w': .* no such column; .*columns: other, y"):
         table_of(tmp_path, {"other": range(60), "y": range(60)}, base=str(first.path))
     number = more.info["label"]["offset"] + more.info["label"]["scale"] * more.arrays["labels_B"].max()
     assert number == pytest.approx(600)
     classes = labelled(tmp_path, ["a", "b", "c"])
-    with pytest.raises(UserError, match=r"data\.base: classes were \['a', 'b', 'c'\] and are"):
+    with refused(r"data\.base: classes were \['a', 'b', 'c'\] and are"):
         labelled(tmp_path, ["a", "b", "c", "d"], 120, base=str(classes.path))
 
 

@@ -2,15 +2,15 @@
 
 import gzip
 import resource
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pytest
 
 from dphybrid.data.table import delimited
-from dphybrid.util.errors import UserError
-from tests.preparing import TableDataConfig, prepare
+from tests.preparing import from_file
+from tests.refusing import refused
 
 
 def hundred_thousand_columns(file: Path) -> None:
@@ -48,36 +48,28 @@ def a_wide_parquet_file(file: Path) -> None:
             "x.parquet",
             a_wide_parquet_file,
             {"max_columns": 500},
-            "has 600 columns, more than data.max_columns=500",
+            "600 columns, more than data.max_columns=500",
         ),
     ],
 )
 def test_what_is_no_table_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    name: str,
-    make: Callable[[Path], None],
-    values: dict[str, int],
-    told: str,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, make: Any, values: dict[str, int], told: str
 ) -> None:
     make(tmp_path / name)
     monkeypatch.setattr(delimited, "UNPACKED_BYTES", 2**22)
-    config = TableDataConfig(path=str(tmp_path / name), label="y", **values)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="Mend the file|Raise data") as error:
-        prepare("ctr", config, tmp_path / "prepared", 0)
+    with refused("Mend the file|Raise data") as error:
+        from_file(tmp_path / name, **values)
     assert told in str(error.value)
 
 
 def test_a_line_as_long_as_allowed_is_read(tmp_path: Path) -> None:
     file = tmp_path / "x.csv"
     file.write_text("t,y\n" + "".join(f"{'x' * (2**20 - 10)}{i},{i % 2}\n" for i in range(5)))
-    config = TableDataConfig(path=str(file), label="y", max_line_mib=1)
-    assert prepare("ctr", config, tmp_path / "prepared", 0).manifest.split["train_rows"] == 3
-    higher = TableDataConfig(path=str(file), label="y", max_line_mib=3, max_columns=5, max_expansion=7)
-    assert prepare("ctr", higher, tmp_path / "prepared", 0).reused
+    assert from_file(file, max_line_mib=1).manifest.split["train_rows"] == 3
+    assert from_file(file, max_line_mib=3, max_columns=5, max_expansion=7).reused
     file.write_text(file.read_text() + "x" * (2**20 + 1) + ",1\n")
-    with pytest.raises(UserError, match="line 7 is longer than data.max_line_mib=1"):
-        prepare("ctr", config, tmp_path / "prepared", 0)
+    with refused("line 7 is longer than data.max_line_mib=1"):
+        from_file(file, max_line_mib=1)
 
 
 def test_more_columns_than_file_handles(tmp_path: Path) -> None:
@@ -89,7 +81,7 @@ def test_more_columns_than_file_handles(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:
-        prepared = prepare("ctr", TableDataConfig(path=str(file), label="y", min_count=1), tmp_path / "p", 0)
+        prepared = from_file(file, min_count=1)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert len(prepared.manifest.facts["columns"]) == num

@@ -1,5 +1,4 @@
-"""Tables as people have them: rows without an answer, the many ways to write no value, other notations of
-numbers."""
+"""Tables as people have them: no answer, no value, other notations of numbers, dates."""
 
 import json
 import re
@@ -19,8 +18,8 @@ from dphybrid.data.table.encoder import Encoder
 from dphybrid.data.table.kinds import KINDS, Time
 from dphybrid.data.table.numbers import notation_of
 from dphybrid.data.table.schema import read_schema
-from dphybrid.util.errors import UserError
-from tests.preparing import TableDataConfig, prepare, table_of
+from tests.preparing import TableDataConfig, from_file, table_of
+from tests.refusing import refused
 
 table = partial(table_of, min_count=1)
 
@@ -43,14 +42,12 @@ def test_what_pandas_takes_for_no_value_is_none_here() -> None:
 
 def test_given_texts_for_no_value_are_added(tmp_path: Path) -> None:
     words = [*NO_VALUE, "none given", "-999", "real"]
-    body = [
-        f"{words[i % len(words)]},{i % 7 if i % 5 else words[i % (len(words) - 1)]},{i % 2}"
-        for i in range(220)
-    ]
+    size = len(words)
+    body = [f"{words[i % size]},{i % 7 if i % 5 else words[i % (size - 1)]},{i % 2}" for i in range(220)]
     prepared = table(tmp_path, "\n".join(["word,n,y", *body]), missing="none given,-999", numeric="n")
     assert prepared.manifest.rejected == 0
     ids = prepared.arrays["ids_BF"][:, 1]
-    assert ((ids == 0) == [i % len(words) != len(words) - 1 for i in range(220)]).all()
+    assert ((ids == 0) == [i % size != size - 1 for i in range(220)]).all()
 
 
 @pytest.mark.parametrize(
@@ -90,12 +87,8 @@ def test_a_table_in_another_notation_is_the_same_table(
     here = table(tmp_path, "\n".join(["n;y", *(f"{value};{i % 2}" for i, value in enumerate(values))]))
     swapped = [f"{value:,.2f}".translate(str.maketrans(",.", ".,")) for value in values]
     assert pd.Series(swapped).str.contains(r"\.").any()
-    there = table(
-        tmp_path,
-        "\n".join(["n;y", *(f"{value};{i % 2}" for i, value in enumerate(swapped))]),
-        decimal=",",
-        thousands=".",
-    )
+    rows = "\n".join(["n;y", *(f"{value};{i % 2}" for i, value in enumerate(swapped))])
+    there = table(tmp_path, rows, decimal=",", thousands=".")
     assert there.manifest.facts["columns"][0]["role"] == "numeric"
     assert there.manifest.arrays == here.manifest.arrays
 
@@ -142,16 +135,11 @@ def test_the_schema_shows_every_option_and_reads_back(tmp_path: Path) -> None:
 def test_dates_and_times(text: str, day_first: bool, wanted: str | None) -> None:
     column = Time(name="at", dayfirst=day_first)
     found = column.read(pl.Series([text, None]))
-    if wanted is None:
-        assert found.to_list() == [None, None]
-        return
-    moment = datetime.fromisoformat(wanted).replace(tzinfo=UTC)
-    assert found.to_list() == [moment.replace(tzinfo=None), None]
-    assert [part[0] for part in column.numbers(found)] == [
-        moment.hour,
-        moment.isoweekday(),
-        moment.timestamp() // 86_400,
-    ]
+    moment = wanted and datetime.fromisoformat(wanted)
+    assert found.to_list() == [moment, None]
+    if moment:
+        day = moment.replace(tzinfo=UTC).timestamp() // 86_400
+        assert [part[0] for part in column.numbers(found)] == [moment.hour, moment.isoweekday(), day]
 
 
 def test_a_time_becomes_numbers_that_new_rows_get_too(
@@ -167,10 +155,9 @@ def test_a_time_becomes_numbers_that_new_rows_get_too(
     assert prepared.manifest.rejected == 1
     rejected = (prepared.path / "rejected.jsonl").read_text()
     assert "column 'at' holds 'yesterday', no date or time" in rejected
-    assert prepared.manifest.info["columns"][:3] == [
-        {"name": "at (hour)", "role": "buckets", "num_ids": prepared.manifest.info["num_ids"][0]},
-        {"name": "at (weekday)", "role": "buckets", "num_ids": prepared.manifest.info["num_ids"][1]},
-        {"name": "at (day)", "role": "buckets", "num_ids": prepared.manifest.info["num_ids"][2]},
+    assert prepared.info["columns"][:3] == [
+        {"name": f"at ({part})", "role": "buckets", "num_ids": num_ids}
+        for part, num_ids in zip(("hour", "weekday", "day"), prepared.info["num_ids"], strict=False)
     ]
     shown = (prepared.path / "schema.toml").read_text()
     assert 'role = "time"' in shown
@@ -178,12 +165,8 @@ def test_a_time_becomes_numbers_that_new_rows_get_too(
     encoder = Encoder.load(prepared.path / "encoder")
     assert encoder.names == ["at", "w"]
     kept = [i for i in range(600) if i != 300]
-    found, wrong = encoder.encode(
-        {
-            "w": pl.Series(["ab"[i % 2] for i in kept]),
-            "at": pl.Series([texts[i] or None for i in kept]),
-        }
-    )
+    words, times = (["ab"[i % 2] for i in kept], [texts[i] or None for i in kept])
+    found, wrong = encoder.encode({"w": pl.Series(words), "at": pl.Series(times)})
     assert wrong == 0
     assert (found["ids_BF"] == prepared.arrays["ids_BF"]).all()
     assert (found["dense_BN"] == prepared.arrays["dense_BN"]).all()
@@ -231,13 +214,9 @@ def test_json_lines_are_read_as_the_same_table_and_documents_are_refused(tmp_pat
     rows = [{"n": i * i, "w": "ab"[i % 2], "tags": ["x", "y"][: i % 3], "y": i % 2 == 0} for i in range(60)]
     lines = [json.dumps(row) for row in rows]
     (tmp_path / "x.jsonl").write_text("\n".join([*lines[:30], "", '{"n": 1', '{"z": 1}', *lines[30:]]))
-    values = {"label": "y", "min_count": 1}
-    given = TableDataConfig(path=str(tmp_path / "x.jsonl"), max_rejected=0.1, **values)
-    prepared = prepare("ctr", given, tmp_path / "prepared", 0)
+    prepared = from_file(tmp_path / "x.jsonl", max_rejected=0.1, min_count=1)
     pl.DataFrame(rows).write_parquet(tmp_path / "x.parquet")
-    same = prepare(
-        "ctr", TableDataConfig(path=str(tmp_path / "x.parquet"), **values), tmp_path / "prepared", 0
-    )
+    same = from_file(tmp_path / "x.parquet", min_count=1)
     assert prepared.manifest.arrays == same.manifest.arrays
     rejected = [json.loads(line) for line in (prepared.path / "rejected.jsonl").read_text().splitlines()]
     assert [(row["line"], row["reason"].split(":")[0]) for row in rejected] == [
@@ -245,8 +224,8 @@ def test_json_lines_are_read_as_the_same_table_and_documents_are_refused(tmp_pat
         (33, "has 'z', which the first record lacks"),
     ]
     (tmp_path / "x.json").write_text("[]")
-    with pytest.raises(UserError, match=r"x\.json: a JSON document is not read; write one record a line"):
-        prepare("ctr", TableDataConfig(path=str(tmp_path / "x.json"), label="y"), tmp_path / "prepared", 0)
+    with refused(r"x\.json: a JSON document is not read; write one record a line"):
+        from_file(tmp_path / "x.json")
 
 
 @pytest.mark.parametrize("decimal", [",", "auto"])
@@ -272,17 +251,9 @@ def test_typed_numbers_are_numbers_in_any_notation(tmp_path: Path, form: str, de
         frame.with_columns(
             pl.col("n", "w", "y").cast(pl.String).str.replace(".", ",", literal=True)
         ).write_csv(tmp_path / f"{name}.csv", separator=";")
-        found, wanted = (
-            prepare(
-                "ctr",
-                TableDataConfig(
-                    path=str(path), label="y", weight="w", decimal=d, thousands="", categorical="c"
-                ),
-                tmp_path / "prepared",
-                0,
-            )
-            for path, d in ((file, decimal), (tmp_path / f"{name}.csv", ","))
-        )
+        given = {"weight": "w", "thousands": "", "categorical": "c"}
+        found = from_file(file, decimal=decimal, **given)
+        wanted = from_file(tmp_path / f"{name}.csv", decimal=",", **given)
         assert found.info["label"] == wanted.info["label"]
         assert found.info["label"]["task"] == "regression"
         for array in ("ids_BF", "dense_BN", "labels_B", "weights_B"):
@@ -295,15 +266,8 @@ def test_typed_numbers_that_mean_no_value(tmp_path: Path) -> None:
     frame = pl.DataFrame({"n": n, "y": [0.5, 1.5, float("nan"), 2.5, 3.5, -999.0] * 20})
     frame.write_parquet(tmp_path / "x.parquet")
     frame.write_csv(tmp_path / "x.csv")
-    found, wanted = (
-        prepare(
-            "ctr",
-            TableDataConfig(path=str(tmp_path / name), label="y", missing="-999.0", buckets=2),
-            tmp_path / "prepared",
-            0,
-        )
-        for name in ("x.parquet", "x.csv")
-    )
+    files = (tmp_path / "x.parquet", tmp_path / "x.csv")
+    found, wanted = (from_file(file, missing="-999.0", buckets=2) for file in files)
     assert found.manifest.facts["unlabelled_rows"] == wanted.manifest.facts["unlabelled_rows"] == 40
     for array in ("ids_BF", "dense_BN", "labels_B"):
         np.testing.assert_array_equal(found.arrays[array], wanted.arrays[array])

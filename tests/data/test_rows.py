@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from dphybrid.data.table.rows import Rows, check_enough, check_rejected, read_files
 from dphybrid.util.errors import UserError
 from tests.preparing import TableDataConfig, prepare
+from tests.refusing import refused
 
 MANY = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 PIECES = st.sampled_from(
@@ -163,5 +164,5 @@ def test_a_header_over_two_lines(tmp_path: Path) -> None:
 
 
 def test_bad_bytes_are_told_with_their_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"not UTF-8 text \(line 3, byte 12\)"):
+    with refused(r"not UTF-8 text \(line 3, byte 12\)"):
         read(tmp_path, b"n,w\r\n1,a\r\n2,\xe9\r\n")

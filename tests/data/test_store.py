@@ -21,16 +21,13 @@ from dphybrid.data.table.source import open_source
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.util.errors import UserError
 from tests.commands import python
-from tests.preparing import TableDataConfig, prepare
+from tests.preparing import TableDataConfig, from_file, prepare
+from tests.refusing import refused
 
 
 def small(_: Path) -> Content:
-    return Content(
-        {"x_B": np.arange(3), "train_rows": np.arange(2), "valid_rows": np.array([2])},
-        {},
-        ["  x"],
-        ("x_B",),
-    )
+    arrays = {"x_B": np.arange(3), "train_rows": np.arange(2), "valid_rows": np.array([2])}
+    return Content(arrays, {}, ["  x"], ("x_B",))
 
 
 def names(folder: Path) -> list[str]:
@@ -82,7 +79,6 @@ def test_what_a_killed_preparation_left_is_cleared_away(tmp_path: Path) -> None:
         f"store.build_once(Path({str(tmp_path)!r}), 'x', '0' * 64, small)"
     )
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None
     assert child.stdout.readline() == "writing\n"
     child.send_signal(signal.SIGKILL)
     child.wait(60)
@@ -106,37 +102,34 @@ def test_a_damaged_folder_is_told_and_not_used(tmp_path: Path) -> None:
         (None, "has "),
     ):
         array.unlink() if content is None else array.write_bytes(content)
-        with pytest.raises(UserError, match=rf"x_B\.npy: {words}.* delete the folder"):
+        with refused(rf"x_B\.npy: {words}.* delete the folder"):
             build_once(tmp_path, "x", "0" * 64, small)
     for text in ("", "[]", "{}", '{"arrays": {"x_B": {}}}'):
         (path / "manifest.json").write_text(text)
-        with pytest.raises(UserError, match="is not complete prepared data .* delete the folder"):
+        with refused("is not complete prepared data .* delete the folder"):
             open_prepared(path)
-    with pytest.raises(UserError, match="is not complete prepared data"):
+    with refused("is not complete prepared data"):
         open_prepared(tmp_path / "nowhere")
 
 
 def test_any_damage_is_found(tmp_path: Path) -> None:
     file = tmp_path / "x.csv"
     file.write_text("n,a,y\n" + "\n".join(f"{i * i},v{i % 9},{i % 2}" for i in range(60)))
-    path = prepare(
-        "ctr", TableDataConfig(path=str(file), label="y", min_count=1), tmp_path / "prepared", 0
-    ).path
+    path = from_file(file, min_count=1).path
     verify_prepared(path)
     files = [file for file in sorted(path.rglob("*")) if file.is_file()]
-    assert {"manifest.json", "encoder.json", "vocabularies.parquet", "schema.toml"} < {
-        file.name for file in files
-    }
+    pages = {"manifest.json", "encoder.json", "vocabularies.parquet", "schema.toml"}
+    assert pages < {file.name for file in files}
     for file in files:
         whole = file.read_bytes()
         for place in range(0, len(whole), max(1, len(whole) // 20)):
             damaged = bytearray(whole)
             damaged[place] ^= 1
             file.write_bytes(damaged)
-            with pytest.raises(UserError, match=file.name):
+            with refused(file.name):
                 verify_prepared(path)
         file.unlink()
-        with pytest.raises(UserError, match=file.name):
+        with refused(file.name):
             verify_prepared(path)
         file.write_bytes(whole)
     verify_prepared(path)
@@ -144,29 +137,25 @@ def test_any_damage_is_found(tmp_path: Path) -> None:
 
 def test_a_file_in_the_way_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(UserError, match="cannot be written there.*DPHYBRID_DATA_DIR"):
+    with refused("cannot be written there.*DPHYBRID_DATA_DIR"):
         prepare("toy", None, tmp_path / "file", 0)
 
 
 @pytest.mark.parametrize("limit", [2_000, 30_000])  # a column of numbers takes 24,000 bytes, the ids 48,000
 def test_a_table_that_finds_no_room_is_told_and_leaves_nothing(tmp_path: Path, limit: int) -> None:
-    """A limit on the size of files stands for a full disk: while columns are read, and while arrays are
-    written."""
+    """A limit on file sizes stands for a full disk, while columns are read and while arrays are written."""
     file = tmp_path / "x.csv"
-    file.write_text(
-        "n,a,b,c,y\n" + "\n".join(f"{i * i},v{i % 900},w{i % 3},x{i % 4},{i % 2}" for i in range(3000))
-    )
+    rows = (f"{i * i},v{i % 900},w{i % 3},x{i % 4},{i % 2}" for i in range(3000))
+    file.write_text("\n".join(["n,a,b,c,y", *rows]))
     code = (
         "import resource, sys; from pathlib import Path; "
-        "from tests.preparing import TableDataConfig, prepare;"
+        "from tests.preparing import from_file;"
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}));"
-        f"prepare('ctr', TableDataConfig(path={str(file)!r}, label='y', min_count=1), "
-        f"Path({str(tmp_path / 'prepared')!r}), 0)"
+        "from_file(Path(sys.argv[1]), min_count=1)"
     )
-    done = python("-c", code, ends=None)
-    assert "UserError" in done.stderr.splitlines()[-1]
-    assert "prepared data cannot be written there" in done.stderr
-    assert "make room" in done.stderr
+    told = python("-c", code, file, ends=1).stderr.splitlines()[-1]
+    for word in ("UserError", "prepared data cannot be written there", "make room"):
+        assert word in told
     assert names(tmp_path / "prepared") == []
 
 
@@ -178,8 +167,8 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None
         if what == "encode columns":
             file.write_text("n,y\n1,1\n")
 
-    with pytest.raises(UserError, match="changed while it was read"):
-        prepare("ctr", TableDataConfig(path=str(file), label="y"), tmp_path / "prepared", 0, grow)
+    with refused("changed while it was read"):
+        from_file(file, on_progress=grow)
     assert names(tmp_path / "prepared") == []
 
 
@@ -199,7 +188,7 @@ def test_the_first_rows_are_looked_at_once_unless_the_file_changes(
     config = TableDataConfig(path=str(file), label="y")
     for _ in range(2):  # a command opens its data before torch is imported, and again to prepare it
         find_recipe("ctr").look_ahead(config, 0)
-        prepare("ctr", config, tmp_path / "prepared", 0)
+        from_file(file)
     assert [len(rows) for rows in made] == [30, 30]
     source = open_source(config, 0)
     file.write_text(file.read_text() + "900,1\n")
@@ -218,21 +207,15 @@ def test_files_that_cannot_be_read_are_told(tmp_path: Path, monkeypatch: pytest.
         return opened(path, *args, **kwargs)  # type: ignore[call-overload]
 
     monkeypatch.setattr(Path, "open", forbid)
-    with pytest.raises(UserError, match=r"x\.csv cannot be read: Permission denied; check its permissions"):
-        prepare("ctr", TableDataConfig(path=str(file), label="y"), tmp_path / "prepared", 0)
+    with refused(r"x\.csv cannot be read: Permission denied; check its permissions"):
+        from_file(file)
 
 
 def test_progress_is_told_and_ends_complete(tmp_path: Path) -> None:
     file = tmp_path / "x.csv"
     file.write_text("a,b,y\n" + "\n".join(f"{i * i},{i % 3},{i % 2}" for i in range(30)))
     calls: list[tuple[str, int, int]] = []
-    prepare(
-        "ctr",
-        TableDataConfig(path=str(file), label="y"),
-        tmp_path / "prepared",
-        0,
-        lambda *call: calls.append(call),
-    )
+    from_file(file, on_progress=lambda *call: calls.append(call))
     assert list(dict.fromkeys(call[0] for call in calls)) == ["digest files", "read rows", "encode columns"]
     assert calls[-1] == ("encode columns", 2, 2)
     assert all(0 <= done <= total for _, done, total in calls)

@@ -40,12 +40,9 @@ def test_files_of_nested_folders_are_documents(tmp_path: Path) -> None:
     for name in ("a/one.txt", "a/b/two.md", "b/one.txt", "b/pictures.png"):
         (tmp_path / "texts" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "texts" / name).write_text(f"{name} has its own words. " * 30)
-    prepared = prepare(
-        "text", TextDataConfig(path=str(tmp_path / "texts"), window=8), tmp_path / "prepared", 0
-    )
+    config = TextDataConfig(path=str(tmp_path / "texts"), window=8)
+    prepared = prepare("text", config, tmp_path / "prepared", 0)
     assert "3 documents" in prepared.describe()
     assert set(prepared.manifest.facts["held_out"]) <= {"a/one.txt", "a/b/two.md", "b/one.txt"}
     (tmp_path / "texts/b/one.txt").rename(tmp_path / "texts/b/three.txt")
-    assert not prepare(
-        "text", TextDataConfig(path=str(tmp_path / "texts"), window=8), tmp_path / "prepared", 0
-    ).reused
+    assert not prepare("text", config, tmp_path / "prepared", 0).reused

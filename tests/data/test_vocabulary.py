@@ -4,11 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import polars as pl
-import pytest
 
 from dphybrid.data import Vocabulary, read_vocabularies
 from dphybrid.data.vocabulary import write_vocabularies
-from dphybrid.util.errors import UserError
+from tests.refusing import refused
 
 
 def test_frequent_values_come_first_and_rare_ones_share_rows() -> None:
@@ -54,5 +53,5 @@ def test_its_file_gives_the_same_back(tmp_path: Path) -> None:
 
 
 def test_unknown_values_need_a_row() -> None:
-    with pytest.raises(UserError, match="unknown_rows=0; reserve at least 1"):
+    with refused("unknown_rows=0; reserve at least 1"):
         Vocabulary(["a"], unknown_rows=0)

@@ -41,7 +41,6 @@ def _temporary_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
     address = {PREFECT_SERVER_DATABASE_CONNECTION_URL: f"sqlite+aiosqlite:///{database}"}
     with temporary_settings(address, restore_defaults={PREFECT_API_URL}):
         server = start_server()
-    assert server is not None
     server.wait(120)
     yield server.api_url
     APILogHandler().flush()  # else this process sends its last lines for minutes to a server that is gone

@@ -1,5 +1,4 @@
-"""Real servers and workers for tests: PostgreSQL, Prefect's server on it, workers with stand-in GPUs; each a
-process that can be killed."""
+"""Real servers and workers: PostgreSQL, Prefect on it, workers with stand-in GPUs; each can be killed."""
 
 import json
 import os
@@ -50,8 +49,7 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
 
 @dataclass
 class Team:
-    """A Prefect server, and workers of one machine with stand-in GPUs. started: everything that runs, for the
-    end."""
+    """A Prefect server and workers of one machine with stand-in GPUs. started: what `end` kills."""
 
     folder: Path
     postgres: Postgres
@@ -142,8 +140,7 @@ class Team:
         )
 
     def run_many(self, wanted: list[tuple[str, dict[str, Any]]]) -> list[UUID]:
-        """Queue runs, (deployment or FLOW/DEPLOYMENT, parameters) each, with Prefect's Python interface;
-        return their ids."""
+        """Queue runs, (deployment or FLOW/DEPLOYMENT, parameters) each; return their ids."""
         code = (
             "import json, sys; from prefect.deployments import run_deployment\n"
             "for name, parameters in json.load(sys.stdin):\n"

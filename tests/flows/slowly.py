@@ -1,5 +1,4 @@
-"""A model that takes its time, and that notes when its GPU is used by two processes at once. Found by workers
-through PYTHONPATH."""
+"""A slow model that notes when two processes use its GPU at once. Workers find it through PYTHONPATH."""
 
 import json
 import os
@@ -14,8 +13,7 @@ from dphybrid.recipes.tutorial.model import build_hybrid
 
 
 def build(context: ModelContext) -> nn.Module:
-    """The tutorials' hybrid model, SLOW seconds a batch slower, which it spends on the GPUs that are leased
-    to its process."""
+    """The tutorials' hybrid model, SLOW seconds a batch slower, spent on the GPUs that its process leases."""
     folder = Path(os.environ["DPHYBRID_LEASE_DIR"])
     model, slow = build_hybrid(context), float(os.environ.get("SLOW", "0"))
 

@@ -1,5 +1,4 @@
-"""A rank that learns nothing: it meets the others, and goes on until the run's folder says `enough`, or one
-of them is asked to stop."""
+"""A rank that learns nothing: it runs until its folder has a file `enough`, or a rank is asked to stop."""
 
 import os
 import sys

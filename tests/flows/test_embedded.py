@@ -108,7 +108,6 @@ def test_the_server_ends_with_its_starter_and_one_that_cannot_start_is_told(tmp_
         )
 
     with start() as starter:
-        assert starter.stdout is not None
         pid, imported = starter.stdout.readline().split()
         assert imported == "False"  # it is not imported twice
         server = psutil.Process(int(pid))

@@ -18,8 +18,8 @@ from dphybrid.orchestration.forms import FEW, experiment, form_of
 from dphybrid.orchestration.setup import call_prefect
 from dphybrid.recipes.configs import field_types
 from dphybrid.recipes.registry import BUILT_IN, find_recipe
-from dphybrid.util.errors import UserError
 from tests.flows.servers import Team
+from tests.refusing import refused
 from tests.tracking.test_browser import CHROMIUM, FLAGS, WAIT_MS
 from tests.waiting import patience
 
@@ -37,7 +37,7 @@ def leaves(shown: dict[str, Any], prefix: str = "") -> dict[str, dict[str, Any]]
 def test_what_prefect_says_of_a_failed_deploy_keeps_its_lines_whole(tmp_path: Path) -> None:
     missing = tmp_path / ("a-long-name-" * 8) / "prefect.yaml"
     away = temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"})  # or a server would be started
-    with away, pytest.raises(UserError, match=rf"deployments could not be made: [^\n]*{missing}"):
+    with away, refused(rf"deployments could not be made: [^\n]*{missing}"):
         call_prefect("--no-prompt", "deploy", "--all", "--prefect-file", str(missing))
 
 
@@ -79,7 +79,7 @@ def test_the_few_values_go_over_the_config_and_overrides_over_both() -> None:
     found = experiment(config, ["train.epochs=4", "devices=cpu"], **few)
     assert (found.recipe, found.train.epochs, found.train.batch_size, found.devices) == ("ctr", 4, 64, "cpu")
     assert (found.data.path, found.data.label) == ("a.csv", "Liked?")  # type: ignore[attr-defined]
-    with pytest.raises(UserError, match=r"data\.label.*ctr"):
+    with refused(r"data\.label.*ctr"):
         experiment({"recipe": "text"}, label="clicked")
 
 

@@ -1,5 +1,4 @@
-"""Whose run it is, and what a worker makes of files that are none of its runs', and of other people's
-deployments."""
+"""Whose run it is, and what a worker does with foreign files and other people's deployments."""
 
 import asyncio
 import os
@@ -19,8 +18,8 @@ from dphybrid.orchestration import alive
 from dphybrid.orchestration.plugin import refuse_wrong_parameters
 from dphybrid.orchestration.queueing import BEGUN, HOME, STARTED_BY, lives_elsewhere
 from dphybrid.orchestration.worker import GuardedConfiguration, check_job
-from dphybrid.util.errors import UserError
 from dphybrid.util.importing import ONLY
+from tests.refusing import refused
 from tests.test_shared_folder import NOBODY, ODD
 
 
@@ -134,7 +133,7 @@ def test_somebody_who_takes_the_place_of_the_folder_is_told(server: Server, tmp_
     leases = alive.live_folder().parent
     alive.live_folder().rmdir()
     (leases / f"runs-{os.getuid()}").symlink_to(tmp_path)
-    with pytest.raises(UserError, match=r"is not a folder; remove it"):
+    with refused(r"is not a folder; remove it"):
         alive.live_folder()
 
 
@@ -162,7 +161,7 @@ def test_a_worker_takes_no_commands_unless_it_is_set_to(
     if not refused:
         check_job(given, deployment)  # type: ignore[arg-type]
         return
-    with pytest.raises(UserError, match=f"no {refused} .*DPHYBRID_WORKER_ALLOWS={refused}"):
+    with refused(f"no {refused} .*DPHYBRID_WORKER_ALLOWS={refused}"):
         check_job(given, deployment)  # type: ignore[arg-type]
     monkeypatch.setenv("DPHYBRID_WORKER_ALLOWS", refused)
     check_job(given, deployment)  # type: ignore[arg-type]
@@ -190,7 +189,7 @@ def test_a_worker_runs_flows_of_named_packages_alone(
     if not words:
         check_job(job, deployment)  # type: ignore[arg-type]
         return
-    with pytest.raises(UserError, match=f"deployment's entrypoint .*{words}"):
+    with refused(f"deployment's entrypoint .*{words}"):
         check_job(job, deployment)  # type: ignore[arg-type]
 
 
@@ -214,7 +213,7 @@ def test_a_deployment_s_parameters_import_no_foreign_code(
 ) -> None:
     (tmp_path / "evilmod.py").write_text("raise SystemExit('evil ran')")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UserError, match="would run code of package 'evilmod'"):
+    with refused("would run code of package 'evilmod'"):
         asyncio.run(refuse_wrong_parameters(OneDeployment(**parameters), "id", {}))
     assert "evilmod" not in sys.modules
     assert ONLY not in os.environ

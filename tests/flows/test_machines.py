@@ -1,5 +1,4 @@
-"""Runs over several machines: workers of a real server, each of which stands for one; their ranks learn
-nothing."""
+"""Runs over several machines: each worker of a real server stands for one; their ranks learn nothing."""
 
 import os
 import platform
@@ -22,9 +21,9 @@ from dphybrid.orchestration.joining import SEAT, Seat, same_run
 from dphybrid.orchestration.machines import check_nodes, over_machines
 from dphybrid.recipes.configs import apply_overrides, load_config
 from dphybrid.run.folder import RunPage
-from dphybrid.util.errors import UserError
 from tests.fake_nvml import gpu, write_state
 from tests.flows.servers import Team, kill_tree
+from tests.refusing import refused
 from tests.waiting import patience, wait_until
 
 RUN = "together"
@@ -59,7 +58,7 @@ def make_run(data: Path) -> Path:
 
 def test_each_machine_has_as_many_ranks(data_dir: Path) -> None:
     check_nodes(spread(4), 2)
-    with pytest.raises(UserError, match="nodes=3 with cluster.ranks=4: .* give 3, or none"):
+    with refused("nodes=3 with cluster.ranks=4: .* give 3, or none"):
         check_nodes(spread(4), 3)
     three_of_each = apply_overrides(spread(0), ["devices=cpu*3"])
     assert over_machines(three_of_each, 2, load_settings()).cluster.ranks == 6
@@ -83,7 +82,7 @@ def test_a_machine_that_sees_something_else_is_refused(data_dir: Path) -> None:
     )
 
     def refused(given: Seat, words: str) -> None:
-        with pytest.raises(UserError, match=words):
+        with refused(words):
             same_run(given, load_settings())
 
     refused(seat, r"does not see .*\.machines .*DPHYBRID_DATA_DIR")

@@ -15,10 +15,10 @@ from dphybrid.orchestration import alive
 from dphybrid.orchestration.alive import alive_here, run_file
 from dphybrid.orchestration.queueing import too_late
 from dphybrid.orchestration.validate import check_prefect_yaml
-from dphybrid.util.errors import UserError
 from dphybrid.util.locks import is_held
 from tests.commands import python
 from tests.conftest import REPOSITORY
+from tests.refusing import refused
 from tests.waiting import patience, wait_until
 
 
@@ -55,7 +55,6 @@ def test_the_kernel_says_which_runs_are_dead(
         "print('in', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=REPOSITORY) as child:
-        assert child.stdout is not None
         assert child.stdout.readline() == b"in\n"
         with alive_here("a"):
             assert is_held(run_file("a"))
@@ -91,7 +90,6 @@ def test_a_run_ends_when_its_worker_dies_even_before_it_has_begun(
     # leaves it alone.
     shell = ["sh", "-c", '"$@" & echo $!; wait $!; echo $?', "sh", *run]
     with subprocess.Popen(shell, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) as launcher:
-        assert launcher.stdout is not None
         process = psutil.Process(int(launcher.stdout.readline()))
         if dies == "meanwhile":
             wait_until(lambda: process.num_threads() > 1, "it watches", 60)
@@ -157,7 +155,7 @@ def test_deployments_are_checked_with_their_schedules(tmp_path: Path) -> None:
     ):
         assert before in text, before
         (tmp_path / "prefect.yaml").write_text(text.replace(before, after))
-        with pytest.raises(UserError, match=f"(?s){words}"):
+        with refused(f"(?s){words}"):
             check_prefect_yaml(tmp_path / "prefect.yaml")
 
 
@@ -183,5 +181,5 @@ DEPLOYMENTS = {
 )
 def test_a_file_of_odd_deployments_is_told(page: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "prefect.yaml").write_text(page)
-    with pytest.raises(UserError, match=words):
+    with refused(words):
         check_prefect_yaml(tmp_path / "prefect.yaml")

@@ -187,7 +187,6 @@ def test_the_command_that_deploy_prints_runs_to_completion(
 
     client = MlflowClient(f"sqlite:///{team.folder}/data/mlflow/mlflow.db")
     experiment = client.get_experiment_by_name("dphybrid")
-    assert experiment is not None
     run = client.search_runs([experiment.experiment_id])[0]
     assert run.info.status == "FINISHED"
     assert run.data.tags["prefect.deployment_name"] == "train-tutorial-hybrid"

@@ -84,8 +84,7 @@ def test_wrong_flags_end_before_anything_starts(
 
 
 def run_until_signalled(folder: Path, options: list[str], number: int) -> tuple[int, str]:
-    """Start a long run, send a signal to it and all below it once it trains; return its exit code and what it
-    printed."""
+    """Send a signal to a long run and all below it once it trains; return exit code and output."""
     argv = [sys.executable, "-m", "flows.train_hybrid", *options, "--train.epochs", "4000"]
     log = folder / "log"
     with log.open("wb") as stream:

@@ -212,8 +212,7 @@ def test_runs_of_dead_machines_are_queued_again_and_ended_ones_stay_ended(team: 
 
 
 def _is_run(pid: int, team: Team, folder: Path) -> bool:
-    """Does a process train the run of a folder? Its lease carries the flow run's name, and so do the run's
-    tags."""
+    """Whether a process trains a folder's run: its lease and the run's tags have the flow run's name."""
     name = json.loads((folder / "run.json").read_text())["tags"]["prefect.flow_run_name"]
     pages = [json.loads(file.read_text() or "{}") for file in team.leases.glob("gpu-*.lock")]
     return any(page.get("pid") == pid and page.get("run") == name for page in pages)

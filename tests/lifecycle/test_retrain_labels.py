@@ -1,5 +1,4 @@
-"""Retraining where the label is a class or a number: plan, train on from the champion, compare, promote or
-keep, with the metric's own direction."""
+"""Retraining of a class or a number as label promotes or keeps by the metric's own direction."""
 
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from dphybrid.lifecycle.comparing import Decision
 from dphybrid.lifecycle.retrain import judge, open_registry, plan_retraining
 from dphybrid.recipes.configs import build_config
 from dphybrid.run.train import run_job
-from dphybrid.util.errors import UserError
+from tests.refusing import refused
 
 
 def day(number: int, shops: range) -> pl.DataFrame:
@@ -79,10 +78,9 @@ def test_the_better_challenger_is_promoted(
     kept = retrained(days, label, min_gain=1000.0)  # more than there is to gain
     assert not kept.promoted
     champion = open_registry(load_settings()).champion(label)
-    assert champion is not None
     assert champion.number == "2"
     assert champion.decision.startswith(f"better: validation {metric} ")
     if label == "kind":
         day(4, range(6)).with_columns(kind=pl.lit("pink")).write_parquet(days / "day-4.parquet")
-        with pytest.raises(UserError, match=r"classes were \['blue', 'green', 'red'\] and are .*'pink'"):
+        with refused(r"classes were \['blue', 'green', 'red'\] and are .*'pink'"):
             retrained(days, label)

@@ -1,5 +1,4 @@
-"""The recipes' networks against their papers' formulas written out, the same on several devices, and able to
-learn."""
+"""The recipes' networks are their papers' formulas, the same on several devices, and learn."""
 
 import itertools
 from pathlib import Path
@@ -22,9 +21,9 @@ from dphybrid.recipes.ctr.model import DLRM, DeepFM, Sizes, WideDeep
 from dphybrid.recipes.digits.model import DigitCapsules, squash
 from dphybrid.recipes.text.model import IGNORED, AdaptiveSoftmax
 from dphybrid.run.train import run_job
-from dphybrid.util.errors import UserError
 from tests.commands import run_with
 from tests.preparing import prepare
+from tests.refusing import refused
 
 INFO = {
     "ctr": {"num_ids": [5, 7, 4], "num_dense": 2},
@@ -160,9 +159,9 @@ def test_an_adaptive_softmax_is_a_distribution_over_all_words() -> None:
     loss_B = output(hidden, torch.arange(60)[:, None])[:, 0]
     assert (-loss_B).exp().sum().item() == pytest.approx(1.0)
     assert output(hidden[:2], torch.full((2, 1), IGNORED)).tolist() == [[0.0], [0.0]]
-    with pytest.raises(UserError, match=r"model\.output=adaptive: 3 words are too few"):
+    with refused(r"model\.output=adaptive: 3 words are too few"):
         AdaptiveSoftmax(32, 3)
-    with pytest.raises(UserError, match=r"model\.hidden=8; use 16 or more"):
+    with refused(r"model\.hidden=8; use 16 or more"):
         AdaptiveSoftmax(8, 60)
     model = model_of("text", "gru", output="adaptive", hidden=16)
     assert torch.isfinite(model(batch_of("text"))["loss"]).all()

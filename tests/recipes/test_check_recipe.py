@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from dphybrid.cli.main import main
 from dphybrid.config.settings import load_settings
 from dphybrid.recipes import Recipe, Task
 from dphybrid.recipes.configs import load_config
@@ -18,6 +17,7 @@ from dphybrid.recipes.newrecipe.metrics import TASK, compute
 from dphybrid.recipes.newrecipe.model import Network
 from dphybrid.recipes.newrecipe.recipe import NewRecipe
 from dphybrid.selftest.recipe import Found, check_recipe
+from tests.commands import command
 
 
 class Sound(NewRecipe):
@@ -170,14 +170,11 @@ def test_what_breaks_is_named_with_its_remedy(name: str, check: str, words: str,
     assert [one for one in before if found[one].holds is False] == []
 
 
-def test_a_sound_recipe_holds_and_leaves_nothing_behind(
-    data_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sound_recipe_holds_and_leaves_nothing_behind(data_dir: Path) -> None:
     (data_dir / "runs" / f".check-{platform.node()}-{2**22 + 1}-killed").mkdir(
         parents=True
     )  # no process has such a number
-    assert main(["check", "recipe", f"{__name__}:Sound", "--train.batch-size", "16"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = command("check", "recipe", f"{__name__}:Sound", "--train.batch-size", "16").splitlines()
     assert [line[:21].split(maxsplit=1)[1].strip() for line in lines] == [
         *(
             "prepare",
@@ -194,18 +191,14 @@ def test_a_sound_recipe_holds_and_leaves_nothing_behind(
     assert all(line.startswith("ok ") for line in lines)
     assert "batches of 16" in lines[3]
     assert list((data_dir / "runs").iterdir()) == []
-    assert main(["check", "recipe", f"{__name__}:NotANumber"]) == 1
-    assert "BREAKS evaluate" in capsys.readouterr().out
+    assert "BREAKS evaluate" in command("check", "recipe", f"{__name__}:NotANumber", ends=1)
 
 
-def test_a_table_predicts_for_its_first_rows(
-    data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_table_predicts_for_its_first_rows(data_dir: Path, tmp_path: Path) -> None:
     rows = [f"{n},{'ab'[n % 3 // 2]},{int(n % 7 > 2)}" for n in range(300)]
     (tmp_path / "clicks.csv").write_text("\n".join(["n,shop,clicked", *rows]))
     values = ["--data.path", str(tmp_path / "clicks.csv"), "--data.label", "clicked", "--model.dim", "4"]
-    assert main(["check", "recipe", "ctr", *values]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = command("check", "recipe", "ctr", *values).splitlines()
     assert [line.split()[0] for line in lines[-9:]] == ["ok"] * 9
     assert "8 predictions of 8 rows" in lines[-1]
 

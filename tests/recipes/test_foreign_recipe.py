@@ -1,5 +1,4 @@
-"""A recipe from a package outside the project: data, model and task of its own, prepared, trained, resumed,
-compared and loaded."""
+"""A recipe of a package outside the project is prepared, trained, resumed, compared and loaded."""
 
 import json
 import os
@@ -15,9 +14,9 @@ from dphybrid.data import batches
 from dphybrid.recipes import find_recipe
 from dphybrid.recipes.configs import load_config
 from dphybrid.recipes.registry import announced
-from dphybrid.util.errors import UserError
 from tests.commands import command
 from tests.conftest import REPOSITORY
+from tests.refusing import refused, refused_with
 
 PACKAGE = (REPOSITORY / "examples/own_recipe.py").read_text(encoding="utf-8")
 
@@ -83,20 +82,16 @@ def test_a_recipe_of_a_foreign_package_does_all_that_built_in_ones_do(
     assert float(right_B.double().mean()) == pytest.approx(second["metrics"]["right"])
 
 
-def test_mistakes_of_a_recipe_are_told(
-    package: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_of_a_recipe_are_told(package: Path, data_dir: Path) -> None:
     for path, words in (
         ("film_club.recipe:Nothing", ["no recipe 'Nothing'", "Ratings"]),
         ("film_club.nowhere:Ratings", ["no module named 'film_club.nowhere'"]),
         ("film_club.recipe:share_right", ["no recipe 'share_right'"]),
         ("rating", ["did you mean", "package.module:NAME"]),
     ):
-        with pytest.raises(UserError) as told:
+        with refused_with(words):
             load_config(None, [f"recipe={path}"])
-        for word in words:
-            assert word in str(told.value)
-    with pytest.raises(UserError, match=r"data\.num_ratings = '0'.*than or equal to 100"):
+    with refused(r"data\.num_ratings = '0'.*than or equal to 100"):
         load_config(None, ["recipe=film_club.recipe:Ratings", "data.num_ratings=0"])
 
 
@@ -126,7 +121,6 @@ def test_rows_that_do_not_fit_are_told(
     tmp_path: Path,
     data_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     name = f"mistaken_{abs(hash(rows))}"
     (tmp_path / f"{name}.py").write_text(
@@ -134,8 +128,7 @@ def test_rows_that_do_not_fit_are_told(
         f"data, seed):\n        return {rows}\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert main(["prepare", "--recipe", f"{name}:R"]) == 2
-    told = capsys.readouterr().err
+    told = command("prepare", "--recipe", f"{name}:R", ends=2)
     for word in words:
         assert word in told
 
@@ -153,5 +146,5 @@ def test_a_recipe_that_lacks_a_part_says_which(
         ("build", lambda: recipe.build(None)),  # type: ignore[arg-type]
         ("task", lambda: recipe.task({})),
     ):
-        with pytest.raises(UserError, match=rf"recipe half: define {part}\("):
+        with refused(rf"recipe half: define {part}\("):
             ask()

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from dphybrid.cli.main import main
 from tests.commands import command, python
 
 
@@ -58,10 +57,7 @@ def test_the_package_trains_passes_its_test_and_is_a_recipe_by_name(
         ("there", "a there is in this folder"),
     ],
 )
-def test_names_that_cannot_be_are_refused(
-    name: str, words: str, data_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_that_cannot_be_are_refused(name: str, words: str, data_dir: Path) -> None:
     Path("there").mkdir()
-    assert main(["new", "recipe", name]) == 2
-    assert words in capsys.readouterr().err
+    assert words in command("new", "recipe", name, ends=2)
     assert [path.name for path in Path().iterdir()] == ["there"]

@@ -1,5 +1,4 @@
-"""Numbers in pieces: the paper's formula, bins from the training rows alone, and a checkpoint that holds
-them."""
+"""Piecewise-linear encoding: the paper's formula, bins from training rows, kept in checkpoints."""
 
 from pathlib import Path
 

@@ -1,5 +1,4 @@
-"""The recipes of examples/ with vocabularies, negatives and shared tables: they learn, go on after a stop to
-the same bits, come back, and predict."""
+"""The recipes of examples/ learn, resume to the same bits, load, and predict."""
 
 from pathlib import Path
 
@@ -10,8 +9,8 @@ import torch
 import dphybrid
 from dphybrid.embedding import find_tables
 from dphybrid.recipes import find_recipe
-from dphybrid.util.errors import UserError
 from tests.commands import run_with
+from tests.refusing import refused
 from tests.training.stopping import stopped_and_resumed
 
 pytestmark = pytest.mark.usefixtures("unrecorded")
@@ -48,7 +47,7 @@ def test_sasrec_reads_a_file(data_dir: Path) -> None:
     report = run_with(*values_of(SASREC, "data.path=taken.csv", "train.epochs=1"), run_name="whole")
     assert 0 <= report.metrics["recall_at_10"] <= 1
     assert dphybrid.load_model("whole").items.num_rows == 2 + 5
-    with pytest.raises(UserError, match=r"data.path=none.csv: there is no such file"):
+    with refused(r"data.path=none.csv: there is no such file"):
         run_with(*values_of(SASREC, "data.path=none.csv"))
 
 

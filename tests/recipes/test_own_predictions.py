@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 import dphybrid
-from dphybrid.cli.main import main
 from dphybrid.data import Vocabulary
 from dphybrid.parallel import DataParallel
 from dphybrid.recipes import ModelContext, Recipe, Task
 from dphybrid.run.pages import MetricsPage
 from dphybrid.training.metrics import constant_prediction
 from dphybrid.util.errors import UserError
-from tests.commands import run_with
+from tests.commands import command, run_with
+from tests.refusing import refused
 
 pytestmark = pytest.mark.usefixtures("unrecorded")
 
@@ -86,9 +86,11 @@ class Odd(Trips):
         return (*super().rows(data, seed)[:2], [1])
 
 
-def trained(recipe: str = "Trips", name: str = "one") -> Any:
-    values = [f"recipe={__name__}:{recipe}", "devices=cpu*2"]
-    return run_with(*values, run_name=name)
+PREDICT = ("predict", "one", "--data.path", "trips.csv")
+
+
+def trained(recipe: str = "Trips") -> Any:
+    return run_with(f"recipe={__name__}:{recipe}", "devices=cpu*2", run_name="one")
 
 
 def test_a_file_is_predicted_with_the_vocabulary_of_training(
@@ -115,13 +117,11 @@ def test_a_file_is_predicted_with_the_vocabulary_of_training(
         }
         assert found["hours"].to_list() == model(ids)["said"].tolist()
     rows.write_csv("trips.csv")
-    assert main(["predict", "one", "--data.path", "trips.csv", "--out", "out.csv", "--keep", "day"]) == 0
-    assert "Predictions of 3 rows: out.csv" in capsys.readouterr().out
+    assert "Predictions of 3 rows: out.csv" in command(*PREDICT, "--out", "out.csv", "--keep", "day")
     written = pl.read_csv("out.csv")
     assert written["day"].to_list() == [1, 2, 3]
     assert written["hours"].to_list() == pytest.approx(found["hours"].to_list(), rel=1e-6)
-    assert main(["predict", "one", "--data.path", "trips.csv"]) == 0
-    assert capsys.readouterr().out.splitlines()[0] == "hours"
+    assert command(*PREDICT).splitlines()[0] == "hours"
 
 
 @pytest.mark.parametrize(
@@ -135,13 +135,10 @@ def test_a_file_is_predicted_with_the_vocabulary_of_training(
         ("Trips", ("--data.delimiter", ";"), "column from is missing"),
     ],
 )
-def test_what_cannot_be_predicted_is_told(
-    recipe: str, flags: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_predicted_is_told(recipe: str, flags: tuple[str, ...], words: str) -> None:
     trained(recipe)
     Path("trips.csv").write_text("from,to\ncity 1,city 2\n")
-    assert main(["predict", "one", "--data.path", "trips.csv", "--out", "out.csv", *flags]) == 2
-    assert words in " ".join(capsys.readouterr().err.split())
+    assert words in " ".join(command(*PREDICT, "--out", "out.csv", *flags, ends=2).split())
     assert not Path("out.csv").exists()
 
 
@@ -169,5 +166,5 @@ def test_a_metric_of_losses_has_no_constant_to_stand_beside() -> None:
 
 
 def test_vocabularies_that_are_none_are_told() -> None:
-    with pytest.raises(UserError, match="recipe odd: rows.. returned a tuple; return .training split"):
+    with refused("recipe odd: rows.. returned a tuple; return .training split"):
         trained("Odd")

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from dphybrid.training.checkpoint import read_state
-from dphybrid.util.errors import UserError
 from examples import own_gan
 from tests.commands import run_with
+from tests.refusing import refused
 from tests.training.stopping import stopped_and_resumed
 
 pytestmark = pytest.mark.usefixtures("unrecorded")
@@ -66,17 +66,15 @@ def test_each_phase_is_computed_in_parts_once_one_does_not_fit(monkeypatch: pyte
 
 
 def test_a_parameter_without_an_optimizer_is_named_before_training() -> None:
-    with pytest.raises(
-        UserError, match="parameter generator.module.0.weight to 0 optimizers; give it to one"
-    ):
+    with refused("parameter generator.module.0.weight to 0 optimizers; give it to one"):
         run_with(*values_of(f"{__name__}:LeavesOut"))
 
 
 def test_an_optimizer_that_is_not_there_is_named() -> None:
-    with pytest.raises(UserError, match="no optimizer 'judge'; .* have critic, generator, rows"):
+    with refused("no optimizer 'judge'; .* have critic, generator, rows"):
         run_with(*values_of(f"{__name__}:Misnames"))
 
 
 def test_several_processes_are_refused() -> None:
-    with pytest.raises(UserError, match="several ranks"):
+    with refused("several ranks"):
         run_with(*values_of("examples.own_gan:Gan", "cluster.ranks=2"))

@@ -20,6 +20,7 @@ from dphybrid.serving.predict import Predictor
 from dphybrid.util.errors import UserError
 from tests.commands import run_with
 from tests.conftest import own_settings
+from tests.refusing import refused
 from tests.reliability.damages import DAMAGES, damage
 from tests.reliability.test_faults import OPTIONS
 
@@ -58,8 +59,7 @@ def told_or_harmless(
     expected: Any,
     shown: pytest.CaptureFixture[str],
 ) -> bool:
-    """Damage a fresh copy and work with it; return whether it was told. Fails when the outcome is another one
-    without a note that names the checkpoint."""
+    """Damage a fresh copy and work with it; return whether it was told. Fails on another outcome untold."""
     shutil.rmtree(root / "data")
     shutil.copytree(root / "whole", root / "data")
     damage(file, damaged)
@@ -105,7 +105,7 @@ def test_damaged_training_data_is_named(finished: Path, name: str) -> None:
     (file,) = (finished / "data").glob(f"prepared/*/{name}")
     content = file.read_bytes()
     damage(file, content[:-1] + b"\x7f")  # a number of 1e38, and a row far beyond the last
-    with pytest.raises(UserError, match=f"{name}: is damaged .*run the preparation again"):
+    with refused(f"{name}: is damaged .*run the preparation again"):
         resumed(finished)
 
 
@@ -125,5 +125,5 @@ def test_a_resume_falls_back_to_the_newest_whole_checkpoint_and_names_the_other(
 
     for path in (finished / "data/runs/run/checkpoints").glob("step-*/blocks.safetensors"):
         path.write_bytes(b"")
-    with pytest.raises(UserError, match="no checkpoint is whole .*start a new run"):
+    with refused("no checkpoint is whole .*start a new run"):
         resumed(finished)

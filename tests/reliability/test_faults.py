@@ -65,8 +65,7 @@ def test_every_recipe_of_the_project_has_a_run_to_be_hit() -> None:
 
 
 def recorded_of(data_dir: Path) -> dict[str, Any]:
-    """Return what MLflow's embedded store holds of a finished run that must not depend on what happened on
-    the way."""
+    """Return what MLflow's store holds of a finished run, whatever happened on the way."""
     (page,) = data_dir.glob("runs/*/run.json")
     run_id, store = RunPage.read(page).run_id, data_dir / "mlflow"
     client = MlflowClient(embedded_uri(store), registry_uri=embedded_uri(store))

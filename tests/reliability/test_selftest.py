@@ -10,21 +10,20 @@ import pytest
 
 from dphybrid.cli.main import main
 from dphybrid.selftest import trials
-from tests.commands import python
+from tests.commands import command, python
 from tests.conftest import LONG
 
 
 @pytest.mark.slow
 def test_selftest_tries_every_kind_of_fault_and_leaves_the_data_folder_as_it_was(
-    data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    data_dir: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "disk").mkdir()
     data_dir.symlink_to(tmp_path / "disk")
     (data_dir / "mine.txt").write_text("mine")
     (data_dir / f".selftest-{platform.node()}-{2**22 + 1}-killed").mkdir()  # no process has such a number
     (data_dir / f".selftest-{platform.node()}-{os.getpid()}-other").mkdir()
-    assert main(["selftest", "--trials", "5" if LONG else "1"]) == 0
-    shown = capsys.readouterr().out
+    shown = command("selftest", "--trials", "5" if LONG else "1")
     assert re.match(r"--seed \d+ repeats these trials", shown)
     rows = [line for line in shown.splitlines() if line.startswith("|")][2:]
     assert len(rows) == 4
@@ -36,9 +35,7 @@ def test_selftest_tries_every_kind_of_fault_and_leaves_the_data_folder_as_it_was
     assert (data_dir / "mine.txt").read_text() == "mine"
 
 
-def test_a_failed_trial_is_shown_and_ends_with_1(
-    data_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_trial_is_shown_and_ends_with_1(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     complaints = iter(["", "", "", "", "", "", "the names are lost", ""])
 
     class Given(trials.Trials):
@@ -47,8 +44,7 @@ def test_a_failed_trial_is_shown_and_ends_with_1(
 
     monkeypatch.setattr(trials, "Trials", Given)
     monkeypatch.setattr(trials, "QUIET_S", -1.0)
-    assert main(["selftest", "--trials", "3"]) == 1
-    out = capsys.readouterr().out
+    out = command("selftest", "--trials", "3", ends=1)
     assert "BROKEN power loss: the names are lost" in out
     assert "7 trials, 1 failed" in out
     cells = [[cell.strip() for cell in line.split("|")] for line in out.splitlines() if line.startswith("|")]
@@ -62,15 +58,13 @@ def test_a_failed_trial_is_shown_and_ends_with_1(
 
 
 def test_a_wrong_time_and_a_folder_that_cannot_be_written_are_told(
-    data_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert main(["selftest", "--minutes", "-1"]) == 2
-    assert "--minutes -1.0: give how many minutes" in capsys.readouterr().err
+    assert "--minutes -1.0: give how many minutes" in command("selftest", "--minutes", "-1", ends=2)
     with pytest.raises(SystemExit, match="2"):
         main(["selftest", "--trials", "0"])
     monkeypatch.setenv("DPHYBRID_DATA_DIR", "/proc/nothing")
-    assert main(["selftest"]) == 2
-    assert "/proc/nothing: cannot be written" in capsys.readouterr().err
+    assert "/proc/nothing: cannot be written" in command("selftest", ends=2)
 
 
 WRITING = """

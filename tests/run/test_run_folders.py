@@ -1,5 +1,4 @@
-"""Run folders beside each other: a damaged neighbour is left out, `dphybrid verify` names what is damaged,
-a running run is not run twice."""
+"""Damaged neighbours are left out, `dphybrid verify` names damage, a running run is not run twice."""
 
 from pathlib import Path
 
@@ -9,8 +8,8 @@ from dphybrid.cli.main import main
 from dphybrid.config.settings import load_settings
 from dphybrid.run.folder import find_tagged_run, running
 from dphybrid.serving.load import find_checkpoint
-from dphybrid.util.errors import UserError
-from tests.commands import run_with
+from tests.commands import command, run_with
+from tests.refusing import refused
 
 pytestmark = pytest.mark.usefixtures("unrecorded")
 
@@ -27,17 +26,17 @@ def test_damaged_neighbours_are_named_and_left_out(
         page.write_text(text)
     assert find_tagged_run(load_settings(), "who", "me") == "good"
     capsys.readouterr()
-    command = ["train", "--recipe", "toy", "--devices", "cpu", "--tracking", "none"]
-    assert main([*command, "--train.epochs", "2", "--resume"]) == 0
+    train = ["train", "--recipe", "toy", "--devices", "cpu", "--tracking", "none"]
+    assert main([*train, "--train.epochs", "2", "--resume"]) == 0
     told = capsys.readouterr().err
     for page in pages:
         assert f"{page}" in told
     assert told.count("left out a run") == len(pages), "each is named once"
-    assert main([*command, "--train.epochs", "3", "--resume", "good"]) == 0
+    assert main([*train, "--train.epochs", "3", "--resume", "good"]) == 0
     assert "left out a run" not in capsys.readouterr().err
     assert find_checkpoint("good", load_settings()).parents[1] == data_dir / "runs/good"
     for page in pages:
-        with pytest.raises(UserError, match=rf"{page.parent.name}/run\.json"):
+        with refused(rf"{page.parent.name}/run\.json"):
             run_with(*TOY, resume=page.parent.name)
 
 
@@ -46,7 +45,7 @@ def test_a_running_run_is_not_run_twice(data_dir: Path) -> None:
     before = (data_dir / "runs/mine/run.json").read_bytes()
     with (
         running(data_dir / "runs/mine"),
-        pytest.raises(UserError, match="run mine is running in another process; wait for its end"),
+        refused("run mine is running in another process; wait for its end"),
     ):
         run_with(*TOY, "train.epochs=2", resume="mine")
     assert (data_dir / "runs/mine/run.json").read_bytes() == before
@@ -55,16 +54,14 @@ def test_a_running_run_is_not_run_twice(data_dir: Path) -> None:
 
 def test_a_wrong_name_is_told_before_data_is_prepared(data_dir: Path) -> None:
     for name in ("../x", "a/b", " ", ".x"):
-        with pytest.raises(UserError, match="use a plain name without slashes"):
+        with refused("use a plain name without slashes"):
             run_with(*TOY, run_name=name)
     assert not (data_dir / "prepared").exists()
 
 
-def test_verify_names_the_damaged_file(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--recipe", "toy", "--run-name", "one", "--tracking", "none"]) == 0
-    capsys.readouterr()
-    assert main(["verify"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_verify_names_the_damaged_file(data_dir: Path) -> None:
+    command("train", "--recipe", "toy", "--run-name", "one", "--tracking", "none")
+    lines = command("verify").splitlines()
     assert len(lines) == 2
     assert all(line.startswith("ok ") and line.endswith("whole") for line in lines)
     (checkpoint,) = (data_dir / "runs" / "one" / "checkpoints").glob("step-*")
@@ -72,11 +69,9 @@ def test_verify_names_the_damaged_file(data_dir: Path, capsys: pytest.CaptureFix
     content = bytearray(file.read_bytes())
     content[-3] ^= 0x40
     file.write_bytes(content)
-    assert main(["verify", "one"]) == 1
-    shown = capsys.readouterr().out
+    shown = command("verify", "one", ends=1)
     assert "BAD" in shown
     assert "blocks.safetensors" in shown
     (prepared,) = (data_dir / "prepared").glob("toy-*")
-    assert main(["verify", str(prepared)]) == 0
-    assert main(["verify", "nowhere"]) == 2
-    assert "runs: one" in capsys.readouterr().err
+    command("verify", str(prepared))
+    assert "runs: one" in command("verify", "nowhere", ends=2)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -18,8 +17,10 @@ import pytest
 import dphybrid
 from dphybrid.cli.main import main
 from dphybrid.serving.export import PROGRAMS, export
-from dphybrid.util.errors import UserError
+from tests.commands import command, python
 from tests.conftest import REPOSITORY
+from tests.postgres import free_port
+from tests.refusing import refused
 from tests.waiting import wait_until
 
 NUM_ROWS = 600
@@ -90,7 +91,7 @@ def test_predictions_are_the_runs_bit_for_bit(unrecorded: None, tmp_path: Path) 
     for task, values in KINDS.items():
         run, rows = trained(task, whole=task == "binary", **values)
         (tmp_path / task).mkdir()
-        assert main(["export", task, "--out", str(tmp_path / task / "out")]) == 0
+        command("export", task, "--out", str(tmp_path / task / "out"))
         odd = {"shop": "new", "price": "old", "when": "?"}
         odd_rows = rows[:2].with_columns(**{name: pl.lit(odd[name]) for name in odd if name in rows.columns})
         new = pl.concat([rows, odd_rows])
@@ -98,7 +99,7 @@ def test_predictions_are_the_runs_bit_for_bit(unrecorded: None, tmp_path: Path) 
         with pytest.warns(UserWarning, match="Not numbers") if task == "binary" else nullcontext():
             wanted[task] = [run.predict(each) for each in (new, new[:1], new[:0], new[:3])]
     folders = [str(tmp_path / task) for task in KINDS]
-    subprocess.run([sys.executable, "-c", WITHOUT, *folders], check=True, cwd=tmp_path)
+    python("-c", WITHOUT, *folders, cwd=tmp_path)
     for task, predictions in wanted.items():
         with np.load(tmp_path / task / "found.npz") as found:
             for name, expected in zip(sorted(found), predictions, strict=True):
@@ -108,8 +109,7 @@ def test_predictions_are_the_runs_bit_for_bit(unrecorded: None, tmp_path: Path) 
     check = ["sha256sum", "--check", "--quiet", "SHA256SUMS"]
     assert subprocess.run(check, cwd=out).returncode == 0
     example = json.loads((out / "example.json").read_text())
-    command = [sys.executable, str(out / "predict.py"), str(out / "example.json")]
-    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    printed = python(out / "predict.py", out / "example.json").stdout
     assert json.loads(printed) == example["predictions"]
     (rows_file,) = (out / "tables").iterdir()
     with rows_file.open("r+b") as file:
@@ -124,11 +124,10 @@ def test_the_example_serves_requests_at_once_and_names_a_missing_column(
 ) -> None:
     run, rows = trained("multiclass")
     export(run.checkpoint, tmp_path / "out")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "uvicorn", "serve:app", "--app-dir", str(REPOSITORY / "examples")]
+    port = free_port()
+    serve = [sys.executable, "-m", "uvicorn", "serve:app", "--app-dir", str(REPOSITORY / "examples")]
     server = subprocess.Popen(
-        [*command, "--port", str(port)], env=os.environ | {"EXPORT": str(tmp_path / "out")}
+        [*serve, "--port", str(port)], env=os.environ | {"EXPORT": str(tmp_path / "out")}
     )
     client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
     try:
@@ -152,7 +151,7 @@ def answers(client: httpx.Client) -> bool:
 
 
 def test_nothing_half_is_left_and_nothing_is_overwritten(
-    unrecorded: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    unrecorded: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained("binary")
     there = {path.name for path in tmp_path.iterdir()}
@@ -164,13 +163,12 @@ def test_nothing_half_is_left_and_nothing_is_overwritten(
         patch.setattr("dphybrid.serving.export._write_pages", interrupted)
         assert main(["export", "binary", "--out", "out"]) == 130
     assert {path.name for path in tmp_path.iterdir()} == there
-    for command, words in (
+    for given, words in (
         (["nobody", "--out", "out"], "nobody: no run"),
         (["binary", "--out", "none/out"], "--out none/out: cannot be written there"),
         (["binary", "--out", "data"], "--out data: is there already"),
     ):
-        assert main(["export", *command]) == 2
-        assert words in capsys.readouterr().err
+        assert words in command("export", *given, ends=2)
     assert {path.name for path in tmp_path.iterdir()} == there
     assert len((PROGRAMS / "predict.py").read_text().splitlines()) <= 80
 
@@ -192,27 +190,25 @@ def test_a_dense_part_as_onnx(unrecorded: None, tmp_path: Path) -> None:
 
 def test_a_recipe_without_predictions_is_refused(unrecorded: None, tmp_path: Path) -> None:
     run = dphybrid.train(recipe="hybrid", devices="cpu", epochs=1, quiet=True)
-    with pytest.raises(UserError, match="recipe hybrid: makes no predictions from rows"):
+    with refused("recipe hybrid: makes no predictions from rows"):
         export(run.checkpoint, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_recommendations_are_the_runs(unrecorded: None, tmp_path: Path) -> None:
     run = dphybrid.train(recipe="retrieval", devices="cpu", epochs=1, run_name="towers", quiet=True)
-    assert main(["export", "towers", "--out", str(tmp_path / "out")]) == 0
-    program = [sys.executable, str(tmp_path / "out" / "recommend.py")]
+    command("export", "towers", "--out", str(tmp_path / "out"))
     users = [*run.recommend()["user"].unique(maintain_order=True)[:40], "nobody"]
-    printed = subprocess.run([*program, *users], check=True, capture_output=True, text=True).stdout
+    printed = python(tmp_path / "out" / "recommend.py", *users).stdout
     found, wanted = json.loads(printed), run.recommend(users)
     assert [each["user"] for each in found] == users
     assert [item for each in found for item in each["items"]] == wanted["item"].to_list()
     scores = [score for each in found[:-1] for score in each["scores"]]
     np.testing.assert_allclose(scores, wanted["score"].drop_nulls(), rtol=1e-5)
     assert found[-1]["scores"] is None  # an unknown user gets popular items
-    with pytest.raises(UserError, match="--onnx: is for models that score rows"):
+    with refused("--onnx: is for models that score rows"):
         export(run.checkpoint, tmp_path / "onnx", onnx=True)
     pytest.importorskip("faiss")
-    example = [sys.executable, str(REPOSITORY / "examples" / "ann_index.py"), str(tmp_path / "out")]
-    lines = subprocess.run(example, check=True, capture_output=True, text=True).stdout.splitlines()
+    lines = python(REPOSITORY / "examples" / "ann_index.py", tmp_path / "out").stdout.splitlines()
     assert float(lines[-1].split("recall@10 ")[1].split()[0]) > 0.95
     assert (tmp_path / "out" / "items.faiss").is_file()

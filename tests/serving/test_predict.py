@@ -1,5 +1,4 @@
-"""Predictions for new files: the numbers of the evaluation, whatever the file's form; unknown values, odd
-rows, other models refused."""
+"""Predictions for new files of any form are the evaluation's; unknown values, odd rows, wrong calls."""
 
 import json
 import shutil
@@ -7,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -15,15 +15,14 @@ import torch
 from sklearn.metrics import roc_auc_score
 
 import dphybrid
-from dphybrid.cli.main import main
 from dphybrid.run.train import Report
 from dphybrid.serving.load import model_from_checkpoint
 from dphybrid.serving.predict import Predictor
 from dphybrid.training.checkpoint import read_state, verify_checkpoint
 from dphybrid.util.digests import file_digest
-from dphybrid.util.errors import UserError
-from tests.commands import python, run_with
+from tests.commands import command, python, run_with
 from tests.conftest import own_settings
+from tests.refusing import refused
 
 HEADER = "age,city,user_id,clicked"
 
@@ -68,18 +67,14 @@ def predictor(trained: tuple[Report, Path]) -> Predictor:
     return Predictor(trained[0].best_checkpoint)
 
 
-def test_the_command_gives_the_evaluations_numbers(
-    trained: tuple[Report, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_gives_the_evaluations_numbers(trained: tuple[Report, Path], tmp_path: Path) -> None:
     report, folder = trained
+    out = tmp_path / "predictions.parquet"
     for name in (report.run_name, report.run_id, report.best_checkpoint, "models:/clicks@champion"):
-        out = tmp_path / "predictions.parquet"
-        assert main(["predict", name, "--data.path", str(folder / "held.csv"), "--out", str(out)]) == 0
-        assert "500 predictions of clicked=yes" in capsys.readouterr().out
+        predict = ("predict", name, "--data.path", str(folder / "held.csv"))
+        assert "500 predictions of clicked=yes" in command(*predict, "--out", str(out))
         found = pl.read_parquet(out)
-        assert main(["predict", name, "--data.path", str(folder / "held.csv")]) == 0
-        printed = pl.read_csv(capsys.readouterr().out.encode(), schema_overrides=dict(found.schema))
-        assert printed.equals(found)
+        assert pl.read_csv(command(*predict).encode(), schema_overrides=dict(found.schema)).equals(found)
         assert found.columns == ["file", "line", "probability"]
         assert found["line"].to_list() == list(range(2, 502))
         labels = [line.endswith("yes") for line in rows(500, 1)]
@@ -128,27 +123,20 @@ def test_values_never_met_are_unknown_ones_and_odd_numbers_are_missing(predictor
     assert np.isfinite(new).all()
 
 
-def test_rows_that_cannot_be_read_are_told_and_left_out(
-    trained: tuple[Report, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_that_cannot_be_read_are_told_and_left_out(trained: tuple[Report, Path], tmp_path: Path) -> None:
     report, _ = trained
     file, out = tmp_path / "x.csv", tmp_path / "out.parquet"
     file.write_text("\n".join([HEADER, "30,a,u1,no", "30,a", "old,b,u2,no", "40,b,u2,"]))
-    command = ["predict", report.run_name, "--data.path", str(file), "--out", str(out)]
-    assert main(command) == 2
-    assert "1 of 4 rows cannot be read" in capsys.readouterr().err
+    predict = ("predict", report.run_name, "--data.path", str(file), "--out", str(out))
+    assert "1 of 4 rows cannot be read" in command(*predict, ends=2)
     assert [path.name for path in tmp_path.iterdir()] == ["x.csv"]
-    assert main([*command, "--data.max-rejected", "0.5"]) == 0
+    said = command(*predict, "--data.max-rejected", "0.5")
     assert pl.read_parquet(out)["line"].to_list() == [2, 4, 5]
-    (rejected,) = (
-        json.loads(line) for line in (tmp_path / "out.parquet.rejected.jsonl").read_text().splitlines()
-    )
+    rejected = json.loads((tmp_path / "out.parquet.rejected.jsonl").read_text())
     assert (rejected["line"], rejected["reason"]) == (3, "2 values, expected 4")
-    said = capsys.readouterr().out
     assert "1 row cannot be read and is left out" in said
     assert "Not numbers, so they count as missing: 1 value of" in said
-    assert main([*command, "--data.max-rejected", "0.5", "--data.missing", "old,worn"]) == 0
-    assert "Not numbers" not in capsys.readouterr().out
+    assert "Not numbers" not in command(*predict, "--data.max-rejected", "0.5", "--data.missing", "old,worn")
 
 
 @pytest.mark.parametrize(
@@ -165,22 +153,12 @@ def test_rows_that_cannot_be_read_are_told_and_left_out(
     ],
 )
 def test_wrong_calls_end_with_a_message(
-    trained: tuple[Report, Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    change: dict[str, object],
-    words: list[str],
+    trained: tuple[Report, Path], tmp_path: Path, change: dict[str, Any], words: list[str]
 ) -> None:
-    (tmp_path / "x.csv").write_text(str(change.get("text", "\n".join([HEADER, *rows(5, 2)]))))
-    name = str(change.get("model", trained[0].run_name))
-    out = str(tmp_path / str(change.get("out", "out.csv")))
-    assert (
-        main(
-            ["predict", name, "--data.path", str(tmp_path / "x.csv"), "--out", out, *change.get("flags", [])]
-        )
-        == 2
-    )  # type: ignore[misc]
-    said = capsys.readouterr().err
+    file, out = tmp_path / "x.csv", tmp_path / change.get("out", "out.csv")
+    file.write_text(change.get("text", "\n".join([HEADER, *rows(5, 2)])))
+    predict = ("predict", change.get("model", trained[0].run_name), *change.get("flags", []))
+    said = command(*predict, "--data.path", str(file), "--out", str(out), ends=2)
     for word in words:
         assert word in said
     assert [path.name for path in tmp_path.iterdir()] == ["x.csv"]
@@ -196,18 +174,16 @@ def test_the_module_of_any_run_comes_back_by_name_id_folder_or_alias(data_dir: P
         assert all(torch.equal(value, whole[name]) for name, value in state.items())
     assert not dphybrid.load_model(report.run_name).training
     assert dphybrid.load_model(report.run_name, train=True).training
-    with pytest.raises(UserError, match=f"nobody: no run, checkpoint folder .*runs: {report.run_name}"):
+    with refused(f"nobody: no run, checkpoint folder .*runs: {report.run_name}"):
         dphybrid.load_model("nobody")
 
 
 def test_files_of_another_form_are_said_to_be_so(trained: tuple[Report, Path], tmp_path: Path) -> None:
     report, folder = trained
     predictor, out = Predictor(report.best_checkpoint), tmp_path / "out.csv"
-    with pytest.raises(UserError, match="data.max_rejected = 2"):
+    with refused("data.max_rejected = 2"):
         predictor.predict_file(folder / "held.csv", out, max_rejected=2)
-    with pytest.raises(
-        UserError, match="data.delimitr: there is no such field; did you mean 'data.delimiter'"
-    ):
+    with refused("data.delimitr: there is no such field; did you mean 'data.delimiter'"):
         predictor.predict_file(folder / "held.csv", out, delimitr=";")
     (tmp_path / "semicolons.csv").write_text((folder / "held.csv").read_text().replace(",", ";"))
     assert predictor.predict_file(tmp_path / "semicolons.csv", out, delimiter=";").num_rows == 500
@@ -286,9 +262,9 @@ def test_predictions_with_columns_of_the_input_and_a_class(trained: tuple[Report
     assert found.columns == ["file", "line", "probability", "prediction", "user_id", "city"]
     assert found.select("user_id", "city").equals(held.select("user_id", "city"))
     assert ((found["probability"] >= 0.4) == (found["prediction"] == "yes")).all()
-    with pytest.raises(UserError, match="--keep town: .*no such column; columns: age, city"):
+    with refused("--keep town: .*no such column; columns: age, city"):
         predictor.predict_file(folder / "held.csv", folder / "no.csv", keep=["town"])
-    with pytest.raises(UserError, match="--threshold 40: a probability"):
+    with refused("--threshold 40: a probability"):
         predictor.predict_file(folder / "held.csv", folder / "no.csv", threshold=40)
     assert not (folder / "no.csv").exists()
 

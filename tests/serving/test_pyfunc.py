@@ -1,5 +1,4 @@
-"""MLflow's own door: `mlflow.pyfunc.load_model(uri).predict(frame)` is what `dphybrid.load` says of the same
-rows."""
+"""`mlflow.pyfunc.load_model(uri).predict(frame)` gives what `dphybrid.load` gives."""
 
 from pathlib import Path
 

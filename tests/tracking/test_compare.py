@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from mlflow.tracking import MlflowClient
 
-from dphybrid.cli.main import main
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.lifecycle.sweep import MAX_CELLS
 from dphybrid.recipes.configs import load_config
@@ -26,8 +25,9 @@ from dphybrid.tracking.compare_facts import (
     split_table,
     text_of,
 )
-from dphybrid.util.errors import UserError
+from tests.commands import command
 from tests.conftest import own_settings
+from tests.refusing import refused
 
 DEVICES = ("cpu", "cpu*2", "cpu*8")
 
@@ -240,16 +240,12 @@ def test_names_with_odd_characters_are_text_on_the_page_and_in_pictures(tmp_path
 
 
 def test_the_command_finds_runs_by_name_and_logs_its_page_in_an_experiment_of_its_own(
-    sweep: tuple[list[Report], Settings, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    sweep: tuple[list[Report], Settings, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reports, _, folder = sweep
     monkeypatch.setenv("DPHYBRID_DATA_DIR", str(folder))
     monkeypatch.chdir(tmp_path)
-    assert main(["compare", reports[0].run_name, reports[2].run_id, "--out", "two", "--log"]) == 0
-    out = capsys.readouterr().out
+    out = command("compare", reports[0].run_name, reports[2].run_id, "--out", "two", "--log")
     assert f"2 runs: {(tmp_path / 'two' / 'index.html').as_uri()}" in out
     logged = out.strip().rpartition(" ")[2]
     client = MlflowClient(reports[0].tracking_uri)
@@ -258,33 +254,28 @@ def test_the_command_finds_runs_by_name_and_logs_its_page_in_an_experiment_of_it
     assert "mlflow.parentRunId" not in run.data.tags
     assert "compare/index.html" in {item.path for item in client.list_artifacts(logged, "compare")}
     assert client.get_experiment(run.info.experiment_id).name == "dphybrid comparisons"
-    assert main(["compare", reports[0].run_name, reports[2].run_id, "--text"]) == 0
-    assert re.search(rf"{reports[2].run_name} +cpu\*8 ", capsys.readouterr().out)
+    text = command("compare", reports[0].run_name, reports[2].run_id, "--text")
+    assert re.search(rf"{reports[2].run_name} +cpu\*8 ", text)
     every = find_runs(reports[0].tracking_uri, "dphybrid")
     assert every == [report.run_id for report in reports]  # the page's own run is none of them
 
 
 def test_wrong_calls_say_what_is_there(
-    sweep: tuple[list[Report], Settings, Path],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    sweep: tuple[list[Report], Settings, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reports, _, folder = sweep
     uri = reports[0].tracking_uri
-    with pytest.raises(
-        UserError,
-        match=rf"run nobody: not in experiment 'dphybrid'; the newest there: .*{reports[2].run_name}",
-    ):
+    with refused(rf"run nobody: not in experiment 'dphybrid'; the newest there: .*{reports[2].run_name}"):
         find_runs(uri, "dphybrid", ["nobody"])
-    with pytest.raises(UserError, match=r"experiment 'elsewhere': is not at .*; there: .*dphybrid"):
+    with refused(r"experiment 'elsewhere': is not at .*; there: .*dphybrid"):
         find_runs(uri, "elsewhere")
-    with pytest.raises(UserError, match="needs at least two runs, and there is one"):
+    with refused("needs at least two runs, and there is one"):
         read_runs(uri, [reports[0].run_id, reports[0].run_id])
-    with pytest.raises(UserError, match="'0000': cannot be read"):
+    with refused("'0000': cannot be read"):
         read_runs(uri, ["0000", reports[0].run_id])
-    with pytest.raises(UserError, match="257 runs make no readable page"):
+    with refused("257 runs make no readable page"):
         read_runs(uri, [str(i) for i in range(MAX_CELLS + 1)])
-    with pytest.raises(UserError, match="--sweep nosuch: not in experiment 'dphybrid'; sweeps there: none"):
+    with refused("--sweep nosuch: not in experiment 'dphybrid'; sweeps there: none"):
         find_runs(uri, "dphybrid", sweep="nosuch")
     monkeypatch.setenv("DPHYBRID_DATA_DIR", str(folder))
     (folder / "a_file").touch()
@@ -295,16 +286,12 @@ def test_wrong_calls_say_what_is_there(
         ([*every, "--out", str(folder / "a_file")], "is a file; name a folder"),
         ([*every, "--group-by", "train.batchsize"], "no run has such a param; near: train.batch_size"),
     ]:
-        assert main(arguments) == 2
-        assert words in capsys.readouterr().err
+        assert words in command(*arguments, ends=2)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    assert main(every) == 2
-    assert "http://127.0.0.1:9: does not answer" in capsys.readouterr().err
+    assert "http://127.0.0.1:9: does not answer" in command(*every, ends=2)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "none")
-    assert main(every) == 2
-    assert "no run is recorded there" in capsys.readouterr().err
+    assert "no run is recorded there" in command(*every, ends=2)
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     monkeypatch.setenv("DPHYBRID_DATA_DIR", str(folder / "nothing"))
-    assert main(every) == 2
-    assert "no run is recorded there yet" in capsys.readouterr().err
+    assert "no run is recorded there yet" in command(*every, ends=2)
     assert not (folder / "nothing").exists()

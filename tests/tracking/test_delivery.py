@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from mlflow.tracking import MlflowClient
 
-from dphybrid.cli.main import main
 from dphybrid.config.settings import load_settings
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import Report, run_job
@@ -17,7 +16,7 @@ from dphybrid.tracking import CheckpointCard, open_tracker
 from dphybrid.tracking.models import Registry
 from dphybrid.tracking.outbox import Outbox
 from dphybrid.util.locks import lock
-from tests.commands import python
+from tests.commands import command, python
 from tests.stores import put_database
 
 
@@ -78,8 +77,6 @@ def test_any_name_registers_again_and_again(tmp_path: Path) -> None:
     registry = Registry(tracker.tracking_uri)
     for name in names:
         newest, champion = registry.newest(name), registry.champion(name)
-        assert newest is not None
-        assert champion is not None
         assert (newest.number, champion.number) == ("2", "1")
     client = MlflowClient(tracker.tracking_uri)
     assert client.get_registered_model("bob's").tags == {"dphybrid.recipe": "ctr"}
@@ -108,12 +105,10 @@ def test_a_registration_that_fails_is_told_and_not_reported_as_done(
     assert "**Not registered as** clicks: no more versions" in note
     assert "models:/clicks@challenger" not in note
     assert "Not everything was recorded: 1 record refused by the server" in capsys.readouterr().out
-    assert main(["sync"]) == 0  # the registry takes it now
-    assert f"{report.run_id}: everything sent" in capsys.readouterr().out
+    assert f"{report.run_id}: everything sent" in command("sync")
     assert client.get_model_version_by_alias("clicks", "challenger").run_id == report.run_id
     assert "Not everything" not in client.get_run(report.run_id).data.tags["mlflow.note.content"]
-    assert main(["sync"]) == 0
-    assert "Nothing to do" in capsys.readouterr().out
+    assert "Nothing to do" in command("sync")
 
 
 def test_a_run_killed_before_its_report_has_its_whole_summary(
@@ -134,9 +129,7 @@ def test_a_run_killed_before_its_report_has_its_whole_summary(
     assert metrics["summary/samples_per_s_median"] > 0
 
 
-def test_sync_tells_of_damage_with_its_exit_code_and_helps_the_others(
-    data_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sync_tells_of_damage_with_its_exit_code_and_helps_the_others(data_dir: Path) -> None:
     store = load_settings().mlflow_dir
     runs = []
     for name in ("damaged", "good", "unreadable"):
@@ -153,8 +146,7 @@ def test_sync_tells_of_damage_with_its_exit_code_and_helps_the_others(
     unreadable = store / "spool" / f"{runs[2]}.lock"
     unreadable.unlink()
     unreadable.mkdir()
-    assert main(["sync", "--wait", "20"]) == 1
-    out = capsys.readouterr().out
+    out = command("sync", "--wait", "20", ends=1)
     assert f"{runs[0]}: not everything was recorded: 1 record damaged or missing on the way" in out
     assert f"{runs[0]}: everything sent" not in out
     assert f"{runs[1]}: everything sent" in out
@@ -168,12 +160,11 @@ def test_sync_tells_of_damage_with_its_exit_code_and_helps_the_others(
     )
     assert client.get_run(runs[1]).data.tags["mlflow.note.content"] == "good"
     unreadable.rmdir()
-    assert main(["sync"]) == 0
-    assert f"{runs[2]}: everything sent" in capsys.readouterr().out
+    assert f"{runs[2]}: everything sent" in command("sync")
 
 
 def test_records_whose_destination_is_unknown_are_kept_or_arrive(
-    data_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, runs = load_settings().mlflow_dir, {}
     for damage in ("flipped", "another's"):
@@ -190,8 +181,7 @@ def test_records_whose_destination_is_unknown_are_kept_or_arrive(
         if damage == "flipped":
             outbox.path.write_bytes(outbox.path.read_bytes().replace(b"sqlite:", b"sqlitf:"))
     (store / "spool" / "old.jsonl").touch()
-    assert main(["sync", "--wait", "5"]) == 1
-    out = capsys.readouterr().out
+    out = command("sync", "--wait", "5", ends=1)
     client = MlflowClient(tracker.tracking_uri)
     aside = store / "spool" / f"{runs['flipped']}.damaged-1.db"
     assert f"{runs['flipped']}: not everything was recorded: {aside} was damaged" in out

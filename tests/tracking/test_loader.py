@@ -16,8 +16,8 @@ from dphybrid.run.folder import read_run
 from dphybrid.run.train import run_job
 from dphybrid.tracking.loader import checkpoint_folder
 from dphybrid.util.digests import file_digest, value_digest
-from dphybrid.util.errors import UserError
 from tests.commands import run_with
+from tests.refusing import refused
 
 FACTORY = """\
 import pathlib
@@ -37,7 +37,7 @@ def test_a_left_out_file_stays_inside_the_models_folder(tmp_path: Path, name: st
     source.write_text("rows")
     entry = {"name": name, "path": str(source), "bytes": 4, "sha256": file_digest(source)}
     (root / "left_out.json").write_text(json.dumps([entry]))
-    with pytest.raises(UserError, match="outside the model's folder"):
+    with refused("outside the model's folder"):
         checkpoint_folder(root.as_uri())
     assert not Path("/tmp/escaped-by-dphybrid").exists()
     entry["name"] = "tables/rows.safetensors"
@@ -68,7 +68,7 @@ def test_a_folder_that_is_a_link_leads_nowhere(tmp_path: Path) -> None:
 def test_a_damaged_page_of_left_out_files_is_told(tmp_path: Path, text: str) -> None:
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "left_out.json").write_text(text)
-    with pytest.raises(UserError, match=r"left_out.json: is damaged"):
+    with refused(r"left_out.json: is damaged"):
         checkpoint_folder(tmp_path.as_uri())
 
 
@@ -87,14 +87,13 @@ def test_a_factory_runs_for_own_runs_and_for_others_only_where_allowed(
     (tmp_path / "imported").unlink()
     for packages in ("", "my, models", "mymodel"):
         monkeypatch.setenv("DPHYBRID_FACTORY_PACKAGES", packages)
-        with pytest.raises(
-            UserError,
-            match=r"model.factory = 'mymodels:make' would run code .* set DPHYBRID_FACTORY_PACKAGES=mymodels",
+        with refused(
+            r"model.factory = 'mymodels:make' would run code .* set DPHYBRID_FACTORY_PACKAGES=mymodels"
         ):
             dphybrid.load_model(str(elsewhere))
     link = load_settings().runs_dir / "link"
     link.symlink_to(elsewhere)
-    with pytest.raises(UserError, match="would run code"):
+    with refused("would run code"):
         dphybrid.load_model(str(link))
     assert not (tmp_path / "imported").exists()
     monkeypatch.setenv("DPHYBRID_FACTORY_PACKAGES", "others, mymodels")
@@ -113,7 +112,7 @@ def test_a_run_of_settings_that_were_passed_is_the_users_own(
     run = TrainedRun(settings.runs_dir / run_job(config, settings).run_name, settings)
     assert run.config == config
     assert run.model.state_dict()
-    with pytest.raises(UserError, match="would run code"):
+    with refused("would run code"):
         TrainedRun(run.folder).model  # noqa: B018 - of the data folder in force
 
 
@@ -147,6 +146,6 @@ def test_no_name_in_a_page_from_elsewhere_imports_code(
         content["config"][section] = value
     (folder / page).write_text(json.dumps(content | {"page_sha256": value_digest(content)}))
     read = dphybrid.load if page == "state.json" else lambda name: read_run(name, load_settings()).config
-    with pytest.raises(UserError, match=f"{page}: none of your own runs wrote it; {field} = 'evilmod:"):
+    with refused(f"{page}: none of your own runs wrote it; {field} = 'evilmod:"):
         read(str(folder))
     assert not (tmp_path / "imported").exists()

@@ -1,5 +1,4 @@
-"""A tracking server that goes away, with real servers: training goes on, and the record is whole
-afterwards."""
+"""When a real tracking server goes away, training goes on and the record is whole afterwards."""
 
 import json
 import signal
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 from mlflow.tracking import MlflowClient
 
-from dphybrid.cli.main import main
 from dphybrid.config.settings import load_settings
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import run_job
@@ -22,6 +20,7 @@ from dphybrid.tracking import open_tracker, waiting
 from dphybrid.tracking.compare import read_runs
 from dphybrid.util.digests import value_digest
 from tests.commands import command, run_with
+from tests.refusing import refused
 from tests.tracking.conftest import MlflowServer
 
 pytestmark = pytest.mark.slow
@@ -120,8 +119,7 @@ def test_training_ends_without_its_server_and_sync_completes_the_run(
     report = run_with(*RUN, "train.epochs=3", "checkpoint.register_as=hybrid")
     assert report.metrics["mse"] < 1
     assert "`dphybrid sync` sends them" in capsys.readouterr().out
-    assert main(["sync", "--wait", "1"]) == 1
-    assert f"{report.run_id}: kept" in capsys.readouterr().out
+    assert f"{report.run_id}: kept" in command("sync", "--wait", "1", ends=1)
     server.start()
     assert f"{report.run_id}: everything sent" in command("sync", "--wait", "120")
     assert "Nothing to do" in command("sync", "--wait", "120")
@@ -146,14 +144,12 @@ def test_a_run_killed_and_resumed_is_one_run_without_doubled_steps(
     words += ["--train.log-every", "10", "--checkpoint.every-steps", "50", "--train.patience", "0"]
     client = MlflowClient(server.uri)
     child = subprocess.Popen([sys.executable, "-m", "dphybrid", *words], stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None
     for line in child.stdout:
         if "epoch 1/40" in line:
             child.send_signal(signal.SIGKILL)
             break
     child.wait()
     experiment = client.get_experiment_by_name(request.node.name)
-    assert experiment is not None
     (run,) = client.search_runs([experiment.experiment_id])
     assert run.info.status == "RUNNING"  # an orphan
     assert f"{run.info.run_id}: its process is gone; ended as KILLED" in command("sync")
@@ -177,7 +173,6 @@ def test_a_large_file_of_a_checkpoint_is_recorded_by_path_and_still_loads(
 ) -> None:
     from dphybrid.serving.load import model_from_checkpoint
     from dphybrid.tracking.loader import checkpoint_folder
-    from dphybrid.util.errors import UserError
 
     monkeypatch.setenv("DPHYBRID_UPLOAD_LIMIT_MIB", "1")
     config = load_config(
@@ -194,14 +189,14 @@ def test_a_large_file_of_a_checkpoint_is_recorded_by_path_and_still_loads(
     # only the store asked for counts
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{data_dir}/elsewhere.db")
     folder = checkpoint_folder("models:/wide@challenger", server.uri)
-    with pytest.raises(UserError, match=r"models:/wide@nobody: cannot be fetched"):
+    with refused(r"models:/wide@nobody: cannot be fetched"):
         checkpoint_folder("models:/wide@nobody", server.uri)
-    with pytest.raises(UserError, match=r"models:/narrow/1: cannot be fetched"):
+    with refused(r"models:/narrow/1: cannot be fetched"):
         checkpoint_folder("models:/narrow/1", server.uri)
     (entry,) = json.loads((folder.parent / "left_out.json").read_text())
     assert value_digest(entry["block_sums"]) == report.digests[f"tables/{table.name}"]
     one, two = model_from_checkpoint(folder), model_from_checkpoint(report.best_checkpoint)
     assert all(value.equal(two.state_dict()[key]) for key, value in one.state_dict().items())
     table.write_bytes(b"other")
-    with pytest.raises(UserError, match=r"checksum differs"):
+    with refused(r"checksum differs"):
         checkpoint_folder(f"models:/wide/{version.version}", server.uri)

@@ -1,5 +1,4 @@
-"""The outbox of a run: in order and exactly once, whatever happens to its process or its file; what damage
-costs is counted and said."""
+"""The outbox of a run: in order, exactly once; damage is counted and said."""
 
 import errno
 import json
@@ -124,8 +123,7 @@ class Store:
 
 
 def recorded(folder: Path, sent: int, killed: bool = False) -> tuple[Store, set[Point]]:
-    """Fill an outbox of which `sent` records arrived before its process ended; return the server and all
-    points."""
+    """Fill an outbox of which `sent` records arrived; return the server and all points."""
     outbox, store = Outbox(folder, "r", new=True), Store()
     outbox.set_destination(tracking_uri="sqlite://", experiment_id="1")
     points: set[Point] = set()

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dphybrid.cli.main import main
+from tests.commands import command
 from tests.test_shared_folder import as_nobody
 from tests.waiting import patience, wait_until
 
@@ -30,7 +30,6 @@ def shown_run() -> Iterator[tuple["subprocess.Popen[str]", str]]:
         [sys.executable, "-m", "dphybrid", "ui", "shown", "--no-browser"], stdout=subprocess.PIPE, text=True
     )
     try:
-        assert process.stdout is not None
         told = [process.stdout.readline() for _ in range(2)]
         yield process, told[1].strip()
     finally:
@@ -57,7 +56,7 @@ def gone(url: str) -> bool:
 def test_pages_are_for_the_token_alone_and_the_server_ends_with_its_command(
     data_dir: Path, tmp_path: Path
 ) -> None:
-    assert main(["train", "--recipe", "toy", "--run-name", "shown"]) == 0
+    command("train", "--recipe", "toy", "--run-name", "shown")
     with shown_run() as (process, shown):
         see_pages(process, shown, data_dir, tmp_path)
         process.send_signal(signal.SIGINT)

@@ -1,5 +1,4 @@
-"""Eight runs at once on one SQLite store: `python -m tests.tracking.together FOLDER` prints as JSON what is
-missing or double."""
+"""Eight runs at once on one SQLite store: `python -m tests.tracking.together FOLDER` prints lost records."""
 
 import json
 import os

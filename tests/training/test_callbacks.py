@@ -11,7 +11,7 @@ import dphybrid
 from dphybrid.api.run import TrainedRun
 from dphybrid.recipes.configs import load_config
 from dphybrid.training.callbacks import EpochEnd, call_back
-from dphybrid.util.errors import UserError
+from tests.refusing import refused
 
 
 def train(**given: Any) -> TrainedRun:
@@ -68,14 +68,12 @@ def test_paths_of_callbacks_are_checked_before_data_is_read(
     train(tracking="none", train={"callbacks": ["told:tell"]})
     assert Path("told.txt").read_text() == "1 2 3 "
     before = set((data_dir / "prepared").iterdir())
-    with pytest.raises(
-        UserError, match="callbacks='told:absent': told has no function 'absent'; it has tell"
-    ):
+    with refused("callbacks='told:absent': told has no function 'absent'; it has tell"):
         train(tracking="none", train={"callbacks": ["told:absent"]}, seed=5)
     assert set((data_dir / "prepared").iterdir()) == before
-    with pytest.raises(UserError, match="callback wrong: returned a int; return a dict"):
+    with refused("callback wrong: returned a int; return a dict"):
         train(tracking="none", train={"callbacks": ["told:wrong"]})
-    with pytest.raises(UserError, match="callbacks: 'told:tell' is not a function"):
+    with refused("callbacks: 'told:tell' is not a function"):
         train(tracking="none", callbacks=["told:tell"])
     assert load_config(None, ["train.callbacks=told:tell,told:wrong"]).train.callbacks == (
         "told:tell",
@@ -85,5 +83,5 @@ def test_paths_of_callbacks_are_checked_before_data_is_read(
 
 def test_what_is_no_number_is_refused_with_its_name() -> None:
     seen = EpochEnd("run", 1, 1, 1, 0.0, {}, True, torch.nn.Linear(1, 1))
-    with pytest.raises(UserError, match=r"'loss' is a Tensor; return numbers \(of a tensor, .item\(\)\)"):
+    with refused(r"'loss' is a Tensor; return numbers \(of a tensor, .item\(\)\)"):
         call_back([lambda epoch: {"loss": torch.ones(())}], seen)  # type: ignore[dict-item]

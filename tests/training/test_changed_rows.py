@@ -1,5 +1,4 @@
-"""Checkpoints that hold changed rows alone: the same bits as whole ones, whatever is removed, edited or fails
-meanwhile."""
+"""Checkpoints of changed rows have the bits of whole ones, whatever is removed, edited or fails meanwhile."""
 
 import errno
 import os
@@ -45,6 +44,7 @@ from dphybrid.util.digests import BlockSums, file_digest
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import Interrupted
 from tests.commands import run_with
+from tests.refusing import refused
 from tests.reliability.test_faults import CLICKS
 from tests.training.saving import save_checkpoint
 from tests.training.stopping import stopping_after
@@ -71,9 +71,6 @@ def new(optimizer: str, **options: Any) -> Trained:
 def step(trained: Trained, count: int = 6) -> None:
     """Take a step that is a function of its number alone."""
     model, random = trained.model, torch.Generator().manual_seed(trained.progress.step)
-    assert isinstance(model, Tables)
-    assert trained.dense is not None
-    assert trained.rows is not None
     trained.dense.zero_grad()
     trained.rows.zero_grad()
     rows = [
@@ -88,8 +85,6 @@ def step(trained: Trained, count: int = 6) -> None:
 
 
 def everything(trained: Trained) -> dict[str, Tensor]:
-    assert trained.rows is not None
-    assert trained.dense is not None
     moments = {f"{i}.{k}": v for i, s in trained.dense.state_dict()["state"].items() for k, v in s.items()}
     return trained.model.state_dict() | trained.rows.states() | moments
 
@@ -154,10 +149,9 @@ def test_a_whole_table_is_copied_in_parts_that_are_freed_as_they_are_written(
         assert (left[-1], len(set(left)) > 10) == (0, True)
         whole = save_checkpoint(tmp_path / "whole", found, {}, {})
         assert read_state(path).digests == read_state(whole).digests
-        assert isinstance(trained.model, Tables)
         with torch.no_grad():
             trained.model.words.settled()[250, 1] = float("nan")
-        with pytest.raises(UserError, match="table words row 250 is not a finite number"):
+        with refused("table words row 250 is not a finite number"):
             writer.save({}, {})
 
 
@@ -166,7 +160,6 @@ def test_a_resumed_training_writes_the_files_that_the_unbroken_one_writes(tmp_pa
         with CheckpointWriter(folder, trained, full_every=4) as writer:
             if resume:
                 done = newest_whole_checkpoint(folder)
-                assert done is not None
                 writer.resumed(done, load_checkpoint(done, trained))
             while trained.progress.step < steps:
                 step(trained)
@@ -198,13 +191,12 @@ def test_a_checkpoint_needs_no_other_folder_and_another_full_one_stays(tmp_path:
         file.seek(500)
         file.write(b"?")
     for shared in kept[-1][1:]:
-        with pytest.raises(UserError, match=r"words.safetensors: is damaged"):
+        with refused(r"words.safetensors: is damaged"):
             verify_checkpoint(shared)
     assert newest_whole_checkpoint(tmp_path) == tmp_path / "step-000008"
 
 
 def by_hand(trained: Trained) -> None:
-    assert isinstance(trained.model, Tables)
     trained.model.words.settled()[299] = 7.0
 
 
@@ -282,7 +274,7 @@ def test_a_damaged_base_is_never_written_on(tmp_path: Path) -> None:
         file.write(b"!!")
     step(trained)
     writer.save({}, {})
-    with pytest.raises(UserError, match=r"words.safetensors: is damaged, .*--resume"):
+    with refused(r"words.safetensors: is damaged, .*--resume"):
         writer.wait()
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-000001", "step-000002"]
 
@@ -358,7 +350,7 @@ def test_the_training_ends_with_what_the_writing_thread_failed_with(
         return write_tensors(path, *given)
 
     monkeypatch.setattr("dphybrid.training.saving.write_tensors", write)
-    with pytest.raises(UserError, match="No space left on device; make room on its disk.*--resume"):
+    with refused("No space left on device; make room on its disk.*--resume"):
         run_with(*OPTIONS, run_name="run")
     there = complete_checkpoints(data_dir / "runs" / "run" / "checkpoints")
     assert [path.name for path in there] == ["step-000003"]
@@ -392,7 +384,7 @@ def test_a_damaged_best_checkpoint_is_named_with_what_takes_its_place(
     (best / "blocks.safetensors").write_bytes(b"")
     run = read_run(folder, settings)
     remedy = rf"blocks.safetensors: is damaged .*; remove {best} and give --resume run"
-    with pytest.raises(UserError, match=remedy):
+    with refused(remedy):
         evaluate_run(run, run.experiment())
     shutil.rmtree(best)
     monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
@@ -403,5 +395,5 @@ def test_a_damaged_best_checkpoint_is_named_with_what_takes_its_place(
     assert (page.links, page.tags) == (links, {"team": "a", "by": "hand"})
     for path in complete_checkpoints(folder / "checkpoints"):
         (path / "blocks.safetensors").write_bytes(b"")
-    with pytest.raises(UserError, match="no other checkpoint of this run is whole: start a new run"):
+    with refused("no other checkpoint of this run is whole: start a new run"):
         evaluate_run(run, run.experiment())

@@ -9,8 +9,8 @@ import pytest
 
 from dphybrid.config.settings import load_settings
 from dphybrid.training.clock import WARM_UP_STEPS, StageClock, StepTimes
-from dphybrid.util.errors import UserError
 from tests.commands import run_with
+from tests.refusing import refused
 
 
 class FakeDevice:
@@ -150,5 +150,5 @@ def test_steps_to_profile_that_make_no_sense_are_refused(
     steps: str, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DPHYBRID_PROFILE", steps)
-    with pytest.raises(UserError, match=r"(?i)profile"):
+    with refused(r"(?i)profile"):
         _ = load_settings().profile_steps

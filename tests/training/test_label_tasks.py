@@ -12,7 +12,6 @@ from mlflow import MlflowClient
 from mlflow.models import Model
 
 import dphybrid
-from dphybrid.cli.main import main
 from dphybrid.config.settings import load_settings
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes import find_recipe
@@ -22,7 +21,8 @@ from dphybrid.recipes.ctr.model import build_ctr
 from dphybrid.serving.predict import Predictor
 from dphybrid.training.label_tasks import label_task
 from dphybrid.training.metrics import Confusion
-from dphybrid.util.errors import UserError
+from tests.commands import command
+from tests.refusing import refused
 
 KINDS = ["red", "green", "blue"]
 VALUES: dict[str, Any] = {
@@ -58,10 +58,11 @@ def trained(label: str, **more: Any) -> Any:
     return dphybrid.train(rows(), label=label, ignore=ignore, **{"run_name": label} | VALUES | more)
 
 
-def predicted(run: Any, folder: Path) -> pl.DataFrame:
+def predicted(run: Any, folder: Path, what: str) -> pl.DataFrame:
     rows().write_parquet(folder / "new.parquet")
     given = ["--data.path", str(folder / "new.parquet"), "--keep", "shop"]
-    assert main(["predict", run.name, *given, "--out", str(folder / "out.parquet")]) == 0
+    told = command("predict", run.name, *given, "--out", str(folder / "out.parquet"))
+    assert f"600 predictions of {what}" in told
     return pl.read_parquet(folder / "out.parquet")
 
 
@@ -75,7 +76,7 @@ def recorded_outputs(run: Any) -> Any:
 
 
 @pytest.mark.pictures
-def test_classes(data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_classes(data_dir: Path, tmp_path: Path) -> None:
     run = trained("kind", tracking=None, devices="cpu*2", model=VALUES["model"] | {"kind": "deepfm"})
     assert run.metrics.keys() == {"accuracy", "macro_f1", "log_loss"}
     assert run.metrics["accuracy"] > 0.95
@@ -87,8 +88,7 @@ def test_classes(data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     probabilities_BC = run.predict(rows())
     assert probabilities_BC.shape == (600, 3)
     assert probabilities_BC.sum(1) == pytest.approx(np.ones(600), abs=1e-5)
-    found = predicted(run, tmp_path)
-    assert "600 predictions of kind (3 classes)" in capsys.readouterr().out
+    found = predicted(run, tmp_path, "kind (3 classes)")
     names = [f"probability_{name}" for name in sorted(KINDS)]
     assert found.columns == ["file", "line", "prediction", *names, "shop"]
     assert (found["prediction"] == rows()["kind"]).mean() > 0.95  # type: ignore[operator]
@@ -96,11 +96,9 @@ def test_classes(data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     predictor = dphybrid.load(str(run.checkpoint))
     assert predictor.classes == tuple(sorted(KINDS))
     assert "kind (3 classes)" in repr(predictor)
-    with pytest.raises(
-        UserError, match=r"--threshold 0\.5: is for a label of two values, and 'kind' is multi"
-    ):
+    with refused(r"--threshold 0\.5: is for a label of two values, and 'kind' is multi"):
         predictor.predict_file(tmp_path / "new.parquet", tmp_path / "no.csv", threshold=0.5)
-    with pytest.raises(UserError, match="--keep probability_red: predictions have a column of that name"):
+    with refused("--keep probability_red: predictions have a column of that name"):
         predictor.predict_file(tmp_path / "new.parquet", tmp_path / "no.csv", keep=["probability_red"])
     assert recorded_outputs(run).input_names() == names
     confusion, calibration = json.loads((run.folder / "metrics.json").read_text())["charts"]
@@ -124,7 +122,7 @@ def test_a_number_and_the_run_goes_on(data_dir: Path, tmp_path: Path) -> None:
     assert run.metrics["r2"] > 0.9
     best = run.history["validation rmse"].min()
     assert run.metrics["rmse"] == pytest.approx(best, rel=1e-5)
-    found = predicted(run, tmp_path)
+    found = predicted(run, tmp_path, "size")
     assert found.columns == ["file", "line", "prediction", "shop"]
     errors = found["prediction"].to_numpy() - rows()["size"].to_numpy()
     assert np.sqrt((errors**2).mean()) < 0.3 * spread
@@ -239,9 +237,7 @@ def test_of_many_classes_the_frequent_ones_are_shown_and_the_others_together() -
     labels_B = random.integers(0, 30, 500) * random.integers(0, 2, 500)  # half of them are c0
     logits_BC = torch.from_numpy(random.normal(size=(500, 30)) + 3 * np.eye(30)[labels_B])
     charts = label_task(facts).charts
-    assert charts is not None
     confusion = charts({"logits": logits_BC, "labels_B": torch.from_numpy(labels_B).float()})[0]
-    assert isinstance(confusion, Confusion)
     assert len(confusion.classes) == len(confusion.counts) == 13
     assert confusion.classes[0] == "c0"
     assert confusion.classes[-1] == "18 others"
@@ -266,20 +262,18 @@ class OwnBinary(type(find_recipe("ctr"))):  # type: ignore[misc]
 
 
 def test_a_recipe_that_learns_two_classes_refuses_others(data_dir: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"own-binary: learns binary labels, and this one is multiclass; give"
-    ):
+    with refused(r"own-binary: learns binary labels, and this one is multiclass; give"):
         trained("kind", recipe=f"{__name__}:OwnBinary")
     assert not list(load_settings().runs_dir.glob("kind/checkpoints/*"))
-    with pytest.raises(UserError, match="weight='gone': data has no such column"):
+    with refused("weight='gone': data has no such column"):
         trained("kind", weight="gone")
-    with pytest.raises(UserError, match="times='gone': data has no such column"):
+    with refused("times='gone': data has no such column"):
         trained("kind", times=["gone"])
 
 
 def test_a_model_that_gives_one_logit_for_classes_is_told() -> None:
     facts = {"label": {"task": "multiclass", "classes": ["a", "b", "c"], "offset": 0.0, "scale": 1.0}}
-    with pytest.raises(UserError, match="has 3 classes, and the model gives logits of shape"):
+    with refused("has 3 classes, and the model gives logits of shape"):
         label_task(facts).compute({"logits": torch.zeros(4), "labels_B": torch.zeros(4)})
 
 

@@ -1,5 +1,4 @@
-"""The record of splits, by rows a replica; and what train.check_split and train.compile ask of a model before
-its first step."""
+"""The record of splits, and the checks of train.check_split and train.compile."""
 
 from pathlib import Path
 
@@ -9,8 +8,8 @@ from torch import nn
 
 from dphybrid.parallel import DataParallel, resolve_devices
 from dphybrid.training.split_log import SplitLog
-from dphybrid.util.errors import UserError
 from tests.commands import run_with
+from tests.refusing import refused
 
 
 class Summed(nn.Module):
@@ -100,9 +99,7 @@ def test_a_model_that_computes_across_the_batch_does_not_train(
     (tmp_path / "split_models.py").write_text(MODELS)
     monkeypatch.syspath_prepend(str(tmp_path))
     for devices in ("cpu", "cpu*3"):
-        with pytest.raises(
-            UserError, match=r"(?s)first batch is not what it is when split.*region.1: its output differs"
-        ):
+        with refused(r"(?s)first batch is not what it is when split.*region.1: its output differs"):
             run_with(*CHECKED, "model.factory=split_models:across", f"devices={devices}")
     run_with(*QUIET, "model.factory=split_models:across", "devices=cpu*3")  # nobody asked
     checked = run_with(*CHECKED, "model.factory=split_models:alone", "devices=cpu*3")
@@ -112,5 +109,5 @@ def test_a_model_that_computes_across_the_batch_does_not_train(
 
 
 def test_replicas_are_not_compiled(unrecorded: None) -> None:
-    with pytest.raises(UserError, match=r"compile: network runs on 2 devices"):
+    with refused(r"compile: network runs on 2 devices"):
         run_with(*QUIET, "train.compile=true", "devices=cpu*2")

@@ -14,7 +14,7 @@ from dphybrid.embedding.native import check_when_read
 from dphybrid.embedding.storage import deferred_rows
 from dphybrid.training.tensor_file import mapped_tensor, patch_tensors, stored_tensor, write_tensors
 from dphybrid.util.digests import BLOCK, file_block_sums
-from dphybrid.util.errors import UserError
+from tests.refusing import refused
 from tests.reliability.damages import damage
 
 Look = Callable[[torch.Tensor], Any]
@@ -98,7 +98,7 @@ def test_each_row_of_a_damaged_block_is_refused_and_no_other_one(way: str, tmp_p
     table, weight, hit = rotten(tmp_path)
     look = LOOKS[way](table)
     for row in (hit[0], hit[1], hit[-1]):
-        with pytest.raises(UserError, match=DAMAGED):
+        with refused(DAMAGED):
             look(torch.tensor([0, 1, row, 0]))
     good = torch.tensor([row for row in range(NUM_ROWS) if row not in hit])
     torch.testing.assert_close(table(good), weight[good], rtol=0, atol=0)
@@ -108,7 +108,7 @@ def test_each_row_of_a_damaged_block_is_refused_and_no_other_one(way: str, tmp_p
 @pytest.mark.parametrize("way", WHOLES)
 def test_a_damaged_table_is_not_read_as_a_whole(way: str, tmp_path: Path) -> None:
     table, *_ = rotten(tmp_path)
-    with pytest.raises(UserError, match=DAMAGED):
+    with refused(DAMAGED):
         WHOLES[way](table)
 
 
@@ -129,11 +129,11 @@ def test_a_damaged_header_and_another_size_are_told(tmp_path: Path, content: byt
     _, sums = written(file)
     whole = file.read_bytes()
     damage(file, whole[:9] + b"?" + whole[10:] if content is None else content)
-    with pytest.raises(UserError, match=r"table\.safetensors: is damaged .*use another checkpoint"):
+    with refused(r"table\.safetensors: is damaged .*use another checkpoint"):
         mapped(file, sums)
     damage(file, whole)
     damage(file, whole[:-1])
-    with pytest.raises(UserError, match=r"table\.safetensors: is damaged .*use another checkpoint"):
+    with refused(r"table\.safetensors: is damaged .*use another checkpoint"):
         mapped(file, sums)
 
 
@@ -158,5 +158,5 @@ def test_no_file_is_written_again_from_a_damaged_one(place: int, tmp_path: Path)
         "state": (torch.arange(7), torch.arange(7)),
         "weight": (torch.tensor([0]), torch.ones(1, DIM)),
     }
-    with pytest.raises(UserError, match=r"base: is damaged"):
+    with refused(r"base: is damaged"):
         patch_tensors(tmp_path / "file", tmp_path / "base", sums, everything)

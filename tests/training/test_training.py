@@ -14,9 +14,9 @@ from dphybrid.run.train import Report
 from dphybrid.serving.load import model_from_checkpoint
 from dphybrid.training.checkpoint import complete_checkpoints, load_weights, read_state
 from dphybrid.training.optimizers import learning_rate_factor
-from dphybrid.util.errors import UserError
 from tests.commands import run_with
 from tests.conftest import SHARED
+from tests.refusing import refused
 from tests.training.stopping import stopped_and_resumed
 from tests.waiting import patience, wait_until
 
@@ -127,9 +127,9 @@ def test_a_finished_run_goes_on_for_more_epochs(data_dir: Path, small_text: str)
 
 def test_resuming_with_another_model_is_refused(data_dir: Path, small_text: str) -> None:
     run_with(small_text, *SMALL_TEXT)
-    with pytest.raises(UserError, match=r"model.hidden: 8 -> 9"):
+    with refused(r"model.hidden: 8 -> 9"):
         run_with(small_text, *SMALL_TEXT, "model.hidden=9", resume="latest")
-    with pytest.raises(UserError, match=r"table.dtype: model -> bfloat16"):  # the rows would be rounded
+    with refused(r"table.dtype: model -> bfloat16"):  # the rows would be rounded
         run_with(small_text, *SMALL_TEXT, "table.dtype=bfloat16", resume="latest")
 
 
@@ -137,11 +137,9 @@ def test_a_checkpoint_of_another_shape_or_a_damaged_one_is_named(data_dir: Path,
     report = run_with(small_text, *SMALL_TEXT, "train.epochs=1")
     other = run_with(small_text, *SMALL_TEXT, "train.epochs=1", "model.hidden=9", "model.layers=1")
     model = model_from_checkpoint(other.latest_checkpoint)
-    with pytest.raises(
-        UserError, match=r"region.network.network.weight_ih_l0 is .* in the file and .* in the model"
-    ):
+    with refused(r"region.network.network.weight_ih_l0 is .* in the file and .* in the model"):
         load_weights(Path(report.latest_checkpoint), model)
-    with pytest.raises(UserError, match="is not a checkpoint"):
+    with refused("is not a checkpoint"):
         model_from_checkpoint(data_dir / "runs")
 
 
@@ -167,7 +165,7 @@ def test_your_own_model_trains(data_dir: Path, tmp_path: Path, monkeypatch: pyte
         ("mine:absent", "has no function 'absent'"),
         ("mine", "package.module:function"),
     ):
-        with pytest.raises(UserError, match=words):
+        with refused(words):
             run_with("recipe=toy", f"model.factory={factory}")
 
 

@@ -1,5 +1,4 @@
-"""Files and folders survive a kill and a power loss at each operation: after a step its outcome is there,
-within it the one before or its own."""
+"""Files survive a kill and a power loss at each operation: each step's outcome is whole, or not there."""
 
 import json
 import subprocess

@@ -22,6 +22,7 @@ from dphybrid.util.files import (
 )
 from dphybrid.util.locks import FileLock, is_held, locked
 from dphybrid.util.pages import Page
+from tests.refusing import refused
 from tests.reliability.damages import damage
 
 
@@ -47,7 +48,7 @@ def test_a_write_that_fails_leaves_the_old_file_alone(
 
     monkeypatch.setattr(os, "fsync", fail)
     with (
-        pytest.raises(UserError, match=r"page\.json: No space left on device; make room"),
+        refused(r"page\.json: No space left on device; make room"),
         disk_errors_told(),
     ):
         write_json(file, {"a": 2})
@@ -83,7 +84,6 @@ def test_a_lock_ends_with_its_process_and_leaves_the_holders_page(tmp_path: Path
         f"lock = FileLock(Path({str(file)!r})); print(lock.acquire(), flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
         assert child.stdout.readline() == "True\n"
         lock = FileLock(file)
         assert not lock.acquire()
@@ -126,24 +126,24 @@ def test_a_page_tells_any_damage(tmp_path: Path) -> None:
             assert (read.name, read.values["a"], read.version) == ("x", 0.1, 1), bytes(damaged)
     for length in range(len(whole) - 1):
         file.write_bytes(whole[:length])
-        with pytest.raises(UserError, match="example"):
+        with refused("example"):
             Example.read(file)
 
 
 def test_pages_of_other_versions(tmp_path: Path) -> None:
     file = tmp_path / "example.json"
     write_json(file, {"name": "x", "values": {}})
-    with pytest.raises(UserError, match="is damaged or was changed by hand"):
+    with refused("is damaged or was changed by hand"):
         Example.read(file)
     Example(name="x", values={}, version=2).write(file)
-    with pytest.raises(UserError, match=r"has version 2.*update dphybrid"):
+    with refused(r"has version 2.*update dphybrid"):
         Example.read(file)
     later = {"version": 2, "other": 1}
     write_json(file, {**later, "page_sha256": value_digest(later)})
-    with pytest.raises(UserError, match=r"has version 2.*update dphybrid"):
+    with refused(r"has version 2.*update dphybrid"):
         Example.read(file)
     write_json(file, {"name": "x", "page_sha256": value_digest({"name": "x"})})
-    with pytest.raises(UserError, match="does not fit Example: values: Field required"):
+    with refused("does not fit Example: values: Field required"):
         Example.read(file)
 
 
@@ -154,8 +154,8 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
     sums = {"x": "7692c3ad3540bb803c020b3aee66cd8887123234ea0c6e7143c0add73ff431ed"}
     verify_files(folder, {"sha256": sums}, "")
     damage(folder / "x", b"two")
-    with pytest.raises(UserError, match=r"x: is damaged \(its checksum differs\); do this"):
+    with refused(r"x: is damaged \(its checksum differs\); do this"):
         verify_files(folder, {"sha256": sums}, "do this")
     (folder / "x").unlink()
-    with pytest.raises(UserError, match="x: is missing"):
+    with refused("x: is missing"):
         verify_files(folder, {"sha256": sums}, "do this")

@@ -6,8 +6,8 @@ import pytest
 
 from dphybrid.recipes.configs import load_config
 from dphybrid.recipes.registry import find_recipe
-from dphybrid.util.errors import UserError
 from dphybrid.util.importing import ONLY, check_import, import_callable
+from tests.refusing import refused
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_packages_are_allowed_by_their_whole_names(path: str, packages: str, all
     if allowed:
         check_import(path, "a file", packages)
         return
-    with pytest.raises(UserError, match="^a file = .* would run code of package"):
+    with refused("^a file = .* would run code of package"):
         check_import(path, "a file", packages)
 
 
@@ -37,9 +37,9 @@ def test_a_workers_run_imports_from_named_packages_alone(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv(ONLY, "others")
     remedy = r"set DPHYBRID_FACTORY_PACKAGES=foreign_models \(for a worker"
-    with pytest.raises(UserError, match=rf"model.factory = .* would run code .*{remedy}"):
+    with refused(rf"model.factory = .* would run code .*{remedy}"):
         import_callable("foreign_models:make", "model.factory")
-    with pytest.raises(UserError, match=rf"recipe = 'foreign_models:Mine' would run .*{remedy}"):
+    with refused(rf"recipe = 'foreign_models:Mine' would run .*{remedy}"):
         load_config(None, ["recipe=foreign_models:Mine"])
     assert not ran.exists()
     assert find_recipe("ctr").name == "ctr"
