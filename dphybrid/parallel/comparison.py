@@ -119,12 +119,10 @@ def _compare_block(
         before = _state(copy)
         whole = _events(copy, *map_tensors(lambda t: t.to(home, copy=True), (args, kwargs)))
         after = _state(copy)
-        shares = []
-        places = [home] * len(sizes)
-        for share_args, share_kwargs in zip(
-            split(args, places, sizes, block.dim), split(kwargs, places, sizes, block.dim), strict=True
-        ):
-            shares.append(_events(throwaway(block.module, home), share_args, share_kwargs))
+        shares = [
+            _events(throwaway(block.module, home), *share)
+            for share in split((args, kwargs), [home] * len(sizes), sizes, block.dim)
+        ]
     for index, (module, what, tensors) in enumerate(whole):
         parts = [share[index] if index < len(share) else ("", "", []) for share in shares]
         same_calls = all(part[:2] == (module, what) and len(part[2]) == len(tensors) for part in parts)

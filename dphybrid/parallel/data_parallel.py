@@ -126,10 +126,9 @@ class DataParallel(nn.DataParallel):
                 refuse_shared_inputs(trial, self._record.asked)
             places = self.devices.replicas[: len(sizes)]
             with self._timed("scatter"):
-                # shared by both: a tensor that is given twice stays one in each share
-                seen: dict[int, list[object]] = {}
-                replica_inputs = split(inputs, places, sizes, self.dim, seen)
-                replica_kwargs = split(kwargs, places, sizes, self.dim, seen)
+                # both at once: a tensor that is given twice stays one in each share
+                shares_of_both = split((inputs, kwargs), places, sizes, self.dim)
+                replica_inputs, replica_kwargs = map(list, zip(*shares_of_both, strict=True))
         with self._timed("replicate"):
             replicas = self.replicate(self.module, self.device_ids[: len(replica_inputs)])
         try:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from dphybrid.parallel.nests import is_nest, items_of, names_of, rebuild, refuse_attributes
+from dphybrid.parallel.nests import is_nest, items_of, rebuild, refuse_attributes
 from dphybrid.util.errors import UserError
 
 
@@ -79,27 +79,16 @@ class Join:
         )
 
     def _nests(self, outputs: list[object], path: str) -> object:
-        first, names = outputs[0], names_of(outputs[0])
+        first, maps = outputs[0], [items_of(output) for output in outputs]
         refuse_attributes(first, path)
-        if isinstance(names, range):
-            columns = [items_of(output) for output in outputs]
-            if len({len(column) for column in columns}) > 1:
-                raise UserError(
-                    f"{path}: replicas returned sequences of {[len(c) for c in columns]} items; return the "
-                    "same number from each"
-                )
-            joined = [
-                self(list(row), f"{path}[{name}]")
-                for name, row in zip(names, zip(*columns, strict=True), strict=True)
-            ]
-            return rebuild(first, joined)
         # By key, not by place: replicas may have made their dicts in another order.
-        maps = [dict(zip(names_of(output), items_of(output), strict=True)) for output in outputs]
         if any(found.keys() != maps[0].keys() for found in maps):
-            raise UserError(
-                f"{path}: replicas returned dicts with different keys; return the same keys from each"
-            )
-        return rebuild(first, [self([found[name] for found in maps], f"{path}[{name!r}]") for name in names])
+            is_row = isinstance(first, tuple | list)
+            kinds = f"sequences of {list(map(len, maps))} items" if is_row else "dicts with different keys"
+            raise UserError(f"{path}: replicas returned {kinds}; return the same from each")
+        return rebuild(
+            first, [self([found[name] for found in maps], f"{path}[{name!r}]") for name in maps[0]]
+        )
 
     def _tensors(self, outputs: list[Tensor], path: str) -> Tensor:
         first, dim, sizes = outputs[0], self.dim, self.sizes

@@ -57,23 +57,15 @@ def is_nest(value: object) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type | Whole | Parts)
 
 
-def names_of(value: object) -> Sequence[Any]:
-    """Return the keys, places or attributes of a nest's items."""
+def items_of(value: object) -> dict[Any, object]:
+    """Return a nest's items by key, place or attribute."""
     if isinstance(value, dict | UserDict):
-        return list(value)
+        # not dict(value): a subclass may give something else for value[key] than it holds
+        return dict(value.items())
     if isinstance(value, tuple | list):
-        return range(len(value))
+        return dict(enumerate(value))
     # All attributes of a dataclass, also those that its __post_init__ set beside the fields.
-    return [*_filled_slots(value), *getattr(value, "__dict__", {})]
-
-
-def items_of(value: object) -> list[object]:
-    """Return a nest's items, in the order of `names_of`."""
-    if isinstance(value, dict | UserDict):
-        return list(value.values())
-    if isinstance(value, tuple | list):
-        return list(value)
-    return [getattr(value, name) for name in names_of(value)]
+    return {name: getattr(value, name) for name in (*_filled_slots(value), *getattr(value, "__dict__", {}))}
 
 
 def rebuild(like: object, items: list[object]) -> object:
@@ -95,13 +87,13 @@ def rebuild(like: object, items: list[object]) -> object:
         for name, item in zip(like, items, strict=True):
             new[name] = item
     elif not isinstance(like, tuple):
-        for name, item in zip(names_of(like), items, strict=True):
+        for name, item in zip(items_of(like), items, strict=True):
             object.__setattr__(new, name, item)
         return new
     if getattr(like, "__dict__", None) is like:  # a dict whose attributes are its items
         object.__setattr__(new, "__dict__", new)
         return new
-    mirrored = {id(old): item for old, item in zip(items_of(like), items, strict=True)}
+    mirrored = {id(old): item for old, item in zip(items_of(like).values(), items, strict=True)}
     for name, held in getattr(like, "__dict__", {}).items():
         if not (isinstance(like, UserDict) and name == "data"):
             object.__setattr__(new, name, mirrored.get(id(held), held))
@@ -111,7 +103,7 @@ def rebuild(like: object, items: list[object]) -> object:
 def map_leaves(function: Callable[[object], object], value: object) -> Any:
     """Return the nest with `function` applied to every item that is not a nest."""
     if is_nest(value):
-        return rebuild(value, [map_leaves(function, item) for item in items_of(value)])
+        return rebuild(value, [map_leaves(function, item) for item in items_of(value).values()])
     return function(value)
 
 
@@ -143,7 +135,7 @@ def tensors_of(value: object, path: str = "output") -> Iterator[tuple[str, Tenso
     if isinstance(value, Tensor):
         yield path, value
     elif is_nest(value):
-        for name, item in zip(names_of(value), items_of(value), strict=True):
+        for name, item in items_of(value).items():
             yield from tensors_of(item, f"{path}[{name!r}]")
 
 
@@ -208,7 +200,7 @@ def _collect(value: object, dim: int, path: str, sizes: dict[str, int | None]) -
         sizes[path] = sum(part.shape[dim] for part in value.tensors)
     elif is_nest(value):
         refuse_attributes(value, path)
-        for name, item in zip(names_of(value), items_of(value), strict=True):
+        for name, item in items_of(value).items():
             _collect(item, dim, f"{path}[{name!r}]", sizes)
     elif type(value) not in PLAIN and not isinstance(value, Whole):
         _refuse_unsplittable(value, path)
@@ -249,7 +241,7 @@ def refuse_attributes(value: object, path: str) -> None:
     """Raise UserError for an instance of a container's subclass that holds tensors beside its items."""
     if type(value) in (tuple, list, dict) or not isinstance(value, tuple | list | dict | UserDict):
         return  # a dataclass's attributes are its items
-    inside = {id(item) for item in items_of(value)}
+    inside = {id(item) for item in items_of(value).values()}
     for name, held in getattr(value, "__dict__", {}).items():
         if id(held) in inside or (isinstance(value, UserDict) and name == "data"):
             continue

@@ -156,7 +156,7 @@ def _all_equal(tensors: list[Tensor]) -> bool:
 
 def _lengths(value: object) -> Iterator[int]:
     if is_nest(value):
-        items = items_of(value)
+        items = items_of(value).values()
         yield len(items)
         for item in items:
             yield from _lengths(item)

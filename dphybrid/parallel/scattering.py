@@ -87,7 +87,7 @@ def split(
         return list(value.tensors)
     if is_nest(value):
         seen = {} if seen is None else seen
-        columns = [split(item, places, sizes, dim, seen) for item in items_of(value)]
+        columns = [split(item, places, sizes, dim, seen) for item in items_of(value).values()]
         return [rebuild(value, [column[j] for column in columns]) for j in range(len(places))]
     return [value] * len(places)
 
