@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mlflow.tracking import MlflowClient
+
 from dphybrid.cli.main import main
 from dphybrid.config.settings import load_settings
 from dphybrid.recipes.configs import load_config
@@ -37,3 +39,10 @@ def python(*argv: str | Path, ends: int | None = 0, **options: Any) -> "subproce
 def run_with(*values: str, **options: Any) -> Report:
     """Prepare and train what these values say, with the settings in force, as `dphybrid train` does."""
     return run_job(load_config(None, list(values)), load_settings(), **options)
+
+
+def models_of(report: Any) -> list[Any]:
+    """Return the models that MLflow holds of a run. report: what names its server and its id."""
+    client = MlflowClient(report.tracking_uri)
+    experiment = client.get_run(report.run_id).info.experiment_id
+    return list(client.search_logged_models([experiment], filter_string=f"source_run_id='{report.run_id}'"))

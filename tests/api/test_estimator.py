@@ -48,10 +48,9 @@ def estimator(**more: Any) -> dphybrid.HybridClassifier:
 
 
 def checks() -> list[Any]:
-    found = [(made, check) for made, check in estimator_checks_generator(estimator())]
     return [
         pytest.param(made, check, id=name)
-        for made, check in found
+        for made, check in estimator_checks_generator(estimator())
         if (name := _name(check)) in SHORT or (ALL and name not in NOT_MET)
     ]
 
@@ -104,13 +103,7 @@ def test_several_classes_and_weights(data_dir: Path) -> None:
 def test_a_regressor_gives_numbers_in_the_labels_units(data_dir: Path) -> None:
     rows, _ = table()
     number = 1000 + 10 * rows["price"] + 50 * (rows["shop"] == "tea").cast(pl.Int64)
-    values = VALUES | {
-        "epochs": 8,
-        "batch_size": 32,
-        "table__lr": 0.1,
-        "lr": 0.02,
-        "buckets": 8,
-    }
+    values = VALUES | {"epochs": 8, "batch_size": 32, "table__lr": 0.1, "lr": 0.02, "buckets": 8}
     model = dphybrid.HybridRegressor(devices="cpu", **values).fit(rows, number)
     assert model.predict(rows).dtype == np.float64
     assert model.score(rows.to_pandas(), number) > 0.9
@@ -124,12 +117,8 @@ def test_a_search_over_values(data_dir: Path) -> None:
     grid = {"batch_size": [32, 64], "lr": [0.001], "table__lr": [0.1]}
     search = GridSearchCV(clone(estimator()), grid, cv=2).fit(rows.to_pandas(), labels)
     assert np.isfinite(search.cv_results_["mean_test_score"]).all()
-    config = search.best_estimator_.run_.config
-    assert (config.train.batch_size, config.train.lr, config.table.lr) == (
-        search.best_params_["batch_size"],
-        0.001,
-        0.1,
-    )
+    config, best = search.best_estimator_.run_.config, search.best_params_["batch_size"]
+    assert (config.train.batch_size, config.train.lr, config.table.lr) == (best, 0.001, 0.1)
     with pytest.raises(ValueError, match="did you mean 'epochs'"):
         search.best_estimator_.set_params(epoch=2)
 

@@ -20,14 +20,8 @@ from tests.commands import run_with
 from tests.conftest import own_settings
 from tests.refusing import refused
 
-SMALL = {
-    "epochs": 3,
-    "batch_size": 32,
-    "table": {"lr": 0.1},
-    "train": {"lr": 0.02},
-    "model": {"dim": 4, "hidden": 16},
-    "buckets": 4,
-}
+SMALL = {"epochs": 3, "batch_size": 32, "table": {"lr": 0.1}, "train": {"lr": 0.02}, "buckets": 4}
+SMALL["model"] = {"dim": 4, "hidden": 16}
 
 
 def visits(num_rows: int = 300) -> pl.DataFrame:
@@ -54,30 +48,17 @@ def forms(frame: pl.DataFrame) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainedRun]:
+    given = {"label": "clicked", "devices": "cpu*2", "run_name": "first", "quiet": True, **SMALL}
     with pytest.MonkeyPatch.context() as patch:
         own_settings(patch, tmp_path_factory.mktemp("python") / "data", TRACKING_URI="none")
-        yield dphybrid.train(
-            visits(), label="clicked", devices="cpu*2", run_name="first", quiet=True, **SMALL
-        )
+        yield dphybrid.train(visits(), **given)
 
 
 def test_a_frame_gives_the_bits_of_its_file(run: TrainedRun, tmp_path: Path) -> None:
     visits().write_parquet(tmp_path / "visits.parquet")
-    flags = [
-        f"data.path={tmp_path / 'visits.parquet'}",
-        "data.label=clicked",
-        "devices=cpu*2",
-        "data.buckets=4",
-    ]
-    flags += [
-        "train.epochs=3",
-        "train.batch_size=32",
-        "table.lr=0.1",
-        "train.lr=0.02",
-        "model.dim=4",
-        "model.hidden=16",
-    ]
-    report = run_with(*flags)
+    flags = [f"data.path={tmp_path / 'visits.parquet'}", "data.label=clicked", "devices=cpu*2"]
+    flags += ["train.epochs=3", "train.batch_size=32", "table.lr=0.1", "train.lr=0.02", "data.buckets=4"]
+    report = run_with(*flags, "model.dim=4", "model.hidden=16")
     assert report.digests == run.report().values.digests | {"data": report.digests["data"]}
     assert report.metrics == run.metrics
 
@@ -103,18 +84,15 @@ def test_what_a_run_shows(run: TrainedRun) -> None:
     assert isinstance(run.model, torch.nn.Module)
     report = run.report()
     assert report.text.startswith("Validation:  auc ")
-    assert re.search(
-        r'srcdoc="&lt;!doctype html&gt;.*first.*figures|srcdoc="&lt;!doctype', report._repr_html_()
-    )
+    assert 'srcdoc="&lt;!doctype html&gt;' in report._repr_html_()
     assert report.save(run.folder / "page.html").read_text().count("<img") >= 2
     with refused("name a file in a folder that exists"):
         report.save(run.folder / "no" / "page.html")
 
 
 def test_runs_are_listed_newest_first(run: TrainedRun) -> None:
-    newer = dphybrid.train(
-        visits(), label="clicked", devices="cpu", run_name="<b>", quiet=True, config=run.config, epochs=1
-    )
+    given = {"devices": "cpu", "run_name": "<b>", "quiet": True, "config": run.config, "epochs": 1}
+    newer = dphybrid.train(visits(), label="clicked", **given)
     found = dphybrid.runs("ctr")
     assert [found[0].name, found["first"].name] == [newer.name, "first"]
     assert newer.config.train.batch_size == 32  # from the config that it started from
@@ -203,9 +181,8 @@ def test_what_is_no_table_is_refused(data: Any, message: str, data_dir: Path) ->
 
 
 def test_pandas_columns_of_mixed_values_and_names_that_are_numbers() -> None:
-    frame = as_frame(
-        pandas.DataFrame({0: ["a", 1, None], "when": pandas.to_datetime(["2026-01-02"] * 3)}), "data"
-    )
+    given = pandas.DataFrame({0: ["a", 1, None], "when": pandas.to_datetime(["2026-01-02"] * 3)})
+    frame = as_frame(given, "data")
     assert frame.columns == ["0", "when"]
     assert frame["0"].to_list() == ["a", "1", None]
     assert frame["when"].dtype.is_temporal()

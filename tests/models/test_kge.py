@@ -33,9 +33,8 @@ def graph(folder: Path, num_entities: int = 30, num_triples: int = 120, **values
     (folder / "graph").mkdir()
     for part, chosen in (("train", lines[::2]), ("valid", lines[1::4]), ("test", lines[3::4])):
         (folder / "graph" / f"{part}.txt").write_text("\n".join(chosen) + "\n")
-    return prepare(
-        "kge", KgeDataConfig(path=str(folder / "graph"), **{"negatives": 8} | values), folder / "prepared", 0
-    )  # type: ignore[arg-type]
+    config = KgeDataConfig(path=str(folder / "graph"), **{"negatives": 8} | values)  # type: ignore[arg-type]
+    return prepare("kge", config, folder / "prepared", 0)
 
 
 def model_for(data: Prepared, kind: str, devices: str = "cpu") -> TripleModel:
@@ -74,10 +73,8 @@ def test_ranks_are_those_of_a_naive_reference(
 
     def rank_and_loss(asked: int, relation: int, answer: int, others: list[int]) -> tuple[float, float]:
         own = naive_score(kind, table[asked].tolist(), relations[relation], table[answer].tolist())
-        scores = [
-            naive_score(kind, table[asked].tolist(), relations[relation], table[other].tolist())
-            for other in others
-        ]
+        row = table[asked].tolist()
+        scores = [naive_score(kind, row, relations[relation], table[other].tolist()) for other in others]
         equal = [abs(score - own) < 1e-12 for score in scores]
         above = sum(score > own and not same for score, same in zip(scores, equal, strict=True))
         return 1 + above + sum(equal) / 2, math.log(sum(math.exp(score - own) for score in [own, *scores]))
@@ -90,10 +87,9 @@ def test_ranks_are_those_of_a_naive_reference(
         two = rank_and_loss(tail, relation + num_relations, head, heads)
         expected_ranks.append([one[0], two[0]])
         expected_losses.append(one[1] + two[1])
+    drawn = batches(data.dataset("valid"), 10, seed=0, epoch=0, shuffle=False)
     with torch.no_grad():
-        outputs = [
-            model(batch) for batch in batches(data.dataset("valid"), 10, seed=0, epoch=0, shuffle=False)
-        ]
+        outputs = [model(batch) for batch in drawn]
     assert torch.cat([o["ranks_B2"] for o in outputs]).tolist() == expected_ranks
     assert torch.cat([o["loss"] for o in outputs]).tolist() == pytest.approx(expected_losses)
 
@@ -184,10 +180,7 @@ def test_the_penalty_follows_the_triples_an_entity_and_belongs_to_the_checkpoint
     (batch, *_) = batches(rows, 10, seed=0, epoch=0, shuffle=True)
     entities, relations = (model.entities.weight.detach(), model.region.module.relations.weight.detach())
     places = batch["relations_B"], batch["relations_B"] + data.info["num_relations"]
-    four = [
-        *(entities[batch[side]] for side in ("heads_B", "tails_B")),
-        *(relations[place] for place in places),
-    ]
+    four = [entities[batch["heads_B"]], entities[batch["tails_B"]], *(relations[place] for place in places)]
     cubes_B = sum(torch.complex(*rows.chunk(2, 1)).abs().pow(3).sum(1) for rows in four)
     weight = 0.3 / math.sqrt(len(rows) / data.info["num_entities"])
     for one in (model, loaded):
@@ -200,29 +193,21 @@ def test_the_penalty_follows_the_triples_an_entity_and_belongs_to_the_checkpoint
 def test_it_learns_relations_with_a_pattern(unrecorded: None, tmp_path: Path) -> None:
     """Two relations and their inverses on a ring: `next` holds between neighbours, `before` says the same the
     other way round."""
-    lines = [f"e{i}\tnext\te{(i + 1) % 60}" for i in range(60)] + [
-        f"e{(i + 1) % 60}\tbefore\te{i}" for i in range(60)
-    ]
+    following = [f"e{i}\tnext\te{(i + 1) % 60}" for i in range(60)]
+    before = [f"e{(i + 1) % 60}\tbefore\te{i}" for i in range(60)]
     (tmp_path / "ring").mkdir()
-    (tmp_path / "ring" / "train.txt").write_text(
-        "\n".join(line for i, line in enumerate(lines) if i < 60 or i % 6)
-    )
-    (tmp_path / "ring" / "valid.txt").write_text("\n".join(lines[60::6]))
-    values = [
-        "recipe=kge",
-        f"data.path={tmp_path / 'ring'}",
-        "data.negatives=60",
-        "train.batch_size=32",
-        "train.epochs=60",
-    ]
-    report = run_with(*values, "model.dim=32", "model.penalty=0.01", "devices=cpu*2")
+    train = [*following, *(line for i, line in enumerate(before) if i % 6)]
+    (tmp_path / "ring" / "train.txt").write_text("\n".join(train))
+    (tmp_path / "ring" / "valid.txt").write_text("\n".join(before[::6]))
+    values = ["recipe=kge", f"data.path={tmp_path / 'ring'}", "data.negatives=60", "train.batch_size=32"]
+    values += ["train.epochs=60", "model.dim=32", "model.penalty=0.01", "devices=cpu*2"]
+    report = run_with(*values)
     assert report.metrics["mrr"] > 0.9
     assert report.metrics["hits_at_1"] <= report.metrics["hits_at_3"] <= report.metrics["hits_at_10"] <= 1
 
 
 def test_wrong_options_are_told(tmp_path: Path) -> None:
     data = graph(tmp_path)
+    options = KgeModelConfig(kind="complex", dim=7)
     with refused("even"):
-        build_model(
-            "kge", ModelContext(resolve_devices("cpu"), data.info, KgeModelConfig(kind="complex", dim=7), 0)
-        )
+        build_model("kge", ModelContext(resolve_devices("cpu"), data.info, options, 0))

@@ -62,11 +62,9 @@ def batch_of(recipe: str, size: int = 7) -> dict[str, Tensor]:
 def model_of(recipe: str, kind: str, devices: str = "cpu", **values: object) -> nn.Module:
     options = find_recipe(recipe).model
     sizes = {"dim": 6, "hidden": 8, "layers": 1, "dropout": 0.0, "dtype": "float64"} | values
-    used = options(
-        **{name: value for name, value in (sizes | {"kind": kind}).items() if name in options.model_fields}
-    )
+    sizes = {name: value for name, value in (sizes | {"kind": kind}).items() if name in options.model_fields}
     info, rows = (INFO | OTHERS)[recipe], ROWS if recipe in INFO else None
-    return build_model(recipe, ModelContext(resolve_devices(devices), info, used, 3, rows=rows))
+    return build_model(recipe, ModelContext(resolve_devices(devices), info, options(**sizes), 3, rows=rows))
 
 
 @pytest.mark.parametrize(
@@ -79,18 +77,15 @@ def test_several_devices_give_one_devices_losses_and_gradients(recipe: str, kind
         model = model_of(recipe, kind, devices, bins=bins)
         outputs = model(batch_of(recipe))
         (outputs["loss"].sum() / outputs["weight"].sum()).backward()
-        found.append(
-            (outputs["loss"].detach(), {name: p.grad.to_dense() for name, p in model.named_parameters()})
-        )
-    torch.testing.assert_close(found[0][0], found[1][0])
-    assert found[0][1].keys() == found[1][1].keys()
-    for name, gradient in found[0][1].items():
-        torch.testing.assert_close(gradient, found[1][1][name], msg=name)
+        gradients = {name: p.grad.to_dense() for name, p in model.named_parameters()}
+        found.append({"loss": outputs["loss"].detach(), **gradients})
+    torch.testing.assert_close(*found)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "kind"), [*RECIPES, *(("kge", kind) for kind in KINDS["kge"]), ("retrieval", "")]
-)
+EVERY = [*RECIPES, *(("kge", kind) for kind in KINDS["kge"]), ("retrieval", "")]
+
+
+@pytest.mark.parametrize(("recipe", "kind"), EVERY)
 def test_nothing_breaks_under_data_parallelism(recipe: str, kind: str) -> None:
     for block in find_data_parallel(model_of(recipe, kind)).values():
         assert check_module(block.module) == []
@@ -147,9 +142,8 @@ def test_the_wide_part_is_linear_in_the_first_column() -> None:
     rows_BFD = torch.randn(2, 3, 5)
     more = rows_BFD.clone()
     more[:, 1, 0] += 1.5
-    torch.testing.assert_close(
-        network(more, torch.zeros(2, 0)) - network(rows_BFD, torch.zeros(2, 0)), torch.full((2,), 1.5)
-    )
+    added_B = network(more, torch.zeros(2, 0)) - network(rows_BFD, torch.zeros(2, 0))
+    torch.testing.assert_close(added_B, torch.full((2,), 1.5))
 
 
 def test_an_adaptive_softmax_is_a_distribution_over_all_words() -> None:
@@ -205,14 +199,9 @@ def test_clicks_are_learnt(kind: str, unrecorded: None, tmp_path: Path) -> None:
         f"{'abcd'[i % 4]},{'xyz'[i % 3]},{i * 7 % 10},{int(i % 4 == 0 or i % 3 == 1)}" for i in range(1200)
     )
     (tmp_path / "clicks.csv").write_text("one,two,n,clicked\n" + body)
-    values = [
-        f"data.path={tmp_path / 'clicks.csv'}",
-        "data.label=clicked",
-        f"model.kind={kind}",
-        "model.dim=4",
-        "model.hidden=16",
-    ]
-    report = run_with("recipe=ctr", *values, "train.epochs=8", "train.lr=0.01", "table.lr=0.02")
+    values = ["recipe=ctr", f"data.path={tmp_path / 'clicks.csv'}", "data.label=clicked"]
+    values += [f"model.kind={kind}", "model.dim=4", "model.hidden=16"]
+    report = run_with(*values, "train.epochs=8", "train.lr=0.01", "table.lr=0.02")
     assert report.metrics["auc"] > 0.98
 
 
@@ -239,50 +228,25 @@ def test_text_reaches_the_perplexity_of_plain_torch(unrecorded: None, tmp_path: 
         for _ in range(30)
     )
     (tmp_path / "words.txt").write_text(text)
-    config = load_config(
-        None,
-        [
-            f"data.path={tmp_path / 'words.txt'}",
-            "data.window=20",
-            "devices=cpu*3",
-            *(
-                "model.dim=8",
-                "model.hidden=16",
-                "model.layers=1",
-                "model.dropout=0",
-                "table.optimizer=sgd",
-                "table.lr=0.5",
-            ),
-            *(
-                "train.epochs=6",
-                "train.schedule=constant",
-                "train.clip_norm=0",
-                "train.lr=0.03",
-                "train.patience=0",
-            ),
-        ],
-    )
+    values = [f"data.path={tmp_path / 'words.txt'}", "data.window=20", "devices=cpu*3"]
+    values += ["model.dim=8", "model.hidden=16", "model.layers=1", "model.dropout=0", "table.optimizer=sgd"]
+    values += ["table.lr=0.5", "train.epochs=6", "train.schedule=constant", "train.clip_norm=0"]
+    config = load_config(None, [*values, "train.lr=0.03", "train.patience=0"])
     settings = load_settings()
     data = prepare("text", config.data, settings.prepared_dir, config.train.seed)
-    start = build_model(
-        "text", ModelContext(resolve_devices("cpu"), data.info, config.model, config.train.seed)
-    )
+    context = ModelContext(resolve_devices("cpu"), data.info, config.model, config.train.seed)
+    start = build_model("text", context)
     plain = PlainLanguageModel(data.info["num_words"], 8, 16)
     with torch.no_grad():
         plain.words.weight.copy_(start.words.weight)  # type: ignore[union-attr, arg-type]
-    states = {name.partition("network.")[2]: value for name, value in start.state_dict().items()}
-    plain.network.load_state_dict(
-        {name.partition("network.")[2]: value for name, value in states.items() if "network." in name}
-    )
-    plain.output.load_state_dict(
-        {name.rpartition(".")[2]: value for name, value in start.named_parameters() if "output" in name}
-    )
+    for part, there in (("network", plain.network), ("output", plain.output)):
+        own = {name.rpartition(".")[2]: value for name, value in start.state_dict().items() if part in name}
+        there.load_state_dict({name: own[name] for name in there.state_dict()})
     dense = torch.optim.Adam([*plain.network.parameters(), *plain.output.parameters()], lr=0.03)
     rows = torch.optim.SGD(plain.words.parameters(), lr=0.5)
     for epoch in range(6):
-        for batch in batches(
-            data.dataset("train"), config.train.batch_size, seed=0, epoch=epoch, shuffle=True
-        ):
+        size = config.train.batch_size
+        for batch in batches(data.dataset("train"), size, seed=0, epoch=epoch, shuffle=True):
             for optimizer in (dense, rows):
                 optimizer.zero_grad()
             plain(batch["ids_BT"], batch["targets_BT"]).backward()

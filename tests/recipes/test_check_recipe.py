@@ -56,10 +56,6 @@ class NotANumber(Sound):
         return Task("mae", False, lambda _: {"mae": float("nan")}, reads=TASK.reads)
 
 
-def with_network(name: str, net: type[Network]) -> type[Sound]:
-    return type(name, (Sound,), {"net": net, "__module__": __name__})
-
-
 class _FailsInTraining(Network):
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         if self.training:
@@ -115,12 +111,10 @@ class _AcrossTheBatch(Network):
         self.region.module = _Centred(8, 8, 1)
 
 
-FailsInTraining = with_network("FailsInTraining", _FailsInTraining)
-DrawsUnseeded = with_network("DrawsUnseeded", _DrawsUnseeded)
-Counts = with_network("Counts", _Counts)
-CountsAhead = with_network("CountsAhead", _CountsAhead)
-Unannounced = with_network("Unannounced", _Unannounced)
-AcrossTheBatch = with_network("AcrossTheBatch", _AcrossTheBatch)
+NETWORKS = [_FailsInTraining, _DrawsUnseeded, _Counts, _CountsAhead, _Unannounced, _AcrossTheBatch]
+for _net in NETWORKS:  # a recipe of each one's name
+    _name = _net.__name__.removeprefix("_")
+    globals()[_name] = type(_name, (Sound,), {"net": _net, "__module__": __name__})
 
 
 class Forgets(Sound):
@@ -146,11 +140,7 @@ def found_in(name: str) -> dict[str, Found]:
     [
         ("FailsToRead", "prepare", "KeyError: 'ratings' (test_check_recipe.py, line"),
         ("OtherData", "prepare twice", "draw from the seed alone"),
-        (
-            "NoSuchOutput",
-            "evaluate",
-            "the task reads 'stars', which neither batches nor the model's outputs have",
-        ),
+        ("NoSuchOutput", "evaluate", "reads 'stars', which neither batches nor the model's outputs have"),
         ("NoSuchMetric", "evaluate", "compute returns ['mae', 'rmse'], not the deciding metric 'accuracy'"),
         ("NotANumber", "evaluate", "mae is nan"),
         ("FailsInTraining", "train", "RuntimeError: the shapes do not fit (test_check_recipe.py, line"),
@@ -171,23 +161,12 @@ def test_what_breaks_is_named_with_its_remedy(name: str, check: str, words: str,
 
 
 def test_a_sound_recipe_holds_and_leaves_nothing_behind(data_dir: Path) -> None:
-    (data_dir / "runs" / f".check-{platform.node()}-{2**22 + 1}-killed").mkdir(
-        parents=True
-    )  # no process has such a number
+    left = data_dir / "runs" / f".check-{platform.node()}-{2**22 + 1}-killed"  # no process has this number
+    left.mkdir(parents=True)
     lines = command("check", "recipe", f"{__name__}:Sound", "--train.batch-size", "16").splitlines()
-    assert [line[:21].split(maxsplit=1)[1].strip() for line in lines] == [
-        *(
-            "prepare",
-            "prepare twice",
-            "evaluate",
-            "train",
-            "train twice",
-            "resume",
-            "pipeline",
-            "devices",
-            "predict",
-        ),
-    ]
+    checks = ["prepare", "prepare twice", "evaluate", "train", "train twice", "resume"]
+    checks += ["pipeline", "devices", "predict"]
+    assert [line[:21].split(maxsplit=1)[1].strip() for line in lines] == checks
     assert all(line.startswith("ok ") for line in lines)
     assert "batches of 16" in lines[3]
     assert list((data_dir / "runs").iterdir()) == []

@@ -116,11 +116,7 @@ def test_an_interruption_while_a_recipe_is_imported_is_told(
     ],
 )
 def test_rows_that_do_not_fit_are_told(
-    rows: str,
-    words: list[str],
-    tmp_path: Path,
-    data_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    rows: str, words: list[str], tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = f"mistaken_{abs(hash(rows))}"
     (tmp_path / f"{name}.py").write_text(

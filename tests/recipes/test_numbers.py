@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import polars as pl
 import pytest
 import torch
 
@@ -92,36 +93,25 @@ def test_a_field_of_a_factorization_machine_is_the_sum_over_a_numbers_pieces() -
         )
 
 
-def trained(file: Path, epochs: int, name: str, *values: str, resume: str | None = None) -> Report:
-    given = [
-        "recipe=ctr",
-        f"data.path={file}",
-        "data.label=clicked",
-        "model.hidden=16",
-        "model.dim=4",
-        "model.bins=6",
-        "data.buckets=2",
-        "devices=cpu*2",
-        "train.batch_size=64",
-        "train.schedule=constant",
-        f"train.epochs={epochs}",
-        *values,
-    ]
-    return run_with(*given, run_name=name, resume=resume)
+def trained(file: Path, epochs: int, name: str, resume: str | None = None) -> Report:
+    data = ["recipe=ctr", f"data.path={file}", "data.label=clicked", "data.buckets=2", "data.numeric=one"]
+    model = ["model.hidden=16", "model.dim=4", "model.bins=6", "devices=cpu*2"]
+    train = ["train.batch_size=64", "train.schedule=constant", f"train.epochs={epochs}"]
+    return run_with(*data, *model, *train, run_name=name, resume=resume)
 
 
 def test_bins_belong_to_the_checkpoint(data_dir: Path, tmp_path: Path, unrecorded: None) -> None:
     random = np.random.default_rng(0)
     price_B = random.gamma(2.0, 3.0, 900).round(3)
-    lines = [
-        f"{'' if i % 11 == 0 else price},1,{'abc'[i % 3]},{int(4 < price < 8)}"
-        for i, price in enumerate(price_B.tolist())
-    ]
+    frame = pl.DataFrame({"price": price_B, "one": 1, "shop": ["abc"[i % 3] for i in range(900)]})
+    frame = frame.with_columns(
+        price=pl.when(pl.int_range(900) % 11 != 0).then("price"), clicked=pl.col("price").is_between(4, 8)
+    )
     file = tmp_path / "clicks.csv"
-    file.write_text("\n".join(["price,one,shop,clicked", *lines]))
-    whole = trained(file, 3, "whole", "data.numeric=one")
-    trained(file, 1, "broken", "data.numeric=one")
-    resumed = trained(file, 3, "broken", "data.numeric=one", resume="broken")
+    frame.write_csv(file)
+    whole = trained(file, 3, "whole")
+    trained(file, 1, "broken")
+    resumed = trained(file, 3, "broken", resume="broken")
     assert resumed.digests == whole.digests
 
     model = load_model("whole")
@@ -135,16 +125,11 @@ def test_bins_belong_to_the_checkpoint(data_dir: Path, tmp_path: Path, unrecorde
     assert (dense_BN[missing_B, 0] == 0).all()  # without a value: the mean's pieces, and the indicator
     assert dense_BN[:, 1].tolist() == missing_B.tolist()
 
-    frame = {"price": price_B.tolist(), "one": [1] * 900, "shop": ["abc"[i % 3] for i in range(900)]}
-    frame["price"] = [None if i % 11 == 0 else price for i, price in enumerate(frame["price"])]
     scores_B = Predictor(whole.best_checkpoint).predict(frame)
     with torch.inference_mode():
         arrays = {name: np.load(prepared / f"{name}.npy")[valid_rows] for name in ("ids_BF", "dense_BN")}
-        batch = {
-            "ids_BF": torch.from_numpy(arrays["ids_BF"].astype(np.int64)),
-            "dense_BN": torch.from_numpy(arrays["dense_BN"]),
-            "labels_B": torch.zeros(len(valid_rows)),
-        }
+        batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        batch |= {"ids_BF": batch["ids_BF"].long(), "labels_B": torch.zeros(len(valid_rows))}
         expected_B = torch.sigmoid(model.eval()(batch)["logits"])
     np.testing.assert_allclose(scores_B[valid_rows], expected_B, rtol=1e-5)
 

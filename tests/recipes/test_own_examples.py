@@ -29,11 +29,8 @@ def test_sasrec(data_dir: Path) -> None:
     assert whole.metrics["ndcg_at_10"] > 0.3  # of 60 items; at random, 0.08
     assert stopped_and_resumed(*values, at=20).digests == whole.digests
     predictor = dphybrid.load("broken")
-    assert (
-        predictor.predict(find_recipe(SASREC).example)["next"]
-        .is_in(predictor.vocabularies["item"].values)
-        .all()
-    )
+    items = predictor.vocabularies["item"].values
+    assert predictor.predict(find_recipe(SASREC).example)["next"].is_in(items).all()
     starts = [f"item {n}|item {n + 1}|item {n + 2}" for n in range(40)]
     following = [f"item {n + k}" for n in range(40) for k in (3, 4)]
     found = predictor.predict({"items": starts})["next"]

@@ -45,9 +45,8 @@ class Trips(Recipe):
         cities = Vocabulary.fit(np.char.add("city ", where[:300].astype(str)))
         ids = cities.ids(np.char.add("city ", where.astype(str)))
         columns = {"from": ids[:, 0], "to": ids[:, 1], "hours": (where.sum(1) % 3).astype(np.float32)}
-        split = [
-            {name: values[part] for name, values in columns.items()} for part in (slice(300), slice(300, 400))
-        ]
+        parts = (slice(300), slice(300, 400))
+        split = [{name: values[part] for name, values in columns.items()} for part in parts]
         return (*split, {"city": cities, "from": cities})
 
     def build(self, context: ModelContext[Any]) -> torch.nn.Module:
@@ -104,17 +103,12 @@ def test_a_file_is_predicted_with_the_vocabulary_of_training(
     )
     found = dphybrid.load("one").predict(rows)
     (data_dir / "prepared").rename(data_dir / "gone")  # the checkpoint has all that is needed
-    assert (
-        dphybrid.load(report.best_checkpoint, batch_size=2)
-        .predict(rows.to_dict(as_series=False))
-        .equals(found)
-    )
+    again = dphybrid.load(report.best_checkpoint, batch_size=2).predict(rows.to_dict(as_series=False))
+    assert again.equals(found)
     model, city = dphybrid.load_model("one"), Vocabulary(dphybrid.load("one").vocabularies["city"].values)
     with torch.no_grad():
-        ids = {
-            "from": torch.tensor([city.ids("city 3").item(), 1, 0]),
-            "to": torch.tensor([city.ids("city 4").item()] * 3),
-        }
+        three, four = (city.ids(f"city {number}").item() for number in (3, 4))
+        ids = {"from": torch.tensor([three, 1, 0]), "to": torch.tensor([four] * 3)}
         assert found["hours"].to_list() == model(ids)["said"].tolist()
     rows.write_csv("trips.csv")
     assert "Predictions of 3 rows: out.csv" in command(*PREDICT, "--out", "out.csv", "--keep", "day")

@@ -65,16 +65,14 @@ def test_each_phase_is_computed_in_parts_once_one_does_not_fit(monkeypatch: pyte
     assert parts.metrics["distance"] == pytest.approx(whole.metrics["distance"], rel=1e-4)
 
 
-def test_a_parameter_without_an_optimizer_is_named_before_training() -> None:
-    with refused("parameter generator.module.0.weight to 0 optimizers; give it to one"):
-        run_with(*values_of(f"{__name__}:LeavesOut"))
-
-
-def test_an_optimizer_that_is_not_there_is_named() -> None:
-    with refused("no optimizer 'judge'; .* have critic, generator, rows"):
-        run_with(*values_of(f"{__name__}:Misnames"))
-
-
-def test_several_processes_are_refused() -> None:
-    with refused("several ranks"):
-        run_with(*values_of("examples.own_gan:Gan", "cluster.ranks=2"))
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ([f"{__name__}:LeavesOut"], "parameter generator.module.0.weight to 0 optimizers; give it to one"),
+        ([f"{__name__}:Misnames"], "no optimizer 'judge'; .* have critic, generator, rows"),
+        (["examples.own_gan:Gan", "cluster.ranks=2"], "several ranks"),
+    ],
+)
+def test_what_cannot_train_is_told(values: list[str], words: str) -> None:
+    with refused(words):
+        run_with(*values_of(*values))

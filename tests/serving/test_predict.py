@@ -25,6 +25,7 @@ from tests.conftest import own_settings
 from tests.refusing import refused
 
 HEADER = "age,city,user_id,clicked"
+SMALL = ["recipe=ctr", "data.label=clicked", "devices=cpu", "model.dim=4"]
 
 
 def rows(num_rows: int, seed: int) -> list[str]:
@@ -45,21 +46,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Report, 
         own_settings(patch, folder / "data")
         (folder / "clicks.csv").write_text("\n".join([HEADER, *rows(2000, 0)]))
         (folder / "held.csv").write_text("\n".join([HEADER, *rows(500, 1)]))
-        values = [
-            f"data.path={folder / 'clicks.csv'}",
-            f"data.valid_path={folder / 'held.csv'}",
-            "data.label=clicked",
-            "devices=cpu",
-        ]
-        report = run_with(
-            "recipe=ctr",
-            *values,
-            "train.epochs=2",
-            "model.dim=4",
-            "model.hidden=16",
-            "checkpoint.register_as=clicks",
-        )
-        yield report, folder
+        data = [f"data.path={folder / 'clicks.csv'}", f"data.valid_path={folder / 'held.csv'}"]
+        values = [*data, *SMALL, "train.epochs=2", "model.hidden=16", "checkpoint.register_as=clicks"]
+        yield run_with(*values), folder
 
 
 @pytest.fixture
@@ -86,30 +75,24 @@ def test_any_form_of_the_file_gives_the_same(
     trained: tuple[Report, Path], predictor: Predictor, tmp_path: Path
 ) -> None:
     _, folder = trained
-    body = rows(500, 1)
     expected = predict(predictor, folder / "held.csv", tmp_path)
-    (tmp_path / "no_label.tsv").write_text(
-        "\n".join(["user_id\tage\tcity", *("\t".join(np.array(line.split(","))[[2, 0, 1]]) for line in body)])
-    )
-    pl.read_csv(folder / "held.csv").write_parquet(tmp_path / "typed.parquet")
+    frame = pl.read_csv(folder / "held.csv")
+    frame.select("user_id", "age", "city").write_csv(tmp_path / "no_label.tsv", separator="\t")
+    frame.write_parquet(tmp_path / "typed.parquet")
     for number in range(3):
-        (tmp_path / f"part-{number}.csv").write_text(
-            "\n".join([HEADER, *body[number * 200 : number * 200 + 200]])
-        )
+        frame[number * 200 : number * 200 + 200].write_csv(tmp_path / f"part-{number}.csv")
     for name in ("no_label.tsv", "typed.parquet"):
         assert predict(predictor, tmp_path / name, tmp_path).tolist() == expected.tolist(), name
     # Batches of other sizes may round differently.
     np.testing.assert_allclose(predict(predictor, tmp_path / "part-*.csv", tmp_path), expected, rtol=1e-6)
-    frame = pl.read_csv(folder / "held.csv")
     assert predictor.predict(frame).tolist() == expected.tolist()
     assert predictor.predict(frame.to_dict(as_series=False)).tolist() == expected.tolist()
 
 
 def predict(predictor: Predictor, path: Path, folder: Path) -> np.ndarray:
     predictor.predict_file(str(path), folder / "out.csv")
-    return pl.read_csv(folder / "out.csv", schema_overrides={"probability": pl.Float32})[
-        "probability"
-    ].to_numpy()
+    found = pl.read_csv(folder / "out.csv", schema_overrides={"probability": pl.Float32})
+    return found["probability"].to_numpy()
 
 
 def test_values_never_met_are_unknown_ones_and_odd_numbers_are_missing(predictor: Predictor) -> None:
@@ -206,15 +189,7 @@ def test_a_table_of_half_the_size_comes_back_as_such(
     trained: tuple[Report, Path], data_dir: Path, tmp_path: Path
 ) -> None:
     clicks = trained[1] / "clicks.csv"
-    values = [
-        f"data.path={clicks}",
-        "data.label=clicked",
-        "table.dtype=bfloat16",
-        "train.epochs=1",
-        "model.dim=4",
-        "devices=cpu",
-    ]
-    report = run_with("recipe=ctr", *values)
+    report = run_with(*SMALL, f"data.path={clicks}", "table.dtype=bfloat16", "train.epochs=1")
     folder = report.best_checkpoint
     mapped, whole = model_from_checkpoint(folder, mapped=True), model_from_checkpoint(folder)
     assert mapped.table.flat.weight.dtype == whole.table.flat.weight.dtype == torch.bfloat16
@@ -272,14 +247,9 @@ def test_predictions_with_columns_of_the_input_and_a_class(trained: tuple[Report
 def test_new_files_in_another_notation_of_numbers(trained: tuple[Report, Path]) -> None:
     report, folder = trained
     lines = (folder / "held.csv").read_text().splitlines()
-    swapped = [
-        lines[0].replace(",", ";"),
-        *(line.replace(",", ";").replace(";", ",50;", 1) for line in lines[1:]),
-    ]
-    (folder / "swapped.csv").write_text("\n".join(swapped))
-    (folder / "half.csv").write_text(
-        "\n".join([lines[0], *(line.replace(",", ".50,", 1) for line in lines[1:])])
-    )
+    half = [lines[0], *(line.replace(",", ".50,", 1) for line in lines[1:])]
+    (folder / "half.csv").write_text("\n".join(half))
+    (folder / "swapped.csv").write_text("\n".join(half).replace(",", ";").replace(".", ","))
     predictor = Predictor(report.best_checkpoint)
     one = predictor.predict_file(folder / "half.csv", folder / "half.parquet")
     other = predictor.predict_file(folder / "swapped.csv", folder / "swapped.parquet", decimal=",")

@@ -21,14 +21,8 @@ def test_a_frame_is_scored_and_the_model_kept(
 
     rows = [(f"s{i * 7 % 31}", i % 50, int(i % 3 == 0)) for i in range(300)]
     (tmp_path / "clicks.csv").write_text("site,age,clicked\n" + "".join(f"{s},{a},{c}\n" for s, a, c in rows))
-    values = [
-        "recipe=ctr",
-        f"data.path={tmp_path / 'clicks.csv'}",
-        "data.label=clicked",
-        "train.epochs=1",
-        "devices=cpu",
-    ]
-    report = run_with(*values, run_name="clicks")
+    values = ["recipe=ctr", f"data.path={tmp_path / 'clicks.csv'}", "data.label=clicked", "devices=cpu"]
+    report = run_with(*values, "train.epochs=1", run_name="clicks")
     run = MlflowClient(report.tracking_uri).get_run(report.run_id)
     model_id = run.outputs.model_outputs[-1].model_id
     assert dphybrid.tracking_uri() == report.tracking_uri

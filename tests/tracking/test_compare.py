@@ -4,7 +4,9 @@ import dataclasses
 import json
 import math
 import re
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mlflow.tracking import MlflowClient
@@ -47,9 +49,12 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Report], Setti
     return reports, settings, folder
 
 
-def facts(name: str, on: str, speed: float | None, **params: str) -> RunFacts:
-    from datetime import datetime
+def shown(page: Path, **how: Any) -> Any:
+    """The values that a page of a comparison shows."""
+    return json.loads(page.read_text().partition('id="data">')[2].partition("</script>")[0], **how)
 
+
+def facts(name: str, on: str, speed: float | None, **params: str) -> RunFacts:
     replicas = on.rpartition("*")[2] if "*" in on else "1"
     return RunFacts(
         run_id=name,
@@ -127,12 +132,8 @@ def test_values_of_numbers_are_in_their_order() -> None:
         facts(str(i), "cpu", float(i), **{"train.batch_size": size})
         for i, size in enumerate(["100", "20", "20", "20"])
     ]
-    assert [run.value("train.batch_size") for run in ordered(runs, param_of("batch", runs))] == [
-        "20",
-        "20",
-        "20",
-        "100",
-    ]
+    found = [run.value("train.batch_size") for run in ordered(runs, param_of("batch", runs))]
+    assert found == ["20", "20", "20", "100"]
 
 
 def test_only_what_differs_is_a_difference() -> None:
@@ -188,11 +189,7 @@ def test_numbers_that_json_lacks_and_long_curves_fit_on_the_page(tmp_path: Path)
     points = page_data(runs, "devices")["runs"][0]["steps"]["train/loss"]
     assert len(points) <= 600
     assert points[-1] == (4999.0, 1.0)
-    text = write_comparison(runs, tmp_path, "devices").read_text()
-    json.loads(
-        text.partition('id="data">')[2].partition("</script>")[0],
-        parse_constant=lambda name: pytest.fail(name),
-    )
+    shown(write_comparison(runs, tmp_path, "devices"), parse_constant=lambda name: pytest.fail(name))
 
 
 def test_the_page_holds_all_of_a_sweep(sweep: tuple[list[Report], Settings, Path], tmp_path: Path) -> None:
@@ -211,17 +208,13 @@ def test_the_page_holds_all_of_a_sweep(sweep: tuple[list[Report], Settings, Path
     text = write_comparison(runs, tmp_path / "out", "devices").read_text()
     assert len(text) > 3e6  # plotly is in it
     assert re.findall(r'(?:src|href)="', text.replace(text.partition("<script>")[2], "")) == []
-    data = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
+    data = shown(tmp_path / "out" / "index.html")
     assert data["differing"] == ["devices"]
     assert [run["name"] for run in data["runs"]] == [report.run_name for report in reports]
     assert data["runs"][0]["url"] == reports[0].run_url
     assert set(data["speeds"]["devices"]) == {report.run_id for report in reports}
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "index.html",
-        "speed.png",
-        "stages.png",
-        "metrics.png",
-    }
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"index.html", "speed.png", "stages.png", "metrics.png"}
 
 
 def test_names_with_odd_characters_are_text_on_the_page_and_in_pictures(tmp_path: Path) -> None:
@@ -232,10 +225,9 @@ def test_names_with_odd_characters_are_text_on_the_page_and_in_pictures(tmp_path
         )
         for place, name in enumerate(names)
     ]
-    text = write_comparison(runs, tmp_path, "devices").read_text()
-    assert "alert(1)</script>" not in text
-    data = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
-    assert {run["name"] for run in data["runs"]} == set(names)
+    page = write_comparison(runs, tmp_path, "devices")
+    assert "alert(1)</script>" not in page.read_text()
+    assert {run["name"] for run in shown(page)["runs"]} == set(names)
     write_comparison(runs, tmp_path, "note")
 
 

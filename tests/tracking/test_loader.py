@@ -29,36 +29,30 @@ def make(context):
 """
 
 
-@pytest.mark.parametrize("name", ["../../escaped", "/tmp/escaped-by-dphybrid", "a/../../b", ".", ""])
-def test_a_left_out_file_stays_inside_the_models_folder(tmp_path: Path, name: str) -> None:
-    root = tmp_path / "model"
-    (root / "checkpoint").mkdir(parents=True)
-    source = tmp_path / "source"
+def lacking(folder: Path, name: str) -> str:
+    """Return the address of a model that lacks a file of this name, which is elsewhere."""
+    root, source = folder / "model", folder / "source"
+    (root / "checkpoint").mkdir(parents=True, exist_ok=True)
     source.write_text("rows")
     entry = {"name": name, "path": str(source), "bytes": 4, "sha256": file_digest(source)}
     (root / "left_out.json").write_text(json.dumps([entry]))
+    return root.as_uri()
+
+
+@pytest.mark.parametrize("name", ["../../escaped", "/tmp/escaped-by-dphybrid", "a/../../b", ".", ""])
+def test_a_left_out_file_stays_inside_the_models_folder(tmp_path: Path, name: str) -> None:
     with refused("outside the model's folder"):
-        checkpoint_folder(root.as_uri())
+        checkpoint_folder(lacking(tmp_path, name))
     assert not Path("/tmp/escaped-by-dphybrid").exists()
-    entry["name"] = "tables/rows.safetensors"
-    (root / "left_out.json").write_text(json.dumps([entry]))
-    assert (checkpoint_folder(root.as_uri()) / "tables" / "rows.safetensors").read_text() == "rows"
+    whole = checkpoint_folder(lacking(tmp_path, "tables/rows.safetensors"))
+    assert (whole / "tables" / "rows.safetensors").read_text() == "rows"
 
 
 def test_a_folder_that_is_a_link_leads_nowhere(tmp_path: Path) -> None:
-    root, outside = tmp_path / "model", tmp_path / "outside"
-    (root / "checkpoint").mkdir(parents=True)
+    address, outside = lacking(tmp_path, "tables/x"), tmp_path / "outside"
     outside.mkdir()
-    (root / "checkpoint" / "tables").symlink_to(outside)
-    (tmp_path / "source").write_text("rows")
-    entry = {
-        "name": "tables/x",
-        "path": str(tmp_path / "source"),
-        "bytes": 4,
-        "sha256": file_digest(tmp_path / "source"),
-    }
-    (root / "left_out.json").write_text(json.dumps([entry]))
-    checkpoint_folder(root.as_uri())  # the copy has a folder of its own there
+    (tmp_path / "model" / "checkpoint" / "tables").symlink_to(outside)
+    checkpoint_folder(address)  # the copy has a folder of its own there
     assert list(outside.iterdir()) == []
 
 
@@ -72,11 +66,16 @@ def test_a_damaged_page_of_left_out_files_is_told(tmp_path: Path, text: str) -> 
         checkpoint_folder(tmp_path.as_uri())
 
 
-def test_a_factory_runs_for_own_runs_and_for_others_only_where_allowed(
-    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def factory(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module `mymodels`, which tells when it is imported."""
     (tmp_path / "mymodels.py").write_text(FACTORY)
     monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def test_a_factory_runs_for_own_runs_and_for_others_only_where_allowed(
+    factory: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     report = run_with("recipe=toy", "model.factory=mymodels:make", "checkpoint.register_as=mine")
     own = dphybrid.load_model(report.run_name)
     # the model name is one of the embedded store
@@ -101,12 +100,7 @@ def test_a_factory_runs_for_own_runs_and_for_others_only_where_allowed(
         assert torch.equal(value, own.state_dict()[key])
 
 
-def test_a_run_of_settings_that_were_passed_is_the_users_own(
-    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "mymodels.py").write_text(FACTORY)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.chdir(tmp_path)
+def test_a_run_of_settings_that_were_passed_is_the_users_own(factory: None, tmp_path: Path) -> None:
     settings = Settings(data_dir=tmp_path / "other", tracking_uri="none")
     config = load_config(None, ["recipe=toy", "model.factory=mymodels:make", "train.epochs=1"])
     run = TrainedRun(settings.runs_dir / run_job(config, settings).run_name, settings)
@@ -116,23 +110,18 @@ def test_a_run_of_settings_that_were_passed_is_the_users_own(
         TrainedRun(run.folder).model  # noqa: B018 - of the data folder in force
 
 
-EVIL = """\
-import pathlib
-pathlib.Path("imported").touch()
-"""
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("recipe", "evilmod:Nothing"), ("model.factory", "evilmod:make"), ("train.callbacks", ["evilmod:tell"])],
+    [
+        ("recipe", "mymodels:Nothing"),
+        ("model.factory", "mymodels:make"),
+        ("train.callbacks", ["mymodels:tell"]),
+    ],
 )
 @pytest.mark.parametrize("page", ["state.json", "run.json"])
 def test_no_name_in_a_page_from_elsewhere_imports_code(
-    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, value: object, page: str
+    factory: None, tmp_path: Path, field: str, value: object, page: str
 ) -> None:
-    (tmp_path / "evilmod.py").write_text(EVIL)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.chdir(tmp_path)
     report = run_with("recipe=toy", "train.epochs=1")
     given = Path(report.best_checkpoint)
     shutil.move(given.parents[1], tmp_path / "elsewhere")
@@ -146,6 +135,6 @@ def test_no_name_in_a_page_from_elsewhere_imports_code(
         content["config"][section] = value
     (folder / page).write_text(json.dumps(content | {"page_sha256": value_digest(content)}))
     read = dphybrid.load if page == "state.json" else lambda name: read_run(name, load_settings()).config
-    with refused(f"{page}: none of your own runs wrote it; {field} = 'evilmod:"):
+    with refused(f"{page}: none of your own runs wrote it; {field} = 'mymodels:"):
         read(str(folder))
     assert not (tmp_path / "imported").exists()

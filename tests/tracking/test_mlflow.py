@@ -12,9 +12,10 @@ import torch
 from mlflow.tracking import MlflowClient
 
 from dphybrid.run.train import Report
+from dphybrid.serving.load import model_from_checkpoint
 from dphybrid.tracking import Tracker, open_tracker
 from dphybrid.tracking.loader import checkpoint_folder
-from tests.commands import run_with
+from tests.commands import models_of, run_with
 from tests.conftest import own_settings
 from tests.stores import put_database
 
@@ -62,38 +63,25 @@ def test_the_finer_metrics_are_a_table_unless_all_are_asked_for(
     report, client = finished
     (folder,) = client.list_artifacts(report.run_id, "details")
     assert folder.path == "details/from-step-000020"
-    table = polars.read_csv(
-        client.download_artifacts(report.run_id, f"{folder.path}/metrics.csv", str(tmp_path))
-    )
+    file = client.download_artifacts(report.run_id, f"{folder.path}/metrics.csv", str(tmp_path))
+    table = polars.read_csv(file)
     assert table.columns == ["time_ms", "step", "metric", "value"]
     names = set(table["metric"])
-    for name in (
-        *(
-            "timing/lookup_ms",
-            "timing/scatter_ms",
-            "timing/replicate_ms",
-            "timing/forward_ms",
-            "timing/gather_ms",
-        ),
-        *("perf/step_ms_p95", "split/rows_max", "train/lr", "system/cpu_pct", "system/page_faults_per_step"),
-    ):
-        assert name in names, name
+    assert {f"timing/{stage}_ms" for stage in ("lookup", "scatter", "replicate", "forward", "gather")} < names
+    assert {"perf/step_ms_p95", "split/rows_max", "train/lr", "system/cpu_pct"} < names
+    assert "system/page_faults_per_step" in names
     shares = table.filter(polars.col("metric").str.starts_with("timing_share/"))["value"]
     assert shares.sum() == pytest.approx(100, abs=0.01)
-    assert table.filter(polars.col("metric") == "timing/forward_ms")["step"].to_list() == list(
-        range(20, 320, 20)
-    )
+    steps = table.filter(polars.col("metric") == "timing/forward_ms")["step"]
+    assert steps.to_list() == list(range(20, 320, 20))
     tracker = open_tracker(None, "full", tmp_path / "full", detail="full")
     run_id = tracker.start("run", {}, {}, "")
     tracker.log_metrics({"timing/forward_ms": 1.0, "train/loss": 2.0}, 1)
     tracker.log_summary({"timing_mean/forward_ms": 1.0})
     tracker.finish("FINISHED")
     there = MlflowClient(tracker.tracking_uri)
-    assert set(there.get_run(run_id).data.metrics) == {
-        "timing/forward_ms",
-        "train/loss",
-        "timing_mean/forward_ms",
-    }
+    metrics = {"timing/forward_ms", "train/loss", "timing_mean/forward_ms"}
+    assert set(there.get_run(run_id).data.metrics) == metrics
     assert there.list_artifacts(run_id) == []
 
 
@@ -109,24 +97,19 @@ def test_the_experiment_has_views_with_the_metrics_that_its_runs_end_with(tmp_pa
 
     def state(view: str) -> dict[str, Any]:
         page = json.loads(client.get_experiment(experiment).tags[f"mlflow.sharedViewState.{view}"])
-        found: dict[str, Any] = json.loads(
-            zlib.decompress(base64.b64decode(page["state"].removeprefix("deflate;")))
-        )
-        return found
+        packed = base64.b64decode(page["state"].removeprefix("deflate;"))
+        return json.loads(zlib.decompress(packed))
 
     write_views(client, experiment, [])
     assert state("Result")["orderByKey"] == "attributes.start_time"
     write_views(client, experiment, ["final/log_loss"])
     write_views(client, experiment, ["final/auc"])
     assert state("Result")["selectedColumns"][:2] == ["metrics.`final/log_loss`", "metrics.`final/auc`"]
-    assert (state("Result")["orderByKey"], state("Result")["orderByAsc"]) == (
-        "metrics.`final/log_loss`",
-        True,
-    )
-    assert (state("Speed")["orderByKey"], state("Speed")["orderByAsc"]) == (
-        "metrics.`summary/samples_per_s_median`",
-        False,
-    )
+    for view, key, rising in (
+        ("Result", "final/log_loss", True),
+        ("Speed", "summary/samples_per_s_median", False),
+    ):
+        assert (state(view)["orderByKey"], state(view)["orderByAsc"]) == (f"metrics.`{key}`", rising)
     times = [name[9:20] for name in state("Speed")["selectedColumns"] if "/" in name]  # a header as it is cut
     assert len(set(times)) == len(times)
     note = client.get_experiment(experiment).tags["mlflow.note.content"]
@@ -165,14 +148,11 @@ def test_the_report_is_text_whatever_columns_are_called(finished: tuple[Report, 
     before_the_command = text.partition("### Reproduce")[0]
     assert "<script>" not in before_the_command
     assert "| column | role | table rows | values such as |" in text
-    assert (
-        r"| \<script\>alert\(1\)\</script\> \| \`x\` ?\[31m | categorical | 12 | a \| b, \<b\>c\</b\> |"
-        in text
-    )
+    row = r"| \<script\>alert\(1\)\</script\> \| \`x\` ?\[31m | categorical | 12 | a \| b, \<b\>c\</b\> |"
+    assert row in text
     assert "\x1b" not in text
-    page = run_report_html(
-        facts, config, {"figures/rows_per_replica.png": b"png"}, {"bad": "javascript:alert(1)"}
-    )
+    figures = {"figures/rows_per_replica.png": b"png"}
+    page = run_report_html(facts, config, figures, {"bad": "javascript:alert(1)"})
     assert "<script" not in page
     assert "javascript:" not in page
     assert "\x1b" not in page
@@ -184,16 +164,16 @@ def test_the_splits_are_a_table_and_plain_lines(
     finished: tuple[Report, MlflowClient], tmp_path: Path
 ) -> None:
     report, client = finished
-    table = json.loads(
-        Path(client.download_artifacts(report.run_id, "split_shapes.json", str(tmp_path))).read_text()
-    )
+
+    def fetched(name: str) -> str:
+        return Path(client.download_artifacts(report.run_id, name, str(tmp_path))).read_text()
+
+    table = json.loads(fetched("split_shapes.json"))
     assert table["columns"][:2] == ["where", "split"]
     keys = [row[0] for row in table["data"]]
     assert len(set(keys)) == len(keys)
     assert table["data"][0][:2] == ["split 1 / replica 0 / network.region", "[22, 10] -> [22, 10]"]
-    lines = (
-        Path(client.download_artifacts(report.run_id, "splits.txt", str(tmp_path))).read_text().splitlines()
-    )
+    lines = fetched("splits.txt").splitlines()
     assert lines == report.split_lines
     assert lines[0] == "Let's use 3 devices!"
     logged = json.loads(client.get_run(report.run_id).data.tags["mlflow.loggedArtifacts"])
@@ -202,17 +182,9 @@ def test_the_splits_are_a_table_and_plain_lines(
 
 def test_figures_config_and_report_are_artifacts(finished: tuple[Report, MlflowClient]) -> None:
     report, client = finished
-    names = {item.path for item in client.list_artifacts(report.run_id)} | {
-        i.path for i in client.list_artifacts(report.run_id, "figures")
-    }
-    assert {
-        "Report.html",
-        "config.json",
-        "report.json",
-        "splits.txt",
-        "figures/rows_per_replica.png",
-    } <= names
-    assert min(item.path for item in client.list_artifacts(report.run_id)) == "Report.html"
+    names = {item.path for item in client.list_artifacts(report.run_id)}
+    assert {"Report.html", "config.json", "report.json", "splits.txt"} <= names
+    assert min(names) == "Report.html"
     picture = client.download_artifacts(report.run_id, "figures/rows_per_replica.png")
     assert Path(picture).read_bytes().startswith(b"\x89PNG")
     note = client.get_run(report.run_id).data.tags["mlflow.note.content"]
@@ -234,18 +206,13 @@ def test_checkpoints_are_models_that_load_back(
     run = client.get_run(report.run_id)
     steps = {output.step for output in run.outputs.model_outputs}
     assert max(steps) == 314
-    models = client.search_logged_models(
-        [run.info.experiment_id], filter_string=f"source_run_id='{report.run_id}'"
-    )
-    best = next(model for model in models if "best" in model.tags["dphybrid.role"])
+    best = next(model for model in models_of(report) if "best" in model.tags["dphybrid.role"])
     assert str(best.status) == "READY"
     assert {metric.key for metric in best.metrics} == {"valid/mse"}
     monkeypatch.setenv("MLFLOW_TRACKING_URI", report.tracking_uri)
     loaded = mlflow.pyfunc.load_model(f"models:/{best.model_id}").unwrap_python_model
     assert loaded is not None
     folder = checkpoint_folder(f"models:/{best.model_id}", report.tracking_uri)
-    from dphybrid.serving.load import model_from_checkpoint
-
     one, two = model_from_checkpoint(folder, "cpu*8"), model_from_checkpoint(report.best_checkpoint)
     for key, value in one.state_dict().items():
         assert torch.equal(value, two.state_dict()[key])

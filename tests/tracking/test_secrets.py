@@ -26,17 +26,8 @@ def test_a_planted_password_is_found_nowhere(
     uri = postgres_uri.replace("://dphybrid@", f"://dphybrid:{SECRET}@")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     monkeypatch.setenv("PREFECT_API_URL", f"http://bob:{SECRET}@127.0.0.1:9/api")
-    said = dphybrid(
-        "train",
-        "--recipe",
-        "toy",
-        "--checkpoint.register-as",
-        "clicks",
-        "--report",
-        "report.json",
-        "--tag",
-        f"from={uri}",
-    )
+    registered = ("--checkpoint.register-as", "clicks", "--report", "report.json", "--tag", f"from={uri}")
+    said = dphybrid("train", "--recipe", "toy", *registered)
     assert "Registered:  models:/clicks@challenger" in said, said
     assert "postgresql://***@127.0.0.1" in said
     said += dphybrid("doctor")
@@ -44,12 +35,8 @@ def test_a_planted_password_is_found_nowhere(
     said += dphybrid("compare", "--experiment", "nowhere")
     assert "experiment 'nowhere': is not at postgresql://***@" in said
     said += dphybrid("sync")
-    for address in (
-        f"http://bob:{SECRET}@127.0.0.1:9",
-        f"nonsense://bob:{SECRET}@h/p",
-        f"file://{SECRET}@h/p",
-    ):
-        said += dphybrid("train", "--recipe", "toy", "--tracking", address)
+    for address in ("http://bob:{}@127.0.0.1:9", "nonsense://bob:{}@h/p", "file://{}@h/p"):
+        said += dphybrid("train", "--recipe", "toy", "--tracking", address.format(SECRET))
     assert "MLflow knows no nonsense://" in said
     said += caplog.text
     assert SECRET not in said, [line for line in said.splitlines() if SECRET in line]
@@ -59,9 +46,8 @@ def test_a_planted_password_is_found_nowhere(
     (run,) = client.search_runs([experiment.experiment_id])
     assert "***" in run.data.tags["from"]
     assert SECRET not in str(run.to_dictionary())
-    assert SECRET not in str(
-        [model.to_dictionary() for model in client.search_logged_models([experiment.experiment_id])]
-    )
+    models = client.search_logged_models([experiment.experiment_id])
+    assert SECRET not in str([model.to_dictionary() for model in models])
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert (tmp_path / "report.json") in files
     there = [path for path in files if SECRET.encode() in path.read_bytes()]

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from mlflow.tracking import MlflowClient
 from torch import Tensor, nn
 
 import dphybrid
@@ -21,9 +20,8 @@ from dphybrid.config import CheckpointConfig
 from dphybrid.config.settings import load_settings
 from dphybrid.embedding import HostEmbedding, HostEmbeddingCollection, find_tables, make_row_optimizer
 from dphybrid.embedding.storage import zero_rows
-from dphybrid.recipes.configs import load_config
 from dphybrid.run.folder import read_run
-from dphybrid.run.train import build_run, evaluate_run, run_job
+from dphybrid.run.train import build_run, evaluate_run
 from dphybrid.run.verify import verify_places
 from dphybrid.serving.load import load_model, model_from_checkpoint
 from dphybrid.tracking.loader import checkpoint_folder
@@ -43,7 +41,7 @@ from dphybrid.training.tensor_file import stored_tensor, write_tensors
 from dphybrid.util.digests import BlockSums, file_digest
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import Interrupted
-from tests.commands import run_with
+from tests.commands import models_of, run_with
 from tests.refusing import refused
 from tests.reliability.test_faults import CLICKS
 from tests.training.saving import save_checkpoint
@@ -319,29 +317,20 @@ def test_all_that_reads_checkpoints_reads_changed_rows(
     assert list(verify_places([str(folder)], load_settings())) == [(f"{folder}: whole", True)]
     rows = {"age": [20, 45, 80], "city": ["a", "b", "elsewhere"]}
     predicted = dphybrid.load("run").predict(rows)
-    client = MlflowClient(report.tracking_uri)
-    (best,) = [
-        model
-        for model in client.search_logged_models([client.get_run(report.run_id).info.experiment_id])
-        if model.tags["dphybrid.role"].startswith("best")
-    ]
+    (best,) = [model for model in models_of(report) if model.tags["dphybrid.role"].startswith("best")]
     shutil.rmtree(folder.parent)
     assert dphybrid.load(f"models:/{best.model_id}").predict(rows).tolist() == predicted.tolist()
-    warm = [
-        *OPTIONS,
-        f"train.warm_start={checkpoint_folder(f'models:/{best.model_id}', report.tracking_uri)}",
-    ]
+    warm = checkpoint_folder(f"models:/{best.model_id}", report.tracking_uri)
     monkeypatch.setattr("dphybrid.run.trainer.train", lambda session, *_: started.append(session))
     started: list[Session] = []
     with pytest.raises(UserError):  # not trained: there is no checkpoint
-        run_with(*warm, run_name="warm")
+        run_with(*OPTIONS, f"train.warm_start={warm}", run_name="warm")
     assert torch.equal(find_tables(started[0].trained.model)["table"].weight, table.weight)
 
 
 def test_the_training_ends_with_what_the_writing_thread_failed_with(
-    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+    data_dir: Path, unrecorded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
     full_disk = OSError(errno.ENOSPC, "No space left on device")
 
     def write(path: Path, *given: Any) -> str:
@@ -358,9 +347,9 @@ def test_the_training_ends_with_what_the_writing_thread_failed_with(
     run_with(*OPTIONS, resume="run")
 
 
-def test_a_stop_waits_for_the_checkpoint_it_names(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
-
+def test_a_stop_waits_for_the_checkpoint_it_names(
+    data_dir: Path, unrecorded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def slowly(path: Path, *given: Any) -> str:
         time.sleep(0.2)
         return write_tensors(path, *given)
@@ -372,14 +361,13 @@ def test_a_stop_waits_for_the_checkpoint_it_names(data_dir: Path, monkeypatch: p
 
 
 def test_a_damaged_best_checkpoint_is_named_with_what_takes_its_place(
-    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+    data_dir: Path, unrecorded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
     settings = load_settings()
     links, tags = {"flow run": "http://127.0.0.1/1"}, {"team": "a"}
-    monkeypatch.setattr("dphybrid.run.train.build_run", partial(build_run, links=links))
-    report = run_job(load_config(None, OPTIONS), settings, run_name="run", tags=tags)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr("dphybrid.run.train.build_run", partial(build_run, links=links))
+        report = run_with(*OPTIONS, run_name="run", tags=tags)
     best, folder = Path(report.best_checkpoint), data_dir / "runs" / "run"
     (best / "blocks.safetensors").write_bytes(b"")
     run = read_run(folder, settings)
@@ -387,9 +375,7 @@ def test_a_damaged_best_checkpoint_is_named_with_what_takes_its_place(
     with refused(remedy):
         evaluate_run(run, run.experiment())
     shutil.rmtree(best)
-    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
-    monkeypatch.setenv("DPHYBRID_DATA_DIR", str(data_dir))
-    again = run_job(load_config(None, OPTIONS), settings, resume="run", tags={"by": "hand"})
+    again = run_with(*OPTIONS, resume="run", tags={"by": "hand"})
     verify_checkpoint(Path(again.best_checkpoint))
     page = read_run(folder, settings).page
     assert (page.links, page.tags) == (links, {"team": "a", "by": "hand"})

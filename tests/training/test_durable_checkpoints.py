@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from dphybrid.training.checkpoint import (
     verify_checkpoint,
 )
 from dphybrid.training.saving import CheckpointWriter
-from dphybrid.util.stop import Interrupted, StopRequest
+from dphybrid.util.stop import Interrupted
 from tests.commands import run_with
 from tests.refusing import refused
 from tests.training.saving import save_checkpoint
@@ -98,30 +99,21 @@ class Recorded(Tracker):
 
 
 def test_a_resumed_run_records_the_same_as_an_undisturbed_one(
-    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+    data_dir: Path, unrecorded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
-    options = [
-        "recipe=hybrid",
-        "devices=cpu*2",
-        "train.batch_size=3000",
-        "train.epochs=3",
-        "train.log_every=5",
-    ]
+    options = ["recipe=hybrid", "devices=cpu*2", "train.batch_size=3000", "train.epochs=3"]
+    options += ["train.log_every=5"]
     records = {"whole": Recorded(), "broken": Recorded()}
 
-    def run(
-        name: str, resume: str | None = None, stop: StopRequest | None = None
-    ) -> tuple[SplitsPage, ResultPage]:
+    def run(name: str, **how: Any) -> tuple[SplitsPage, ResultPage]:
         monkeypatch.setattr("dphybrid.run.trainer.attached", lambda *_: records[name])
-        run_with(*options, run_name=None if resume else name, resume=resume, stop=stop)
+        run_with(*options, **how)
         folder = data_dir / "runs" / name
         return SplitsPage.read(folder / "splits.json"), ResultPage.read(folder / "result.json")
 
-    whole = run("whole")
-
+    whole = run("whole", run_name="whole")
     with stopping_after(7) as stop, pytest.raises(Interrupted):
-        run("broken", stop=stop)
+        run("broken", run_name="broken", stop=stop)
     splits, result = run("broken", resume="broken")
     assert records["broken"].losses == records["whole"].losses
     assert list(records["whole"].losses) == [5, 10]

@@ -47,12 +47,8 @@ def test_a_batch_in_parts_gives_the_same_steps(data_dir: Path, capsys: pytest.Ca
     assert "out of memory" not in capsys.readouterr().out
     parts = train(data_dir, "parts", 20)
     shown = capsys.readouterr().out
-    assert (
-        shown.count(
-            "out of memory in step 5 with a batch of 64 rows: CUDA out of memory. Tried to allocate 2.00 GiB."
-        )
-        == 1
-    )
+    told = "out of memory in step 5 with a batch of 64 rows: CUDA out of memory. Tried to allocate 2.00 GiB."
+    assert shown.count(told) == 1
     assert "going on with each batch in 4 parts" in shown
     for name, tensor in whole.items():
         torch.testing.assert_close(parts[name], tensor, rtol=1e-9, atol=1e-12)
@@ -64,11 +60,8 @@ def test_parts_that_do_not_fit_either_are_told(data_dir: Path) -> None:
 
 
 def test_parts_of_a_batch() -> None:
-    batch = {
-        "ids_BF": torch.arange(20).view(10, 2),
-        "labels_B": torch.arange(10),
-        "negatives_K": torch.arange(10),
-    }
+    batch = {"ids_BF": torch.arange(20).view(10, 2), "labels_B": torch.arange(10)}
+    batch["negatives_K"] = torch.arange(10)
     parts = list(micro_batches(batch, 4))
     assert [len(part["labels_B"]) for part in parts] == [3, 3, 3, 1]
     assert all(len(part["negatives_K"]) == 10 for part in parts)

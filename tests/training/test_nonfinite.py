@@ -138,21 +138,13 @@ def test_a_skipped_step_changes_neither_blocks_nor_buffers_nor_rows_and_is_count
     data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("DPHYBRID_TRACKING_URI")
-    report = trained(
-        "train.on_nonfinite=skip",
-        "train.epochs=1",
-        "checkpoint.every_steps=1",
-        "checkpoint.keep_last=9",
-        "checkpoint.full_every=1",
-    )
+    kept = ("checkpoint.every_steps=1", "checkpoint.keep_last=9", "checkpoint.full_every=1")
+    report = trained("train.on_nonfinite=skip", "train.epochs=1", *kept)
     (bad,) = re.findall(r"step (\d+): .*; skipped", "\n".join(report.split_lines))
     folder = Path(report.latest_checkpoint).parent
     before, after = (
-        {
-            str(file.relative_to(folder / name)): file.read_bytes()
-            for file in (folder / name).rglob("*.safetensors")
-        }
-        for name in (f"step-{int(bad) - 1:06d}", f"step-{int(bad):06d}")
+        {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*.safetensors")}
+        for path in (folder / f"step-{step:06d}" for step in (int(bad) - 1, int(bad)))
     )
     assert len(before) == 3
     assert before == after

@@ -31,11 +31,10 @@ from tests.training import test_memory
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
 def test_layers_with_dropout_between_are_the_layered_network_bit_for_bit(kind: str) -> None:
     """cuDNN's layered networks draw dropout from a state that no checkpoint holds; one layer draws none."""
-    theirs_of = {"lstm": nn.LSTM, "gru": nn.GRU}[kind]
     torch.manual_seed(3)
     ours = Recurrent(kind, 5, 8, layers=3, dropout=0.4)
     torch.manual_seed(3)
-    theirs = theirs_of(5, 8, 3, batch_first=True, dropout=0.4)
+    theirs = {"lstm": nn.LSTM, "gru": nn.GRU}[kind](5, 8, 3, batch_first=True, dropout=0.4)
     assert all(module.num_layers == 1 for module in ours.modules() if isinstance(module, nn.RNNBase))
     state = {f"network.{name}": value for name, value in theirs.state_dict().items()}
     assert list(ours.state_dict()) == list(state), "files of today's checkpoints go on working"
@@ -179,9 +178,8 @@ def test_a_worker_without_memory_hands_its_batch_over_without_a_lookup(
 
 
 def test_after_the_fallback_each_part_gets_its_prepared_rows(
-    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+    data_dir: Path, unrecorded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
     pipelines: list[RowPipeline] = []
 
     def ahead(*args: Any, **options: Any) -> RowPipeline:
@@ -200,10 +198,8 @@ def test_after_the_fallback_each_part_gets_its_prepared_rows(
 
 
 def test_memory_that_runs_out_in_the_update_is_told_with_the_remedy(
-    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+    data_dir: Path, unrecorded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
-
     def step(*_: object, **__: object) -> None:
         raise RuntimeError("CUDA error: out of memory")
 

@@ -2,14 +2,12 @@
 
 from pathlib import Path
 
-from mlflow.tracking import MlflowClient
-
 from dphybrid.config import CheckpointConfig
 from dphybrid.training.checkpoint import VALIDATION, Progress, complete_checkpoints, step_of
 from dphybrid.training.label_tasks import label_task
 from dphybrid.training.metrics import BINARY, LANGUAGE_MODEL
 from dphybrid.training.retention import best_checkpoint, best_steps, prune_checkpoints
-from tests.commands import run_with
+from tests.commands import models_of, run_with
 
 
 def make(folder: Path, steps: list[int]) -> list[Path]:
@@ -24,43 +22,31 @@ def test_newest_best_and_each_nth_stay(tmp_path: Path) -> None:
     make(tmp_path, [10, 20, 30, 40, 50, 60, 70])
     kept = prune_checkpoints(tmp_path, CheckpointConfig(keep_last=2, keep_every=30), best=[20])
     assert [step_of(path) for path in kept] == [20, 30, 60, 70]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        f"step-{step:06d}" for step in (20, 30, 60, 70)
-    ]
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_checkpoints_are_in_the_order_of_their_steps_beyond_six_digits(tmp_path: Path) -> None:
     make(tmp_path, [999_990, 999_995, 1_000_000, 1_000_005])
     (tmp_path / "step-1000007.damaged").mkdir()
-    assert [step_of(path) for path in complete_checkpoints(tmp_path)] == [
-        999_990,
-        999_995,
-        1_000_000,
-        1_000_005,
-    ]
+    there = [step_of(path) for path in complete_checkpoints(tmp_path)]
+    assert there == [999_990, 999_995, 1_000_000, 1_000_005]
     kept = prune_checkpoints(tmp_path, CheckpointConfig(keep_last=2), best=[999_995])
     assert [step_of(path) for path in kept] == [999_995, 1_000_000, 1_000_005]
 
 
 def test_best_follows_the_task_and_leaves_out_what_is_no_number() -> None:
-    auc, loss = BINARY, LANGUAGE_MODEL
     rows = [(1, 0.5), (2, 0.9), (3, float("nan")), (4, 0.7)]
-    progress = Progress(history=[{"step": step, f"validation {auc.metric}": value} for step, value in rows])
-    assert auc.higher_is_better
-    assert best_steps(progress, auc, 2) == [2, 4]
-    progress = Progress(history=[{"step": step, f"validation {loss.metric}": value} for step, value in rows])
-    assert not loss.higher_is_better
-    assert best_steps(progress, loss, 2) == [1, 4]
+    for task, higher, best in ((BINARY, True, [2, 4]), (LANGUAGE_MODEL, False, [1, 4])):
+        progress = Progress(history=[{"step": step, f"{VALIDATION}{task.metric}": v} for step, v in rows])
+        assert task.higher_is_better is higher
+        assert best_steps(progress, task, 2) == best
 
 
 def test_a_loss_chooses_where_the_metric_is_the_same() -> None:
     """Of few validation rows, an early epoch's accuracy is the highest there is."""
     rows = [(1, 1.0, 0.6), (2, 1.0, 0.2), (3, 0.95, 0.1), (4, 1.0, 0.1), (5, 1.0, float("nan"))]
-    progress = Progress(
-        history=[
-            {"step": step, f"{VALIDATION}auc": auc, f"{VALIDATION}log_loss": loss} for step, auc, loss in rows
-        ]
-    )
+    names = ("step", f"{VALIDATION}auc", f"{VALIDATION}log_loss")
+    progress = Progress(history=[dict(zip(names, row, strict=True)) for row in rows])
     task = label_task({"label": {"name": "y", "task": "binary"}})
     assert best_steps(progress, task, 5) == [3, 4, 2, 1]
 
@@ -89,10 +75,7 @@ def test_what_goes_from_disk_goes_from_the_record(data_dir: Path) -> None:
     on_disk = {step_of(path) for path in complete_checkpoints(folder)}
     assert {100, 200, 300, 400} < on_disk
     assert 50 not in on_disk
-    client = MlflowClient(report.tracking_uri)
-    experiment = client.get_run(report.run_id).info.experiment_id
-    models = client.search_logged_models([experiment], filter_string=f"source_run_id='{report.run_id}'")
-    assert {int(model.name.rpartition("-")[2]) for model in models} == on_disk
-    roles = {int(model.name.rpartition("-")[2]): model.tags["dphybrid.role"] for model in models}
+    roles = {int(model.name.rpartition("-")[2]): model.tags["dphybrid.role"] for model in models_of(report)}
+    assert roles.keys() == on_disk
     assert roles[100] == "kept"
     assert roles[max(on_disk)].endswith("latest")

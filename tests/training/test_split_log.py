@@ -39,16 +39,13 @@ def test_four_hundred_lengths_are_one_split_with_its_first_and_latest_shape() ->
 
 def test_a_restored_log_goes_on_as_if_nothing_had_been() -> None:
     block = DataParallel(Summed(), resolve_devices("cpu*2"))
-    whole = SplitLog(block, each=False)
-    before = SplitLog(block, each=False)
-    after = SplitLog(block, each=False)
+    whole, before, after = (SplitLog(block, each=False) for _ in range(3))
     for step, rows in enumerate([8, 8, 5, 8, 3], start=1):
         block(torch.ones(rows, 2))
         whole.after_step(step)
+        (before if step <= 3 else after).after_step(step)
         if step == 3:
-            before.after_step(step)
             after.load_state_dict(before.state_dict())
-        (before if step < 3 else after).after_step(step) if step != 3 else None
     assert after.rows() == whole.rows()
     assert after.lines == whole.lines
 
@@ -63,11 +60,7 @@ def test_the_short_form_is_a_line_a_split_and_none_for_one_device() -> None:
 
 
 QUIET = ["recipe=toy", "train.epochs=1", "train.print_splits=new"]
-
-
 CHECKED = [*QUIET, "train.check_split=true"]
-
-
 MODELS = """
 import torch
 from dphybrid.parallel import DataParallel
