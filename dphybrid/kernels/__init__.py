@@ -6,13 +6,14 @@ Whoever calls a kernel checks length and range of what it hands over, and keeps 
 
 import ctypes as c
 import os
+import re
 from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from dphybrid.kernels.compile_rows import compile_library, levels, library_name
+from dphybrid.kernels.compile_rows import HERE, compile_library, levels, library_name
 from dphybrid.util.errors import UserError
 
 STORED = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
@@ -22,47 +23,30 @@ _ALONE_BYTES = 2**18
 _BORN_IN = os.getpid()
 _OPENMP = ("libgomp", "libiomp", "libomp")
 
-_I, _P, _F = c.c_int64, c.c_void_p, c.c_double
+_TYPES = {"int64_t": c.c_int64, "uint64_t": c.c_uint64, "uint32_t": c.c_uint32, "double": c.c_double}
 
 
-def _struct(name: str, **fields: type) -> type[c.Structure]:
-    return type(name, (c.Structure,), {"_fields_": list(fields.items())})
+def _structs(*names: str) -> list[type[c.Structure]]:
+    """Return these structs of rows.c."""
+    # read, not declared a second time: two declarations that differ would write past their ends
+    text = re.sub(r"/\*.*?\*/", "", (HERE / "rows.c").read_text(encoding="utf-8"), flags=re.DOTALL)
+    made: dict[str, type[c.Structure]] = {}
+    for name in names:
+        found = re.search(rf"struct {name} \{{(.*?)\}};", text, re.DOTALL)
+        assert found, name
+        fields: list[tuple[str, type]] = []
+        for line in found[1].split(";")[:-1]:
+            kind, declared = line.replace("const ", "").replace("struct ", "").strip().split(" ", 1)
+            for each in declared.replace(" ", "").split(","):
+                value = c.c_void_p if each[0] == "*" else made[kind] if kind in made else _TYPES[kind]
+                fields.append((each.lstrip("*"), value))
+        made[name] = type(name, (c.Structure,), {"_fields_": fields})
+    return list(made.values())
 
 
-Team = _struct("Team", parallel=_P, threads=_I)
-Lookup = _struct(
-    "Lookup", team=Team, ids=_P, count=_I, rows=_P, num_rows=_I, dim=_I, stored=_I, out=_P, flat=_P,
-    places=_P, num_places=_I, wrong=_I,
-)  # fmt: skip
-Segment = _struct(
-    "Segment", ids=_P, count=_I, first_key=_I, num_rows=_I, rows=_P, row_bytes=_I, sources=_P, num_sources=_I
+Team, Lookup, Columns, Segment, Arrange, Sums, Table, Update, Draw, Dropout, Bins = _structs(
+    *("team", "lookup", "columns", "segment", "arrange", "sums", "table", "update", "draw", "dropout", "bins")
 )
-Arrange = _struct(
-    "Arrange", segments=_P, num_segments=_I, count=_I, num_keys=_I, frozen=_P, num_frozen=_I, words=_P,
-    unsorted=_P, keys=_P, bounds=_P, places=_P, inverse=_P, num_unique=_I, wrong_segment=_I, wrong_place=_I,
-)  # fmt: skip
-Sums = _struct(
-    "Sums", team=Team, bounds=_P, count=_I, places=_P, num_places=_I, dim=_I, stored=_I,
-    target=_P, target_step=_I, squares=_P,
-)  # fmt: skip
-Table = _struct(
-    "Table", first_key=_I, num_rows=_I, rows=_P, mean=_P, square=_P, steps=_P, updates=_I, noise=c.c_uint64,
-)  # fmt: skip
-Update = _struct(
-    "Update", team=Team, keys=_P, bounds=_P, count=_I, places=_P, num_places=_I, tables=_P, num_tables=_I,
-    rule=_I, stored=_I, dim=_I, lr=_F, decay=_F, eps=_F, beta1=_F, beta2=_F, fix1=_P, fix2=_P, last_fix=_I,
-)  # fmt: skip
-Draw = _struct("Draw", team=Team, values=_P, count=_I, first=_I, stored=_I, seed=c.c_uint64, std=_F)
-Columns = _struct("Columns", ids=_P, starts=_P, num_rows=_P, count=_I, num_columns=_I, flat=_P)
-Dropout = _struct(
-    "Dropout", team=Team, values=_P, out=_P, rows=_I, width=_I, first=_I, stored=_I, seed=c.c_uint64,
-    dropped=c.c_uint32, scale=_F,
-)  # fmt: skip
-Bins = _struct(
-    "Bins", team=Team, dense=_P, squashed=_P, inner=_P, left=_P, wide=_P, table=_P, itself=_P, out=_P,
-    rows=_I, columns=_I, bins=_I, width=_I,
-)  # fmt: skip
-_STRUCTS = (Lookup, Segment, Arrange, Sums, Table, Update, Draw, Columns, Dropout, Bins)
 
 
 def _level() -> str:
@@ -74,20 +58,16 @@ def _level() -> str:
 @cache
 def library() -> c.CDLL:
     """Return the library for this processor; compile it first in a checkout that was never installed."""
-    file = Path(os.environ.get("DPHYBRID_ROWS_LIBRARY") or Path(__file__).with_name(library_name(_level())))
+    file = Path(os.environ.get("DPHYBRID_ROWS_LIBRARY") or HERE / library_name(_level()))
     if not file.exists():
         try:
             compile_library(_level(), file.parent)
         except (OSError, RuntimeError) as error:
             raise UserError(f"{file} is missing and cannot be compiled: {error}; install dphybrid") from error
     found = c.CDLL(str(file))
-    found.size_of.argtypes, found.size_of.restype = [_I], _I
-    # the structs are declared in C and here: two that differ would write past their ends
-    if [found.size_of(n) for n in range(len(_STRUCTS))] != [c.sizeof(each) for each in _STRUCTS]:
-        raise ImportError(f"{file} was compiled from another rows.c")
     of_blocks = ("drop_out", "embed")
     for name in ("look_up", "flatten", "arrange", "sum_rows", "update_rows", "draw_normal", *of_blocks):
-        getattr(found, name).argtypes = [_P]
+        getattr(found, name).argtypes = [c.c_void_p]
     return found
 
 
@@ -105,7 +85,7 @@ def _parallel() -> int | None:
         return None
     for file in sorted({line.split(maxsplit=5)[5] for line in maps if line.count("/")}):
         if Path(file).name.startswith(_OPENMP) and hasattr(openmp := c.CDLL(file), "GOMP_parallel"):
-            return c.cast(openmp.GOMP_parallel, _P).value
+            return c.cast(openmp.GOMP_parallel, c.c_void_p).value
     return None
 
 

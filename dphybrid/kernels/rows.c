@@ -29,11 +29,12 @@ enum { BLOCK_BYTES = 1 << 16 };
 enum stored { FLOAT32, FLOAT64, BFLOAT16, STORED_TYPES };
 enum rule { SGD, ADAGRAD, LAZY_ADAGRAD, ADAM, LAZY_ADAM, ADAMW };
 
-/* ------------------------------------------------------------------ arguments, as __init__.py declares them */
+/* ------------------------------------------------------------------ arguments, whose declarations __init__.py reads */
 
 typedef void task(void *);
+typedef void team_call(task *, void *, unsigned, unsigned);
 struct team {
-    void (*parallel)(task *, void *, unsigned, unsigned); /* GOMP_parallel of torch's OpenMP, or NULL */
+    team_call *parallel; /* GOMP_parallel of torch's OpenMP, or NULL */
     int64_t threads;
 };
 struct lookup {
@@ -394,12 +395,3 @@ int update_rows(struct update *u)
 #include "rows_drawn.h"
 #include "dropout.h"
 #include "bins.h"
-
-/* Sizes of the structs: whoever declares them elsewhere compares. */
-int64_t size_of(int64_t which)
-{
-    static const int64_t sizes[] = {sizeof(struct lookup), sizeof(struct segment), sizeof(struct arrange), sizeof(struct sums),
-                                    sizeof(struct table), sizeof(struct update), sizeof(struct draw), sizeof(struct columns),
-                                    sizeof(struct dropout), sizeof(struct bins)};
-    return which >= 0 && which < (int64_t)(sizeof sizes / sizeof *sizes) ? sizes[which] : 0;
-}
