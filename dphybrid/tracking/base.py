@@ -1,13 +1,20 @@
-"""The interface of a tracker: a handful of verbs. Here each does nothing, so the base is also the null
-object. And names of metrics: those that MLflow takes, and the finer ones."""
+"""The interface of a tracker: a handful of verbs, most of which make a record. Here records are dropped, so
+the base is also the null object. And names of metrics: those that MLflow takes, and the finer ones."""
 
 import hashlib
+import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from dphybrid.util.text import masked
+
+Record = dict[str, Any]
+"""op: its kind; values of its kind. In an outbox also n: its number; t: when it was written (ms); content:
+bytes of a file."""
 
 Detail = Literal["brief", "full"]
 Status = Literal["FINISHED", "FAILED", "KILLED"]
@@ -73,6 +80,12 @@ class Tracker:
     def attach(self, run_id: str) -> None:
         """Go on recording a run that is open."""
 
+    def record(self, record: Record, *, content: bytes | None = None, sync: bool = False) -> None:
+        """Take what the verbs below make, free of passwords.
+
+        content: of a file. sync: it outlives a loss of power.
+        """
+
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Record numbers at a step."""
 
@@ -81,20 +94,33 @@ class Tracker:
 
     def log_text(self, name: str, text: str) -> None:
         """Record a text file."""
+        self._log_content("file", name, masked(text).encode())
 
     def log_table(self, name: str, rows: Sequence[Mapping[str, object]]) -> None:
         """Record rows with equal keys; the first one tells them apart when runs are compared."""
+        if rows:
+            columns = list(rows[0])
+            table = {"columns": columns, "data": [[row[column] for column in columns] for row in rows]}
+            self._log_content("table", name, masked(json.dumps(table)).encode())
 
     def log_figure(self, name: str, png: bytes) -> None:
         """Record a picture."""
+        self._log_content("file", name, png)
+
+    def _log_content(self, op: str, name: str, content: bytes) -> None:
+        folder, _, file = name.rpartition("/")
+        self.record({"op": op, "name": file, "folder": folder}, content=content)
 
     def log_file(self, path: Path, folder: str) -> None:
         """Record a file under `folder` ("" for the top). It must stay where it is."""
+        self.record({"op": "file", "path": str(path.absolute()), "folder": folder})
 
     def log_dataset(
         self, name: str, digest: str, source: str, num_rows: int, columns: Sequence[str], context: str
     ) -> None:
         """Record what the run was trained on."""
+        values = {"num_rows": num_rows, "columns": list(columns), "context": context}
+        self.record({"op": "dataset", "name": name, "digest": digest, "source": masked(source), **values})
 
     def keep(self) -> None:
         """Have what was recorded so far outlive a loss of power: before a checkpoint does, from which a run
@@ -106,6 +132,11 @@ class Tracker:
 
         dataset: name and digest of the data they were made from.
         """
+        cards = [
+            asdict(card) | {"folder": str(card.folder.absolute()), "metrics": as_floats(card.metrics)}
+            for card in kept
+        ]
+        self.record({"op": "checkpoints", "kept": cards, "dataset": dataset}, sync=True)
 
     def register(self, name: str, uid: str, alias: str) -> str:
         """Make the recorded checkpoint `uid` a new version of the registered model `name`, with an alias that
@@ -118,9 +149,11 @@ class Tracker:
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Set short facts to filter and group runs by."""
+        self.record({"op": "tags", "values": as_shown(tags)})
 
     def set_description(self, markdown: str) -> None:
         """Set the page that stands first on the run."""
+        self.set_tags({"mlflow.note.content": markdown})
 
     def flush(self, timeout_s: float = 30.0) -> bool:
         """Wait until everything so far has arrived, at most `timeout_s` seconds; return whether it has."""
@@ -131,6 +164,16 @@ class Tracker:
 
     def finish(self, status: Status) -> None:
         """End the run, and stop recording."""
+
+
+def as_floats(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return metrics as plain numbers: a record is written as JSON."""
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def as_shown(values: Mapping[str, str]) -> dict[str, str]:
+    """Return params or tags without the passwords in them."""
+    return {name: masked(str(value)) for name, value in values.items()}
 
 
 @lru_cache(maxsize=4096)

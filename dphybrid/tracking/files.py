@@ -3,13 +3,13 @@
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dphybrid.tracking.base import Status, Tracker
+from dphybrid.tracking.base import Record, Status, Tracker, as_shown
 from dphybrid.tracking.report import REPORT_PAGE
-from dphybrid.util.files import write_json, write_text
+from dphybrid.util.files import write_bytes, write_json, write_text
 
 FILES = "files"
 """The tracking URI that asks for it."""
@@ -47,7 +47,7 @@ class FileTracker(Tracker):
     ) -> str:
         self.run_id = run_name
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._page = {"params": dict(params), "tags": dict(tags), "summary": {}, "status": "RUNNING"}
+        self._page = {"params": as_shown(params), "tags": as_shown(tags), "summary": {}, "status": "RUNNING"}
         self._write()
         return run_name
 
@@ -82,27 +82,24 @@ class FileTracker(Tracker):
         self._page.get("summary", {}).update(metrics)
         self._write()
 
-    def log_text(self, name: str, text: str) -> None:
-        if self.run_id:
-            write_text(self._place(name), text)
+    def record(self, record: Record, *, content: bytes | None = None, sync: bool = False) -> None:
+        if not self.run_id:
+            return
+        op, own = record["op"], self._folder.parent.absolute()
+        if op == "tags":
+            self._page["tags"].update(record["values"])
+            self._write()
+        elif op == "dataset":
+            facts = {name: record[name] for name in ("name", "digest", "source")}
+            self._page["dataset"] = facts | {"rows": record["num_rows"]}
+            self._write()
+        elif content is not None:
+            write_bytes(self._place(record["folder"], record["name"]), content)
+        elif op == "file" and not (path := Path(record["path"])).is_relative_to(own):
+            shutil.copy(path, self._place(record["folder"], path.name))
 
-    def log_table(self, name: str, rows: Sequence[Mapping[str, object]]) -> None:
-        if self.run_id:
-            write_json(self._place(name), list(rows))
-
-    def log_figure(self, name: str, png: bytes) -> None:
-        if self.run_id:
-            self._place(name).write_bytes(png)
-
-    def log_file(self, path: Path, folder: str) -> None:
-        if self.run_id and not path.is_relative_to(self._runs / self.run_id):
-            shutil.copy(path, self._place(f"{folder}/{path.name}" if folder else path.name))
-
-    def log_dataset(
-        self, name: str, digest: str, source: str, num_rows: int, columns: Sequence[str], context: str
-    ) -> None:
-        self._page["dataset"] = {"name": name, "digest": digest, "source": source, "rows": num_rows}
-        self._write()
+    def set_description(self, markdown: str) -> None:
+        """Here the report is a page of its own."""
 
     def keep(self) -> None:
         if self.run_id and (metrics := self._folder / "metrics.jsonl").is_file():
@@ -112,18 +109,14 @@ class FileTracker(Tracker):
     def register(self, name: str, uid: str, alias: str) -> str:
         return "runs are recorded in files; registering needs MLflow: pip install 'dphybrid[mlflow]'"
 
-    def set_tags(self, tags: Mapping[str, str]) -> None:
-        self._page.get("tags", {}).update(tags)
-        self._write()
-
     def finish(self, status: Status) -> None:
         self._page["status"] = status
         self._write()
 
-    def _place(self, name: str) -> Path:
-        place = self._folder / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        return place
+    def _place(self, folder: str, name: str) -> Path:
+        place = self._folder / folder
+        place.mkdir(parents=True, exist_ok=True)
+        return place / name
 
     def _write(self) -> None:
         if self.run_id:

@@ -22,8 +22,7 @@ from mlflow.tracking import MlflowClient
 from mlflow.types.schema import AnyType, ColSpec, DataType, Schema
 from mlflow.utils import get_results_from_paginated_fn
 
-from dphybrid.tracking.base import LEFT_OUT, safe_name
-from dphybrid.tracking.outbox import Record
+from dphybrid.tracking.base import LEFT_OUT, Record, safe_name
 from dphybrid.util.digests import SUMS
 from dphybrid.util.errors import UserError
 
@@ -47,7 +46,7 @@ class CheckpointModels:
         """Make MLflow hold exactly the checkpoints of `record["kept"]`, except that registered ones are never
         removed.
 
-        kept: {uid, name, step, folder, role, metrics (name -> value), params} each. A folder that
+        kept: {uid, name, step, folder, role, metrics (name -> value)} each. A folder that
         is gone by now is left out.
         """
         there = self._logged()
@@ -122,7 +121,7 @@ class CheckpointModels:
             # MLflow takes none of these; a recipe's import path has two
             name=re.sub(r"[/:.%\"']+", "-", card["name"]),
             source_run_id=self._run_id,
-            params={key: str(value) for key, value in card["params"].items()},
+            params={"step": str(card["step"]), "folder": card["folder"]},
             tags={_UID_TAG: card["uid"], _ROLE_TAG: card["role"], _STEP_TAG: str(card["step"])},
             model_type=_CHECKPOINT_TYPE,
         )

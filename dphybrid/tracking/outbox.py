@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from dphybrid.tracking.base import Record
 from dphybrid.tracking.outbox_file import (
     LOST,
     PRIVATE,
@@ -31,9 +31,6 @@ from dphybrid.tracking.outbox_file import (
 from dphybrid.util.errors import counted
 from dphybrid.util.files import make_folder
 from dphybrid.util.locks import FileLock
-
-Record = dict[str, Any]
-"""op: its kind; n: its number; t: when it was written (ms); content: bytes of a file; values of its kind."""
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"))  # made once: a record is written at each step
 

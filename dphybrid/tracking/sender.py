@@ -11,7 +11,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from dphybrid.tracking.outbox import Losses, Outbox, Record
+from dphybrid.tracking.base import Record
+from dphybrid.tracking.outbox import Losses, Outbox
 from dphybrid.util.text import masked
 
 _SEND_EVERY_S = 2.0

@@ -1,22 +1,19 @@
-"""MLflow as a tracker. Every verb writes into the run's outbox and returns; a thread sends the records,
-however long that takes.
+"""MLflow as a tracker. Every record goes into the run's outbox; a thread sends it, however long that takes.
 
 The client with an explicit run id is used, never the fluent functions, whose active run belongs to a thread.
 """
 
-import json
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping
 from pathlib import Path
 
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from dphybrid.tracking.base import CheckpointCard, Detail, Status, Tracker, is_detail, safe_name
-from dphybrid.tracking.outbox import Outbox, Record
+from dphybrid.tracking.base import Detail, Record, Status, Tracker, as_floats, as_shown, is_detail, safe_name
+from dphybrid.tracking.outbox import Outbox
 from dphybrid.tracking.sender import Sender
 from dphybrid.tracking.views import RESULT, SPEED, run_path, view_path
 from dphybrid.tracking.writer import MlflowWriter
@@ -82,13 +79,13 @@ class MlflowTracker(Tracker):
         self.run_id = str(run.info.run_id)
         self._outbox = Outbox(self._spool, self.run_id, new=True)
         self._outbox.set_destination(tracking_uri=self._uri, experiment_id=self._experiment_id)
-        self._append({"op": "params", "values": {name: masked(value) for name, value in params.items()}})
+        self.record({"op": "params", "values": as_shown(params)})
         self.set_tags(tags)
         return self.run_id
 
     def resume(self, run_id: str, tags: Mapping[str, str]) -> None:
         self.attach(run_id)
-        self._append({"op": "status", "status": "RUNNING"})
+        self.record({"op": "status", "status": "RUNNING"})
         self.set_tags(tags)
 
     def attach(self, run_id: str) -> None:
@@ -109,14 +106,14 @@ class MlflowTracker(Tracker):
                 self._sender = Sender(self._outbox, writer.write, writer.beat)
             return self._outbox, self._sender
 
-    def _append(self, record: Record, *, content: bytes | None = None, sync: bool = False) -> int:
-        return self._open()[0].append(record, content=content, sync=sync)
+    def record(self, record: Record, *, content: bytes | None = None, sync: bool = False) -> None:
+        self._open()[0].append(record, content=content, sync=sync)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         outbox, _ = self._open()
         try:
             outbox.append_metrics(
-                _floats(metrics), step, [name for name in metrics if self._brief and is_detail(name)]
+                as_floats(metrics), step, [name for name in metrics if self._brief and is_detail(name)]
             )
         except OSError as error:  # a full disk costs the curves some points, not the training its end
             outbox.count_unkept()
@@ -125,75 +122,26 @@ class MlflowTracker(Tracker):
     def log_summary(self, metrics: Mapping[str, float]) -> None:
         # At step 0, MLflow's charts draw a bar for each run; at any other one they draw a dot on an axis of
         # steps.
-        values = _floats(metrics)
+        values = as_floats(metrics)
         fine = {name: value for name, value in values.items() if self._brief and is_detail(name)}
         rest = {name: value for name, value in values.items() if name not in fine}
-        self._append({"op": "metrics", "step": 0, "values": rest, "details": fine})
+        self.record({"op": "metrics", "step": 0, "values": rest, "details": fine})
         if finals := [safe_name(name) for name in values if name.startswith("final/")]:
-            self._append({"op": "views", "finals": finals})
-
-    def log_text(self, name: str, text: str) -> None:
-        self._log_content("file", name, masked(text).encode())
-
-    def log_table(self, name: str, rows: Sequence[Mapping[str, object]]) -> None:
-        if rows:
-            columns = list(rows[0])
-            table = {"columns": columns, "data": [[row[column] for column in columns] for row in rows]}
-            self._log_content("table", name, masked(json.dumps(table)).encode())
-
-    def log_figure(self, name: str, png: bytes) -> None:
-        self._log_content("file", name, png)
-
-    def _log_content(self, op: str, name: str, content: bytes) -> None:
-        folder, _, file = name.rpartition("/")
-        self._append({"op": op, "name": file, "folder": folder}, content=content)
-
-    def log_file(self, path: Path, folder: str) -> None:
-        self._append({"op": "file", "path": str(path.absolute()), "folder": folder})
-
-    def log_dataset(
-        self, name: str, digest: str, source: str, num_rows: int, columns: Sequence[str], context: str
-    ) -> None:
-        self._append(
-            {
-                "op": "dataset",
-                "name": name,
-                "digest": digest,
-                "source": masked(source),
-                "num_rows": num_rows,
-                "columns": list(columns),
-                "context": context,
-            }
-        )
+            self.record({"op": "views", "finals": finals})
 
     def keep(self) -> None:
         self._open()[0].sync()
 
-    def log_checkpoints(self, kept: Sequence[CheckpointCard], dataset: tuple[str, str] | None) -> None:
-        cards = []
-        for card in kept:
-            folder = str(card.folder.absolute())
-            params = {"step": str(card.step), "folder": folder}
-            cards.append(
-                asdict(card) | {"folder": folder, "params": params, "metrics": _floats(card.metrics)}
-            )
-        self._append({"op": "checkpoints", "kept": cards, "dataset": dataset}, sync=True)
-
     def register(self, name: str, uid: str, alias: str) -> str:
-        number = self._append({"op": "register", "name": name, "uid": uid, "alias": alias}, sync=True)
-        _, sender = self._open()
+        outbox, sender = self._open()
+        record = {"op": "register", "name": name, "uid": uid, "alias": alias}
+        number = outbox.append(record, sync=True)
         arrived = sender.drain(FINISH_WAIT_S)
         if number in sender.refused:
             return sender.refused[number]
         if arrived:
             return ""
         return f"{self.tracking_uri} does not take records now; `dphybrid sync` registers it when it is back"
-
-    def set_tags(self, tags: Mapping[str, str]) -> None:
-        self._append({"op": "tags", "values": {name: masked(str(value)) for name, value in tags.items()}})
-
-    def set_description(self, markdown: str) -> None:
-        self.set_tags({"mlflow.note.content": markdown})
 
     def flush(self, timeout_s: float = FINISH_WAIT_S) -> bool:
         return self._open()[1].drain(timeout_s)
@@ -204,7 +152,7 @@ class MlflowTracker(Tracker):
             self._sender = None
 
     def finish(self, status: Status) -> None:
-        self._append({"op": "status", "status": status}, sync=True)
+        self.record({"op": "status", "status": status}, sync=True)
         outbox, sender = self._open()
         arrived, losses = sender.deliver(FINISH_WAIT_S)
         if not arrived:
@@ -226,10 +174,6 @@ def _ui_address(tracking_uri: str) -> str:
 def run_address(tracking_uri: str, experiment_id: str, run_id: str) -> str:
     """Return where a person finds a run."""
     return f"{_ui_address(tracking_uri)}/#{run_path(experiment_id, run_id)}"
-
-
-def _floats(metrics: Mapping[str, float]) -> dict[str, float]:
-    return {name: float(value) for name, value in metrics.items()}
 
 
 def find_experiment(client: MlflowClient, tracking_uri: str, name: str, store: Path) -> str:

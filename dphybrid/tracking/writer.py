@@ -14,9 +14,8 @@ from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunT
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from dphybrid.tracking.base import safe_name
+from dphybrid.tracking.base import Record, safe_name
 from dphybrid.tracking.models import CheckpointModels
-from dphybrid.tracking.outbox import Record
 from dphybrid.tracking.sender import Refused
 from dphybrid.tracking.views import write_views
 

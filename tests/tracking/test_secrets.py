@@ -6,6 +6,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from dphybrid.cli.main import main
+from dphybrid.tracking import open_tracker
 
 SECRET = "pl4nted-s3cret"
 
@@ -53,3 +54,17 @@ def test_a_planted_password_is_found_nowhere(
     there = [path for path in files if SECRET.encode() in path.read_bytes()]
     assert there == [data_dir / "mlflow" / "spool" / f"{run.info.run_id}.db"]  # `dphybrid sync` needs it
     assert there[0].stat().st_mode & 0o077 == 0
+
+
+def test_a_record_in_plain_files_has_no_password(tmp_path: Path) -> None:
+    uri = f"postgresql://bob:{SECRET}@127.0.0.1/db"
+    tracker = open_tracker("files", "", tmp_path, runs=tmp_path)
+    tracker.start("run", {"data.path": uri}, {"from": uri}, "")
+    tracker.set_tags({"again": uri})
+    tracker.log_dataset("rows", "digest", uri, 3, ["a"], "training")
+    tracker.log_text("notes/from.txt", uri)
+    tracker.log_table("from.json", [{"from": uri}])
+    tracker.finish("FINISHED")
+    pages = [file.read_text(encoding="utf-8") for file in tmp_path.rglob("*") if file.is_file()]
+    assert len(pages) == 3
+    assert all("postgresql://***@" in page and SECRET not in page for page in pages)
