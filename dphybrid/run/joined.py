@@ -6,6 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -63,7 +64,7 @@ def _be_a_rank(run: Run) -> Outcome:
 
 def _train(run: Run, stop: StopRequest, ranks: Ranks) -> Outcome:
     try:
-        train_here(run, run.experiment(), stop, RankEngine(run.config, ranks))
+        train_here(run, replace(run.experiment(), engine=RankEngine(run.config, ranks)), stop)
     except UserError as error:
         return Outcome(state="refused", words=str(error))
     except Interrupted as interruption:
@@ -111,7 +112,7 @@ def join_job(
 
         run = _built_by_the_first(ranks, experiment, build)
         with closing_run(run, settings) if ranks.leads else nullcontext():
-            train_here(run, experiment, stop, RankEngine(experiment.config, ranks))
+            train_here(run, replace(experiment, engine=RankEngine(experiment.config, ranks)), stop)
         ranks.all_told(None)
     if not ranks.leads:
         return None

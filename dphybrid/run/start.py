@@ -16,7 +16,7 @@ from dphybrid.training.averaging import keep_average
 from dphybrid.training.callbacks import Callback, find_callbacks
 from dphybrid.training.checkpoint import Progress, Trained, load_checkpoint, newest_whole_checkpoint
 from dphybrid.training.clock import StageClock
-from dphybrid.training.engine import Engine, Session
+from dphybrid.training.engine import Session
 from dphybrid.training.optimizers import combined, make_states
 from dphybrid.training.saving import CheckpointWriter
 from dphybrid.training.split_log import SplitLog
@@ -26,13 +26,13 @@ from dphybrid.util.memory import keep_freed_memory
 from dphybrid.util.stop import StopRequest
 
 
-def begin(run: Run, experiment: Experiment, engine: Engine) -> Devices:
+def begin(run: Run, experiment: Experiment) -> Devices:
     """Set the process up for training; return its devices."""
     settings = experiment.settings
     if settings.threads:
         torch.set_num_threads(settings.threads)
     keep_freed_memory()
-    devices = engine.devices(run.page.devices)
+    devices = experiment.engine.devices(run.page.devices)
     start_on(devices)
     return devices
 
@@ -45,10 +45,10 @@ def newest_checkpoint(run: Run) -> Path | None:
     return newest_whole_checkpoint(run.checkpoints)
 
 
-def build_trained(experiment: Experiment, engine: Engine, devices: Devices, done: Path | None) -> Trained:
+def build_trained(experiment: Experiment, devices: Devices, done: Path | None) -> Trained:
     """Build the model and its optimizers. done: the checkpoint that will fill them. Raises UserError when
     they do not fit into memory."""
-    config = experiment.config
+    config, engine = experiment.config, experiment.engine
     filled = bool(done or config.train.warm_start)
     with engine.new_tables(filled):
         model = experiment.build(devices, None if filled else experiment.data.dataset("train"))
@@ -97,7 +97,6 @@ def starting_point(
 def make_session(
     run: Run,
     experiment: Experiment,
-    engine: Engine,
     devices: Devices,
     trained: Trained,
     saver: CheckpointWriter,
@@ -106,7 +105,7 @@ def make_session(
     callbacks: Sequence[Callback],
 ) -> Session:
     """Return everything that the training works with."""
-    config, data, recipe = experiment.config, experiment.data, experiment.recipe
+    config, data, recipe, engine = experiment.config, experiment.data, experiment.recipe, experiment.engine
     each = config.train.print_splits == "each"
     return Session(
         config=config,

@@ -90,10 +90,9 @@ def train_run(
     after a checkpoint. Raises UserError when the loss is no longer a number.
     """
     stop.obey("before it was trained; it goes on with --resume")
-    engine = experiment.engine
-    if engine.launch(run.folder, run.page.devices, experiment.settings, stop, meeting):
+    if experiment.engine.launch(run.folder, run.page.devices, experiment.settings, stop, meeting):
         return ResultPage.read(run.folder / "result.json")
-    return train_here(run, experiment, stop, engine, callbacks)
+    return train_here(run, experiment, stop, callbacks)
 
 
 __all__ = [

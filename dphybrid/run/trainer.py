@@ -17,7 +17,7 @@ from dphybrid.tracking.system import system_metrics
 from dphybrid.training.callbacks import Callback
 from dphybrid.training.checkpoint import complete_checkpoints, step_of
 from dphybrid.training.display import Display
-from dphybrid.training.engine import Engine, Session
+from dphybrid.training.engine import Session
 from dphybrid.training.loop import keep_checkpoints, train
 from dphybrid.training.observing import Meter
 from dphybrid.training.retention import best_checkpoint
@@ -28,26 +28,21 @@ from dphybrid.util.stop import StopRequest
 
 
 def train_here(
-    run: Run,
-    experiment: Experiment,
-    stop: StopRequest,
-    engine: Engine | None = None,
-    callbacks: Sequence[Callback] = (),
+    run: Run, experiment: Experiment, stop: StopRequest, callbacks: Sequence[Callback] = ()
 ) -> ResultPage:
-    """Train a built run; return what `result.json` holds. engine: the experiment's, or of this process's part
-    in it. Raises as `run.train.train_run`."""
-    engine = engine or experiment.engine
+    """Train a built run; return what `result.json` holds. Raises as `run.train.train_run`."""
+    engine = experiment.engine
     experiment.recipe.open(experiment.data.path, verified=True)
-    devices = begin(run, experiment, engine)
+    devices = begin(run, experiment)
     done = newest_checkpoint(run) if engine.leads else None
-    trained = build_trained(experiment, engine, devices, done)
+    trained = build_trained(experiment, devices, done)
     saver = engine.writer(run.checkpoints, trained, *experiment.encoder)
     load = starting_point(done, experiment, trained, saver) if engine.leads else None
     states = engine.read(trained, load) or {}
     engine.obey(stop, f"after step {trained.progress.step}; it goes on with --resume")
     record = attached(run, experiment.settings) if engine.leads else Tracker()
     with closing(record) as tracker, Display() as display:
-        session = make_session(run, experiment, engine, devices, trained, saver, tracker, stop, callbacks)
+        session = make_session(run, experiment, devices, trained, saver, tracker, stop, callbacks)
         meter = Meter(session)
         session.stateful["meter"] = meter
         # The meter is one of those that go on: it has to be there.

@@ -6,6 +6,7 @@ Importing TorchRec takes most of a short run's time; thus it is done once for al
 import os
 import sys
 import traceback
+from dataclasses import replace
 
 import torch
 
@@ -21,8 +22,8 @@ try:
     with joined(60.0, torch.device("cpu")) as ranks:
         for folder in sys.argv[1:]:
             run = read_run(folder, load_settings())
-            engine = RankEngine(run.config, ranks)
-            train_here(run, run.experiment(), StopRequest(), engine)
+            experiment = replace(run.experiment(), engine=RankEngine(run.config, ranks))
+            train_here(run, experiment, StopRequest())
 except BaseException:  # noqa: BLE001 - printed, and the end of this process
     traceback.print_exc()
     sys.stderr.flush()
