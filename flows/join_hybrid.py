@@ -3,7 +3,7 @@
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from dphybrid.orchestration.joining import LEFT, Seat, follow
+from dphybrid.orchestration.machines import LEFT, Seat, follow
 from dphybrid.orchestration.supervised import supervised
 from dphybrid.util.errors import UserError
 

@@ -15,8 +15,7 @@ import torch
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import load_settings
 from dphybrid.gpus import ask_for, find_holder, leasing
-from dphybrid.gpus.leasing import expected_devices, leased_devices
-from dphybrid.gpus.politeness import reason_to_yield
+from dphybrid.gpus.leasing import expected_devices, leased_devices, reason_to_yield
 from dphybrid.recipes.configs import build_config
 from tests.commands import command
 from tests.conftest import REPOSITORY

@@ -14,7 +14,7 @@ import pytest
 from prefect.client.schemas.objects import StateType
 
 from dphybrid.config.settings import load_settings
-from dphybrid.gpus import ask_for, find_holder, leasing, politeness
+from dphybrid.gpus import ask_for, find_holder, leasing
 from dphybrid.orchestration import queueing, supervised
 from dphybrid.recipes.configs import build_config
 from dphybrid.run import start, trainer
@@ -52,15 +52,14 @@ def asker(who: str, stop: StopRequest, folder: Path, monkeypatch: pytest.MonkeyP
         around: Any = nullcontext()
         ask: Callable[[], Any] = lambda: asked.append(True)  # noqa: E731
         if who == "devices --ask":
-            lease_gpu = next(unit for unit in politeness_inventory() if unit.uuid == FIRST_GPU)
+            lease_gpu = next(unit for unit in _inventory() if unit.uuid == FIRST_GPU)
             ask = lambda: ask_for(folder / "leases", lease_gpu)  # noqa: E731
         elif who == "SIGTERM":
             ask = lambda: os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
         elif who == "end of hours":
             night, noon = (datetime.fromisoformat(f"2026-11-24 {clock}") for clock in ("23:00", "12:00"))
             monkeypatch.setenv("DPHYBRID_TRAINING_HOURS", "20:00-08:00")
-            patch.setattr(leasing, "datetime", SimpleNamespace(now=lambda: night))
-            patch.setattr(politeness, "datetime", SimpleNamespace(now=lambda: noon if asked else night))
+            patch.setattr(leasing, "datetime", SimpleNamespace(now=lambda: noon if asked else night))
         else:
             patch.setattr(queueing, "get_client", lambda **_: nullcontext(Server(asked)))
             around = supervised.watched_flow_run(str(uuid4()), stop, every_s=0.01)
@@ -68,7 +67,7 @@ def asker(who: str, stop: StopRequest, folder: Path, monkeypatch: pytest.MonkeyP
             yield Asker(ask, stop)
 
 
-def politeness_inventory() -> list[Any]:
+def _inventory() -> list[Any]:
     return leasing.Inventory(load_settings().nvml).read()
 
 

@@ -27,6 +27,7 @@ from dphybrid.util.errors import UserError
 from dphybrid.util.pages import Page
 from dphybrid.util.shared_files import OddFileError, own_folder
 from dphybrid.util.stop import StopRequest
+from dphybrid.util.watching import watching
 
 _POLL_S = 0.2
 END_S = 30.0
@@ -189,32 +190,30 @@ def run_ranks(
     return code
 
 
+@dataclass(frozen=True)
 class _Starts:
     """Starts the ranks of this machine together, and ends them together."""
 
-    def __init__(
-        self,
-        count: int,
-        module: Sequence[str],
-        logs: Path,
-        environment: Mapping[str, str],
-        meeting: Meeting,
-        stop: StopRequest,
-    ) -> None:
-        self._command = [sys.executable, "-m", *module]
-        self._count, self._logs, self._environment = count, logs, environment
-        self._meeting, self._stop = meeting, stop
-        self.stop_file = logs / f"{meeting.job}.stop"
+    count: int
+    module: Sequence[str]
+    logs: Path
+    environment: Mapping[str, str]
+    meeting: Meeting
+    stop: StopRequest
+
+    @property
+    def stop_file(self) -> Path:
+        return self.logs / f"{self.meeting.job}.stop"
 
     def newest(self) -> int:
         """Return the number of the newest start on any machine."""
-        stores = self._logs.glob(f"{self._meeting.job}-*.store")
+        stores = self.logs.glob(f"{self.meeting.job}-*.store")
         return max((int(store.stem.rpartition("-")[2]) for store in stores), default=0)
 
     def run(self, attempt: int) -> int:
         """Start the ranks and wait for their end; return 0, or the exit code of one that failed. A start with
         a higher number on another machine ends them as well."""
-        ranks = [self._start(local, attempt) for local in range(self._count)]
+        ranks = [self._start(local, attempt) for local in range(self.count)]
         printing = _print_lines_of(ranks[0])
         try:
             while any(rank.poll() is None for rank in ranks):
@@ -223,12 +222,12 @@ class _Starts:
                     _end(ranks, None, _NOTICE_S)
                     return code
                 # another machine has started again: these would wait for ranks that are gone
-                if self._meeting.nodes > 1 and self.newest() > attempt:
+                if self.meeting.nodes > 1 and self.newest() > attempt:
                     _end(ranks, signal.SIGKILL, _NOTICE_S)
                     return -signal.SIGKILL
-                if self._stop.pending and not self.stop_file.exists():
-                    self.stop_file.write_text(self._stop.reason, encoding="utf-8")
-                self._meeting.look()
+                if self.stop.pending and not self.stop_file.exists():
+                    self.stop_file.write_text(self.stop.reason, encoding="utf-8")
+                self.meeting.look()
                 time.sleep(_POLL_S)
             return next((rank.returncode for rank in ranks if rank.returncode), 0)
         finally:
@@ -237,25 +236,25 @@ class _Starts:
                 thread.join(END_S)
 
     def _start(self, local: int, attempt: int) -> "subprocess.Popen[bytes]":
-        rank = self._meeting.node * self._count + local
+        rank = self.meeting.node * self.count + local
         values = {
             # the names that torchrun gives them, so that a program of torch's finds its place
             "RANK": rank,
             "LOCAL_RANK": local,
-            "WORLD_SIZE": self._count * self._meeting.nodes,
-            "LOCAL_WORLD_SIZE": self._count,
+            "WORLD_SIZE": self.count * self.meeting.nodes,
+            "LOCAL_WORLD_SIZE": self.count,
             "TORCHELASTIC_RESTART_COUNT": attempt,
             # a new file for each start: addresses of the last one would keep ranks waiting (pytorch#135712)
-            STORE: self._logs / f"{self._meeting.job}-{attempt}.store",
+            STORE: self.logs / f"{self.meeting.job}-{attempt}.store",
             _STOP_FILE: self.stop_file,
         }
-        environment = {**self._environment, **{name: str(value) for name, value in values.items()}}
-        log = self._logs / f"rank-{rank}.start-{attempt}.log"
+        environment = {**self.environment, **{name: str(value) for name, value in values.items()}}
+        log = self.logs / f"rank-{rank}.start-{attempt}.log"
         with log.open("wb") if local else open(os.devnull, "wb") as file:
             piped = None if sys.stdout.isatty() else subprocess.PIPE
             # A session of its own: a terminal's Ctrl-C reaches this process alone, which hands it on.
             return subprocess.Popen(
-                self._command,
+                [sys.executable, "-m", *self.module],
                 env=environment,
                 start_new_session=True,
                 stdout=file if local else piped,
@@ -307,27 +306,22 @@ def asked_from_outside(stop: StopRequest) -> Iterator[None]:
     A rank of a starter that is gone before the ranks have met ends at once: it would wait for others that may
     never come, has nothing to keep, and nobody would end it.
     """
-    over, parent, file = threading.Event(), os.environ.get(_PARENT), os.environ.get(_STOP_FILE)
+    parent, file = os.environ.get(_PARENT), os.environ.get(_STOP_FILE)
 
-    def look() -> None:
-        while not over.wait(_POLL_S):
-            if not stop.pending and file is not None and Path(file).exists():
-                stop.ask(Path(file).read_text(encoding="utf-8") or f"the file {file}")
-            if parent and not _lives(parent):
-                from torch.distributed import is_initialized  # here: who starts ranks needs no torch
+    def look() -> bool:
+        if not stop.pending and file is not None and Path(file).exists():
+            stop.ask(Path(file).read_text(encoding="utf-8") or f"the file {file}")
+        if not parent or _lives(parent):
+            return False
+        from torch.distributed import is_initialized  # here: who starts ranks needs no torch
 
-                if not is_initialized():
-                    os._exit(1)  # without a word: the pipe that its lines go into has lost its reader
-                stop.ask("the end of the process that started the ranks")
-                return
+        if not is_initialized():
+            os._exit(1)  # without a word: the pipe that its lines go into has lost its reader
+        stop.ask("the end of the process that started the ranks")
+        return True
 
-    thread = threading.Thread(target=look, name="dphybrid-stop", daemon=True)
-    thread.start()
-    try:
+    with watching(look, _POLL_S, "dphybrid-stop"):
         yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def _lives(name: str) -> bool:

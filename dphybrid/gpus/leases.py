@@ -11,6 +11,7 @@ import os
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Self
@@ -20,7 +21,14 @@ from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field
 from dphybrid.gpus.inventory import Gpu, clock_time
 from dphybrid.util.errors import UserError
 from dphybrid.util.locks import is_locked, lock, stands_at
-from dphybrid.util.shared_files import OddFileError, open_regular, read_text, shared_folder_fault
+from dphybrid.util.shared_files import (
+    OddFileError,
+    open_regular,
+    opened,
+    read_text,
+    shared_folder_fault,
+    write_page,
+)
 
 _FALLBACK = Path("/tmp/dphybrid-leases")  # noqa: S108 - its owner, mode and files are looked at before use
 """For machines whose /var/lock only root may write to; the same for every user."""
@@ -152,8 +160,7 @@ def try_lease(folder: Path, gpus: Sequence[Gpu], run: str) -> Lease | None:
         "since": datetime.now().astimezone().isoformat(),
     }
     for handle in handles:
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, json.dumps(page).encode(), 0)
+        write_page(handle, json.dumps(page))
     return Lease(gpus, handles, folder)
 
 
@@ -181,8 +188,7 @@ def ask_for(folder: Path, gpu: Gpu) -> str:
     except OddFileError as error:
         raise UserError(f"{error}; remove it") from error
     try:
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, user_name().encode(), 0)
+        write_page(handle, user_name())
         os.utime(handle)
     finally:
         os.close(handle)
@@ -195,19 +201,11 @@ def ask_for(folder: Path, gpu: Gpu) -> str:
 def asked_by(lease: Lease) -> str | None:
     """Return who has asked for a GPU of this lease since it began, or None."""
     for gpu in lease.gpus:
-        file = _ask_file(lease.folder, gpu.uuid)
-        try:
-            handle = open_regular(file)
-        except OSError:
-            continue
-        try:
+        # suppress: nobody asked, or what stands there is no request
+        with suppress(OSError), opened(_ask_file(lease.folder, gpu.uuid)) as handle:
             if os.fstat(handle).st_mtime >= lease.since:
                 name = read_text(handle)[:100]
                 return f"{name if name.isprintable() and name else 'somebody'} asked for {gpu.label}"
-        except OddFileError:
-            continue
-        finally:
-            os.close(handle)
     return None
 
 
@@ -217,15 +215,12 @@ def locked_page(file: Path) -> str | None:
     Raises OddFileError for what is not a regular file.
     """
     try:
-        handle = open_regular(file)
+        with opened(file) as handle:
+            return read_text(handle) if is_locked(handle) else None
     except OddFileError:
         raise
     except OSError:
         return None
-    try:
-        return read_text(handle) if is_locked(handle) else None
-    finally:
-        os.close(handle)
 
 
 def user_name() -> str:

@@ -38,7 +38,7 @@ from dphybrid.gpus import lease_folder
 from dphybrid.orchestration.queueing import BEGUN, HOME, STARTED_BY, UNREACHABLE
 from dphybrid.util.errors import UserError
 from dphybrid.util.locks import is_locked, lock, stands_at
-from dphybrid.util.shared_files import OddFileError, open_regular, own_folder, read_text
+from dphybrid.util.shared_files import OddFileError, open_regular, opened, own_folder, read_text, write_page
 from dphybrid.util.stop import StopRequest
 from dphybrid.util.watching import watching
 
@@ -75,12 +75,8 @@ def mark_start(flow_run_id: str) -> str:
     """Write into the run's file that this process starts it; return these words, for `HOME`, and for its
     process as `STARTED_BY`."""
     started_by = f"{os.getpid()} {uuid4()} {socket.gethostname()}"
-    handle = open_regular(run_file(flow_run_id), os.O_RDWR | os.O_CREAT, own=True)
-    try:
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, started_by.encode(), 0)
-    finally:
-        os.close(handle)
+    with opened(run_file(flow_run_id), os.O_RDWR | os.O_CREAT, own=True) as handle:
+        write_page(handle, started_by)
     return started_by
 
 
@@ -145,8 +141,8 @@ def _locked(file: Path) -> Iterator[None]:
     """Hold a file locked; wait for another process of the same run, which is about to end. The end of an
     orphan: the other one has the run."""
     while True:
-        with os.fdopen(open_regular(file, os.O_RDWR | os.O_CREAT, own=True), "r+") as stream:
-            while not lock(stream.fileno()):
+        with opened(file, os.O_RDWR | os.O_CREAT, own=True) as handle:
+            while not lock(handle):
                 if _is_orphan():
                     print(
                         f"{file.stem}: the worker that started this process is dead, and another process "
@@ -155,7 +151,7 @@ def _locked(file: Path) -> Iterator[None]:
                     )
                     os._exit(128 + signal.SIGTERM)
                 time.sleep(0.2)
-            if stands_at(file, stream.fileno()):  # else its last holder removed it
+            if stands_at(file, handle):  # else its last holder removed it
                 yield
                 return
 
@@ -277,11 +273,8 @@ def _start_of(file: Path) -> str:
 def _is_locked(file: Path) -> bool:
     """Does a process hold the file? Raises OddFileError for another user's file, FileNotFoundError when it is
     gone."""
-    handle = open_regular(file, own=True)
-    try:
+    with opened(file, own=True) as handle:
         return is_locked(handle)
-    finally:
-        os.close(handle)
 
 
 @contextmanager

@@ -19,8 +19,7 @@ from prefect.states import Cancelled
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import load_settings
-from dphybrid.gpus.leasing import leased_devices
-from dphybrid.gpus.politeness import giving_way
+from dphybrid.gpus.leasing import giving_way, leased_devices
 from dphybrid.orchestration.machines import gathered, other_workers, over_machines
 from dphybrid.orchestration.queueing import shown_waiting
 from dphybrid.orchestration.shown import show_run, shown_progress

@@ -11,8 +11,7 @@ from contextlib import ExitStack, contextmanager
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
-from dphybrid.gpus.leasing import leased_devices
-from dphybrid.gpus.politeness import giving_way
+from dphybrid.gpus.leasing import giving_way, leased_devices
 from dphybrid.run.build import build_run, prepare_data, resumed_replicas
 from dphybrid.run.evaluate import evaluate_run
 from dphybrid.run.experiment import Experiment

@@ -4,6 +4,8 @@ before they are used."""
 import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _MAX_BYTES = 65536
@@ -44,6 +46,22 @@ def open_regular(file: Path, flags: int = os.O_RDONLY, own: bool = False) -> int
         os.close(handle)
         raise OddFileError(f"{file}: {why}")
     return handle
+
+
+@contextmanager
+def opened(file: Path, flags: int = os.O_RDONLY, own: bool = False) -> Iterator[int]:
+    """Yield the handle of `open_regular` while the block runs."""
+    handle = open_regular(file, flags, own)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def write_page(handle: int, text: str) -> None:
+    """Replace the text of an open file, which others may have open, too: it stays the same file."""
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, text.encode(), 0)
 
 
 def read_text(handle: int) -> str:

@@ -17,8 +17,7 @@ import pytest
 from dphybrid.cluster.refusals import versions
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import load_settings
-from dphybrid.orchestration.joining import SEAT, Seat, same_run
-from dphybrid.orchestration.machines import check_nodes, over_machines
+from dphybrid.orchestration.machines import SEAT, Seat, check_nodes, over_machines, same_run
 from dphybrid.recipes.configs import apply_overrides, load_config
 from dphybrid.run.folder import RunPage
 from tests.fake_nvml import gpu, write_state
