@@ -98,15 +98,12 @@ def _is_orphan() -> bool:
 
 
 @contextmanager
-def alive_here(flow_run_id: str | None) -> Iterator[None]:
-    """Mark the flow run as living in this process while the block runs. None: not a run of a server.
+def alive_here(flow_run_id: str) -> Iterator[None]:
+    """Mark the flow run as living in this process while the block runs.
 
     A worker may have started the run anew before this process has ended: the file is left for that start
     then. Ends this process when another machine's worker has started the run since.
     """
-    if flow_run_id is None:
-        yield
-        return
     file = run_file(flow_run_id)
     with _locked(file):
         _settle_in(flow_run_id, file)
@@ -278,17 +275,9 @@ def _is_locked(file: Path) -> bool:
 
 
 @contextmanager
-def noticing_the_workers_death(
-    flow_run_id: str | None, stop: StopRequest, every_s: float = 0.5
-) -> Iterator[None]:
+def noticing_the_workers_death(stop: StopRequest, every_s: float = 0.5) -> Iterator[None]:
     """While the block runs, end its run in good order (as SIGTERM does) when the worker that started it dies,
-    or has died before.
-
-    Nobody would supervise it then. None: no worker started it.
-    """
-    if flow_run_id is None:
-        yield
-        return
+    or has died before: nobody would supervise it."""
     # A worker may die while this process still imports: its parent is another one then, from the first look
     # on.
     parent, orphaned = os.getppid(), _is_orphan()

@@ -3,15 +3,15 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.context import FlowRunContext, SettingsContext, get_settings_context
-from prefect.exceptions import Pause, PrefectException
-from prefect.states import AwaitingRetry, Cancelled, Completed, Running
+from prefect.exceptions import PrefectException
+from prefect.states import Completed, Running
 
 STARTED_BY = "DPHYBRID_STARTED_BY"
 """Environment variable in which a worker tells a run's process who started it: `PID TOKEN HOST`, as in the
@@ -62,7 +62,7 @@ def ended(name: str, text: str) -> State:
 
 
 @contextmanager
-def shown_waiting(flow_run_id: str | None) -> Iterator[Callable[[str], None]]:
+def shown_waiting(flow_run_id: str) -> Iterator[Callable[[str], None]]:
     """Yield a function that tells why the run waits: as a line, and as the run's state WaitingForGPU, which
     ends with the block."""
     waiting = False
@@ -79,13 +79,11 @@ def shown_waiting(flow_run_id: str | None) -> Iterator[Callable[[str], None]]:
             set_state(flow_run_id, Running(), only_if="WaitingForGPU")
 
 
-def set_state(flow_run_id: str | None, state: State, only_if: str | None = None) -> bool:
+def set_state(flow_run_id: str, state: State, only_if: str | None = None) -> bool:
     """Give a running flow run another state of the same kind, or end it; return whether that was done.
 
     only_if: the name that its state must have. Not done to what does not run, nor while the server is away.
     """
-    if flow_run_id is None:
-        return False
     try:
         with get_client(sync_client=True) as client:
             now = client.read_flow_run(UUID(flow_run_id)).state
@@ -102,44 +100,6 @@ def lives_elsewhere(run: FlowRun) -> bool:
     own = os.environ.get(STARTED_BY)
     queued = run.state is not None and run.state.type in (StateType.SCHEDULED, StateType.PENDING)
     return queued or (own is not None and run.labels.get(HOME, own) != own)
-
-
-class ServerAwayError(RuntimeError):
-    """Prefect's server does not answer."""
-
-
-def leave(flow_run_id: str, reason: str, after_s: float | None, ending: str | None = None) -> None:
-    """Leave an interrupted run in the state that fits, and end this process without another one; return when
-    Prefect should say what it is.
-
-    Cancelled when somebody cancelled it. Queued again for `after_s` seconds from now (None: not wanted), if a
-    worker can take it up; one that sees its checkpoints goes on with it. ending: one of the `ENDINGS`, for a
-    run that nobody goes on with. Left as it is when it was thought dead and is another process's now. Raises
-    ServerAwayError.
-    """
-    state: State[object] | None = None
-    try:
-        with get_client(sync_client=True) as client:
-            run = client.read_flow_run(UUID(flow_run_id))
-            now = run.state.type if run.state else StateType.RUNNING
-            if lives_elsewhere(run):
-                raise Pause(state=run.state)
-            if now in (StateType.CANCELLING, StateType.CANCELLED):
-                state = Cancelled(message=reason)
-            elif ending is not None:
-                state = Completed(name=ending, message=reason)
-            elif after_s is not None and now == StateType.RUNNING and run.deployment_id and run.work_queue_id:
-                state = AwaitingRetry(
-                    scheduled_time=datetime.now(UTC) + timedelta(seconds=after_s), message=reason
-                )
-            if state is not None:
-                client.set_flow_run_state(UUID(flow_run_id), state, force=True)
-    except Pause:
-        raise
-    except UNREACHABLE as error:
-        raise ServerAwayError(str(error)) from error
-    if state is not None:
-        raise Pause(state=state)
 
 
 def too_late(limit_min: float) -> State | None:

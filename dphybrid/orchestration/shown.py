@@ -17,11 +17,9 @@ from dphybrid.util.watching import watching
 TELL_EVERY_S = 2.0
 
 
-def show_run(flow_run_id: str | None, name: str, tags: Sequence[str], address: str) -> None:
+def show_run(flow_run_id: str, name: str, tags: Sequence[str], address: str) -> None:
     """Give a flow run the name of its run, more tags, and a link to `address`, where MLflow shows it ("": not
     recorded by a server). A server that does not answer is reported and does not stop the training."""
-    if flow_run_id is None:
-        return
     try:
         with get_client(sync_client=True) as client:
             run = client.read_flow_run(UUID(flow_run_id))
@@ -42,7 +40,7 @@ def show_run(flow_run_id: str | None, name: str, tags: Sequence[str], address: s
 
 
 @contextmanager
-def shown_progress(flow_run_id: str | None) -> Iterator[Callable[[EpochEnd], None]]:
+def shown_progress(flow_run_id: str) -> Iterator[Callable[[EpochEnd], None]]:
     """Yield what shows each epoch as the flow run's progress: one artifact, which a thread brings up to date,
     for training waits for no server."""
     latest: tuple[float, str] | None = None
@@ -54,7 +52,7 @@ def shown_progress(flow_run_id: str | None) -> Iterator[Callable[[EpochEnd], Non
         nonlocal shown, artifact
         with showing:
             now = latest
-            if now is None or now == shown or flow_run_id is None:
+            if now is None or now == shown:
                 return False
             (percent, text), run = now, UUID(flow_run_id)
             try:

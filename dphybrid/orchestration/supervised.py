@@ -6,22 +6,19 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime, timedelta
 from uuid import UUID
 
 from prefect import runtime
-from prefect.client.schemas.objects import StateType
-from prefect.exceptions import TerminationSignal
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import State, StateType
+from prefect.exceptions import Pause, TerminationSignal
+from prefect.states import AwaitingRetry, Cancelled, Completed
 
 from dphybrid.config.settings import load_settings
 from dphybrid.orchestration.alive import alive_here, noticing_the_workers_death
-from dphybrid.orchestration.queueing import (
-    UNREACHABLE,
-    ServerAwayError,
-    client_for_threads,
-    leave,
-    lives_elsewhere,
-)
+from dphybrid.orchestration.queueing import UNREACHABLE, client_for_threads, lives_elsewhere
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
 from dphybrid.util.watching import watching
@@ -41,34 +38,32 @@ def supervised(ending: str | None = None) -> Iterator[StopRequest]:
     without_tracebacks_of_user_errors()
     flow_run_id = runtime.flow_run.id if runtime.deployment.id else None
     stop = StopRequest()
-    with alive_here(flow_run_id), noticing_the_workers_death(flow_run_id, stop):
+    with ExitStack() as held:
+        if flow_run_id is not None:  # a worker started it, and others see it
+            held.enter_context(alive_here(flow_run_id))
+            held.enter_context(noticing_the_workers_death(stop))
         try:
             with stop_signals(stop, at_once=True):
                 yield stop
         except Interrupted as interruption:
             asked_to_end = interruption.signal_number == signal.SIGTERM
-            _leave(flow_run_id, str(interruption), interruption.requeue or asked_to_end, ending)
+            if flow_run_id is not None:
+                _leave(flow_run_id, str(interruption), interruption.requeue or asked_to_end, ending)
             if asked_to_end:
                 raise TerminationSignal(signal=signal.SIGTERM) from interruption
             raise
         except TerminationSignal as ended:  # before or after these handlers
-            _leave(flow_run_id, f"stopped by {ended!r}", True, ending)
+            if flow_run_id is not None:
+                _leave(flow_run_id, f"stopped by {ended!r}", True, ending)
             raise
 
 
 @contextmanager
-def watched_flow_run(
-    flow_run_id: str | None, stop: StopRequest, every_s: float = _ASK_EVERY_S
-) -> Iterator[None]:
-    """While the block runs, ask its run to stop once the flow run is cancelled or was given up. None: nothing
-    to watch.
+def watched_flow_run(flow_run_id: str, stop: StopRequest, every_s: float = _ASK_EVERY_S) -> Iterator[None]:
+    """While the block runs, ask its run to stop once the flow run is cancelled or was given up.
 
     Prefect's own observer dies for good in an outage of half a minute, and a cancelled run would train on.
     """
-    if flow_run_id is None:
-        yield
-        return
-
     opened = client_for_threads()
 
     def look() -> bool:
@@ -103,12 +98,33 @@ def _tells_more_than_the_state(record: logging.LogRecord) -> bool:
     return not isinstance(error, UserError | KeyboardInterrupt)
 
 
-def _leave(flow_run_id: str | None, reason: str, later: bool, ending: str | None) -> None:
-    if flow_run_id is None:
-        return
+def _leave(flow_run_id: str, reason: str, later: bool, ending: str | None) -> None:
+    """Leave an interrupted run in the state that fits, and end this process without another one; return when
+    Prefect should say what it is.
+
+    Cancelled when somebody cancelled it. Queued again after a while (later: wanted), if a worker can take it
+    up; one that sees its checkpoints goes on with it. ending: one of the `ENDINGS`, for a run that nobody
+    goes on with. Left as it is when it was thought dead and is another process's now.
+    """
+    state: State[object] | None = None
     try:
-        leave(flow_run_id, reason, load_settings().requeue_after_s if later else None, ending)
-    except ServerAwayError as error:
+        with get_client(sync_client=True) as client:
+            run = client.read_flow_run(UUID(flow_run_id))
+            now = run.state.type if run.state else StateType.RUNNING
+            if lives_elsewhere(run):
+                raise Pause(state=run.state)
+            if now in (StateType.CANCELLING, StateType.CANCELLED):
+                state = Cancelled(message=reason)
+            elif ending is not None:
+                state = Completed(name=ending, message=reason)
+            elif later and now == StateType.RUNNING and run.deployment_id and run.work_queue_id:
+                when = datetime.now(UTC) + timedelta(seconds=load_settings().requeue_after_s)
+                state = AwaitingRetry(scheduled_time=when, message=reason)
+            if state is not None:
+                client.set_flow_run_state(run.id, state, force=True)
+    except Pause:
+        raise
+    except UNREACHABLE as error:
         # Without a word to Prefect, which would try for long, and then call it crashed: a worker here finds
         # the run dead, and queues it.
         print(
@@ -117,3 +133,5 @@ def _leave(flow_run_id: str | None, reason: str, later: bool, ending: str | None
             flush=True,
         )
         os._exit(128 + signal.SIGTERM)
+    if state is not None:
+        raise Pause(state=state)

@@ -71,7 +71,7 @@ import os, signal, sys, time
 from dphybrid.orchestration.alive import noticing_the_workers_death
 from dphybrid.util.stop import StopRequest
 signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
-with noticing_the_workers_death("x", StopRequest(), every_s=0.1):
+with noticing_the_workers_death(StopRequest(), every_s=0.1):
     time.sleep(float(sys.argv[1]))
 os._exit(0)
 """
