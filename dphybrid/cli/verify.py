@@ -6,9 +6,13 @@ is for the rest: after a power failure, or on an old disk.
 """
 
 import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from dphybrid.cli.parser import Parser
-from dphybrid.config.settings import load_settings
+from dphybrid.config.settings import Settings, load_settings
+from dphybrid.util.errors import UserError
+from dphybrid.util.files import given_path
 
 
 def flags(parser: Parser) -> None:
@@ -19,10 +23,54 @@ def flags(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Read prepared folders and checkpoints whole; 1 when one is damaged."""
-    from dphybrid.run.verify import verify_places
-
     damaged = 0
     for line, good in verify_places(args.places, load_settings()):
         damaged += not good
         print(f"{'ok ' if good else 'BAD'} {line}", flush=True)
     return 1 if damaged else 0
+
+
+def verify_places(places: Sequence[str], settings: Settings) -> Iterator[tuple[str, bool]]:
+    """Yield (what was found, is it whole) for each prepared folder and checkpoint.
+
+    places: names of runs, prepared folders or checkpoint folders; none: everything below the data folder.
+    Every byte is read. Raises UserError for any other place.
+    """
+    from dphybrid.data import verify_prepared
+    from dphybrid.training.checkpoint import verify_checkpoint
+
+    for folder in _folders(places, settings):
+        check = verify_checkpoint if (folder / "state.json").is_file() else verify_prepared
+        try:
+            check(folder)
+        except UserError as error:
+            yield str(error), False
+        else:
+            yield f"{folder}: whole", True
+
+
+def _folders(places: Sequence[str], settings: Settings) -> list[Path]:
+    from dphybrid.training.checkpoint import complete_checkpoints
+
+    runs = [path for path in sorted(settings.runs_dir.glob("*")) if path.is_dir()]
+    if not places:
+        prepared = [path.parent for path in sorted(settings.prepared_dir.glob("*/manifest.json"))]
+        return prepared + [
+            checkpoint for run in runs for checkpoint in complete_checkpoints(run / "checkpoints")
+        ]
+    found: list[Path] = []
+    for place in places:
+        folder = given_path(place, "place")
+        if (folder / "state.json").is_file() or (folder / "manifest.json").is_file():
+            found.append(folder)
+            continue
+        of_run = complete_checkpoints(
+            (folder if folder.is_dir() else settings.runs_dir / place) / "checkpoints"
+        )
+        if not of_run:
+            there = ", ".join(path.name for path in runs) or "none"
+            raise UserError(
+                f"{place}: no prepared folder, no checkpoint and no run with checkpoints; runs: {there}"
+            )
+        found += of_run
+    return found

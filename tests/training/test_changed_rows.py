@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 import dphybrid
+from dphybrid.cli.verify import verify_places
 from dphybrid.config import CheckpointConfig
 from dphybrid.config.settings import load_settings
 from dphybrid.embedding import HostEmbedding, HostEmbeddingCollection, find_tables, make_row_optimizer
 from dphybrid.embedding.storage import zero_rows
 from dphybrid.run.folder import read_run
 from dphybrid.run.train import build_run, evaluate_run
-from dphybrid.run.verify import verify_places
 from dphybrid.serving.load import load_model, model_from_checkpoint
 from dphybrid.tracking.loader import checkpoint_folder
 from dphybrid.training.checkpoint import (
