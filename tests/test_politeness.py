@@ -14,9 +14,10 @@ import torch
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import load_settings
-from dphybrid.gpus import ask_for, find_holder, leasing
-from dphybrid.gpus.leasing import expected_devices, leased_devices, reason_to_yield
+from dphybrid.gpus import ask_for, find_holder
 from dphybrid.recipes.configs import build_config
+from dphybrid.run import leasing
+from dphybrid.run.leasing import expected_devices, leased_devices, reason_to_yield
 from tests.commands import command
 from tests.conftest import REPOSITORY
 from tests.fake_nvml import gpu, write_state

@@ -14,10 +14,10 @@ import pytest
 from prefect.client.schemas.objects import StateType
 
 from dphybrid.config.settings import load_settings
-from dphybrid.gpus import ask_for, find_holder, leasing
+from dphybrid.gpus import ask_for, find_holder
 from dphybrid.orchestration import queueing, supervised
 from dphybrid.recipes.configs import build_config
-from dphybrid.run import start, trainer
+from dphybrid.run import leasing, start, trainer
 from dphybrid.run import train as job
 from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
 from tests.fake_nvml import gpu, write_state

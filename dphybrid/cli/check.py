@@ -48,7 +48,7 @@ def _check_recipe(args: argparse.Namespace, places: list[str]) -> int:
         raise UserError("check recipe: name one, as NAME or package.module:NAME")
     vars(args)["config.recipe"] = places[0]
     config, breaks = given_config(args), 0
-    from dphybrid.selftest.recipe import check_recipe
+    from dphybrid.cli.trial import check_recipe
 
     for found in check_recipe(config, load_settings()):
         print(found.line(), flush=True)

@@ -42,8 +42,8 @@ def flags(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print how batches will be split, and what each device will hold."""
-    from dphybrid.gpus.leasing import wanted_spec
     from dphybrid.parallel import resolve_devices, split_plan
+    from dphybrid.run.leasing import wanted_spec
 
     config, settings = given_config(args), load_settings()
     rows, recipe = args.rows, find_recipe(config.recipe)

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     """Train; a run that gives its GPUs back takes its place in the queue again."""
     config, settings, resume, report_path = config_from_args(args)
     with kept_from_gc():
-        from dphybrid.gpus.leasing import go_on_later
+        from dphybrid.run.leasing import go_on_later
         from dphybrid.run.train import run_job
         from dphybrid.util.stop import Interrupted
 

@@ -12,8 +12,6 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from dphybrid.embedding.storage import unfilled_rows
-from dphybrid.parallel import resolve_devices
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import Run
 from dphybrid.run.pages import ResultPage
@@ -89,8 +87,7 @@ def _outputs_of(
     run: Run, experiment: Experiment, fill: Callable[[nn.Module], None]
 ) -> dict[str, torch.Tensor]:
     """Return the validation outputs of the model that `fill` gives its weights; its memory is free then."""
-    with unfilled_rows():
-        network = experiment.build(resolve_devices(run.page.devices))
+    network = experiment.unfilled(run.page.devices)
     fill(network)
     batch_size = experiment.config.train.batch_size
     return validation_outputs(network, experiment.data.dataset("valid"), batch_size, experiment.task)

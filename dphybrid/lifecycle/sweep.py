@@ -2,7 +2,6 @@
 leases its own GPUs."""
 
 import itertools
-import os
 import re
 import subprocess
 import sys
@@ -17,10 +16,9 @@ from pydantic import BaseModel, SerializeAsAny
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
-from dphybrid.gpus import Inventory, visible
-from dphybrid.gpus.leasing import expected_devices, wanted_spec
 from dphybrid.recipes.configs import AnyExperiment, apply_overrides
 from dphybrid.run.folder import changed_values, check_run_name
+from dphybrid.run.leasing import expected_devices, num_at_once
 from dphybrid.run.train import Report
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.files import read_json, write_json, write_text
@@ -120,18 +118,6 @@ def _text(value: object) -> str:
     )
 
 
-def cells_at_once(cells: Sequence[Cell], settings: Settings) -> int:
-    """Return how many of these could hold leases at the same time: GPUs by the fewest that a cell takes; 1 on
-    the CPU."""
-    units = visible(Inventory(settings.nvml).read(), os.environ.get("CUDA_VISIBLE_DEVICES"))
-    specs = [wanted_spec(cell.config, settings) for cell in cells]
-    if not units or any("cpu" in spec.names for spec in specs):
-        return 1
-    everything = settings.max_gpus or len(units)
-    least = min(spec.count or len(set(spec.names)) or everything for spec in specs)
-    return max(1, min(len(cells), len(units) // least))
-
-
 def run_cell(
     cell: Cell,
     folder: Path,
@@ -211,7 +197,7 @@ def begin_sweep(sweep: str, cells: Sequence[Cell], settings: Settings, at_once: 
             )
     _rows_of_others(folder, cells)  # a damaged file is told before the runs
     folder.mkdir(parents=True, exist_ok=True)
-    workers = at_once or cells_at_once(cells, settings)
+    workers = at_once or min(len(cells), num_at_once([cell.config for cell in cells], settings))
     print(f"Sweep {sweep}: {counted(len(cells), 'run')}, {workers} at once; logs in {folder}", flush=True)
     return folder, workers
 

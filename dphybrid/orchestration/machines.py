@@ -38,7 +38,6 @@ from dphybrid.cluster.launch import Meeting, address_towards, train_in_ranks
 from dphybrid.cluster.refusals import difference, versions
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings, load_settings
-from dphybrid.gpus.leasing import expected_devices, giving_way, leased_devices
 from dphybrid.orchestration.alive import MAX_RUNS, num_starts
 from dphybrid.orchestration.queueing import (
     HOME,
@@ -51,6 +50,7 @@ from dphybrid.orchestration.queueing import (
 )
 from dphybrid.recipes.configs import apply_overrides
 from dphybrid.run.folder import Run, read_run
+from dphybrid.run.leasing import expected_devices, giving_way, leased_devices
 from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import write_text

@@ -19,7 +19,6 @@ from prefect.states import Cancelled
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import load_settings
-from dphybrid.gpus.leasing import giving_way, leased_devices
 from dphybrid.orchestration.machines import gathered, other_workers, over_machines
 from dphybrid.orchestration.queueing import shown_waiting
 from dphybrid.orchestration.shown import show_run, shown_progress
@@ -27,6 +26,7 @@ from dphybrid.orchestration.supervised import watched_flow_run
 from dphybrid.run import train as job
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import find_tagged_run, read_run
+from dphybrid.run.leasing import giving_way, leased_devices
 from dphybrid.run.report import attached
 from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
 from dphybrid.util.text import masked

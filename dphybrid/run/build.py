@@ -18,11 +18,11 @@ from dphybrid.config import ExperimentConfig, flatten
 from dphybrid.config.settings import Settings
 from dphybrid.data.table.labels import Label
 from dphybrid.embedding import dense_parameters, find_tables
-from dphybrid.gpus.leasing import expected_devices
 from dphybrid.parallel import Devices, find_data_parallel, resolve_devices, split_sizes
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.run.experiment import Experiment, choose_engine
 from dphybrid.run.folder import Run, RunPage, changed_values, check_run_name, find_run, new_run_folder
+from dphybrid.run.leasing import expected_devices
 from dphybrid.run.report import open_run_tracker
 from dphybrid.tracking import CHANGED_TAG, Tracker, waiting
 from dphybrid.tracking.files import FILES

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
 from dphybrid.data import Prepared, batches
-from dphybrid.gpus.leasing import wanted_spec
 from dphybrid.parallel import (
     DataParallel,
     SplitDifference,
@@ -21,6 +20,7 @@ from dphybrid.parallel.check import Finding, check_module
 from dphybrid.parallel.memory import block_memory, memory_text
 from dphybrid.recipes.context import build_from_config
 from dphybrid.recipes.registry import find_recipe
+from dphybrid.run.leasing import wanted_spec
 from dphybrid.util.errors import UserError
 from dphybrid.util.importing import import_callable
 

@@ -5,8 +5,6 @@ from collections.abc import Mapping
 from contextlib import closing, suppress
 from pathlib import Path
 
-from dphybrid.embedding.storage import deferred_rows, unfilled_rows
-from dphybrid.parallel import resolve_devices
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import Run
 from dphybrid.run.pages import MetricsPage, ResultPage
@@ -23,8 +21,7 @@ def evaluate_run(run: Run, experiment: Experiment) -> dict[str, float]:
     data, task, mapped = experiment.data, experiment.task, experiment.engine.mapped
     best = Path(ResultPage.read(run.folder / "result.json").best_checkpoint)
     gc.collect()  # frames of torch's lazy imports may hold the trained table: two would not fit
-    with deferred_rows() if mapped else unfilled_rows():
-        model = experiment.build(resolve_devices(run.page.devices))
+    model = experiment.unfilled(run.page.devices, mapped)
     _check_best(best, run)
     load_weights(best, model, mapped)
     batch_size = experiment.config.train.batch_size

@@ -10,7 +10,8 @@ from torch import nn
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
 from dphybrid.data import Dataset, Prepared
-from dphybrid.parallel import Devices
+from dphybrid.embedding.storage import deferred_rows, unfilled_rows
+from dphybrid.parallel import Devices, resolve_devices
 from dphybrid.recipes.context import build_from_config
 from dphybrid.recipes.recipe import Recipe
 from dphybrid.recipes.registry import find_recipe
@@ -53,6 +54,14 @@ class Experiment:
         """Build the model with its start values. rows: what it may look at; see `ModelContext`."""
         folder = self.settings.table_folder
         return build_from_config(self.config, self.data.info, devices, folder, rows, self.recipe)
+
+    def unfilled(self, devices: str, mapped: bool = False) -> nn.Module:
+        """Build the model for weights that are there: its rows get no start values.
+
+        devices: their text. mapped: its rows will be files.
+        """
+        with deferred_rows() if mapped else unfilled_rows():
+            return self.build(resolve_devices(devices))
 
     @property
     def encoder(self) -> tuple[Path | None, dict[str, str]]:

@@ -18,11 +18,11 @@ from dphybrid.cluster.ranks import LostRanks, Ranks, joined
 from dphybrid.cluster.refusals import refuse_differences
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings, load_settings
-from dphybrid.gpus.leasing import expected_devices
 from dphybrid.run.build import build_run, prepare_data
 from dphybrid.run.evaluate import evaluate_run
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import Run, RunPage, find_tagged_run, read_run
+from dphybrid.run.leasing import expected_devices
 from dphybrid.run.pages import Report
 from dphybrid.run.report import report_run
 from dphybrid.run.train import closing_run, train_here

@@ -11,11 +11,11 @@ from contextlib import ExitStack, contextmanager
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
-from dphybrid.gpus.leasing import giving_way, leased_devices
 from dphybrid.run.build import build_run, prepare_data, resumed_replicas
 from dphybrid.run.evaluate import evaluate_run
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import Run, running
+from dphybrid.run.leasing import giving_way, leased_devices
 from dphybrid.run.pages import Report, ResultPage
 from dphybrid.run.report import attached, report_run
 from dphybrid.run.trainer import train_here

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from dphybrid.config.settings import load_settings
-from dphybrid.lifecycle.sweep import begin_sweep, cells_at_once, make_grid, write_sweep
+from dphybrid.lifecycle.sweep import begin_sweep, make_grid, write_sweep
 from dphybrid.recipes.configs import build_config
+from dphybrid.run.leasing import num_at_once
 from flows import sweep_hybrid
 from tests.fake_nvml import gpu, write_state
 from tests.flows.servers import REPOSITORY
@@ -41,7 +42,7 @@ def test_a_grid_has_a_cell_for_each_combination(data_dir: Path) -> None:
         (2, 0.1),
         (2, 0.2),
     ]
-    assert cells_at_once(grid.cells, settings) == 1
+    assert num_at_once([cell.config for cell in grid.cells], settings) == 1
     folder, _ = begin_sweep("s", grid.cells, settings)
     first = grid.cells[0]
     (folder / f"{first.name}.config.json").write_text(first.config.model_dump_json())

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from dphybrid.cli.trial import Found, check_recipe
 from dphybrid.config.settings import load_settings
 from dphybrid.recipes import Recipe, Task
 from dphybrid.recipes.configs import load_config
 from dphybrid.recipes.newrecipe.metrics import TASK, compute
 from dphybrid.recipes.newrecipe.model import Network
 from dphybrid.recipes.newrecipe.recipe import NewRecipe
-from dphybrid.selftest.recipe import Found, check_recipe
 from tests.commands import command
 
 

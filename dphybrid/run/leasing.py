@@ -3,7 +3,7 @@ way back: a thread watches them, and asks the run to stop when their owner needs
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -59,6 +59,17 @@ def expected_devices(config: ExperimentConfig, settings: Settings) -> str:
         return resolve_devices(spec.text).text
     count = spec.count or min(len(units), settings.max_gpus or len(units))
     return _virtual(spec, count) if settings.nvml != REAL_NVML else resolve_devices(spec.text).text
+
+
+def num_at_once(configs: Sequence[ExperimentConfig], settings: Settings) -> int:
+    """Return how many runs could hold leases at the same time: GPUs by the fewest that one of these takes; 1
+    on the CPU."""
+    units = visible(Inventory(settings.nvml).read(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    specs = [wanted_spec(config, settings) for config in configs]
+    if not units or any("cpu" in spec.names for spec in specs):
+        return 1
+    everything = settings.max_gpus or len(units)
+    return max(1, len(units) // min(spec.count or len(set(spec.names)) or everything for spec in specs))
 
 
 @contextmanager
