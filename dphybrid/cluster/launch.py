@@ -176,6 +176,7 @@ def run_ranks(
             old.unlink(missing_ok=True)
     start = _Starts(count, module, logs, environment, meeting, stop)
     attempt, code = 0, 1
+    # A start has the same number on all machines: who failed goes to the next one, and the others follow.
     while code and attempt <= restarts:
         code = start.run(attempt)
         later = max(attempt + 1, start.newest())

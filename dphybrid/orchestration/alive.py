@@ -137,6 +137,7 @@ def _settle_in(flow_run_id: str, file: Path) -> None:
 def _locked(file: Path) -> Iterator[None]:
     """Hold a file locked; wait for another process of the same run, which is about to end. The end of an
     orphan: the other one has the run."""
+    # Again from the file's opening when its last holder removed it: the name may be another file's by then.
     while True:
         with opened(file, os.O_RDWR | os.O_CREAT, own=True) as handle:
             while not lock(handle):
@@ -148,7 +149,7 @@ def _locked(file: Path) -> Iterator[None]:
                     )
                     os._exit(128 + signal.SIGTERM)
                 time.sleep(0.2)
-            if stands_at(file, handle):  # else its last holder removed it
+            if stands_at(file, handle):
                 yield
                 return
 

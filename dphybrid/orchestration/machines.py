@@ -235,6 +235,7 @@ class _Followers:
             timeout=0,
             flow_run_name=f"{self._seat.run} on {name}",
             tags=["dphybrid", "machine"],
+            # a call that is tried again after a lost answer makes no second flow run
             idempotency_key=f"{self._seat.job}-{name}",
             work_queue_name=name,
         )

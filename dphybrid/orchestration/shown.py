@@ -14,7 +14,7 @@ from dphybrid.training.callbacks import EpochEnd
 from dphybrid.util.text import as_markdown, masked
 from dphybrid.util.watching import watching
 
-TELL_EVERY_S = 2.0
+_TELL_EVERY_S = 2.0
 
 
 def show_run(flow_run_id: str, name: str, tags: Sequence[str], address: str) -> None:
@@ -73,14 +73,14 @@ def shown_progress(flow_run_id: str) -> Iterator[Callable[[EpochEnd], None]]:
         nonlocal latest
         latest = 100 * seen.epoch / seen.epochs, _epoch_text(seen)
 
-    with watching(show, TELL_EVERY_S, "dphybrid-progress", end_s=1.0):
+    with watching(show, _TELL_EVERY_S, "dphybrid-progress", end_s=1.0):
         yield tell
     if latest is not None:  # and nobody has interrupted it
         latest = 100.0, f"{latest[1]}; trained"  # early stopping ends before the last epoch
         # A thread, for this one's client is the flow's: it asks for minutes when the server is away.
         last = Thread(target=show, daemon=True)
         last.start()
-        last.join(TELL_EVERY_S)
+        last.join(_TELL_EVERY_S)
 
 
 def _epoch_text(seen: EpochEnd) -> str:

@@ -112,6 +112,7 @@ def _leave(flow_run_id: str, reason: str, later: bool, ending: str | None) -> No
             run = client.read_flow_run(UUID(flow_run_id))
             now = run.state.type if run.state else StateType.RUNNING
             if lives_elsewhere(run):
+                # Prefect sets no state after a Pause: the run is another process's.
                 raise Pause(state=run.state)
             if now in (StateType.CANCELLING, StateType.CANCELLED):
                 state = Cancelled(message=reason)

@@ -95,7 +95,7 @@ class Deployment(BaseModel):
     schedules: list[_Schedule] | None = None
 
 
-class PrefectYaml(BaseModel):
+class _PrefectYaml(BaseModel):
     deployments: list[Deployment] | None = None
 
 
@@ -112,7 +112,7 @@ def deployments_file(given: Path | None) -> Path:
 def read_deployments(file: Path) -> list[Deployment]:
     """Return the deployments of a prefect.yaml. Raises UserError for a file that is none."""
     try:
-        page = PrefectYaml.model_validate(yaml.safe_load(read_small_text(file)))
+        page = _PrefectYaml.model_validate(yaml.safe_load(read_small_text(file)))
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'the file'}: {e['msg']}" for e in error.errors())
         raise UserError(f"{file}: is not a list of deployments as Prefect reads it: {wrong}") from error

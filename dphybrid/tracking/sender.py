@@ -113,7 +113,7 @@ class Sender:
     def _work(self) -> None:
         retry_s, beaten = _FIRST_RETRY_S, 0.0
         while not self._closed:
-            asked = self._asked
+            asked = self._asked  # before the look: who asks meanwhile is answered by the next one
             try:
                 if not self._outbox.hold():
                     raise BlockingIOError("another process is sending this run's records")
@@ -147,6 +147,7 @@ class Sender:
 
     def _send_all(self) -> None:
         while not self._closed and (found := self._outbox.pending(_AT_ONCE)):
+            # Metrics that follow each other are one call to the server, anything else is a call of its own.
             for _, group in itertools.groupby(found, lambda r: "" if r["op"] == "metrics" else r["n"]):
                 records = list(group)
                 if self._closed:

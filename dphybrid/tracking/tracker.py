@@ -22,7 +22,7 @@ from dphybrid.util.text import masked
 
 _log = logging.getLogger(__name__)
 
-FINISH_WAIT_S, CLOSE_WAIT_S = 30.0, 5.0
+_FINISH_WAIT_S, _CLOSE_WAIT_S = 30.0, 5.0
 """How long the end of a run, and the end of one of its parts, wait for a server that is away."""
 
 
@@ -135,26 +135,27 @@ class MlflowTracker(Tracker):
     def register(self, name: str, uid: str, alias: str) -> str:
         outbox, sender = self._open()
         record = {"op": "register", "name": name, "uid": uid, "alias": alias}
+        # Not by `record`: the number is how the sender names what the server refused.
         number = outbox.append(record, sync=True)
-        arrived = sender.drain(FINISH_WAIT_S)
+        arrived = sender.drain(_FINISH_WAIT_S)
         if number in sender.refused:
             return sender.refused[number]
         if arrived:
             return ""
         return f"{self.tracking_uri} does not take records now; `dphybrid sync` registers it when it is back"
 
-    def flush(self, timeout_s: float = FINISH_WAIT_S) -> bool:
+    def flush(self, timeout_s: float = _FINISH_WAIT_S) -> bool:
         return self._open()[1].drain(timeout_s)
 
     def close(self) -> None:
         if self._sender is not None:
-            self._sender.close(CLOSE_WAIT_S)
+            self._sender.close(_CLOSE_WAIT_S)
             self._sender = None
 
     def finish(self, status: Status) -> None:
         self.record({"op": "status", "status": status}, sync=True)
         outbox, sender = self._open()
-        arrived, losses = sender.deliver(FINISH_WAIT_S)
+        arrived, losses = sender.deliver(_FINISH_WAIT_S)
         if not arrived:
             print(
                 f"MLflow at {self.tracking_uri} does not take records now; {outbox.counts()[0]:,} are kept. "

@@ -24,10 +24,10 @@ from urllib.parse import parse_qs
 from dphybrid.util.errors import UserError
 from dphybrid.util.text import masked
 
-HOST = "127.0.0.1"
+_HOST = "127.0.0.1"
 _START_S = 120.0
 """How long MLflow's server may take to answer; on a cold disk its imports take long."""
-END_S = 10.0
+_END_S = 10.0
 """How long it may take to end before it is killed."""
 REFUSED = b"Open the address that `dphybrid ui` printed: it carries a token.\n"
 
@@ -67,14 +67,14 @@ def serving(uri: str, port: int) -> Iterator[tuple["subprocess.Popen[bytes]", st
                 with suppress(ProcessLookupError):
                     os.killpg(server.pid, number)
                 with suppress(subprocess.TimeoutExpired):
-                    server.wait(END_S)
+                    server.wait(_END_S)
 
 
 def _wait(server: "subprocess.Popen[bytes]", port: int, token: str) -> str | None:
     """Wait for the server's first answer; return what went wrong, or None."""
     begun = time.monotonic()
     wanted = urllib.request.Request(
-        f"http://{HOST}:{port}/health", headers={"Authorization": f"Bearer {token}"}
+        f"http://{_HOST}:{port}/health", headers={"Authorization": f"Bearer {token}"}
     )
     while time.monotonic() - begun < _START_S:
         if server.poll() is not None:
@@ -152,7 +152,7 @@ def main() -> None:
     os.environ[served.SERVE_ARTIFACTS_ENV_VAR] = "true"
     from mlflow.server.fastapi_app import app
 
-    uvicorn.run(_TokenOnly(app, token, port), host=HOST, port=port, log_level="warning")
+    uvicorn.run(_TokenOnly(app, token, port), host=_HOST, port=port, log_level="warning")
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ def outlive_its_death(server: MlflowServer, tmp_path: Path) -> None:
 def test_training_ends_without_its_server_and_sync_completes_the_run(
     server: MlflowServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("FINISH_WAIT_S", "CLOSE_WAIT_S"):
+    for name in ("_FINISH_WAIT_S", "_CLOSE_WAIT_S"):
         monkeypatch.setattr(f"dphybrid.tracking.tracker.{name}", 0.5)
     from dphybrid.training import loop
 
