@@ -5,18 +5,8 @@ import pytest
 from tests.commands import python
 from tests.conftest import REPOSITORY
 
-HEAVY = (
-    "torch",
-    "mlflow",
-    "prefect",
-    "polars",
-    "pydantic",
-    "pydantic_settings",
-    "matplotlib",
-    "sklearn",
-    "rich",
-    "prefect.server",
-)
+HEAVY = ["torch", "mlflow", "prefect", "polars", "pydantic", "pydantic_settings", "matplotlib", "sklearn"]
+HEAVY += ["rich", "prefect.server"]
 
 
 @pytest.mark.parametrize(

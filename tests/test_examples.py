@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from mlflow.tracking import MlflowClient
 
 import dphybrid
 from examples import callbacks, make_notebook, own_loop, tutorial
-from tests.commands import python, run_with
+from tests.commands import models_of, python, run_with
 from tests.conftest import REPOSITORY
 
 
@@ -63,16 +64,12 @@ def test_the_notebook_is_the_script_and_prints_its_splits(monkeypatch: pytest.Mo
 
 def test_an_own_recipe_is_on_record_under_its_import_path(data_dir: Path) -> None:
     """MLflow takes neither dots nor colons in a model's name."""
-    from mlflow.tracking import MlflowClient
-
     report = run_with("recipe=examples.own_recipe:Ratings", "train.epochs=1")
-    client = MlflowClient(report.tracking_uri)
-    run = client.get_run(report.run_id)
+    run = MlflowClient(report.tracking_uri).get_run(report.run_id)
     assert run.data.params["recipe"] == "examples.own_recipe:Ratings"
     assert run.data.metrics["final/right"] == report.metrics["right"]
-    assert {model.name for model in client.search_logged_models([run.info.experiment_id])} == {
-        f"examples-own_recipe-Ratings-{Path(report.best_checkpoint).name}"
-    }
+    (model,) = models_of(report)
+    assert model.name == f"examples-own_recipe-Ratings-{Path(report.best_checkpoint).name}"
 
 
 def test_from_a_dataframe_to_predictions(unrecorded: None, capsys: pytest.CaptureFixture[str]) -> None:

@@ -170,8 +170,8 @@ def test_ctrl_c_during_the_imports_of_a_flow_ends_without_a_traceback(flow: str,
     (package / "__init__.py").write_text(  # the flow's own first import is that of a name
         "import os, signal\n\n\ndef __getattr__(name):\n    os.kill(os.getpid(), signal.SIGINT)\n"
     )
-    command = f"PYTHONPATH={tmp_path} {sys.executable} -m flows.{flow}; exit $?"
-    ended = subprocess.run(["sh", "-c", command], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    line = f"PYTHONPATH={tmp_path} {sys.executable} -m flows.{flow}; exit $?"
+    ended = subprocess.run(["sh", "-c", line], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (130, "")
 
 

@@ -81,8 +81,7 @@ def test_gpus_are_read_with_memory_load_processes_and_owners(
     (process,) = first.processes
     assert process.command == "sleep"
     assert abs(process.since.timestamp() - time.time()) < 60
-    reason = busy_reason(first, Policy())
-    assert reason.startswith(f"GPU 0: 38.0 GiB taken by {process.owner} since ")
+    assert busy_reason(first, Policy()).startswith(f"GPU 0: 38.0 GiB taken by {process.owner} since ")
     assert busy_reason(second, Policy()) is None
 
 
@@ -96,14 +95,8 @@ def test_without_a_driver_there_are_no_gpus_and_a_reason(name: str, machine: Pat
 
 
 def test_what_nvml_does_not_tell_and_gpus_that_fail(machine: Path, fake: Inventory) -> None:
-    write_state(
-        machine,
-        [
-            gpu(0, hides=["load", "processes"]),
-            gpu(1, error="GPU_IS_LOST"),
-            gpu(2, processes=[[os.getpid(), None]]),
-        ],
-    )
+    odd = [gpu(0, hides=["load", "processes"]), gpu(1, error="GPU_IS_LOST")]
+    write_state(machine, [*odd, gpu(2, processes=[[os.getpid(), None]])])
     hidden, lost, own = fake.read()
     assert hidden.utilisation is None
     assert busy_reason(hidden, Policy()) is None
@@ -187,17 +180,9 @@ def test_auto_takes_all_that_are_free_and_counts_are_exact(
     with acquire(Wanted(count=1), fake, folder, run="one", policy=AT_ONCE, names="3,2") as lease:
         assert [unit.index for unit in lease.gpus] == [3]
     told: list[str] = []
+    soon = {"policy": AT_ONCE, "timeout_s": 0.1, "poll_s": 0.02, "on_wait": told.append}
     with pytest.raises(LeaseTimeoutError, match=r"4 GPUs did not come free .* GPU 1: 1.0 GiB taken by "):
-        acquire(
-            Wanted(count=4),
-            fake,
-            folder,
-            run="four",
-            policy=AT_ONCE,
-            timeout_s=0.1,
-            poll_s=0.02,
-            on_wait=told.append,
-        )
+        acquire(Wanted(count=4), fake, folder, run="four", **soon)
     assert len(told) == 1
     with refused("5 GPUs wanted, 4 are here"):
         acquire(Wanted(count=5), fake, folder, run="five", policy=AT_ONCE)
@@ -215,10 +200,8 @@ def test_a_gpu_must_be_free_over_the_whole_window(machine: Path, fake: Inventory
             write_state(machine, [gpu(0, load=90 * (looks % 2)), gpu(1)])
             return super().read()
 
-    policy = Policy(window_s=0.2)
-    with acquire(
-        Wanted(count=1), Flickering("tests.fake_nvml"), folder, run="a", policy=policy, poll_s=0.02
-    ) as lease:
+    often = {"policy": Policy(window_s=0.2), "poll_s": 0.02}
+    with acquire(Wanted(count=1), Flickering("tests.fake_nvml"), folder, run="a", **often) as lease:
         assert [unit.index for unit in lease.gpus] == [1]
 
 
@@ -231,18 +214,8 @@ def test_nothing_starts_outside_the_hours_and_no_ticket_is_held_then(fake: Inven
         return next(answers, None)
 
     told: list[str] = []
-    with acquire(
-        Wanted(),
-        fake,
-        folder,
-        run="a",
-        policy=AT_ONCE,
-        timeout_s=5,
-        poll_s=0.01,
-        on_wait=told.append,
-        closed=closed,
-    ):
-        pass
+    soon = {"policy": AT_ONCE, "timeout_s": 5, "poll_s": 0.01, "on_wait": told.append}
+    acquire(Wanted(), fake, folder, run="a", closed=closed, **soon).release()
     assert told == ["training hours begin at 20:00"]
     assert seen[:2] == [[], []]
 
@@ -254,10 +227,9 @@ def test_training_hours_go_past_midnight_and_know_weekends() -> None:
         ("2026-11-20 19:00", True),
         ("2026-11-21 12:00", True),
         ("2026-11-23 07:29", False),
+        ("2026-11-24 07:29", True),  # Tuesday morning belongs to Monday's span
     ):
         assert hours.open_at(datetime.fromisoformat(moment)) is allowed, moment
-    # Tuesday morning belongs to Monday's span
-    assert hours.open_at(datetime.fromisoformat("2026-11-24 07:29"))
     assert hours.closed_reason(datetime.fromisoformat("2026-11-24 08:00")) == "training hours begin at 19:00"
     assert parse_training_hours("").open_at(datetime.fromisoformat("2026-11-24 08:00"))
     for wrong in ("8-20", "25:00-08:00", "foo 20:00-08:00", "20:00"):
@@ -277,10 +249,7 @@ def test_devices_shows_a_table_and_asks_a_run_to_give_way(
     }
 
     def devices(*argv: str) -> str:
-        command = [sys.executable, "-m", "dphybrid", "devices", *argv]
-        return subprocess.run(
-            command, capture_output=True, text=True, check=True, cwd=REPOSITORY, env=env
-        ).stdout
+        return python("-m", "dphybrid", "devices", *argv, cwd=REPOSITORY, env=env).stdout
 
     with try_lease(folder, fake.read()[1:2], "night") or pytest.fail("not leased") as lease:
         first, second, hidden = devices().splitlines()[1:]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.commands import python
 from tests.conftest import REPOSITORY
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
@@ -65,10 +66,7 @@ print(table.weight.sum().item().hex(), native.__file__)
 
 def trained(folder: Path, **variables: str) -> list[str]:
     gone = {name: value for name, value in os.environ.items() if name not in ("CC", "PYTHONPATH")}
-    run = [sys.executable, "-c", TRAINS]
-    done = subprocess.run(run, env=gone | variables, capture_output=True, text=True, check=False, cwd=folder)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.split()
+    return python("-c", TRAINS, env=gone | variables, cwd=folder).stdout.split()
 
 
 def test_a_machine_without_a_compiler_installs_it(tmp_path: Path) -> None:

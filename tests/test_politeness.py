@@ -66,10 +66,7 @@ def test_device_texts_become_leases_and_what_torch_calls_them(machine: Path) -> 
             assert len(devices.lease.gpus if devices.lease else ()) == number
     with leased_devices(config("auto"), settings, run="resumed", replicas=2) as devices:
         assert devices.text == "cpu*2"
-    with (
-        refused("cuda:7 is not here"),
-        leased_devices(config("cuda:7"), settings, run="test"),
-    ):
+    with refused("cuda:7 is not here"), leased_devices(config("cuda:7"), settings, run="test"):
         pass
     write_state(machine, [gpu(0)], init_error="DRIVER_NOT_LOADED")
     with leased_devices(config("auto"), settings, run="test") as devices:
@@ -82,20 +79,16 @@ def test_reasons_to_give_way_follow_the_policy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     noon = datetime.fromisoformat("2026-11-24 12:00")
-    settings = {
-        name: load_settings().model_copy(update={"yield_to_others": name})
-        for name in ("never", "ask", "always")
-    }
+    ways = ("never", "ask", "always")
+    settings = {way: load_settings().model_copy(update={"yield_to_others": way}) for way in ways}
     with leased_devices(config("auto*2"), settings["ask"], run="night") as devices:
 
         def reasons() -> list[str | None]:
-            return [reason_to_yield(devices, settings[name], noon) for name in ("never", "ask", "always")]
+            return [reason_to_yield(devices, settings[way], noon) for way in ways]
 
         assert reasons() == [None, None, None]
-        write_state(
-            machine,
-            [gpu(0, processes=[[os.getpid(), 60]], free_gib=20), gpu(1), gpu(2, processes=[[stranger, 70]])],
-        )
+        ours, theirs = gpu(0, processes=[[os.getpid(), 60]], free_gib=20), gpu(2, processes=[[stranger, 70]])
+        write_state(machine, [ours, gpu(1), theirs])
         assert reasons() == [None, None, None]  # our own process, and one on a GPU that is not ours
         write_state(machine, [gpu(0), gpu(1, processes=[[stranger, 30]], free_gib=40), gpu(2)])
         assert reasons()[:2] == [None, None]
@@ -108,10 +101,8 @@ def test_reasons_to_give_way_follow_the_policy(
         assert reasons()[0] is None
         assert "asked for GPU 1" in str(reasons()[1])
         hours = settings["never"].model_copy(update={"training_hours": "20:00-08:00"})
-        assert (
-            reason_to_yield(devices, hours, noon)
-            == "the end of training hours (training hours begin at 20:00)"
-        )
+        ended = "the end of training hours (training hours begin at 20:00)"
+        assert reason_to_yield(devices, hours, noon) == ended
         assert reason_to_yield(devices, hours, noon.replace(hour=23)) is None
 
 
@@ -164,9 +155,8 @@ def test_a_lease_is_the_gpu_that_cuda_computes_on(before: str, text: str, driver
     driver.started = before == "started"
     with leased_devices(config("cuda:2"), load_settings(), run="test") as devices:
         assert devices.text == text
-        assert driver.get_device_properties(int(text[-1])).uuid == devices.lease.gpus[0].uuid.removeprefix(
-            "GPU-"
-        )
+        (leased,) = devices.lease.gpus
+        assert driver.get_device_properties(int(text[-1])).uuid == leased.uuid.removeprefix("GPU-")
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
     if before != "started":  # by the lease, then; there is no second chance
         assert driver.workspace == ":4096:2"
@@ -183,30 +173,15 @@ def test_a_gpu_that_cuda_does_not_see_is_not_replaced_by_another(driver: Driver)
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
-OPTIONS = [
-    "--recipe",
-    "ctr",
-    "--devices",
-    "auto*2",
-    "--model.dropout",
-    "0.1",
-    "--train.patience",
-    "0",
-    "--train.log-every",
-    "5",
-]
-
-
 def words(folder: Path, name: str, epochs: int) -> list[str]:
     """A command that trains."""
     rows = folder / "clicks.csv"
     if not rows.exists():
-        rows.write_text(
-            "clicked,site,age\n" + "".join(f"{i % 3 == 0:d},s{i % 7},{i % 50}\n" for i in range(600))
-        )
-    argv = [*OPTIONS, "--data.path", str(rows), "--data.label", "clicked", "--train.epochs", str(epochs)]
-    argv += ["--run-name", name, "--train.batch-size", "32", "--report", str(folder / f"{name}.json")]
-    return ["train", "--tracking", "none", *argv]
+        lines = (f"{i % 3 == 0:d},s{i % 7},{i % 50}" for i in range(600))
+        rows.write_text("\n".join(["clicked,site,age", *lines]))
+    text = "train --tracking none --recipe ctr --devices auto*2 --data.label clicked --model.dropout 0.1"
+    text += f" --train.patience 0 --train.log-every 5 --train.batch-size 32 --train.epochs {epochs}"
+    return [*text.split(), "--run-name", name, "--data.path", str(rows), "--report", f"{folder / name}.json"]
 
 
 def train(folder: Path, name: str, epochs: int, log: Path) -> "subprocess.Popen[bytes]":
@@ -230,11 +205,9 @@ def test_a_foreign_process_gets_its_gpu_and_the_run_goes_on_with_the_same_bits(
     polite = train(tmp_path, "polite", 10, log)
     wait_until(lambda: b"epoch 2/10" in log.read_bytes(), "it trains")
     write_state(machine, [gpu(0), gpu(1, processes=[[stranger, 38]], free_gib=41)])
-    wait_until(
-        lambda: b"Waiting for GPUs: GPU 1: 38.0 GiB taken by" in log.read_bytes(), "it waits for the GPU"
-    )
-    assert find_holder(folder, free[0]["uuid"]) is None
-    assert find_holder(folder, free[1]["uuid"]) is None
+    waiting = b"Waiting for GPUs: GPU 1: 38.0 GiB taken by"
+    wait_until(lambda: waiting in log.read_bytes(), "it waits for the GPU")
+    assert [find_holder(folder, unit["uuid"]) for unit in free] == [None, None]
     assert polite.poll() is None
     write_state(machine, free)
     assert polite.wait(patience(120)) == 0, log.read_text()

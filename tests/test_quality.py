@@ -100,12 +100,8 @@ def test_lists_hide_what_a_user_has_met_and_are_judged_by_ndcg() -> None:
 def test_recommenders_find_planted_groups(data_dir: Path, tmp_path: Path) -> None:
     """Even users like even items, each of them all but some: popularity cannot tell them apart."""
     draw = random.Random(0)
-    lines = [
-        f"{user}\t{item}\t5\t0"
-        for user in range(40)
-        for item in range(user % 2, 60, 2)
-        if draw.random() < 0.7
-    ]
+    pairs = [(user, item) for user in range(40) for item in range(user % 2, 60, 2)]
+    lines = [f"{user}\t{item}\t5\t0" for user, item in pairs if draw.random() < 0.7]
     (tmp_path / "ml-100k").mkdir()
     (tmp_path / "ml-100k" / "u.data").write_text("\n".join(lines))
     asked = ["--only", "retrieval", "--data", str(tmp_path), "--seeds", "1"]

@@ -32,38 +32,16 @@ needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give fil
 NOBODY = 65534
 
 
-def make_pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def make_link(path: Path) -> None:
-    path.symlink_to(path.parent.parent / "victim")
-
-
-def make_second_name(path: Path) -> None:
-    path.hardlink_to(path.parent.parent / "victim")
-
-
-def make_folder(path: Path) -> None:
-    path.mkdir()
-
-
-def make_socket(path: Path) -> None:
-    os.mknod(path, stat.S_IFSOCK | 0o600)
-
-
-ODD = [make_pipe, make_link, make_second_name, make_folder, make_socket]
-LOCKED_PAGES = [
-    b"",
-    b"{",
-    b"\xff\xfe",
-    b"[]",
-    b"7",
-    b'{"pid": "x"}',
-    b'{"pid": 1, "user": "\\u001b[2J", "run": 3}',
-    b'{"uuids": 3}',
-    b"x" * 10**6,
-]
+ODD: dict[str, Callable[[Path], None]] = {
+    "pipe": os.mkfifo,
+    "link": lambda path: path.symlink_to(path.parent.parent / "victim"),
+    "second name": lambda path: path.hardlink_to(path.parent.parent / "victim"),
+    "folder": Path.mkdir,
+    "socket": lambda path: os.mknod(path, stat.S_IFSOCK | 0o600),
+}
+"""What may be where a file is expected -> what makes it."""
+LOCKED_PAGES = [b"", b"{", b"\xff\xfe", b"[]", b"7", b'{"pid": "x"}', b'{"uuids": 3}', b"x" * 10**6]
+LOCKED_PAGES.append(b'{"pid": 1, "user": "\\u001b[2J", "run": 3}')
 
 
 @pytest.fixture
@@ -77,20 +55,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def take(folder: Path, count: int) -> list[str]:
-    policy = Policy(window_s=0)
-    with acquire(
-        Wanted(count=count), Inventory("tests.fake_nvml"), folder, run="mine", policy=policy, poll_s=0.01
-    ) as lease:
+    soon = {"policy": Policy(window_s=0), "poll_s": 0.01}
+    with acquire(Wanted(count=count), Inventory("tests.fake_nvml"), folder, run="mine", **soon) as lease:
         return [unit.label for unit in lease.gpus]
 
 
-@pytest.mark.parametrize("make", ODD)
+@pytest.mark.parametrize("kind", ODD)
 def test_odd_files_cost_one_gpu_at_most_and_are_named(
-    make: Callable[[Path], None], folder: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     units = Inventory("tests.fake_nvml").read()
     for name in ("00000000000000000001-1.ticket", f"gpu-{units[0].uuid}.lock", f"gpu-{units[1].uuid}.asked"):
-        make(folder / name)
+        ODD[kind](folder / name)
     assert take(folder, 1) == ["GPU 1"]
     assert capsys.readouterr().err.count("00000000000000000001-1.ticket") == 1
     holder = find_holder(folder, units[0].uuid)

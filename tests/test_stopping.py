@@ -126,24 +126,21 @@ def test_a_request_before_the_first_step_ends_the_run(
 def test_a_request_ends_the_preparation_and_the_waiting_for_gpus(
     machine: Path,  # noqa: F811
     stranger: int,  # noqa: F811
+    unrecorded: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
     stop, prepare = StopRequest(), job.prepare_data
-    monkeypatch.setattr(
-        job, "prepare_data", lambda *args, **named: (prepare(*args, **named), stop.ask("a test"))[0]
-    )
+
+    def prepare_and(ask: Callable[[], None]) -> None:
+        monkeypatch.setattr(job, "prepare_data", lambda *args, **named: (prepare(*args, **named), ask())[0])
+
+    prepare_and(lambda: stop.ask("a test"))
     with pytest.raises(Interrupted, match="a test before it was built") as caught:
         run(1, stop)
     assert caught.value.run is None
-    monkeypatch.setattr(
-        job,
-        "prepare_data",
-        lambda *args, **named: (prepare(*args, **named), os.kill(os.getpid(), signal.SIGINT))[0],
-    )
-    with pytest.raises(Interrupted, match="Ctrl-C") as caught:  # at once
+    prepare_and(lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(Interrupted, match="Ctrl-C"):  # at once
         run(1, StopRequest())
-    monkeypatch.setattr(job, "prepare_data", prepare)
     write_state(machine, [gpu(0, processes=[[stranger, 38]])])
     stop, told = StopRequest(), []
 

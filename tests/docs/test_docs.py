@@ -3,8 +3,6 @@
 import importlib.util
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from dphybrid.config.settings import Settings
 from dphybrid.data.table.kinds import KINDS
 from dphybrid.recipes.configs import field_types
 from dphybrid.recipes.registry import BUILT_IN
+from tests.commands import python
 from tests.conftest import REPOSITORY
 
 PAGES = {
@@ -173,16 +172,5 @@ def test_links_lead_somewhere() -> None:
 @pytest.mark.slow
 def test_the_site_builds_strictly(tmp_path: Path) -> None:
     pytest.importorskip("mkdocstrings", reason="needs the extra docs")
-    command = [
-        sys.executable,
-        "-m",
-        "mkdocs",
-        "build",
-        "--strict",
-        "--quiet",
-        "--site-dir",
-        str(tmp_path / "site"),
-    ]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    python("-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path / "site", cwd=REPOSITORY)
     assert "HostEmbedding" in (tmp_path / "site" / "api-embedding" / "index.html").read_text()

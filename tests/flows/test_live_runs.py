@@ -102,8 +102,8 @@ def test_a_run_that_is_about_to_tell_its_home_is_left_alone(server: Server) -> N
     assert alive.run_file(str(flow_run_id)).exists()
 
 
-@pytest.mark.parametrize("make", ODD)
-def test_files_that_are_none_of_its_runs_are_told_once(make: Any, server: Server, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ODD)
+def test_files_that_are_none_of_its_runs_are_told_once(kind: str, server: Server, tmp_path: Path) -> None:
     (tmp_path / "leases").mkdir()
     (tmp_path / "leases" / "victim").write_text("precious")  # where the odd files' links lead
     (tmp_path / "leases").chmod(0o1777)
@@ -112,7 +112,7 @@ def test_files_that_are_none_of_its_runs_are_told_once(make: Any, server: Server
     (folder / "flow-x.run").touch()
     (folder / "notes").touch()
     (folder / f"flow-{uuid4()}.run\n").touch()
-    make(folder / f"flow-{uuid4()}.run")
+    ODD[kind](folder / f"flow-{uuid4()}.run")
     foreign = folder / f"flow-{uuid4()}.run"
     foreign.touch()
     if os.getuid() == 0:
@@ -142,7 +142,7 @@ HARMLESS = [{"prefect.deployments.steps.set_working_directory": {"directory": "/
 
 
 @pytest.mark.parametrize(
-    ("job", "steps", "refused"),
+    ("job", "steps", "field"),
     [
         ({}, [], ""),
         ({}, HARMLESS, ""),
@@ -153,17 +153,17 @@ HARMLESS = [{"prefect.deployments.steps.set_working_directory": {"directory": "/
     ],
 )
 def test_a_worker_takes_no_commands_unless_it_is_set_to(
-    job: dict[str, Any], steps: Any, refused: str, monkeypatch: pytest.MonkeyPatch
+    job: dict[str, Any], steps: Any, field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = GuardedConfiguration(**job)
     deployment = SimpleNamespace(pull_steps=steps, entrypoint="dphybrid.flows.train_hybrid:train_hybrid")
     monkeypatch.delenv("DPHYBRID_WORKER_ALLOWS", raising=False)
-    if not refused:
+    if not field:
         check_job(given, deployment)  # type: ignore[arg-type]
         return
-    with refused(f"no {refused} .*DPHYBRID_WORKER_ALLOWS={refused}"):
+    with refused(f"no {field} .*DPHYBRID_WORKER_ALLOWS={field}"):
         check_job(given, deployment)  # type: ignore[arg-type]
-    monkeypatch.setenv("DPHYBRID_WORKER_ALLOWS", refused)
+    monkeypatch.setenv("DPHYBRID_WORKER_ALLOWS", field)
     check_job(given, deployment)  # type: ignore[arg-type]
 
 

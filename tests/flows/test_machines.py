@@ -80,25 +80,25 @@ def test_a_machine_that_sees_something_else_is_refused(data_dir: Path) -> None:
         versions=versions(),
     )
 
-    def refused(given: Seat, words: str) -> None:
+    def refuses(given: Seat, words: str) -> None:
         with refused(words):
             same_run(given, load_settings())
 
-    refused(seat, r"does not see .*\.machines .*DPHYBRID_DATA_DIR")
+    refuses(seat, r"does not see .*\.machines .*DPHYBRID_DATA_DIR")
     (folder / SEAT).write_text(seat.model_dump_json())
     by_server = seat.model_copy(update={"versions": dict(reversed(seat.versions.items()))})
     assert same_run(by_server.model_copy(update={"node": 1}), load_settings()).folder == folder
-    refused(seat.model_copy(update={"address": "elsewhere"}), "something else than it was told")
+    refuses(seat.model_copy(update={"address": "elsewhere"}), "something else than it was told")
     for update, words in (
         ({"host": "there"}, "there's ranks listen at 127.0.0.1, .*DPHYBRID_CLUSTER_ADDRESS on there"),
         ({"versions": versions() | {"torch": "2.0"}}, "has torch .*has 2.0; give all machines"),
     ):
         other = seat.model_copy(update=update)
         (folder / SEAT).write_text(other.model_dump_json())
-        refused(other, words)
+        refuses(other, words)
     (folder / SEAT).write_text(seat.model_dump_json())
     (data_dir / "prepared" / "clicks").rmdir()
-    refused(seat, "does not see the prepared data")
+    refuses(seat, "does not see the prepared data")
 
 
 @pytest.fixture

@@ -2,24 +2,20 @@
 and resumed it ends as the undisturbed one; a batch that does not fit is trained in parts."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.commands import python
 from tests.conftest import REPOSITORY
 from tests.gpu.places import CUDA, ONE, SEVERAL
 
 
 def ends(*options: str) -> dict[str, Any]:
     """What a training ends with."""
-    command = [sys.executable, "-m", "tests.gpu.program", *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPOSITORY)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    done = python("-m", "tests.gpu.program", *options, cwd=REPOSITORY)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def bits(*options: str) -> tuple[str, str]:

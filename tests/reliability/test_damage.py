@@ -41,6 +41,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield root
 
 
+def renewed(root: Path) -> None:
+    """Make the data folder a fresh copy of the whole one."""
+    shutil.rmtree(root / "data")
+    shutil.copytree(root / "whole", root / "data")
+
+
 def resumed(root: Path) -> dict[str, Any]:
     run_with(*LONGER, resume="latest")
     return came_to(root / "data")
@@ -52,16 +58,10 @@ def predicted(_: Path) -> list[float]:
 
 
 def told_or_harmless(
-    root: Path,
-    file: Path,
-    damaged: bytes | None,
-    work: Callable[[Path], Any],
-    expected: Any,
-    shown: pytest.CaptureFixture[str],
+    root: Path, file: Path, damaged: bytes | None, work: Callable[[Path], Any], expected: Any, shown: Any
 ) -> bool:
     """Damage a fresh copy and work with it; return whether it was told. Fails on another outcome untold."""
-    shutil.rmtree(root / "data")
-    shutil.copytree(root / "whole", root / "data")
+    renewed(root)
     damage(file, damaged)
     try:
         found = work(root)
@@ -79,29 +79,22 @@ def told_or_harmless(
 def test_damage_is_told_or_harmless(
     finished: Path, work: Callable[[Path], Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.rmtree(finished / "data")
-    shutil.copytree(finished / "whole", finished / "data")
+    renewed(finished)
     expected = work(finished)
-    there = [
-        path.relative_to(finished / "whole")
-        for path in sorted((finished / "whole").rglob("*"))
-        if path.is_file()
-    ]
+    files = [path for path in sorted((finished / "whole").rglob("*")) if path.is_file()]
+    there = [path.relative_to(finished / "whole") for path in files]
     every = [(file, kind, place) for file in there for kind in DAMAGES for place in (0.03, 0.4, 0.77)]
     chosen = every if COUNT == "all" else random.Random(0).sample(every, int(COUNT))
     told = 0
     for name, kind, place in chosen:
-        content = (finished / "whole" / name).read_bytes()
-        told += told_or_harmless(
-            finished, finished / "data" / name, DAMAGES[kind](content, place), work, expected, capsys
-        )
+        damaged = DAMAGES[kind]((finished / "whole" / name).read_bytes(), place)
+        told += told_or_harmless(finished, finished / "data" / name, damaged, work, expected, capsys)
     assert told > len(chosen) // 12
 
 
 @pytest.mark.parametrize("name", ["dense_BN.npy", "train_rows.npy"])
 def test_damaged_training_data_is_named(finished: Path, name: str) -> None:
-    shutil.rmtree(finished / "data")
-    shutil.copytree(finished / "whole", finished / "data")
+    renewed(finished)
     (file,) = (finished / "data").glob(f"prepared/*/{name}")
     content = file.read_bytes()
     damage(file, content[:-1] + b"\x7f")  # a number of 1e38, and a row far beyond the last
@@ -112,11 +105,9 @@ def test_damaged_training_data_is_named(finished: Path, name: str) -> None:
 def test_a_resume_falls_back_to_the_newest_whole_checkpoint_and_names_the_other(
     finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.rmtree(finished / "data")
-    shutil.copytree(finished / "whole", finished / "data")
+    renewed(finished)
     expected = resumed(finished)
-    shutil.rmtree(finished / "data")
-    shutil.copytree(finished / "whole", finished / "data")
+    renewed(finished)
     table = finished / "data/runs/run/checkpoints/step-000006/tables/table.safetensors"
     damage(table, DAMAGES["a flipped bit"](table.read_bytes(), 0.9))
     assert resumed(finished) == expected

@@ -111,10 +111,7 @@ def test_a_recorded_run_on_a_slow_disk_loses_and_doubles_nothing(tmp_path: Path)
     assert not expected[1]["told"]
     chosen = random.Random(2)
     for number in range(1, 201 if TRIALS == "all" else 1 + max(1, int(TRIALS) // 4)):
-        target, mode = (
-            chosen.randint(30, whole.operations),
-            chosen.choice(MODES[:4]),
-        )
+        target, mode = chosen.randint(30, whole.operations), chosen.choice(MODES[:4])
         data_dir = begun(number)
         hit = run_trial(data_dir, CHANGED_ROWS, target, mode, recorded=True, slow_s=0.01)
         assert hit.code in (0, KILLED), hit.output

@@ -156,19 +156,8 @@ def test_a_planted_fault_is_found(fault: str, copied: Path) -> None:
     whole = file.read_bytes()
     file.write_text(planted(fault), encoding="utf-8")
     try:
-        done = python(
-            "-B",
-            "-m",
-            "pytest",
-            "-n",
-            "0",
-            "-q",
-            "-x",
-            test,
-            ends=None,
-            cwd=copied,
-            env={**os.environ, "PYTHONPATH": str(copied)},
-        )
+        tries = ("-B", "-m", "pytest", "-n", "0", "-q", "-x", test)
+        done = python(*tries, ends=None, cwd=copied, env={**os.environ, "PYTHONPATH": str(copied)})
     finally:
         file.write_bytes(whole)
     assert done.returncode == 1, done.stdout

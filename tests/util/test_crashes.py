@@ -1,12 +1,11 @@
 """Files survive a kill and a power loss at each operation: each step's outcome is whole, or not there."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.commands import python
 from tests.conftest import REPOSITORY
 from tests.util.crashing import STEPS
 
@@ -15,9 +14,7 @@ OUTCOMES = [[None, None], *(outcome for _, outcome in STEPS)]
 
 @pytest.mark.parametrize("mode", ["kill", "torn", "unsynced", "lost"])
 def test_what_is_done_is_there_and_what_is_not_is_no_half(tmp_path: Path, mode: str) -> None:
-    program = [sys.executable, "-m", "tests.util.crashing", str(tmp_path), mode]
-    shown = subprocess.run(program, check=True, capture_output=True, text=True, cwd=REPOSITORY).stdout
-    trials = json.loads(shown)
+    trials = json.loads(python("-m", "tests.util.crashing", tmp_path, mode, cwd=REPOSITORY).stdout)
     for operation, (done, _, outcome) in enumerate(trials, start=1):
         assert outcome in OUTCOMES[done : done + 2], (
             f"operation {operation}, {mode}: after {done} steps {outcome}"
