@@ -143,6 +143,7 @@ def run_cell(
         argv = [sys.executable, "-m", "dphybrid", "train", "--config", str(page), "--report", str(report)]
         for name, value in {**tags, SWEEP_TAG: sweep}.items():
             argv += ["--tag", f"{name}={value}"]
+        # A cell that was cut off goes on from its checkpoint, under the name that its place gives it.
         known = (settings.runs_dir / cell.name / "run.json").is_file()
         argv += ["--resume", cell.name] if known else ["--run-name", cell.name]
         with log.open("ab") as stream:

@@ -168,6 +168,7 @@ def trained(
     """
     settings, flow_run_id = load_settings(), runtime.flow_run.id
     config = over_machines(config, nodes, settings)
+    # A flow run that is begun again has no other memory of its run than the tag on it.
     resume = resume or find_tagged_run(settings, FLOW_RUN_TAG, flow_run_id)
     with watched_flow_run(flow_run_id, stop), ExitStack() as held:
         others = other_workers(nodes, machines, settings, stop) if nodes > 1 else []

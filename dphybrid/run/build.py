@@ -143,6 +143,7 @@ def build_run(
             folder.rmdir()
         raise
     finally:
+        # The run stays open: the training attaches to it, perhaps in another process.
         tracker.close()
     run = Run(folder, page.model_copy(update={"run_id": run_id}), settings)
     run.page.write(folder / "run.json")

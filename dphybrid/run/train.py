@@ -44,6 +44,7 @@ def run_job(
         stop.obey("before it was built")
         replicas = resumed_replicas(experiment, resume)
         name = run_name or resume or experiment.recipe.name
+        # Leased until the report is written, as the evaluation computes on them, too.
         devices = held.enter_context(leased_devices(config, settings, run=name, replicas=replicas, stop=stop))
         with giving_way(devices, settings, stop), stop_signals(stop):
             all_tags = devices.tags | (tags or {})

@@ -37,9 +37,11 @@ def train_here(
     done = newest_checkpoint(run) if engine.leads else None
     trained = build_trained(experiment, devices, done)
     saver = engine.writer(run.checkpoints, trained, *experiment.encoder)
+    # One process reads the checkpoint; its engine hands the states on to the others.
     load = starting_point(done, experiment, trained, saver) if engine.leads else None
     states = engine.read(trained, load) or {}
     engine.obey(stop, f"after step {trained.progress.step}; it goes on with --resume")
+    # The plain Tracker drops what it gets: only one process of a run records.
     record = attached(run, experiment.settings) if engine.leads else Tracker()
     with closing(record) as tracker, Display() as display:
         session = make_session(run, experiment, devices, trained, saver, tracker, stop, callbacks)

@@ -153,6 +153,7 @@ class Tracker:
 
     def set_description(self, markdown: str) -> None:
         """Set the page that stands first on the run."""
+        # MLflow shows this tag as the run's description.
         self.set_tags({"mlflow.note.content": markdown})
 
     def flush(self, timeout_s: float = 30.0) -> bool:

@@ -69,6 +69,7 @@ class FileTracker(Tracker):
         if whole and not whole[-1].endswith("\n"):  # cut off by a crash
             write_text(metrics, "".join(whole := whole[:-1]))
         rows = [json.loads(line) for line in whole]
+        # A resumed run takes the steps after its checkpoint again; their lines are there.
         self._recorded = {(row["step"], name) for row in rows for name in row}
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
