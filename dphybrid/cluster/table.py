@@ -28,7 +28,7 @@ class _Lookup:
     leaf_UD: Tensor
 
 
-class SpreadTable(HostEmbedding):
+class _SpreadTable(HostEmbedding):
     """Stands in for a host table whose rows lie with all ranks; every rank must look up at the same time.
 
     table: what it stands in for, without rows of its own. spread: rows and states, for checkpoints. Its
@@ -148,10 +148,10 @@ class SpreadTable(HostEmbedding):
 
 def spread_table(
     model: nn.Module, ranks: Ranks, config: TableConfig, batch_rows: int, find_bad: FindBad
-) -> SpreadTable:
+) -> _SpreadTable:
     """Put a spread table into the place of a model's one table; return it."""
     ((name, table),) = find_tables(model).items()
-    spread = SpreadTable(table, ranks, config, batch_rows, find_bad)
+    spread = _SpreadTable(table, ranks, config, batch_rows, find_bad)
     for module in list(model.modules()):
         for child, held in list(module.named_children()):
             if held is table:

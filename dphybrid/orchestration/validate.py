@@ -86,7 +86,7 @@ class _Schedule(BaseModel):
     active: object = True
 
 
-class Deployment(BaseModel):
+class _Deployment(BaseModel):
     """What of a deployment in a prefect.yaml is looked at."""
 
     name: str
@@ -96,7 +96,7 @@ class Deployment(BaseModel):
 
 
 class _PrefectYaml(BaseModel):
-    deployments: list[Deployment] | None = None
+    deployments: list[_Deployment] | None = None
 
 
 PACKAGED = Path(__file__).with_name("prefect.yaml")
@@ -109,7 +109,7 @@ def deployments_file(given: Path | None) -> Path:
     return given or (here if here.is_file() else PACKAGED)
 
 
-def read_deployments(file: Path) -> list[Deployment]:
+def read_deployments(file: Path) -> list[_Deployment]:
     """Return the deployments of a prefect.yaml. Raises UserError for a file that is none."""
     try:
         page = _PrefectYaml.model_validate(yaml.safe_load(read_small_text(file)))

@@ -29,7 +29,7 @@ will fail."""
 
 
 @dataclass(frozen=True)
-class LeasedDevices:
+class _LeasedDevices:
     """What a run computes on. text: for `resolve_devices`. lease: None on the CPU and where NVML does not
     answer."""
 
@@ -81,7 +81,7 @@ def leased_devices(
     replicas: int = 0,
     on_wait: Callable[[str], None] | None = None,
     stop: StopRequest | None = None,
-) -> Iterator[LeasedDevices]:
+) -> Iterator[_LeasedDevices]:
     """Wait for the GPUs that the config wants and hold them while the block runs.
 
     run: shown to others. replicas: how many devices a resumed run had, so that `auto` takes as many again and
@@ -91,7 +91,7 @@ def leased_devices(
     spec, inventory = wanted_spec(config, settings), Inventory(settings.nvml)
     units = _units(spec, settings, inventory)
     if not units:
-        yield LeasedDevices(_without_lease(spec, settings, inventory))
+        yield _LeasedDevices(_without_lease(spec, settings, inventory))
         return
     if spec.is_auto and not spec.count and replicas > len(units):
         print(
@@ -121,13 +121,13 @@ def leased_devices(
     with lease:
         print(f"Leased: {', '.join(gpu.label for gpu in lease.gpus)}", flush=True)
         if settings.nvml != REAL_NVML:
-            yield LeasedDevices(_virtual(spec, len(lease.gpus)), lease, inventory)
+            yield _LeasedDevices(_virtual(spec, len(lease.gpus)), lease, inventory)
             return
         # given back after: a later run of this process chooses among all GPUs again
         before = os.environ.get("CUDA_VISIBLE_DEVICES")
         try:
             numbers = _show_to_torch(lease.gpus)
-            yield LeasedDevices(_renumbered(spec, wanted.numbers, numbers), lease, inventory)
+            yield _LeasedDevices(_renumbered(spec, wanted.numbers, numbers), lease, inventory)
         finally:
             if before is None:
                 os.environ.pop("CUDA_VISIBLE_DEVICES", None)
@@ -203,7 +203,7 @@ def _renumbered(spec: DeviceSpec, wanted: tuple[int, ...], numbers: list[int]) -
 
 
 @contextmanager
-def giving_way(devices: LeasedDevices, settings: Settings, stop: StopRequest) -> Iterator[None]:
+def giving_way(devices: _LeasedDevices, settings: Settings, stop: StopRequest) -> Iterator[None]:
     """While the block runs, ask its run to stop, and to be queued again, when `reason_to_yield` finds a
     reason.
 
@@ -227,7 +227,7 @@ def giving_way(devices: LeasedDevices, settings: Settings, stop: StopRequest) ->
         yield
 
 
-def reason_to_yield(devices: LeasedDevices, settings: Settings, now: datetime) -> str | None:
+def reason_to_yield(devices: _LeasedDevices, settings: Settings, now: datetime) -> str | None:
     """Return why the GPUs should be given back at this moment, or None.
 
     The end of training hours and a lost lease count whatever `yield_to_others` says. ask: a request, or
