@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mlflow.tracking import MlflowClient
-
 from dphybrid.cli.main import main
 from dphybrid.config.settings import load_settings
 from dphybrid.recipes.configs import load_config
@@ -43,6 +41,8 @@ def run_with(*values: str, **options: Any) -> Report:
 
 def models_of(report: Any) -> list[Any]:
     """Return the models that MLflow holds of a run. report: what names its server and its id."""
+    from mlflow.tracking import MlflowClient  # takes a second, and programs that tests start import this file
+
     client = MlflowClient(report.tracking_uri)
     experiment = client.get_run(report.run_id).info.experiment_id
     return list(client.search_logged_models([experiment], filter_string=f"source_run_id='{report.run_id}'"))
