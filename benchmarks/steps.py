@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from benchmarks.racing import race, zipf_ids
 from dphybrid.embedding import HostEmbedding, RowPipeline, clip_grad_norm_, make_row_optimizer, native
-from dphybrid.embedding.gradients import sparse
 from dphybrid.embedding.lookup import sort_ids
 from dphybrid.embedding.replicas import DeviceRows
 from dphybrid.parallel import DataParallel, Devices, parts, resolve_devices
@@ -133,7 +132,7 @@ def parts_alone(
     def update() -> None:
         rows.zero_grad()
         for one, mine in zip(found, host, strict=True):
-            table.weight.grad = sparse(one.unique_U, mine, table.weight.shape)
+            table.set_row_gradients(one.unique_U, mine)
             rows.step()
 
     def gather() -> None:

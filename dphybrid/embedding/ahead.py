@@ -1,16 +1,18 @@
 """A table's lookups for replicas: prepared ahead of their use, repaired where an update has changed their
 rows since.
 
-Letters: N ids of one replica's share, U unique ids among them, C rows changed meanwhile, D width of a row.
+Letters: N ids of one replica's share, U unique ids among them, C rows changed meanwhile, D width of a row, V
+rows of the table.
 
-Rows change only through updates, which are on record (`changed.Record`) together with the weight's version. A
-lookup carries the version read before its gathering began, so every update that may have run beside the
-gathering comes later and its rows are read again. A change that is not on record (a loaded state dict, an
-edit by hand) makes all rows be read again. What is written through `.data` or numpy raises no
+Rows change only through updates, which put the ids of each on record together with the weight's version
+before and after. A lookup carries the version read before its gathering began, so every update that may have
+run beside the gathering comes later and its rows are read again. A change that is not on record (a loaded
+state dict, an edit by hand) makes all rows be read again. What is written through `.data` or numpy raises no
 version, so a prepared lookup does not see it.
 """
 
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,9 +21,9 @@ import torch
 from torch import Tensor
 
 from dphybrid.embedding import native
-from dphybrid.embedding.changed import Record
 from dphybrid.embedding.lookup import Counters, all_in_range, no_row, sort_ids, whole_numbers
 from dphybrid.embedding.replicas import Channel, Share, SizesOf
+from dphybrid.embedding.storage import zero_rows
 
 
 @dataclass
@@ -41,7 +43,9 @@ class Lookup:
 
 
 class LookupsAhead:
-    """What a table's lookups need to know of replicas, of batches to come and of updates (`record`).
+    """What a table's lookups need to know of replicas, of batches to come and of updates.
+
+    changes: of each update on record its versions before and after, and its rows; None: there is no record.
 
     Methods are given the weight: did this refer to the table, only the garbage collector would free it.
     """
@@ -51,7 +55,8 @@ class LookupsAhead:
         self._channels: list[Channel] = []
         self._sizes_of: SizesOf | None = None
         self._expected: list[Lookup] = []
-        self.record = Record()
+        self.changes: deque[tuple[int, int, Tensor]] | None = None
+        self._mark: Tensor | None = None
 
     def place_on(self, devices: Sequence[torch.device], sizes_of: SizesOf) -> None:
         """Set where replicas are; see `HostEmbedding.place_on`."""
@@ -126,6 +131,11 @@ class LookupsAhead:
         for channel in self._channels:
             channel.settle_times()
 
+    def record_changes(self, updates: int) -> None:
+        """Remember which rows the last `updates` updates changed (0: no longer), so that `repair` can be
+        selective."""
+        self.changes = deque(maxlen=updates) if updates else None
+
     def repair(self, weight: Tensor, lookup: Lookup) -> None:
         """Bring the rows of prepared shares to what the table holds now, sending again no more than what was
         changed.
@@ -137,12 +147,16 @@ class LookupsAhead:
         if now == lookup.version:
             return
         start = time.perf_counter()
+        changes = [change for change in list(self.changes or ()) if lookup.version < change[1] <= now]
+        # Recorded changes must follow each other without a gap, from the lookup's version or before to now.
+        befores, afters = [before for before, _, _ in changes], [after for _, after, _ in changes]
+        known = bool(changes) and befores[0] <= lookup.version and [*befores[1:], now] == afters
         uniques = [share.where.unique_U for share in lookup.shares]
-        known = [self.record.changed_since(lookup.version, now, ids_U) for ids_U in uniques]
-        places = [
-            torch.arange(len(ids_U)) if places_C is None else places_C
-            for ids_U, places_C in zip(uniques, known, strict=True)
-        ]
+        places = (
+            self._changed_places(changes, uniques, len(weight))
+            if known
+            else [torch.arange(len(ids_U)) for ids_U in uniques]
+        )
         for (channel, share), ids_U, places_C in zip(self.shares_of(lookup), uniques, places, strict=True):
             if len(places_C):
                 ids_C = ids_U.index_select(0, places_C)
@@ -150,3 +164,16 @@ class LookupsAhead:
         lookup.version = now
         self._counters.repaired += sum(len(places_C) for places_C in places)
         self._counters.repair_ms += 1e3 * (time.perf_counter() - start)
+
+    def _changed_places(
+        self, changes: list[tuple[int, int, Tensor]], uniques: list[Tensor], num_rows: int
+    ) -> list[Tensor]:
+        """Return, for each tensor of unique ids, the places of those that were changed."""
+        if self._mark is None or len(self._mark) != num_rows:  # takes memory where it is touched
+            self._mark = zero_rows((num_rows,), torch.uint8)
+        for _, _, changed in changes:
+            self._mark.index_fill_(0, changed, 1)
+        places = [self._mark.index_select(0, unique_U).nonzero().squeeze(1) for unique_U in uniques]
+        for _, _, changed in changes:
+            self._mark.index_fill_(0, changed, 0)
+        return places

@@ -1,97 +1,92 @@
-"""Which rows updates have changed: a checkpoint need not hold the others again, a lookup that was prepared
-ahead need not read them again. Each row has the number of the update that changed it last.
+"""Which rows updates have changed, so that a checkpoint need not hold the others again: a byte a row, set in
+the step.
 
-Letters: V rows of a table, U unique rows of an update.
+Letters: V rows of tables that are updated together, U unique rows of an update.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dphybrid.embedding.storage import zero_rows
 
+_Member = tuple[str, Sequence[Tensor]]
+"""Name of a table, and what an update of it changes: its rows, then their states."""
+
 
 @dataclass
-class Record:
-    """Updates of one weight. users: who wants to know of them; without one there is no record.
+class _Group:
+    """Tables that are updated together, one after the other in `mark_V`. versions: of each tensor when
+    `updates` was 0."""
 
-    Each update raises the weight's version by one. From the version `first` to `last` nothing but updates has
-    changed it: what else does (a loaded state dict, an edit by hand) raises the version, too, and the next
-    update begins anew. shift: from the number of an update to the version after it.
-    """
+    members: Sequence[_Member]
+    mark_V: Tensor
+    updates: int = 0
+    versions: list[int] = field(default_factory=list)
 
-    users: int = 0
-    first: int = -1
-    last: int = -1
-    shift: int = 0
-    stamp_V: Tensor | None = field(default=None, repr=False)
-
-    def add(self, stamp_V: Tensor, number: int, before: int, after: int) -> None:
-        """Note the update `number`, which has put it into stamp_V. before, after: the weight's versions."""
-        if stamp_V is not self.stamp_V or before != self.last or after - number != self.shift:
-            self.stamp_V, self.first, self.shift = stamp_V, before, after - number
-        self.last = after
-
-    def changed_since(self, version: int, now: int, ids_U: Tensor | None = None) -> Tensor | None:
-        """Return the rows (of ids_U: their places) that were changed from one version of the weight to the
-        present one, ascending; None where that is not known."""
-        if version == now:
-            return torch.empty(0, dtype=torch.int64)
-        if self.stamp_V is None or not self.first <= version or self.last != now:
-            return None
-        stamp_X = self.stamp_V if ids_U is None else self.stamp_V.index_select(0, ids_U)
-        return (stamp_X > version - self.shift).nonzero().squeeze(1)
-
-
-class Stamps:
-    """The numbers of the last updates of tables that are updated together, one table after the other."""
-
-    def __init__(self, lengths: Sequence[int]) -> None:
-        self._all = zero_rows((sum(lengths),), torch.int32)
-        self.of_tables = self._all.split(list(lengths))
-        self.number = 0
-
-    def add(self, keys_U: Tensor) -> None:
-        """An update changed these rows; a row's key is its number plus the rows of all tables before."""
-        self.number += 1
-        self._all.index_fill_(0, keys_U, self.number)
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [tensor for _, tensors in self.members for tensor in tensors]
 
 
 class ChangedRows:
-    """The rows of each table that were changed since the last `forget`. tables: by name, their record, and
-    what an update changes: the rows, then their states.
+    """The rows that were changed since the last `forget`. groups: members by the key that `add` names.
 
-    A change of a state that is no update is noticed by its version, as those of rows are; nothing is known of
-    that table then, until the next `forget`.
+    A change that is no update (a loaded state dict, an edit by hand) is noticed by the tensors' versions;
+    nothing is known of those tables then, until the next `forget`.
     """
 
-    def __init__(self, tables: Mapping[str, tuple[Record, Sequence[Tensor]]]) -> None:
-        self._tables = tables
-        for record, _ in tables.values():
-            record.users += 1
+    def __init__(self, groups: Mapping[Hashable, Sequence[_Member]]) -> None:
+        self._groups = {
+            key: _Group(members, zero_rows((sum(len(tensors[0]) for _, tensors in members),), torch.uint8))
+            for key, members in groups.items()
+        }
         self.forget()
 
-    def forget(self, but: Mapping[str, Tensor] = MappingProxyType({})) -> None:
-        """Begin anew: nothing has changed until now, but for these rows (int64) of the tables."""
-        self._before, self._then = but, self.versions()
+    def add(self, key: Hashable, keys_U: Tensor) -> None:
+        """An update changed these rows of a group, and each of its tensors' versions by one. A row's key is
+        its number plus the rows of all members before. Of tables that were not updated together at first
+        nothing is known then, as their versions say."""
+        if (group := self._groups.get(key)) is not None:
+            group.mark_V.index_fill_(0, keys_U, 1)
+            group.updates += 1
+
+    def forget(self) -> None:
+        """Begin anew: nothing has changed since now."""
+        for group in self._groups.values():
+            if group.updates or group.versions:
+                group.mark_V.zero_()
+            group.updates, group.versions = 0, [tensor._version for tensor in group.tensors]
+
+    def restore(self, rows: Mapping[str, Tensor]) -> None:
+        """Begin anew, with these rows (int64) of each table as changed."""
+        self.forget()
+        for group in self._groups.values():
+            for name, mark in self._marks(group):
+                if name in rows:
+                    mark.index_fill_(0, rows[name], 1)
 
     def rows(self) -> dict[str, Tensor | None]:
         """Return the changed rows of each table (int64, ascending), None where they are not known."""
         found: dict[str, Tensor | None] = {}
-        for (name, (record, _)), then, now in zip(
-            self._tables.items(), self._then, self.versions(), strict=True
-        ):
-            # an update raises the versions of rows and states alike
-            alike = len({new - old for old, new in zip(then, now, strict=True)}) == 1
-            changed = record.changed_since(then[0], now[0]) if alike else None
-            if changed is not None and name in self._before:
-                changed = torch.cat([self._before[name], changed]).unique()
-            found[name] = changed
+        for group in self._groups.values():
+            now = [tensor._version - group.updates for tensor in group.tensors]
+            for name, mark in self._marks(group):
+                found[name] = (
+                    torch.from_numpy(np.flatnonzero(mark.numpy().view(np.bool_)))
+                    if now == group.versions
+                    else None
+                )
         return found
 
-    def versions(self) -> list[list[int]]:
+    def versions(self) -> list[int]:
         """Return numbers that differ when anything has changed since."""
-        return [[tensor._version for tensor in tensors] for _, tensors in self._tables.values()]
+        return [tensor._version for group in self._groups.values() for tensor in group.tensors]
+
+    def _marks(self, group: _Group) -> list[tuple[str, Tensor]]:
+        lengths = [len(tensors[0]) for _, tensors in group.members]
+        names = [name for name, _ in group.members]
+        return list(zip(names, group.mark_V.split(lengths), strict=True))

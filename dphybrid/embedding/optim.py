@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer as of_torch
 
 from dphybrid.embedding import native
-from dphybrid.embedding.changed import ChangedRows, Stamps
+from dphybrid.embedding.changed import ChangedRows
 from dphybrid.embedding.collection import find_tables, listed, named_weights
 from dphybrid.embedding.gradients import info_of, segment_of
 from dphybrid.embedding.native import Rule
@@ -51,6 +51,7 @@ class RowOptimizer(EagerOptimizer):
     """
 
     of: RowRule
+    changes: ChangedRows | None = None
 
     def __init__(self, params: object, lr: float | None = None, **numbers: object) -> None:
         known = self.of.numbers
@@ -64,14 +65,13 @@ class RowOptimizer(EagerOptimizer):
         if not groups:
             raise UserError("row optimizer: there is no table; give it the tables of a model that has one")
         self._kept: dict[object, tuple[object, native.Tables]] = {}
-        self._stamps: dict[object, Stamps] = {}
         if lr is not None:
             numbers["lr"] = lr
         super().__init__(groups, {"weight_decay": 0.0, **known, **numbers})
 
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
-        self._kept, self._stamps = {}, {}
+        self._kept = {}
 
     def state_shapes(self, num_rows: int, dim: int, real: torch.dtype) -> _Shapes:
         """Return shape and type of each state of a table of rows (num_rows, dim)."""
@@ -165,9 +165,9 @@ class RowOptimizer(EagerOptimizer):
                 loss = closure()
         self._refuse_copies()
         _refuse_between_steps()
-        for rule, weights in self._alike():
+        for rule, names, weights in self._alike():
             if any(weight.grad is not None for weight in weights):
-                self._update(rule, weights)
+                self._update(rule, names, weights)
         return loss
 
     _step_with_hooks = torch.optim.Optimizer.profile_hook_step(_step)
@@ -184,18 +184,20 @@ class RowOptimizer(EagerOptimizer):
                     "where your own loop makes all copies' gradients equal, set table.synchronized = True"
                 )
 
-    def _alike(self) -> list[tuple[Rule, list[Tensor]]]:
-        """Tables of one width, type and rule, with their rule."""
+    def _alike(self) -> list[tuple[Rule, tuple[str, ...], list[Tensor]]]:
+        """Tables of one width, type and rule, with their rule and names."""
         # updated in one go: 200 tables by themselves took five times as long as one of all their rows
-        found: dict[tuple[object, ...], tuple[Rule, list[Tensor]]] = {}
+        found: dict[tuple[object, ...], tuple[Rule, list[str], list[Tensor]]] = {}
         for group in self.param_groups:
             rule = self.rule(group)
-            for weight in group["params"]:
+            for name, weight in zip(group["param_names"], group["params"], strict=True):
                 key = (weight.shape[1], weight.dtype, rule)
-                found.setdefault(key, (rule, []))[1].append(weight)
-        return list(found.values())
+                _, names, weights = found.setdefault(key, (rule, [], []))
+                names.append(name)
+                weights.append(weight)
+        return [(rule, tuple(names), weights) for rule, names, weights in found.values()]
 
-    def _update(self, rule: Rule, weights: list[Tensor]) -> None:
+    def _update(self, rule: Rule, names: tuple[str, ...], weights: list[Tensor]) -> None:
         start = time.perf_counter()
         infos = [info_of(weight) for weight in weights]
         first_keys = list(itertools.accumulate([len(weight) for weight in weights], initial=0))
@@ -215,18 +217,13 @@ class RowOptimizer(EagerOptimizer):
         versions = [weight._version for weight in weights]
         native.update(rule, arranged, tables)
         torch.autograd.graph.increment_version(changed)  # the kernel writes behind torch's back
-        records = [None if info is None else info.ahead.record for info in infos]
-        if any(record is not None and record.users for record in records):
-            key = tuple((id(weight), len(weight)) for weight in weights)
-            if key not in self._stamps:
-                self._stamps[key] = Stamps([len(weight) for weight in weights])
-            stamps = self._stamps[key]
-            stamps.add(arranged.keys_U)
-            for record, weight, stamp_V, version in zip(
-                records, weights, stamps.of_tables, versions, strict=True
-            ):
-                if record is not None:
-                    record.add(stamp_V, stamps.number, version, weight._version)
+        if self.changes is not None:
+            self.changes.add(names, arranged.keys_U)
+        for n, (info, weight) in enumerate(zip(infos, weights, strict=True)):
+            if info is not None and (changes := info.ahead.changes) is not None:
+                keys_U = arranged.keys_U
+                own = keys_U[(keys_U >= first_keys[n]) & (keys_U < first_keys[n + 1])] - first_keys[n]
+                changes.append((versions[n], weight._version, own))
         if infos[0] is not None:
             if not infos[0].ahead.is_placed:  # those of replicas were counted when they were looked up
                 infos[0].counters.unique += len(arranged.keys_U)
@@ -266,13 +263,16 @@ class RowOptimizer(EagerOptimizer):
 
     def track_changes(self) -> ChangedRows:
         """Keep, from now on, which rows are changed; return what knows them."""
-        return ChangedRows(
+        self.changes = ChangedRows(
             {
-                name: (info.ahead.record, [weight, *self.row_states(name).values()])
-                for name, weight in self.tables.items()
-                if (info := info_of(weight)) is not None
+                names: [
+                    (name, [weight, *self.row_states(name).values()])
+                    for name, weight in zip(names, weights, strict=True)
+                ]
+                for _, names, weights in self._alike()
             }
         )
+        return self.changes
 
     def states_of(self, name: str) -> dict[str, Tensor]:
         """Return the states of a table, as references."""

@@ -163,8 +163,9 @@ class RowPipeline:
             batches, lambda batch: self._known(ids_of(batch)), self.tables, self.lookahead
         )
         self._runs.append(run)
+        # Updates between a lookup's gathering and its use: one a batch ahead, and one that was running.
         for table in self.tables.values():
-            table.ahead.record.users += 1
+            table.ahead.record_changes(self.lookahead + 2)
         try:
             while (item := run.next()) is not None:
                 for name, table in self.tables.items():
@@ -183,7 +184,7 @@ class RowPipeline:
             self._ended_s = [self._ended_s[0] + run.prepare_s, self._ended_s[1] + run.wait_s]
             for table in self.tables.values():
                 table.ahead.expect([])
-                table.ahead.record.users -= 1
+                table.ahead.record_changes(0)
 
     def counters(self, steps: int = 1) -> dict[str, float]:
         """Return what happened since the last call, summed over tables, divided by `steps`.

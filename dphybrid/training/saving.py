@@ -118,7 +118,7 @@ class CheckpointWriter:
         self._in_place = in_place
         self._changes = trained.rows.track_changes() if trained.rows is not None and not in_place else None
         self._latest: Path | None = None
-        self._versions: list[list[int]] | None = None
+        self._versions: list[int] | None = None
         self._since_full = 0
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -143,7 +143,7 @@ class CheckpointWriter:
         self._latest, self._since_full = path if page.block_sums else None, page.since_full
         if self._changes is not None:
             found = {name: changed_rows(path, name) for name in find_tables(self._trained.model)}
-            self._changes.forget({name: ids_U for name, ids_U in found.items() if ids_U is not None})
+            self._changes.restore({name: ids_U for name, ids_U in found.items() if ids_U is not None})
             self._versions = self._changes.versions()
 
     def state_dict(self) -> dict[str, Any]:
