@@ -93,7 +93,7 @@ class RowPipeline:
             self._table_ids = model.table_ids
         self._told: set[str] = set()
         self._runs: list[_Run] = []
-        self._ended_s = [0.0, 0.0]
+        self._times_ms = {"prepare_ms": 0.0, "wait_ms": 0.0}
         self._seen = self._totals()
 
     def __enter__(self) -> Self:
@@ -160,7 +160,7 @@ class RowPipeline:
             return
         handed, before = 0, self._num_prepared()
         run: _Run[Batch] = _Run(
-            batches, lambda batch: self._known(ids_of(batch)), self.tables, self.lookahead
+            batches, lambda batch: self._known(ids_of(batch)), self.tables, self.lookahead, self._times_ms
         )
         self._runs.append(run)
         # Updates between a lookup's gathering and its use: one a batch ahead, and one that was running.
@@ -181,7 +181,6 @@ class RowPipeline:
         finally:
             run.stop()
             self._runs.remove(run)
-            self._ended_s = [self._ended_s[0] + run.prepare_s, self._ended_s[1] + run.wait_s]
             for table in self.tables.values():
                 table.ahead.expect([])
                 table.ahead.record_changes(0)
@@ -206,10 +205,7 @@ class RowPipeline:
         return sum(table.counters.prepared for table in self.tables.values())
 
     def _totals(self) -> dict[str, float]:
-        totals: dict[str, float] = {
-            "prepare_ms": 1e3 * (self._ended_s[0] + sum(run.prepare_s for run in self._runs)),
-            "wait_ms": 1e3 * (self._ended_s[1] + sum(run.wait_s for run in self._runs)),
-        }
+        totals = dict(self._times_ms)
         for table in self.tables.values():
             for name, amount in table.totals().items():
                 totals[name] = totals.get(name, 0.0) + amount
@@ -231,8 +227,9 @@ class _Run(Generic[Batch]):
         ids_of: _IdsOf[Batch],
         tables: Mapping[str, HostEmbedding],
         lookahead: int,
+        times_ms: dict[str, float],
     ) -> None:
-        self.prepare_s = self.wait_s = 0.0
+        self._times_ms = times_ms
         self._iterator, self._ids_of, self._tables = iter(batches), ids_of, tables
         self._lookahead, self._reserved = lookahead, False
         self._pins = any(table.ahead.is_on_gpus for table in tables.values())
@@ -246,7 +243,7 @@ class _Run(Generic[Batch]):
     def next(self) -> _Item[Batch] | None:
         start = time.perf_counter()
         item = self._done.get()
-        self.wait_s += time.perf_counter() - start
+        self._times_ms["wait_ms"] += 1e3 * (time.perf_counter() - start)
         if isinstance(item, BaseException):
             raise item
         if item == "end":
@@ -261,6 +258,8 @@ class _Run(Generic[Batch]):
             self._thread.join(_JOIN_S)
         while not self._done.empty():
             self._done.get_nowait()
+        # a loop that goes on would else wait for a worker that is gone
+        self._done.put(UserError("RowPipeline: closed while a loop draws its batches; leave the loop first"))
 
     def _lookups(self, ids: Mapping[str, Tensor | Sequence[Tensor]]) -> dict[str, list[Lookup]]:
         """Prepare a batch's lookups; none of them where a device has no memory for them: the step then looks
@@ -308,7 +307,7 @@ class _Run(Generic[Batch]):
                         batch = pinned(batch)
                 if not self._reserved:
                     self._reserve(lookups, batch)
-                self.prepare_s += time.perf_counter() - start
+                self._times_ms["prepare_ms"] += 1e3 * (time.perf_counter() - start)
                 self._done.put(_Item(batch, lookups))
                 del batch, ids, lookups  # what is handed over is not kept alive here
         except BaseException as error:  # noqa: BLE001 - whatever it is, the loop that waits must get it

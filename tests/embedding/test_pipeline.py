@@ -185,6 +185,17 @@ def test_wrong_settings_are_named() -> None:
         AlwaysAhead({}, lookahead=0)
 
 
+def test_a_loop_that_goes_on_after_closing_ends_with_an_error() -> None:
+    batches = [torch.arange(2)] * 4
+    pipeline = AlwaysAhead({"t": placed(10, 2)})
+    given = pipeline.prefetch(batches, lambda ids: {"t": ids})
+    assert torch.equal(next(given), batches[0])
+    pipeline.close()
+    with pytest.raises(ValueError, match="closed while a loop draws its batches"):
+        next(given)
+    assert_no_worker()
+
+
 def assert_no_worker() -> None:
     gc.collect()
     assert not [thread for thread in threading.enumerate() if thread.name == "dphybrid-rows"]
