@@ -62,7 +62,7 @@ class GivenSource(Source):
         together."""
         where = f"recipe {self.recipe.name}"
         train, valid = (
-            as_arrays(split, f"{where}, {name} split")
+            _as_arrays(split, f"{where}, {name} split")
             for name, split in zip(("training", "validation"), self._given[:2], strict=True)
         )
         if train.keys() != valid.keys():
@@ -131,7 +131,7 @@ def _parts(num_train: int, num_valid: int) -> dict[str, Array]:
     return {"train_rows": np.arange(num_train), "valid_rows": np.arange(num_train, num_train + num_valid)}
 
 
-def as_arrays(given: Given, where: str) -> dict[str, Array]:
+def _as_arrays(given: Given, where: str) -> dict[str, Array]:
     """Return a split as arrays by name, samples on dim 0. where: for messages. Raises UserError for what
     cannot be one."""
     # frames of polars and of pandas

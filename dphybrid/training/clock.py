@@ -155,11 +155,11 @@ class StepTimes:
     def window(self) -> Mapping[str, float]:
         """Return p50 and p95 (ms) of the steps since the last call, or nothing."""
         fresh, self._told = self.ms[self._told :], len(self.ms)
-        return {"p50": percentile(fresh, 0.5), "p95": percentile(fresh, 0.95)} if fresh else {}
+        return {"p50": _percentile(fresh, 0.5), "p95": _percentile(fresh, 0.95)} if fresh else {}
 
     def recent(self) -> float | None:
         """Return the median (ms) of the newest steps, None without any."""
-        return percentile(self.ms[-_RECENT_STEPS:], 0.5) if self.ms else None
+        return _percentile(self.ms[-_RECENT_STEPS:], 0.5) if self.ms else None
 
     def summary(self) -> dict[str, float]:
         """Return p50, p95, mean (ms) and count of all steps after the warm-up, and the warm-up's mean. Empty
@@ -169,12 +169,12 @@ class StepTimes:
             warm, steady = self.ms[:0], self.ms
         if not steady:
             return {}
-        p50, p95 = (percentile(steady, share) for share in (0.5, 0.95))
+        p50, p95 = (_percentile(steady, share) for share in (0.5, 0.95))
         figures = {"p50": p50, "p95": p95, "mean": statistics.fmean(steady)}
         return figures | ({"warm_up": statistics.fmean(warm)} if warm else {}) | {"steps": float(len(steady))}
 
 
-def percentile(values: Sequence[float], share: float) -> float:
+def _percentile(values: Sequence[float], share: float) -> float:
     """Return the smallest value that at least `share` of the values do not exceed."""
     ordered = sorted(values)
     # In integers: 0.07 * 100 is a little more than 7, and would be rounded up to 8.

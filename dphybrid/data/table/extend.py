@@ -53,7 +53,7 @@ def old_rows(base: Encoder, now: Encoder) -> Array:
     return np.concatenate([start + ids for start, ids in zip(starts, old_ids(base, now), strict=True)])
 
 
-def row_keys(blocks: Iterable[Mapping[str, Array]], max_items: int) -> Array:
+def _row_keys(blocks: Iterable[Mapping[str, Array]], max_items: int) -> Array:
     """Return (B,) uint64 that are equal for rows with equal ids, numbers, labels and bags, which come in
     blocks of arrays by name. max_items: of a bag, at most."""
     keys = [np.empty(0, np.uint64)]
@@ -83,7 +83,7 @@ def extended_split(
 
     blocks: of the rows' arrays, in the base's encoding. Raises UserError when no row is left to hold out.
     """
-    keys_B = row_keys(blocks, base.encoder.max_items)
+    keys_B = _row_keys(blocks, base.encoder.max_items)
     trained_B, kept_B = (np.isin(keys_B, _base_keys(base, part)) for part in ("train", "valid"))
     new_B = ~trained_B & ~kept_B
     held_B = (split.held_B & new_B) | (kept_B & ~trained_B)
@@ -108,4 +108,4 @@ def _base_keys(base: Base, part: str) -> Array:
             rows = rows_B[start : start + _BLOCK]
             yield {name: arrays[name][rows] for name in base.prepared.manifest.batch_arrays}
 
-    return row_keys(blocks(), base.encoder.max_items)
+    return _row_keys(blocks(), base.encoder.max_items)

@@ -20,7 +20,7 @@ from dphybrid.data.table.kinds import Numeric
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.files import given_path
 
-SUFFIXES = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz", ".parquet", ".pq", ".jsonl", ".ndjson")
+_SUFFIXES = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz", ".parquet", ".pq", ".jsonl", ".ndjson")
 """Files of a folder that are read."""
 BLOCK_ROWS = 2**16
 """Parquet rows read at a time."""
@@ -108,10 +108,10 @@ def find_files(path: str, place: str) -> tuple[Path, ...]:
     elif root.is_dir():
         # _SUCCESS, .part-0.crc and the like stand beside the data that Spark writes.
         below = (file for file in root.rglob("*") if file.name[0] not in "._" and file.is_file())
-        files = [file for file in below if file.name.lower().endswith(SUFFIXES)]
+        files = [file for file in below if file.name.lower().endswith(_SUFFIXES)]
         if not files:
             raise UserError(
-                f"{place}={path}: is a folder without files of rows ({', '.join(SUFFIXES)}); name a file, "
+                f"{place}={path}: is a folder without files of rows ({', '.join(_SUFFIXES)}); name a file, "
                 "or one that has some"
             )
     else:

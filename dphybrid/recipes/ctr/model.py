@@ -166,7 +166,7 @@ class DLRM(nn.Module):
         return self.top(torch.cat([other_BD, dots_BP], dim=1)).squeeze(1)
 
 
-NETWORKS: dict[str, type[nn.Module]] = {"mlp": _Mlp, "wide-deep": WideDeep, "deepfm": DeepFM, "dlrm": DLRM}
+_NETWORKS: dict[str, type[nn.Module]] = {"mlp": _Mlp, "wide-deep": WideDeep, "deepfm": DeepFM, "dlrm": DLRM}
 
 
 class _ClickRegion(nn.Module):
@@ -241,7 +241,7 @@ def build_ctr(context: ModelContext[CtrModelConfig]) -> ClickModel:
     embeds = bool(num_dense) and o.numbers == "embedded"
     pieces = 1 + o.bin_width if embeds else 1  # inputs that a number becomes
     task = label_task(context.info)
-    network = NETWORKS[o.kind](
+    network = _NETWORKS[o.kind](
         Sizes(
             len(num_ids), o.dim, num_dense * pieces, o.hidden, o.layers, o.dropout, task.num_outputs, pieces
         )

@@ -42,7 +42,7 @@ def _moduli(rows: Tensor) -> Tensor:
 
 _STD = 1e-3
 """Of start values: what is left of larger ones in the end is noise."""
-QUERIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+_QUERIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "distmult": torch.mul,
     "complex": _complex_product,
     "rotate": _rotation,
@@ -90,7 +90,7 @@ class _TripleRegion(nn.Module):
         ids_K: Tensor | None = None,
     ) -> Tensor:
         relations_B2D = self.relations(torch.stack([relations_B, relations_B + self.num_relations], 1))
-        query_B2D = QUERIES[self.kind](torch.stack([heads_BD, tails_BD], 1), relations_B2D)
+        query_B2D = _QUERIES[self.kind](torch.stack([heads_BD, tails_BD], 1), relations_B2D)
         if asked is None or others_KD is None:
             return query_B2D
         answers_B2 = torch.stack([asked[1], asked[0]], 1)

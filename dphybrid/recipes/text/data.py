@@ -157,7 +157,7 @@ def held_out(documents: list[list[str]], fraction: float, seed: int) -> tuple[se
     """
     sizes = [len(words) for words in documents]
     wanted = fraction * sum(sizes)
-    shares = repeated_shares(documents)
+    shares = _repeated_shares(documents)
     order = [int(number) for number in np.random.default_rng(seed).permutation(len(documents))]
     alone = [number for number in order if shares[number] <= _MAX_REPEATED]
     repeated = sorted(
@@ -183,7 +183,7 @@ def held_out(documents: list[list[str]], fraction: float, seed: int) -> tuple[se
     return held, sum(shares[number] > _MAX_REPEATED for number in held)
 
 
-def repeated_shares(documents: list[list[str]]) -> list[float]:
+def _repeated_shares(documents: list[list[str]]) -> list[float]:
     """Return for each document the share of its passages of `_PASSAGE` words that stand in another document
     too."""
     numbers: dict[str, int] = {}
