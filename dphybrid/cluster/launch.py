@@ -24,6 +24,7 @@ import psutil
 
 from dphybrid.config.settings import Settings
 from dphybrid.util.errors import UserError
+from dphybrid.util.files import write_text
 from dphybrid.util.pages import Page
 from dphybrid.util.shared_files import OddFileError, own_folder
 from dphybrid.util.stop import StopRequest
@@ -227,7 +228,7 @@ class _Starts:
                     _end(ranks, signal.SIGKILL, _NOTICE_S)
                     return -signal.SIGKILL
                 if self.stop.pending and not self.stop_file.exists():
-                    self.stop_file.write_text(self.stop.reason, encoding="utf-8")
+                    write_text(self.stop_file, self.stop.reason)
                 self.meeting.look()
                 time.sleep(_POLL_S)
             return next((rank.returncode for rank in ranks if rank.returncode), 0)
@@ -300,6 +301,12 @@ def _name_of(pid: int) -> str:
     return f"{pid}:{psutil.Process(pid).create_time()}"
 
 
+def reason_outside() -> str:
+    """In a rank: why the process that started the ranks asks them to end; "" while it does not."""
+    file = os.environ.get(_STOP_FILE)
+    return Path(file).read_text(encoding="utf-8") if file and Path(file).exists() else ""
+
+
 @contextmanager
 def asked_from_outside(stop: StopRequest) -> Iterator[None]:
     """In a rank: ask `stop` when the process that started the ranks says so by a file, or is gone.
@@ -307,11 +314,11 @@ def asked_from_outside(stop: StopRequest) -> Iterator[None]:
     A rank of a starter that is gone before the ranks have met ends at once: it would wait for others that may
     never come, has nothing to keep, and nobody would end it.
     """
-    parent, file = os.environ.get(_PARENT), os.environ.get(_STOP_FILE)
+    parent = os.environ.get(_PARENT)
 
     def look() -> bool:
-        if not stop.pending and file is not None and Path(file).exists():
-            stop.ask(Path(file).read_text(encoding="utf-8") or f"the file {file}")
+        if reason := reason_outside():
+            stop.ask(reason)
         if not parent or _lives(parent):
             return False
         from torch.distributed import is_initialized  # here: who starts ranks needs no torch

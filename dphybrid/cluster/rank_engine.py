@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dphybrid.cluster.engine import ClusterEngine
+from dphybrid.cluster.launch import reason_outside
 from dphybrid.cluster.ranks import Ranks
 from dphybrid.cluster.spread import Spread
 from dphybrid.cluster.table import spread_table
@@ -138,7 +139,8 @@ class RankEngine(ClusterEngine):
 
     def asked(self, stop: StopRequest) -> bool:
         if self._asked and not stop.pending:
-            stop.ask("another rank's request to end")
+            # the other one may have seen the starter's request first
+            stop.ask(reason_outside() or "another rank's request to end")
         return self._asked
 
     def metrics(self, outputs: dict[str, Tensor], rows: int, batch_size: int, task: Task) -> dict[str, float]:
