@@ -1,7 +1,6 @@
 """`dphybrid check recipe`: trains a recipe on a sample of its data, and says what holds and what breaks."""
 
 import math
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stdout
@@ -28,7 +27,7 @@ from dphybrid.serving.predict import open_predictor
 from dphybrid.training.checkpoint import read_state
 from dphybrid.training.engine import Engine
 from dphybrid.training.loop import validation_outputs
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, failure_text
 from dphybrid.util.files import make_folder, scratch_folder
 from dphybrid.util.stop import Interrupted, StopRequest
 
@@ -120,11 +119,7 @@ def _found(name: str, check: Callable[[], str]) -> Found:
     except UserError as error:
         return Found(name, False, " ".join(str(error).split()))
     except Exception as error:  # noqa: BLE001 - a recipe's own code may raise anything
-        frames, package = traceback.extract_tb(error.__traceback__), str(Path(__file__).parent.parent)
-        own = [f for f in frames if not f.filename.startswith(package) and "site-packages" not in f.filename]
-        place = (own or frames)[-1]
-        where = f"{Path(place.filename).name}, line {place.lineno}"
-        return Found(name, False, f"{type(error).__name__}: {error} ({where})")
+        return Found(name, False, failure_text(error))
     return Found(name, None if words.startswith("not tried") else True, words)
 
 

@@ -11,7 +11,10 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.context import FlowRunContext, SettingsContext, get_settings_context
 from prefect.exceptions import PrefectException
+from prefect.settings import PREFECT_API_URL
 from prefect.states import Completed, Running
+
+from dphybrid.util.errors import UserError
 
 STARTED_BY = "DPHYBRID_STARTED_BY"
 """Environment variable in which a worker tells a run's process who started it: `PID TOKEN HOST`, as in the
@@ -32,6 +35,22 @@ UNREACHABLE = (httpx.HTTPError, PrefectException, RuntimeError)
 ENDINGS = ("SkippedLate", "NothingNew", "NotEnoughNew", "Kept", "Promoted", "Left")
 """Names of the states, besides Prefect's own, that a flow run may end in. The automation for dead machines
 has to know them all."""
+
+
+@contextmanager
+def reaching_server() -> Iterator[str]:
+    """Yield the address of Prefect's server to what cannot begin without it. Raises UserError where none is
+    set, and where the one that is set does not answer, or not as Prefect's API does."""
+    address = PREFECT_API_URL.value()
+    if not address:
+        raise UserError("PREFECT_API_URL is not set; name the Prefect server, such as http://server:4200/api")
+    try:
+        yield address
+    except httpx.HTTPError as error:
+        raise UserError(
+            f"PREFECT_API_URL={address}: no Prefect server answers there ({str(error)[:200]}); start one "
+            "(`prefect server start`), or set its address, which ends in /api"
+        ) from error
 
 
 def client_for_threads() -> Callable[[], AbstractContextManager[SyncPrefectClient]]:

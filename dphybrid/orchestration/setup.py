@@ -19,12 +19,12 @@ from prefect.client.schemas.objects import StateType
 from prefect.events.actions import ChangeFlowRunState
 from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.exceptions import ObjectNotFound
-from prefect.settings import PREFECT_API_URL, PREFECT_CLI_WRAP_LINES, PREFECT_UI_URL, temporary_settings
+from prefect.settings import PREFECT_CLI_WRAP_LINES, PREFECT_UI_URL, temporary_settings
 
 from dphybrid.cli.parser import Parser, run_cli
 from dphybrid.orchestration.alive import SILENT, SILENT_FOR
 from dphybrid.orchestration.forms import form_of
-from dphybrid.orchestration.queueing import ENDINGS
+from dphybrid.orchestration.queueing import ENDINGS, reaching_server
 from dphybrid.orchestration.validate import (
     PACKAGED,
     check_prefect_yaml,
@@ -151,9 +151,8 @@ def _write(file: Path) -> None:
     print(f"Change {file.name}, then run `dphybrid deploy` in its folder")
 
 
-def _what_next(file: Path) -> str:
+def _what_next(file: Path, api: str) -> str:
     """Return the commands and addresses that a server with these deployments is used by."""
-    api = PREFECT_API_URL.value() or ""
     names = [f"{load_flow(page.entrypoint).name}/{page.name}" for page in read_deployments(file)]
     first = next((name for name in names if name.endswith("/train-tutorial-hybrid")), names[0])
     lines = ["Deployments, made or brought up to date:", *(f"  {name}" for name in names)]
@@ -193,10 +192,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             _write(args.file or Path("prefect.yaml"))
             return 0
         file = deployments_file(args.file)
-        if not PREFECT_API_URL.value():
-            raise UserError(
-                "PREFECT_API_URL is not set; name the Prefect server, such as http://server:4200/api"
-            )
         if file == PACKAGED:
             print("Deployments: the package's own; `dphybrid deploy --write` puts them here, to be changed")
         check_prefect_yaml(file)
@@ -207,10 +202,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"Queues of pool {args.pool}, by priority: {', '.join(queues)}")
             print(f"Automation {_AUTOMATION!r}: {await _upsert_automation()}")
 
-        asyncio.run(make())
-        call_prefect("--no-prompt", "deploy", "--all", "--prefect-file", str(file))
-        asyncio.run(_give_forms(file))
-        print(_what_next(file))
+        with reaching_server() as address:
+            asyncio.run(make())
+            call_prefect("--no-prompt", "deploy", "--all", "--prefect-file", str(file))
+            asyncio.run(_give_forms(file))
+        print(_what_next(file, address))
         return 0
 
     return run_cli(run)

@@ -5,7 +5,7 @@ Tasks pass paths; the work is in `dphybrid.run.train`.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -20,7 +20,7 @@ from prefect.states import Cancelled
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import load_settings
 from dphybrid.orchestration.machines import gathered, other_workers, over_machines
-from dphybrid.orchestration.queueing import shown_waiting
+from dphybrid.orchestration.queueing import UNREACHABLE, shown_waiting
 from dphybrid.orchestration.shown import show_run, shown_progress
 from dphybrid.orchestration.supervised import watched_flow_run
 from dphybrid.run import train as job
@@ -198,9 +198,10 @@ def _tags() -> dict[str, str]:
         FLOW_RUN_TAG: run.id,
         "prefect.flow_run_name": run.name,
         "prefect.deployment_id": deployment.id,
-        "prefect.deployment_name": deployment.name,
         "mlflow.source.name": "train-hybrid",
     }
+    with suppress(*UNREACHABLE):  # the name alone is asked of the server, which may be away by now
+        found["prefect.deployment_name"] = deployment.name
     return {name: str(value) for name, value in found.items() if value}
 
 

@@ -23,7 +23,6 @@ import psutil
 from prefect.client.orchestration import get_client
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import (
-    PREFECT_API_URL,
     PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
     PREFECT_WORKER_QUERY_SECONDS,
     temporary_settings,
@@ -42,7 +41,7 @@ from dphybrid.orchestration.alive import (
     queue_lost_runs,
     start_labels,
 )
-from dphybrid.orchestration.queueing import WORKER, WORKER_LABEL
+from dphybrid.orchestration.queueing import WORKER, WORKER_LABEL, reaching_server
 from dphybrid.util.errors import UserError
 from dphybrid.util.importing import ONLY, check_import
 from dphybrid.util.watching import watching
@@ -259,10 +258,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     def run() -> int:
-        if not PREFECT_API_URL.value():
-            raise UserError(
-                "PREFECT_API_URL is not set; name the Prefect server, such as http://server:4200/api"
-            )
         every_s = PREFECT_FLOWS_HEARTBEAT_FREQUENCY.value()
         if every_s is None or 3 * every_s > SILENT_FOR.total_seconds():
             raise UserError(
@@ -273,7 +268,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # so that a finished run can tell it after a long outage
         os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "9")
         queues = args.queue or [args.name, *SHARED_QUEUES]
-        asyncio.run(_make_queues(args.pool, queues))
+        with reaching_server():
+            asyncio.run(_make_queues(args.pool, queues))
         worker = DrainingWorker(
             work_pool_name=args.pool,
             work_queues=queues,

@@ -3,7 +3,7 @@
 import inspect
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
@@ -18,7 +18,7 @@ from dphybrid.parallel import (
 )
 from dphybrid.parallel.check import Finding, check_module
 from dphybrid.parallel.memory import block_memory, memory_text
-from dphybrid.recipes.context import build_from_config
+from dphybrid.recipes.context import build_from_config, made_by
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.run.leasing import wanted_spec
 from dphybrid.util.errors import UserError
@@ -80,10 +80,7 @@ def check_target(
             rows = min(config.train.batch_size, _COMPARED_ROWS)
             across = compare_split(model, _first_batch(config, data, rows))
     else:
-        made: object = import_callable(target, "check")()
-        if not isinstance(made, nn.Module):
-            raise UserError(f"{target}: returned a {type(made).__name__}; return a torch.nn.Module")
-        model = made
+        model = made_by(f"check {target}", import_callable(target, "check"))
     blocks: dict[str, DataParallel] = find_data_parallel(model)
     if not blocks:
         return [("the module as one block", check_module(model))]
@@ -99,8 +96,9 @@ def check_target(
 def _takes_context(target: str) -> bool:
     """Is a factory called with a ModelContext? Raises UserError when it can be called neither with one nor
     without."""
+    factory = import_callable(target, "check")
     try:
-        signature = inspect.signature(import_callable(target, "check"))
+        signature = inspect.signature(factory)
         arguments = [None] if signature.parameters else []
         signature.bind(*arguments)
     except (TypeError, ValueError) as error:

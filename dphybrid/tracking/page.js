@@ -15,7 +15,8 @@ const own = (run) => run.members ?? [run];
 const isHidden = (run) => own(run).every((member) => hidden.has(member.id));
 const shown = () => rows().filter((run) => !isHidden(run));
 const values = () => [...new Set(data.orders[group].map((id) => runOf[id].params[group]))];
-const colour = (run) => colours[values().indexOf(run.params[group]) % colours.length];
+// Runs that all have the same value differ in colour all the same: else no curve could be told from another.
+const colour = (run) => colours[(values().length > 1 ? values().indexOf(run.params[group]) : data.orders[group].indexOf(own(run)[0].id)) % colours.length];
 const format = (value) =>
   value === null || value === undefined ? "" : Math.abs(value) >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(4)));
 
@@ -188,8 +189,10 @@ function drawStages() {
     y: runs.map((run) => run.id), x: runs.map((run) => run.stages[stage] ?? 0), customdata: runs.map(label),
     hovertemplate: `%{customdata}<br>${plain(stage)}: %{x:.3f} ms<extra></extra>`,
   }));
-  at("stages").style.height = `${(window.innerWidth < 640 ? 440 : 220) + 34 * runs.length}px`; // the legend is long on a phone
+  const height = (window.innerWidth < 640 ? 440 : 220) + 34 * runs.length; // the legend is long on a phone
+  at("stages").style.height = `${height}px`;
   draw("stages", traces, {
+    height, // Plotly measures a place once, and this one shrinks when a run is hidden
     barmode: "stack", showlegend: true, legend: { orientation: "h", traceorder: "normal", maxheight: 400, y: -40 / (100 + 34 * runs.length) },
     yaxis: { tickvals: runs.map((run) => run.id), ticktext: runs.map(label), automargin: true },
   });

@@ -2,7 +2,9 @@
 the right word and number."""
 
 import difflib
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 from dphybrid.util.text import masked
 
@@ -21,7 +23,15 @@ class UserError(ValueError):
 def suggestion(word: str, known: Sequence[str]) -> str:
     """Return `; did you mean 'x'?` for the nearest known word, else `; known: ...`."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known) or 'none'}"
+
+
+def failure_text(error: Exception) -> str:
+    """Return what an error of somebody's own code says, with the line of theirs that it comes from."""
+    frames, package = traceback.extract_tb(error.__traceback__), str(Path(__file__).parent.parent)
+    own = [f for f in frames if not f.filename.startswith(package) and "site-packages" not in f.filename]
+    place = (own or frames)[-1]
+    return f"{type(error).__name__}: {error} ({Path(place.filename).name}, line {place.lineno})"
 
 
 def counted(number: int, one: str, more: str = "") -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, suggestion
 
 ONLY = "DPHYBRID_IMPORT_ONLY"
 """Variable that a worker sets for the runs it starts: the packages, separated by commas, beside dphybrid. Not
@@ -95,7 +95,6 @@ def import_callable(path: str, place: str) -> Any:
     if not callable(found):
         names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
         raise UserError(
-            f"{place}={path!r}: {module_name} has no function {attribute!r}; it has "
-            f"{', '.join(names) or 'none'}"
+            f"{place}={path!r}: {module_name} has no function {attribute!r}{suggestion(attribute, names)}"
         )
     return found

@@ -61,6 +61,15 @@ def test_one_odd_value_is_told_as_the_reason(tmp_path: Path) -> None:
         table(tmp_path, columns, numeric=("n",))
 
 
+def test_one_odd_date_is_told_as_the_reason(tmp_path: Path) -> None:
+    when: list[object] = [f"2026-10-{1 + i % 28:02} 09:14" for i in range(60)]
+    when[7] = "2026-13-45 99:99"
+    columns = {"when": when, "y": [i % 2 for i in range(60)]}
+    assert "'2026-13-45 99:99' is not a date or time; data.missing" in table(tmp_path, columns).describe()
+    known = table(tmp_path, columns, missing=("2026-13-45 99:99",))
+    assert [column["role"] for column in known.manifest.facts["columns"]] == ["time"]
+
+
 @pytest.mark.parametrize(
     ("values", "classes"),
     [

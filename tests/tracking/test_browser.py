@@ -162,6 +162,9 @@ def test_the_report_opens_among_the_artifacts(seen: Seen) -> None:
     frame.get_by_text("Where time went").first.wait_for(timeout=WAIT_MS)
     assert frame.locator("img").count() == 1  # how batches were split
     assert frame.locator("svg").count() == 2  # the loss, and the metric
+    for drawing in frame.locator("svg").all():
+        left = drawing.bounding_box()["x"]
+        assert all(text.bounding_box()["x"] >= left for text in drawing.locator("text").all())  # none is cut
 
 
 @pytest.mark.parametrize("width", [1440, 1000, 390])
@@ -183,6 +186,8 @@ def test_the_page_of_a_comparison_can_be_hovered_hidden_sorted_and_grouped(
     assert page.locator("#stages .trace.bars").count() >= 5
     page.get_by_label(f"show {seen.reports[1].run_name}").uncheck()
     assert page.evaluate("document.getElementById('stages').data[0].y.length") == 2
+    drawn, place = page.locator("#stages svg").first.bounding_box(), page.locator("#stages").bounding_box()
+    assert drawn["height"] <= place["height"]  # no chart covers the heading below it
     page.locator("#runs th", has_text="samples/s").click()
     speeds = [
         float(text.replace(",", ""))
@@ -198,6 +203,14 @@ def test_the_page_of_a_comparison_can_be_hovered_hidden_sorted_and_grouped(
     )
     assert min(sizes) >= 9
     assert errors == []
+
+
+def test_runs_that_are_alike_in_what_groups_them_differ_in_colour(seen: Seen, tmp_path: Path) -> None:
+    ids = [report.run_id for report in seen.reports]
+    page = seen.browser.new_page()
+    page.goto(compare_runs(seen.server.uri, ids, tmp_path, "train.seed").as_uri())
+    dots = page.locator("#runs .dot").evaluate_all("all => all.map(one => one.style.background)")
+    assert len(set(dots)) == len(ids)
 
 
 def test_seeds_are_one_row_of_means_and_each_on_request(seen: Seen, tmp_path: Path) -> None:

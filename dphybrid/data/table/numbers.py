@@ -123,12 +123,16 @@ def why_no_number(sample: Sample) -> str | None:
 
 def looks_like_dates(cells: pl.Series, day_first: bool) -> bool:
     """Tell whether all cells are written as dates."""
-    for some in (cells.head(_FEW), cells):  # most texts are none, which the first few tell
-        if some.dtype != pl.String or not some.str.contains(_DATE).all():
-            return False
-        if read_times(some, day_first).null_count():
-            return False
-    return bool(len(cells))
+    return bool(len(cells)) and not len(_no_dates(cells, day_first))
+
+
+def _no_dates(cells: pl.Series, day_first: bool) -> pl.Series:
+    """Return the cells that are not written as dates; all of them, where most of the first few are not."""
+    if cells.dtype != pl.String or not 2 * int(cells.head(_FEW).str.contains(_DATE).sum()) > min(
+        _FEW, len(cells)
+    ):
+        return cells
+    return cells.filter(~cells.str.contains(_DATE) | read_times(cells, day_first).is_null())
 
 
 def is_day_first(cells: pl.Series, data: TableDataConfig) -> bool | None:
@@ -145,9 +149,12 @@ def is_day_first(cells: pl.Series, data: TableDataConfig) -> bool | None:
 
 def _other_kind(cells: pl.Series) -> str:
     """Return what texts could be read as instead of categories."""
-    if cells.dtype == pl.String and any(looks_like_dates(cells, first) for first in (False, True)):
+    odd = min((_no_dates(cells, first) for first in (False, True)), key=len)
+    if not len(odd):
         order = ", --data.dayfirst true where the day comes first"
         return f"dates or times, read as categories; --data.times reads hour, weekday and day{order}"
+    if len(odd) <= FEW_OTHERS * len(cells):
+        return f"{odd[0]!r} is not a date or time; data.missing can name it"
     several = 2 * int(cells.cast(pl.String).str.contains("|", literal=True).sum()) > len(cells)
     return "most cells hold '|'; --data.bags reads the items between" if several else ""
 
