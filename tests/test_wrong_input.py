@@ -62,7 +62,7 @@ def test_other_paths(path: str, data_dir: Path, monkeypatch: pytest.MonkeyPatch)
         ),
         ("check torch.nn:Linear", "is not a factory of a model .missing a required argument: 'out_features'"),
         ("check builtins:int", "is not a factory of a model .no signature"),
-        ("check json:loads", "model.factory='json:loads': TypeError: .* not ModelContext .__init__.py, line"),
+        ("check json:loads", "check json:loads: TypeError: .* not ModelContext .__init__.py, line"),
         ("check uuid:getnode", "check uuid:getnode: returned a int; return a torch.nn.Module"),
         ("check nowhere:x", "^error: check='nowhere:x': no module named 'nowhere'"),
         ("check torch:Liner", "^error: check='torch:Liner': torch has no function 'Liner'; did you mean "),

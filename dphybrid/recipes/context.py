@@ -15,7 +15,7 @@ from dphybrid.embedding import HostEmbedding
 from dphybrid.parallel import Devices
 from dphybrid.recipes.recipe import Recipe
 from dphybrid.recipes.registry import find_recipe
-from dphybrid.util.errors import UserError, failure_text, suggestion
+from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.importing import import_callable
 
 Options = TypeVar("Options", bound=ModelConfig)
@@ -77,6 +77,9 @@ class ModelContext(Generic[Options]):
         )
 
 
+_Factory = Callable[[ModelContext[Any]], nn.Module]
+
+
 def build_from_config(
     config: ExperimentConfig,
     info: dict[str, Any],
@@ -106,34 +109,16 @@ def build_model(recipe: Recipe | str, context: ModelContext[Any]) -> nn.Module:
     """
     recipe = find_recipe(recipe) if isinstance(recipe, str) else recipe
     path = context.options.factory
-    factory = import_callable(path, "model.factory") if path else None
+    factory: _Factory = import_callable(path, "model.factory") if path else recipe.build
     torch.manual_seed(context.seed)
     default = torch.get_default_dtype()
     # Modules make their parameters in torch's default type, so factories need not name one.
     torch.set_default_dtype(context.dtype)
     try:
-        return (
-            made_by(f"model.factory={path!r}", factory, context)
-            if factory
-            else _module(recipe.build(context), f"recipe {recipe.key}: build")
-        )
+        model = factory(context)
     finally:
         torch.set_default_dtype(default)
-
-
-def made_by(where: str, factory: Callable[..., object], *given: object) -> nn.Module:
-    """Return the module that a function named by `where` makes. Raises UserError when it fails or returns
-    something else."""
-    try:
-        model = factory(*given)
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"{where}: {failure_text(error)}; it should return a torch.nn.Module") from error
-    return _module(model, where)
-
-
-def _module(model: object, where: str) -> nn.Module:
     if not isinstance(model, nn.Module):
+        where = f"model.factory={path!r}" if path else f"recipe {recipe.key}: build"
         raise UserError(f"{where}: returned a {type(model).__name__}; return a torch.nn.Module")
     return model

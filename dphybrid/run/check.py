@@ -1,9 +1,11 @@
 """Checks of a model before training: its memory on each device, and effects of data parallelism."""
 
 import inspect
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
@@ -18,10 +20,10 @@ from dphybrid.parallel import (
 )
 from dphybrid.parallel.check import Finding, check_module
 from dphybrid.parallel.memory import block_memory, memory_text
-from dphybrid.recipes.context import build_from_config, made_by
+from dphybrid.recipes.context import build_from_config
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.run.leasing import wanted_spec
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, failure_text
 from dphybrid.util.importing import import_callable
 
 _COMPARED_ROWS = 64
@@ -75,12 +77,13 @@ def check_target(
         data = find_recipe(config.recipe).prepare(config.data, settings.prepared_dir, config.train.seed)
         if target is not None:
             config = config.model_copy(update={"model": config.model.model_copy(update={"factory": target})})
-        model = build_from_config(config, data.info, resolve_devices("cpu"))
+        build = partial(build_from_config, config, data.info, resolve_devices("cpu"))
+        model = build() if target is None else _made(target, build)
         if find_data_parallel(model):
             rows = min(config.train.batch_size, _COMPARED_ROWS)
             across = compare_split(model, _first_batch(config, data, rows))
     else:
-        model = made_by(f"check {target}", import_callable(target, "check"))
+        model = _made(target, import_callable(target, "check"))
     blocks: dict[str, DataParallel] = find_data_parallel(model)
     if not blocks:
         return [("the module as one block", check_module(model))]
@@ -91,6 +94,19 @@ def check_target(
         )
         for name, block in blocks.items()
     ]
+
+
+def _made(target: str, factory: Callable[[], object]) -> nn.Module:
+    # Here alone: a run whose factory fails has its traceback, and a sweep tries it again.
+    try:
+        model = factory()
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"check {target}: {failure_text(error)}; name a function that works") from error
+    if not isinstance(model, nn.Module):
+        raise UserError(f"check {target}: returned a {type(model).__name__}; return a torch.nn.Module")
+    return model
 
 
 def _takes_context(target: str) -> bool:
