@@ -29,7 +29,7 @@ from benchmarks.racing import (
     table_text,
     zipf_ids,
 )
-from dphybrid.embedding import native
+from dphybrid.embedding import gradients, native
 from dphybrid.embedding.collection import HostEmbeddingCollection
 from dphybrid.embedding.lookup import sort_ids
 from dphybrid.embedding.optim import make_row_optimizer
@@ -79,7 +79,7 @@ def step_costs(
         ) -> None:
             unique_U = sort_ids(next(turns), num_rows).unique_U
             native.gather(table.settled(), None, unique_U, buffer_ND[: len(unique_U)])
-            table.set_row_gradients(unique_U, grads_ND[: len(unique_U)])
+            table.weight.grad = gradients.sparse(unique_U, grads_ND[: len(unique_U)], table.weight.shape)
             rows.step()
 
         contestants[f"dphybrid {name}"] = whole

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from benchmarks.racing import race, zipf_ids
 from dphybrid.embedding import HostEmbedding, RowPipeline, clip_grad_norm_, make_row_optimizer, native
+from dphybrid.embedding.gradients import sparse
 from dphybrid.embedding.lookup import sort_ids
 from dphybrid.embedding.replicas import DeviceRows
 from dphybrid.parallel import DataParallel, Devices, parts, resolve_devices
@@ -132,7 +133,7 @@ def parts_alone(
     def update() -> None:
         rows.zero_grad()
         for one, mine in zip(found, host, strict=True):
-            table.set_row_gradients(one.unique_U, mine)
+            table.weight.grad = sparse(one.unique_U, mine, table.weight.shape)
             rows.step()
 
     def gather() -> None:

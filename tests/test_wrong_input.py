@@ -64,8 +64,8 @@ def test_other_paths(path: str, data_dir: Path, monkeypatch: pytest.MonkeyPatch)
         ("check builtins:int", "is not a factory of a model .no signature"),
         ("check json:loads", "check json:loads: TypeError: .* not ModelContext .__init__.py, line"),
         ("check uuid:getnode", "check uuid:getnode: returned a int; return a torch.nn.Module"),
-        ("check nowhere:x", "^error: check='nowhere:x': no module named 'nowhere'"),
-        ("check torch:Liner", "^error: check='torch:Liner': torch has no function 'Liner'; did you mean "),
+        ("check nowhere:x", "^error: check = 'nowhere:x': no module named 'nowhere'"),
+        ("check torch:Liner", "^error: check = 'torch:Liner': torch has no function 'Liner'; did you mean "),
     ],
 )
 def test_odd_servers_and_factories_are_told_in_a_line(typed: str, words: str, data_dir: Path) -> None:

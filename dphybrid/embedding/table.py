@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from dphybrid.embedding import native
 from dphybrid.embedding.ahead import LookupsAhead
-from dphybrid.embedding.gradients import Links, RowsInfo, info_of, is_captured, merged, rows_op, sparse
+from dphybrid.embedding.gradients import Links, RowsInfo, info_of, is_captured, merged, rows_op
 from dphybrid.embedding.lookup import Counters, all_in_range, no_row, whole_numbers
 from dphybrid.embedding.replicas import DeviceRows, SizesOf
 from dphybrid.embedding.storage import (
@@ -341,10 +341,6 @@ class HostEmbedding(nn.Module):
         """Return (ids_U sorted and unique, grads_UD) of `weight.grad`, or None when no row has a gradient."""
         found = merged(self.weight)
         return None if found is None or not len(found[0]) else found[:2]
-
-    def set_row_gradients(self, ids_U: Tensor, grads_UD: Tensor) -> None:
-        """Make `weight.grad` hold these gradients (U, D) of rows (int64) alone."""
-        self.weight.grad = sparse(ids_U, grads_UD, self.weight.shape)
 
     def extra_repr(self) -> str:
         return f"{self.num_rows}, {self.dim}, dtype={self.weight.dtype}, in host memory"

@@ -245,10 +245,8 @@ def _open_shared(file: Path) -> int:
     # Not O_CREAT alone: in a sticky folder the kernel refuses it for a file of another user
     # (fs.protected_regular).
     while True:
-        try:
+        with suppress(FileNotFoundError):
             return open_regular(file, os.O_RDWR)
-        except FileNotFoundError:
-            pass
         try:
             handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         except FileExistsError:

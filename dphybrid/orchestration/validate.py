@@ -5,7 +5,6 @@ parameters of schedules, cron lines.
 `prefect deployment run` schedules.
 """
 
-import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from dphybrid.orchestration.machines import check_nodes
 from dphybrid.recipes.configs import apply_overrides
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import read_small_text
+from dphybrid.util.importing import import_module_of
 
 
 def _check_parameters(
@@ -66,13 +66,10 @@ def check_values(parameters: Mapping[str, Any], where: str, entrypoint: str = ""
 
 def load_flow(entrypoint: str) -> Flow[..., object]:
     """Import `module:function`. Raises UserError when there is no such flow."""
-    module, _, name = entrypoint.partition(":")
-    try:
-        found = vars(importlib.import_module(module)).get(name)
-    except (ImportError, ValueError, TypeError) as error:  # an empty name, a relative one
-        raise UserError(f"entrypoint {entrypoint}: {error or 'is not a module:flow'}") from error
+    module, name = import_module_of(entrypoint, "entrypoint")
+    found = vars(module).get(name)
     if not isinstance(found, Flow):
-        raise UserError(f"entrypoint {entrypoint}: {module} has no flow {name!r}")
+        raise UserError(f"entrypoint = {entrypoint!r}: {module.__name__} has no flow {name!r}")
     return found
 
 

@@ -3,7 +3,6 @@
 The one place that names the built-in recipes.
 """
 
-import importlib
 from collections.abc import Mapping
 from copy import copy
 from functools import cache
@@ -12,7 +11,7 @@ from typing import TypeGuard
 
 from dphybrid.recipes.recipe import Recipe
 from dphybrid.util.errors import UserError, suggestion
-from dphybrid.util.importing import check_import
+from dphybrid.util.importing import check_import, import_module_of
 
 BUILT_IN = {
     "text": "dphybrid.recipes.text.recipe:Text",
@@ -58,22 +57,14 @@ def find_recipe(name: str) -> Recipe:
         )
     if path == name:
         check_import(path, "recipe")
-    module_name, _, attribute = path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"recipe = {name!r}: no module named {error.name!r}; is its folder on PYTHONPATH?"
-        ) from error
-    except (ValueError, TypeError) as error:
-        raise UserError(f"recipe = {name!r}: write package.module:NAME ({error})") from error
+    module, attribute = import_module_of(path, "recipe")
     found = vars(module).get(attribute)
     if _is_recipe(found):
         found = found()
     if not isinstance(found, Recipe):
         there = [key for key, value in vars(module).items() if isinstance(value, Recipe) or _is_recipe(value)]
         raise UserError(
-            f"recipe = {name!r}: {module_name} has no recipe {attribute!r}; it has "
+            f"recipe = {name!r}: {module.__name__} has no recipe {attribute!r}; it has "
             f"{', '.join(there) or 'none'}"
         )
     if not found.name.strip() or any(sign in found.name for sign in "/: "):

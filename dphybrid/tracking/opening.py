@@ -13,6 +13,7 @@ from pathlib import Path
 from dphybrid.tracking.base import Detail, Tracker
 from dphybrid.tracking.files import FILES, FileTracker
 from dphybrid.util.errors import UserError
+from dphybrid.util.files import scratch_folder
 from dphybrid.util.importing import kept_from_gc
 from dphybrid.util.locks import locked
 from dphybrid.util.text import without_credentials
@@ -123,11 +124,27 @@ def embedded_uri(store: Path) -> str:
 
 def make_database(uri: str, store: Path) -> None:
     """Make the tables of a new SQLite database. Processes that do it at the same time would break it, so they
-    queue."""
+    queue. Raises UserError when they cannot be made."""
     from mlflow.tracking import MlflowClient
+    from sqlalchemy.engine import make_url
+    from sqlalchemy.exc import DBAPIError
 
     store.mkdir(parents=True, exist_ok=True)
+    url = make_url(uri)
+    file = Path(url.database or "")
     with locked(store / "mlflow.lock"):
+        if file.name and not file.exists():
+            # MLflow makes its tables one by one, and never finishes a file that has some of them. The folder
+            # is new each time, for MLflow keeps connections to files that are gone.
+            with scratch_folder(file.absolute().parent, ".mlflow-") as folder:
+                there = url.set(database=str(folder / file.name))
+                try:
+                    MlflowClient(tracking_uri=str(there)).get_experiment_by_name("Default")
+                except DBAPIError as error:
+                    raise UserError(
+                        f"{file}: MLflow's tables cannot be made ({error.orig}); make room on its disk"
+                    ) from error
+                (folder / file.name).replace(file)
         MlflowClient(tracking_uri=uri).get_experiment_by_name("Default")
 
 

@@ -255,16 +255,13 @@ def _readable(path: Path) -> tuple[dict[int, Row], dict[str, str]]:
 def _frames(path: Path) -> int:
     """Return how many pages of a file's write-ahead log were committed: up to the last one that ends a
     transaction."""
-    try:
-        with open(f"{path}-wal", "rb") as log:
-            frame = _PAGE_BYTES + 24
-            for place in reversed(range((os.fstat(log.fileno()).st_size - 32) // frame)):
-                log.seek(32 + place * frame)
-                page, size = log.read(4), log.read(4)  # of the database, after its last page of a transaction
-                if any(size) or not any(page):  # or zeros in its place
-                    return place + 1
-    except FileNotFoundError:
-        pass
+    with suppress(FileNotFoundError), open(f"{path}-wal", "rb") as log:
+        frame = _PAGE_BYTES + 24
+        for place in reversed(range((os.fstat(log.fileno()).st_size - 32) // frame)):
+            log.seek(32 + place * frame)
+            page, size = log.read(4), log.read(4)  # of the database, after its last page of a transaction
+            if any(size) or not any(page):  # or zeros in its place
+                return place + 1
     return 0
 
 

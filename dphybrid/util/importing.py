@@ -5,6 +5,7 @@ import importlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 from dphybrid.util.errors import UserError, suggestion
@@ -76,25 +77,30 @@ def check_import(path: str, place: str, packages: str | None = None) -> None:
     )
 
 
+def import_module_of(path: str, place: str) -> tuple[ModuleType, str]:
+    """Import the module of `package.module:NAME`, whatever package it is of; return it and NAME. place: the
+    field, for messages. Raises UserError that says which part is missing."""
+    module_name, _, attribute = path.partition(":")
+    if not module_name or module_name.startswith(".") or not attribute:
+        raise UserError(f"{place} = {path!r}: write package.module:NAME")
+    try:
+        return importlib.import_module(module_name), attribute
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"{place} = {path!r}: no module named {error.name!r}; is its folder on PYTHONPATH?"
+        ) from error
+
+
 def import_callable(path: str, place: str) -> Any:
     """Import the function or class that `package.module:NAME` names. place: the field, for messages.
 
     Raises UserError that says which part is missing, or that this process may not import it.
     """
-    module_name, colon, attribute = path.partition(":")
-    if not colon or not module_name or not attribute:
-        raise UserError(f"{place}={path!r}: write package.module:function")
     check_import(path, place)
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"{place}={path!r}: no module named {error.name!r}; is its folder on PYTHONPATH?"
-        ) from error
+    module, attribute = import_module_of(path, place)
     found = vars(module).get(attribute)
     if not callable(found):
         names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        raise UserError(
-            f"{place}={path!r}: {module_name} has no function {attribute!r}{suggestion(attribute, names)}"
-        )
+        near = suggestion(attribute, names)
+        raise UserError(f"{place} = {path!r}: {module.__name__} has no function {attribute!r}{near}")
     return found

@@ -19,6 +19,7 @@ from dphybrid.embedding import (
     find_tables,
     make_row_optimizer,
 )
+from dphybrid.embedding.gradients import sparse
 from dphybrid.parallel import DataParallel, parts
 
 ROWS, DIM, BATCH, COLUMNS, STEPS = 2000, 8, 24, 4, 130
@@ -134,7 +135,7 @@ def test_a_few_changed_rows_are_read_again_one_by_one() -> None:
     table = placed(100, 4)
     table.ahead.record_changes(3)
     lookup = table.ahead.prepare(table.weight, "t", torch.arange(50))
-    table.set_row_gradients(torch.tensor([7, 60]), torch.ones(2, 4))
+    table.weight.grad = sparse(torch.tensor([7, 60]), torch.ones(2, 4), table.weight.shape)
     RowSGD({"t": table}, lr=1.0).step()
     table.ahead.repair(table.weight, lookup)
     assert torch.equal(torch.cat([share.rows_UD for share in lookup.shares]), table.weight[:50])

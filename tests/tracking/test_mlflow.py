@@ -1,6 +1,7 @@
 """The record in MLflow: what a person opens must be there, loadable and right."""
 
 import json
+import resource
 import subprocess
 import sys
 import threading
@@ -15,8 +16,10 @@ from dphybrid.run.train import Report
 from dphybrid.serving.load import model_from_checkpoint
 from dphybrid.tracking import Tracker, open_tracker
 from dphybrid.tracking.loader import checkpoint_folder
+from dphybrid.tracking.opening import embedded_uri, make_database
 from tests.commands import models_of, run_with
 from tests.conftest import own_settings
+from tests.refusing import refused
 from tests.stores import put_database
 
 
@@ -263,3 +266,15 @@ def test_the_base_is_a_tracker_that_records_nothing_and_has_every_verb(tmp_path:
     assert tracker.register("clicks", "uid", "challenger") == "nothing is recorded"
     tracker.finish("FINISHED")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_database_whose_tables_did_not_fit_is_made_by_the_next_run(tmp_path: Path) -> None:
+    uri, (soft, hard) = embedded_uri(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200 * 1024, hard))
+    try:
+        with refused(r"mlflow\.db: MLflow's tables cannot be made .*make room"):
+            make_database(uri, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    make_database(uri, tmp_path)
+    assert [one.name for one in MlflowClient(uri).search_experiments()] == ["Default"]

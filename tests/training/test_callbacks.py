@@ -68,7 +68,7 @@ def test_paths_of_callbacks_are_checked_before_data_is_read(
     train(tracking="none", train={"callbacks": ["told:tell"]})
     assert Path("told.txt").read_text() == "1 2 3 "
     before = set((data_dir / "prepared").iterdir())
-    with refused("callbacks='told:absent': told has no function 'absent'; known: tell"):
+    with refused("callbacks = 'told:absent': told has no function 'absent'; known: tell"):
         train(tracking="none", train={"callbacks": ["told:absent"]}, seed=5)
     assert set((data_dir / "prepared").iterdir()) == before
     with refused("callback wrong: returned a int; return a dict"):

@@ -163,7 +163,7 @@ def test_your_own_model_trains(data_dir: Path, tmp_path: Path, monkeypatch: pyte
     for factory, words in (
         ("mine:wrong", "returned a int"),
         ("mine:absent", "has no function 'absent'"),
-        ("mine", "package.module:function"),
+        ("mine", "package.module:NAME"),
     ):
         with refused(words):
             run_with("recipe=toy", f"model.factory={factory}")
