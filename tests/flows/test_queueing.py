@@ -163,8 +163,8 @@ FLOW = "entrypoint: dphybrid.flows.train_hybrid:train_hybrid"
 NO_PAGES = ["[1, 2]", "7", "text", "&a {deployments: *a}", "deployments: &a [*a]", "deployments: {}"]
 NO_PAGES += ["deployments: [7]", "\x00", "a: [", "[" * 3000]
 DEPLOYMENTS = {
-    "entrypoint: ''": "entrypoint : ",
-    "entrypoint: .train:f": "entrypoint .train:f: ",
+    "entrypoint: ''": "entrypoint = '': ",
+    "entrypoint: .train:f": "entrypoint = '.train:f': ",
     f"{FLOW}, parameters: &p {{config: *p}}": "deployment a",
     f"{FLOW}, schedules: [{{parameters: [1]}}]": "parameters",
     f"{FLOW}, schedules: [{{cron: 5, timezone: 7}}]": "cron 5 with timezone 7",
