@@ -14,10 +14,12 @@ import pytest
 
 from dphybrid.gpus import (
     Inventory,
+    Lease,
     LeaseTimeoutError,
     Policy,
     Wanted,
     acquire,
+    ask_for,
     asked_by,
     busy_reason,
     find_holder,
@@ -25,6 +27,7 @@ from dphybrid.gpus import (
     try_lease,
     visible,
 )
+from dphybrid.gpus.waiting import _ticket
 from dphybrid.util.hours import parse_training_hours
 from tests.commands import python
 from tests.conftest import REPOSITORY
@@ -262,6 +265,29 @@ def test_devices_shows_a_table_and_asks_a_run_to_give_way(
         assert "asked to give way" in devices("--ask", "0")
         assert "asked for GPU 1" in str(asked_by(lease))
     assert "nothing to ask" in devices("--ask", "0")
+
+
+def test_a_clock_that_is_set_moves_no_request_to_another_run(folder: Path, fake: Inventory) -> None:
+    def lease() -> Lease:
+        return try_lease(folder, fake.read()[:1], "night") or pytest.fail("not leased")
+
+    with lease() as asked:
+        ask_for(folder, asked.gpus[0])
+        (request,) = folder.glob("*.asked")
+        os.utime(request, (0, 0))  # the clock was set back before the request
+        assert "asked for GPU 0" in str(asked_by(asked))
+    os.utime(request, (time.time() + 3600,) * 2)  # or set back after it
+    with lease() as later:
+        assert asked_by(later) is None
+
+
+def test_a_clock_that_is_set_back_lets_nobody_overtake(
+    folder: Path, fake: Inventory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with _ticket(folder, fake.read(), 1, "first") as first:
+        monkeypatch.setattr(time, "time_ns", lambda: 1)
+        with _ticket(folder, fake.read(), 1, "second") as second:
+            assert first < second
 
 
 RUN = """

@@ -96,6 +96,36 @@ def test_services_refuse_secrets_that_others_can_read(tmp_path: Path) -> None:
         assert f"chmod 600 {tmp_path / file}" in done.stderr
         (tmp_path / file).chmod(0o600)
     assert run("true", tmp_path).returncode == 0
+    (tmp_path / "workstation.env").unlink()
+    done = run("true", tmp_path)
+    assert done.returncode == 2
+    assert re.fullmatch(r".*workstation\.env: is not there, .*infra/make-env.*\n", done.stderr)
+
+
+def test_setting_up_waits_for_a_server_that_was_just_started(tmp_path: Path) -> None:
+    make_env(tmp_path)
+    port, env = free_port(), tmp_path / "workstation.env"
+    env.write_text(re.sub(r"API_URL=.*", f"API_URL=http://127.0.0.1:{port}", env.read_text()))
+    # Stands for the set-up command, and is python for all else.
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\n[ "$1" = -m ] && echo "set up" || exec {sys.executable} "$@"\n')
+    python.chmod(0o700)
+    server = f"sleep 2; exec {sys.executable} -m http.server {port} --bind 127.0.0.1"
+    with subprocess.Popen(["sh", "-c", server], stderr=subprocess.DEVNULL) as late:
+        done = run("setup", tmp_path)
+        late.kill()
+    assert done.stdout == "set up\n"
+    assert done.stderr == f"Waiting for http://127.0.0.1:{port}/health\n"
+
+
+def test_a_backup_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    make_env(tmp_path / "etc")
+    (tmp_path / "pg_dump").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "pg_dump").chmod(0o700)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = script("backup", str(tmp_path / "backups"), DPHYBRID_ETC=str(tmp_path / "etc"), PATH=path)
+    assert done.returncode == 1
+    assert not list((tmp_path / "backups").iterdir())
 
 
 def test_a_service_gets_its_own_secrets_and_listens_where_it_is_told(tmp_path: Path) -> None:
@@ -149,6 +179,7 @@ def test_units_are_hardened_and_run_the_script(service: str) -> None:
     assert values["CapabilityBoundingSet"] == ""
     if service == "worker":
         assert values["KillMode"] == "mixed"
+        assert values["OOMPolicy"] == "continue"
         assert values["ReadWritePaths"] == "/run/lock/dphybrid"
 
 
@@ -168,6 +199,7 @@ def test_containers_are_hardened_and_see_their_own_secrets_alone(tmp_path: Path)
         "database": {"database-password"},
         "prefect": {"server.env", "prefect.env"},
         "mlflow": {"server.env", "mlflow.env", "mlflow-auth.ini"},
+        "mlflow-user": {"server.env", "mlflow.env", "workstation.env"},
         "worker": {"workstation.env"},
     }
     images = (INFRA / "compose.yaml").read_text() + (INFRA / "Dockerfile").read_text()

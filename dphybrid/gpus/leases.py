@@ -65,10 +65,10 @@ class Lease:
     """The right to use some GPUs, until `release`, the end of the `with` block, or the end of this
     process."""
 
-    def __init__(self, gpus: Sequence[Gpu], handles: Sequence[int], folder: Path) -> None:
+    def __init__(self, gpus: Sequence[Gpu], handles: Sequence[int], folder: Path, mark: str) -> None:
         self.gpus = tuple(gpus)
         self.folder = folder
-        self.since = time.time()
+        self.mark = mark
         self._handles = list(handles)
         _open_leases.add(self)
 
@@ -153,15 +153,11 @@ def try_lease(folder: Path, gpus: Sequence[Gpu], run: str) -> Lease | None:
         for handle in handles:
             os.close(handle)
         return None
-    page = {
-        "pid": os.getpid(),
-        "user": user_name(),
-        "run": run,
-        "since": datetime.now().astimezone().isoformat(),
-    }
+    pid, since = os.getpid(), datetime.now().astimezone()
+    page = {"pid": pid, "user": user_name(), "run": run, "since": since.isoformat()}
     for handle in handles:
         write_page(handle, json.dumps(page))
-    return Lease(gpus, handles, folder)
+    return Lease(gpus, handles, folder, _mark(pid, since))
 
 
 def find_holder(folder: Path, uuid: str) -> Holder | None:
@@ -188,8 +184,7 @@ def ask_for(folder: Path, gpu: Gpu) -> str:
     except OddFileError as error:
         raise UserError(f"{error}; remove it") from error
     try:
-        write_page(handle, user_name())
-        os.utime(handle)
+        write_page(handle, f"{_mark(holder.pid, holder.since)} {user_name()}")
     finally:
         os.close(handle)
     return (
@@ -199,12 +194,12 @@ def ask_for(folder: Path, gpu: Gpu) -> str:
 
 
 def asked_by(lease: Lease) -> str | None:
-    """Return who has asked for a GPU of this lease since it began, or None."""
+    """Return who has asked for a GPU of this lease, or None."""
     for gpu in lease.gpus:
         # suppress: nobody asked, or what stands there is no request
         with suppress(OSError), opened(_ask_file(lease.folder, gpu.uuid)) as handle:
-            if os.fstat(handle).st_mtime >= lease.since:
-                name = read_text(handle)[:100]
+            mark, _, name = read_text(handle)[:160].partition(" ")
+            if mark == lease.mark:
                 return f"{name if name.isprintable() and name else 'somebody'} asked for {gpu.label}"
     return None
 
@@ -231,6 +226,12 @@ def user_name() -> str:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
         return f"user {os.getuid()}"
+
+
+def _mark(pid: int, since: datetime) -> str:
+    # Names one lease in a request. Not the request's age: a clock that is set back or forward in between
+    # would have requests ignored, or make each later run give way.
+    return f"{pid}@{since.timestamp():.6f}"
 
 
 def _lock_file(folder: Path, uuid: str) -> Path:

@@ -205,7 +205,8 @@ def _kept_for(ahead: Sequence[_Ticket], ready: Sequence[Gpu], leased: set[str]) 
 
 @contextmanager
 def _ticket(folder: Path, eligible: Sequence[Gpu], least: int, run: str) -> Iterator[str]:
-    name = f"{time.time_ns():020d}-{os.getpid()}.ticket"
+    # The time since the machine's start, which setting its clock does not change; no ticket survives a start.
+    name = f"{time.monotonic_ns():020d}-{os.getpid()}.ticket"
     page = {
         "uuids": [gpu.uuid for gpu in eligible],
         "least": least,

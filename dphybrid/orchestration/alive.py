@@ -30,7 +30,7 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.sorting import FlowRunSort
-from prefect.exceptions import ObjectNotFound
+from prefect.exceptions import ObjectNotFound, Pause
 from prefect.states import AwaitingRetry, Cancelled, Crashed
 
 from dphybrid.config.settings import load_settings
@@ -107,10 +107,16 @@ def alive_here(flow_run_id: str) -> Iterator[None]:
     file = run_file(flow_run_id)
     with _locked(file):
         _settle_in(flow_run_id, file)
+        queued = False
         try:
             yield
+        except Pause as left:
+            # The file of a run that is queued again stays until its next start: killed in its last moments,
+            # after it said so, its process would be called crashed, and nobody would queue the run.
+            queued = left.state is not None and left.state.is_scheduled()
+            raise
         finally:
-            if not os.environ.get(STARTED_BY) or _start_of(file) in ("", os.environ[STARTED_BY]):
+            if not queued and _start_of(file) in ("", os.environ.get(STARTED_BY, _start_of(file))):
                 file.unlink(missing_ok=True)
 
 

@@ -1,8 +1,8 @@
 """`python -m dphybrid.orchestration.worker`: Prefect's process worker for a GPU workstation, which can be
 stopped without losing a training.
 
-SIGTERM (`systemctl stop`, a new release): it takes no more runs and asks those it has to write a checkpoint
-and go back to the queue; with --wait it lets them end. A second SIGTERM asks in any case, a third ends
+SIGTERM (`systemctl stop`, a new release) or Ctrl-C: it takes no more runs and asks those it has to write a
+checkpoint and go back to the queue; with --wait it lets them end, and the second signal asks. The third ends
 everything at once. Prefect's own worker kills its runs within a second and leaves them `Running` for ever. It
 also queues runs of this machine again whose process died (see `dphybrid.orchestration.alive`).
 """
@@ -42,7 +42,7 @@ from dphybrid.orchestration.alive import (
     start_labels,
 )
 from dphybrid.orchestration.queueing import WORKER, WORKER_LABEL, reaching_server
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, counted
 from dphybrid.util.importing import ONLY, check_import
 from dphybrid.util.watching import watching
 
@@ -170,20 +170,17 @@ async def work(worker: DrainingWorker, pool: str, wait: bool) -> int:
         nonlocal requests
         requests += 1
         worker.draining = True
-        if requests == 1 and wait:
-            print(
-                f"Draining: {worker.num_running} runs go on to their end (a second SIGTERM makes them "
-                "checkpoint)",
-                flush=True,
-            )
-        elif requests <= 1 + wait:
-            print(
-                f"Draining: {worker.num_running} runs write a checkpoint and go back to the queue", flush=True
-            )
-            _signal_runs(signal.SIGTERM)
-        else:
+        runs = counted(worker.num_running, "run")
+        if requests > 2:
             print("Ending everything now", flush=True)
             _signal_runs(signal.SIGKILL)
+        elif requests == 1 + wait:
+            print(f"Stopping: {runs} to write a checkpoint and go back to the queue", flush=True)
+            _signal_runs(signal.SIGTERM)
+        elif wait:
+            print(f"Stopping: {runs} to go on to the end; a second signal asks for checkpoints", flush=True)
+        else:  # not asked again: a second SIGTERM ends a training without a checkpoint
+            print(f"Still stopping: {runs} to end; a third signal kills, without checkpoints", flush=True)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)  # instead of Prefect's, which kills the runs within a second

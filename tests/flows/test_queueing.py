@@ -1,6 +1,8 @@
 """Late runs, the order of queues, and what a worker's machine knows of its runs."""
 
+import asyncio
 import os
+import signal
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
@@ -10,8 +12,10 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from prefect.context import FlowRunContext
+from prefect.exceptions import Pause
+from prefect.states import AwaitingRetry, Cancelled
 
-from dphybrid.orchestration import alive
+from dphybrid.orchestration import alive, worker
 from dphybrid.orchestration.alive import alive_here, run_file
 from dphybrid.orchestration.queueing import too_late
 from dphybrid.orchestration.validate import check_prefect_yaml
@@ -112,6 +116,41 @@ def test_a_run_that_a_worker_starts_anew_keeps_its_file(
     with alive_here("c"):
         assert run_file("c").read_text().startswith(f"{os.getpid()} ")
     assert not run_file("c").exists()
+
+
+@pytest.mark.parametrize("queued", [True, False])
+def test_a_run_that_is_queued_again_keeps_its_file_until_its_next_start(
+    queued: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process may be killed in its last moments: Prefect's worker calls the run crashed then."""
+    monkeypatch.setenv("DPHYBRID_LEASE_DIR", str(tmp_path / "leases"))
+    monkeypatch.setenv(alive.STARTED_BY, alive.mark_start("e"))
+    with pytest.raises(Pause), alive_here("e"):
+        raise Pause(state=AwaitingRetry() if queued else Cancelled())
+    assert run_file("e").exists() == queued
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_a_worker_asks_for_checkpoints_once_and_kills_at_the_third_signal(
+    wait: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sent: list[int] = []
+    monkeypatch.setattr(worker, "_signal_runs", sent.append)
+    after: list[list[int]] = []
+
+    async def start() -> None:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(0.1)
+            after.append([*sent])
+        one.num_running = 0
+        await asyncio.sleep(60)
+
+    one = SimpleNamespace(start=start, num_running=1, draining=False)
+    assert asyncio.run(worker.work(one, "gpu", wait)) == 0  # type: ignore[arg-type]
+    first: list[int] = [] if wait else [signal.SIGTERM]
+    assert after == [first, [signal.SIGTERM], [signal.SIGTERM, signal.SIGKILL]]
+    assert len(capsys.readouterr().out.splitlines()) == 3
 
 
 def test_an_orphan_leaves_a_run_to_the_process_that_has_it(
