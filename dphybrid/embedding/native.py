@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ from dphybrid.util.errors import UserError
 
 MAX_DIM = 16384
 """Values of a row: a kernel sums a row's gradients on its stack."""
+
+# not the text "cpu", which torch reads anew for each tensor
+_CPU = torch.device("cpu")
 
 _LARGEST_BETA = 0.99999
 """Above it the corrections would take 4 million steps to reach 1."""
@@ -86,11 +90,11 @@ def look_up(
     rows, num_rows, dim = _rows_address(weight_VD)
     real, ids, count = real_dtype(weight_VD.dtype), ids.contiguous(), ids.numel()
     if out_XD is None:
-        out_XD = torch.empty((*ids.shape, dim), dtype=real, device="cpu")
+        out_XD = torch.empty((*ids.shape, dim), dtype=real, device=_CPU)
     num_places = out_XD.numel() // dim
     if places_N is None and num_places < count:
         raise TypeError(f"look_up: {num_places} rows for {count} ids")
-    flat_N = torch.empty(count, dtype=torch.int64, device="cpu")
+    flat_N = torch.empty(count, dtype=torch.int64, device=_CPU)
     call = kernels.Lookup(
         team(count, dim * weight_VD.element_size(), threads), address(ids, "ids", torch.int64, ids.shape),
         count, rows, num_rows, dim, STORED[weight_VD.dtype],
@@ -140,7 +144,7 @@ def fill_normal(rows_VD: Tensor, std: float, seed: int, first: int = 0) -> None:
     smaller one.
     """
     if not (rows_VD.device.type == "cpu" and rows_VD.is_contiguous()):
-        drawn_VD = torch.empty(rows_VD.shape, dtype=rows_VD.dtype, device="cpu")
+        drawn_VD = torch.empty(rows_VD.shape, dtype=rows_VD.dtype, device=_CPU)
         fill_normal(drawn_VD, std, seed, first)
         rows_VD.copy_(drawn_VD)
         return
@@ -225,11 +229,11 @@ def arrange(
     # one lookup in order: places follow from the place of an id, and need no list before the sort
     direct = len(segments) == 1 and segments[0][0].sources_N is None
     # keys, bounds, places; scratch: two words an id, and the unsorted places where they are needed
-    memory = torch.empty((5 if direct else 6) * count, dtype=torch.int64, device="cpu")
+    memory = torch.empty((5 if direct else 6) * count, dtype=torch.int64, device=_CPU)
     keys = memory.data_ptr()
     bounds, places, words, unsorted = (keys + n * 8 * count for n in (1, 2, 3, 5))
-    inverse_N = torch.empty(count, dtype=torch.int32, device="cpu") if inverse else None
-    frozen_F = torch.tensor(frozen, dtype=torch.int64, device="cpu") if frozen else None
+    inverse_N = torch.empty(count, dtype=torch.int32, device=_CPU) if inverse else None
+    frozen_F = torch.tensor(frozen, dtype=torch.int64, device=_CPU) if frozen else None
     call = kernels.Arrange(
         c.addressof(lines), len(segments), count, num_keys, None if frozen_F is None else frozen_F.data_ptr(),
         len(frozen), words, None if direct else unsorted, keys, bounds, places,
@@ -253,7 +257,7 @@ def sum_rows(
     arranged.places. gap: values between one sum and the next. squares_U: gets the square (float64) of each
     sum's 2-norm."""
     count = len(arranged.keys_U)
-    out_UX = torch.empty((count, dim + gap), dtype=dtype, device="cpu")
+    out_UX = torch.empty((count, dim + gap), dtype=dtype, device=_CPU)
     call = kernels.Sums(
         team(count, dim * out_UX.element_size()), arranged.bounds, count, arranged.places, arranged.count,
         dim, STORED[dtype], out_UX.data_ptr(), dim + gap,
@@ -281,8 +285,8 @@ def check_offsets(offsets_B: Tensor, count: int) -> Tensor:
     return offsets_B
 
 
-@dataclass(frozen=True)
-class Rule:
+# not a dataclass: each table's is made and compared in every step, which takes one nearly twice as long
+class Rule(NamedTuple):
     """How a touched row changes. number: of `enum rule` in rows.c."""
 
     number: int
@@ -301,7 +305,7 @@ def corrections(beta1: float, beta2: float) -> tuple[Tensor, Tensor]:
         raise UserError(f"row optimizer: betas={beta1, beta2}; give values from 0 to {_LARGEST_BETA}")
     largest = max(beta1, beta2)
     last = 1 if largest == 0 else math.ceil(-60 * math.log(2) / math.log(largest)) + 1
-    steps = torch.arange(last + 1, dtype=torch.float64)
+    steps = torch.arange(last + 1, dtype=torch.float64, device=_CPU)
     first, second = (-torch.expm1(steps * (math.log(beta) if beta else -math.inf)) for beta in (beta1, beta2))
     return first.reciprocal_(), second.rsqrt_()
 
@@ -335,7 +339,7 @@ def update(rule: Rule, arranged: Arranged, tables: Tables) -> None:
         team(count, dim * tables.dtype.itemsize), arranged.keys_U.data_ptr(), arranged.bounds, count,
         arranged.places, arranged.count, c.addressof(tables.lines), len(tables.lines), rule.number,
         STORED[tables.dtype], dim, rule.lr, rule.decay, rule.eps, *rule.betas,
-        address(fix1, "corrections", torch.float64, (last_fix + 1,)), fix2.data_ptr(), last_fix,
+        fix1.data_ptr(), fix2.data_ptr(), last_fix,
     )  # fmt: skip
     if not kernels.call("update_rows", call):
         raise IndexError("update: a key is not a row of the tables")

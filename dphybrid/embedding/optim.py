@@ -6,7 +6,6 @@ adam keep one second moment a row (the mean of the squared gradient), as FBGEMM'
 PARTIAL_ROWWISE_ADAM do. RowAdamW equals torch's AdamW without momentum on any rows.
 """
 
-import itertools
 import math
 import sys
 import time
@@ -200,18 +199,14 @@ class RowOptimizer(EagerOptimizer):
     def _update(self, rule: Rule, names: tuple[str, ...], weights: list[Tensor]) -> None:
         start = time.perf_counter()
         infos = [info_of(weight) for weight in weights]
-        first_keys = list(itertools.accumulate([len(weight) for weight in weights], initial=0))
-        segments = [
-            (segment_of(weight.grad, weight), first_key)
-            for weight, first_key in zip(weights, first_keys, strict=False)
-            if weight.grad is not None
-        ]
-        frozen = [
-            first_key + row
-            for info, first_key in zip(infos, first_keys, strict=False)
-            if info is not None
-            for row in info.frozen
-        ]
+        segments, frozen, first_keys = [], list[int](), [0]
+        for info, weight in zip(infos, weights, strict=True):
+            first_key = first_keys[-1]
+            if weight.grad is not None:
+                segments.append((segment_of(weight.grad, weight), first_key))
+            if info is not None:
+                frozen += [first_key + row for row in info.frozen]
+            first_keys.append(first_key + len(weight))
         arranged = native.arrange(segments, first_keys[-1], frozen)
         tables, changed = self._tables(weights)
         versions = [weight._version for weight in weights]

@@ -18,6 +18,10 @@ from dphybrid.util.errors import UserError
 
 STORED = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 
+# bound once: a step asks `is_plain` a dozen times, and looks these up for longer than they take
+_PLAIN, _STRIDED = frozenset((Tensor, nn.Parameter)), torch.strided
+_has_storage, _is_functorch = torch._C._has_storage, torch._C._functorch.is_functorch_wrapped_tensor
+
 _ALONE_BYTES = 2**18
 """Below this many bytes of rows one thread is as fast as a team."""
 _BORN_IN = os.getpid()
@@ -103,11 +107,11 @@ def is_plain(tensor: Tensor) -> bool:
     """Has the tensor readable memory on the host: is it not fake, meta, sparse, functorch's or on a GPU?"""
     # asked before any data_ptr(): that of a fake tensor is no address, and reading there ends the process
     return (
-        type(tensor) in (Tensor, nn.Parameter)
+        type(tensor) in _PLAIN
         and tensor.is_cpu
-        and tensor.layout is torch.strided
-        and torch._C._has_storage(tensor)
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and tensor.layout is _STRIDED
+        and _has_storage(tensor)
+        and not _is_functorch(tensor)
     )
 
 
