@@ -28,11 +28,14 @@ from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import find_tagged_run, read_run
 from dphybrid.run.leasing import giving_way, leased_devices
 from dphybrid.run.report import attached
+from dphybrid.util.files import disk_errors_told
 from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
 from dphybrid.util.text import masked
 
 FLOW_RUN_TAG = "prefect.flow_run_id"
 
+# Around the steps, too, not around all of them alone: Prefect logs the traceback of what leaves a task.
+_disk_errors_told = disk_errors_told("then go on with --resume")
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -95,6 +98,7 @@ def build(
 
 
 @step("train")
+@_disk_errors_told
 def train(run_folder: str, stop: StopRequest, others: list[str]) -> dict[str, object]:
     """Train to the end, with the machines of the workers `others`; return where the checkpoints are."""
     settings = load_settings()
@@ -107,6 +111,7 @@ def train(run_folder: str, stop: StopRequest, others: list[str]) -> dict[str, ob
 
 
 @step("evaluate")
+@_disk_errors_told
 def evaluate(run_folder: str) -> dict[str, float]:
     """Evaluate the best checkpoint on the validation rows."""
     run = read_run(run_folder, load_settings())
@@ -114,6 +119,7 @@ def evaluate(run_folder: str) -> dict[str, float]:
 
 
 @step("report")
+@_disk_errors_told
 def report(run_folder: str) -> job.Report:
     """Write the report and the flow run's artifacts."""
     run = read_run(run_folder, load_settings())

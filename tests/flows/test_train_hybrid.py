@@ -1,6 +1,8 @@
 """The flow as people start it in a terminal, without a server."""
 
+import errno
 import json
+import logging
 import os
 import signal
 import sqlite3
@@ -8,12 +10,14 @@ import subprocess
 import sys
 import time
 from contextlib import closing
+from logging.handlers import BufferingHandler
 from pathlib import Path
 
 import httpx
 import pytest
 from prefect import runtime
 
+from dphybrid.run import train as job
 from flows import train_hybrid
 from tests.commands import command, python
 from tests.flows.servers import REPOSITORY, environment
@@ -138,6 +142,24 @@ def test_a_server_that_is_away_when_the_run_is_built_costs_no_more_than_a_tag(
     assert train_hybrid.main(["--recipe", "toy"]) == 0
     (page,) = data_dir.glob("runs/*/run.json")
     assert "prefect.deployment_name" not in json.loads(page.read_text())["tags"]
+
+
+def test_a_full_disk_is_told_without_a_traceback_of_its_task(
+    data_dir: Path,
+    prefect_server: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "splits.txt")
+
+    monkeypatch.setattr(job, "train_run", full)
+    seen = BufferingHandler(1000)
+    logging.getLogger("prefect.task_runs").addHandler(seen)
+    assert train_hybrid.main(["--recipe", "toy"]) == 2
+    logging.getLogger("prefect.task_runs").removeHandler(seen)
+    assert "splits.txt: No space left on device; make room" in capsys.readouterr().err
+    assert not [record for record in seen.buffer if record.exc_info]
 
 
 @pytest.mark.slow
