@@ -228,13 +228,6 @@ def _signal_runs(number: int) -> None:
             continue  # ended, or no group of its own
 
 
-def _default_limit() -> int:
-    """Return how many runs at once make sense here: one a GPU, and one on the CPU."""
-    return max(
-        1, len(visible(Inventory(load_settings().nvml).read(), os.environ.get("CUDA_VISIBLE_DEVICES")))
-    )
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the worker; return the exit code."""
     parser = Parser(
@@ -267,11 +260,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         queues = args.queue or [args.name, *SHARED_QUEUES]
         with reaching_server():
             asyncio.run(_make_queues(args.pool, queues))
+        # One run for each GPU, or one on the CPU: more would wait here before an urgent one.
+        gpus = visible(Inventory(load_settings().nvml).read(), os.environ.get("CUDA_VISIBLE_DEVICES"))
         worker = DrainingWorker(
             work_pool_name=args.pool,
             work_queues=queues,
             name=args.name,
-            limit=args.limit or _default_limit(),
+            limit=args.limit or max(1, len(gpus)),
             create_pool_if_not_found=False,
         )
         return asyncio.run(work(worker, args.pool, args.wait))
