@@ -202,13 +202,14 @@ def _queue(client: SyncPrefectClient, file: Path, flow_run_id: UUID) -> str | No
         return None if time.time() - file.lstat().st_mtime < _STUCK_S else ""
     if run.state is None or run.state.type == StateType.SCHEDULED or _is_locked(file):
         return None  # it is about to start, perhaps here
+    if datetime.now(UTC) - run.state.timestamp < timedelta(seconds=_SETTLE_S):
+        # it has just begun, and is about to lock its file; or its worker is about to say what became of it,
+        # or takes it, and is about to replace the words of its last start
+        return None
     if run.state.type == StateType.PENDING:
         if not worker.isdecimal() or psutil.pid_exists(int(worker)):
             return None
         return _again(client, run, "its worker died before it had begun")
-    if datetime.now(UTC) - run.state.timestamp < timedelta(seconds=_SETTLE_S):
-        # it has just begun, and is about to lock its file; or its worker is about to say what became of it
-        return None
     if run.state.type == StateType.CANCELLING:
         client.set_flow_run_state(flow_run_id, Cancelled(message="its process is dead"), force=True)
         return f"flow run {run.name}: cancelled, its process is dead"
