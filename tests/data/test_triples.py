@@ -42,9 +42,11 @@ def test_one_file_is_split_by_seed(tmp_path: Path) -> None:
         LINES.replace("\t", "  "),
         "\ufeff" + LINES.replace("\n", "\r\n"),
         LINES + "\n \n",
+        "head,relation,tail\n" + LINES.replace("\t", ","),
+        "Subject\tPredicate\tObject\n" + LINES,
     ],
 )
-def test_other_separators_line_ends_and_marks_read_the_same(text: str, tmp_path: Path) -> None:
+def test_other_separators_line_ends_marks_and_headers_read_the_same(text: str, tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
     one, two = from_file(tmp_path / "one", LINES), from_file(tmp_path / "two", text)

@@ -212,13 +212,9 @@ class _Block:
                 break  # an open quote may close in the next block
             number = self.line + i + 1
             if reason:
-                page: Rejected = {
-                    "file": str(self.file),
-                    "line": number,
-                    "reason": reason,
-                    "text": lines[i][:SHOWN],
-                }
-                rejected.append(page)
+                rejected.append(
+                    Rejected(file=str(self.file), line=number, reason=reason, text=lines[i][:SHOWN])
+                )
             elif row:
                 rows.append(row)
                 numbers.append(number)

@@ -222,7 +222,7 @@ def encoded(plan: Plan, rows: Rows, dictionaries: Mapping[str, Dictionary]) -> _
                 f"data.{flag}: column {column.name!r} holds {cells[name][row]!r}, no {column.noun}; mend it, "
                 f"list it in data.missing, or {other}"
             )
-            rejected.append({"file": str(rows.file), "line": int(rows.lines[row]), "reason": reason})
+            rejected.append(Rejected(file=str(rows.file), line=int(rows.lines[row]), reason=reason))
         drop_B = drop_B | odd_B
     counts = Counter({"label": int(unlabelled_B.sum()), "weight": int(weightless_B.sum())})
     for name, bag in plan.bags.items():

@@ -238,7 +238,7 @@ def _json_chunks(file: Path, data: TableDataConfig) -> Iterator[Rows]:
                     continue
                 record, reason = _record(text, names)
                 if reason:
-                    rejected.append({"file": str(file), "line": line, "reason": reason})
+                    rejected.append(Rejected(file=str(file), line=line, reason=reason))
                 else:
                     names = names or list(record)
                     records.append(record)

@@ -13,7 +13,7 @@ class KgeDataConfig(DataConfig):
 
     path: str | None = None
     """Your triples (required): a folder with train.txt, valid.txt and perhaps test.txt, or one file; head,
-    relation, tail, separated by tabs."""
+    relation, tail, separated by tabs, commas or blanks."""
     delimiter: str = "auto"
     """Character between head, relation and tail; auto looks at the file."""
     negatives: int = Field(default=1024, ge=0, le=2**20)

@@ -25,6 +25,7 @@ from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path
 
 _PARTS, _COLUMNS = ("train", "valid", "test"), ("heads_B", "relations_B", "tails_B")
+_HEADERS = ("head relation tail", "subject predicate object", "source relation target", "h r t")
 
 
 def _negatives(num_entities: int, num_negatives: int) -> Draw:
@@ -173,7 +174,8 @@ class _TripleSource(Source):
                         separator = "," if line.count(",") == 2 else None  # None: any blanks
                     cells = [cell.strip() for cell in line.split(separator)]
                     if len(cells) == 3 and all(cells):
-                        yield cells
+                        if number > 1 or " ".join(cells).lower() not in _HEADERS:
+                            yield cells
                     elif line.strip():
                         reason = (
                             f"{len(cells)} values, expected head, relation and tail"
@@ -181,12 +183,9 @@ class _TripleSource(Source):
                             else "an empty value"
                         )
                         rejected.append(
-                            {
-                                "file": str(file),
-                                "line": number,
-                                "reason": reason,
-                                "text": line[:SHOWN].rstrip("\n"),
-                            }
+                            Rejected(
+                                file=str(file), line=number, reason=reason, text=line[:SHOWN].rstrip("\n")
+                            )
                         )
         except UnicodeDecodeError as error:
             raise UserError(

@@ -167,11 +167,11 @@ class _InteractionSource:
             piece = pl.DataFrame([dictionaries[name].codes(rows.columns[name]).alias(name) for name in names])
             whole_B = (piece[d.user] > 0) & (piece[d.item] > 0)
             rejected += [
-                {
-                    "file": str(rows.file),
-                    "line": int(rows.lines[place]),
-                    "reason": f"no value in {d.item if piece[d.user][place] else d.user!r}",
-                }
+                Rejected(
+                    file=str(rows.file),
+                    line=int(rows.lines[place]),
+                    reason=f"no value in {d.item if piece[d.user][place] else d.user!r}",
+                )
                 for place in (~whole_B).arg_true()
             ]
             codes.append(piece.filter(whole_B))
