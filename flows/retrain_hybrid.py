@@ -156,26 +156,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     given = sys.argv[1:] if argv is None else argv
     add_experiment_flags(parser, recipe_of(given))
-    parser.add_argument(
-        "--min-new-rows", type=int, default=1, metavar="N", help="new rows that are worth a training (1)"
-    )
-    parser.add_argument(
-        "--drift-above",
-        type=float,
-        default=0.0,
-        metavar="X",
-        help="drift that is worth one with fewer rows (0: never)",
-    )
-    parser.add_argument(
-        "--min-gain",
-        type=float,
-        default=0.0,
-        metavar="X",
-        help="gain that the whole 95 %% interval must exceed (0)",
-    )
-    parser.add_argument(
-        "--event", default="", metavar="TEXT", help="retrain even without new data, because of this"
-    )
+    add = parser.add_argument
+    add("--min-new-rows", type=int, default=1, metavar="N", help="new rows that are worth a training (1)")
+    drift = "drift that is worth one with fewer rows (0: never)"
+    add("--drift-above", type=float, default=0.0, metavar="X", help=drift)
+    gain = "gain that the whole 95 %% interval must exceed (0)"
+    add("--min-gain", type=float, default=0.0, metavar="X", help=gain)
+    add("--event", default="", metavar="TEXT", help="retrain even without new data, because of this")
     args = parser.parse_args(given)
 
     def run() -> int:

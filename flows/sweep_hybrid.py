@@ -48,7 +48,7 @@ from dphybrid.orchestration.shown import show_run
 from dphybrid.orchestration.supervised import supervised, watched_flow_run
 from dphybrid.recipes.configs import AnyExperiment, build_config
 from dphybrid.run.train import Report
-from dphybrid.tracking.compare import compare_runs, log_comparison
+from dphybrid.tracking.compare import log_comparison, read_runs, write_comparison
 from dphybrid.tracking.opening import embedded_uri
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import StopRequest
@@ -171,13 +171,11 @@ def _swept(
     runner: ThreadPoolTaskRunner[Any] = ThreadPoolTaskRunner(max_workers=workers)
     reports: dict[str, Report | str] = {}
     with watched_flow_run(runtime.flow_run.id, stop), runner, _passing_on_the_end(stop):
-        futures = [
-            runner.submit(
-                train_cell.with_options(retries=retries),
-                {"cell": cell, "sweep": sweep, "tags": _tags(), "stop": stop},
-            )
-            for cell in cells.cells
-        ]
+        train, shared = (
+            train_cell.with_options(retries=retries),
+            {"sweep": sweep, "tags": _tags(), "stop": stop},
+        )
+        futures = [runner.submit(train, {"cell": cell, **shared}) for cell in cells.cells]
         for cell, future in zip(cells.cells, futures, strict=True):
             future.wait()
             result = future.state.result(raise_on_failure=False)
@@ -203,7 +201,7 @@ def _reported(sweep: str, cells: Grid, reports: Reports, folder: Path, settings:
     address = ""
     if len(run_ids) > 1:
         uri = settings.mlflow_uri or embedded_uri(settings.mlflow_dir)
-        page = compare_runs(uri, run_ids, folder / "comparison", cells.group_by)
+        page = write_comparison(read_runs(uri, run_ids), folder / "comparison", cells.group_by)
         _, address = log_comparison(uri, settings.experiment, settings.mlflow_dir, page, run_ids, sweep)
         print(f"Comparison: {page.absolute().as_uri()}, and in MLflow: {address}", flush=True)
     try:
@@ -235,9 +233,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else argv
     add_experiment_flags(parser, recipe_of(given))
     add_sweep_flags(parser)
-    parser.add_argument(
-        "--retries", type=int, default=1, metavar="N", help="how often a failed cell is tried again (1)"
-    )
+    retries = "how often a failed cell is tried again (1)"
+    parser.add_argument("--retries", type=int, default=1, metavar="N", help=retries)
     args = parser.parse_args(given)
 
     def run() -> int:

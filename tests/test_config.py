@@ -82,10 +82,7 @@ def test_every_field_has_a_sentence_and_a_flag() -> None:
     ("override", "words"),
     [
         ("train.batch_size=-1", ["train.batch_size", "'-1'", "--train.batch-size", "than or equal to 0"]),
-        ("recipe=txt", ["recipe", "'txt'", "'text'", "'toy'"]),
-        ("devices=tpu", ["devices", "'tpu'", "cpu*8"]),
         ("train.bach_size=3", ["train.bach_size", "did you mean 'train.batch_size'"]),
-        ("train.lr=fast", ["train.lr", "'fast'", "number"]),
         ("train.lr", ["expected name=value"]),
         ("nonsense=1", ["nonsense", "known: recipe, devices"]),
         ("epochs=3", ["epochs", "did you mean 'train.epochs'"]),
@@ -115,11 +112,6 @@ def test_mistakes_in_a_file_name_the_file(tmp_path: Path, text: str, words: list
     file.write_text(text)
     with refused_with(["experiment.toml", *words]):
         load_config(file, [])
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with refused("nowhere.toml: No such file"):
-        load_config(tmp_path / "nowhere.toml", [])
 
 
 def test_the_config_cannot_change() -> None:

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from dphybrid.cli.main import main
-from dphybrid.config.settings import load_settings
+from dphybrid.config.settings import load_settings, misspelt_settings
 from dphybrid.recipes.configs import stored_config
+from dphybrid.tracking.loader import checkpoint_folder
 from tests.commands import command
+from tests.conftest import REPOSITORY
 from tests.refusing import refused
 
 LONG = "x" * 300
@@ -63,7 +65,7 @@ def test_other_paths(path: str, data_dir: Path, monkeypatch: pytest.MonkeyPatch)
         ("check torch.nn:Linear", "is not a factory of a model .missing a required argument: 'out_features'"),
         ("check builtins:int", "is not a factory of a model .no signature"),
         ("check json:loads", "check json:loads: TypeError: .* not ModelContext .__init__.py, line"),
-        ("check uuid:getnode", "check uuid:getnode: returned a int; return a torch.nn.Module"),
+        ("check uuid:getnode", "check uuid:getnode: returned an int; return a torch.nn.Module"),
         ("check nowhere:x", "^error: check = 'nowhere:x': no module named 'nowhere'"),
         ("check torch:Liner", "^error: check = 'torch:Liner': torch has no function 'Liner'; did you mean "),
     ],
@@ -169,12 +171,19 @@ MANY = json.dumps({"train.seed": list(range(380))}, separators=(",", ":"))
         ("train --recipe ctr --model.kind lstm", "model.kind = 'lstm'.*deepfm.*dlrm"),
         ("train --recipe kge --model.kind gru", "model.kind = 'gru'.*rotate"),
         ("prepare --recipe ctr --schema .", "--schema .: .*folder that exists"),
-        ("train --train.batch-size -1", "train.batch_size = '-1'.*greater than or equal to 0"),
         ("train --config bad.toml", "--config bad.toml: cannot be read"),
+        ("train --config nowhere.toml", "--config nowhere.toml: No such file"),
         ("train --recipe retrieval --data.path ok.csv", "has no column 'user'"),
         ("predict nobody --data.path ok.csv", "nobody: no run, checkpoint folder or models:/ address"),
         ("export nobody --out new", "nobody: no run, checkpoint folder or models:/ address"),
         ("compare", "name runs to compare"),
+        ("compare one two --sweep x", "--sweep x: names all runs to compare; give it, or one two"),
+        ("compare one two --out cmp.html", "--out cmp.html: name a folder, for index.html"),
+        ("train --train.epochs three", "'three' .from --train.epochs.: must be a valid integer$"),
+        ("train --train.lr fast", "must be a valid number$"),
+        ("train --train.compile maybe", "must be true or false$"),
+        ("train --train.pipeline on", "'on' .from --train.pipeline.: must be 'off' or 'exact'$"),
+        (f"train {OK} --run-name {LONG}", "use a plain name without slashes, it also"),
         ("ui --no-browser", "no run is recorded there yet; train one first"),
         ("check recipe", "name one"),
         ("check recipe a b", "name one"),
@@ -190,7 +199,7 @@ MANY = json.dumps({"train.seed": list(range(380))}, separators=(",", ":"))
         ("sweep --recipe toy --grid train.lr=1", "not valid JSON"),
         ('sweep --recipe toy --grid {"train.lr":0.1}', "give a list of values$"),
         ('sweep --recipe toy --grid {"train.lr":{"low":1,"high":2}}', "a range needs --trials"),
-        ('sweep --recipe toy --grid {"train.lr":["x"]}', "cell 1 .*valid number"),
+        ('sweep --recipe toy --grid {"train.lr":["x"]}', "cell 1 .*from overrides.: must be a valid number$"),
         ('sweep --recipe toy --grid {"train.batchsize":[1]}', "cell 1 .*did you mean 'train.batch_size'"),
         ('sweep --recipe toy --grid {"train.epochs":[1,-1]}', "cell 2 .train.epochs=-1.*train.epochs"),
         (f"sweep --recipe toy --grid {MANY}", "380 combinations"),
@@ -227,6 +236,8 @@ def test_kge_notes_a_table_whose_second_column_has_too_many_values(tmp_path: Pat
         ("train --epochs 3", "--epochs: there is no such flag; did you mean --train.epochs?"),
         ("sweep --recipe toy --grid {} --sampler grid", "--sampler 'grid': use tpe or random"),
         ("sweep --recipe toy --grid {} --trials 0", "give an integer from 1 on"),
+        ("sweep --recipe toy --grid {} --at-once x", "error: --at-once needs an integer, not 'x'\n"),
+        ("predict run --data.path x --threshold x", "error: --threshold needs a number, not 'x'\n"),
         ("export nobody", "required: --out"),
         ("train --data clicks.csv", "--data: there is no such flag; did you mean --data.path?"),
         (
@@ -241,3 +252,45 @@ def test_flags(typed: str, words: str, capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit, match="2"):
         main(typed.split())
     assert words in capsys.readouterr().err
+
+
+def test_names_of_runs_stay_on_one_line_and_are_quoted(data_dir: Path) -> None:
+    assert "run name 'a\\nb': use a plain name" in told("train", "--recipe", "toy", "--run-name", "a\nb")
+    said = command("sweep", "--recipe", "toy", "--grid", '{"train.lr": [0.1]}', "--sweep", "a b;c")
+    assert said.endswith("Compare: dphybrid compare --sweep 'a b;c'\n")
+    assert "Look at it:  dphybrid ui 'a b'" in command("train", "--recipe", "toy", "--run-name", "a b")
+
+
+def test_a_misspelt_setting_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("DATADIR", "TRACKING_URL", "STATE"):
+        monkeypatch.setenv(f"DPHYBRID_{name}", "1")
+    assert main(["plan", "--rows", "9", "--batch-size", "3"]) == 0
+    words = "Note: DPHYBRID_{}: there is no such setting; did you mean DPHYBRID_{}?"
+    wanted = [words.format(*names) for names in (("DATADIR", "DATA_DIR"), ("TRACKING_URL", "TRACKING_URI"))]
+    assert capsys.readouterr().err.splitlines() == wanted
+
+
+def test_an_address_of_no_model_makes_no_database_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with refused("models:/clicks: write models:/NAME@champion, models:/NAME/VERSION or"):
+        checkpoint_folder("models:/clicks", f"sqlite:///{tmp_path}/x.db")
+    assert not Path("mlflow.db").exists()
+
+
+def test_no_variable_of_the_project_itself_looks_misspelt(monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in ("dphybrid", "flows", "infra", "benchmarks", "tests"):
+        for file in (REPOSITORY / place).rglob("[!.]*"):
+            if file.suffix in ("", ".py", ".yaml", ".sh") and file.is_file() and file != Path(__file__):
+                for variable in re.findall(r"\bDPHYBRID_[A-Z_]*[A-Z]\b", file.read_text()):
+                    monkeypatch.setenv(variable, "1")
+    assert misspelt_settings() == []
+
+
+def test_a_data_folder_that_cannot_be_made_is_told_by_its_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DPHYBRID_DATA_DIR", "/proc/x")
+    said = told("train", "--recipe", "toy")
+    assert "error: /proc/x: No such file or directory; DPHYBRID_DATA_DIR=/proc/x must be a folder" in said

@@ -13,7 +13,7 @@ from dphybrid.config import ExperimentConfig, flatten, merge
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.recipes.configs import Values, build_config, field_types, given_values, read_config_file
 from dphybrid.recipes.registry import OF_TABLES, find_recipe, infer_recipe, tabular_names
-from dphybrid.util.errors import UserError, suggestion
+from dphybrid.util.errors import UserError, suggestion, type_text
 from dphybrid.util.files import make_folder, naming
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def _with_frames(
     named = config.data.named_columns
     if not (named or find_recipe(config.recipe).tabular):
         raise UserError(
-            f"data: is a {type(next(iter(framed.values()))).__name__}, and recipe {config.recipe} reads no "
+            f"data: is {type_text(next(iter(framed.values())))}, and recipe {config.recipe} reads no "
             f"tables; {', '.join(tabular_names())} does; give this one a path, or name recipe={OF_TABLES!r}"
         )
     from dphybrid.data.table.frames import as_frame, check_frame, save_frame

@@ -33,20 +33,21 @@ def flags(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write a page that puts runs side by side."""
     from dphybrid.tracking import compare
+    from dphybrid.tracking.compare_facts import param_of, text_of
     from dphybrid.tracking.opening import store_to_read
 
     settings = load_settings()
     experiment = args.experiment or settings.experiment
     if not args.runs and args.sweep is None and args.experiment is None:
-        raise UserError(
-            "name runs to compare, or --experiment NAME, or --sweep ID; see `dphybrid compare --help`"
-        )
-    if args.out.exists() and not args.out.is_dir():
-        raise UserError(f"--out {args.out}: is a file; name a folder for the page and its pictures")
+        raise UserError("name runs to compare, or --experiment NAME, or --sweep ID (see --help)")
+    if args.runs and args.sweep is not None:
+        raise UserError(f"--sweep {args.sweep}: names all runs to compare; give it, or {' '.join(args.runs)}")
+    if args.out.suffix in (".html", ".htm") or (args.out.exists() and not args.out.is_dir()):
+        raise UserError(f"--out {args.out}: name a folder, for index.html and its pictures")
     uri = store_to_read(settings.mlflow_uri, settings.mlflow_dir)
     run_ids = compare.find_runs(uri, experiment, args.runs, args.sweep)
     runs = compare.read_runs(uri, run_ids)
-    print(compare.comparison_text(runs, args.group_by))
+    print(text_of(runs, param_of(args.group_by, runs)))
     if args.text:
         return 0
     page = compare.write_comparison(runs, args.out, args.group_by)

@@ -9,6 +9,7 @@ the recipe's own.
 """
 
 import argparse
+import shlex
 import textwrap
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     check_target(target, f"--out {target}")
     config = given_config(args)
     write_text(target, config_text(config))
-    print(f"{target}: edit it, then `dphybrid train --config {target}`")
+    print(f"{target}: edit it, then `dphybrid train --config {shlex.quote(str(target))}`")
     return 0
 
 

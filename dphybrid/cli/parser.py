@@ -3,14 +3,17 @@
 import argparse
 import atexit
 import gc
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
+from dphybrid.config.settings import load_settings, misspelt_settings
 from dphybrid.recipes.configs import recipes_with
 from dphybrid.recipes.registry import recipe_names
-from dphybrid.util.errors import UserError, suggestion
+from dphybrid.util.errors import UserError, nearest, suggestion
 from dphybrid.util.importing import missing_extra
 from dphybrid.util.text import masked
 
@@ -65,8 +68,8 @@ class Parser(argparse.ArgumentParser):
             self.error(
                 f"{flag}: there is no such flag; did you mean {', '.join(section[:4])} or another one?"
             )
-        hint = f"; did you mean {same[0]}?" if same else suggestion(flag, known)
-        self.error(f"{flag}: there is no such flag{hint if 'did you mean' in hint else ''}")
+        hint = f"; did you mean {same[0]}?" if same else nearest(flag, known)
+        self.error(f"{flag}: there is no such flag{hint}")
 
     def _check_value(self, action: argparse.Action, value: str) -> None:
         """argparse's own check of choices, whose message would have to be taken apart to say more."""
@@ -78,6 +81,9 @@ class Parser(argparse.ArgumentParser):
         self.error(f"{value!r}: there is no such command{suggestion(value, known)}")
 
     def error(self, message: str) -> NoReturn:
+        message = re.sub(r"^argument (\S+): ", r"\1 ", message)
+        for kind, noun in {"int": "an integer", "float": "a number"}.items():  # as Python calls them
+            message = message.replace(f"invalid {kind} value:", f"needs {noun}, not")
         self.exit(2, f"error: {message}\nSee `{self.prog} --help`.\n")
 
 
@@ -102,6 +108,8 @@ def run_cli(function: Callable[[], int | None]) -> int:
     atexit.register(gc.freeze)
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as a flow's package leaves it for the imports
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    for variable in misspelt_settings():
+        print(f"Note: {variable}", file=sys.stderr, flush=True)
     try:
         try:
             return function() or 0
@@ -120,5 +128,8 @@ def run_cli(function: Callable[[], int | None]) -> int:
     except OSError as error:
         if error.filename is None:
             raise
-        print(masked(f"error: {error.filename}: {error.strerror}"), file=sys.stderr)
+        path, folder = Path(str(error.filename)), load_settings().data_dir
+        own = path.is_relative_to(folder) or folder.is_relative_to(path)
+        where = f"; DPHYBRID_DATA_DIR={folder} must be a folder that you can write" if own else ""
+        print(masked(f"error: {path}: {error.strerror}{where}"), file=sys.stderr)
         return 2

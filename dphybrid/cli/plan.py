@@ -24,19 +24,16 @@ if TYPE_CHECKING:
 
 def flags(parser: Parser) -> None:
     """Add the command's flags."""
+    add = parser.add_argument
     for name, default, sentence in (
         ("--batch-size", None, "rows of a batch over all devices (default: the recipe's)"),
         ("--rows", None, "rows of an epoch, to show the last batch too (default: of the prepared data)"),
         ("--nodes", 1, "machines, with --cluster.ranks W over them all (1)"),
         ("--table-rows", None, "rows of a table that does not exist yet (default: the prepared data's)"),
     ):
-        parser.add_argument(name, type=int, default=default, metavar="N", help=sentence)
-    parser.add_argument(
-        "--link-gbit", type=float, default=100.0, metavar="G", help="Gbit/s between machines (100)"
-    )
-    parser.add_argument(
-        "--memory", action="store_true", help="also build the model and estimate each device's memory"
-    )
+        add(name, type=int, default=default, metavar="N", help=sentence)
+    add("--link-gbit", type=float, default=100.0, metavar="G", help="Gbit/s between machines (100)")
+    add("--memory", action="store_true", help="also build the model and estimate each device's memory")
     add_config_flags(parser)
 
 

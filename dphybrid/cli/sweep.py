@@ -12,6 +12,7 @@ on with what is left. Results are in sweeps/NAME/sweep.json of the data folder;
 
 import argparse
 import json
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -83,6 +84,6 @@ def run(args: argparse.Namespace) -> int:
     rows, file = write_sweep(sweep_folder(name, settings), cells, reports)
     for row in rows:
         print(_line(row, f"{settings.mlflow_uri}".startswith("http")))
-    print(f"Results: {file}\nCompare: dphybrid compare --sweep {name}")
+    print(f"Results: {file}\nCompare: dphybrid compare --sweep {shlex.quote(name)}")
     stop.obey(f"with runs left; --sweep {name} goes on")
     return 1 if failures(reports) else 0

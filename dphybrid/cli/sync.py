@@ -28,13 +28,7 @@ def run(args: argparse.Namespace) -> int:
     def tell(run_id: str, records: int) -> None:
         print(f"{run_id}: sending {records:,} records", flush=True)
 
-    done = sync(
-        settings.mlflow_dir,
-        uri,
-        settings.experiment,
-        settings.upload_limit_mib * 2**20,
-        wait_s=args.wait,
-        on_run=tell,
-    )
+    limit = settings.upload_limit_mib * 2**20
+    done = sync(settings.mlflow_dir, uri, settings.experiment, limit, wait_s=args.wait, on_run=tell)
     print(done.text())
     return 0 if done.whole else 1

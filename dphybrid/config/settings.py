@@ -2,6 +2,7 @@
 file; never part of a result."""
 
 import os
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
@@ -9,9 +10,11 @@ from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from dphybrid.util.device_spec import parse_device_spec
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, plain_words
 from dphybrid.util.files import given_path
 from dphybrid.util.hours import parse_training_hours
+
+_PREFIX, _ALMOST = "DPHYBRID_", 0.85
 
 
 class Settings(BaseSettings):
@@ -19,7 +22,7 @@ class Settings(BaseSettings):
 
     # extra: a .env file may hold other programs' values, too.
     model_config = SettingsConfigDict(
-        env_prefix="DPHYBRID_", env_file=".env", extra="ignore", frozen=True, use_attribute_docstrings=True
+        env_prefix=_PREFIX, env_file=".env", extra="ignore", frozen=True, use_attribute_docstrings=True
     )
 
     data_dir: Path = Path("~/.dphybrid")
@@ -165,10 +168,19 @@ def load_settings() -> Settings:
         settings = Settings()
     except ValidationError as error:
         lines = [
-            f"DPHYBRID_{str(e['loc'][0]).upper()} = {e['input']!r}: {e['msg'].removeprefix('Value error, ')}"
-            for e in error.errors()
+            f"DPHYBRID_{str(e['loc'][0]).upper()} = {e['input']!r}: {plain_words(e)}" for e in error.errors()
         ]
         raise UserError("\n".join(lines)) from error
     if settings.data_dir.exists() and not settings.data_dir.is_dir():
         raise UserError(f"DPHYBRID_DATA_DIR = {str(settings.data_dir)!r}: is a file; name a folder")
     return settings
+
+
+def misspelt_settings() -> list[str]:
+    """Return, for each variable that is almost a setting, which one may be meant."""
+    known = [name.upper() for name in Settings.model_fields]
+    given = {name.removeprefix(_PREFIX) for name in os.environ if name.startswith(_PREFIX)}
+    # Others of the prefix belong to infra/ and to dphybrid's own processes.
+    near = ((name, get_close_matches(name, known, 1, _ALMOST)) for name in sorted(given.difference(known)))
+    told = "{0}{1}: there is no such setting; did you mean {0}{2}?"
+    return [told.format(_PREFIX, name, close) for name, found in near for close in found]

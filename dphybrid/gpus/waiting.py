@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from dphybrid.gpus.inventory import Gpu, Inventory, Policy, busy_reason, visible
 from dphybrid.gpus.leases import Lease, find_holder, locked_page, try_lease, user_name
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, plain_words
 from dphybrid.util.locks import lock
 from dphybrid.util.shared_files import OddFileError
 from dphybrid.util.text import printable
@@ -245,7 +245,7 @@ def _tickets(folder: Path, note: Callable[[str], None] = lambda what: None) -> d
         except OddFileError as error:
             note(printable(str(error) if str(file) in str(error) else f"{file}: {error}"))
         except ValidationError as error:
-            why = error.errors()[0]["msg"]
+            why = plain_words(error.errors()[0])
             note(printable(f"{file}: is not a ticket ({why[:100]})"))
         except (PermissionError, FileNotFoundError):
             continue  # another user's, in a sticky folder, which harms nobody; or gone meanwhile

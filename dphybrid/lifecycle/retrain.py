@@ -119,8 +119,7 @@ def _from_champion(
     if not state.prepared or not Path(state.prepared).is_dir():
         raise UserError(
             f"champion {champion.uri}: its prepared data {state.prepared or None} is not on this machine; "
-            "share DPHYBRID_DATA_DIR between the "
-            "workstations, or register a newly trained model under another name"
+            "share DPHYBRID_DATA_DIR between workstations, or register a new model under another name"
         )
     before, now = (
         c.model.model_dump(mode="json")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+from optuna.trial import TrialState
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
@@ -131,10 +132,9 @@ def search(
         trial.set_user_attr(_CELL, name)
         cell = cells[name] = make_cell(config, values, name, settings)
         watch = _Watch(trial, settings.runs_dir / name / "checkpoints", task)
+        enough = watch if what.prune else lambda: False
         try:
-            report = run_cell(
-                cell, folder, settings, sweep, tags, stop, watch if what.prune else lambda: False
-            )
+            report = run_cell(cell, folder, settings, sweep, tags, stop, enough)
         except CellFailed as failure:
             reports[name] = f"{PRUNED} after epoch {watch.seen}" if watch.pruned else str(failure)
             if watch.pruned:
@@ -145,7 +145,8 @@ def search(
         reports[name] = report
         return float(report.metrics[task.metric])
 
-    left = what.trials - _ended(study)
+    ended = (TrialState.COMPLETE, TrialState.PRUNED)
+    left = what.trials - len(study.get_trials(states=ended))
     if left > 0:
         study.optimize(train, n_trials=left, n_jobs=workers, catch=(CellFailed,))
     for trial in study.trials:  # those of an earlier part of the sweep
@@ -170,19 +171,12 @@ def _study(what: Search, folder: Path, sweep: str, seed: int, task: Task) -> opt
     of = optuna.samplers.TPESampler if what.sampler == "tpe" else optuna.samplers.RandomSampler
     # a sampler draws anew after each start: of the same seed it would draw the first trials again
     study.sampler = of(seed=seed + len(study.trials))
-    again = {
-        trial.user_attrs.get(_CELL) for trial in study.get_trials(states=(optuna.trial.TrialState.WAITING,))
-    }
-    for trial in study.get_trials(states=(optuna.trial.TrialState.RUNNING, optuna.trial.TrialState.FAIL)):
+    again = {trial.user_attrs.get(_CELL) for trial in study.get_trials(states=(TrialState.WAITING,))}
+    for trial in study.get_trials(states=(TrialState.RUNNING, TrialState.FAIL)):
         name = trial.user_attrs.get(_CELL)
-        if trial.state == optuna.trial.TrialState.RUNNING:
-            study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
+        if trial.state == TrialState.RUNNING:
+            study.tell(trial.number, state=TrialState.FAIL)
         later = (t.user_attrs.get(_CELL) for t in study.trials if t.number > trial.number)
         if name and name not in again and name not in later:
             study.enqueue_trial(trial.params, user_attrs={_CELL: name})
     return study
-
-
-def _ended(study: optuna.Study) -> int:
-    states = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
-    return len(study.get_trials(states=states))

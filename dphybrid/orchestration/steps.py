@@ -93,7 +93,7 @@ def build(
     shown = [config.recipe, devices, *filter(None, [config.checkpoint.register_as])]
     show_run(runtime.flow_run.id, run.folder.name, shown, address)
     if address and runtime.deployment.id:
-        print(f"MLflow: {address if settings.mlflow_uri else f'dphybrid ui {run.folder.name}'}", flush=True)
+        print(f"MLflow: {address if settings.mlflow_uri else run.ui_command}", flush=True)
     return str(run.folder)
 
 

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from dphybrid.orchestration.forms import FEW, experiment
 from dphybrid.orchestration.machines import check_nodes
 from dphybrid.recipes.configs import apply_overrides
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, plain_words
 from dphybrid.util.files import read_small_text
 from dphybrid.util.importing import import_module_of
 
@@ -34,10 +34,7 @@ def _check_parameters(
         defaults = {name: facts["default"] for name, facts in properties.items() if "default" in facts}
         values = flow.validate_parameters(defaults | {**parameters})
     except ValidationError as error:
-        wrong = "; ".join(
-            f"{'.'.join(map(str, e['loc']))}: {e['msg'].removeprefix('Value error, ')}"
-            for e in error.errors()
-        )
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {plain_words(e)}" for e in error.errors())
         raise UserError(f"{where}: {wrong}") from error
     except Exception as error:
         raise UserError(f"{where}: {error}") from error
@@ -78,6 +75,8 @@ class _Schedule(BaseModel):
 
     slug: object = None
     cron: Any = None
+    interval: Any = None
+    rrule: Any = None
     timezone: Any = None
     parameters: dict[str, object] | None = None
     active: object = True
@@ -111,7 +110,9 @@ def read_deployments(file: Path) -> list[_Deployment]:
     try:
         page = _PrefectYaml.model_validate(yaml.safe_load(read_small_text(file)))
     except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'the file'}: {e['msg']}" for e in error.errors())
+        wrong = "; ".join(
+            f"{'.'.join(map(str, e['loc'])) or 'the file'}: {plain_words(e)}" for e in error.errors()
+        )
         raise UserError(f"{file}: is not a list of deployments as Prefect reads it: {wrong}") from error
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"{file}: cannot be read: {error}") from error
@@ -143,6 +144,8 @@ def check_prefect_yaml(file: Path) -> list[str]:
 
 
 def _schedule_mistakes(schedule: _Schedule, where: str) -> list[str]:
+    if not (schedule.cron or schedule.interval or schedule.rrule):
+        return [f"{where}: has no cron, interval or rrule; give one, such as cron: 30 3 * * *"]
     if schedule.cron is None:
         return []
     if schedule.timezone is None:
@@ -151,5 +154,6 @@ def _schedule_mistakes(schedule: _Schedule, where: str) -> list[str]:
         ZoneInfo(schedule.timezone)
         CronSchedule(cron=schedule.cron, timezone=schedule.timezone)
     except (ValueError, OSError, KeyError, TypeError) as error:
-        return [f"{where}: cron {schedule.cron!r} with timezone {schedule.timezone!r}: {error}"]
+        why = plain_words(error.errors()[0]) if isinstance(error, ValidationError) else error.args[0]
+        return [f"{where}: cron {schedule.cron!r} with timezone {schedule.timezone!r}: {why}"]
     return []

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, type_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,7 +247,7 @@ def refuse_attributes(value: object, path: str) -> None:
             continue
         if (where := _carried(held, f".{name}")) is not None:
             raise UserError(
-                f"{path}: a {type(value).__name__} carries a tensor beside its items ({where}); give it as "
+                f"{path}: {type_text(value)} carries a tensor beside its items ({where}); give it as "
                 "an item or an argument"
             )
 

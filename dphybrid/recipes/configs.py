@@ -18,7 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ValidationError, WithJsonSchema
 from dphybrid.config import ExperimentConfig, Section, fields_of, flatten, merge
 from dphybrid.config.settings import Settings
 from dphybrid.recipes.registry import BUILT_IN, DEFAULT, find_recipe, infer_recipe, recipe_names
-from dphybrid.util.errors import UserError, suggestion
+from dphybrid.util.errors import UserError, nearest, plain_words, type_text
 from dphybrid.util.files import read_small_text
 from dphybrid.util.importing import check_import
 
@@ -62,12 +62,7 @@ def _explain_unknown(name: str, recipe: str) -> str:
         return f"there is no such field; did you mean {ending[0]!r}?"
     section = name.rpartition(".")[0]
     siblings = [full for full in known if full.rpartition(".")[0] == section] or list(known)
-    hint = suggestion(name, list(known))
-    return (
-        f"there is no such field{hint}"
-        if "did you mean" in hint
-        else f"there is no such field; known: {', '.join(siblings)}"
-    )
+    return f"there is no such field{nearest(name, list(known)) or '; known: ' + ', '.join(siblings)}"
 
 
 def parse_overrides(overrides: list[str]) -> Values:
@@ -110,7 +105,7 @@ def read_config_file(path: Path) -> Values:
     except ValueError as error:  # tomllib and json errors both say where; a path with a NUL byte is one, too
         raise UserError(f"--config {path}: cannot be read: {error}") from error
     if not isinstance(values, dict):
-        raise UserError(f"--config {path}: expected sections like [train], found a {type(values).__name__}")
+        raise UserError(f"--config {path}: expected sections like [train], found {type_text(values)}")
     return values
 
 
@@ -272,7 +267,7 @@ def _explain(item: Any, places: dict[str, str], recipe: str) -> str:
     where = f" (from {place})" if place else ""
     if item["type"] == "extra_forbidden":
         return f"{name}{where}: {_explain_unknown(name, recipe)}"
-    message = item["msg"].removeprefix("Value error, ")
+    message = plain_words(item)
     if item["type"] in ("model_type", "dict_type", "model_attributes_type"):
         message = f"is a section: write [{name}] and its values below"
     if not name:

@@ -15,7 +15,7 @@ from dphybrid.embedding import HostEmbedding
 from dphybrid.parallel import Devices
 from dphybrid.recipes.recipe import Recipe
 from dphybrid.recipes.registry import find_recipe
-from dphybrid.util.errors import UserError, suggestion
+from dphybrid.util.errors import UserError, suggestion, type_text
 from dphybrid.util.importing import import_callable
 
 Options = TypeVar("Options", bound=ModelConfig)
@@ -120,5 +120,5 @@ def build_model(recipe: Recipe | str, context: ModelContext[Any]) -> nn.Module:
         torch.set_default_dtype(default)
     if not isinstance(model, nn.Module):
         where = f"model.factory={path!r}" if path else f"recipe {recipe.key}: build"
-        raise UserError(f"{where}: returned a {type(model).__name__}; return a torch.nn.Module")
+        raise UserError(f"{where}: returned {type_text(model)}; return a torch.nn.Module")
     return model

@@ -15,7 +15,7 @@ import torch
 from dphybrid.data.batches import Array
 from dphybrid.data.store import Content, Progress, Source
 from dphybrid.data.vocabulary import Vocabulary, write_vocabularies
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, type_text
 
 if TYPE_CHECKING:
     from dphybrid.recipes.recipe import Recipe
@@ -51,7 +51,7 @@ class GivenSource(Source):
         vocabularies = given[2] if isinstance(given, tuple) and len(given) == 3 else None
         if not isinstance(vocabularies, Mapping):
             raise UserError(
-                f"recipe {self.recipe.name}: rows() returned a {type(given).__name__}; return (training "
+                f"recipe {self.recipe.name}: rows() returned {type_text(given)}; return (training "
                 "split, validation split), and vocabularies by name as a third where there are some"
             )
         return given
@@ -162,8 +162,7 @@ def _items(dataset: object, where: str) -> dict[str, Array]:
     """Read a map-style Dataset sample by sample."""
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise UserError(
-            f"{where}: is a {type(dataset).__name__}; give a dict of arrays, a DataFrame or a map-style "
-            "Dataset"
+            f"{where}: is {type_text(dataset)}; give a dict of arrays, a DataFrame or a map-style Dataset"
         )
     columns: dict[str, list[Any]] = {}
     for number in range(len(dataset)):
@@ -172,7 +171,7 @@ def _items(dataset: object, where: str) -> dict[str, Array]:
             sample = dict(zip(_TUPLE_NAMES, sample, strict=len(sample) == len(_TUPLE_NAMES)))
         if not isinstance(sample, Mapping):
             raise UserError(
-                f"{where}: sample {number} is a {type(sample).__name__}; give dicts, or tuples (input, label)"
+                f"{where}: sample {number} is {type_text(sample)}; give dicts, or tuples (input, label)"
             )
         for name, value in sample.items():
             columns.setdefault(str(name), []).append(np.asarray(value))

@@ -14,7 +14,7 @@ from dphybrid.data.table.frames import Written, as_frame, table_target, write_fr
 from dphybrid.data.table.rows import Rejected, Rows, find_files, read_files
 from dphybrid.data.vocabulary import read_vocabularies
 from dphybrid.recipes.recipe import Recipe
-from dphybrid.util.errors import UserError, counted
+from dphybrid.util.errors import UserError, counted, type_text
 
 
 class RowsPredictor:
@@ -40,8 +40,7 @@ class RowsPredictor:
         found: object = self.recipe.predict(self._model, rows, self.vocabularies)
         if not isinstance(found, pl.DataFrame):
             raise UserError(
-                f"recipe {self.recipe.name}: predict returned a {type(found).__name__}; return a "
-                "polars DataFrame"
+                f"recipe {self.recipe.name}: predict returned {type_text(found)}; return a polars DataFrame"
             )
         return found
 

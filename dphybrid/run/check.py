@@ -23,7 +23,7 @@ from dphybrid.parallel.memory import block_memory, memory_text
 from dphybrid.recipes.context import build_from_config
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.run.leasing import wanted_spec
-from dphybrid.util.errors import UserError, failure_text
+from dphybrid.util.errors import UserError, failure_text, type_text
 from dphybrid.util.importing import import_callable
 
 _COMPARED_ROWS = 64
@@ -105,7 +105,7 @@ def _made(target: str, factory: Callable[[], object]) -> nn.Module:
     except Exception as error:
         raise UserError(f"check {target}: {failure_text(error)}; name a function that works") from error
     if not isinstance(model, nn.Module):
-        raise UserError(f"check {target}: returned a {type(model).__name__}; return a torch.nn.Module")
+        raise UserError(f"check {target}: returned {type_text(model)}; return a torch.nn.Module")
     return model
 
 

@@ -1,6 +1,7 @@
 """Run folders: one a run, with a page that says what the run is, and how to find the one to go on with. Needs
 no torch."""
 
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -64,6 +65,10 @@ class Run:
         from dphybrid.run.experiment import Experiment
 
         return Experiment.open(self.config, self.settings, self.page.prepared)
+
+    @property
+    def ui_command(self) -> str:
+        return f"dphybrid ui {shlex.quote(self.folder.name)}"
 
     @property
     def checkpoints(self) -> Path:
@@ -185,7 +190,11 @@ def find_tagged_run(settings: Settings, tag: str, value: str | None) -> str | No
 
 def check_run_name(name: str | None, where: str = "run name") -> None:
     """Raise UserError for a name that cannot be a folder's. None: one will be made."""
-    if name is not None and (not name.strip() or Path(name).name != name or name.startswith(".")):
+    if name is None:
+        return
+    plain = name.strip() and name.isprintable() and Path(name).name == name and not name.startswith(".")
+    # Files are first written under a longer, hidden name; 255 bytes fit.
+    if not plain or len(name.encode()) > 200:
         raise UserError(f"{where} {name!r}: use a plain name without slashes, it also names a folder")
 
 

@@ -1,5 +1,6 @@
 """The last part of a run: its report as numbers, pictures and a page, and the end of its record."""
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -67,7 +68,7 @@ def report_run(run: Run, experiment: Experiment) -> Report:
         run_id=run.page.run_id,
         run_url=tracker.run_url,
         tracking_uri=tracker.tracking_uri,
-        ui_command=f"dphybrid ui {run.folder.name}" if embedded else tracker.ui_command,
+        ui_command=run.ui_command if embedded else tracker.ui_command,
         views=tracker.views if run.page.run_id else {},
         metrics=evaluated.metrics,
         beside=evaluated.beside,
@@ -126,7 +127,7 @@ def _closing_words(report: Report) -> str:
     if not report.ui_command.startswith("dphybrid ui"):
         lines += [f"             {report.run_url}"] if report.run_url not in ("", report.ui_command) else []
         lines += [f"All runs:    {address} ({name})" for name, address in report.views.items()]
-    if not report.ui_command.endswith(f" {report.run_name}"):
+    if not report.ui_command.endswith(f" {shlex.quote(report.run_name)}"):
         lines += [f"Run:         {report.run_name}" + ("" if report.run_id else ", not recorded")]
     lines += [f"Checkpoint:  {report.best_checkpoint}"]
     return "\n".join(lines)

@@ -25,7 +25,6 @@ from dphybrid.tracking.compare_facts import (
     param_of,
     speeds,
     split_table,
-    text_of,
 )
 from dphybrid.tracking.figures import COLOURS, overlay_figure, side_by_side_figure
 from dphybrid.tracking.report import rendered
@@ -47,19 +46,9 @@ _COMPARISONS = "{} comparisons"
 the trainings."""
 
 
-def compare_runs(
-    store_uri: str, run_ids: Sequence[str], folder: Path, group_by: str | None = "devices"
-) -> Path:
-    """Write the comparison of runs into `folder` (`index.html` and a PNG for each figure); return the page.
-
-    run_ids: MLflow ids. group_by: devices, or the name of a param. Raises UserError for unknown runs and for
-    fewer than two of them.
-    """
-    return write_comparison(read_runs(store_uri, run_ids), folder, group_by or "devices")
-
-
 def write_comparison(runs: Sequence[RunFacts], folder: Path, group_by: str) -> Path:
-    """Write the page and pictures of runs that were read. Raises UserError for a param that no run has."""
+    """Write the comparison of runs into `folder` (`index.html` and a PNG for each figure); return the page.
+    Raises UserError for a param that no run has."""
     from plotly.offline import get_plotlyjs
 
     param = param_of(group_by, runs)
@@ -82,11 +71,6 @@ def write_comparison(runs: Sequence[RunFacts], folder: Path, group_by: str) -> P
     )
     page.write_text(text, encoding="utf-8")
     return page
-
-
-def comparison_text(runs: Sequence[RunFacts], group_by: str) -> str:
-    """Return a comparison for a terminal. Raises UserError for a param that no run has."""
-    return text_of(runs, param_of(group_by, runs))
 
 
 def _pictures(runs: Sequence[RunFacts], param: str) -> dict[str, bytes]:
@@ -252,16 +236,11 @@ def find_runs(
     if found is None:
         there = ", ".join(e.name for e in client.search_experiments(view_type=ViewType.ACTIVE_ONLY)) or "none"
         raise UserError(f"experiment {experiment!r}: is not at {store_uri}; there: {there}")
-    runs = [
-        run
-        for run in client.search_runs([found.experiment_id], max_results=1000)
-        if run.data.tags.get(_KIND_TAG) != "summary"
-    ]
-    runs.sort(key=lambda run: run.info.start_time)
+    runs = sorted(client.search_runs([found.experiment_id]), key=lambda run: run.info.start_time)
+    runs = [run for run in runs if run.data.tags.get(_KIND_TAG) != "summary"]
     if wanted:
-        by_name = {run.info.run_name: run.info.run_id for run in runs} | {
-            run.info.run_id: run.info.run_id for run in runs
-        }
+        ids = [run.info.run_id for run in runs]
+        by_name = {run.info.run_name: run.info.run_id for run in runs} | dict(zip(ids, ids, strict=True))
         unknown = [name for name in wanted if name not in by_name]
         if unknown:
             names = ", ".join(run.info.run_name for run in runs[-10:]) or "none"

@@ -56,10 +56,12 @@ def _location(uri: str, tracking_uri: str | None) -> str:
 
     client = MlflowClient(tracking_uri, registry_uri=tracking_uri)
     location: str | None
+    if not uri.startswith("models:/"):
+        return uri
     match uri.removeprefix("models:/").replace("@", "/@").split("/"):
-        case [str(model_id)] if uri.startswith("models:/") and model_id.startswith("m-"):
+        case [str(model_id)] if model_id.startswith("m-"):
             location = client.get_logged_model(model_id).artifact_location
-        case [str(name), str(version)] if uri.startswith("models:/"):
+        case [str(name), str(version)]:
             alias = version.startswith("@")
             found = (
                 client.get_model_version_by_alias(name, version[1:])
@@ -69,8 +71,8 @@ def _location(uri: str, tracking_uri: str | None) -> str:
             location = (
                 client.get_logged_model(found.model_id).artifact_location if found.model_id else found.source
             )
-        case _:
-            location = uri
+        case _:  # MLflow would ask, and make, a store in the current folder
+            raise UserError(f"{uri}: write models:/NAME@champion, models:/NAME/VERSION or models:/m-ID")
     return str(location)
 
 

@@ -370,7 +370,7 @@ class Registry:
         try:
             yield
         except MlflowException as error:
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
                 raise UserError(
                     f"MLflow's model registry at {self.uri} does not answer: "
                     f"{str(error).splitlines()[0][:200]}"

@@ -118,9 +118,8 @@ def _end_orphans(spool: Path, tracking_uri: str, experiment: str, silent_s: floa
         run_id, tags = run.info.run_id, run.data.tags
         if run_id in done.waiting or HEARTBEAT_TAG not in tags or _lives(spool, run_id, tags, silent_s):
             continue
-        client.set_tag(
-            run_id, "dphybrid.ended_by", f"dphybrid sync: no sign of life since {tags[HEARTBEAT_TAG]}"
-        )
+        why = f"dphybrid sync: no sign of life since {tags[HEARTBEAT_TAG]}"
+        client.set_tag(run_id, "dphybrid.ended_by", why)
         beat_ms = int(1000 * datetime.fromisoformat(tags[HEARTBEAT_TAG]).timestamp())
         client.set_terminated(run_id, "KILLED", end_time=max(beat_ms, run.info.start_time))
         done.ended.append(run_id)

@@ -6,7 +6,7 @@ from numbers import Real
 
 from torch import nn
 
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, type_text
 from dphybrid.util.importing import import_callable
 
 _FIELD = "train.callbacks"
@@ -56,12 +56,12 @@ def call_back(callbacks: Sequence[Callback], seen: EpochEnd) -> dict[str, float]
             continue
         if not isinstance(numbers, Mapping):
             raise UserError(
-                f"{where}: returned a {type(numbers).__name__}; return a dict of numbers by name, or nothing"
+                f"{where}: returned {type_text(numbers)}; return a dict of numbers by name, or nothing"
             )
         for name, value in numbers.items():
             if not isinstance(value, Real):
                 raise UserError(
-                    f"{where}: {name!r} is a {type(value).__name__}; return numbers (of a tensor, .item())"
+                    f"{where}: {name!r} is {type_text(value)}; return numbers (of a tensor, .item())"
                 )
             logged[f"own/{name}"] = float(value)
     return logged

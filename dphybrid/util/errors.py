@@ -2,9 +2,11 @@
 the right word and number."""
 
 import difflib
+import re
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from dphybrid.util.text import masked
 
@@ -20,10 +22,15 @@ class UserError(ValueError):
         return masked(super().__str__())
 
 
-def suggestion(word: str, known: Sequence[str]) -> str:
-    """Return `; did you mean 'x'?` for the nearest known word, else `; known: ...`."""
+def nearest(word: str, known: Sequence[str]) -> str:
+    """Return `; did you mean 'x'?` for the nearest known word, or nothing where none is near."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known) or 'none'}"
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def suggestion(word: str, known: Sequence[str]) -> str:
+    """Return what `nearest` does, else `; known: ...`."""
+    return nearest(word, known) or f"; known: {', '.join(known) or 'none'}"
 
 
 def failure_text(error: Exception) -> str:
@@ -32,6 +39,19 @@ def failure_text(error: Exception) -> str:
     own = [f for f in frames if not f.filename.startswith(package) and "site-packages" not in f.filename]
     place = (own or frames)[-1]
     return f"{type(error).__name__}: {error} ({Path(place.filename).name}, line {place.lineno})"
+
+
+def plain_words(item: Mapping[str, Any]) -> str:
+    """Return what one of pydantic's errors says, without Python's names of types."""
+    text = re.sub(r"^\w+ should ", "must ", item["msg"].removeprefix("Value error, "))
+    text = re.sub(r"(be a valid \w+)(,| or) .*", r"\1", text)
+    return text.replace("a valid boolean", "true or false").replace("Field required", "is missing")
+
+
+def type_text(value: object) -> str:
+    """Return `an int`, `a list`: the type of a value with its article."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
 
 
 def counted(number: int, one: str, more: str = "") -> str:

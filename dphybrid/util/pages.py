@@ -7,7 +7,7 @@ from typing import ClassVar, Self
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dphybrid.util.digests import value_digest
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, plain_words
 from dphybrid.util.files import read_json, write_json
 
 _SUM = "page_sha256"
@@ -37,7 +37,7 @@ class Page(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"])) or "the page"
-            raise UserError(f"{path}: does not fit {cls.__name__}: {place}: {first['msg']}") from error
+            raise UserError(f"{path}: does not fit {cls.__name__}: {place}: {plain_words(first)}") from error
 
     def write(self, path: Path) -> None:
         """Write the page at once and for good."""

@@ -143,7 +143,7 @@ def test_predictions_for_every_form(run: TrainedRun, tmp_path: Path) -> None:
         ({"label": "clicked", "numeric": ["price"]}, "numeric='price': data has no such column"),
         ({"epoch": 3}, "epoch: recipe ctr has no value of that name; did you mean 'epochs'?"),
         ({"lr": 0.1}, "lr: could be table.lr or train.lr; say which: table__lr, train__lr"),
-        ({"epochs": -1}, "train.epochs = -1 (from epochs=): Input should be greater than or equal to 0"),
+        ({"epochs": -1}, "train.epochs = -1 (from epochs=): must be greater than or equal to 0"),
         ({"train": 3}, "train=3: is a section; give its values as train={'name': value}"),
         ({"train__lrr": 3}, "train.lrr (from train__lrr=): there is no such field; did you mean 'train.lr'?"),
         ({"recipe": "kge"}, "recipe kge reads no tables; ctr does"),
@@ -162,7 +162,7 @@ def test_mistakes_are_told_before_anything_is_written(
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (5, "data: is a int; give a polars DataFrame or LazyFrame, a pandas DataFrame"),
+        (5, "data: is an int; give a polars DataFrame or LazyFrame, a pandas DataFrame"),
         ([1, 2], "data: is a list, but not of records"),
         ({"a": 3}, "data: column 'a' is 3; give it a list or an array"),
         ({"a": np.zeros((3, 2))}, "data: column 'a' is an array of shape (3, 2)"),

@@ -177,8 +177,13 @@ def test_deployments_are_checked_with_their_schedules(tmp_path: Path) -> None:
     text = (REPOSITORY / "prefect.yaml").read_text()
     for before, after, words in (
         ("skip_if_late_min: 120", "skip_if_late_min: soon", "schedule nightly.*skip_if_late_min"),
-        ("timezone: Etc/UTC", "timezone: Mars/Base", "schedule nightly.*Mars/Base"),
-        ('cron: "30 3 * * *"', 'cron: "30 33 * * *"', "retrain-hybrid, schedule nightly: cron '30 33"),
+        ("timezone: Etc/UTC", "timezone: Mars/Base", "schedule nightly.*Mars/Base': No time zone found"),
+        (
+            'cron: "30 3 * * *"',
+            'cron: "30 33 * * *"',
+            "retrain-hybrid, schedule nightly: cron '30 33[^\n]*: Invalid cron string: [^\n]*$",
+        ),
+        ("cron: ", "crn: ", "retrain-hybrid, schedule nightly: has no cron, interval or rrule; give one"),
         (
             "        recipe: ctr",
             "        recipe: ctr\n        train: {epochs: -1}",
@@ -194,7 +199,7 @@ def test_deployments_are_checked_with_their_schedules(tmp_path: Path) -> None:
     ):
         assert before in text, before
         (tmp_path / "prefect.yaml").write_text(text.replace(before, after))
-        with refused(f"(?s){words}"):
+        with refused(f"(?sm){words}"):
             check_prefect_yaml(tmp_path / "prefect.yaml")
 
 

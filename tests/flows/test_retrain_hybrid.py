@@ -102,6 +102,8 @@ def test_three_days_of_data(
     assert retrain() == "NothingNew: no new data since version 3 was made"
     assert len(list(runs.iterdir())) == 3
 
+    assert dphybrid(["rollback", "clicks", "--to", "x"]) == 2
+    assert "registered model 'clicks' has no version x; it has 1, 2, 3" in capsys.readouterr().err
     assert dphybrid(["rollback", "clicks"]) == 0
     assert "champion is version 1 again, it was version 2" in capsys.readouterr().out
     back = registry.champion("clicks")

@@ -15,7 +15,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from dphybrid.run.train import Report
-from dphybrid.tracking.compare import compare_runs, write_comparison
+from dphybrid.tracking.compare import read_runs, write_comparison
 from dphybrid.tracking.compare_facts import RunFacts
 from tests.commands import run_with
 from tests.conftest import LONG, own_settings
@@ -171,7 +171,9 @@ def test_the_report_opens_among_the_artifacts(seen: Seen) -> None:
 def test_the_page_of_a_comparison_can_be_hovered_hidden_sorted_and_grouped(
     seen: Seen, tmp_path: Path, width: int
 ) -> None:
-    page_file = compare_runs(seen.server.uri, [report.run_id for report in seen.reports], tmp_path)
+    page_file = write_comparison(
+        read_runs(seen.server.uri, [r.run_id for r in seen.reports]), tmp_path, "devices"
+    )
     page = seen.browser.new_page(viewport={"width": width, "height": 1000})
     errors: list[str] = []
     page.on("pageerror", lambda error: errors.append(str(error)))
@@ -208,7 +210,7 @@ def test_the_page_of_a_comparison_can_be_hovered_hidden_sorted_and_grouped(
 def test_runs_that_are_alike_in_what_groups_them_differ_in_colour(seen: Seen, tmp_path: Path) -> None:
     ids = [report.run_id for report in seen.reports]
     page = seen.browser.new_page()
-    page.goto(compare_runs(seen.server.uri, ids, tmp_path, "train.seed").as_uri())
+    page.goto(write_comparison(read_runs(seen.server.uri, ids), tmp_path, "train.seed").as_uri())
     dots = page.locator("#runs .dot").evaluate_all("all => all.map(one => one.style.background)")
     assert len(set(dots)) == len(ids)
 

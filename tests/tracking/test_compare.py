@@ -275,7 +275,7 @@ def test_wrong_calls_say_what_is_there(
     for arguments, words in [
         (["compare"], "name runs to compare"),
         (["compare", "--sweep", "nightly"], "--sweep nightly: not in experiment"),
-        ([*every, "--out", str(folder / "a_file")], "is a file; name a folder"),
+        ([*every, "--out", str(folder / "a_file")], "name a folder, for index.html"),
         ([*every, "--group-by", "train.batchsize"], "no run has such a param; near: train.batch_size"),
     ]:
         assert words in command(*arguments, ends=2)

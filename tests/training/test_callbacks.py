@@ -71,7 +71,7 @@ def test_paths_of_callbacks_are_checked_before_data_is_read(
     with refused("callbacks = 'told:absent': told has no function 'absent'; known: tell"):
         train(tracking="none", train={"callbacks": ["told:absent"]}, seed=5)
     assert set((data_dir / "prepared").iterdir()) == before
-    with refused("callback wrong: returned a int; return a dict"):
+    with refused("callback wrong: returned an int; return a dict"):
         train(tracking="none", train={"callbacks": ["told:wrong"]})
     with refused("callbacks: 'told:tell' is not a function"):
         train(tracking="none", callbacks=["told:tell"])

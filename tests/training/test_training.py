@@ -161,7 +161,7 @@ def test_your_own_model_trains(data_dir: Path, tmp_path: Path, monkeypatch: pyte
     report = run_with("recipe=toy", "model.factory=mine:build", "devices=cpu*4")
     assert report.splits[0].device == "cpu[0]"
     for factory, words in (
-        ("mine:wrong", "returned a int"),
+        ("mine:wrong", "returned an int"),
         ("mine:absent", "has no function 'absent'"),
         ("mine", "package.module:NAME"),
     ):

@@ -16,7 +16,7 @@ from polars.selectors import by_name  # names as they are: `*` is a pattern else
 
 from dphybrid.data.table.cells import FEW
 from dphybrid.data.table.rows import check_types
-from dphybrid.util.errors import UserError, counted
+from dphybrid.util.errors import UserError, counted, type_text
 from dphybrid.util.files import check_target, make_folder, sync, temporary, write_text
 
 PART_ROWS = 2**20
@@ -59,7 +59,7 @@ def as_frame(data: object, where: str) -> pl.DataFrame | pl.LazyFrame:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{where}: cannot be read as a table: {error}") from error
-    raise UserError(f"{where}: is a {type(data).__name__}; give {KINDS}")
+    raise UserError(f"{where}: is {type_text(data)}; give {KINDS}")
 
 
 def _from_pandas(frame: Any, where: str) -> pl.DataFrame:

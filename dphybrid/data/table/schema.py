@@ -16,7 +16,7 @@ from dphybrid.data.table.column import Column, Sample
 from dphybrid.data.table.kinds import KINDS, Time, kind_of, roles
 from dphybrid.data.table.numbers import notation_of
 from dphybrid.data.table.rows import Rows
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, plain_words
 from dphybrid.util.files import read_small_text
 from dphybrid.util.text import toml_text
 
@@ -62,7 +62,8 @@ def read_schema(path: Path) -> SchemaFile:
         ) from error
     except ValidationError as error:
         wrong = "; ".join(
-            f"{'.'.join(map(str, item['loc']))} = {item['input']!r}: {item['msg']}" for item in error.errors()
+            f"{'.'.join(map(str, item['loc']))} = {item['input']!r}: {plain_words(item)}"
+            for item in error.errors()
         )
         raise UserError(f"data.schema_file={path}: {wrong}") from error
     except UserError as error:

@@ -26,7 +26,7 @@ from dphybrid.recipes.retrieval import RetrievalDataConfig
 from dphybrid.recipes.retrieval.data import lists_of
 from dphybrid.recipes.retrieval.model import RetrievalModel
 from dphybrid.training.tensor_file import write_tensors
-from dphybrid.util.errors import UserError, counted
+from dphybrid.util.errors import UserError, counted, type_text
 from dphybrid.util.files import write_text
 
 _COLUMNS = {"user": pl.String, "rank": pl.Int32, "item": pl.String, "score": pl.Float32}
@@ -67,7 +67,7 @@ class Recommender:
         """checkpoint: folder whose weights `model` has. Raises UserError for a model of another kind."""
         if not isinstance(model, RetrievalModel):
             raise UserError(
-                f"{checkpoint}: its model is a {type(model).__name__} of model.factory, which cannot "
+                f"{checkpoint}: its model is {type_text(model)} of model.factory, which cannot "
                 "recommend; dphybrid.load_model gives the module"
             )
         users, items = (
