@@ -75,10 +75,11 @@ class HostEmbedding(nn.Module):
                 f"table {name!r}: give num_rows (or num_embeddings) and dim (or embedding_dim), each once"
             )
         _refuse_foreign(foreign, name)
-        if num_rows < 1 or not 1 <= dim <= native.MAX_DIM:
+        # 1e6 is a float
+        if any(isinstance(n, float) or n < 1 for n in (num_rows, dim)) or dim > native.MAX_DIM:
             raise UserError(
-                f"table {name!r}: num_rows={num_rows}, dim={dim}; both must be at least 1, and dim "
-                f"at most {native.MAX_DIM}"
+                f"table {name!r}: num_rows={num_rows}, dim={dim}; both must be integers from 1 on, "
+                f"and dim at most {native.MAX_DIM}"
             )
         padding_idx = _row(padding_idx, num_rows, name)
         if dtype not in native.STORED:
