@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -111,6 +112,11 @@ def test_predictions_are_the_runs_bit_for_bit(unrecorded: None, tmp_path: Path) 
     example = json.loads((out / "example.json").read_text())
     printed = python(out / "predict.py", out / "example.json").stdout
     assert json.loads(printed) == example["predictions"]
+    (tmp_path / "odd.json").write_text('{"rows"')
+    for name, words in (("nowhere.csv", "No such file"), ("odd.json", "Expecting")):
+        wrong = [sys.executable, str(out / "predict.py"), str(tmp_path / name)]
+        said = subprocess.run(wrong, capture_output=True, text=True).stderr
+        assert re.fullmatch(f"error: .*{name}: .*{words}.*\n", said)
     (rows_file,) = (out / "tables").iterdir()
     with rows_file.open("r+b") as file:
         file.seek(-3, os.SEEK_END)

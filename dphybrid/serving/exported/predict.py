@@ -64,4 +64,7 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    try:
+        main(sys.argv[1])
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {sys.argv[1]}: {error}")
