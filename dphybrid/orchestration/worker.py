@@ -16,7 +16,8 @@ import signal
 import socket
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -163,7 +164,7 @@ async def _make_queues(pool: str, names: Sequence[str]) -> None:
 
 async def work(worker: DrainingWorker, pool: str, wait: bool) -> int:
     """Run the worker until it is told to end and its runs have ended; return the exit code."""
-    requests = 0
+    requests, asked = 0, set[int]()
     loop = asyncio.get_running_loop()
 
     def end() -> None:
@@ -176,7 +177,6 @@ async def work(worker: DrainingWorker, pool: str, wait: bool) -> int:
             _signal_runs(signal.SIGKILL)
         elif requests == 1 + wait:
             print(f"Stopping: {runs} to write a checkpoint and go back to the queue", flush=True)
-            _signal_runs(signal.SIGTERM)
         elif wait:
             print(f"Stopping: {runs} to go on to the end; a second signal asks for checkpoints", flush=True)
         else:  # not asked again: a second SIGTERM ends a training without a checkpoint
@@ -193,6 +193,9 @@ async def work(worker: DrainingWorker, pool: str, wait: bool) -> int:
         ):
             while not working.done():
                 await asyncio.sleep(_LOOK_EVERY_S)
+                # Each look: the process of a run that was just being taken begins after the signal.
+                if requests > wait:
+                    asked |= _signal_runs(signal.SIGTERM, asked)
                 if worker.draining and not worker.num_running:
                     break
         if working.done():
@@ -219,13 +222,14 @@ def _looking_for_the_dead(worker: DrainingWorker, pool: str) -> Callable[[], boo
     return look
 
 
-def _signal_runs(number: int) -> None:
-    """Send a signal to the process groups of the flow runs of this worker."""
-    for child in psutil.Process().children():
-        try:
-            os.killpg(child.pid, number)
-        except (ProcessLookupError, PermissionError):
-            continue  # ended, or no group of its own
+def _signal_runs(number: int, but: Collection[int] = ()) -> set[int]:
+    """Signal the process groups of the flow runs of this worker, `but` those; return which got it."""
+    got = set()
+    for pid in {child.pid for child in psutil.Process().children()}.difference(but):
+        with suppress(ProcessLookupError, PermissionError):  # ended, or no group of its own yet
+            os.killpg(pid, number)
+            got.add(pid)
+    return got
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -130,26 +130,49 @@ def test_a_run_that_is_queued_again_keeps_its_file_until_its_next_start(
     assert run_file("e").exists() == queued
 
 
+_CHILD = "trap 'exit 3' TERM; echo; while :; do sleep 0.05; done"
+
+
 @pytest.mark.parametrize("wait", [False, True])
-def test_a_worker_asks_for_checkpoints_once_and_kills_at_the_third_signal(
+def test_a_worker_asks_each_run_for_a_checkpoint_once_and_kills_at_the_third_signal(
     wait: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sent: list[int] = []
-    monkeypatch.setattr(worker, "_signal_runs", sent.append)
-    after: list[list[int]] = []
+    monkeypatch.setattr(worker, "_LOOK_EVERY_S", 0.05)
+    started: list[subprocess.Popen[bytes]] = []
+
+    def begin(code: str) -> None:
+        child = subprocess.Popen(["sh", "-c", code], stdout=subprocess.PIPE, start_new_session=True)
+        started.append(child)
+        assert child.stdout is not None
+        child.stdout.readline()  # it has set its traps
+
+    async def ends(place: int) -> None:
+        await asyncio.to_thread(started[place].wait, patience(20))
 
     async def start() -> None:
-        for _ in range(3):
-            os.kill(os.getpid(), signal.SIGINT)
-            await asyncio.sleep(0.1)
-            after.append([*sent])
+        begin(_CHILD)
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(0.3) if wait else await ends(0)
+        begin(_CHILD)  # of a run that was being taken at the signal
+        await asyncio.sleep(0.3) if wait else await ends(1)
+        assert [run.poll() is None for run in started] == [wait, wait]
+        os.kill(os.getpid(), signal.SIGINT)
+        await ends(0)
+        await ends(1)
+        begin("trap '' TERM; echo; while :; do sleep 0.05; done")
+        await asyncio.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGINT)
+        await ends(2)
         one.num_running = 0
         await asyncio.sleep(60)
 
     one = SimpleNamespace(start=start, num_running=1, draining=False)
-    assert asyncio.run(worker.work(one, "gpu", wait)) == 0  # type: ignore[arg-type]
-    first: list[int] = [] if wait else [signal.SIGTERM]
-    assert after == [first, [signal.SIGTERM], [signal.SIGTERM, signal.SIGKILL]]
+    try:
+        assert asyncio.run(worker.work(one, "gpu", wait)) == 0  # type: ignore[arg-type]
+        assert [run.returncode for run in started] == [3, 3, -signal.SIGKILL]
+    finally:
+        for run in started:
+            run.kill()
     assert len(capsys.readouterr().out.splitlines()) == 3
 
 
