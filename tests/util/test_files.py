@@ -143,7 +143,7 @@ def test_pages_of_other_versions(tmp_path: Path) -> None:
     with refused(r"has version 2.*update dphybrid"):
         Example.read(file)
     write_json(file, {"name": "x", "page_sha256": value_digest({"name": "x"})})
-    with refused("does not fit Example: values: Field required"):
+    with refused("does not fit Example: values: is missing"):
         Example.read(file)
 
 
