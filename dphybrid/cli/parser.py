@@ -68,8 +68,9 @@ class Parser(argparse.ArgumentParser):
             self.error(
                 f"{flag}: there is no such flag; did you mean {', '.join(section[:4])} or another one?"
             )
+        group = [name for name in known if "." in flag and name.startswith(flag[: flag.rfind(".") + 1])]
         hint = f"; did you mean {same[0]}?" if same else nearest(flag, known)
-        self.error(f"{flag}: there is no such flag{hint}")
+        self.error(f"{flag}: there is no such flag{hint or (group and '; known: ' + ', '.join(group)) or ''}")
 
     def _check_value(self, action: argparse.Action, value: str) -> None:
         """argparse's own check of choices, whose message would have to be taken apart to say more."""

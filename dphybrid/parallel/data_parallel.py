@@ -28,7 +28,7 @@ from dphybrid.parallel.replication import refuse_unsuitable, replicate, replicat
 from dphybrid.parallel.scattering import Places, RowSource, place, scatter_kwargs, split
 from dphybrid.parallel.splits import Key, Record, Split, first_size, shares, split_sizes
 from dphybrid.util.compiling import outside_of_graphs
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, type_text
 from dphybrid.util.memory import is_out_of_memory
 
 
@@ -61,6 +61,8 @@ class DataParallel(nn.DataParallel):
         whole: Iterable[str] = (),
     ) -> None:
         nn.Module.__init__(self)  # not nn.DataParallel's, which moves the module and asks for GPUs
+        if not isinstance(module, nn.Module):
+            raise UserError(f"DataParallel: {type_text(module)} is not a module; give an nn.Module")
         if devices is not None and device_ids is not None:
             raise UserError(
                 f"DataParallel: device_ids={device_ids!r} and devices={devices!r} name the same thing; give "
@@ -69,6 +71,8 @@ class DataParallel(nn.DataParallel):
         self.devices = resolve_devices(device_ids if devices is None else devices)
         home = self.devices.home
         if isinstance(weights, str):
+            if weights != "memory":
+                raise UserError(f"weights={weights!r}: use 'memory', or give one number for each device")
             weights = _memory_weights(self.devices)
         if weights is not None:
             split_sizes(1, len(self.devices), weights)
@@ -77,7 +81,7 @@ class DataParallel(nn.DataParallel):
         self.module = module.to(home)
         self.dim = dim
         self.weights = None if weights is None else tuple(weights)
-        self.whole = frozenset(whole)
+        self.whole = frozenset([whole] if isinstance(whole, str) else whole)
         self.device_ids = _device_ids(self.devices)
         self._target = _output_device(output_device, home)
         self.output_device = self._target  # type: ignore[assignment] # upstream keeps an index, we a device

@@ -63,7 +63,9 @@ def resolve_devices(spec: "str | Devices | Sequence[int | str | torch.device] | 
     """
     if isinstance(spec, Devices):
         return spec
-    if spec is None or isinstance(spec, str):
+    if isinstance(spec, int | torch.device):
+        text = _name(spec)
+    elif spec is None or isinstance(spec, str):
         text = spec or os.environ.get("DPHYBRID_DEVICES") or "auto"
     else:
         text = ",".join(_name(item) for item in spec)
@@ -113,9 +115,8 @@ def _with_hardware(parsed: DeviceSpec) -> Devices:
     ]
     if missing:
         there = f"GPUs found: cuda:0 to cuda:{count - 1}" if count else "no GPU found"
-        raise UserError(
-            f"{', '.join(missing)} is not here ({there}); use cpu, or cpu*{len(names)} for the same split"
-        )
+        same = f", or cpu*{len(names)} for the same split" if len(names) > 1 else ""
+        raise UserError(f"{', '.join(missing)} is not here ({there}); use cpu{same}")
     # by name in the record: auto is something else on another machine
     text = ",".join(names) if parsed.is_auto else parsed.text
     return Devices(text, tuple(torch.device(name) for name in names), parsed.virtual)

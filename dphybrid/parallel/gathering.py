@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from dphybrid.parallel.nests import is_nest, items_of, rebuild, refuse_attributes
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, type_text
 
 
 class Leaf(NamedTuple):
@@ -74,7 +74,7 @@ class Join:
                 "(pad_packed_sequence with total_length)"
             )
         raise UserError(
-            f"{path}: a {kind.__name__} cannot be joined over replicas; return tensors with the batch on "
+            f"{path}: {type_text(first)} cannot be joined over replicas; return tensors with the batch on "
             f"dim {self.dim}"
         )
 

@@ -36,12 +36,17 @@ class Parts:
         return torch.cat([part.to(device) for part in self.tensors], dim)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or not hasattr(Tensor, name):
+        if name.startswith("__"):
             raise AttributeError(name)
         raise AttributeError(
-            f".{name}: these rows are on their devices already, in {len(self.tensors)} parts, and only a "
-            f"region takes them; call .{name} inside the region's module"
+            f".{name}: these rows are on their devices already, in parts, and only a region takes them; call "
+            f".{name} inside the region's module"
         )
+
+    @classmethod
+    def __torch_function__(cls, function: Callable[..., object], *_: object) -> None:
+        # torch asks every argument that has this: torch.cat and layers would else tell only this class's name
+        cls(()).__getattr__(function.__name__)
 
 
 def parts(tensors: Sequence[Tensor]) -> Tensor | Parts:

@@ -211,7 +211,7 @@ def note_shares(
     """Add to an error of a replica what it was given, and what may be meant instead."""
     given = [f"{path} {tuple(t.shape)}" for path, t in input_tensors(args, kwargs)]
     error.add_note(
-        f"DataParallel split {', '.join(given)} on dim {dim} into shares of {sizes} rows. "
+        f"DataParallel split {', '.join(given) or 'rows'} on dim {dim} into shares of {sizes} rows. "
         "If the module works without a split: one sample alone needs a batch dim (x.unsqueeze(0)), and what "
         "all samples share, such as a mask or class weights, is given as Whole(...) or named in whole=[...]"
     )

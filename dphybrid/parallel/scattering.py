@@ -15,7 +15,7 @@ from torch import Tensor
 from dphybrid.parallel.devices import Devices, resolve_devices
 from dphybrid.parallel.nests import Parts, Whole, batch_rows, is_nest, items_of, map_tensors, rebuild
 from dphybrid.parallel.splits import shares
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, type_text
 
 Places = str | Devices | Sequence[int | str | torch.device]
 
@@ -125,6 +125,11 @@ _regions: "weakref.WeakKeyDictionary[RowSource, weakref.ref[_Region]]" = weakref
 def place(table: RowSource, region: _Region) -> None:
     """Deliver the rows of `table` to the replicas of `region`, from the first call on. Raises UserError for a
     table that delivers to other devices of another region."""
+    if not hasattr(table, "place_on"):  # nn.Embedding, or the arguments in the other order
+        raise UserError(
+            f"DataParallel.rows: {type_text(table)} is not a table; give a HostEmbedding, or call "
+            "the region with embedding(ids)"
+        )
     known = _regions.get(table)
     before = None if known is None else known()
     if before is region:

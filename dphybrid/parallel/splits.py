@@ -25,7 +25,7 @@ def split_sizes(batch_size: int, num_devices: int, weights: Sequence[float] | No
     if weights is None:
         chunk = -(-batch_size // num_devices)
         return [min(chunk, batch_size - start) for start in range(0, batch_size, chunk)]
-    if len(weights) != num_devices or min(weights) <= 0:
+    if len(weights) != num_devices or not all(0 < weight < float("inf") for weight in weights):
         raise UserError(
             f"weights={list(weights)}: give one number above 0 for each of the {num_devices} devices"
         )

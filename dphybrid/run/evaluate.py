@@ -28,23 +28,17 @@ def evaluate_run(run: Run, experiment: Experiment) -> dict[str, float]:
     outputs = validation_outputs(model, data.dataset("valid"), batch_size, task)
     metrics, charts = task.compute(outputs), task.charts(outputs) if task.charts else []
     if "test" in data.parts:
-        metrics |= {
-            f"test_{name}": value
-            for name, value in evaluate(model, data.dataset("test"), batch_size, task).items()
-        }
+        tested = evaluate(model, data.dataset("test"), batch_size, task)
+        metrics |= {f"test_{name}": value for name, value in tested.items()}
     own = task.baselines(outputs) if task.baselines else constant_prediction(outputs, task)
     baselines = experiment.recipe.baselines(data) or own
     page = MetricsPage(metrics=metrics, charts=list(charts), beside=_beside(metrics, baselines, task))
     page.write(run.folder / "metrics.json")
     with closing(attached(run, experiment.settings)) as tracker:
         tracker.log_summary({f"final/{name}": value for name, value in metrics.items()})
-        tracker.log_summary(
-            {
-                f"baseline/{which.replace(' ', '_')}/{name}": value
-                for which, values in baselines.items()
-                for name, value in values.items()
-            }
-        )
+        for which, values in baselines.items():
+            where = f"baseline/{which.replace(' ', '_')}"
+            tracker.log_summary({f"{where}/{name}": value for name, value in values.items()})
     return metrics
 
 

@@ -195,7 +195,8 @@ def check_run_name(name: str | None, where: str = "run name") -> None:
     plain = name.strip() and name.isprintable() and Path(name).name == name and not name.startswith(".")
     # Files are first written under a longer, hidden name; 255 bytes fit.
     if not plain or len(name.encode()) > 200:
-        raise UserError(f"{where} {name!r}: use a plain name without slashes, it also names a folder")
+        remedy = "of at most 200 bytes" if plain else "without slashes, control characters or a dot in front"
+        raise UserError(f"{where} {name!r}: use a plain name {remedy}, it also names a folder")
 
 
 def new_run_folder(experiment: "Experiment", devices: "Devices", name: str | None) -> Path:

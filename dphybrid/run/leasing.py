@@ -91,7 +91,10 @@ def leased_devices(
     spec, inventory = wanted_spec(config, settings), Inventory(settings.nvml)
     units = _units(spec, settings, inventory)
     if not units:
-        yield _LeasedDevices(_without_lease(spec, settings, inventory))
+        if settings.nvml == REAL_NVML and "cpu" not in spec.names and torch.cuda.device_count():
+            why = inventory.reason or "none of them is known to NVML"
+            print(f"Note: GPUs are used without a lease, for {why}", flush=True)
+        yield _LeasedDevices(resolve_devices(spec.text).text)
         return
     if spec.is_auto and not spec.count and replicas > len(units):
         print(
@@ -140,15 +143,6 @@ def _units(spec: DeviceSpec, settings: Settings, inventory: Inventory) -> list[G
     if "cpu" in spec.names or (settings.nvml == REAL_NVML and not torch.cuda.device_count()):
         return []
     return visible(inventory.read(), os.environ.get("CUDA_VISIBLE_DEVICES"))
-
-
-def _without_lease(spec: DeviceSpec, settings: Settings, inventory: Inventory) -> str:
-    if settings.nvml == REAL_NVML and "cpu" not in spec.names and torch.cuda.device_count():
-        print(
-            f"Note: GPUs are used without a lease, for {inventory.reason or 'none of them is known to NVML'}",
-            flush=True,
-        )
-    return resolve_devices(spec.text).text
 
 
 def _virtual(spec: DeviceSpec, count: int) -> str:

@@ -78,12 +78,10 @@ def out_of_memory_report(
     )
     lines = [
         f"out of memory in step {step} with a batch of {rows} rows: "
-        f"{str(error).splitlines()[0] if str(error) else 'no details'}"
-    ]
-    lines.append(
+        f"{str(error).splitlines()[0] if str(error) else 'no details'}",
         f"  blocks {_gib(weights)}, their gradients as much, optimizer state {_gib(state)}; the rest is "
-        "activations and copies of blocks"
-    )
+        "activations and copies of blocks",
+    ]
     if torch.cuda.is_initialized():
         for number in own_gpus(model):  # asking another one would open a context there, half a GiB
             free, total = torch.cuda.mem_get_info(number)

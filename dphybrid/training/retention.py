@@ -44,7 +44,10 @@ def prune_checkpoints(folder: Path, config: CheckpointConfig, best: Sequence[int
         or step_of(path) in best
         or (config.keep_every > 0 and step_of(path) % config.keep_every == 0)
     }
-    files = {path: _full_file(path) for path in there}
+    files = {}  # the same for checkpoints that share a full one's files
+    for path in there:
+        tables = sorted((path / "tables").glob("*.safetensors"))
+        files[path] = tables[0].stat().st_ino if tables else path
     if len(wanted) > 1 and len({files[path] for path in wanted}) == 1:
         wanted |= set([path for path in there if files[path] != files[there[-1]]][-1:])
     for aside in folder.glob("step-*.damaged"):
@@ -54,12 +57,6 @@ def prune_checkpoints(folder: Path, config: CheckpointConfig, best: Sequence[int
         if path not in wanted:
             remove_folder(path)
     return [path for path in there if path in wanted]
-
-
-def _full_file(checkpoint: Path) -> object:
-    """Return what is the same for checkpoints that share a full one's files."""
-    files = sorted((checkpoint / "tables").glob("*.safetensors"))
-    return files[0].stat().st_ino if files else checkpoint
 
 
 def checkpoint_cards(kept: Sequence[Path], recipe: str, best_step: int | None) -> list[CheckpointCard]:

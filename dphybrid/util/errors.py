@@ -24,8 +24,11 @@ class UserError(ValueError):
 
 def nearest(word: str, known: Sequence[str]) -> str:
     """Return `; did you mean 'x'?` for the nearest known word, or nothing where none is near."""
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    # Of `train.amp` only `amp` is compared, with the names of `train`: with it, each of them would be near.
+    section = word[: word.rfind(".") + 1]
+    names = [name.removeprefix(section) for name in known if name.startswith(section)]
+    close = difflib.get_close_matches(word.removeprefix(section) if names else word, names or known, n=1)
+    return f"; did you mean {(section if names else '') + close[0]!r}?" if close else ""
 
 
 def suggestion(word: str, known: Sequence[str]) -> str:

@@ -6,7 +6,6 @@ import shlex
 from pathlib import Path
 
 import pytest
-import torch
 
 from dphybrid.cli.main import make_parser
 from dphybrid.config.settings import Settings
@@ -30,19 +29,6 @@ FENCES = {
     for name, text in PAGES.items()
 }
 
-GIVEN = {
-    "data-parallel.md": """
-import torch
-from dphybrid.embedding import HostEmbedding
-from dphybrid.parallel import DataParallel
-module, x = torch.nn.Linear(5, 2), torch.randn(30, 5)
-table, ids = HostEmbedding(100, 5), torch.arange(30)
-model, batch = DataParallel(torch.nn.Linear(5, 2), "cpu*2"), x
-""",
-}
-GIVEN["across-the-batch.md"] = GIVEN["data-parallel.md"]
-"""What a page's parts of programs take for granted."""
-
 
 def python_of(page: str) -> list[str]:
     """The page's own Python; what it includes from examples/ is run by tests/test_examples.py."""
@@ -51,9 +37,7 @@ def python_of(page: str) -> list[str]:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if python_of(page)])
 def test_its_python_runs(page: str, data_dir: Path, unrecorded: None) -> None:
-    code = "\n".join([GIVEN.get(page, ""), *python_of(page)])
-    if torch.cuda.device_count() < 2:
-        code = re.sub(r"^.*device_ids=\[0, 1\].*$", "", code, flags=re.MULTILINE)
+    code = "\n".join(python_of(page))
     kinds = list(KINDS)  # a page adds one
     try:
         exec(compile(code, page, "exec"), {"__name__": "page"})

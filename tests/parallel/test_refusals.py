@@ -137,3 +137,35 @@ def test_it_is_refused_as_the_page_says(what: str) -> None:
         REFUSED[what]()
     for words in listed()[what]:
         assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (lambda: DataParallel(nn.Linear, TWO), "a type is not a module"),  # type: ignore[arg-type]
+        (lambda: DataParallel(nn.Linear(3, 3), 63), "cuda:63 is not here"),  # type: ignore[arg-type]
+        (lambda: wraps(weights="mem"), "weights='mem': use 'memory'"),
+        (lambda: wraps(weights=[1.0, float("nan")]), "give one number above 0"),
+        (lambda: gives(1, 1), "output: an int cannot be joined"),
+        (
+            lambda: DataParallel(nn.Linear(3, 3), TWO).rows(nn.Embedding(9, 3), torch.arange(8)),  # type: ignore[arg-type]
+            "an Embedding is not a table; give a HostEmbedding",
+        ),
+    ],
+)
+def test_a_slip_in_a_call_is_told_in_plain_words(wrong: Callable[[], object], told: str) -> None:
+    with pytest.raises(UserError, match=re.escape(told)):
+        wrong()
+
+
+def test_rows_outside_of_a_region_say_where_they_belong() -> None:
+    rows = DataParallel(nn.Linear(3, 3), TWO).rows(HostEmbedding(9, 3), torch.arange(8))
+    for slip in (lambda: torch.cat([rows, rows], 1), lambda: nn.Linear(3, 3)(rows)):  # type: ignore[list-item]
+        with pytest.raises(AttributeError, match="only a region takes them"):
+            slip()
+
+
+def test_one_device_and_one_name_need_no_list() -> None:
+    assert DataParallel(nn.Linear(3, 3), torch.device("cpu")).devices.text == "cpu"  # type: ignore[arg-type]
+    region = DataParallel(Does(lambda x, mask: x + mask.sum()), TWO, whole="mask")
+    assert region(X, mask=torch.ones(3)).shape == X.shape

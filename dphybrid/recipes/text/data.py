@@ -121,7 +121,10 @@ class _TextSource:
             key=lambda w: (-counts[w], w),
         )
         vocabulary = {word: number for number, word in enumerate([_UNKNOWN, END, *kept])}
-        train_tokens, valid_tokens = (_encode(part, vocabulary) for part in (train, valid))
+        train_tokens, valid_tokens = (
+            np.array([n for _, ws in part for n in (*(vocabulary.get(w, 0) for w in ws), 1)], np.int32)
+            for part in (train, valid)
+        )
         for part, tokens in (("training", train_tokens), ("validation", valid_tokens)):
             if len(tokens) <= self.data.window:
                 raise UserError(
@@ -197,13 +200,6 @@ def _repeated_shares(documents: list[list[str]]) -> list[float]:
     found, counts = np.unique(np.concatenate(passages), return_counts=True)
     shared = found[counts > 1]
     return [float(np.isin(own, shared).mean()) if len(own) else 0.0 for own in passages]
-
-
-def _encode(documents: list[tuple[str, list[str]]], vocabulary: dict[str, int]) -> Array:
-    numbers = [
-        number for _, words in documents for number in (*(vocabulary.get(word, 0) for word in words), 1)
-    ]
-    return np.array(numbers, dtype=np.int32)
 
 
 def _python_reference() -> dict[str, str]:
