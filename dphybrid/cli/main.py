@@ -4,9 +4,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 
-from dphybrid import __version__
 from dphybrid.cli.flags import recipe_of, recipes_text
 from dphybrid.cli.parser import Parser, run_cli
 from dphybrid.util.errors import UserError
@@ -44,7 +44,7 @@ def make_parser(argv: Sequence[str] = ()) -> Parser:
         epilog=recipes_text(),
         formatter_class=raw,
     )
-    parser.add_argument("--version", action="version", version=f"dphybrid {__version__}")
+    parser.add_argument("--version", action="version", version=f"dphybrid {version('dphybrid')}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     for name in COMMANDS:
         module = import_module(f"dphybrid.cli.{name}")

@@ -6,7 +6,6 @@ from importlib.metadata import PackageNotFoundError, version
 
 from torch import nn
 
-from dphybrid import __version__
 from dphybrid.cluster.ranks import Ranks
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
@@ -160,7 +159,7 @@ def _reason(
 
 def versions() -> dict[str, str]:
     """Return what must be the same on all machines of a job."""
-    return {"dphybrid": __version__} | {name: installed_version(name) for name in ("torch", "torchrec")}
+    return {name: installed_version(name) for name in ("dphybrid", "torch", "torchrec")}
 
 
 def difference(host: str, facts: Mapping[str, str], wanted_on: str, wanted: Mapping[str, str]) -> str | None:

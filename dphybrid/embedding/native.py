@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dphybrid import kernels
+import dphybrid.kernels as kernels
 from dphybrid.kernels import STORED, address, is_plain, team
 from dphybrid.util.errors import UserError
 

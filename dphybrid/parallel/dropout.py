@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dphybrid import kernels
+import dphybrid.kernels as kernels
 from dphybrid.kernels import STORED, address, is_plain, team
 from dphybrid.parallel.applying import running
 

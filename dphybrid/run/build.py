@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from dphybrid import __version__
 from dphybrid.config import ExperimentConfig, flatten
 from dphybrid.config.settings import Settings
 from dphybrid.data.table.labels import Label
@@ -249,8 +248,10 @@ def _label_of(experiment: Experiment) -> str | None:
 
 def _environment_tags() -> dict[str, str]:
     """Return what a result may depend on: versions, machine, commit."""
-    tags = {"version.dphybrid": __version__} | {
-        f"version.{name}": version(name) for name in ("torch", "mlflow", "polars") if find_spec(name)
+    tags = {
+        f"version.{name}": version(name)
+        for name in ("dphybrid", "torch", "mlflow", "polars")
+        if find_spec(name)
     }
     tags |= {
         "version.python": platform.python_version(),

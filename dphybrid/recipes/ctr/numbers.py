@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
-from dphybrid import kernels
+import dphybrid.kernels as kernels
 from dphybrid.data.batches import Array, Dataset
 from dphybrid.embedding.gradients import is_captured
 
