@@ -324,8 +324,8 @@ class RowOptimizer(EagerOptimizer):
         ]
         if problems:
             raise UserError(
-                f"row optimizer state does not fit: {'; '.join(sorted(problems))}; was table.optimizer "
-                "another one?"
+                f"row optimizer state does not fit: {'; '.join(sorted(problems))}; was it saved by another "
+                "optimizer?"
             )
 
 
@@ -394,7 +394,7 @@ ROW_OPTIMIZERS: dict[str, type[RowOptimizer]] = {
 def make_row_optimizer(name: str, tables: object, **options: Any) -> RowOptimizer:
     """Return the row optimizer of that name. Raises UserError that lists the names."""
     if name not in ROW_OPTIMIZERS:
-        raise UserError(f"table.optimizer={name!r}: use one of {', '.join(ROW_OPTIMIZERS)}")
+        raise UserError(f"row optimizer {name!r}: use one of {', '.join(ROW_OPTIMIZERS)}")
     return ROW_OPTIMIZERS[name](tables, **options)
 
 

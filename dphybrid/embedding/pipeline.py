@@ -43,7 +43,7 @@ from dphybrid.embedding.lookup import each_lookup
 from dphybrid.embedding.replicas import pinned
 from dphybrid.embedding.table import HostEmbedding
 from dphybrid.util.compiling import labelled
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, type_text
 from dphybrid.util.memory import is_out_of_memory
 
 Batch = TypeVar("Batch")
@@ -141,6 +141,11 @@ class RowPipeline:
             yield from self._ahead(source, ids_of)
 
     def _known(self, ids: Ids) -> Ids:
+        if not isinstance(ids, Mapping):
+            raise UserError(
+                f"RowPipeline: the ids of a batch are {type_text(ids)}; return {{table name: ids}}, with the "
+                f"names {', '.join(self.tables)}"
+            )
         if unknown := ids.keys() - self.tables.keys():
             raise UserError(
                 f"ids for the tables {sorted(unknown)}, which the model lacks; it has "

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, linear
 
+from dphybrid.util.errors import UserError
+
 IGNORED = -100
 """The target of a row that has none: its loss is 0."""
 HELD = 2**24
@@ -28,8 +30,10 @@ def linear_cross_entropy(
 
     Under autocast the products are of its number format, sums and losses of float32. Gradients are computed
     beside the losses; a backward that does not weight all losses alike, as their sum or mean does, computes
-    the scores once more. There is no second derivative: asking for it raises RuntimeError.
+    the scores once more. There is no second derivative: asking for it raises RuntimeError. Raises UserError
+    for targets of another shape or type, and on the CPU for one that is not a class.
     """
+    _check_targets(rows_XH, len(weights_VH), targets_X)
     if torch.compiler.is_compiling():  # which writes kernels of its own for it, and cannot follow the loop
         scores_XV = linear(rows_XH, weights_VH, bias_V)
         return cross_entropy(scores_XV, targets_X, ignore_index=IGNORED, reduction="none")
@@ -39,6 +43,23 @@ def linear_cross_entropy(
         rows_XH, weights_VH, bias_V, targets_X, lower, torch.is_grad_enabled()
     )
     return loss_X
+
+
+def _check_targets(rows_XH: Tensor, num_classes: int, targets_X: Tensor) -> None:
+    if rows_XH.dim() != 2 or targets_X.shape != rows_XH.shape[:1] or targets_X.dtype != torch.int64:
+        raise UserError(
+            f"linear_cross_entropy: targets of shape {tuple(targets_X.shape)} of {targets_X.dtype} for rows of "
+            f"shape {tuple(rows_XH.shape)}; give rows (X, H) and a class (X,), of int64, for each"
+        )
+    if not targets_X.is_cpu or torch.compiler.is_compiling():  # a GPU's gather asserts without a wait
+        return
+    wrong_X = (targets_X != IGNORED) & ((targets_X < 0) | (targets_X >= num_classes))
+    if bool(wrong_X.any()):
+        place = int(wrong_X.nonzero()[0])
+        raise UserError(
+            f"linear_cross_entropy: target {int(targets_X[place])} at position {place} is not a class; "
+            f"classes are 0 to {num_classes - 1}, and {IGNORED} stands for none"
+        )
 
 
 def sampled_softmax(scores_BC: Tensor, places_B: Tensor, items_C: Tensor, log_q_C: Tensor) -> Tensor:
@@ -134,7 +155,8 @@ def _chunk_by_chunk(
                 powers_CV = scores_NV[part]
                 if powers_held_CV is not None:
                     powers_CV = powers_held_CV[: len(powers_CV)].copy_(powers_CV)
-                target_C1 = targets_N[part].clamp(min=0).unsqueeze(1)
+                target_C = targets_N[part]
+                target_C1 = target_C.where(target_C != IGNORED, 0).unsqueeze(1)
                 best_C1 = powers_CV.amax(1, keepdim=True)
                 own_C1 = powers_CV.gather(1, target_C1) - best_C1
                 sum_C1 = powers_CV.sub_(best_C1).exp_().sum(1, keepdim=True)

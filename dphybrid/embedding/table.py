@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Self
 
@@ -76,9 +77,9 @@ class HostEmbedding(nn.Module):
             )
         _refuse_foreign(foreign, name)
         # 1e6 is a float
-        if any(isinstance(n, float) or n < 1 for n in (num_rows, dim)) or dim > native.MAX_DIM:
+        if any(not isinstance(n, Integral) or n < 1 for n in (num_rows, dim)) or dim > native.MAX_DIM:
             raise UserError(
-                f"table {name!r}: num_rows={num_rows}, dim={dim}; both must be integers from 1 on, "
+                f"table {name!r}: num_rows={num_rows!r}, dim={dim!r}; both must be integers from 1 on, "
                 f"and dim at most {native.MAX_DIM}"
             )
         padding_idx = _row(padding_idx, num_rows, name)

@@ -38,10 +38,10 @@ def test_nothing_moves_or_casts_the_table() -> None:
     assert model[1].weight.device.type == "meta"
 
 
-@pytest.mark.parametrize(("num_rows", "dim"), [(0, 4), (10, -4), (1e6, 4), (10, 4.0), (10, 20_000)])
-def test_a_size_that_is_none_is_named(num_rows: float, dim: float) -> None:
-    with refused_with([f"num_rows={num_rows}, dim={dim}; both must be integers from 1 on"]):
-        HostEmbedding(num_rows, dim, name="words")  # type: ignore[arg-type]
+@pytest.mark.parametrize(("num_rows", "dim"), [(0, 4), (10, -4), (1e6, 4), (10, 4.0), ("5", 4), (10, 20_000)])
+def test_a_size_that_is_none_is_named(num_rows: Any, dim: float) -> None:
+    with refused_with([f"num_rows={num_rows!r}, dim={dim!r}; both must be integers from 1 on"]):
+        HostEmbedding(num_rows, dim, name="words")
 
 
 @pytest.mark.parametrize("count", [0, 1, 100, 20_000])

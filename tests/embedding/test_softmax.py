@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from dphybrid.embedding import softmax
 from dphybrid.embedding.softmax import IGNORED, linear_cross_entropy
+from dphybrid.util.errors import UserError
 
 
 @pytest.fixture(params=[1000, 4], ids=["one chunk", "chunks of 4 rows"])
@@ -102,3 +103,19 @@ def test_torch_compile_follows_it_in_one_graph() -> None:
     given, targets_X = case(torch.float64)
     compiled = torch.compile(linear_cross_entropy, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(given[0], given[1], targets_X, given[2]), chunked(given, targets_X))
+
+
+@pytest.mark.parametrize(
+    ("targets", "words"),
+    [
+        ([0, 1, 2, 0], r"targets of shape \(4,\) of torch.int64 for rows of shape \(3, 5\)"),
+        ([0, 1], r"targets of shape \(2,\)"),
+        ([0.0, 1.0, 2.0], "of torch.float32"),
+        ([0, -1, 2], "target -1 at position 1 is not a class; classes are 0 to 6, and -100 stands for none"),
+        ([0, 1, 7], "target 7 at position 2"),
+    ],
+)
+def test_targets_that_are_no_classes_are_refused(targets: list[float], words: str) -> None:
+    given, _ = case(torch.float64)
+    with pytest.raises(UserError, match=words):
+        linear_cross_entropy(given[0][:3], given[1], torch.tensor(targets))

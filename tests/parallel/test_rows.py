@@ -115,6 +115,16 @@ def test_what_cannot_be_fetched_ahead_is_told_once(kind: type[Looks], ids_of: An
     assert counted["prepared"] == 0
 
 
+def test_slips_of_a_call_are_told_by_name() -> None:
+    model = Looks("cpu*2")
+    with pytest.raises(UserError, match="table 'table': one id, 3, cannot be split"):
+        model.net.rows(model.table, torch.tensor(3))
+    with pytest.raises(UserError, match=r"ids of a batch are a Tensor; return \{table name: ids\}"):
+        train(model, lambda ids: ids, on_cpu=True)
+    with pytest.raises(UserError, match="row optimizer 'Adam': use one of sgd, adagrad"):
+        make_row_optimizer("Adam", model.table)
+
+
 def test_nothing_is_said_where_there_is_nothing_to_fetch() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
