@@ -32,7 +32,7 @@ from benchmarks.racing import (
 from dphybrid.embedding import gradients, native
 from dphybrid.embedding.collection import HostEmbeddingCollection
 from dphybrid.embedding.lookup import sort_ids
-from dphybrid.embedding.optim import make_row_optimizer
+from dphybrid.embedding.optim import row_optimizer
 from dphybrid.embedding.table import HostEmbedding
 from dphybrid.util.memory import keep_freed_memory
 
@@ -60,7 +60,7 @@ def step_costs(
     contestants: dict[str, Step] = {}
     for name in ("sgd", "adagrad", "adam", "lazy-adam", "adamw"):
         table = HostEmbedding(num_rows, dim)
-        rows = make_row_optimizer(name, {"t": table}, lr=0.01)
+        rows = row_optimizer(name, {"t": table}, lr=0.01)
         buffer_ND = torch.empty_like(grads_ND)
         for_whole, for_host = cycle(batches), cycle(batches)
 
@@ -131,7 +131,7 @@ def many_tables_costs(
     ]
     grads_BFD = torch.randn(batch_size, num_tables, dim)
     table = HostEmbedding(num_tables * rows_each, dim)
-    rows = make_row_optimizer("adagrad", {"t": table}, lr=0.01)
+    rows = row_optimizer("adagrad", {"t": table}, lr=0.01)
     offsets_F = torch.arange(num_tables) * rows_each
     bags = nn.ModuleList(nn.EmbeddingBag(rows_each, dim, mode="sum", sparse=True) for _ in range(num_tables))
     sgd = torch.optim.SGD(bags.parameters(), lr=0.01)
@@ -187,7 +187,7 @@ def separate_tables_costs(
         return [HostEmbedding(rows_each, dim) for _ in range(num_tables)]
 
     def step_of(tables: list[HostEmbedding], look_up: Callable[[Tensor], Tensor]) -> Step:
-        rows = make_row_optimizer("adagrad", {str(n): table for n, table in enumerate(tables)}, lr=0.01)
+        rows = row_optimizer("adagrad", {str(n): table for n, table in enumerate(tables)}, lr=0.01)
         turns = cycle(batches)
 
         def step() -> None:
@@ -256,7 +256,7 @@ def size_costs(
         batches = [torch.randperm(num_rows, generator=generator)[:num_ids] for _ in range(4)]
         grads_ND = torch.randn(num_ids, dim)
         table = HostEmbedding(num_rows, dim)
-        rows = make_row_optimizer("adagrad", {"t": table}, lr=0.01)
+        rows = row_optimizer("adagrad", {"t": table}, lr=0.01)
         turns = cycle(batches)
 
         def step(

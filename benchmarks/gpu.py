@@ -28,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 import dphybrid
 from benchmarks.command import flags, processor
 from benchmarks.steps import Shape, measured
-from dphybrid.embedding import HostEmbedding, RowPipeline, make_row_optimizer
+from dphybrid.embedding import HostEmbedding, RowPipeline, row_optimizer
 from dphybrid.parallel import DataParallel, parts, resolve_devices
 from dphybrid.util.files import read_json, write_json
 
@@ -101,7 +101,7 @@ def _kernels(rounds: int) -> dict[str, Any]:  # noqa: ARG001
     """Return the longest operations of steps 20 to 24 by their own time, in ms a step."""
     shape = _shapes()["dlrm, batch 2048"]
     where, table = resolve_devices(ONE), HostEmbedding(shape.num_rows, shape.dim)
-    rows = make_row_optimizer("adagrad", {"t": table}, lr=0.01)
+    rows = row_optimizer("adagrad", {"t": table}, lr=0.01)
     region = DataParallel(shape.region(), where)
     table.place_on(where.replicas, region.sizes)
     watched = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if CUDA else [])]

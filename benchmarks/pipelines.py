@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from benchmarks.racing import Step, medians_ms, zipf_ids
 from benchmarks.steps import parts_alone
-from dphybrid.embedding import HostEmbedding, RowPipeline, make_row_optimizer
+from dphybrid.embedding import HostEmbedding, RowPipeline, row_optimizer
 from dphybrid.parallel import DataParallel, parts
 
 
@@ -36,7 +36,7 @@ def pipeline_costs(
     """
     batches = [zipf_ids(num_rows, (batch_size, columns), seed=step) for step in range(steps)]
     table = HostEmbedding(num_rows, dim)
-    rows = make_row_optimizer("adagrad", {"t": table}, lr=0.01)
+    rows = row_optimizer("adagrad", {"t": table}, lr=0.01)
     layers = (
         nn.Flatten(1),
         nn.Linear(columns * dim, hidden),

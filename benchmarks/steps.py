@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.racing import race, zipf_ids
-from dphybrid.embedding import HostEmbedding, RowPipeline, clip_grad_norm_, make_row_optimizer, native
+from dphybrid.embedding import HostEmbedding, RowPipeline, clip_grad_norm_, native, row_optimizer
 from dphybrid.embedding.gradients import sparse
 from dphybrid.embedding.lookup import sort_ids
 from dphybrid.embedding.replicas import DeviceRows
@@ -110,7 +110,7 @@ def parts_alone(
     where = region.devices
     cuda = where.home.type == "cuda"
     table = HostEmbedding(num_rows, dim)
-    rows = make_row_optimizer("adagrad", {"t": table}, lr=0.01)
+    rows = row_optimizer("adagrad", {"t": table}, lr=0.01)
     each = ids_BF.split(list(region.sizes(len(ids_BF))))
     shares = list(zip(each, where.replicas, strict=False))
     found = [sort_ids(ids.reshape(-1), num_rows) for ids, _ in shares]
@@ -171,7 +171,7 @@ def _ways(
 
     def ours(mode: str) -> Iterator[None]:
         table = HostEmbedding(shape.num_rows, shape.dim)
-        rows = make_row_optimizer("adagrad", {"t": table}, lr=0.01)
+        rows = row_optimizer("adagrad", {"t": table}, lr=0.01)
         region = DataParallel(shape.region(), where)
         table.place_on(where.replicas, region.sizes)
         dense = torch.optim.SGD(region.parameters(), lr=0.01)

@@ -10,20 +10,16 @@ from dphybrid.embedding.optim import (
     RowAdamW,
     RowOptimizer,
     RowSGD,
-    make_row_optimizer,
     row_optimizer,
 )
 from dphybrid.embedding.pipeline import DeclaresIds, RowPipeline
 from dphybrid.embedding.ranking import Ranked, rank_rows
 from dphybrid.embedding.softmax import linear_cross_entropy, sampled_softmax
 from dphybrid.embedding.table import HostEmbedding, dense_parameters
-from dphybrid.embedding.vocabulary import GrowingVocabulary, HashedVocabulary
 
 __all__ = [
     "CombinedOptimizer",
     "DeclaresIds",
-    "GrowingVocabulary",
-    "HashedVocabulary",
     "HostEmbedding",
     "HostEmbeddingCollection",
     "LazyAdam",
@@ -38,7 +34,6 @@ __all__ = [
     "dense_parameters",
     "find_tables",
     "linear_cross_entropy",
-    "make_row_optimizer",
     "rank_rows",
     "row_optimizer",
     "sampled_softmax",

@@ -4,7 +4,7 @@ Autograd adds sparse gradients row by row, which takes longer than all else of a
 a forward depend on the first one, by a tensor without elements, and not on the weight: their backward notes
 their gradients, and that of the first, which autograd calls last, makes one sparse gradient of all of them.
 
-Letters: N ids of a lookup, U unique ids, D width of a row, X rows of gradients (ids, or bags), V rows.
+Letters: N ids of a lookup, U unique ids, D width of a row, V rows of the table.
 """
 
 import math
@@ -60,13 +60,12 @@ def info_of(weight: Tensor) -> RowsInfo | None:
 
 @dataclass
 class _Piece:
-    """Gradients of one lookup: those of `ids_N` are grads_XD, or its rows sources_N. done: on a GPU, the end
-    of their copy to the host."""
+    """Gradients of one lookup: those of `ids_N` are grads_ND. done: on a GPU, the end of their copy to the
+    host."""
 
     number: int
     ids_N: Tensor
-    grads_XD: Tensor
-    sources_N: Tensor | None
+    grads_ND: Tensor
     done: "torch.cuda.Event | None"
 
 
@@ -80,17 +79,15 @@ class _Pieces:
         self._came: list[_Piece] = []
         self._lock = threading.Lock()
 
-    def note(
-        self, grads: Tensor, number: int, ids_N: Tensor, sources_N: Tensor | None, via: Channel | None
-    ) -> None:
+    def note(self, grads: Tensor, number: int, ids_N: Tensor, via: Channel | None) -> None:
         """Keep the gradients of lookup `number`, on their way to the host where they are not there."""
-        grads_XD, done = grads.reshape(-1, grads.shape[-1]), None
+        grads_ND, done = grads.reshape(-1, grads.shape[-1]), None
         if via is not None:
-            grads_XD, done = via.start_receiving(grads_XD)
-        if grads_XD.shape[-1] > 1 and grads_XD.stride(-1) != 1:
-            grads_XD = grads_XD.contiguous()
+            grads_ND, done = via.start_receiving(grads_ND)
+        if grads_ND.shape[-1] > 1 and grads_ND.stride(-1) != 1:
+            grads_ND = grads_ND.contiguous()
         with self._lock:
-            self._came.append(_Piece(number, ids_N, grads_XD, sources_N, done))
+            self._came.append(_Piece(number, ids_N, grads_ND, done))
 
     def take(self) -> list[_Piece]:
         """Return what came since the last call, in the order of the lookups."""
@@ -150,13 +147,13 @@ class _Later(torch.autograd.Function):
 
 def _gradient(came: list[_Piece], shape: torch.Size, frozen: list[int], *, accumulates: bool) -> Tensor:
     """Return one sparse gradient of all pieces. accumulates: is it to be added to another one?"""
-    if len(came) == 1 and came[0].sources_N is None and not accumulates:
+    if len(came) == 1 and not accumulates:
         # repeated ids are summed in the optimizer's kernel, in the one pass that it makes anyway
-        return sparse(came[0].ids_N, came[0].grads_XD, shape)
-    segments = [(native.Segment(each.ids_N, each.grads_XD, each.sources_N), 0) for each in came]
+        return sparse(came[0].ids_N, came[0].grads_ND, shape)
+    segments = [(native.Segment(each.ids_N, each.grads_ND), 0) for each in came]
     arranged = native.arrange(segments, shape[0], frozen)
     # torch concatenates values with gaps between rows, and adds others row by row
-    grads_UD = native.sum_rows(arranged, shape[1], came[0].grads_XD.dtype, gap=int(accumulates))
+    grads_UD = native.sum_rows(arranged, shape[1], came[0].grads_ND.dtype, gap=int(accumulates))
     return sparse(arranged.keys_U, grads_UD, shape)
 
 
@@ -181,25 +178,23 @@ class Links:
         rows: Tensor,
         ids_N: Tensor,
         *,
-        sources_N: Tensor | None = None,
         via: Channel | None = None,
     ) -> Tensor:
-        """Return looked-up rows whose gradients reach the weight. sources_N: see `native.Segment`. via: the
-        way back from their device."""
+        """Return looked-up rows whose gradients reach the weight. via: the way back from their device."""
         pieces = self._pieces
         # a link belongs to one forward: after its backward, or with another weight, a new one begins
         if self._link is None or pieces is None or pieces.used or pieces.weight() is not weight:
             pieces = self._pieces = _Pieces(weight)
-            linked, self._link = _First.apply(weight, (rows, pieces, 0, ids_N, sources_N, via))
+            linked, self._link = _First.apply(weight, (rows, pieces, 0, ids_N, via))
         else:
             pieces.lookups += 1
-            linked = _Later.apply(self._link, (rows, pieces, pieces.lookups, ids_N, sources_N, via))
+            linked = _Later.apply(self._link, (rows, pieces, pieces.lookups, ids_N, via))
         return cast(Tensor, linked)
 
 
-def sparse(ids_N: Tensor, grads_XD: Tensor, shape: torch.Size) -> Tensor:
+def sparse(ids_N: Tensor, grads_ND: Tensor, shape: torch.Size) -> Tensor:
     """Return the sparse gradient (V, D) of a weight without a copy; ids may repeat."""
-    return torch.sparse_coo_tensor(ids_N.view(1, -1), grads_XD, shape, check_invariants=False)
+    return torch.sparse_coo_tensor(ids_N.view(1, -1), grads_ND, shape, check_invariants=False)
 
 
 def segment_of(grad: Tensor, weight: Tensor) -> native.Segment:
@@ -208,14 +203,14 @@ def segment_of(grad: Tensor, weight: Tensor) -> native.Segment:
     real = native.real_dtype(weight.dtype)
     num_rows, dim = weight.shape
     if grad.layout is torch.sparse_coo and grad.sparse_dim() == 1:
-        ids_N, grads_XD = grad._indices().select(0, 0), grad._values()
+        ids_N, grads_ND = grad._indices().select(0, 0), grad._values()
     else:
-        ids_N, grads_XD = torch.arange(num_rows), grad.to_dense()
-    if grads_XD.dtype is not real or not grads_XD.is_cpu:
-        grads_XD = grads_XD.to("cpu", real)
-    if dim > 1 and grads_XD.stride(1) != 1:
-        grads_XD = grads_XD.contiguous()
-    return native.Segment(ids_N, grads_XD, num_rows=num_rows)
+        ids_N, grads_ND = torch.arange(num_rows), grad.to_dense()
+    if grads_ND.dtype is not real or not grads_ND.is_cpu:
+        grads_ND = grads_ND.to("cpu", real)
+    if dim > 1 and grads_ND.stride(1) != 1:
+        grads_ND = grads_ND.contiguous()
+    return native.Segment(ids_N, grads_ND, num_rows=num_rows)
 
 
 def merged(weight: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -227,7 +222,7 @@ def merged(weight: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
     segment = segment_of(weight.grad, weight)
     arranged = native.arrange([(segment, 0)], len(weight), [] if info is None else info.frozen)
     squares_U = torch.empty(len(arranged.keys_U), dtype=torch.float64, device="cpu")
-    sums_UD = native.sum_rows(arranged, weight.shape[1], segment.rows_XD.dtype, squares_U=squares_U)
+    sums_UD = native.sum_rows(arranged, weight.shape[1], segment.rows_ND.dtype, squares_U=squares_U)
     return arranged.keys_U, sums_UD, squares_U
 
 

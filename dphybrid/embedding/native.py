@@ -4,7 +4,7 @@ Each function checks device, type, layout, length and range of what it is given,
 call. Ids are copied, so a buffer that changes later reaches no memory. Every kernel that reads rows which are
 mapped from a checkpoint's files has them checked.
 
-Letters: N ids of a lookup, U unique keys, B bags, D width of a row, V rows of a table.
+Letters: N ids of a lookup, U unique keys, D width of a row, V rows of a table.
 """
 
 import ctypes as c
@@ -161,12 +161,11 @@ PLACES = torch.empty((0, 1), dtype=torch.uint8)
 
 @dataclass
 class Segment:
-    """Ids (int64) of one table; the gradient of id n is row n of rows_XD or, where there are `sources_N`,
-    row sources_N[n]. rows_XD `PLACES`: places are wanted, not addresses."""
+    """Ids (int64) of one table; the gradient of id n is row n of rows_ND. rows_ND `PLACES`: places are
+    wanted, not addresses."""
 
     ids_N: Tensor
-    rows_XD: Tensor
-    sources_N: Tensor | None = None
+    rows_ND: Tensor
     num_rows: int | None = None
 
 
@@ -194,14 +193,16 @@ class Arranged:
         return bounds_U2, self.memory[start + self.count : start + 2 * self.count]
 
 
-def _gradients(rows_XD: Tensor, count: int) -> tuple[int | None, int, int]:
-    """Return (address, bytes from row to row, rows)."""
-    if rows_XD is PLACES:
-        return None, 1, count
-    gaps = rows_XD.numel() > 0 and rows_XD.shape[-1] > 1 and rows_XD.stride(-1) != 1
-    if not is_plain(rows_XD) or rows_XD.dim() != 2 or gaps:
-        raise TypeError(f"gradients of shape {tuple(rows_XD.shape)}, strides {rows_XD.stride()}")
-    return rows_XD.data_ptr(), rows_XD.stride(0) * rows_XD.element_size(), len(rows_XD)
+def _gradients(rows_ND: Tensor, count: int) -> tuple[int | None, int]:
+    """Return (address, bytes from row to row)."""
+    if rows_ND is PLACES:
+        return None, 1
+    gaps = rows_ND.numel() > 0 and rows_ND.shape[-1] > 1 and rows_ND.stride(-1) != 1
+    if not is_plain(rows_ND) or rows_ND.dim() != 2 or len(rows_ND) != count or gaps:
+        raise TypeError(
+            f"gradients of shape {tuple(rows_ND.shape)}, strides {rows_ND.stride()}, of {count} ids"
+        )
+    return rows_ND.data_ptr(), rows_ND.stride(0) * rows_ND.element_size()
 
 
 def arrange(
@@ -217,17 +218,16 @@ def arrange(
     """
     lines, held, count = (kernels.Segment * len(segments))(), [], 0
     for line, (segment, first_key) in zip(lines, segments, strict=True):
-        ids_N, rows_XD, sources_N = segment.ids_N.contiguous(), segment.rows_XD, segment.sources_N
+        ids_N, rows_ND = segment.ids_N.contiguous(), segment.rows_ND
         own = ids_N.shape[0]
         line.ids, line.count = address(ids_N, "ids", torch.int64, (own,)), own
-        line.sources = None if sources_N is None else address(sources_N, "sources", torch.int64, (own,))
         line.first_key = first_key
         line.num_rows = num_keys - first_key if segment.num_rows is None else segment.num_rows
-        line.rows, line.row_bytes, line.num_sources = _gradients(rows_XD, own)
-        held.append((ids_N, rows_XD, sources_N))
+        line.rows, line.row_bytes = _gradients(rows_ND, own)
+        held.append((ids_N, rows_ND))
         count += own
     # one lookup in order: places follow from the place of an id, and need no list before the sort
-    direct = len(segments) == 1 and segments[0][0].sources_N is None
+    direct = len(segments) == 1
     # keys, bounds, places; scratch: two words an id, and the unsorted places where they are needed
     memory = torch.empty((5 if direct else 6) * count, dtype=torch.int64, device=_CPU)
     keys = memory.data_ptr()
@@ -266,23 +266,6 @@ def sum_rows(
     if count and not kernels.call("sum_rows", call):
         raise TypeError(f"rows of {dim} values of {dtype}; use 1 to {MAX_DIM} of float32 or float64")
     return out_UX[:, :dim] if gap else out_UX
-
-
-def check_offsets(offsets_B: Tensor, count: int) -> Tensor:
-    """Return a copy of bags' offsets as int64 on the host. Raises UserError unless they rise from 0 to at
-    most `count`."""
-    if offsets_B.dim() != 1 or offsets_B.dtype not in (torch.int64, torch.int32):
-        raise UserError(
-            f"bags: offsets of shape {tuple(offsets_B.shape)} of {offsets_B.dtype}; give (B,) of int64"
-        )
-    offsets_B = offsets_B.to("cpu", torch.int64, copy=True)
-    if not len(offsets_B) and count:
-        raise UserError(f"bags: no offsets for {count} ids; the first bag begins at 0")
-    if len(offsets_B):
-        ascending = bool((offsets_B.diff() >= 0).all())
-        if int(offsets_B[0]) != 0 or int(offsets_B[-1]) > count or not ascending:
-            raise UserError(f"bags: offsets {offsets_B.tolist()[:8]} must rise from 0 to at most {count}")
-    return offsets_B
 
 
 # not a dataclass: each table's is made and compared in every step, which takes one nearly twice as long

@@ -23,6 +23,7 @@ from dphybrid.embedding.collection import find_tables, listed, named_weights
 from dphybrid.embedding.gradients import info_of, segment_of
 from dphybrid.embedding.native import Rule
 from dphybrid.embedding.storage import zero_rows
+from dphybrid.embedding.table import HostEmbedding
 from dphybrid.util.compiling import EagerOptimizer, profiler_looks_on
 from dphybrid.util.errors import UserError
 from dphybrid.util.row_rules import RULES, RowRule
@@ -212,13 +213,15 @@ class RowOptimizer(EagerOptimizer):
         versions = [weight._version for weight in weights]
         native.update(rule, arranged, tables)
         torch.autograd.graph.increment_version(changed)  # the kernel writes behind torch's back
-        if self.changes is not None:
-            self.changes.add(names, arranged.keys_U)
-        for n, (info, weight) in enumerate(zip(infos, weights, strict=True)):
-            if info is not None and (changes := info.ahead.changes) is not None:
-                keys_U = arranged.keys_U
-                own = keys_U[(keys_U >= first_keys[n]) & (keys_U < first_keys[n + 1])] - first_keys[n]
-                changes.append((versions[n], weight._version, own))
+        recorded = [None if info is None else info.ahead.changes for info in infos]
+        if self.changes is not None or any(record is not None for record in recorded):
+            bounds = torch.searchsorted(arranged.keys_U, torch.tensor(first_keys)).tolist()
+            for n, (weight, record) in enumerate(zip(weights, recorded, strict=True)):
+                rows_U = arranged.keys_U[bounds[n] : bounds[n + 1]] - first_keys[n]
+                if self.changes is not None:
+                    self.changes.add(names[n], rows_U)
+                if record is not None:
+                    record.append((versions[n], weight._version, rows_U))
         if infos[0] is not None:
             if not infos[0].ahead.is_placed:  # those of replicas were counted when they were looked up
                 infos[0].counters.unique += len(arranged.keys_U)
@@ -259,13 +262,7 @@ class RowOptimizer(EagerOptimizer):
     def track_changes(self) -> ChangedRows:
         """Keep, from now on, which rows are changed; return what knows them."""
         self.changes = ChangedRows(
-            {
-                names: [
-                    (name, [weight, *self.row_states(name).values()])
-                    for name, weight in zip(names, weights, strict=True)
-                ]
-                for _, names, weights in self._alike()
-            }
+            {name: [weight, *self.row_states(name).values()] for name, weight in self.tables.items()}
         )
         return self.changes
 
@@ -391,14 +388,11 @@ ROW_OPTIMIZERS: dict[str, type[RowOptimizer]] = {
 }
 
 
-def make_row_optimizer(name: str, tables: object, **options: Any) -> RowOptimizer:
-    """Return the row optimizer of that name. Raises UserError that lists the names."""
+def row_optimizer(name: str, tables: object, **options: Any) -> RowOptimizer:
+    """Return the row optimizer of that name for all tables of a model, or for what a `RowOptimizer` takes.
+    Raises UserError for other names, and for a model without tables."""
     if name not in ROW_OPTIMIZERS:
         raise UserError(f"row optimizer {name!r}: use one of {', '.join(ROW_OPTIMIZERS)}")
+    if isinstance(tables, nn.Module) and not isinstance(tables, HostEmbedding):
+        tables = find_tables(tables)
     return ROW_OPTIMIZERS[name](tables, **options)
-
-
-def row_optimizer(name: str, model: nn.Module, **options: object) -> RowOptimizer:
-    """Return the row optimizer of that name for all tables of a model. Raises UserError for other names, and
-    for a model without tables."""
-    return make_row_optimizer(name, find_tables(model), **options)

@@ -48,8 +48,8 @@ def linear_cross_entropy(
 def _check_targets(rows_XH: Tensor, num_classes: int, targets_X: Tensor) -> None:
     if rows_XH.dim() != 2 or targets_X.shape != rows_XH.shape[:1] or targets_X.dtype != torch.int64:
         raise UserError(
-            f"linear_cross_entropy: targets of shape {tuple(targets_X.shape)} of {targets_X.dtype} for rows of "
-            f"shape {tuple(rows_XH.shape)}; give rows (X, H) and a class (X,), of int64, for each"
+            f"linear_cross_entropy: targets of shape {tuple(targets_X.shape)} of {targets_X.dtype} for rows "
+            f"of shape {tuple(rows_XH.shape)}; give rows (X, H) and a class (X,), of int64, for each"
         )
     if not targets_X.is_cpu or torch.compiler.is_compiling():  # a GPU's gather asserts without a wait
         return

@@ -1,10 +1,10 @@
 """A table in host memory whose rows, not whose whole, take part in training.
 
-Letters: N ids of a lookup, U unique rows of it, B bags, D width of a row.
+Letters: N ids of a lookup, U unique rows of it, B samples, D width of a row.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -14,12 +14,11 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from dphybrid.embedding import native
 from dphybrid.embedding.ahead import LookupsAhead
 from dphybrid.embedding.gradients import Links, RowsInfo, info_of, is_captured, merged, rows_op
-from dphybrid.embedding.lookup import Counters, all_in_range, no_row, whole_numbers
+from dphybrid.embedding.lookup import Counters, no_row, whole_numbers
 from dphybrid.embedding.replicas import DeviceRows, SizesOf
 from dphybrid.embedding.storage import (
     StartValues,
@@ -46,8 +45,8 @@ class HostEmbedding(nn.Module):
     file `path`, which outlives the process and, once there, is opened as it is; or with a folder as `path`,
     for a file that is gone with the process. freeze: is not trained.
 
-    Raises UserError, with the numbers, when the table would not fit, and for what else nn.Embedding takes
-    (max_norm, ...) and a table does not do.
+    Raises UserError, with the numbers, when the table would not fit. What else nn.Embedding takes (max_norm,
+    ...) a table does not do.
     """
 
     weight: nn.Parameter
@@ -67,7 +66,6 @@ class HostEmbedding(nn.Module):
         freeze: bool = False,
         num_embeddings: int | None = None,
         embedding_dim: int | None = None,
-        **foreign: object,
     ) -> None:
         super().__init__()
         num_rows, dim = _one(num_rows, num_embeddings), _one(dim, embedding_dim)
@@ -75,7 +73,6 @@ class HostEmbedding(nn.Module):
             raise UserError(
                 f"table {name!r}: give num_rows (or num_embeddings) and dim (or embedding_dim), each once"
             )
-        _refuse_foreign(foreign, name)
         # 1e6 is a float
         if any(not isinstance(n, Integral) or n < 1 for n in (num_rows, dim)) or dim > native.MAX_DIM:
             raise UserError(
@@ -253,45 +250,6 @@ class HostEmbedding(nn.Module):
         """Rows in the type that the model was cast to."""
         return rows if rows.dtype == self.out_dtype else rows.to(self.out_dtype)
 
-    def bags(
-        self, ids_N: Tensor, offsets_B: Tensor, *, mode: str = "sum", weights_N: Tensor | None = None
-    ) -> Tensor:
-        """Return pooled_BD, the sum, mean or maximum (mode "max") of the rows of each bag; bag b is
-        ids_N[offsets_B[b] : offsets_B[b + 1]], perhaps empty: zeros.
-
-        weights_N: a factor for each id (mode "sum" only), gets a gradient when it wants one. Raises UserError
-        like `forward`, and for offsets that do not rise from 0 to the number of ids.
-        """
-        if mode not in ("sum", "mean", "max") or (mode != "sum" and weights_N is not None):
-            raise UserError(
-                f"table {self.name!r}: mode={mode!r}{'' if weights_N is None else ' with weights_N'}; use "
-                "sum (with or without weights_N), mean or max (without)"
-            )
-        ids_N = whole_numbers(ids_N, self.name).reshape(-1)
-        offsets_B = native.check_offsets(offsets_B, len(ids_N))
-        if mode == "max" and self.frozen_rows:  # the zeros of padding would be the maximum of negative rows
-            kept_N = ~torch.isin(ids_N, torch.tensor(self.frozen_rows))
-            ids_N, offsets_B = ids_N[kept_N], F.pad(kept_N.cumsum(0), (1, 0))[offsets_B]
-        weight, rows_XD, places_N = self.weight, self.weight.detach(), ids_N
-        trains, here = torch.is_grad_enabled() and weight.requires_grad, len(weight) == self.num_rows
-        if not here or weights_N is not None or weight.dtype == torch.bfloat16 or (trains and mode == "max"):
-            rows_XD = self(ids_N)
-            places_N = torch.arange(len(ids_N), device=rows_XD.device)
-        elif not all_in_range(ids_N, len(weight)):  # long bags take no memory of their length
-            raise no_row(ids_N, len(weight), self.name)
-        offsets_B, pooling = offsets_B.to(rows_XD.device), "max" if mode == "max" else "sum"
-        pooled_BD = F.embedding_bag(places_N, rows_XD, offsets_B, mode=pooling, per_sample_weights=weights_N)
-        if places_N is ids_N:
-            native.check_read(weight.data_ptr(), ids_N)
-        lengths_B = torch.diff(offsets_B, append=offsets_B.new_tensor([len(ids_N)]))
-        if trains and places_N is ids_N:  # the caller may refill its buffer before the backward
-            self.counters.ids += len(ids_N)
-            bags_N = torch.repeat_interleave(torch.arange(len(offsets_B)), lengths_B)
-            pooled_BD = self._links.rows(weight, pooled_BD, ids_N.clone(), sources_N=bags_N)
-        if mode == "mean":
-            pooled_BD = pooled_BD / lengths_B.clamp(min=1).unsqueeze(1)
-        return self.as_model(pooled_BD)
-
     def place_on(self, devices: Sequence[torch.device], sizes_of: SizesOf) -> None:
         """Say where `replica_rows` delivers. devices: one a replica. sizes_of(rows): the rows of each
         replica's share of a batch, in order.
@@ -365,24 +323,3 @@ def _row(padding_idx: int | None, num_rows: int, name: str) -> int | None:
     if not -num_rows <= padding_idx < num_rows:
         raise UserError(f"table {name!r}: padding_idx={padding_idx} is not a row; use 0 to {num_rows - 1}")
     return padding_idx % num_rows
-
-
-_FOREIGN = {
-    "max_norm": (None, "rows are not scaled when they are looked up; use torch.renorm on looked-up rows"),
-    "norm_type": (2.0, "it goes with max_norm, which a table does not do"),
-    "scale_grad_by_freq": (False, "gradients of a row are summed; divide by torch.bincount in the loss"),
-    "sparse": (True, "gradients exist for the looked-up rows only"),
-    "device": (None, "a table stays in host memory; its rows go where replica_rows or .to() brings them"),
-    "_weight": (None, "use HostEmbedding.from_pretrained(weight, freeze=False)"),
-    "_freeze": (False, "use freeze=True"),
-}
-"""What nn.Embedding takes besides, the value that changes nothing, and why it is refused otherwise."""
-
-
-def _refuse_foreign(options: Mapping[str, Any], name: str) -> None:
-    for option, value in options.items():
-        if option not in _FOREIGN:
-            raise TypeError(f"HostEmbedding() got an unexpected keyword argument {option!r}")
-        unused, why = _FOREIGN[option]
-        if value != unused and not (option == "device" and torch.device(value).type == "cpu"):
-            raise UserError(f"table {name!r}: {option}={value}: {why}")

@@ -54,13 +54,11 @@ struct columns { /* of ids, one after the other; the rows of column f's table be
     int64_t count, num_columns;
     int64_t *flat; /* out: rows of all tables */
 };
-struct segment { /* ids of one table; the gradient of id n is row n of `rows`, or row sources[n] */
+struct segment { /* ids of one table; the gradient of id n is row n of `rows` */
     const int64_t *ids;
     int64_t count, first_key, num_rows;
     const char *rows;
     int64_t row_bytes;
-    const int64_t *sources;
-    int64_t num_sources;
 };
 struct arrange {
     const struct segment *segments;
@@ -68,7 +66,7 @@ struct arrange {
     const int64_t *frozen; /* ascending keys to leave out */
     int64_t num_frozen;
     uint64_t *words;         /* scratch, 2 x count */
-    int64_t *unsorted;       /* scratch, count; NULL where one segment has no sources */
+    int64_t *unsorted;       /* scratch, count; NULL where there is one segment */
     int64_t *keys;           /* out, room for count: unique, ascending */
     int32_t *bounds;         /* out, room for 2 x count: from where to where in `places` */
     int64_t *places;         /* out, count: address of each occurrence's gradient, by key */
@@ -274,8 +272,8 @@ static int read_ids(struct arrange *a, struct digits *d)
     for (int64_t s = 0; s < a->num_segments; s++) {
         const struct segment segment = a->segments[s];
         for (int64_t n = 0; n < segment.count; n++, place++) {
-            int64_t id = segment.ids[n], source = segment.sources ? segment.sources[n] : n;
-            if ((uint64_t)id >= (uint64_t)segment.num_rows || (uint64_t)source >= (uint64_t)segment.num_sources) {
+            int64_t id = segment.ids[n];
+            if ((uint64_t)id >= (uint64_t)segment.num_rows) {
                 a->wrong_segment = s, a->wrong_place = n;
                 return 0;
             }
@@ -284,7 +282,7 @@ static int read_ids(struct arrange *a, struct digits *d)
             last = key;
             a->words[place] = key << d->place_bits | (uint64_t)place;
             if (a->unsorted)
-                a->unsorted[place] = (int64_t)(intptr_t)segment.rows + segment.row_bytes * source;
+                a->unsorted[place] = (int64_t)(intptr_t)segment.rows + segment.row_bytes * n;
             for (int p = 0; p < d->passes; p++)
                 d->counts[p][key >> p * d->digit_bits & mask]++;
         }
@@ -333,7 +331,7 @@ static void leave_out(struct arrange *a)
 }
 
 /* Find the unique keys of all ids, and where each one's gradients lie, in order of occurrence. Returns 0 where an
- * id or source is out of range (wrong_segment >= 0) or the numbers do not fit into 64 bits (-1). */
+ * id is out of range (wrong_segment >= 0) or the numbers do not fit into 64 bits (-1). */
 int arrange(struct arrange *a)
 {
     struct digits d = {.place_bits = bits_of(a->count), .ascending = 1};

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from dphybrid.embedding import RowOptimizer, find_tables, make_row_optimizer
+from dphybrid.embedding import RowOptimizer, find_tables, row_optimizer
 from dphybrid.parallel import Devices, compile_regions, start_on
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import Run
@@ -57,7 +57,7 @@ def build_trained(experiment: Experiment, devices: Devices, done: Path | None) -
         compile_regions(model)
     rows: RowOptimizer | None = None
     if tables := find_tables(model):
-        rows = make_row_optimizer(
+        rows = row_optimizer(
             config.table.optimizer, tables, lr=config.table.lr, weight_decay=config.table.weight_decay
         )
     blocks = experiment.recipe.optimizers(model, config)

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 
 from dphybrid.config.settings import load_settings
 from dphybrid.data import batches
-from dphybrid.embedding import DeclaresIds, RowPipeline, clip_grad_norm_, find_tables, make_row_optimizer
+from dphybrid.embedding import DeclaresIds, RowPipeline, clip_grad_norm_, row_optimizer
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes import build_from_config, find_recipe
 from dphybrid.recipes.configs import load_config
@@ -63,7 +63,7 @@ def text(path: Path | None, turns: int, keep: Keep) -> None:
         data = find_recipe("text").prepare(config.data, load_settings().prepared_dir, 0)
     model = build_from_config(config, data.info, resolve_devices("cpu"))
     dense = make_dense_optimizer(model, config.train)
-    rows = make_row_optimizer(config.table.optimizer, find_tables(model), lr=config.table.lr)
+    rows = row_optimizer(config.table.optimizer, model, lr=config.table.lr)
     assert dense is not None
     assert isinstance(model, DeclaresIds)
 

@@ -17,8 +17,7 @@ from dphybrid.embedding import (
     HostEmbedding,
     clip_grad_norm_,
     dense_parameters,
-    find_tables,
-    make_row_optimizer,
+    row_optimizer,
 )
 from dphybrid.parallel import DataParallel
 
@@ -68,7 +67,7 @@ def make_loader() -> "DataLoader[dict[str, Tensor]]":
 def make_optimizer(model: nn.Module) -> tuple[CombinedOptimizer, LambdaLR]:
     """Return one optimizer for dense parameters and rows, and a schedule that takes both rates down to 0."""
     dense = torch.optim.AdamW(dense_parameters(model), lr=0.01)
-    rows = make_row_optimizer("adagrad", find_tables(model), lr=0.1)
+    rows = row_optimizer("adagrad", model, lr=0.1)
     optimizer = CombinedOptimizer(dense, rows)
     return optimizer, LambdaLR(optimizer, lambda step: 1 - step / NUM_STEPS)
 

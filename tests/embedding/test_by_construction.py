@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
 from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel
 
@@ -71,11 +72,15 @@ def test_whoever_replaces_the_weight_has_its_rows_looked_up() -> None:  # C
         torch.func.functional_call(model, {"0.weight": short}, (ids,))
 
 
-@pytest.mark.parametrize("offsets", [[0, 10**6], [2, 5], [], [0, 3, 2], [-1, 2]])
-def test_offsets_of_bags_are_checked(offsets: list[int]) -> None:  # D
-    ids = torch.arange(8)
-    with pytest.raises(UserError, match="offsets"):
-        HostEmbedding(8, 4).bags(ids, torch.tensor(offsets, dtype=torch.int64))
+def test_looked_up_rows_are_pooled_by_torch_which_checks_the_offsets() -> None:  # D
+    table, ids = HostEmbedding(8, 4), torch.tensor([3, 3, 1])
+    dense = table.settled().clone().requires_grad_()
+    for weight, rows, places in ((table.weight, table(ids), torch.arange(3)), (dense, dense, ids)):
+        F.embedding_bag(places, rows, torch.tensor([0, 2]), mode="sum").square().sum().backward()
+        assert weight.grad is not None
+    torch.testing.assert_close(table.weight.grad.to_dense(), dense.grad)
+    with pytest.raises(RuntimeError, match="offsets"):
+        F.embedding_bag(torch.arange(3), table(ids), torch.tensor([0, 10**6]))
 
 
 class LookedUp(nn.Module):
@@ -140,11 +145,11 @@ def test_a_weight_of_two_tables_is_updated_once() -> None:  # H
     assert (before - one.settled())[:, 0].tolist() == pytest.approx([0, 2, 1, 0, 0, 0, 0, 0])
 
 
-def test_bags_come_in_the_models_type_too() -> None:  # K
+def test_rows_come_in_the_models_type() -> None:  # K
     table = HostEmbedding(8, 4, dtype=torch.float64).float()
     ids = torch.tensor([1])
     assert table.weight.dtype == torch.float64
-    assert table(ids).dtype == table.bags(ids, torch.tensor([0])).dtype == torch.float32
+    assert table(ids).dtype == torch.float32
 
 
 def test_state_and_groups_are_read_in_each_step() -> None:  # N
@@ -219,13 +224,10 @@ def test_a_computed_weight_trains_what_it_is_computed_from(change: Callable[[nn.
 def test_nested_ids_are_refused_by_name(layout: torch.layout) -> None:
     parts = [torch.tensor([1, 2]), torch.tensor([3])]
     nested, table = torch.nested.nested_tensor(parts, layout=layout), HostEmbedding(8, 4)
-    for use in (table, lambda ids: table.bags(ids, torch.tensor([0]))):
-        with pytest.raises(
-            UserError, match=r"'table': ids are a nested or sparse tensor; give ids.values\(\)"
-        ):
-            use(nested)
-        with pytest.raises(UserError, match=r"'table': ids are of type list; give torch.as_tensor\(ids\)"):
-            use([1, 2])
+    with pytest.raises(UserError, match=r"'table': ids are a nested or sparse tensor; give ids.values\(\)"):
+        table(nested)
+    with pytest.raises(UserError, match=r"'table': ids are of type list; give torch.as_tensor\(ids\)"):
+        table([1, 2])
 
 
 def test_betas_without_a_correction_are_refused_whenever_they_are_set() -> None:

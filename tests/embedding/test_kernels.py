@@ -17,7 +17,7 @@ from dphybrid.config.experiment import TableConfig
 from dphybrid.embedding import (
     HostEmbedding,
     RowOptimizer,
-    make_row_optimizer,
+    row_optimizer,
 )
 from dphybrid.embedding.native import fill_normal
 from dphybrid.embedding.optim import ROW_OPTIMIZERS
@@ -60,7 +60,7 @@ def reference(kind: str, row: Tensor, grads: Tensor, state: dict[str, Tensor], l
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_are_those_of_the_formulas(kind: str, dtype: torch.dtype, dim: int) -> None:
     table = HostEmbedding(60, dim, dtype=dtype, padding_idx=3, seed=1)
-    optimizer = make_row_optimizer(kind, {"t": table}, lr=0.1, weight_decay=0.02)
+    optimizer = row_optimizer(kind, {"t": table}, lr=0.1, weight_decay=0.02)
     weight = table.weight.detach().double().clone()
     state = {name: value.double().clone() for name, value in optimizer.state[table.weight].items()}
     for step in range(4):
@@ -164,9 +164,9 @@ def test_many_tables_are_updated_in_one_go_with_the_same_bits(monkeypatch: pytes
                 optimizer.step()
         return [table.weight for table in tables.values()]
 
-    together = train(lambda tables: [make_row_optimizer("adam", tables, lr=0.1)])
+    together = train(lambda tables: [row_optimizer("adam", tables, lr=0.1)])
     alone = train(
-        lambda tables: [make_row_optimizer("adam", {name: table}, lr=0.1) for name, table in tables.items()]
+        lambda tables: [row_optimizer("adam", {name: table}, lr=0.1) for name, table in tables.items()]
     )
     assert all(torch.equal(one, other) for one, other in zip(together, alone, strict=True))
 
@@ -175,7 +175,7 @@ def test_rounding_depends_on_step_row_and_column_alone() -> None:
     def step_of(ids: Tensor) -> Tensor:
         table = HostEmbedding(3000, 64, std=0.0, dtype=torch.bfloat16)
         table.settled().fill_(1.0)
-        rows = make_row_optimizer("sgd", {"t": table}, lr=1e-3)
+        rows = row_optimizer("sgd", {"t": table}, lr=1e-3)
         table(ids).sum().backward()
         rows.step()
         return table.weight

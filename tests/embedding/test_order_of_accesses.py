@@ -17,10 +17,10 @@ from dphybrid.embedding import (
     HostEmbedding,
     RowPipeline,
     clip_grad_norm_,
-    make_row_optimizer,
     native,
     pipeline,
     replicas,
+    row_optimizer,
 )
 from dphybrid.embedding.lookup import Counters
 from dphybrid.parallel import Devices, applying, gather, parallel_apply, parts, split_sizes
@@ -128,7 +128,7 @@ def train(world: World, devices: str, lookahead: int = 1, steps: int = 12) -> Te
     region = Devices(devices, places, virtual=len(set(places)) < len(places))
     table = HostEmbedding(ROWS, DIM, seed=1)
     table.place_on(places, lambda rows: split_sizes(rows, len(places)))
-    rows = make_row_optimizer("adagrad", {"t": table}, lr=0.1)
+    rows = row_optimizer("adagrad", {"t": table}, lr=0.1)
     with world, RowPipeline({"t": table}, lookahead=lookahead, on_cpu=True) as ahead:
         for step, ids in enumerate(ahead.prefetch(batches(steps), lambda ids: {"t": ids})):
             rows.zero_grad()
@@ -169,7 +169,7 @@ def train_region(world: World, mode: Any, steps: int = 8) -> float:
     devices = Devices("cuda:0*4", (place,) * 4, virtual=True)
     table, region = HostEmbedding(ROWS, DIM, seed=1), Losses()
     table.place_on(devices.replicas, lambda rows: split_sizes(rows, 4))
-    rows = make_row_optimizer("adagrad", {"t": table}, lr=0.1)
+    rows = row_optimizer("adagrad", {"t": table}, lr=0.1)
     dense = torch.optim.SGD(region.parameters(), lr=0.1, foreach=False)
     mine = world.on(Stream(world, place))
     given = ({"ids": ids, "labels": ids.sum(1).float()} for ids in batches(steps))

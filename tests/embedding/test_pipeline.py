@@ -17,7 +17,7 @@ from dphybrid.embedding import (
     RowSGD,
     clip_grad_norm_,
     find_tables,
-    make_row_optimizer,
+    row_optimizer,
 )
 from dphybrid.embedding.gradients import sparse
 from dphybrid.parallel import DataParallel, parts
@@ -65,7 +65,7 @@ def train(
 ) -> tuple[list[torch.Tensor], dict[str, float]]:
     model = Scores(devices)
     tables = find_tables(model)
-    rows = make_row_optimizer(optimizer, tables, lr=0.1, weight_decay=0.01)
+    rows = row_optimizer(optimizer, tables, lr=0.1, weight_decay=0.01)
     dense = torch.optim.SGD(model.region.parameters(), lr=0.05)
     seen: list[torch.Tensor] = []
     with AlwaysAhead(tables, mode=mode) as pipeline:

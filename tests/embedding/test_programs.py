@@ -32,7 +32,7 @@ ROWS, PLACES, COLUMNS = 60, 12, 3
 DEEDS = {
     "evaluate": 2, "save": 1, "edit": 1, "load": 1, "lr": 2, "freeze": 1, "thaw": 2, "freeze rows": 1,
     "deepcopy": 1, "raise early": 1, "raise late": 1, "skip": 1, "accumulate": 3, "clip": 4, "penalty": 1,
-    "bags": 2, "two backwards": 1, "unannounced": 1, "clear": 1,
+    "two backwards": 1, "unannounced": 1, "clear": 1,
 }  # fmt: skip
 """What may happen at a step, and how often beside the others."""
 
@@ -193,10 +193,6 @@ def take(trained: Trained, ids_BF: Tensor, deeds: dict[str, float], seen: list[T
     if "unannounced" in deeds:
         ids_BF = ids_BF.flip(0)
     loss = model(ids_BF)
-    if "bags" in deeds:
-        offsets_B = torch.arange(len(ids_BF)) * COLUMNS
-        mode = ("sum", "mean", "max")[int(3 * deeds["bags"])]
-        loss = loss + words.bags(ids_BF.reshape(-1), offsets_B, mode=mode).square().mean()
     if "penalty" in deeds:
         loss = loss + words.weight.to(words.out_dtype).square().sum() * 1e-3
     seen.append(loss.detach().clone())
@@ -269,9 +265,6 @@ def large(program: Program, count: int) -> list[Tensor]:
             for _ in range(1 + ("two backwards" in deeds)):
                 for _ in range(program.lookups):
                     table(ids_N).backward(grads_ND)
-            if "bags" in deeds:
-                pooled_BD = table.bags(ids_N, torch.arange(0, 6000, 3))
-                pooled_BD.backward(grads_ND[: len(pooled_BD)])
             if "clip" in deeds:
                 clip_grad_norm_(table.parameters(), deeds["clip"])
             if "accumulate" not in deeds:

@@ -17,7 +17,7 @@ from dphybrid.embedding import (
     LazyAdam,
     RowAdam,
     RowSGD,
-    make_row_optimizer,
+    row_optimizer,
 )
 
 ROWS, DIM = 12, 4
@@ -86,7 +86,7 @@ def test_a_group_a_table_each_with_numbers_of_its_own() -> None:
     torch.testing.assert_close(three.weight, before[2] - 1 - 0.5 * before[2])
     grouped = RowAdam([{"params": [table("x"), table("y")], "lr": 0.2}, {"params": {"z": table()}}], lr=0.1)
     assert [(g["lr"], g["param_names"]) for g in grouped.param_groups] == [(0.2, ["x", "y"]), (0.1, ["z"])]
-    assert list(make_row_optimizer("adagrad", [one.weight], lr=0.1).tables) == ["one"]
+    assert list(row_optimizer("adagrad", [one.weight], lr=0.1).tables) == ["one"]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_states_go_the_way_of_torchs_own(kind: str) -> None:
             rows.step()
 
     one, two = table(), table()
-    first, second = (make_row_optimizer(kind, t, lr=0.1) for t in (one, two))
+    first, second = (row_optimizer(kind, t, lr=0.1) for t in (one, two))
     train(one, first, range(4))
     first.param_groups[0]["lr"] = 0.05
     state = first.state_dict()
@@ -172,4 +172,4 @@ def test_states_go_the_way_of_torchs_own(kind: str) -> None:
     train(two, second, range(4, 8))
     assert torch.equal(one.weight, two.weight)
     with pytest.raises(ValueError, match=r"groups of \[1\] tables, expected \[1, 1\]"):
-        make_row_optimizer(kind, {"a": one, "b": two}, lr=0.1).load_state_dict(state)
+        row_optimizer(kind, {"a": one, "b": two}, lr=0.1).load_state_dict(state)

@@ -24,7 +24,7 @@ from dphybrid.embedding import (
     clip_grad_norm_,
     dense_parameters,
     find_tables,
-    make_row_optimizer,
+    row_optimizer,
 )
 from examples.trainers import clicks
 
@@ -227,14 +227,14 @@ def test_accelerate(plain: Any, accumulated: torch.Tensor, tmp_path: Path) -> No
 
     accelerate.state.GradientState._reset_state()
     accelerator, own = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2), Model()
-    rows = make_row_optimizer("adagrad", own.table, lr=0.1)
+    rows = row_optimizer("adagrad", own.table, lr=0.1)
     with accelerator.accumulate(own):
         own(IDS).backward()
         with pytest.raises(ValueError, match="accelerate accumulates gradients.*prepare"):
             rows.step()
     accelerate.state.GradientState._reset_state()
     accelerator, own = accelerate.Accelerator(cpu=True), Model()
-    rows = accelerator.prepare(make_row_optimizer("adagrad", own.table, lr=0.1))  # by itself, too
+    rows = accelerator.prepare(row_optimizer("adagrad", own.table, lr=0.1))  # by itself, too
     own(IDS).backward()
     accelerator.clip_grad_norm_(own.parameters(), 1.0)
     with pytest.warns(UserWarning, match="those of the rows were not: clip both"):

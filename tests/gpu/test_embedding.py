@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from dphybrid.embedding import RowPipeline, clip_grad_norm_, make_row_optimizer
+from dphybrid.embedding import RowPipeline, clip_grad_norm_, row_optimizer
 from dphybrid.embedding.ahead import Lookup, LookupsAhead
 from dphybrid.embedding.table import HostEmbedding
 from dphybrid.parallel import DataParallel, parts
@@ -104,7 +104,7 @@ def train(
     region = DataParallel(layers, devices)
     table = kind(ROWS, DIM, seed=1, dtype=dtype)
     table.place_on(region.devices.replicas, region.sizes)
-    rows = make_row_optimizer(optimizer, {"t": table}, lr=0.05)
+    rows = row_optimizer(optimizer, {"t": table}, lr=0.05)
     dense = torch.optim.SGD(region.parameters(), lr=0.01)
     losses: list[torch.Tensor] = []
     with RowPipeline({"t": table}, mode=mode, lookahead=lookahead, on_cpu=True) as pipeline:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from dphybrid.data import Prepared, batches
-from dphybrid.embedding import make_row_optimizer
+from dphybrid.embedding import row_optimizer
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes import ModelContext, build_model
 from dphybrid.recipes.kge import KgeDataConfig, KgeModelConfig
@@ -118,7 +118,7 @@ def test_one_vs_all_is_the_cross_entropy_over_all_entities(devices: str, tmp_pat
     expected_B.mean().backward()
     loss_B.mean().backward()
     torch.testing.assert_close(model.region.module.relations.weight.grad, relations_RD.grad)
-    make_row_optimizer("sgd", {"entities": model.entities}, lr=0.5).step()
+    row_optimizer("sgd", {"entities": model.entities}, lr=0.5).step()
     torch.testing.assert_close(model.entities.weight, (entities_VD - 0.5 * entities_VD.grad).detach())
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import dphybrid
 from dphybrid.api.run import TrainedRun
 from dphybrid.data import Prepared, batches
-from dphybrid.embedding import find_tables, make_row_optimizer, sampled_softmax
+from dphybrid.embedding import row_optimizer, sampled_softmax
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes import ModelContext, build_model
 from dphybrid.recipes.retrieval import RetrievalDataConfig, RetrievalModelConfig
@@ -100,7 +100,7 @@ def test_steps_are_those_of_a_plain_two_tower(devices: str, negatives: int, tmp_
     model = model_for(data, devices)
     users, items = plain_of(model, "user"), plain_of(model, "item")
     dense = torch.optim.SGD((p for n, p in model.named_parameters() if "tower" in n), lr=0.5)
-    rows = make_row_optimizer("sgd", find_tables(model), lr=0.5, weight_decay=0.0)
+    rows = row_optimizer("sgd", model, lr=0.5, weight_decay=0.0)
     plain = torch.optim.SGD([*users.parameters(), *items.parameters()], lr=0.5)
     chosen = list(batches(data.dataset("train"), 100, seed=0, epoch=0, shuffle=True))
     assert len(chosen) == 4

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dphybrid.embedding import HostEmbedding, RowPipeline, find_tables, make_row_optimizer
+from dphybrid.embedding import HostEmbedding, RowPipeline, row_optimizer
 from dphybrid.parallel import DataParallel, Parts, parts
 from dphybrid.util.errors import UserError
 from examples import own_loop
@@ -43,7 +43,7 @@ def train(
     **options: Any,
 ) -> dict[str, float]:
     """Train by SGD; return the pipeline's counters."""
-    rows = make_row_optimizer("sgd", find_tables(model), lr=0.1)
+    rows = row_optimizer("sgd", model, lr=0.1)
     dense = torch.optim.SGD(model.net.parameters(), lr=0.1)  # type: ignore[union-attr]
     with RowPipeline(model, **options) as pipeline:
         for _ in range(epochs):
@@ -122,7 +122,7 @@ def test_slips_of_a_call_are_told_by_name() -> None:
     with pytest.raises(UserError, match=r"ids of a batch are a Tensor; return \{table name: ids\}"):
         train(model, lambda ids: ids, on_cpu=True)
     with pytest.raises(UserError, match="row optimizer 'Adam': use one of sgd, adagrad"):
-        make_row_optimizer("Adam", model.table)
+        row_optimizer("Adam", model.table)
 
 
 def test_nothing_is_said_where_there_is_nothing_to_fetch() -> None:
@@ -167,7 +167,7 @@ def test_rows_for_all_replicas() -> None:
     with torch.no_grad():
         scores = region(region.rows(table, ids), all_KD=region.rows(table, ids))
     torch.testing.assert_close(scores, table(ids) @ table(ids).T)
-    before, optimizer = table.weight.detach().clone(), make_row_optimizer("sgd", {"t": table}, lr=1.0)
+    before, optimizer = table.weight.detach().clone(), row_optimizer("sgd", {"t": table}, lr=1.0)
     region(region.rows(table, ids), all_KD=region.rows(table, ids)).sum().backward()
     optimizer.step()
     torch.testing.assert_close((before - table.weight)[:7], (2 * before[:7].sum(0)).expand(7, 4))

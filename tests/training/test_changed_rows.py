@@ -19,7 +19,7 @@ import dphybrid
 from dphybrid.cli.verify import verify_places
 from dphybrid.config import CheckpointConfig
 from dphybrid.config.settings import load_settings
-from dphybrid.embedding import HostEmbedding, HostEmbeddingCollection, find_tables, make_row_optimizer
+from dphybrid.embedding import HostEmbedding, HostEmbeddingCollection, find_tables, row_optimizer
 from dphybrid.embedding.storage import zero_rows
 from dphybrid.run.folder import read_run
 from dphybrid.run.train import build_run, evaluate_run
@@ -63,7 +63,7 @@ def new(optimizer: str, **options: Any) -> Trained:
     torch.manual_seed(0)
     model = Tables(**options)
     dense = torch.optim.AdamW(model.linear.parameters())
-    return Trained(model, dense, make_row_optimizer(optimizer, find_tables(model), lr=0.1), Progress())
+    return Trained(model, dense, row_optimizer(optimizer, model, lr=0.1), Progress())
 
 
 def step(trained: Trained, count: int = 6) -> None:

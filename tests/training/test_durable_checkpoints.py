@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from dphybrid.embedding import HostEmbedding, make_row_optimizer
+from dphybrid.embedding import HostEmbedding, row_optimizer
 from dphybrid.run.pages import ResultPage, SplitsPage
 from dphybrid.tracking import Tracker
 from dphybrid.training.checkpoint import (
@@ -38,7 +38,7 @@ class Small(nn.Module):
 def trained() -> Trained:
     model = Small()
     dense = torch.optim.Adam(model.linear.parameters())
-    rows = make_row_optimizer("adam", {"words": model.words}, lr=0.1, weight_decay=0.0)
+    rows = row_optimizer("adam", {"words": model.words}, lr=0.1, weight_decay=0.0)
     model.linear(model.words(torch.arange(8)).sum(0)).sum().backward()
     dense.step()
     rows.step()

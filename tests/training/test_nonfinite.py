@@ -12,7 +12,7 @@ from mlflow import MlflowClient
 from torch import nn
 
 from dphybrid.config.settings import load_settings
-from dphybrid.embedding import HostEmbedding, clip_grad_norm_, make_row_optimizer
+from dphybrid.embedding import HostEmbedding, clip_grad_norm_, row_optimizer
 from dphybrid.parallel import DataParallel
 from dphybrid.recipes import DataConfig, ModelConfig, ModelContext, Recipe
 from dphybrid.recipes.configs import load_config
@@ -156,7 +156,7 @@ def test_a_skipped_step_changes_neither_blocks_nor_buffers_nor_rows_and_is_count
 def small() -> tuple[nn.Module, HostEmbedding]:
     model = nn.ModuleDict({"words": HostEmbedding(9, 2, name="words"), "linear": nn.Linear(2, 1)})
     table = model["words"]
-    make_row_optimizer("sgd", {"words": table}, lr=0.1)
+    row_optimizer("sgd", {"words": table}, lr=0.1)
     return model, table
 
 

@@ -2,13 +2,10 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.embedding import run, text
 from benchmarks.pipelines import pipeline_costs
@@ -26,51 +23,10 @@ from dphybrid.embedding import (
 from dphybrid.embedding.storage import open_states
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("mode", ["sum", "mean", "max", "weighted"])
-def test_bags_equal_torch(mode: str, dtype: torch.dtype) -> None:
-    table = HostEmbedding(20, 4, dtype=dtype)
-    dense = table.settled().clone().requires_grad_()
-    ids, offsets = torch.tensor([3, 3, 9, 1, 3, 0]), torch.tensor([0, 2, 2, 5])
-    weights = [
-        torch.rand(6, dtype=dtype, generator=torch.Generator().manual_seed(0)).requires_grad_()
-        for _ in range(2)
-    ]
-    ours_w, theirs_w = weights if mode == "weighted" else (None, None)
-    plain = "sum" if mode == "weighted" else mode
-    ours = table.bags(ids, offsets, mode=plain, weights_N=ours_w)
-    theirs = F.embedding_bag(ids, dense, offsets, mode=plain, per_sample_weights=theirs_w)
-    torch.testing.assert_close(ours, theirs)
-    ours.square().sum().backward()
-    theirs.square().sum().backward()
-    found = table.row_gradients()
-    assert found is not None
-    torch.testing.assert_close(found[1], dense.grad[found[0]])
-    if ours_w is not None:
-        torch.testing.assert_close(ours_w.grad, theirs_w.grad)
-
-
-def test_the_maximum_of_a_bag_leaves_padding_out_as_torch_does() -> None:
-    given, ids, offsets = torch.randn(9, 4) - 3, torch.tensor([2, 5, 2, 2, 1, 5]), torch.tensor([0, 2, 4, 4])
-    theirs = nn.EmbeddingBag.from_pretrained(given.clone(), freeze=False, mode="max", padding_idx=2)
-    table = HostEmbedding.from_pretrained(given, freeze=False, padding_idx=2)
-    both = HostEmbeddingCollection({"a": 3, "b": 6}, 4, padding={"a": 2})
-    both.flat.weight = nn.Parameter(given.clone())
-    for found in (table.bags(ids, offsets, mode="max"), both.flat.bags(ids, offsets, mode="max")):
-        assert torch.equal(found, theirs(ids, offsets))
-    table.bags(ids.int(), offsets, mode="max").square().sum().backward()
-    theirs(ids, offsets).square().sum().backward()
-    assert torch.equal(table.weight.grad.to_dense(), theirs.weight.grad)
-    with pytest.raises(ValueError, match="mode='max' with weights_N"):
-        table.bags(ids, offsets, mode="max", weights_N=torch.ones(6))
-    with pytest.raises(ValueError, match="mode='min'; use sum"):
-        table.bags(ids, offsets, mode="min")
-
-
 def test_empty_lookups() -> None:
     table = HostEmbedding(20, 4)
     none = torch.zeros(0, dtype=torch.int64)
-    (table(none.view(0, 3)).sum() + table.bags(none, torch.tensor([0, 0])).sum()).backward()
+    table(none.view(0, 3)).sum().backward()
     RowSGD({"t": table}, lr=1.0).step()
     assert torch.equal(table.weight, HostEmbedding(20, 4).weight)
 
@@ -147,32 +103,6 @@ def test_a_table_that_does_not_fit_is_refused_with_the_numbers(tmp_path: Path) -
     assert not list(tmp_path.iterdir())
 
 
-def test_long_bags_take_no_memory_of_their_length_and_give_the_same_bits_with_more_threads() -> None:
-    table = HostEmbedding(1000, 8, seed=1)
-    ids = torch.randint(0, 1000, (200_000,), generator=torch.Generator().manual_seed(0))
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), 100_000 + torch.arange(0, 99_990, 11)])
-
-    class Made(TorchDispatchMode):
-        most_bytes = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor) and out.data_ptr() != ids.data_ptr():
-                self.most_bytes = max(self.most_bytes, out.nbytes)
-            return out
-
-    before, pooled = torch.get_num_threads(), []
-    with torch.no_grad(), Made() as made:
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
-            pooled.append(table.bags(ids, offsets))
-    torch.set_num_threads(before)
-    assert made.most_bytes <= pooled[0].nbytes
-    assert torch.equal(pooled[0], pooled[1])
-    exact = F.embedding_bag(ids, table.settled().double(), offsets, mode="sum")
-    torch.testing.assert_close(pooled[0].double(), exact, rtol=1e-4, atol=1e-3)
-
-
 def test_a_collection_is_its_tables_side_by_side() -> None:
     tables = HostEmbeddingCollection(
         {"user": 30, "item": 5}, 4, padding={"item": 0}, std={"user": 1.0, "item": 0.5}
@@ -185,7 +115,7 @@ def test_a_collection_is_its_tables_side_by_side() -> None:
     before = tables.flat.settled().clone()
     rows_BFD.sum().backward()
     items_N = tables.flat_ids(torch.tensor([[0], [2]]), slice(1, 2)).flatten()
-    tables.flat.bags(items_N, torch.tensor([0])).sum().backward()
+    tables.flat(items_N).sum().backward()
     rows.step()
     changed = (tables.flat.weight != before).any(1).nonzero().squeeze(1)
     assert changed.tolist() == [3, 29, 32, 34]
