@@ -179,9 +179,9 @@ def test_plan_asks_the_recipe_for_its_sizes(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "sized.py").write_text(
-        "from dphybrid.recipes.tutorial.recipe import Toy\n\n\nclass Mine(Toy):\n    name = 'mine'\n\n"
+        "from dphybrid.recipes.tutorial import Toy\n\n\nclass Mine(Toy):\n    name = 'mine'\n\n"
         "    def sized(self, config, num_rows, info):\n"
-        "        train = config.train.model_copy(update={'batch_size': num_rows // info['num_inputs']})\n"
+        "        train = config.train.model_copy(update={'batch_size': num_rows // 5})\n"
         "        return config.model_copy(update={'train': train}), []\n"
     )
     monkeypatch.syspath_prepend(tmp_path)

@@ -40,8 +40,8 @@ def recipe_of(argv: Sequence[str]) -> str:
 
 
 def _recipe_of_run(name: str) -> str | None:
-    try:
-        return named_run(load_settings(), name, "").config.recipe
+    try:  # an empty name would be the empty MLflow id of a run that is not recorded
+        return named_run(load_settings(), name, "").config.recipe if name else None
     except UserError:  # no name: the next flag, or nothing
         return None
 

@@ -1,9 +1,9 @@
-"""Data that a recipe gives as arrays, a DataFrame or a map-style Dataset, or draws from a seeded generator:
-kept as a prepared folder like any other."""
+"""Data that a recipe gives as arrays, a DataFrame or a map-style Dataset, kept as a prepared folder like any
+other."""
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -103,32 +103,9 @@ class GivenSource(Source):
             "num_ids": {n: int(a.max()) + 1 for n, a in arrays.items() if a.dtype.kind in "iu" and a.size}
             | sizes,
         }
+        numbers = {"train_rows": np.arange(num_train), "valid_rows": num_train + np.arange(num_valid)}
         save = partial(write_vocabularies, vocabularies)
-        return Content(arrays | _parts(num_train, num_valid), info, lines, tuple(arrays), save=save)
-
-
-Made = tuple[dict[str, Array], Mapping[str, object], str]
-"""Arrays, facts for the model, and a phrase for people."""
-
-
-@dataclass(frozen=True)
-class MadeSource(Source):
-    """Draws rows by a generator and a number of rows; the training split comes first."""
-
-    seed: int
-    num_train: int
-    num_valid: int
-    make: Callable[[np.random.Generator, int], Made]
-
-    def read(self, progress: Progress, scratch: Path) -> Content:
-        num_train, num_valid = self.num_train, self.num_valid
-        arrays, info, words = self.make(np.random.default_rng([self.seed, 7]), num_train + num_valid)
-        lines = [f"  {words}: {num_train:,} rows to train, {num_valid:,} to validate"]
-        return Content(arrays | _parts(num_train, num_valid), info, lines, tuple(arrays))
-
-
-def _parts(num_train: int, num_valid: int) -> dict[str, Array]:
-    return {"train_rows": np.arange(num_train), "valid_rows": np.arange(num_train, num_train + num_valid)}
+        return Content(arrays | numbers, info, lines, tuple(arrays), save=save)
 
 
 def _as_arrays(given: Given, where: str) -> dict[str, Array]:

@@ -14,15 +14,15 @@ from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.importing import check_import, import_module_of
 
 BUILT_IN = {
-    "text": "dphybrid.recipes.text.recipe:Text",
-    "ctr": "dphybrid.recipes.ctr.recipe:Ctr",
-    "kge": "dphybrid.recipes.kge.recipe:Kge",
-    "retrieval": "dphybrid.recipes.retrieval.recipe:Retrieval",
-    "digits": "dphybrid.recipes.digits.recipe:Digits",
-    "hybrid": "dphybrid.recipes.tutorial.recipe:Hybrid",
-    "blocks": "dphybrid.recipes.tutorial.recipe:Blocks",
-    "convnet": "dphybrid.recipes.tutorial.recipe:Convnet",
-    "toy": "dphybrid.recipes.tutorial.recipe:Toy",
+    "text": "dphybrid.recipes.text:Text",
+    "ctr": "dphybrid.recipes.ctr:Ctr",
+    "kge": "dphybrid.recipes.kge:Kge",
+    "retrieval": "dphybrid.recipes.retrieval:Retrieval",
+    "digits": "dphybrid.recipes.tutorial:Digits",
+    "hybrid": "dphybrid.recipes.tutorial:Hybrid",
+    "blocks": "dphybrid.recipes.tutorial:Blocks",
+    "convnet": "dphybrid.recipes.tutorial:Convnet",
+    "toy": "dphybrid.recipes.tutorial:Toy",
 }
 DEFAULT = "text"
 OF_TABLES = "ctr"  # of a table in memory, where none is given

@@ -14,6 +14,7 @@ import torch
 import dphybrid
 from dphybrid.api.run import TrainedRun
 from dphybrid.api.training import experiment
+from dphybrid.cli.flags import recipe_of
 from dphybrid.data.table import frames
 from dphybrid.data.table.frames import as_frame, save_frame
 from tests.commands import run_with
@@ -52,6 +53,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainedRun]:
     with pytest.MonkeyPatch.context() as patch:
         own_settings(patch, tmp_path_factory.mktemp("python") / "data", TRACKING_URI="none")
         yield dphybrid.train(visits(), **given)
+
+
+def test_an_unrecorded_run_does_not_decide_the_next_ones_recipe(run: TrainedRun) -> None:
+    assert recipe_of(["train", "--data.path", "triples.txt"]) == "text"
+    assert recipe_of(["train", "--resume", run.name]) == "ctr"
 
 
 def test_a_frame_gives_the_bits_of_its_file(run: TrainedRun, tmp_path: Path) -> None:

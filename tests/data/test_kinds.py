@@ -9,7 +9,7 @@ import pytest
 
 from dphybrid.data.table.encoder import Encoder
 from dphybrid.data.table.kinds import KINDS
-from dphybrid.recipes.ctr.recipe import Ctr
+from dphybrid.recipes.ctr import Ctr
 from tests.conftest import REPOSITORY
 from tests.refusing import refused
 

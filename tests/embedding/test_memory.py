@@ -21,7 +21,7 @@ class Large(nn.Module):
     def __init__(self, context):
         super().__init__()
         self.table = HostEmbedding(ROWS, DIM, seed=context.seed)
-        self.region = DataParallel(nn.Linear(DIM, context.info["num_outputs"]), context.devices)
+        self.region = DataParallel(nn.Linear(DIM, context.info["shapes"]["y_BO"][0]), context.devices)
 
     def table_ids(self, batch):
         return {"table": (batch["x_BI"].sum(1).abs() * 1e9).long() % ROWS}

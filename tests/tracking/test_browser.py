@@ -94,7 +94,7 @@ def test_the_page_of_a_run_explains_it(seen: Seen) -> None:
     text = page.inner_text("body")
     for words in (
         "hybrid on cpu*8, batch 60, seed 0: mse",
-        "random ids below 1000",  # the data
+        "10,000 samples to train",  # the data
         "split 1 / replica 7 / network.region",
         "[8, 10] -> [8, 10]",
         "Where time went",

@@ -150,7 +150,7 @@ def test_your_own_model_trains(data_dir: Path, tmp_path: Path, monkeypatch: pyte
         "class Mine(torch.nn.Module):\n"
         "    def __init__(self, context):\n"
         "        super().__init__()\n"
-        "        self.block = DataParallel(torch.nn.Linear(context.info['num_inputs'], 2), context.devices)\n"
+        "        self.block = DataParallel(torch.nn.Linear(5, 2), context.devices)\n"
         "    def forward(self, batch):\n"
         "        loss = (self.block(batch['x_BI']) - batch['y_BO']).square().mean(1)\n"
         "        return {'loss': loss, 'weight': torch.ones_like(loss)}\n"

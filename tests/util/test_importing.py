@@ -13,7 +13,7 @@ from tests.refusing import refused
 @pytest.mark.parametrize(
     ("path", "packages", "allowed"),
     [
-        ("dphybrid.recipes.ctr.recipe:Ctr", "", True),
+        ("dphybrid.recipes.ctr:Ctr", "", True),
         ("dphybrid_evil:make", "", False),
         ("mine.models:make", "others, mine", True),
         ("mineral:make", "mine", False),

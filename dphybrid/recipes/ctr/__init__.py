@@ -1,10 +1,30 @@
-"""Recipe ctr, click-through rate: its own config."""
+"""Recipe ctr: click-through and other questions about the rows of a table: yes or no, which class, how much,
+how many."""
 
-from typing import ClassVar, Literal
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from dphybrid.config import ModelConfig
+from dphybrid.config import ExperimentConfig, ModelConfig
+from dphybrid.config.tables import TableDataConfig
+from dphybrid.recipes.recipe import Recipe
+from dphybrid.util.files import given_path
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from dphybrid.data.batches import Dataset
+    from dphybrid.data.store import Prepared, Source
+    from dphybrid.recipes.context import ModelContext
+    from dphybrid.training.metrics import Task
+
+_SLOW_ROWS, _FAST_ROWS = 0.03, 5.0
+"""Share of the learning rate that rows learn at in a training as long as the data asks for, and at most."""
+_MANY_VALUES, _FEW_ROWS = 1000, 4
+"""Values of a column that are many, and training rows a value that are few: rows learn slowly up to there."""
+_ENDINGS = (".csv", ".csv.gz", ".tsv", ".tsv.gz", ".parquet", ".pq")
 
 
 class CtrModelConfig(ModelConfig):
@@ -34,3 +54,113 @@ class CtrModelConfig(ModelConfig):
     model.numbers is embedded."""
     bin_width: int = Field(default=8, ge=1, le=1024)
     """Values that a number becomes besides itself; read where model.numbers is embedded."""
+
+
+class Ctr(Recipe):
+    """Click-through rate."""
+
+    name = "ctr"
+    summary = (
+        "A table with a label (yes or no, classes, a number, counts): hidden layers, Wide & Deep, DeepFM or "
+        "DLRM over one table for all categorical columns."
+    )
+    model = CtrModelConfig
+    table = {"optimizer": "adam", "lr": 0.0}
+    train = {
+        "epochs": 0,
+        "batch_size": 0,
+        "patience": -1,
+        "optimizer": "adamw",
+        "lr": 0.001,
+        "weight_decay": 0.3,
+        "schedule": "constant",
+        "average": 0.99,
+    }
+    tabular = True
+
+    @property
+    def data(self) -> type[TableDataConfig]:  # type: ignore[override]
+        """The data section, with a field for each kind of column; polars waits until it is asked for."""
+        # Asked for anew, not kept: a package may have added a kind of column since.
+        from dphybrid.data.table.kinds import table_config
+
+        return table_config()
+
+    def source(self, data: TableDataConfig, seed: int) -> "Source":
+        from dphybrid.data.table.source import open_source
+
+        return open_source(data, seed)
+
+    def sized(
+        self, config: ExperimentConfig, num_rows: int, info: Mapping[str, Any]
+    ) -> tuple[ExperimentConfig, list[str]]:
+        from dphybrid.training.sizes import STEPS
+
+        found, lines = super().sized(config, num_rows, info)
+        if found.table.lr:
+            return found, lines
+        # Fast rows learn rare values by heart; a linear part, products of rows, and many values that are not
+        # rare need them faster.
+        share, why = _SLOW_ROWS if found.model.model_dump()["kind"] == "mlp" else 1.0, ""
+        values = max(info["num_ids"], default=0)
+        if share == _SLOW_ROWS and values > _MANY_VALUES and num_rows > _FEW_ROWS * values:
+            share = min(share * (num_rows / values / _FEW_ROWS) ** 2, 1.0)
+            why = f" instead of {_SLOW_ROWS:g} x, for {num_rows / values:.3g} rows a value of {values:,}"
+        if share == _SLOW_ROWS and config.train.epochs:  # few epochs were given: slow rows would not get far
+            steps = config.train.epochs * math.ceil(num_rows / found.train.batch_size)
+            share = min(max(share * (STEPS / max(1, steps)) ** 2, share), _FAST_ROWS)
+            why = f" instead of {_SLOW_ROWS:g} x, for only {steps:,} steps" if share > _SLOW_ROWS else ""
+        lr = share * found.train.lr
+        lines.append(f"table.lr={lr:g}: {share:.3g} x train.lr{why}")
+        return found.model_copy(update={"table": found.table.model_copy(update={"lr": lr})}), lines
+
+    def training_rows(self, rows: "Dataset", info: Mapping[str, object], model: Any) -> "Dataset":
+        from dphybrid.data.batches import DrawnDataset
+        from dphybrid.recipes.ctr.model import some_unknown
+
+        return DrawnDataset(rows, some_unknown(info, model.unknown)) if model.unknown else rows
+
+    def build(self, context: "ModelContext[CtrModelConfig]") -> "nn.Module":
+        from dphybrid.recipes.ctr.model import build_ctr
+
+        return build_ctr(context)
+
+    def fixed(self, model: "nn.Module") -> None:
+        from dphybrid.recipes.ctr.numbers import fix_numbers
+
+        fix_numbers(model)
+
+    def task(self, info: Mapping[str, object]) -> "Task":
+        from dphybrid.training.label_tasks import label_task
+
+        return label_task(info)
+
+    def baselines(self, data: "Prepared") -> dict[str, dict[str, float]]:
+        from dphybrid.recipes.ctr.baselines import baselines
+
+        return baselines(data)
+
+    def floor(self, data: "Prepared") -> "dict[str, Tensor]":
+        from dphybrid.recipes.ctr.baselines import floor
+
+        return floor(data)
+
+    def doubts(self, data: "Prepared") -> list[str]:
+        from dphybrid.recipes.ctr.baselines import leaks
+
+        return leaks(data)
+
+    def recognises(self, data: Mapping[str, object]) -> str | None:
+        if data.get("label") not in (None, ""):
+            return f"data.label={data['label']} is set"
+        path = str(data.get("path") or "")
+        if path.lower().endswith(_ENDINGS):
+            return f"data.path={path} is a table"
+        folder = given_path(path, "data.path")
+        if (
+            path
+            and folder.is_dir()
+            and any(file.name.lower().endswith(_ENDINGS) for file in folder.iterdir())
+        ):
+            return f"data.path={path} is a folder of tables"
+        return None

@@ -1,11 +1,22 @@
-"""Recipe kge, knowledge-graph embeddings: its own config."""
+"""Recipe kge: knowledge-graph embeddings, which complete triples (head, relation, tail)."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from dphybrid.config import DataConfig, ModelConfig
+from dphybrid.recipes.recipe import Recipe
+from dphybrid.util.files import given_path
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from dphybrid.data.batches import Dataset
+    from dphybrid.data.store import Prepared, Source
+    from dphybrid.recipes.context import ModelContext
+    from dphybrid.training.metrics import Task
 
 
 class KgeDataConfig(DataConfig):
@@ -43,3 +54,68 @@ _SUFFIXES = (".txt", ".tsv", ".csv", "")
 def files_of(folder: Path, part: str) -> list[Path]:
     """Return the files of a folder that are named as those of a part are: train.txt, train.tsv, ..."""
     return [file for suffix in _SUFFIXES if (file := folder / f"{part}{suffix}").is_file()]
+
+
+class Kge(Recipe):
+    """Knowledge-graph embeddings."""
+
+    name = "kge"
+    summary = "Triples of a knowledge graph: ComplEx, DistMult or RotatE over a table of entities."
+    data = KgeDataConfig
+    model = KgeModelConfig
+    one_process = True
+    batches = (256, 4096)
+    table = {"optimizer": "lazy-adagrad", "lr": 0.2}
+    train = {"epochs": 36, "batch_size": 0, "lr": 0.01, "clip_norm": 0.0, "patience": 0}
+
+    def source(self, data: KgeDataConfig, seed: int) -> "Source":
+        from dphybrid.recipes.kge.data import open_source
+
+        return open_source(data, seed)
+
+    def dataset(self, prepared: "Prepared", part: str) -> "Dataset":
+        from dphybrid.recipes.kge.data import part_of
+
+        return part_of(part, prepared.arrays, prepared.info)
+
+    def build(self, context: "ModelContext[KgeModelConfig]") -> "nn.Module":
+        from dphybrid.recipes.kge.model import build_kge
+
+        return build_kge(context)
+
+    def task(self, info: Mapping[str, object]) -> "Task":
+        from dphybrid.training.metrics import RANKING
+
+        return RANKING
+
+    def doubts(self, data: "Prepared") -> list[str]:
+        num_relations, num_triples = data.info["num_relations"], len(self.dataset(data, "train"))
+        if num_relations <= max(20, num_triples / 10):
+            return []
+        return [
+            f"the second column has {num_relations:,} values in {num_triples:,} rows, many for relations; a "
+            "triple is head, relation, tail. Train on a table with --recipe ctr --data.label COLUMN"
+        ]
+
+    def recognises(self, data: Mapping[str, object]) -> str | None:
+        path = str(data.get("path") or "")
+        if not path or data.get("label") not in (None, ""):
+            return None
+        place = given_path(path, "data.path")
+        if place.is_dir():
+            found = files_of(place, "train")
+            if found and _is_triple(found[0]):
+                return f"data.path={path} is a folder with triples in {found[0].name}"
+        elif place.suffix.lower() in (".txt", ".tsv") and place.is_file() and _is_triple(place):
+            return f"data.path={path} holds triples"
+        return None
+
+
+def _is_triple(file: Path) -> bool:
+    """Do the first lines have three values each, with tabs between them?"""
+    try:
+        with file.open(encoding="utf-8-sig") as stream:
+            lines = [line for line, _ in zip(stream, range(5), strict=False) if line.strip()]
+    except (OSError, UnicodeDecodeError):
+        return False
+    return bool(lines) and all(line.count("\t") == 2 for line in lines)

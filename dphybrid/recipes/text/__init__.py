@@ -1,10 +1,21 @@
-"""Recipe text, word-level language models: its own config."""
+"""Recipe text: a word-level language model on the user's own text, or on the reference that ships with
+Python."""
 
-from typing import Literal, Self
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, model_validator
 
 from dphybrid.config import DataConfig, ModelConfig
+from dphybrid.recipes.recipe import Recipe
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from dphybrid.data.batches import Dataset
+    from dphybrid.data.store import Prepared, Source
+    from dphybrid.recipes.context import ModelContext
+    from dphybrid.training.metrics import Task
 
 
 class TextDataConfig(DataConfig):
@@ -49,3 +60,33 @@ class TextModelConfig(ModelConfig):
                 "heads"
             )
         return self
+
+
+class Text(Recipe):
+    """Word-level language model."""
+
+    name = "text"
+    summary = "A word-level language model: LSTM, GRU or transformer over a table of words."
+    data = TextDataConfig
+    model = TextModelConfig
+    one_process = True
+
+    def source(self, data: TextDataConfig, seed: int) -> "Source":
+        from dphybrid.recipes.text.data import open_source
+
+        return open_source(data, seed)
+
+    def dataset(self, prepared: "Prepared", part: str) -> "Dataset":
+        from dphybrid.recipes.text.data import WindowDataset
+
+        return WindowDataset(prepared.arrays[f"{part}_tokens"], prepared.info["window"])
+
+    def build(self, context: "ModelContext[TextModelConfig]") -> "nn.Module":
+        from dphybrid.recipes.text.model import build_text
+
+        return build_text(context)
+
+    def task(self, info: Mapping[str, object]) -> "Task":
+        from dphybrid.training.metrics import LANGUAGE_MODEL
+
+        return LANGUAGE_MODEL

@@ -1,11 +1,12 @@
-"""The tutorials' models: toy, blocks, hybrid and convnet. Each is a plain module; `Supervised` adds the loss
-of a task.
+"""The small models: toy, blocks, hybrid, convnet and digits. Each is a plain module; `Supervised` adds the
+loss of a task.
 
 Letters: B samples, I inputs, O outputs, C classes or channels.
 """
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +14,16 @@ from torch.nn import functional as F
 
 from dphybrid.config import ModelConfig
 from dphybrid.embedding import HostEmbedding
-from dphybrid.parallel import DataParallel, Devices
+from dphybrid.parallel import DataParallel, Devices, Dropout
 from dphybrid.recipes.context import ModelContext
-from dphybrid.recipes.tutorial import BlocksModelConfig, ConvnetModelConfig, HybridModelConfig
+from dphybrid.recipes.tutorial import (
+    BlocksModelConfig,
+    ConvnetModelConfig,
+    DigitsModelConfig,
+    HybridModelConfig,
+)
 
-Loss = Callable[[Tensor, Tensor], Tensor]
+_CLASSES = 10
 
 
 class Supervised(nn.Module):
@@ -27,17 +33,15 @@ class Supervised(nn.Module):
     def __init__(
         self,
         network: nn.Module,
-        input_key: str,
-        target_key: str,
-        loss: Loss,
-        output_key: str,
+        keys: tuple[str, str, str],
+        loss: Callable[[Tensor, Tensor], Tensor],
         dtype: torch.dtype,
     ) -> None:
+        """keys: of the input and the target in the batch, and of the output."""
         super().__init__()
         self.network = network
-        self.input_key, self.target_key, self.output_key = input_key, target_key, output_key
-        self.loss = loss
-        self.dtype = dtype
+        self.input_key, self.target_key, self.output_key = keys
+        self.loss, self.dtype = loss, dtype
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         input_B = batch[self.input_key]
@@ -52,6 +56,11 @@ class Supervised(nn.Module):
 def _squared_error(output_BO: Tensor, target_BO: Tensor) -> Tensor:
     """Mean squared error of each sample, (B,)."""
     return (output_BO - target_BO.to(output_BO.dtype)).square().mean(1)
+
+
+_REGRESSION = ("x_BI", "y_BO", "prediction")
+_IMAGES = ("x_BCHW", "labels_B", "logits")
+_cross_entropy = partial(F.cross_entropy, reduction="none")
 
 
 class Blocks(nn.Module):
@@ -89,28 +98,29 @@ class _SupervisedHybrid(Supervised):
         return {"network.table": batch[self.input_key]}
 
 
+def _width(context: ModelContext[Any], name: str) -> int:
+    return int(context.info["shapes"][name][0])
+
+
 def build_toy(context: ModelContext[ModelConfig]) -> Supervised:
     """Linear(5, 2), all of it data-parallel."""
-    network = DataParallel(
-        nn.Linear(context.info["num_inputs"], context.info["num_outputs"]), context.devices
-    )
-    return Supervised(network, "x_BI", "y_BO", _squared_error, "prediction", context.dtype)
+    layer = nn.Linear(_width(context, "x_BI"), _width(context, "y_BO"))
+    return Supervised(DataParallel(layer, context.devices), _REGRESSION, _squared_error, context.dtype)
 
 
 def build_blocks(context: ModelContext[BlocksModelConfig]) -> Supervised:
     """Linear(10, 20) -> DataParallel(Linear(20, 20)) -> Linear(20, 20)."""
-    network = Blocks(
-        context.info["num_inputs"], context.options.hidden, context.info["num_outputs"], context.devices
-    )
-    return Supervised(network, "x_BI", "y_BO", _squared_error, "prediction", context.dtype)
+    inputs, outputs = _width(context, "x_BI"), _width(context, "y_BO")
+    network = Blocks(inputs, context.options.hidden, outputs, context.devices)
+    return Supervised(network, _REGRESSION, _squared_error, context.dtype)
 
 
 def build_hybrid(context: ModelContext[HybridModelConfig]) -> Supervised:
     """Embedding(1000, 10) on the CPU -> Linear(10, 10) on the devices."""
-    o, info = context.options, context.info
-    table = context.table(info["num_ids"], o.dim, name="table")
-    network = Hybrid(table, DataParallel(nn.Linear(o.dim, info["num_outputs"]), context.devices))
-    return _SupervisedHybrid(network, "ids_B", "y_BO", _squared_error, "prediction", context.dtype)
+    dim = context.options.dim
+    table = context.table(context.num_ids("ids_B"), dim, name="table")
+    network = Hybrid(table, DataParallel(nn.Linear(dim, _width(context, "y_BO")), context.devices))
+    return _SupervisedHybrid(network, ("ids_B", "y_BO", "prediction"), _squared_error, context.dtype)
 
 
 def build_convnet(context: ModelContext[ConvnetModelConfig]) -> Supervised:
@@ -120,8 +130,19 @@ def build_convnet(context: ModelContext[ConvnetModelConfig]) -> Supervised:
         nn.Conv2d(3, hidden, 3, padding=1),
         nn.ReLU(),
         nn.Flatten(),
-        nn.Linear(hidden * 32 * 32, context.info["num_classes"]),
+        nn.Linear(hidden * 32 * 32, _CLASSES),
     )
-    loss = partial(F.cross_entropy, reduction="none")
-    region = DataParallel(network, context.devices)
-    return Supervised(region, "x_BCHW", "labels_B", loss, "logits", context.dtype)
+    return Supervised(DataParallel(network, context.devices), _IMAGES, _cross_entropy, context.dtype)
+
+
+def build_digits(context: ModelContext[DigitsModelConfig]) -> Supervised:
+    """Two convolutions, a pooling, two linear layers, cross-entropy."""
+    o, (channels, height, width) = context.options, context.info["shapes"]["x_BCHW"]
+    network = nn.Sequential(
+        nn.Conv2d(channels, 32, 3, padding=1), nn.ReLU(),
+        nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(),
+        nn.MaxPool2d(2), nn.Flatten(), Dropout(o.dropout),
+        nn.Linear(64 * (height // 2) * (width // 2), o.hidden), nn.ReLU(), Dropout(o.dropout),
+        nn.Linear(o.hidden, _CLASSES),
+    )  # fmt: skip
+    return Supervised(DataParallel(network, context.devices), _IMAGES, _cross_entropy, context.dtype)
