@@ -2,7 +2,7 @@
 
 Training never waits for MLflow: what could not be sent stays in DPHYBRID_DATA_DIR/mlflow/spool. Run this when
 the server is back; it may run any number of times, and beside running trainings. The exit code is 1 when
-something still waits.
+something still waits or was lost.
 """
 
 import argparse
@@ -18,7 +18,7 @@ def flags(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Send what waits for MLflow; 1 when something still waits."""
+    """Send what waits for MLflow; 1 when something still waits or was lost."""
     from dphybrid.tracking.opening import embedded_uri
     from dphybrid.tracking.sync import sync
 
@@ -31,4 +31,4 @@ def run(args: argparse.Namespace) -> int:
     limit = settings.upload_limit_mib * 2**20
     done = sync(settings.mlflow_dir, uri, settings.experiment, limit, wait_s=args.wait, on_run=tell)
     print(done.text())
-    return 0 if done.whole else 1
+    return 1 if done.waiting or done.lost else 0

@@ -2,48 +2,57 @@
 
 The training appends records and never waits for a server. A record outlives the process, one with `sync` (and
 all before it) also a loss of power. Whoever holds `RUN.lock` sends: the training's own thread, or `dphybrid
-sync`. When all has arrived, the file keeps what a later attempt of the run needs.
+sync`. A file that SQLite finds damaged is renamed to `RUN.damaged-N.db`, and a new one takes its place.
 """
 
+import csv
+import errno
+import io
 import json
+import os
 import sqlite3
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from dphybrid.tracking.base import Record
-from dphybrid.tracking.outbox_file import (
-    LOST,
-    PRIVATE,
-    UNREADABLE,
-    OutboxFile,
-    Row,
-    connect,
-    fact,
-    number,
-    rows_where,
-    set_facts,
-    write_row,
-)
+from dphybrid.util import files
 from dphybrid.util.errors import counted
-from dphybrid.util.files import make_folder
 from dphybrid.util.locks import FileLock
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"))  # made once: a record is written at each step
+_PRIVATE, _WAIT_S, _VERSION = 0o600, 30.0, 2
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+_SCHEMA = """
+BEGIN;
+PRAGMA user_version = {version};
+CREATE TABLE facts (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
+CREATE TABLE records (n INTEGER PRIMARY KEY AUTOINCREMENT, time_ms INTEGER, op TEXT, body TEXT, content BLOB,
+                      refused TEXT);
+CREATE TABLE details (time_ms INTEGER, step INTEGER, name TEXT, value REAL);
+CREATE TABLE steps (name TEXT PRIMARY KEY, step INTEGER) WITHOUT ROWID;
+INSERT INTO sqlite_sequence VALUES ('records', {first});
+COMMIT;
+"""
+_ADD_UNKEPT = (
+    "INSERT INTO facts VALUES ('unkept', ?) ON CONFLICT DO UPDATE SET value = value + excluded.value"
+)
+_ADD_STEP = "INSERT INTO steps VALUES (?, ?) ON CONFLICT DO UPDATE SET step = max(step, excluded.step)"
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class Losses:
     """What of a run's record does not reach the server.
 
-    lost: records damaged or missing; refused: records that the server did not take; unkept: lines of metrics
-    that could not be written; damaged: files set aside.
+    refused: records that the server did not take; unkept: lines of metrics that could not be written;
+    damaged: files set aside.
     """
 
-    lost: int = 0
     refused: int = 0
     unkept: int = 0
     damaged: tuple[Path, ...] = ()
@@ -53,182 +62,149 @@ class Losses:
 
     def text(self) -> str:
         """Return it for people, or nothing."""
-        counts = {
-            "damaged or missing on the way": self.lost,
-            "refused by the server": self.refused,
-            "not written down (disk full?)": self.unkept,
-        }
+        counts = {"refused by the server": self.refused, "not written down (disk full?)": self.unkept}
         parts = [f"{counted(n, 'record')} {what}" for what, n in counts.items() if n]
-        parts += [f"{path} was damaged, and more may be missing at its end" for path in self.damaged]
+        parts += [f"{path} was damaged, and its records are missing" for path in self.damaged]
         return "; ".join(parts)
 
 
 class Outbox:
-    """The records of one run, `run_id`, in `folder`. One process appends, from any of its threads.
+    """The records of one run, `run_id`, in `folder`. One process appends, from any of its threads."""
 
-    new: the run begins here; the file of any other run must be there, else its loss is counted.
-    """
-
-    def __init__(self, folder: Path, run_id: str, new: bool = False) -> None:
+    def __init__(self, folder: Path, run_id: str) -> None:
         self.run_id = run_id
         self.path = folder / f"{run_id}.db"
-        self._file = OutboxFile(self.path, new)
-        self._do = self._file.do
-        self._lock = threading.Lock()
-        self._steps: dict[str, int] | None = None
+        self._database: sqlite3.Connection | None = None
+        self._lock = threading.RLock()
+        self._earlier: dict[str, int] | None = None
         self._unkept = 0
         self._sending: FileLock | None = None
 
     def set_destination(self, **values: str) -> None:
         """Keep where the records go: tracking_uri, experiment_id."""
-        self._do(lambda database: set_facts(database, values), sync=True)
+        rows = list(values.items())
+        self._do(lambda it: it.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", rows), sync=True)
 
     def destination(self) -> dict[str, str]:
         """Return what `set_destination` kept, or nothing."""
-        names = ("tracking_uri", "experiment_id")
-        return self._do(
-            lambda database: {name: value for name in names if (value := fact(database, name)) is not None}
-        )
+        return self._do(lambda it: dict(it.execute("SELECT name, value FROM facts")))
 
     def append(self, record: Record, *, content: bytes | None = None, sync: bool = False) -> int:
         """Add a record, the content of its file, and the time; return its number. Raises OSError."""
-        values = {"t": int(time.time() * 1000), **record}
-        time_ms, op = values.pop("t"), values.pop("op")
-        body, unkept = _ENCODER.encode(values), self._unkept
+        return self._do(lambda it: _insert(it, record, content), sync=sync)
 
-        def insert(database: sqlite3.Connection) -> int:
-            # A fact, as records that have arrived are removed, and no number may come twice.
-            n = number(database, "newest") + 1
-            write_row(database, (n, time_ms, op, body, None, content))
-            set_facts(database, {"newest": n})
-            if unkept:
-                set_facts(database, {"unkept": number(database, "unkept") + unkept})
-            return n
-
-        n = self._do(insert, sync=sync)
-        self._unkept -= unkept
-        return n
-
-    def append_metrics(self, metrics: Mapping[str, float], step: int, details: Collection[str] = ()) -> None:
+    def append_metrics(
+        self, metrics: Mapping[str, float], step: int, details: Collection[str] = (), anew: bool = False
+    ) -> None:
         """Add metrics at a step, without those that an earlier attempt of this run recorded at that step or a
         later one.
 
-        details: names of those that are kept for the table of details instead of being sent as metrics.
+        details: names of those that are kept for the table of details instead of being sent as metrics. anew:
+        add those of an earlier attempt, too.
         """
-        earlier = self._earlier()
+        with self._lock:
+            if self._earlier is None:
+                self._earlier = self._do(lambda it: dict(it.execute("SELECT * FROM steps")))
+        earlier = {} if anew else self._earlier
         kept = {name: value for name, value in metrics.items() if name not in earlier or step > earlier[name]}
-        if not kept:
-            return
-        record: Record = {"op": "metrics", "step": step}
-        record["values"] = {name: value for name, value in kept.items() if name not in details}
-        record["details"] = {name: value for name, value in kept.items() if name in details}
-        self.append(record)
+        now = int(time.time() * 1000)
+        fine = [(now, step, name, kept.pop(name)) for name in details if name in kept]
+        steps = [(name, step) for name in (*kept, *(row[2] for row in fine))]
+
+        def write(database: sqlite3.Connection) -> None:
+            if kept:
+                _insert(database, {"op": "metrics", "step": step, "values": kept})
+            database.executemany("INSERT INTO details VALUES (?, ?, ?, ?)", fine)
+            database.executemany(_ADD_STEP, steps)
+
+        if steps:
+            self._do(write)
 
     def count_unkept(self) -> None:
-        """Note that a line of metrics could not be written."""
-        self._unkept += 1
+        """Note that a line of metrics could not be written; the next transaction keeps the count."""
+        with self._lock:
+            self._unkept += 1
 
     def sync(self) -> None:
         """Have all records so far outlive a loss of power."""
-        self._do(lambda database: set_facts(database, {"synced": time.time_ns()}), sync=True)
-
-    def _earlier(self) -> dict[str, int]:
-        """Return the highest step of each metric, of before this object's first append."""
-        with self._lock:
-            if self._steps is None:
-                self._steps = self._do(_steps)
-            return self._steps
+        # A transaction that changes nothing is not synced.
+        self.set_destination(synced=str(time.time_ns()))
 
     def pending(self, limit: int) -> list[Record]:
         """Return up to `limit` records that have not arrived, oldest first."""
-
-        def select(database: sqlite3.Connection) -> list[Record]:
-            condition = "n > ? AND kept IS NULL ORDER BY n LIMIT ?"
-            return list(map(_record, rows_where(database, condition, number(database, "sent"), limit)))
-
-        return self._do(select)
+        query = "SELECT n, time_ms, op, body, content FROM records WHERE refused IS NULL ORDER BY n LIMIT ?"
+        return self._do(
+            lambda it: [
+                {"n": n, "t": time_ms, "op": op, **json.loads(body), "content": content}
+                for n, time_ms, op, body, content in it.execute(query, (limit,))
+            ]
+        )
 
     def counts(self) -> tuple[int, int]:
         """Return how many records wait and how many were refused; a file that cannot be read waits. Changes
-        nothing."""
+        nothing: another process may be using the file."""
+        query = "SELECT count(*) - count(refused), count(refused) FROM records"
         try:
-            with closing(connect(self.path)) as database:
-                query = "SELECT count(*) FROM records WHERE kept IS NOT NULL AND op != ?"
-                ((refused,),) = database.execute(query, (LOST,))
-                return number(database, "newest") - number(database, "sent"), refused
-        except UNREADABLE:
+            with closing(sqlite3.connect(self.path, timeout=_WAIT_S)) as database:
+                ((wait, refused),) = database.execute(query)
+                return wait, refused
+        except sqlite3.Error:
             return 1, 0
 
-    def acknowledge(self, n: int) -> None:
-        """Note that everything up to this number has arrived."""
-        self._do(lambda database: set_facts(database, {"sent": n}))
+    def remove(self, records: Sequence[Record]) -> None:
+        """Remove records that have arrived."""
+        numbers = [(record["n"],) for record in records]
+        query = "DELETE FROM records WHERE n = ? AND refused IS NULL"
+        self._do(lambda it: it.executemany(query, numbers))
 
     def refuse(self, record: Record, reason: str) -> None:
         """Keep a record that the server does not take, out of the others' way."""
+        query, values = "UPDATE records SET refused = ? WHERE n = ?", (reason[:500], record["n"])
+        self._do(lambda it: it.execute(query, values), sync=True)
 
-        def mark(database: sqlite3.Connection) -> None:
-            for row in list(rows_where(database, "n = ?", record["n"])):
-                write_row(database, (*row[:4], reason[:500], row[5]))
+    def offer_again(self, kinds: Sequence[str]) -> None:
+        """Have refused records of these kinds sent again."""
+        places = ", ".join("?" * len(kinds))
+        query = f"UPDATE records SET refused = NULL WHERE refused IS NOT NULL AND op IN ({places})"  # noqa: S608 - question marks alone
+        if self._do(lambda it: it.execute(query, kinds).rowcount):
+            self.append({"op": "losses", "text": ""}, sync=True)  # told anew where one is refused again
 
-        self._do(mark, sync=True)
+    def pack_details(self) -> None:
+        """Turn the metrics that were kept as details into a record of a CSV file. Each attempt of a run has a
+        folder of its own, from its first step on."""
 
-    def refused(self) -> list[Record]:
-        """Return the records that the server refused."""
-        condition = "kept IS NOT NULL AND op != ? ORDER BY n"
-        return self._do(lambda database: list(map(_record, rows_where(database, condition, LOST))))
+        def pack(database: sqlite3.Connection) -> None:
+            # The steps of system metrics are seconds.
+            first = "SELECT min(step) FROM details WHERE step > 0 AND name NOT LIKE 'system/%'"
+            every = "SELECT time_ms, step, name, coalesce(value, 'nan') FROM details ORDER BY rowid"
+            ((step,),), rows = database.execute(first), database.execute(every).fetchall()
+            if not rows:
+                return
+            stream = io.StringIO("time_ms,step,metric,value\n")
+            stream.seek(0, io.SEEK_END)
+            csv.writer(stream, lineterminator="\n").writerows(rows)
+            folder = f"details/from-step-{step or 0:06d}"
+            record = {"op": "file", "name": "metrics.csv", "folder": folder}
+            _insert(database, record, stream.getvalue().encode())
+            database.execute("DELETE FROM details")
 
-    def offer_again(self, kinds: Collection[str]) -> None:
-        """Put refused records of these kinds behind the others."""
-        again = [record for record in self.refused() if record["op"] in kinds]
-        numbers = [(record.pop("n"),) for record in again]
-        for record in again:
-            # The table of details has arrived: one of a later record alone would take its place.
-            self.append({**record, "details": {}, "content": None}, content=record["content"])
-        if again:
-            self._do(lambda database: database.executemany("DELETE FROM records WHERE n = ?", numbers))
-            self.append({"op": "losses", "text": ""}, sync=True)  # told anew where something is refused again
-
-    def details(self) -> Iterator[tuple[int, int, str, float]]:
-        """Yield (milliseconds, step, name, value) of the details since the records were last cleared."""
-        after = self._do(lambda database: number(database, "cleared"))
-
-        def some(database: sqlite3.Connection) -> list[Row]:
-            return list(rows_where(database, "n > ? AND op = 'metrics' ORDER BY n LIMIT 1000", after))
-
-        while found := self._do(some):
-            after = found[-1][0]
-            for record in map(_record, found):
-                for name, value in record["details"].items():
-                    yield record["t"], record["step"], name, value
+        self._do(pack)
 
     def losses(self) -> Losses:
         """Return all that the run has lost so far."""
 
-        def count(database: sqlite3.Connection) -> tuple[int, int, int]:
-            query = "SELECT count(*) FILTER (WHERE op = ?), count(*) FROM records WHERE kept IS NOT NULL"
-            ((lost, kept),) = database.execute(query, (LOST,))
-            return lost, kept - lost, self._unkept + number(database, "unkept")
+        def count(database: sqlite3.Connection) -> tuple[int, int]:
+            ((refused,),) = database.execute("SELECT count(refused) FROM records")
+            ((unkept,),) = database.execute("SELECT coalesce(sum(value), 0) FROM facts WHERE name = 'unkept'")
+            return refused, unkept
 
-        return Losses(*self._do(count), tuple(self._file.set_aside()))
-
-    def clear(self) -> None:
-        """Remove the records, all of which have arrived. What a later attempt needs stays: the highest steps,
-        what was refused or lost."""
-
-        def remove(database: sqlite3.Connection) -> None:
-            # Refused records stay, and their details have arrived with the others'.
-            newest = number(database, "newest")
-            set_facts(database, {"steps": json.dumps(_steps(database)), "cleared": newest})
-            database.execute("DELETE FROM records WHERE kept IS NULL")
-
-        self._do(remove, sync=True)
-        self._file.shrink()
+        return Losses(*self._do(count), tuple(self._damaged()))
 
     def hold(self) -> bool:
         """Become the one that sends, unless somebody is. The kernel ends this with the process."""
         if self._sending is None:
-            make_folder(self.path.parent, 0o700)
-            lock = FileLock(self.path.with_suffix(".lock"), mode=PRIVATE)
+            files.make_folder(self.path.parent, 0o700)
+            lock = FileLock(self.path.with_suffix(".lock"), mode=_PRIVATE)
             if not lock.acquire():
                 return False
             self._sending = lock
@@ -236,16 +212,93 @@ class Outbox:
 
     def release(self) -> None:
         """Close the file and let somebody else send."""
-        self._file.close()
+        self._close()
         if self._sending is not None:
             self._sending.release()
             self._sending = None
 
+    def _do(self, work: Callable[[sqlite3.Connection], _T], *, sync: bool = False) -> _T:
+        """Return what `work` does in one transaction; again, in a new file, when this one is damaged.
+
+        sync: this and all transactions before outlive a loss of power. Raises OSError.
+        """
+        with self._lock:
+            try:
+                try:
+                    return self._try(work, sync)
+                except (sqlite3.Error, ValueError) as error:  # a ValueError: a body that is no JSON
+                    if isinstance(error, sqlite3.Error) and _code(error) not in _DAMAGED:
+                        raise
+                    self._set_aside()
+                    lost = Losses(damaged=tuple(self._damaged())).text()
+                    self._try(lambda it: _insert(it, {"op": "losses", "text": lost}), True)
+                    return self._try(work, sync)
+            except sqlite3.Error as error:
+                reason = errno.ENOSPC if _code(error) == sqlite3.SQLITE_FULL else errno.EIO
+                raise OSError(reason, f"{os.strerror(reason)} ({error})", str(self.path)) from error
+
+    def _try(self, work: Callable[[sqlite3.Connection], _T], sync: bool) -> _T:
+        if self._database is None:
+            self._database = self._opened()
+        self._database.execute(f"PRAGMA synchronous = {'FULL' if sync else 'NORMAL'}")
+        self._database.execute("BEGIN IMMEDIATE")
+        with self._database:  # commits, or rolls back
+            if self._unkept:
+                self._database.execute(_ADD_UNKEPT, (self._unkept,))
+            result = work(self._database)
+        self._unkept = 0
+        return result
+
+    def _opened(self) -> sqlite3.Connection:
+        files.make_folder(self.path.parent, 0o700)
+        # SQLite itself would let everybody read a new file. One that is there is not opened: closing it would
+        # release the locks that this process has on it.
+        with suppress(FileExistsError):
+            os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, _PRIVATE))
+        database = sqlite3.connect(self.path, timeout=_WAIT_S, isolation_level=None, check_same_thread=False)
+        database.text_factory = lambda content: content.decode(errors="replace")  # of a damaged file
+        try:
+            ((answer,), *_), ((version,),) = (
+                database.execute(f"PRAGMA {question}") for question in ("quick_check(1)", "user_version")
+            )
+            if answer != "ok" or version not in (0, _VERSION):
+                error = sqlite3.DatabaseError(f"version {version}, {answer}")
+                error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+                raise error
+            database.execute("PRAGMA journal_mode = WAL")
+            if version == 0:
+                # Numbers of a later file are higher than those of one that was set aside, of which some may
+                # be on their way.
+                database.executescript(_SCHEMA.format(version=_VERSION, first=time.time_ns()))
+        except BaseException:
+            database.close()
+            raise
+        return database
+
+    def _close(self) -> None:
+        with self._lock:
+            if self._database is not None:
+                self._database.close()
+                self._database = None
+
+    def _set_aside(self) -> None:
+        """Rename the damaged file and its log."""
+        self._close()
+        aside = self.path.with_suffix(f".damaged-{len(self._damaged()) + 1}.db")
+        for suffix in ("-shm", "-wal", ""):  # the file last: without its log it would look whole
+            with suppress(FileNotFoundError):
+                os.rename(f"{self.path}{suffix}", f"{aside}{suffix}")
+        files.sync(self.path.parent)
+
+    def _damaged(self) -> list[Path]:
+        """Return the damaged files that were set aside."""
+        found = self.path.parent.glob(f"{self.path.stem}.damaged-*.db*")
+        return sorted({path.with_suffix(".db") for path in found})
+
 
 def outboxes(folder: Path) -> list[Outbox]:
     """Return the outboxes of a folder, oldest first."""
-    # Neither files in the making nor those that were set aside.
-    paths = [path for path in folder.glob("[!.]*.db") if ".damaged-" not in path.name]
+    paths = [path for path in folder.glob("*.db") if ".damaged-" not in path.name]
     return [Outbox(folder, path.stem) for path in sorted(paths, key=lambda path: path.stat().st_mtime)]
 
 
@@ -260,16 +313,13 @@ def waiting(folder: Path) -> int:
     return count
 
 
-def _record(row: Row) -> Record:
-    n, time_ms, op, body, _, content = row
-    return {"n": n, "t": time_ms, "op": op, **json.loads(body), "content": content}
+def _insert(database: sqlite3.Connection, record: Record, content: bytes | None = None) -> int:
+    body = _ENCODER.encode({name: value for name, value in record.items() if name != "op"})
+    row = (int(time.time() * 1000), record["op"], body, content)
+    query = "INSERT INTO records (time_ms, op, body, content) VALUES (?, ?, ?, ?)"
+    return database.execute(query, row).lastrowid or 0
 
 
-def _steps(database: sqlite3.Connection) -> dict[str, int]:
-    """Return the highest step of each metric so far; a process that was killed leaves the records
-    themselves."""
-    steps: dict[str, int] = json.loads(fact(database, "steps") or "{}")
-    for record in map(_record, rows_where(database, "op = 'metrics' ORDER BY n")):
-        for name in record["values"] | record["details"]:
-            steps[name] = max(record["step"], steps.get(name, record["step"]))
-    return steps
+def _code(error: sqlite3.Error) -> int:
+    """Return SQLite's code of an error; those of Python's module itself have none."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF

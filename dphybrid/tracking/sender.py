@@ -3,8 +3,6 @@ noticing."""
 
 import contextlib
 import contextvars
-import csv
-import io
 import itertools
 import logging
 import threading
@@ -17,21 +15,12 @@ from dphybrid.util.text import masked
 
 _SEND_EVERY_S = 2.0
 _HEARTBEAT_EVERY_S = 60.0
-_DETAILS_FOLDER = "details"
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.5, 15.0
 _REFUSED_RETRY_S = (0.1, 0.3, 0.9, 2.7)
 """Waits between the tries of a record whose refusal may be another matter in a moment."""
 _AT_ONCE = 200
-_WRONG = (
-    KeyError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    FileNotFoundError,
-    NotADirectoryError,
-    IsADirectoryError,
-    PermissionError,
-)
+_WRONG = (KeyError, ValueError, TypeError, AttributeError, FileNotFoundError)
+"""Errors of a record itself; the client's libraries have their own, and those are tried again."""
 _log = logging.getLogger(__name__)
 
 
@@ -84,31 +73,29 @@ class Sender:
 
     def close(self, timeout_s: float) -> bool:
         """Drain, end the thread and let go of the outbox; return whether everything arrived."""
-        arrived = self.drain(timeout_s)
-        self._closed = True
-        self._wake.set()
-        self._thread.join(1.0 if arrived else 0.1)  # a thread that waits for a dead server is left to itself
+        arrived = self._end(timeout_s)
         self._outbox.release()
         return arrived
 
     def deliver(self, wait_s: float) -> tuple[bool, Losses]:
         """Send the rest, the table of details and what is lost, in at most about `wait_s` seconds, and close;
-        return whether all that is left has arrived, and what is lost.
-
-        The outbox is cleared when it has.
-        """
+        return whether all that is left has arrived, and what is lost."""
         end = time.monotonic() + wait_s
-        arrived = self.drain(wait_s)
-        if arrived:
-            _append_details(self._outbox)
-        losses = self._outbox.losses()  # after all was read: damage is found then
-        if arrived and losses:
-            self._outbox.append({"op": "losses", "text": masked(losses.text())})
-        if arrived := self.close(max(0.5, end - time.monotonic()) if arrived else 0.0):
-            losses = self._outbox.losses()
-            self._outbox.clear()
+        if arrived := self.drain(wait_s):
+            self._outbox.pack_details()
+            if losses := self._outbox.losses():
+                self._outbox.append({"op": "losses", "text": masked(losses.text())})
+        arrived = self._end(max(0.5, end - time.monotonic()) if arrived else 0.0)
+        losses = self._outbox.losses()
         self._outbox.release()
         return arrived, losses
+
+    def _end(self, timeout_s: float) -> bool:
+        arrived = self.drain(timeout_s)
+        self._closed = True
+        self._wake.set()
+        self._thread.join(1.0 if arrived else 0.1)  # a thread that waits for a dead server is left to itself
+        return arrived
 
     def _work(self) -> None:
         retry_s, beaten = _FIRST_RETRY_S, 0.0
@@ -156,7 +143,7 @@ class Sender:
                 # given up meanwhile: whoever sends next begins here, and what comes twice counts once
                 if self._closed:
                     return
-                self._outbox.acknowledge(records[-1]["n"])
+                self._outbox.remove(records)
 
     def _send(self, records: list[Record]) -> None:
         for wait_s in (*_REFUSED_RETRY_S, None):
@@ -165,7 +152,7 @@ class Sender:
                 return
             except (Refused, *_WRONG) as error:
                 if not isinstance(error, Refused) and type(error).__module__ != "builtins":
-                    raise  # of the client's libraries: something on the way to the server
+                    raise
                 if len(records) > 1:  # one of them spoils the others
                     for record in records:
                         self._send([record])
@@ -187,18 +174,3 @@ def _warn(message: str, *values: str) -> None:
 def _short(error: Exception | str) -> str:
     text = masked(" ".join(str(error).split()))
     return text if len(text) < 200 else f"{text[:200]}..."
-
-
-def _append_details(outbox: Outbox) -> None:
-    """Add the metrics that were kept as details as a file of CSV: milliseconds, step, name, value. Each
-    attempt of a run has a folder of its own, from its first step on."""
-    stream, steps = io.StringIO(), set[int]()
-    rows = csv.writer(stream, lineterminator="\n")
-    for time_ms, step, name, value in outbox.details():
-        rows.writerow((time_ms, step, name, value))
-        if step > 0 and not name.startswith("system/"):  # whose steps are seconds
-            steps.add(step)
-    if text := stream.getvalue():
-        folder = f"{_DETAILS_FOLDER}/from-step-{min(steps, default=0):06d}"
-        content = f"time_ms,step,metric,value\n{text}".encode()
-        outbox.append({"op": "file", "name": "metrics.csv", "folder": folder}, content=content)

@@ -27,19 +27,13 @@ _MAY_COME_LATE = ("metrics", "params", "file", "table", "dataset", "register")
 @dataclass
 class _Synced:
     """The results of `sync`, as run ids. waiting: run id -> why its records are still here; lost: run id ->
-    what never arrived of it; unread: files of a version that kept records otherwise."""
+    what never arrived of it."""
 
     completed: list[str] = field(default_factory=list)
     busy: list[str] = field(default_factory=list)
     waiting: dict[str, str] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
     ended: list[str] = field(default_factory=list)
-    unread: list[Path] = field(default_factory=list)
-
-    @property
-    def whole(self) -> bool:
-        """Whether nothing waits and nothing is lost."""
-        return not self.waiting and not self.lost
 
     def text(self) -> str:
         """Return it for people."""
@@ -48,7 +42,6 @@ class _Synced:
         lines += [f"{run_id}: kept ({why})" for run_id, why in self.waiting.items()]
         lines += [f"{run_id}: not everything was recorded: {what}" for run_id, what in self.lost.items()]
         lines += [f"{run_id}: its process is gone; ended as KILLED" for run_id in self.ended]
-        lines += [f"{path}: not read, an earlier version wrote it; remove it" for path in self.unread]
         return masked("\n".join(lines)) or "Nothing to do: every record has arrived, and no run is left open."
 
 
@@ -68,7 +61,7 @@ def sync(
     with its number of records.
     """
     spool = store / "spool"
-    done = _Synced(unread=sorted(spool.glob("*.jsonl")))
+    done = _Synced()
     for outbox in outboxes(spool):
         if not any(outbox.counts()):
             continue
@@ -84,7 +77,7 @@ def sync(
                     _send(outbox, uri, upload_limit, done, wait_s)
             finally:
                 outbox.release()
-        except (OSError, ValueError) as error:  # one that cannot be read holds up none of the others
+        except OSError as error:  # one that cannot be read holds up none of the others
             done.waiting[outbox.run_id] = f"{type(error).__name__}: {error}"
     try:
         _end_orphans(spool, tracking_uri, experiment, silent_s, done)

@@ -77,7 +77,7 @@ class MlflowTracker(Tracker):
         }
         run = client.create_run(self._experiment_id, run_name=run_name, tags=own)
         self.run_id = str(run.info.run_id)
-        self._outbox = Outbox(self._spool, self.run_id, new=True)
+        self._outbox = Outbox(self._spool, self.run_id)
         self._outbox.set_destination(tracking_uri=self._uri, experiment_id=self._experiment_id)
         self.record({"op": "params", "values": as_shown(params)})
         self.set_tags(tags)
@@ -112,9 +112,7 @@ class MlflowTracker(Tracker):
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         outbox, _ = self._open()
         try:
-            outbox.append_metrics(
-                as_floats(metrics), step, [name for name in metrics if self._brief and is_detail(name)]
-            )
+            outbox.append_metrics(as_floats(metrics), step, self._details(metrics))
         except OSError as error:  # a full disk costs the curves some points, not the training its end
             outbox.count_unkept()
             _log.warning("metrics of step %d could not be kept: %s", step, error)
@@ -122,12 +120,12 @@ class MlflowTracker(Tracker):
     def log_summary(self, metrics: Mapping[str, float]) -> None:
         # At step 0, MLflow's charts draw a bar for each run; at any other one they draw a dot on an axis of
         # steps.
-        values = as_floats(metrics)
-        fine = {name: value for name, value in values.items() if self._brief and is_detail(name)}
-        rest = {name: value for name, value in values.items() if name not in fine}
-        self.record({"op": "metrics", "step": 0, "values": rest, "details": fine})
-        if finals := [safe_name(name) for name in values if name.startswith("final/")]:
+        self._open()[0].append_metrics(as_floats(metrics), 0, self._details(metrics), anew=True)
+        if finals := [safe_name(name) for name in metrics if name.startswith("final/")]:
             self.record({"op": "views", "finals": finals})
+
+    def _details(self, metrics: Mapping[str, float]) -> list[str]:
+        return [name for name in metrics if self._brief and is_detail(name)]
 
     def keep(self) -> None:
         self._open()[0].sync()

@@ -29,22 +29,6 @@ class Server:
         self.got += records
 
 
-def test_details_of_a_refused_record_are_in_the_table_of_their_attempt_alone(tmp_path: Path) -> None:
-    server, tables = Server(), []
-    for attempt in (1, 2):
-        outbox = Outbox(tmp_path, "r", new=attempt == 1)
-        if attempt == 1:
-            outbox.append_metrics({"bad": 1.0, "timing/a_ms": 1.0}, 10, ["timing/a_ms"])
-        outbox.append_metrics({"timing/a_ms": 2.0}, 10 + attempt, ["timing/a_ms"])
-        arrived, _ = Sender(outbox, server.write).deliver(20)
-        assert arrived
-    for record in server.got:
-        if record["op"] == "file":
-            rows = record["content"].decode().splitlines()[1:]
-            tables.append((record["folder"], [row.split(",")[1] for row in rows]))
-    assert tables == [("details/from-step-000010", ["10", "11"]), ("details/from-step-000012", ["12"])]
-
-
 def test_an_outage_is_told_in_the_callers_context_though_the_log_handler_fails(tmp_path: Path) -> None:
     where: contextvars.ContextVar[str] = contextvars.ContextVar("where", default="nowhere")
     told: list[str] = []
@@ -60,7 +44,7 @@ def test_an_outage_is_told_in_the_callers_context_though_the_log_handler_fails(t
     token = where.set("flow run 7")
     try:
         server.away.set()
-        outbox = Outbox(tmp_path, "r", new=True)
+        outbox = Outbox(tmp_path, "r")
         outbox.append_metrics({"a": 1.0}, 1)
         sender = Sender(outbox, server.write)
         wait_until(lambda: told, "the sender tells of the outage", every_s=0.02)
@@ -75,7 +59,7 @@ def test_an_outage_is_told_in_the_callers_context_though_the_log_handler_fails(t
 
 def test_appending_does_not_wait_for_a_server_that_hangs(tmp_path: Path) -> None:
     release = threading.Event()
-    outbox = Outbox(tmp_path, "r", new=True)
+    outbox = Outbox(tmp_path, "r")
     sender = Sender(outbox, lambda records: release.wait(60) and None)
     for step in range(1000):
         outbox.append_metrics({"a": 1.0}, step)
@@ -85,7 +69,7 @@ def test_appending_does_not_wait_for_a_server_that_hangs(tmp_path: Path) -> None
 
 
 def test_a_refusal_that_passes_is_tried_again_at_once(tmp_path: Path) -> None:
-    outbox, server, refusals = Outbox(tmp_path, "r", new=True), Server(), iter([True, True])
+    outbox, server, refusals = Outbox(tmp_path, "r"), Server(), iter([True, True])
 
     def write(records: list[dict[str, Any]]) -> None:
         if next(refusals, False):
@@ -104,13 +88,11 @@ ERRORS = [Refused("no such number"), KeyError("uid"), FileNotFoundError("gone"),
 def test_a_record_that_cannot_be_written_is_kept_aside_and_the_rest_goes_on(
     tmp_path: Path, error: Exception
 ) -> None:
-    server, outbox = Server(error), Outbox(tmp_path, "r", new=True)
+    server, outbox = Server(error), Outbox(tmp_path, "r")
     for step in range(5):
         outbox.append_metrics({"bad" if step == 2 else "a": 1.0}, step)
     assert Sender(outbox, server.write).close(20)
     assert [record["step"] for record in server.got] == [0, 1, 3, 4]
-    (kept,) = outbox.refused()
-    assert kept["step"] == 2
     assert outbox.losses() == Losses(refused=1)
     assert outbox.counts() == (0, 1)
 
