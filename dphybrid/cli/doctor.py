@@ -4,28 +4,25 @@ Each line says what was found and, after BAD, the remedy. The exit code is 1 whe
 """
 
 import argparse
-import json
+import base64
 import os
 import shutil
-import subprocess
-import sys
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
-
-import psutil
+from typing import Any
 
 from dphybrid.cli.parser import Parser
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.gpus import Inventory, lease_folder, visible
-from dphybrid.util.device_spec import parse_device_spec
+from dphybrid.gpus.leases import shared_folder_fault
 from dphybrid.util.errors import UserError
-from dphybrid.util.servers import ask, same_clock
-from dphybrid.util.shared_files import shared_folder_fault
-from dphybrid.util.text import masked
+from dphybrid.util.text import masked, without_credentials
 
 _PINS = "pip install 'prefect>=3.8.8,<3.10' 'fastapi>=0.139,<0.151' 'sqlalchemy>=2.0,<2.1'"
-_NETWORK_DISKS = ("nfs", "cifs", "smb", "ceph", "lustre", "gluster", "beegfs", "9p", "fuse.sshfs")
+_ANSWER_S = 5.0
 
 Check = tuple[bool, str]
 """Whether it passed, and what was found, with its remedy."""
@@ -47,37 +44,27 @@ def run(_: argparse.Namespace) -> int:
 
 
 def _checks(settings: Settings) -> Iterator[Check]:
-    yield _torch()
-    yield _gpus(settings)
+    yield from _gpus(settings)
     yield _leases(settings)
-    yield _threads(settings)
-    prefect, with_server = _prefect()
-    yield from prefect
+    yield from _prefect()
     yield _mlflow_server(settings)
-    yield _folder(settings)
-    yield _shared(settings, with_server)
-    yield _data_folder(settings.data_dir)
-    yield _secrets()
+    yield from _data_folder(settings)
 
 
-def _torch() -> Check:
+def _gpus(settings: Settings) -> Iterator[Check]:
     import torch
 
     gpus, threads = torch.cuda.device_count(), torch.get_num_threads()
-    return True, f"torch {torch.__version__}, {gpus} GPUs, {threads} CPU threads (DPHYBRID_THREADS sets them)"
-
-
-def _gpus(settings: Settings) -> Check:
-    import torch
-
+    yield True, f"torch {torch.__version__}, {gpus} GPUs, {threads} CPU threads (DPHYBRID_THREADS sets them)"
     inventory = Inventory(settings.nvml)
     if units := visible(inventory.read(), os.environ.get("CUDA_VISIBLE_DEVICES")):
         names = ", ".join(sorted({unit.name for unit in units}))
-        return True, f"NVML: {len(units)} GPUs are visible ({names})"
-    if torch.cuda.device_count():
+        yield True, f"NVML: {len(units)} GPUs are visible ({names})"
+    elif gpus:
         found = f"NVML does not show the GPUs that torch sees ({inventory.reason})"
-        return False, f"{found}: they are used without leases; remedy: update the driver"
-    return True, f"NVML: no GPUs ({inventory.reason or 'none is visible'})"
+        yield False, f"{found}: they are used without leases; remedy: update the driver"
+    else:
+        yield True, f"NVML: no GPUs ({inventory.reason or 'none is visible'})"
 
 
 def _leases(settings: Settings) -> Check:
@@ -91,30 +78,17 @@ def _leases(settings: Settings) -> Check:
     return True, f"leases are kept in {folder}"
 
 
-def _threads(settings: Settings) -> Check:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    spec = parse_device_spec(settings.devices)
-    units = visible(Inventory(settings.nvml).read(), os.environ.get("CUDA_VISIBLE_DEVICES"))
-    runs = max(1, len(units) // max(1, spec.count or 1)) if units else 1
-    threads = settings.threads or cores
-    if threads * runs > cores and runs > 1:
-        found = f"threads: {runs} runs at once with {threads} threads each, and {cores} cores"
-        return False, f"{found}; set DPHYBRID_THREADS={max(1, cores // runs)}"
-    return True, f"threads: {threads} for each of up to {runs} runs at once, {cores} cores"
-
-
-def _prefect() -> tuple[list[Check], bool]:
-    """Return the checks of Prefect's half, and whether a server is set."""
+def _prefect() -> Iterator[Check]:
     if find_spec("prefect") is None:
-        return [(True, "Prefect: not installed (pip install 'dphybrid[flows]' runs flows)")], False
-    # By name and in another process: nothing here may need Prefect, and incompatible versions fail at import.
-    command = [sys.executable, "-m", "dphybrid.orchestration.doctor"]
-    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", check=False)
-    if done.returncode == 0:
-        page = json.loads(done.stdout.strip().splitlines()[-1])
-        return [(good, text) for good, text in page["checks"]], page["with_server"]
-    last = done.stderr.strip().splitlines()[-1:] or ["no message"]
-    return [(False, f"Prefect's server cannot be imported: {last[0]}; remedy: {_PINS}")], False
+        yield True, "Prefect: not installed (pip install 'dphybrid[flows]' runs flows)"
+        return
+    try:  # by name: nothing in this package may need Prefect
+        checks = import_module("dphybrid.orchestration.doctor").checks
+    except Exception as error:  # noqa: BLE001 - incompatible versions fail in many ways when imported
+        why = f"{type(error).__name__}: {error}"
+        yield False, f"Prefect's server cannot be imported: {why}; remedy: {_PINS}"
+    else:
+        yield from checks()
 
 
 def _mlflow_server(settings: Settings) -> Check:
@@ -123,55 +97,40 @@ def _mlflow_server(settings: Settings) -> Check:
         return True, "MLflow server: none is set (MLFLOW_TRACKING_URI)"
     user, password = (os.environ.get(f"MLFLOW_TRACKING_{name}") for name in ("USERNAME", "PASSWORD"))
     page = f"{url.rstrip('/')}/api/2.0/mlflow/experiments/search?max_results=1"
-    answer, now = ask(page, f"{user}:{password}" if user else None)
+    answer = ask(page, f"{user}:{password}" if user else None)
     if isinstance(answer, str):
         remedy = "correct MLFLOW_TRACKING_URI, _USERNAME or _PASSWORD, or start it"
         return False, f"MLflow server {url}: {answer}; remedy: {remedy}"
-    return same_clock(f"MLflow server {url}: answers", answer, now)
+    return True, f"MLflow server {url}: answers"
 
 
-def _folder(settings: Settings) -> Check:
-    place = _existing(settings.data_dir)
-    if not os.access(place, os.W_OK):
-        return False, f"{place} cannot be written; set DPHYBRID_DATA_DIR to a folder of yours"
-    free_gib = shutil.disk_usage(place).free / 2**30
-    remedy = "" if free_gib > 1 else "; set DPHYBRID_DATA_DIR to a larger disk"
-    return free_gib > 1, f"{settings.data_dir}: {free_gib:.1f} GiB free{remedy}"
-
-
-def _shared(settings: Settings, with_server: bool) -> Check:
-    if not with_server:
-        return True, "checkpoints: of this machine alone"
-    place, kind, mount = _existing(settings.data_dir), "unknown", ""
-    for disk in psutil.disk_partitions(all=True):
-        if place.is_relative_to(disk.mountpoint) and len(disk.mountpoint) >= len(mount):
-            kind, mount = disk.fstype, disk.mountpoint
-    if kind.startswith(_NETWORK_DISKS):
-        return True, f"checkpoints: on {kind}, which other workstations can see"
-    limit = f"another workstation can resume a run only where it sees {settings.data_dir}"
-    return True, f"checkpoints: on a disk of this machine ({kind}); {limit}"
-
-
-def _data_folder(folder: Path) -> Check:
-    """A folder that is there keeps its mode, for somebody may have meant it."""
-    if not folder.is_dir() or not folder.stat().st_mode & 0o077:
-        return True, f"data folder: {folder} is closed to others"
-    return False, f"data folder: others may enter {folder}; remedy: chmod 700, unless that is meant"
-
-
-def _secrets() -> Check:
-    folder = Path(os.environ.get("DPHYBRID_ETC", "/etc/dphybrid"))
-    try:
-        files = [file for file in folder.glob("*.*") if file.suffix in (".env", ".ini")]
-        readable = [str(file) for file in files if file.stat().st_mode & 0o077]
-    except OSError:
-        return True, f"secrets: {folder} is closed to this user"
-    if readable:
-        return False, f"secrets: others can read {', '.join(readable)}; remedy: chmod 600"
-    return True, f"secrets: no file in {folder} is open to others"
-
-
-def _existing(place: Path) -> Path:
+def _data_folder(settings: Settings) -> Iterator[Check]:
+    place = folder = settings.data_dir
     while not place.exists():
         place = place.parent
-    return place
+    if not os.access(place, os.W_OK):
+        yield False, f"{place} cannot be written; set DPHYBRID_DATA_DIR to a folder of yours"
+    free_gib = shutil.disk_usage(place).free / 2**30
+    remedy = "" if free_gib > 1 else "; set DPHYBRID_DATA_DIR to a larger disk"
+    yield free_gib > 1, f"{folder}: {free_gib:.1f} GiB free{remedy}"
+    # a folder that is there keeps its mode, for somebody may have meant it
+    if folder.is_dir() and folder.stat().st_mode & 0o077:
+        yield False, f"data folder: others may enter {folder}; remedy: chmod 700, unless that is meant"
+    else:
+        yield True, f"data folder: {folder} is closed to others"
+
+
+def ask(url: str, auth: str | None) -> Any:
+    """Ask a server for `url`, with `auth` as USER:PASSWORD; return its answer, or what is wrong, as text."""
+    url, own = without_credentials(url)
+    auth = auth or own
+    if not url.startswith(("http://", "https://")):
+        return "is not an http address"
+    headers = {"Authorization": "Basic " + base64.b64encode(auth.encode()).decode()} if auth else {}
+    try:
+        request = urllib.request.Request(url, headers=headers)  # noqa: S310 - http, as just checked
+        return urllib.request.urlopen(request, timeout=_ANSWER_S)  # noqa: S310 - the same
+    except urllib.error.HTTPError as error:
+        return "refuses user and password" if error.code == 401 else f"answers {error.code}"
+    except (OSError, ValueError) as error:
+        return f"does not answer ({error})"

@@ -24,9 +24,8 @@ import psutil
 
 from dphybrid.config.settings import Settings
 from dphybrid.util.errors import UserError
-from dphybrid.util.files import write_text
+from dphybrid.util.files import own_folder, write_text
 from dphybrid.util.pages import Page
-from dphybrid.util.shared_files import OddFileError, own_folder
 from dphybrid.util.stop import StopRequest
 from dphybrid.util.watching import watching
 
@@ -168,10 +167,7 @@ def run_ranks(
     with other machines, which see the same folder. Raises UserError when others could read folder/ranks.
     """
     meeting = meeting or Meeting()
-    try:
-        logs = own_folder(folder / "ranks")
-    except OddFileError as error:
-        raise UserError(f"{error}; ranks meet there, so only this user may enter it; remove it") from error
+    logs = own_folder(folder / "ranks")  # ranks meet there
     for old in [*logs.glob("*.store"), *logs.glob("*.stop")]:
         if meeting.node == 0 and not old.name.startswith(meeting.job):
             old.unlink(missing_ok=True)

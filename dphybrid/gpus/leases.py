@@ -8,10 +8,12 @@ regular files alone, and pages are checked.
 
 import json
 import os
+import pwd
+import stat
 import time
 import weakref
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Self
@@ -21,17 +23,10 @@ from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field
 from dphybrid.gpus.inventory import Gpu, clock_time
 from dphybrid.util.errors import UserError
 from dphybrid.util.locks import is_locked, lock, stands_at
-from dphybrid.util.shared_files import (
-    OddFileError,
-    open_regular,
-    opened,
-    read_text,
-    shared_folder_fault,
-    write_page,
-)
 
 _FALLBACK = Path("/tmp/dphybrid-leases")  # noqa: S108 - its owner, mode and files are looked at before use
 """For machines whose /var/lock only root may write to; the same for every user."""
+_MAX_BYTES = 65536
 
 
 def _printable(text: str) -> str:
@@ -137,6 +132,19 @@ def lease_folder(wanted: Path) -> Path:
     )
 
 
+def shared_folder_fault(folder: Path) -> str | None:
+    """Return why a folder is not safe to share with other users, or None: some of them could take away what
+    others put there."""
+    facts = folder.lstat()
+    if not stat.S_ISDIR(facts.st_mode):
+        return f"{folder} is not a folder"
+    if facts.st_mode & 0o022 and not facts.st_mode & stat.S_ISVTX:
+        return f"{folder} is not sticky, so everybody can remove what others put there"
+    if facts.st_uid not in (0, os.getuid()):
+        return f"{folder} belongs to user {facts.st_uid}, who can remove what others put there"
+    return None
+
+
 def try_lease(folder: Path, gpus: Sequence[Gpu], run: str) -> Lease | None:
     """Lock all of `gpus`, or none: in the order of their UUIDs, without waiting. None when somebody holds one
     of them."""
@@ -149,14 +157,14 @@ def try_lease(folder: Path, gpus: Sequence[Gpu], run: str) -> Lease | None:
             _lock_now(handles[-1])
             if not stands_at(file, handles[-1]):
                 raise BlockingIOError
-    except (BlockingIOError, OddFileError):
+    except OSError:  # held, or no file of ours, which `find_holder` tells
         for handle in handles:
             os.close(handle)
         return None
     pid, since = os.getpid(), datetime.now().astimezone()
     page = {"pid": pid, "user": user_name(), "run": run, "since": since.isoformat()}
     for handle in handles:
-        write_page(handle, json.dumps(page))
+        _write_page(handle, json.dumps(page))
     return Lease(gpus, handles, folder, _mark(pid, since))
 
 
@@ -164,7 +172,7 @@ def find_holder(folder: Path, uuid: str) -> Holder | None:
     """Return who holds the lease of a GPU, or None."""
     try:
         page = locked_page(_lock_file(folder, uuid))
-    except OddFileError as error:
+    except OSError as error:
         return Holder(odd=str(error))
     if page is None:
         return None
@@ -181,10 +189,10 @@ def ask_for(folder: Path, gpu: Gpu) -> str:
         return f"{gpu.label} is leased to no run; nothing to ask"
     try:
         handle = _open_shared(_ask_file(folder, gpu.uuid))
-    except OddFileError as error:
+    except OSError as error:
         raise UserError(f"{error}; remove it") from error
     try:
-        write_page(handle, f"{_mark(holder.pid, holder.since)} {user_name()}")
+        _write_page(handle, f"{_mark(holder.pid, holder.since)} {user_name()}")
     finally:
         os.close(handle)
     return (
@@ -197,8 +205,8 @@ def asked_by(lease: Lease) -> str | None:
     """Return who has asked for a GPU of this lease, or None."""
     for gpu in lease.gpus:
         # suppress: nobody asked, or what stands there is no request
-        with suppress(OSError), opened(_ask_file(lease.folder, gpu.uuid)) as handle:
-            mark, _, name = read_text(handle)[:160].partition(" ")
+        with suppress(OSError), _opened(_ask_file(lease.folder, gpu.uuid)) as handle:
+            mark, _, name = _read_page(handle)[:160].partition(" ")
             if mark == lease.mark:
                 return f"{name if name.isprintable() and name else 'somebody'} asked for {gpu.label}"
     return None
@@ -207,21 +215,17 @@ def asked_by(lease: Lease) -> str | None:
 def locked_page(file: Path) -> str | None:
     """Return the text of a file that a living process holds locked ("" while it is being written), or None.
 
-    Raises OddFileError for what is not a regular file.
+    Raises OSError, which names the file, for what is not a regular file or closed.
     """
     try:
-        with opened(file) as handle:
-            return read_text(handle) if is_locked(handle) else None
-    except OddFileError:
-        raise
-    except OSError:
+        with _opened(file) as handle:
+            return _read_page(handle) if is_locked(handle) else None
+    except FileNotFoundError:
         return None
 
 
 def user_name() -> str:
     """Return the name of this process's user."""
-    import pwd
-
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
@@ -242,18 +246,48 @@ def _ask_file(folder: Path, uuid: str) -> Path:
     return _lock_file(folder, uuid).with_suffix(".asked")
 
 
+def _open_regular(file: Path, flags: int = os.O_RDONLY) -> int:
+    """Open a regular file that no other name leads to. Raises OSError, which names it."""
+    # O_NONBLOCK: opening another user's FIFO would wait for a writer that never comes
+    handle = os.open(file, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    facts = os.fstat(handle)
+    if stat.S_ISREG(facts.st_mode) and facts.st_nlink == 1:
+        return handle
+    os.close(handle)
+    raise OSError(f"{file}: is not a regular file with one name")
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[int]:
+    handle = _open_regular(file)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
 def _open_shared(file: Path) -> int:
     # Not O_CREAT alone: in a sticky folder the kernel refuses it for a file of another user
     # (fs.protected_regular).
     while True:
         with suppress(FileNotFoundError):
-            return open_regular(file, os.O_RDWR)
+            return _open_regular(file, os.O_RDWR)
         try:
             handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         except FileExistsError:
             continue
         os.fchmod(handle, 0o666)
         return handle
+
+
+def _write_page(handle: int, text: str) -> None:
+    # In place: others may have the file open, and a new one would be a second lock.
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, text.encode(), 0)
+
+
+def _read_page(handle: int) -> str:
+    return os.pread(handle, _MAX_BYTES, 0).decode(errors="replace")
 
 
 def _lock_now(handle: int) -> None:

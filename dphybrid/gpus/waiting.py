@@ -7,10 +7,9 @@ people's processes make impossible for now holds nobody up.
 
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,10 +17,8 @@ from pydantic import BaseModel, Field, ValidationError
 
 from dphybrid.gpus.inventory import Gpu, Inventory, Policy, busy_reason, visible
 from dphybrid.gpus.leases import Lease, find_holder, locked_page, try_lease, user_name
-from dphybrid.util.errors import UserError, plain_words
+from dphybrid.util.errors import UserError, counted
 from dphybrid.util.locks import lock
-from dphybrid.util.shared_files import OddFileError
-from dphybrid.util.text import printable
 
 _BIRTH_S = 60.0
 """A hidden ticket older than this was left by a process that died while making it."""
@@ -85,7 +82,7 @@ def acquire(
         on_look()
         if time.monotonic() >= deadline:
             raise LeaseTimeoutError(
-                f"{_text(wanted)} did not come free within {timeout_s:.0f} s: "
+                f"{counted(wanted.least, 'GPU')} did not come free within {timeout_s:.0f} s: "
                 f"{why or 'another run was faster'}; try later, raise DPHYBRID_GPU_WAIT_S, or use devices=cpu"
             )
         if why and why != told:
@@ -111,7 +108,7 @@ def acquire(
 @dataclass(frozen=True)
 class _Search:
     """What `acquire` was given, and what its looks have found. free_since: UUID -> since when it has been
-    free. odd: files named as tickets that are none, each told once."""
+    free."""
 
     wanted: Wanted
     inventory: Inventory
@@ -120,7 +117,6 @@ class _Search:
     policy: Policy
     names: str | None
     free_since: dict[str, float] = field(default_factory=dict)
-    odd: set[str] = field(default_factory=set)
 
     def units(self) -> list[Gpu]:
         return visible(self.inventory.read(), self.names)
@@ -139,18 +135,13 @@ class _Search:
             else:
                 self.free_since.setdefault(gpu.uuid, now)
         ready = [g for g in eligible if now - self.free_since.get(g.uuid, now + 1) >= self.policy.window_s]
-        ahead = [ticket for name, ticket in _tickets(self.folder, self._note).items() if name < number]
+        ahead = [ticket for name, ticket in _tickets(self.folder).items() if name < number]
         kept = _kept_for(ahead, ready, leased)
         if lease := self._take([gpu for gpu in ready if gpu.uuid not in kept]):
             return lease, ""
         if kept:
             reasons.append(f"{len(ahead)} earlier runs wait for {len(kept)} of the GPUs")
         return None, "; ".join(reasons)
-
-    def _note(self, what: str) -> None:
-        if what not in self.odd:
-            self.odd.add(what)
-            print(f"Note: ignored in the folder of leases: {what}", file=sys.stderr, flush=True)
 
     def _take(self, mine: list[Gpu]) -> Lease | None:
         wanted = self.wanted
@@ -170,10 +161,6 @@ class _Search:
         return None
 
 
-def _text(wanted: Wanted) -> str:
-    return f"{wanted.least} GPU{'s' * (wanted.least > 1)}"
-
-
 def _eligible(wanted: Wanted, units: Sequence[Gpu]) -> list[Gpu]:
     if missing := [number for number in wanted.numbers if number >= len(units)]:
         raise UserError(
@@ -186,7 +173,7 @@ def _eligible(wanted: Wanted, units: Sequence[Gpu]) -> list[Gpu]:
         raise UserError("devices: a process can use one MIG device at a time; name one")
     if len(chosen) < wanted.least:
         raise UserError(
-            f"devices: {_text(wanted)} wanted, {len(chosen)} are here and visible"
+            f"devices: {counted(wanted.least, 'GPU')} wanted, {len(chosen)} are here and visible"
             f"{' that are not split by MIG' if len(chosen) < len(units) else ''}; ask for fewer, or change "
             "CUDA_VISIBLE_DEVICES"
         )
@@ -228,12 +215,13 @@ def _ticket(folder: Path, eligible: Sequence[Gpu], least: int, run: str) -> Iter
         os.close(handle)
 
 
-def _tickets(folder: Path, note: Callable[[str], None] = lambda what: None) -> dict[str, _Ticket]:
-    """The living tickets by name, oldest first; removes those of dead processes, notes other files
-    and leaves them alone."""
+def _tickets(folder: Path) -> dict[str, _Ticket]:
+    """The living tickets by name, oldest first; removes those of dead processes, and leaves what is no
+    ticket alone."""
     found = {}
     for file in sorted(folder.glob("*.ticket")):
-        try:
+        # Another user's, in a sticky folder; gone meanwhile; or no ticket: that harms nobody.
+        with suppress(OSError, ValidationError):
             # glob finds hidden files, too: being made, and not locked yet
             if file.name.startswith(".") and time.time() - file.lstat().st_mtime < _BIRTH_S:
                 continue
@@ -242,11 +230,4 @@ def _tickets(folder: Path, note: Callable[[str], None] = lambda what: None) -> d
                 file.unlink(missing_ok=True)
             else:
                 found[file.name] = _Ticket.model_validate_json(page)
-        except OddFileError as error:
-            note(printable(str(error) if str(file) in str(error) else f"{file}: {error}"))
-        except ValidationError as error:
-            why = plain_words(error.errors()[0])
-            note(printable(f"{file}: is not a ticket ({why[:100]})"))
-        except (PermissionError, FileNotFoundError):
-            continue  # another user's, in a sticky folder, which harms nobody; or gone meanwhile
     return found

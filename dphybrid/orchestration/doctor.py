@@ -1,57 +1,36 @@
-"""Prefect's half of `dphybrid doctor`, which runs this module in a process of its own: versions, server,
-settings.
-
-Prints a page of JSON: the checks, each whether it passed and a line for people, and whether a server is set.
-"""
+"""Prefect's half of `dphybrid doctor`: versions, server, settings. Importing it fails where versions do not
+fit together."""
 
 import json
+from collections.abc import Iterator
 from importlib.metadata import version
 
 import prefect.server.api.server  # noqa: F401 - a broken set of versions fails here
-from prefect.settings import get_current_settings
-from prefect.settings.models.root import Settings as PrefectSettings
+from prefect.settings.models.root import Settings
 
-from dphybrid.util.servers import ask, same_clock
-
-_Check = tuple[bool, str]
-"""Whether it passed, and what was found, with its remedy."""
+from dphybrid.cli.doctor import Check, ask
 
 
-def _database() -> _Check:
-    found = version("sqlalchemy")
-    if tuple(int(part) for part in found.split(".")[:2]) >= (2, 1):
-        text = (
-            f"sqlalchemy {found}: with 2.1 Prefect 3.8 creates no scheduled runs; remedy: pip install "
-            "'sqlalchemy>=2.0,<2.1'"
-        )
-        return False, text
-    return True, f"sqlalchemy {found}: schedules work"
-
-
-def _server(settings: PrefectSettings) -> _Check:
+def checks() -> Iterator[Check]:
+    """Yield each check's outcome and line."""
+    here, sqlalchemy = version("prefect"), version("sqlalchemy")
+    yield True, f"prefect {here} with fastapi {version('fastapi')}: the server can start"
+    if tuple(int(part) for part in sqlalchemy.split(".")[:2]) >= (2, 1):
+        remedy = "remedy: pip install 'sqlalchemy>=2.0,<2.1'"
+        yield False, f"sqlalchemy {sqlalchemy}: with 2.1 Prefect 3.8 creates no scheduled runs; {remedy}"
+    settings = Settings()
     url, auth = settings.api.url, settings.api.auth_string
     if not url:
-        return (
-            True,
-            "Prefect server: none is set (PREFECT_API_URL); flows start a temporary one, workers need a "
-            "real one",
-        )
-    answer, now = ask(f"{url}/admin/version", auth.get_secret_value() if auth else None)
+        yield True, "Prefect server: none is set (PREFECT_API_URL); flows start a temporary one"
+        return
+    answer = ask(f"{url}/admin/version", auth.get_secret_value() if auth else None)
     if isinstance(answer, str):
         remedy = "correct PREFECT_API_URL or PREFECT_API_AUTH_STRING, or start it"
-        return False, f"Prefect server {url}: {answer}; remedy: {remedy}"
-    there, here = json.loads(answer.read()), version("prefect")
-    if there != here:
-        return (
-            False,
-            f"Prefect server {url} is {there}, here is {here}; remedy: install the same version everywhere",
-        )
-    return same_clock(f"Prefect server {url}: the same version", answer, now)
-
-
-def _workers(settings: PrefectSettings) -> _Check:
-    if not settings.api.url:
-        return True, "Prefect settings for workers: not looked at without a server"
+        yield False, f"Prefect server {url}: {answer}; remedy: {remedy}"
+    elif (there := json.loads(answer.read())) != here:
+        yield False, f"Prefect server {url} is {there}, here is {here}; remedy: the same version everywhere"
+    else:
+        yield True, f"Prefect server {url}: the same version"
     # where nobody has set these two, the worker brings them
     client, flows = settings.client, settings.flows
     retries = client.max_retries if "max_retries" in client.model_fields_set else 9
@@ -63,12 +42,6 @@ def _workers(settings: PrefectSettings) -> _Check:
     }
     if missing := [name for name, good in wanted.items() if not good]:
         where = "infra/make-env writes them for services, else `dphybrid deploy --write` to prefect.toml"
-        return False, f"Prefect settings: set {', '.join(missing)} ({where})"
-    return True, "Prefect settings: outages are waited for, heartbeats are sent, bare deployment names work"
-
-
-if __name__ == "__main__":
-    current = get_current_settings()
-    versions = f"prefect {version('prefect')} with fastapi {version('fastapi')}"
-    checks = [(True, f"{versions}: the server can start"), _database(), _server(current), _workers(current)]
-    print(json.dumps({"checks": checks, "with_server": bool(current.api.url)}))
+        yield False, f"Prefect settings: set {', '.join(missing)} ({where})"
+    else:
+        yield True, "Prefect settings: outages are waited for, heartbeats are sent, bare names work"

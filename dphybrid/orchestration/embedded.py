@@ -17,7 +17,7 @@ from prefect.settings import (
 
 from dphybrid.config.settings import load_settings
 from dphybrid.orchestration.supervised import without_tracebacks_of_user_errors
-from dphybrid.orchestration.temporary_server import TemporaryServer, is_up_to_date
+from dphybrid.orchestration.temporary_server import TemporaryServer
 from dphybrid.tracking.opening import import_mlflow
 from dphybrid.util.importing import kept_from_gc
 from dphybrid.util.stop import Interrupted
@@ -79,11 +79,7 @@ def start_server() -> TemporaryServer | None:
     settings = get_current_settings()
     if settings.api.url or not settings.server.ephemeral.enabled:
         return None
-    chosen = settings.to_environment_variables(exclude_unset=True)
-    database = settings.server.database.connection_url
-    if database and is_up_to_date(database.get_secret_value()):
-        chosen["PREFECT_SERVER_DATABASE_MIGRATE_ON_START"] = "false"
-    return TemporaryServer(chosen)
+    return TemporaryServer(settings.to_environment_variables(exclude_unset=True))
 
 
 def _interruption_behind(error: BaseException) -> Interrupted | None:

@@ -38,13 +38,15 @@ from dphybrid.cluster.launch import Meeting, address_towards, train_in_ranks
 from dphybrid.cluster.refusals import difference, versions
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings, load_settings
-from dphybrid.orchestration.alive import MAX_RUNS, num_starts
 from dphybrid.orchestration.queueing import (
     HOME,
+    MACHINE_TAG,
+    MAX_RUNS,
     UNREACHABLE,
     WORKER,
     WORKER_LABEL,
     ended,
+    num_starts,
     set_state,
     shown_waiting,
 )
@@ -234,7 +236,7 @@ class _Followers:
             parameters={"seat": self._seat.model_copy(update={"node": node}).model_dump(mode="json")},
             timeout=0,
             flow_run_name=f"{self._seat.run} on {name}",
-            tags=["dphybrid", "machine"],
+            tags=["dphybrid", MACHINE_TAG],
             # a call that is tried again after a lost answer makes no second flow run
             idempotency_key=f"{self._seat.job}-{name}",
             work_queue_name=name,

@@ -1,26 +1,38 @@
-"""How a flow run waits, gives way and is late: its states, as people see them in Prefect."""
+"""How a flow run waits, gives way, is late and is queued again: its states, as people see them in Prefect.
+
+A run is queued again when its process died: by its worker, which sees its process end, and, when worker or
+machine died too, by any worker of the pool once Prefect's automation has missed the run's heartbeats.
+"""
 
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+    FlowRunFilterTags,
+    WorkPoolFilter,
+    WorkPoolFilterName,
+)
 from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.client.schemas.sorting import FlowRunSort
 from prefect.context import FlowRunContext, SettingsContext, get_settings_context
 from prefect.exceptions import PrefectException
 from prefect.settings import PREFECT_API_URL
-from prefect.states import Completed, Running
+from prefect.states import AwaitingRetry, Cancelled, Completed, Crashed, Running
 
 from dphybrid.util.errors import UserError
 
 STARTED_BY = "DPHYBRID_STARTED_BY"
-"""Environment variable in which a worker tells a run's process who started it: `PID TOKEN HOST`, as in the
-run's file and `HOME`."""
+"""Environment variable in which a worker tells a run's process who started it: `PID TOKEN`, as in `HOME`."""
 HOME = "dphybrid.home"
-"""Label of a flow run: who started it last."""
+"""Label of a flow run: who started it last. A process that finds other words there has lost its run."""
 WORKER = "DPHYBRID_WORKER"
 """Environment variable in which a worker tells a run's process its own name, which is its queue's, too."""
 WORKER_LABEL = "dphybrid.worker"
@@ -28,6 +40,17 @@ WORKER_LABEL = "dphybrid.worker"
 BEGUN = "dphybrid.begun"
 """Label of a flow run: how often it was started. Prefect's own count grows with each state that says that it
 waits, too."""
+
+MACHINE_TAG = "machine"
+"""Tag of another machine's part of a run over several; the run's first machine asks for it anew."""
+MAX_RUNS = 10
+"""A flow run that was begun so often is not queued again: it may be what kills its machine."""
+SILENT = "no heartbeat: its machine died"
+"""What the automation of `dphybrid.orchestration.setup` writes on a run."""
+SILENT_FOR = timedelta(seconds=200)
+"""Silence after which it does; at least three heartbeats, or living runs would be begun twice."""
+_STUCK = timedelta(seconds=120)
+"""How long the start of a process may take."""
 
 UNREACHABLE = (httpx.HTTPError, PrefectException, RuntimeError)
 """What a call to Prefect's server raises when it is away."""
@@ -119,6 +142,54 @@ def lives_elsewhere(run: FlowRun) -> bool:
     own = os.environ.get(STARTED_BY)
     queued = run.state is not None and run.state.type in (StateType.SCHEDULED, StateType.PENDING)
     return queued or (own is not None and run.labels.get(HOME, own) != own)
+
+
+def num_starts(run: FlowRun) -> int:
+    """Return how often a run was started."""
+    starts = run.labels.get(BEGUN)
+    return starts if isinstance(starts, int) else 0
+
+
+def after_death(run: FlowRun, reason: str) -> State | None:
+    """Return the state of a run whose process died without a word: queued again, or why it is not; None for
+    one that is left as it is."""
+    assert run.state is not None  # its process has set one
+    if run.state.type == StateType.CANCELLING:
+        return Cancelled(message=reason)
+    alive = run.state.type in (StateType.RUNNING, StateType.PENDING, StateType.CRASHED)
+    if not alive or run.deployment_id is None or MACHINE_TAG in run.tags:
+        return None
+    if (starts := num_starts(run)) >= MAX_RUNS:
+        return Crashed(message=f"{reason}, and it was begun {starts} times; it is not queued again")
+    when = datetime.now(UTC) + timedelta(seconds=1)
+    return AwaitingRetry(scheduled_time=when, message=f"{reason}; queued again")
+
+
+def queue_lost_runs(pool: str) -> list[str]:
+    """Queue the runs of a pool again whose machine died, or whose worker before they began, wherever that
+    was; return a line for each. Does nothing while the server is away."""
+    kinds = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.PENDING, StateType.CRASHED]))
+    lines = []
+    try:
+        with get_client(sync_client=True) as client:
+            for run in client.read_flow_runs(
+                work_pool_filter=WorkPoolFilter(name=WorkPoolFilterName(any_=[pool])),
+                flow_run_filter=FlowRunFilter(state=kinds, tags=FlowRunFilterTags(all_=["dphybrid"])),
+                sort=FlowRunSort.EXPECTED_START_TIME_DESC,
+            ):
+                assert run.state is not None  # the filter asks for one
+                pending = run.state.type == StateType.PENDING
+                if pending and datetime.now(UTC) - run.state.timestamp < _STUCK:
+                    continue
+                if not pending and run.state.message != SILENT:
+                    continue  # it crashed by itself, or was queued too often
+                state = after_death(run, "it did not begin" if pending else SILENT)
+                if state is not None:
+                    client.set_flow_run_state(run.id, state, force=True)
+                    lines.append(f"flow run {run.name}: {state.message}")
+    except UNREACHABLE:
+        pass
+    return lines
 
 
 def too_late(limit_min: float) -> State | None:

@@ -22,9 +22,8 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_CLI_WRAP_LINES, PREFECT_UI_URL, temporary_settings
 
 from dphybrid.cli.parser import Parser, run_cli
-from dphybrid.orchestration.alive import SILENT, SILENT_FOR
 from dphybrid.orchestration.forms import form_of
-from dphybrid.orchestration.queueing import ENDINGS, reaching_server
+from dphybrid.orchestration.queueing import ENDINGS, SILENT, SILENT_FOR, reaching_server
 from dphybrid.orchestration.validate import (
     PACKAGED,
     check_prefect_yaml,

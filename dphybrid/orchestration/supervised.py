@@ -1,5 +1,5 @@
-"""Supervision of a deployment's flow run: it is seen to live, ends when its worker dies, and goes back to the
-queue when it has to stop before its end."""
+"""Supervision of a deployment's flow run: it ends when its worker dies or another process has begun it, and
+goes back to the queue when it has to stop before its end."""
 
 import logging
 import os
@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime, timedelta
 from uuid import UUID
 
+import psutil
 from prefect import runtime
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State, StateType
@@ -17,8 +18,7 @@ from prefect.exceptions import Pause, TerminationSignal
 from prefect.states import AwaitingRetry, Cancelled, Completed
 
 from dphybrid.config.settings import load_settings
-from dphybrid.orchestration.alive import alive_here, noticing_the_workers_death
-from dphybrid.orchestration.queueing import UNREACHABLE, client_for_threads, lives_elsewhere
+from dphybrid.orchestration.queueing import STARTED_BY, UNREACHABLE, client_for_threads, lives_elsewhere
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
 from dphybrid.util.watching import watching
@@ -40,7 +40,7 @@ def supervised(ending: str | None = None) -> Iterator[StopRequest]:
     stop = StopRequest()
     with ExitStack() as held:
         if flow_run_id is not None:  # a worker started it, and others see it
-            held.enter_context(alive_here(flow_run_id))
+            _end_if_begun_elsewhere(flow_run_id)
             held.enter_context(noticing_the_workers_death(stop))
         try:
             with stop_signals(stop, at_once=True):
@@ -81,6 +81,38 @@ def watched_flow_run(flow_run_id: str, stop: StopRequest, every_s: float = _ASK_
         return False
 
     with watching(look, every_s, "dphybrid-flow-guard", end_s=0):
+        yield
+
+
+def _end_if_begun_elsewhere(flow_run_id: str) -> None:
+    """End this process when another worker has started its run since: one whose start took too long."""
+    try:
+        with get_client(sync_client=True) as client:
+            elsewhere = lives_elsewhere(client.read_flow_run(UUID(flow_run_id)))
+    except UNREACHABLE:
+        return  # known later, by `watched_flow_run`
+    if elsewhere:
+        print("Another worker has begun this flow run by now", flush=True)
+        os._exit(0)  # anything else, and this worker would call the run crashed that lives there
+
+
+@contextmanager
+def noticing_the_workers_death(stop: StopRequest, every_s: float = 0.5) -> Iterator[None]:
+    """While the block runs, end its run in good order (as SIGTERM does) when the worker that started it dies,
+    or has died before: nobody would supervise it."""
+    # A worker may die while this process still imports: its parent is another one then, from the first look
+    # on.
+    worker, parent = os.environ.get(STARTED_BY, "").partition(" ")[0], os.getppid()
+    orphaned = bool(worker) and worker not in {str(above.pid) for above in psutil.Process().parents()}
+
+    def look() -> bool:
+        died = orphaned or os.getppid() != parent
+        if died:
+            stop.ask("the death of its worker", signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return died
+
+    with watching(look, every_s, "dphybrid-parent-guard"):
         yield
 
 
@@ -126,11 +158,10 @@ def _leave(flow_run_id: str, reason: str, later: bool, ending: str | None) -> No
     except Pause:
         raise
     except UNREACHABLE as error:
-        # Without a word to Prefect, which would try for long, and then call it crashed: a worker here finds
-        # the run dead, and queues it.
+        # Without a word to Prefect, which would try for long, and then call it crashed: its worker sees that
+        # the process ended so, and queues the run.
         print(
-            f"{reason}\nPrefect's server is away ({error}); a worker of this machine queues the run again "
-            "when it is back",
+            f"{reason}\nPrefect's server is away ({error}); the run is queued again when it is back",
             flush=True,
         )
         os._exit(128 + signal.SIGTERM)

@@ -1,26 +1,21 @@
 """Prefect's temporary server: a process for the flows of another one, with which it ends.
 
-`TemporaryServer` starts and stops it; `python -m dphybrid.orchestration.temporary_server` is it. It serves
-what Prefect's own does (`prefect.server.api.server.SubprocessASGIServer`), with the same database; but who
-starts it need not import the server for that, and it leaves out what was done before.
+It serves what Prefect's own does (`prefect.server.api.server.SubprocessASGIServer`), with the same database.
+Importing that one costs the flow's process two CPU seconds before the server begins to start; this one starts
+beside the flow's own imports.
 """
 
 import atexit
 import gc
 import os
-import re
 import signal
 import socket
-import sqlite3
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping
 from contextlib import closing
 from http.client import HTTPConnection, HTTPException
-from pathlib import Path
-
-import prefect
 
 from dphybrid.util.errors import UserError
 
@@ -36,15 +31,16 @@ LEFT_OUT = {
 class TemporaryServer:
     """A server on a free port of this machine, which begins to start when this is made.
 
-    A terminal sends Ctrl-C, and that it closes, to every process started from it: that ends the training, not
-    the server below it. settings: environment variables for it, besides this process's.
+    settings: environment variables for it, besides this process's.
     """
 
     def __init__(self, settings: Mapping[str, str]) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listening:
-            self._port = listening.getsockname()[1]
+            self.api_url = f"http://127.0.0.1:{listening.getsockname()[1]}/api"
+            # A terminal sends Ctrl-C, and that it closes, to every process started from it: that ends the
+            # training, not the server below it. A process inherits what its starting thread has blocked.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
-            try:  # a process inherits what its starting thread has blocked
+            try:
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", __name__, str(listening.fileno())],
                     pass_fds=[listening.fileno()],
@@ -55,15 +51,12 @@ class TemporaryServer:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
         atexit.register(self.stop)
 
-    @property
-    def api_url(self) -> str:
-        return f"http://127.0.0.1:{self._port}/api"
-
     def wait(self, timeout_s: float) -> None:
         """Wait until it answers. Raises UserError when it does not; why, it has written itself."""
+        place = self.api_url.removeprefix("http://").removesuffix("/api")
         try:
             # its port takes requests from the start, and keeps them until they can be answered
-            with closing(HTTPConnection("127.0.0.1", self._port, timeout=timeout_s)) as connection:
+            with closing(HTTPConnection(place, timeout=timeout_s)) as connection:
                 connection.request("GET", "/api/health")
                 connection.getresponse()
         except (OSError, HTTPException) as error:
@@ -82,25 +75,6 @@ class TemporaryServer:
                 process.wait(timeout=5)
             except subprocess.TimeoutExpired:
                 process.kill()
-
-
-def is_up_to_date(database: str) -> bool:
-    """Has a SQLite database, by its address, all migrations of this Prefect? False: no, or not known."""
-    scheme, _, place = database.partition(":///")
-    if not scheme.startswith("sqlite") or not Path(place).is_file():
-        return False
-    folder = Path(prefect.__file__).parent / "server" / "database" / "_migrations" / "versions" / "sqlite"
-    texts = "\n".join(file.read_text(encoding="utf-8") for file in folder.glob("*.py"))
-    known, followed = (
-        set(re.findall(r"[0-9a-f]{12}", " ".join(re.findall(f"^{name}\\b.*", texts, re.M))))
-        for name in ("revision", "down_revision")
-    )
-    try:
-        with closing(sqlite3.connect(f"{Path(place).absolute().as_uri()}?mode=ro", uri=True)) as tables:
-            found = {revision for (revision,) in tables.execute("SELECT version_num FROM alembic_version")}
-    except sqlite3.Error:
-        return False
-    return bool(found) and found == known - followed
 
 
 def serve(listening: socket.socket) -> None:

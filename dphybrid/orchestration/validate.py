@@ -79,7 +79,7 @@ class _Schedule(BaseModel):
     rrule: Any = None
     timezone: Any = None
     parameters: dict[str, object] | None = None
-    active: bool | None = True
+    active: object = True
 
 
 class _Deployment(BaseModel):

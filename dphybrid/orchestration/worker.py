@@ -4,11 +4,10 @@ stopped without losing a training.
 SIGTERM (`systemctl stop`, a new release) or Ctrl-C: it takes no more runs and asks those it has to write a
 checkpoint and go back to the queue; with --wait it lets them end, and the second signal asks. The third ends
 everything at once. Prefect's own worker kills its runs within a second and leaves them `Running` for ever. It
-also queues runs of this machine again whose process died (see `dphybrid.orchestration.alive`).
+also queues runs again whose process or machine died (see `dphybrid.orchestration.queueing`).
 """
 
 import asyncio
-import itertools
 import logging
 import os
 import re
@@ -16,9 +15,11 @@ import signal
 import socket
 import sys
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import psutil
 from prefect.client.orchestration import get_client
@@ -28,21 +29,24 @@ from prefect.settings import (
     PREFECT_WORKER_QUERY_SECONDS,
     temporary_settings,
 )
-from prefect.workers.process import ProcessJobConfiguration, ProcessWorker
+from prefect.workers.process import ProcessJobConfiguration, ProcessWorker, ProcessWorkerResult
 
 from dphybrid.cli.parser import Parser, run_cli
 from dphybrid.config.settings import load_settings
 from dphybrid.gpus import Inventory, visible
-from dphybrid.orchestration.alive import (
+from dphybrid.orchestration.queueing import (
+    BEGUN,
+    HOME,
     SILENT_FOR,
     STARTED_BY,
-    live_folder,
-    mark_start,
-    queue_dead_runs,
+    UNREACHABLE,
+    WORKER,
+    WORKER_LABEL,
+    after_death,
+    num_starts,
     queue_lost_runs,
-    start_labels,
+    reaching_server,
 )
-from dphybrid.orchestration.queueing import WORKER, WORKER_LABEL, reaching_server
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.importing import ONLY, check_import
 from dphybrid.util.watching import watching
@@ -55,7 +59,8 @@ SHARED_QUEUES = ("urgent", "any", "night")
 """Queues that every workstation works off, the first ones first; its own, by its name, comes before them."""
 _QUERY_S, _HEARTBEAT_S = 2, 60
 _LOOK_EVERY_S = 0.5
-_LOOK_FOR_DEAD_EVERY_S = 2.0
+_LOOK_FOR_LOST_EVERY_S = 20.0
+_ASK_AGAIN_S = 10.0
 _ENTRYPOINT = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 _HARMLESS_STEP = "prefect.deployments.steps.set_working_directory"
 _log = logging.getLogger("prefect.worker.dphybrid")
@@ -100,12 +105,33 @@ with warnings.catch_warnings():
                     raise
                 return []
 
-        async def run(self, flow_run: "FlowRun", configuration: Any, task_status: Any = None) -> Any:
-            configuration.env[STARTED_BY] = started_by = mark_start(str(flow_run.id))
-            configuration.env[WORKER] = self.name
-            labels = start_labels(flow_run, started_by) | {WORKER_LABEL: self.name}
+        async def run(
+            self, flow_run: "FlowRun", configuration: Any, task_status: Any = None
+        ) -> ProcessWorkerResult:
+            started_by = f"{os.getpid()} {uuid4()}"
+            configuration.env |= {STARTED_BY: started_by, WORKER: self.name}
+            labels: Any = {HOME: started_by, BEGUN: num_starts(flow_run) + 1, WORKER_LABEL: self.name}
             await self.client.update_flow_run_labels(flow_run.id, labels)
-            return await super().run(flow_run, configuration, task_status)
+            result = await super().run(flow_run, configuration, task_status)
+            # The process of a run that has told Prefect how it ended exits with 0.
+            while result.status_code != 0:
+                try:
+                    await self._queue_again(flow_run, started_by, result.status_code)
+                except UNREACHABLE:
+                    if not self.draining:
+                        await asyncio.sleep(_ASK_AGAIN_S)
+                        continue
+                break  # without a server, the missing heartbeats tell another worker
+            return ProcessWorkerResult(status_code=0, identifier=result.identifier)
+
+        async def _queue_again(self, flow_run: "FlowRun", started_by: str, status: int) -> None:
+            """Give a run the state that fits, whose process died."""
+            now = await self.client.read_flow_run(flow_run.id)
+            if now.labels.get(HOME) != started_by or now.state is None:
+                return  # another process's by now
+            if state := after_death(now, f"its process died ({status})"):
+                await self.client.set_flow_run_state(flow_run.id, state, force=True)
+                _log.warning(f"flow run {now.name}: {state.message}")
 
         @property
         def num_running(self) -> int:
@@ -188,9 +214,7 @@ async def work(worker: DrainingWorker, pool: str, wait: bool) -> int:
     working = asyncio.create_task(worker.start())
     try:
         # In a thread of its own, which the worker's end does not wait for.
-        with watching(
-            _looking_for_the_dead(worker, pool), _LOOK_FOR_DEAD_EVERY_S, "dphybrid-dead-runs", end_s=0
-        ):
+        with watching(partial(_look_for_lost, pool), _LOOK_FOR_LOST_EVERY_S, "dphybrid-lost-runs", end_s=0):
             while not working.done():
                 await asyncio.sleep(_LOOK_EVERY_S)
                 # Each look: the process of a run that was just being taken begins after the signal.
@@ -206,20 +230,10 @@ async def work(worker: DrainingWorker, pool: str, wait: bool) -> int:
     return 0
 
 
-def _looking_for_the_dead(worker: DrainingWorker, pool: str) -> Callable[[], bool]:
-    """Return what queues dead runs again, of this machine at each call, of others at every tenth."""
-    told: set[str] = set()
-    looks = itertools.count(1)
-
-    def look() -> bool:
-        lines = queue_dead_runs(told)
-        if next(looks) % 10 == 0:
-            lines += queue_lost_runs(pool)
-        for line in lines:
-            _log.warning(line)
-        return worker.draining
-
-    return look
+def _look_for_lost(pool: str) -> bool:
+    for line in queue_lost_runs(pool):
+        _log.warning(line)
+    return False
 
 
 def _signal_runs(number: int, but: Collection[int] = ()) -> set[int]:
@@ -258,7 +272,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"PREFECT_FLOWS_HEARTBEAT_FREQUENCY={every_s}: set {_HEARTBEAT_S}, or leave it out; runs "
                 f"that are silent for {SILENT_FOR.total_seconds():.0f} s count as dead"
             )
-        live_folder()  # raises before any run is taken
         # so that a finished run can tell it after a long outage
         os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "9")
         queues = args.queue or [args.name, *SHARED_QUEUES]

@@ -149,6 +149,16 @@ def make_folder(folder: Path, mode: int = 0o777) -> None:
         sync(folder.parent)
 
 
+def own_folder(folder: Path) -> Path:
+    """Return a folder that only this user can enter, made where it is missing. Raises UserError for one that
+    is not this user's."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise UserError(f"{folder}: is a link or another user's; remove it: only this user may enter it")
+    folder.chmod(0o700)
+    return folder
+
+
 def remove_folder(folder: Path) -> None:
     """Remove a folder: its name goes first, so that a crash leaves no half of it under that name."""
     with naming(folder):

@@ -1,30 +1,25 @@
 """The temporary server of a flow in its own process."""
 
 import os
-import re
 import signal
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from uuid import uuid4
 
 import httpx
-import prefect
 import psutil
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from torch import nn
 
 from dphybrid.orchestration import queueing, shown, supervised
-from dphybrid.orchestration.temporary_server import is_up_to_date
 from dphybrid.training.callbacks import EpochEnd
 from dphybrid.util.stop import StopRequest
 from tests.conftest import REPOSITORY
 from tests.flows.servers import environment
-from tests.stores import put_database
 from tests.waiting import patience, wait_until
 
 START = """
@@ -36,34 +31,6 @@ server.wait(120)
 print(child.pid, "prefect.server" in sys.modules, flush=True)
 sys.stdin.read()
 """
-
-
-def test_only_a_database_of_this_very_prefect_is_left_as_it_is(tmp_path: Path) -> None:
-    put_database("prefect", tmp_path / "prefect.db")
-    with closing(sqlite3.connect(tmp_path / "prefect.db")) as tables:
-        ((newest,),) = tables.execute("SELECT version_num FROM alembic_version")
-    migrations = Path(prefect.__file__).parent / "server/database/_migrations/versions/sqlite"
-    (newest_file,) = (
-        text for file in migrations.glob("*.py") if f'\nrevision = "{newest}"' in (text := file.read_text())
-    )
-    (before,) = re.findall('^down_revision = "(.*)"', newest_file, re.MULTILINE)
-    for place, found, current in (
-        ("a b%20c.db", [newest], True),
-        ("before.db", [before], False),
-        ("after.db", ["0123456789ab"], False),
-        ("both.db", [newest, before], False),
-        ("empty.db", [], False),
-    ):
-        with closing(sqlite3.connect(tmp_path / place)) as tables:
-            tables.execute("CREATE TABLE alembic_version (version_num)")
-            tables.executemany("INSERT INTO alembic_version VALUES (?)", [(name,) for name in found])
-            tables.commit()
-        assert is_up_to_date(f"sqlite+aiosqlite:///{tmp_path / place}") == current
-    (tmp_path / "no.db").write_bytes(b"this is not a database")
-    assert not is_up_to_date(f"sqlite+aiosqlite:///{tmp_path / 'no.db'}")
-    assert not is_up_to_date(f"sqlite+aiosqlite:///{tmp_path / 'missing.db'}")
-    assert not is_up_to_date("sqlite+aiosqlite:///file::memory:?cache=shared&uri=true")
-    assert not is_up_to_date("postgresql+asyncpg://user@host/prefect")
 
 
 def watch() -> AbstractContextManager[None]:
@@ -116,7 +83,6 @@ def test_the_server_ends_with_its_starter_and_one_that_cannot_start_is_told(tmp_
         os.kill(starter.pid, signal.SIGKILL)
         wait_until(lambda: not server.is_running() or server.status() == "zombie", "the server has ended", 30)
     database = tmp_path / "prefect" / "prefect.db"
-    assert is_up_to_date(f"sqlite+aiosqlite:///{database}")
     database.write_bytes(b"this is not a database")
     with start() as starter:
         out, err = starter.communicate(timeout=patience(60))

@@ -12,15 +12,10 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from prefect.context import FlowRunContext
-from prefect.exceptions import Pause
-from prefect.states import AwaitingRetry, Cancelled
 
-from dphybrid.orchestration import alive, worker
-from dphybrid.orchestration.alive import alive_here, run_file
-from dphybrid.orchestration.queueing import too_late
+from dphybrid.orchestration import worker
+from dphybrid.orchestration.queueing import STARTED_BY, too_late
 from dphybrid.orchestration.validate import check_prefect_yaml
-from dphybrid.util.locks import is_held
-from tests.commands import python
 from tests.conftest import REPOSITORY
 from tests.refusing import refused
 from tests.waiting import patience, wait_until
@@ -50,29 +45,9 @@ def test_scheduled_runs_that_come_too_late_are_left_out(
         assert "200 minutes ago" in (state.message or "")
 
 
-def test_the_kernel_says_which_runs_are_dead(
-    tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DPHYBRID_LEASE_DIR", str(tmp_path / "leases"))
-    code = (
-        "import sys, time\nfrom dphybrid.orchestration.alive import alive_here\nwith alive_here('b'):\n "
-        "print('in', flush=True); time.sleep(60)"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=REPOSITORY) as child:
-        assert child.stdout.readline() == b"in\n"
-        with alive_here("a"):
-            assert is_held(run_file("a"))
-            assert is_held(run_file("b"))
-        assert not run_file("a").exists()  # it ended in order
-        child.kill()
-        child.wait()
-    assert run_file("b").exists()
-    assert not is_held(run_file("b"))
-
-
 _RUN = """
 import os, signal, sys, time
-from dphybrid.orchestration.alive import noticing_the_workers_death
+from dphybrid.orchestration.supervised import noticing_the_workers_death
 from dphybrid.util.stop import StopRequest
 signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
 with noticing_the_workers_death(StopRequest(), every_s=0.1):
@@ -88,7 +63,7 @@ def test_a_run_ends_when_its_worker_dies_even_before_it_has_begun(
     with subprocess.Popen(["sleep", "60"]) as dead:
         dead.kill()
     worker = dead.pid if dies == "before" else os.getpid()
-    monkeypatch.setenv(alive.STARTED_BY, f"{worker} token")
+    monkeypatch.setenv(STARTED_BY, f"{worker} token")
     run = [sys.executable, "-c", _RUN, "2" if dies == "never" else "60"]
     # A shell between worker and run, as some launchers are; it tells how the run ended, or is killed and
     # leaves it alone.
@@ -101,33 +76,6 @@ def test_a_run_ends_when_its_worker_dies_even_before_it_has_begun(
             process.wait(patience(30))
         else:
             assert launcher.stdout.readline().strip() == {"before": "7", "never": "0"}[dies]
-
-
-def test_a_run_that_a_worker_starts_anew_keeps_its_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DPHYBRID_LEASE_DIR", str(tmp_path / "leases"))
-    monkeypatch.setenv(alive.STARTED_BY, alive.mark_start("c"))
-    with alive_here("c"):
-        assert run_file("c").read_text().startswith(f"{os.getpid()} ")
-        again = alive.mark_start("c")  # a worker thinks it dead
-    assert run_file("c").read_text() == again
-    monkeypatch.setenv(alive.STARTED_BY, again)
-    with alive_here("c"):
-        assert run_file("c").read_text().startswith(f"{os.getpid()} ")
-    assert not run_file("c").exists()
-
-
-@pytest.mark.parametrize("queued", [True, False])
-def test_a_run_that_is_queued_again_keeps_its_file_until_its_next_start(
-    queued: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its process may be killed in its last moments: Prefect's worker calls the run crashed then."""
-    monkeypatch.setenv("DPHYBRID_LEASE_DIR", str(tmp_path / "leases"))
-    monkeypatch.setenv(alive.STARTED_BY, alive.mark_start("e"))
-    with pytest.raises(Pause), alive_here("e"):
-        raise Pause(state=AwaitingRetry() if queued else Cancelled())
-    assert run_file("e").exists() == queued
 
 
 _CHILD = "trap 'exit 3' TERM; echo; while :; do sleep 0.05; done"
@@ -176,25 +124,6 @@ def test_a_worker_asks_each_run_for_a_checkpoint_once_and_kills_at_the_third_sig
     assert len(capsys.readouterr().out.splitlines()) == 3
 
 
-def test_an_orphan_leaves_a_run_to_the_process_that_has_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DPHYBRID_LEASE_DIR", str(tmp_path / "leases"))
-    with subprocess.Popen(["sleep", "60"]) as dead:
-        dead.kill()
-    code = "from dphybrid.orchestration.alive import alive_here\nwith alive_here('d'):\n print('has it')"
-    with alive_here("d"):
-        ended = python(
-            "-c",
-            code,
-            ends=143,
-            env={**os.environ, alive.STARTED_BY: f"{dead.pid} token"},
-            cwd=REPOSITORY,
-            timeout=120,
-        )
-    assert "another process has the run" in ended.stdout
-
-
 def test_deployments_are_checked_with_their_schedules(tmp_path: Path) -> None:
     assert len(check_prefect_yaml(REPOSITORY / "prefect.yaml")) == 14
     text = (REPOSITORY / "prefect.yaml").read_text()
@@ -218,7 +147,6 @@ def test_deployments_are_checked_with_their_schedules(tmp_path: Path) -> None:
             "active: true # set",
             "retrain-hybrid, schedule nightly: checkpoint.register_as is not set",
         ),
-        ("active: false # set", "active: yess # set", "schedules.0.active: must be .*true or false"),
         ("flows.train_hybrid:train_hybrid", "flows.train_hybrid:train_hybird", "no flow 'train_hybird'"),
     ):
         assert before in text, before

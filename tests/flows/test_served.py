@@ -8,16 +8,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from uuid import UUID, uuid4
+from uuid import UUID
 
 import polars as pl
 import psutil
 import pytest
 from sklearn.metrics import roc_auc_score
 
-from dphybrid.gpus import lease_folder
 from dphybrid.recipes.registry import find_recipe
-from dphybrid.util.shared_files import own_folder
 from tests.commands import python
 from tests.flows.servers import REPOSITORY, Team
 from tests.test_pages import commands, write_visits
@@ -50,16 +48,10 @@ def deployed(team: Team, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def worker(team: Team) -> Iterator["subprocess.Popen[bytes]"]:
-    """A worker, beside whose files of live runs are two that are none."""
-    live = own_folder(lease_folder(team.leases) / f"runs-{os.getuid()}")
-    (live / "flow-x.run").touch()
-    os.mkfifo(live / f"flow-{uuid4()}.run")
     worker = team.start_worker("printed")
     yield worker
     worker.send_signal(signal.SIGTERM)
     assert worker.wait(patience(30)) == 0
-    told = (team.folder / "printed.log").read_text()
-    assert told.count("flow-x.run: is not a file of a live run; it is left alone") == 1
 
 
 WRONG = [
