@@ -265,14 +265,19 @@ def test_names_of_runs_stay_on_one_line_and_are_quoted(data_dir: Path) -> None:
 
 
 def test_a_misspelt_setting_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("DATADIR", "TRACKING_URL", "STATE"):
+    monkeypatch.chdir(tmp_path)
+    Path(".env").write_text("dphybrid_datadir=1\nDPHYBRID_THREADS=1\nOTHER=1\n")
+    for name in ("TRACKING_URL", "STATE"):
         monkeypatch.setenv(f"DPHYBRID_{name}", "1")
     assert main(["plan", "--rows", "9", "--batch-size", "3"]) == 0
     words = "Note: DPHYBRID_{}: there is no such setting; did you mean DPHYBRID_{}?"
     wanted = [words.format(*names) for names in (("DATADIR", "DATA_DIR"), ("TRACKING_URL", "TRACKING_URI"))]
     assert capsys.readouterr().err.splitlines() == wanted
+    Path(".env").write_bytes(b"\xff")
+    with refused(f"{tmp_path}/.env: is not UTF-8 text"):
+        load_settings()
 
 
 def test_an_address_of_no_model_makes_no_database_here(

@@ -109,10 +109,10 @@ def run_cli(function: Callable[[], int | None]) -> int:
     atexit.register(gc.freeze)
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as a flow's package leaves it for the imports
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    for variable in misspelt_settings():
-        print(f"Note: {variable}", file=sys.stderr, flush=True)
     try:
         try:
+            for variable in misspelt_settings():
+                print(f"Note: {variable}", file=sys.stderr, flush=True)
             return function() or 0
         except ModuleNotFoundError as error:
             raise missing_extra(error) from error

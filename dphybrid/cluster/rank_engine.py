@@ -20,8 +20,9 @@ from dphybrid.data.batches import part_of
 from dphybrid.embedding import dense_parameters
 from dphybrid.parallel import Devices, Split, resolve_devices
 from dphybrid.training.checkpoint import Trained, dense_state
-from dphybrid.training.engine import Session, TrainStep, num_rows
+from dphybrid.training.engine import Session, TrainStep
 from dphybrid.training.finite import NotFinite, first_bad_row, kept_buffers
+from dphybrid.training.memory import num_rows
 from dphybrid.training.metrics import Task
 from dphybrid.training.saving import CheckpointWriter
 from dphybrid.util.errors import UserError

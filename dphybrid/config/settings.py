@@ -2,10 +2,12 @@
 file; never part of a result."""
 
 import os
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
+from dotenv import dotenv_values
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -171,15 +173,20 @@ def load_settings() -> Settings:
             f"DPHYBRID_{str(e['loc'][0]).upper()} = {e['input']!r}: {plain_words(e)}" for e in error.errors()
         ]
         raise UserError("\n".join(lines)) from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{Path('.env').absolute()}: is not UTF-8 text ({error})") from error
     if settings.data_dir.exists() and not settings.data_dir.is_dir():
         raise UserError(f"DPHYBRID_DATA_DIR = {str(settings.data_dir)!r}: is a file; name a folder")
     return settings
 
 
 def misspelt_settings() -> list[str]:
-    """Return, for each variable that is almost a setting, which one may be meant."""
-    known = [name.upper() for name in Settings.model_fields]
-    given = {name.removeprefix(_PREFIX) for name in os.environ if name.startswith(_PREFIX)}
+    """Return, for each variable of the environment or `.env` that is almost a setting, which one may be
+    meant."""
+    known, names = [name.upper() for name in Settings.model_fields], list(os.environ)
+    with suppress(UnicodeDecodeError):  # `load_settings` says it
+        names += dotenv_values(".env")
+    given = {name.upper().removeprefix(_PREFIX) for name in names if name.upper().startswith(_PREFIX)}
     # Others of the prefix belong to infra/ and to dphybrid's own processes.
     near = ((name, get_close_matches(name, known, 1, _ALMOST)) for name in sorted(given.difference(known)))
     told = "{0}{1}: there is no such setting; did you mean {0}{2}?"

@@ -79,7 +79,7 @@ class _Schedule(BaseModel):
     rrule: Any = None
     timezone: Any = None
     parameters: dict[str, object] | None = None
-    active: object = True
+    active: bool | None = True
 
 
 class _Deployment(BaseModel):

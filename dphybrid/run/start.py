@@ -17,7 +17,7 @@ from dphybrid.training.callbacks import Callback, find_callbacks
 from dphybrid.training.checkpoint import Progress, Trained, load_checkpoint, newest_whole_checkpoint
 from dphybrid.training.clock import StageClock
 from dphybrid.training.engine import Session
-from dphybrid.training.optimizers import combined
+from dphybrid.training.optimizers import combined, make_states
 from dphybrid.training.saving import CheckpointWriter
 from dphybrid.training.split_log import SplitLog
 from dphybrid.training.warm_start import warm_start
@@ -63,6 +63,8 @@ def build_trained(experiment: Experiment, devices: Devices, done: Path | None) -
     blocks = experiment.recipe.optimizers(model, config)
     dense = combined(blocks, model, f"recipe {experiment.recipe.name}")
     trained = Trained(model, dense, rows, Progress(), blocks)
+    if devices.home.type == "cuda" and trained.dense is not None:
+        make_states(trained.dense, config.train.batch_size, model)
     for optimizer in blocks.values() if config.train.average else ():
         keep_average(optimizer, config.train.average)
     torch.manual_seed(config.train.seed)

@@ -74,7 +74,10 @@ VALIDATION = "validation "
 @dataclass
 class Progress:
     """How far training is. step counts optimizer steps; batch is the next batch of the epoch; history has a
-    row an epoch. skipped: steps without an update, as their loss or gradients were no finite numbers.
+    row an epoch.
+
+    micro_batches: parts that a batch is computed in, after it did not fit into memory. skipped: steps without
+    an update, as their loss or gradients were no numbers.
     """
 
     step: int = 0
@@ -86,6 +89,7 @@ class Progress:
     epoch_loss: float = 0.0
     epoch_weight: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
+    micro_batches: int = 1
     skipped: int = 0
     history: list[dict[str, float]] = field(default_factory=list)
 

@@ -18,6 +18,7 @@ from dphybrid.training.callbacks import Callback
 from dphybrid.training.checkpoint import Stateful, Trained, way_on
 from dphybrid.training.clock import StageClock
 from dphybrid.training.finite import NotFinite
+from dphybrid.training.memory import num_rows
 from dphybrid.training.metrics import Task
 from dphybrid.training.saving import CheckpointWriter
 from dphybrid.training.split_log import SplitLog
@@ -30,11 +31,6 @@ TrainStep = Callable[["Session", Batch], tuple[Tensor, Tensor]]
 
 _EACH, _EVERY = 10, 100
 """Skipped steps that are told: the first ten, then each hundredth."""
-
-
-def num_rows(batch: Batch) -> int:
-    """Return the samples of a batch."""
-    return len(next(iter(batch.values())))
 
 
 class Engine:

@@ -17,6 +17,7 @@ from dphybrid.training.callbacks import EpochEnd, call_back
 from dphybrid.training.checkpoint import VALIDATION, Progress
 from dphybrid.training.display import Display
 from dphybrid.training.engine import Engine, Session
+from dphybrid.training.memory import ids_by_part
 from dphybrid.training.metrics import Task
 from dphybrid.training.observing import Meter, observed
 from dphybrid.training.optimizers import set_learning_rates
@@ -36,7 +37,7 @@ def train(session: Session, display: Display, meter: Meter) -> None:
     config, progress, model = session.config.train, session.trained.progress, session.trained.model
     engine, every = session.engine, session.config.checkpoint.every_steps
     steps_per_epoch = num_batches(session.train_data, config.batch_size)
-    ids_of = model.table_ids if isinstance(model, DeclaresIds) else None
+    ids_of = ids_by_part(model, progress) if isinstance(model, DeclaresIds) else None
     # A resumed run was checked when it began.
     if config.check_split and progress.step == 0:
         refuse_split_differences(model, next(_batches_of_epoch(session)))

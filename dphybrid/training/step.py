@@ -1,5 +1,6 @@
 """One step of a training: the object that a recipe's `step` uses. `Step.update` is one change of weights."""
 
+import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -8,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dphybrid.embedding import clip_grad_norm_, dense_parameters
-from dphybrid.parallel import find_data_parallel
-from dphybrid.training.engine import Batch, Session, num_rows
+from dphybrid.embedding import clip_grad_norm_, dense_parameters, find_tables
+from dphybrid.training.engine import Batch, Session
 from dphybrid.training.finite import NotFinite, gradient_sum, kept_buffers, not_finite
+from dphybrid.training.memory import PARTS, micro_batches, num_rows, out_of_memory_report, scale_gradients
 from dphybrid.util.errors import UserError
 from dphybrid.util.memory import is_out_of_memory
 
@@ -47,13 +48,14 @@ class Step:
     ) -> tuple[Tensor, Tensor]:
         """Minimize a mean loss by one update; return its sum and its number of terms, on their device.
 
-        losses: computes them from the batch (default: the model). of: the optimizers to use, by the names
-        that the recipe's `optimizers` gives them, and "rows" for that of all tables (default: all). Only
-        their parameters are clipped, by one norm, and changed.
+        losses: computes them from the batch, or from a part of it (default: the model). of: the optimizers to
+        use, by the names that the recipe's `optimizers` gives them, and "rows" for that of all tables
+        (default: all). Only their parameters are clipped, by one norm, and changed.
 
-        Raises UserError when a GPU's memory does not hold the batch, when loss or gradients are not finite
-        numbers, and for names that are not there; with train.on_nonfinite=skip an update that is not finite
-        changes nothing, and returns zeros.
+        A batch that does not fit into a GPU's memory is computed once more in parts, and so are all after it.
+        Raises UserError when that does not fit either, when loss or gradients are not finite numbers, and for
+        names that are not there; with train.on_nonfinite=skip such an update changes nothing, and returns
+        zeros.
         """
         chosen = self._optimizers(of)
         losses = losses or self.model
@@ -61,14 +63,20 @@ class Step:
         buffers = kept_buffers(self.model) if self.session.config.train.on_nonfinite == "skip" else []
         try:
             loss, weight = self._gradients(batch, losses)
+            report = ""
+        except RuntimeError as error:
+            report = self._report(error, batch)
+        if report:  # outside the handler: its traceback keeps the activations alive
+            self._divide(report)
+            return self.update(batch, losses, of)
+        try:
             found = self._change(batch, loss.detach(), chosen)
         except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
+            told = self._report(error, batch)
+            # Some parameters may have changed already: this step cannot be taken again.
             raise UserError(
-                f"{self._out_of_memory(error, num_rows(batch))}\nStart a new run with a lower "
-                "train.batch_size or a smaller model; where another process took the memory, "
-                f"{self.session.way_on()}"
+                f"{told}\nThe update itself ran out of memory; a smaller batch does not "
+                f"help. Lower the model's sizes or take train.optimizer=sgd, and {self.session.way_on()}"
             ) from error
         if found:
             self.session.skip_or_stop(found)
@@ -88,19 +96,30 @@ class Step:
         return {name: there[name] for name in wanted} if wanted else dict(there)
 
     def _gradients(self, batch: Batch, losses: Losses) -> tuple[Tensor, Tensor]:
-        """Compute the gradients of the mean loss; return the summed loss and the number of terms."""
+        """Compute the gradients of the mean loss, in parts where `micro_batches` says so; return the summed
+        loss and the number of terms."""
         trained, clock = self.session.trained, self.session.clock
         with clock.stage("zero_grad"):
             for optimizer in trained.named.values():
                 optimizer.zero_grad()
-        with clock.stage("forward"), lower_precision(self.session.config.train.precision, trained.model):
-            outputs = losses(batch)
-        with clock.stage("loss"):
-            loss, weight = (summed(outputs[name]) for name in ("loss", "weight"))
-            goal = loss / weight
+        count = trained.progress.micro_batches
+        sums: list[tuple[Tensor, Tensor]] = []
+        for part in micro_batches(batch, count) if count > 1 else [batch]:
+            with clock.stage("forward"), lower_precision(self.session.config.train.precision, trained.model):
+                outputs = losses(part)
+            with clock.stage("loss"):
+                loss, weight = (summed(outputs[name]) for name in ("loss", "weight"))
+                # A part does not know the whole batch's terms: gradients of parts are divided once, below.
+                goal = loss / weight if count == 1 else loss
+            with clock.stage("backward"):
+                goal.backward()
+            sums.append((loss.detach(), weight.detach()))
+        if count == 1:
+            return sums[0]
+        loss, weight = (torch.stack(values).sum() for values in zip(*sums, strict=True))
         with clock.stage("backward"):
-            goal.backward()
-        return loss.detach(), weight.detach()
+            scale_gradients(trained.model, 1 / weight)
+        return loss, weight
 
     def _change(
         self, batch: Batch, loss: Tensor, chosen: Mapping[str, torch.optim.Optimizer]
@@ -120,36 +139,30 @@ class Step:
                 optimizer.step()
         return None
 
-    def _out_of_memory(self, error: RuntimeError, rows: int) -> str:
-        """Return what used the GPUs' memory when a batch of so many rows did not fit."""
-        dense, first = self.session.trained.dense, str(error).partition("\n")[0]
-        weights = sum(parameter.nbytes for parameter in dense_parameters(self.model))
-        states = [value for state in dense.state.values() for value in state.values()] if dense else []
-        held = sum(value.nbytes for value in states if isinstance(value, Tensor))
-        lines = [
-            f"out of memory in step {self.number + 1} with a batch of {rows} rows: {first}",
-            f"  blocks {_gib(weights)}, their gradients as much, optimizer state {_gib(held)}; the rest is "
-            "activations and copies of blocks",
-        ]
-        for number in own_gpus(self.model) if torch.cuda.is_initialized() else ():
-            free, total = torch.cuda.mem_get_info(number)
-            own = torch.cuda.memory_reserved(number)
-            lines.append(
-                f"  cuda:{number}: {_gib(total)} in all, {_gib(own)} taken by this process, "
-                f"{_gib(max(0, total - free - own))} by CUDA itself and by others, {_gib(free)} free"
+    def _report(self, error: RuntimeError, batch: Batch) -> str:
+        """Return what used the memory. Raises the error where it is another one."""
+        if not is_out_of_memory(error):
+            raise error
+        trained = self.session.trained
+        return out_of_memory_report(error, self.number + 1, num_rows(batch), trained.model, trained.dense)
+
+    def _divide(self, report: str) -> None:
+        """Compute each batch in parts from now on. Raises UserError where that is so already."""
+        session, progress = self.session, self.session.trained.progress
+        if progress.micro_batches > 1:
+            raise UserError(
+                f"{report}\nand that in {progress.micro_batches} parts already; lower train.batch_size or "
+                "the model's sizes"
             )
-        return "\n".join(lines)
-
-
-def own_gpus(model: nn.Module) -> list[int]:
-    """Return the indices of the GPUs that a model uses; asking another one opens a context of half a GiB."""
-    devices = {parameter.device for parameter in model.parameters()}
-    devices |= {place for block in find_data_parallel(model).values() for place in block.devices.replicas}
-    return sorted(device.index for device in devices if device.type == "cuda")
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB"
+        progress.micro_batches = PARTS
+        told = f"{report}\ngoing on with each batch in {PARTS} parts, their gradients summed: the same steps"
+        session.splits.note([told])
+        print(told, flush=True)
+        session.tracker.set_tags({"dphybrid.out_of_memory": report, "dphybrid.micro_batches": str(PARTS)})
+        for table in find_tables(self.model).values():
+            table.ahead.expect([])  # of the whole batch: they fit no part, and hold memory
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def lower_precision(precision: str, model: nn.Module) -> AbstractContextManager[object]:

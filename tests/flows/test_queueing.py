@@ -147,6 +147,7 @@ def test_deployments_are_checked_with_their_schedules(tmp_path: Path) -> None:
             "active: true # set",
             "retrain-hybrid, schedule nightly: checkpoint.register_as is not set",
         ),
+        ("active: false # set", "active: yess # set", "schedules.0.active: must be .*true or false"),
         ("flows.train_hybrid:train_hybrid", "flows.train_hybrid:train_hybird", "no flow 'train_hybird'"),
     ):
         assert before in text, before

@@ -12,7 +12,7 @@ from benchmarks.parallel import run, text
 from dphybrid.parallel import DataParallel, Devices, LossInside, split_sizes
 from dphybrid.parallel.check import check_module
 from dphybrid.parallel.memory import activation_bytes, block_memory, memory_text
-from dphybrid.training.step import own_gpus
+from dphybrid.training.memory import own_gpus
 from tests.parallel import zoo
 
 

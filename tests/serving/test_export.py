@@ -117,6 +117,8 @@ def test_predictions_are_the_runs_bit_for_bit(unrecorded: None, tmp_path: Path) 
         wrong = [sys.executable, str(out / "predict.py"), str(tmp_path / name)]
         said = subprocess.run(wrong, capture_output=True, text=True).stderr
         assert re.fullmatch(f"error: .*{name}: .*{words}.*\n", said)
+    said = subprocess.run([sys.executable, str(out / "predict.py")], capture_output=True, text=True).stderr
+    assert said.startswith("Predictions of the model in this folder.")
     (rows_file,) = (out / "tables").iterdir()
     with rows_file.open("r+b") as file:
         file.seek(-3, os.SEEK_END)

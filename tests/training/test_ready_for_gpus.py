@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import dphybrid.training.loop as loop
 from dphybrid.config import TrainConfig
 from dphybrid.embedding import HostEmbedding, RowPipeline
 from dphybrid.embedding.ahead import LookupsAhead
@@ -18,11 +19,13 @@ from dphybrid.recipes.configs import build_config
 from dphybrid.recipes.text.model import Recurrent
 from dphybrid.training.checkpoint import Generators
 from dphybrid.training.loop import precisely
+from dphybrid.training.optimizers import make_dense_optimizer, make_states
 from dphybrid.training.step import lower_precision, summed
 from tests.commands import run_with
 from tests.parallel.zoo import MODES, Running
 from tests.preparing import clicks
 from tests.refusing import refused
+from tests.training import test_memory
 
 
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
@@ -174,17 +177,68 @@ def test_a_worker_without_memory_hands_its_batch_over_without_a_lookup(
         next(pipeline.prefetch([torch.arange(4)], lambda ids: {"t": ids}))
 
 
-@pytest.mark.parametrize("part", ["forward", "step"])
-def test_memory_that_runs_out_is_told_with_what_used_it_and_the_remedy(
-    part: str, data_dir: Path, unrecorded: None, monkeypatch: pytest.MonkeyPatch
+def test_after_the_fallback_each_part_gets_its_prepared_rows(
+    data_dir: Path, unrecorded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise RuntimeError("CUDA error: out of memory\nmore")
+    pipelines: list[RowPipeline] = []
 
-    monkeypatch.setattr(nn.Linear if part == "forward" else torch.optim.AdamW, part, full)
-    options = [*clicks(data_dir.parent), "devices=cpu*2", "model.dim=4", "model.hidden=8"]
-    with refused(r"out of memory in step 1 with a batch of 64(?s:.)*new run with a lower train.batch_size"):
-        run_with(*options, "train.epochs=2", "train.batch_size=64")
+    def ahead(*args: Any, **options: Any) -> RowPipeline:
+        pipelines.append(RowPipeline(*args, **options))
+        return pipelines[-1]
+
+    monkeypatch.setattr(loop, "RowPipeline", ahead)
+    monkeypatch.setattr("dphybrid.training.engine.Engine.prefetches_on_cpu", True)
+    monkeypatch.setattr("dphybrid.training.observing.Meter.log", lambda meter: "")
+    parts = test_memory.train(data_dir, "parts", 20)
+    # 14 steps; the one that did not fit and at most two batches ahead of it were prepared whole.
+    assert pipelines[0].counters()["prepared_ratio"] > 0.7
+    monkeypatch.setattr(loop, "RowPipeline", RowPipeline)
+    for name, tensor in test_memory.train(data_dir, "whole", 20).items():
+        assert torch.equal(parts[name], tensor), name
+
+
+def test_memory_that_runs_out_in_the_update_is_told_with_the_remedy(
+    data_dir: Path, unrecorded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    with refused(r"out of memory in step 1 with a batch of 64(?s:.)*The update itself"):
+        test_memory.train(data_dir, "update", 10**9)
+
+
+@pytest.mark.parametrize("kind", ["adam", "adamw", "sgd"])
+def test_states_made_before_the_first_step_change_no_bit(kind: str) -> None:
+    def run(early: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+        optimizer = make_dense_optimizer(model, TrainConfig(optimizer=kind, weight_decay=0.1))  # type: ignore[arg-type]
+        if early:
+            before = [parameter.detach().clone() for parameter in model.parameters()]
+            make_states(optimizer, 8, model)
+            assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+            assert all(parameter.grad is None for parameter in model.parameters())
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+        kept = [value for state in optimizer.state.values() for value in state.values() if value is not None]
+        return [*(parameter.detach() for parameter in model.parameters()), *kept]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(False), run(True), strict=True))
+
+
+def test_states_that_do_not_fit_are_told_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = make_dense_optimizer(model, TrainConfig())
+
+    def step(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(optimizer, "step", step)
+    with refused(r"2.00 GiB(?s:.)*before the first step.*train.optimizer=sgd"):
+        make_states(optimizer, 8, model)
 
 
 @pytest.mark.parametrize("mode", MODES)

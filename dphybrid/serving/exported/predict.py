@@ -64,6 +64,8 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
     try:
         main(sys.argv[1])
     except (OSError, ValueError) as error:

@@ -53,4 +53,6 @@ class Model:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
     print(json.dumps(Model().recommend(sys.argv[1:])))
