@@ -269,7 +269,7 @@ class _Trial:
         rows, data = dict(recipe.example), self.config.data
         if not rows and isinstance(data, TableDataConfig) and data.path is not None:
             chunk = next(read_files(find_files(data.path, "data.path"), data, []))
-            rows = {name: list(islice(cells, 8)) for name, cells in chunk.columns.items()}
+            rows = {name: list(islice(cells, 8)) for name, cells in chunk.cells.items()}
         if not rows:
             return "not tried: give the recipe an `example`, columns of some rows to predict"
         first, second = predictor.predict(rows), predictor.predict(rows)

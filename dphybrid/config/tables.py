@@ -69,12 +69,6 @@ class TableDataConfig(DataConfig):
     """Validation rows from files of their own; data.valid_fraction and data.split say nothing then."""
     max_rejected: float = Field(default=0.001, ge=0.0, le=1.0)
     """Share of unreadable rows above which preparation stops."""
-    max_columns: int = Field(default=32_768, ge=2)
-    """Columns above which a file is taken for damaged, or read with the wrong delimiter."""
-    max_line_mib: int = Field(default=16, ge=1, le=1024)
-    """Size of a line, in MiB, above which a file is taken for no text."""
-    max_expansion: int = Field(default=200, ge=2)
-    """Unpacked bytes for each packed one above which a .gz file is not read further."""
 
     @classmethod
     def role_fields(cls) -> dict[str, str]:

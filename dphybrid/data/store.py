@@ -9,20 +9,21 @@ import errno
 import hashlib
 import io
 import json
+import os
 import shutil
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, Field
 
-from dphybrid.data.ahead import mapped
 from dphybrid.data.batches import Array, ArrayDataset, Dataset
 from dphybrid.util.digests import file_digest, verify_files
 from dphybrid.util.errors import UserError, counted
@@ -30,13 +31,19 @@ from dphybrid.util.files import clear_leftovers, make_folder, making, naming, sy
 from dphybrid.util.locks import locked
 from dphybrid.util.pages import Page
 
-ENCODER_VERSION = 9
+S = TypeVar("S")
+T = TypeVar("T")
+
+ENCODER_VERSION = 10
 """Raise it when the same input would be encoded differently: old folders are then left alone."""
 
 _PIECE_BYTES = 2**24
 """Bytes of a file that are digested at a time."""
 
 _ANEW = "delete the folder and run the preparation again"
+
+THREADS = min(4, os.cpu_count() or 1)
+"""Threads of `mapped`."""
 
 Progress = Callable[[str, int, int], None]
 """Told about long work: what is being done, how much of it is done, how much there is."""
@@ -175,6 +182,22 @@ class Source(Protocol):
     def read(self, progress: Progress, scratch: Path) -> Content:
         """Read and encode everything; scratch: an empty folder that lasts until the content is written.
         Raises UserError for input that cannot be used."""
+
+
+def mapped(function: Callable[[S], T], items: Iterable[S], threads: int = THREADS) -> Iterator[T]:
+    """Yield `function(item)` of each item in order, computed by threads that are two items ahead."""
+    pending: deque[Future[T]] = deque()
+    with ThreadPoolExecutor(threads) as workers:
+        try:
+            for item in items:
+                pending.append(workers.submit(function, item))
+                if len(pending) > threads + 2:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            for future in pending:
+                future.cancel()
 
 
 def open_prepared(path: Path) -> Prepared:

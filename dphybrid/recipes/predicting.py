@@ -82,7 +82,7 @@ class RowsPredictor:
         return done
 
     def _with(self, keep: Sequence[str], chunk: Rows) -> pl.DataFrame:
-        rows = pl.DataFrame(chunk.columns)
+        rows = pl.DataFrame({name: chunk.texts(name) for name in chunk.names})
         predicted = self.predict(rows)
         if odd := [name for name in keep if name not in chunk.names or len(predicted) != len(rows)]:
             raise UserError(

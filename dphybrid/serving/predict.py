@@ -131,7 +131,7 @@ class Predictor:
 
     def _cells(self, frame: pl.DataFrame) -> dict[str, pl.Series]:
         names = self.encoder.names
-        cells = clean([frame.get_column(name) for name in names], self.no_value, numbers=True)
+        cells = clean([frame.get_column(name) for name in names], self.no_value)
         return dict(zip(names, cells, strict=True))
 
     def _predict_path(self, path: str) -> np.ndarray:
@@ -228,7 +228,7 @@ class Predictor:
     def _predicted(self, chunk: Rows, done: Predicted, data: TableDataConfig) -> np.ndarray:
         self._check_columns(chunk.names, str(chunk.file))
         encoder = self.encoder.written(data.reading)
-        cells = {column.name: chunk.cells(column) for column in encoder.columns}
+        cells = {column.name: chunk.cells[column.name] for column in encoder.columns}
         predicted, wrong = self._scores(cells, encoder)
         done.num_rows += len(chunk)
         done.wrong_numbers += wrong

@@ -1,6 +1,5 @@
 """Tables as people have them: no answer, no value, other notations of numbers, dates."""
 
-import json
 import re
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -14,12 +13,12 @@ from pandas._libs.parsers import STR_NA_VALUES
 
 from dphybrid.config.tables import NO_VALUE
 from dphybrid.data.table import delimited
+from dphybrid.data.table.cells import read_numbers
 from dphybrid.data.table.encoder import Encoder
 from dphybrid.data.table.kinds import KINDS, Time
 from dphybrid.data.table.numbers import notation_of
 from dphybrid.data.table.schema import read_schema
 from tests.preparing import TableDataConfig, from_file, table_of
-from tests.refusing import refused
 
 table = partial(table_of, min_count=1)
 
@@ -76,7 +75,7 @@ def test_numbers_in_other_notations(
     plainly = [text.replace(thousands, "").replace(decimal, ".") for text in numbers]
     for texts, expected in ((numbers, [float(text) for text in plainly]), (others, [None] * len(others))):
         cells = pl.Series(texts)
-        assert notation_of(cells, data).read(cells).to_list() == expected
+        assert read_numbers(cells, *notation_of(cells, data)).to_list() == expected
 
 
 def test_a_table_in_another_notation_is_the_same_table(
@@ -205,32 +204,8 @@ def test_how_cells_are_read_is_said_with_how_to_change_it(
     assert prepared.manifest.rejected == 0
 
 
-def test_a_name_that_the_header_repeats_is_said(tmp_path: Path) -> None:
-    prepared = table(tmp_path, "shop,shop,y\n" + "".join(f"a{i % 3},b{i % 2},{i % 2}\n" for i in range(40)))
-    assert "'shop' names several columns; one of them is 'shop_2' here" in prepared.describe()
-
-
-def test_json_lines_are_read_as_the_same_table_and_documents_are_refused(tmp_path: Path) -> None:
-    rows = [{"n": i * i, "w": "ab"[i % 2], "tags": ["x", "y"][: i % 3], "y": i % 2 == 0} for i in range(60)]
-    lines = [json.dumps(row) for row in rows]
-    (tmp_path / "x.jsonl").write_text("\n".join([*lines[:30], "", '{"n": 1', '{"z": 1}', *lines[30:]]))
-    prepared = from_file(tmp_path / "x.jsonl", max_rejected=0.1, min_count=1)
-    pl.DataFrame(rows).write_parquet(tmp_path / "x.parquet")
-    same = from_file(tmp_path / "x.parquet", min_count=1)
-    assert prepared.manifest.arrays == same.manifest.arrays
-    rejected = [json.loads(line) for line in (prepared.path / "rejected.jsonl").read_text().splitlines()]
-    assert [(row["line"], row["reason"].split(":")[0]) for row in rejected] == [
-        (32, "no JSON"),
-        (33, "has 'z', which the first record lacks"),
-    ]
-    (tmp_path / "x.json").write_text("[]")
-    with refused(r"x\.json: a JSON document is not read; write one record a line"):
-        from_file(tmp_path / "x.json")
-
-
 @pytest.mark.parametrize("decimal", [",", "auto"])
-@pytest.mark.parametrize("form", ["parquet", "jsonl", "mixed.jsonl"])
-def test_typed_numbers_are_numbers_in_any_notation(tmp_path: Path, form: str, decimal: str) -> None:
+def test_typed_numbers_are_numbers_in_any_notation(tmp_path: Path, decimal: str) -> None:
     """As features, as a weight and as the label, which is one from the first rows on, or by the last one."""
     rows = 120
     numbers = {"n": [i / 8 for i in range(rows)], "w": [1 + i % 3 / 4 for i in range(rows)]}
@@ -240,14 +215,8 @@ def test_typed_numbers_are_numbers_in_any_notation(tmp_path: Path, form: str, de
         ("late", [*(float(i % 5) for i in range(rows - 1)), 0.25]),
     ):
         frame = pl.DataFrame({**numbers, **texts, "y": label})
-        file = tmp_path / f"{name}.{form}"
-        if form == "parquet":
-            frame.write_parquet(file)
-        else:
-            lines = [dict(row) for row in frame.to_dicts()]
-            for line in lines[::7] if form == "mixed.jsonl" else []:
-                line |= {key: str(line[key]).replace(".", ",") for key in ("n", "w", "y")}
-            file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        file = tmp_path / f"{name}.parquet"
+        frame.write_parquet(file)
         frame.with_columns(
             pl.col("n", "w", "y").cast(pl.String).str.replace(".", ",", literal=True)
         ).write_csv(tmp_path / f"{name}.csv", separator=";")

@@ -58,13 +58,13 @@ def read(folder: Path, text: str | bytes, **values: object) -> Rows:
     data = TableDataConfig(path=str(file), **values)  # type: ignore[arg-type]
     chunks = list(read_files([file], data, []))
     rejected = [row for chunk in chunks for row in chunk.rejected]
-    whole = pl.concat([pl.DataFrame(chunk.columns) for chunk in chunks])
+    whole = pl.concat([pl.DataFrame(chunk.cells) for chunk in chunks])
     check_rejected(file, rejected, len(whole) + len(rejected), data.max_rejected)
-    check_enough(file, chunks[0], len(whole))
+    check_enough(file, chunks[0].header, len(whole))
     lines = np.concatenate([chunk.lines for chunk in chunks])
     return replace(
         chunks[0],
-        given=dict(zip(whole.columns, whole.get_columns(), strict=True)),
+        cells=dict(zip(whole.columns, whole.get_columns(), strict=True)),
         lines=lines,
         rejected=rejected,
     )
@@ -82,7 +82,7 @@ def test_what_the_csv_module_writes_is_read_back(
     csv.writer(text, lineterminator=line_end).writerows(table)
     rows = read(tmp_path, text.getvalue(), header="no", delimiter=",")
     assert rows.rejected == []
-    assert pl.DataFrame(rows.columns).rows() == [tuple(cell.strip() or None for cell in row) for row in table]
+    assert pl.DataFrame(rows.cells).rows() == [tuple(cell.strip() or None for cell in row) for row in table]
 
 
 @MANY
@@ -114,7 +114,7 @@ def test_any_text_is_prepared_or_refused_with_a_message(
 def test_line_ends_and_a_byte_order_mark(tmp_path: Path, end: str) -> None:
     rows = read(tmp_path, b"\xef\xbb\xbf" + end.join(["n,w", "1,a\x0cb", "", "2,c\u2028d"]).encode())
     assert rows.names == ["n", "w"]
-    assert pl.DataFrame(rows.columns).rows() == [("1", "a\x0cb"), ("2", "c\u2028d")]
+    assert pl.DataFrame(rows.cells).rows() == [("1", "a\x0cb"), ("2", "c\u2028d")]
     assert rows.lines.tolist() == [2, 4]
 
 
@@ -164,5 +164,5 @@ def test_a_header_over_two_lines(tmp_path: Path) -> None:
 
 
 def test_bad_bytes_are_told_with_their_line(tmp_path: Path) -> None:
-    with refused(r"not UTF-8 text \(line 3, byte 12\)"):
+    with refused(r"not UTF-8 text \(line 3\)"):
         read(tmp_path, b"n,w\r\n1,a\r\n2,\xe9\r\n")

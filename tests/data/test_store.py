@@ -8,20 +8,15 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from dphybrid.data import open_prepared, verify_prepared
 from dphybrid.data.store import Content, build_once
-from dphybrid.data.table.reading import Plan
-from dphybrid.data.table.rows import Rows
-from dphybrid.data.table.source import open_source
-from dphybrid.recipes.registry import find_recipe
 from dphybrid.util.errors import UserError
 from tests.commands import python
-from tests.preparing import TableDataConfig, from_file, prepare
+from tests.preparing import from_file, prepare
 from tests.refusing import refused
 
 
@@ -170,30 +165,6 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None
     with refused("changed while it was read"):
         from_file(file, on_progress=grow)
     assert names(tmp_path / "prepared") == []
-
-
-def test_the_first_rows_are_looked_at_once_unless_the_file_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "x.csv"
-    file.write_text("n,y\n" + "".join(f"{i * i},{i % 2}\n" for i in range(30)))
-    made: list[Rows] = []
-    plan_of = Plan.of
-
-    def counted(first: Rows, *rest: Any) -> Plan:
-        made.append(first)
-        return plan_of(first, *rest)
-
-    monkeypatch.setattr(Plan, "of", counted)
-    config = TableDataConfig(path=str(file), label="y")
-    for _ in range(2):  # a command opens its data before torch is imported, and again to prepare it
-        find_recipe("ctr").look_ahead(config, 0)
-        from_file(file)
-    assert [len(rows) for rows in made] == [30, 30]
-    source = open_source(config, 0)
-    file.write_text(file.read_text() + "900,1\n")
-    assert len(source.plan().first) == len(source.plan().first) == 31
-    assert len(made) == 4
 
 
 def test_files_that_cannot_be_read_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

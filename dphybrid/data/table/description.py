@@ -69,19 +69,16 @@ def _column_lines(table: Table, encoder: Encoder) -> list[str]:
 def _left_out_lines(table: Table, encoder: Encoder) -> list[str]:
     data = table.plan.data
     lines = [
-        f"  {old!r} names several columns; one of them is {new!r} here, until the file renames it"
-        for old, new in table.plan.first.renamed
-    ]
-    lines += [
         f"  {column.name}: hardly any value comes twice, so all share one embedding; --data.ignore "
         f"{column.name} leaves the column out"
         for column in encoder.categories
         if not len(column.learned) and not column.hash_buckets
     ]
     lines += [
-        f"  {name}: {cells:,} cells hold more items than are looked up, {items:,} items are left out; "
+        f"  {bag.name}: {count:,} cells hold more than {bag.max_items} items, the rest is left out; "
         "max_items in schema.toml"
-        for name, (cells, items) in table.left_out.items()
+        for bag in encoder.bags
+        if (count := table.counts[f"column {bag.name}"])
     ]
     if unlabelled := table.counts["label"]:
         lines.append(

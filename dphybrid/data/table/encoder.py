@@ -15,15 +15,11 @@ import polars as pl
 
 from dphybrid.data.batches import Array
 from dphybrid.data.store import ENCODER_VERSION
-from dphybrid.data.table.cells import one_width
+from dphybrid.data.table.cells import bucket_ids, one_width, standardized
 from dphybrid.data.table.column import Column
 from dphybrid.data.table.kinds import Bag, Category, Numbers, kind_of
 from dphybrid.data.table.labels import Label
-from dphybrid.data.table.numbers import Scales
 from dphybrid.util.errors import UserError
-
-_CACHED_ROWS = 2**13
-"""Rows of tens of columns that are put side by side while they lie in a core's cache."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +58,10 @@ class Encoder:
         tables = [table for c in (*self.numbers, *self.categories, *self.bags) for table in c.tables]
         return [{"name": name, "role": role, "num_ids": num_ids} for name, role, num_ids in tables]
 
-    @cached_property
-    def scales(self) -> Scales:
-        """How the numbers are scaled."""
-        return Scales([part.learned for column in self.numbers for part in column.parts])
-
     @property
     def num_dense(self) -> int:
         """Columns of dense_BN."""
-        return self.scales.width
+        return sum(1 + part.learned.indicator for column in self.numbers for part in column.parts)
 
     @property
     def max_items(self) -> int:
@@ -89,22 +80,38 @@ class Encoder:
         odd = (values[c.name].null_count() - cells[c.name].null_count() for c in self.numbers)
         return self.arrays(values), sum(odd)
 
-    def arrays(self, values: Mapping[str, pl.Series], longest: int = 1) -> dict[str, Array]:
-        """Return the arrays of rows whose cells were read. longest: items of the arrays' bags, at least."""
+    def arrays(
+        self, values: Mapping[str, pl.Series], by_code: Mapping[str, Array] | None = None, longest: int = 1
+    ) -> dict[str, Array]:
+        """Return the arrays of rows whose cells were read. by_code: where texts come as codes, what
+        `ids_by_code` gave. longest: items of the arrays' bags, at least."""
+
+        def ids_of(column: Category) -> Array:
+            codes = values[column.name]
+            return column.ids_of_codes(codes, by_code[column.name]) if by_code else column.ids(codes)
+
+        dense, ids = list[Array](), list[Array]()
+        for column in self.numbers:
+            for part, numbers_B in zip(column.parts, column.numbers(values[column.name]), strict=True):
+                scale = part.learned
+                dense.append(standardized(numbers_B, scale.log, scale.mean, scale.std))
+                dense += [np.isnan(numbers_B)] if scale.indicator else []
+                ids += [] if scale.edges is None else [bucket_ids(numbers_B, scale.edges)]
+        ids += [ids_of(column) for column in self.categories]
         num_rows = len(next(iter(values.values())))
-        parts = [numbers_B for c in self.numbers for numbers_B in c.numbers(values[c.name])]
-        numbers_NB = np.array(parts, np.float64).reshape(len(parts), num_rows)
-        ids = self.scales.ids(numbers_NB)
-        ids += [c.ids(values[c.name]) for c in self.categories]
-        arrays = {"ids_BF": _side_by_side(ids, num_rows), "dense_BN": self.scales.dense(numbers_NB)}
+        arrays = {
+            "ids_BF": _side_by_side(ids, num_rows, np.int32),
+            "dense_BN": _side_by_side(dense, num_rows, np.float32),
+        }
         if self.bags:
-            arrays["bags_BFL"] = one_width([bag.ids(values[bag.name]) for bag in self.bags], longest)
+            arrays["bags_BFL"] = one_width([ids_of(bag) for bag in self.bags], longest)
         return arrays
 
-    def coded_by(self, texts: Mapping[str, pl.Series]) -> "Encoder":
-        """Return the encoder for values that come as codes of dictionaries, by column."""
-        columns = (c.coded_by(texts[c.name]) if isinstance(c, Category) else c for c in self.columns)
-        return replace(self, columns=tuple(columns))
+    def ids_by_code(self, texts: Mapping[str, pl.Series]) -> dict[str, Array]:
+        """Return the ids of the codes of dictionaries, 0 for no value. texts: by column, those of a
+        dictionary."""
+        columns = (*self.categories, *self.bags)
+        return {c.name: c.ids_of([None, *texts[c.name].to_list()]) for c in columns}
 
     def written(self, keys: Mapping[str, object]) -> "Encoder":
         """Return the encoder for files with other notations: keys of columns' sections, such as decimal."""
@@ -178,11 +185,12 @@ class Encoder:
         return cls(tuple(columns), Label.of(page))
 
 
-def _side_by_side(columns: Sequence[Array], num_rows: int) -> Array:
-    """Return columns (B,) as (B, F) int32, some rows at a time; `np.stack` takes far longer."""
-    out_BF: Array = np.empty((num_rows, len(columns)), np.int32)
-    for start in range(0, num_rows, _CACHED_ROWS):
-        rows = slice(start, start + _CACHED_ROWS)
+def _side_by_side(columns: Sequence[Array], num_rows: int, dtype: type[np.generic]) -> Array:
+    """Return columns (B,) as (B, F); some rows at a time, which lie in a core's cache: `np.stack` takes far
+    longer."""
+    out_BF: Array = np.empty((num_rows, len(columns)), dtype)
+    for start in range(0, num_rows, 2**13):
+        rows = slice(start, start + 2**13)
         for place, column_B in enumerate(columns):
             out_BF[rows, place] = column_B[rows]
     return out_BF

@@ -14,7 +14,6 @@ import polars as pl
 from polars.io.plugins import register_io_source
 from polars.selectors import by_name  # names as they are: `*` is a pattern elsewhere
 
-from dphybrid.data.table.cells import FEW
 from dphybrid.data.table.rows import check_types
 from dphybrid.util.errors import UserError, counted, type_text
 from dphybrid.util.files import check_target, make_folder, sync, temporary, write_text
@@ -23,8 +22,6 @@ PART_ROWS = 2**20
 """Rows of a file that a frame is written to."""
 _ROW_GROUP = 2**17
 _WRITTEN = (".parquet", ".csv")
-_PLAIN = {"object", "str", "string", "int64", "float64", "bool"}
-"""Types of pandas that mean the same to Python, which copies a few rows faster than Arrow."""
 KINDS = (
     "a polars DataFrame or LazyFrame, a pandas DataFrame, an Arrow table, a dict of columns, a list of "
     "records, or a path"
@@ -66,16 +63,6 @@ def _from_pandas(frame: Any, where: str) -> pl.DataFrame:
     names = [str(name) for name in frame.columns]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(f"{where}: has two columns named {twice[0]!r}; rename one")
-    if 0 < len(frame) <= FEW and set(map(str, frame.dtypes)) <= _PLAIN:
-        rows = frame.to_numpy(object, na_value=None)
-        if len(rows) == 1:  # takes a third of the time; several rows may mix types
-            texts = {name: pl.String for name, cell in zip(names, rows[0], strict=True) if cell is None}
-            return pl.DataFrame(
-                rows.tolist(), schema=names, schema_overrides=texts, orient="row", strict=False
-            )
-        columns = zip(names, rows.T.tolist(), strict=True)
-        found = [pl.Series(name, column, strict=False) for name, column in columns]
-        return pl.DataFrame([c.cast(pl.String) if c.dtype == pl.Null else c for c in found])
     return pl.DataFrame({name: _of_series(frame.iloc[:, place]) for place, name in enumerate(names)})
 
 

@@ -7,7 +7,7 @@ Letters: B rows, N dense columns, L items of a bag.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache, cached_property
 from typing import Any, Literal, Self
 
@@ -18,13 +18,13 @@ from pydantic import Field, create_model
 from dphybrid.config.experiment import Names
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.table.cells import (
-    FEW,
     FIRST_ID,
     MISSING_ID,
     UNKNOWN_ID,
     bag_ids,
     ids_of,
     items_of,
+    read_numbers,
     read_times,
     time_parts,
     words_of,
@@ -32,13 +32,13 @@ from dphybrid.data.table.cells import (
 from dphybrid.data.table.column import Array, Column, Found, Sample
 from dphybrid.data.table.numbers import (
     YEAR_FIRST,
-    Notation,
     Scale,
     fit_scale,
     has_leading_zeros,
     is_day_first,
     looks_like_dates,
-    sampled_notation,
+    no_numbers,
+    notation_of,
     why_no_number,
 )
 from dphybrid.util.errors import UserError
@@ -63,7 +63,7 @@ class Ignore(Column):
     def claims(cls, sample: Sample) -> str | None:
         if not len(sample.cells):
             return "no values" if sample.whole else None
-        if sample.cells.dtype != pl.String:
+        if sample.cells.dtype != pl.String and not sample.cells.dtype.is_integer():
             return None
         numbers = sample.cells.cast(pl.Int64, strict=False)
         counts = len(numbers) == sample.num_rows >= _ROW_NUMBERS and not numbers.null_count()
@@ -113,18 +113,23 @@ class Numeric(Numbers):
     def claims(cls, sample: Sample) -> str | None:
         if not len(sample.cells) or why_no_number(sample) is not None:
             return None
-        return sampled_notation(sample).reason(sample.cells)
+        column = cls(name=sample.name, **cls.told(sample))
+        infinite = column.read(sample.cells).null_count()
+        said = [f"{infinite:,} infinite ones count as no value"] if infinite else []
+        said += [f"thousands marked by {column.thousands!r}"] if column.thousands else []
+        said += [f"decimals after {column.decimal!r}"] if column.decimal != "." else []
+        usual = (column.decimal, column.thousands) == (".", "")
+        return ", ".join(said) + ("" if usual else "; --data.decimal and --data.thousands overrule")
 
     @classmethod
     def told(cls, sample: Sample) -> dict[str, Any]:
-        notation = sampled_notation(sample)
-        return {"decimal": notation.decimal, "thousands": notation.thousands}
+        return dict(zip(("decimal", "thousands"), notation_of(sample.cells, sample.data), strict=True))
 
     def read(self, cells: pl.Series) -> pl.Series:
-        return Notation(self.decimal, self.thousands).read(cells)
+        return read_numbers(cells, self.decimal, self.thousands)
 
     def wrong(self, cells: pl.Series, values: pl.Series) -> pl.Series:
-        return Notation(self.decimal, self.thousands).wrong(cells, values)
+        return no_numbers(cells, values)
 
     def fitted(self, found: Found) -> Self:
         return self.fitted_to(found.numbers().to_numpy(), found.data)
@@ -192,40 +197,6 @@ class Time(Numbers):
         return time_parts(values)
 
 
-class Texts:
-    """From texts to ids: those of the learned texts in their order; other texts have the unknown one's, or
-    share `buckets` ids by a hash."""
-
-    def __init__(self, learned: pl.Series, buckets: int) -> None:
-        self._learned, self._buckets = learned, buckets
-
-    @cached_property
-    def _known(self) -> dict[str | None, int]:
-        return {None: MISSING_ID, **{t: n for n, t in enumerate(self._learned.to_list(), FIRST_ID)}}
-
-    @cached_property
-    def _ids(self) -> pl.Expr:
-        # One expression, made once: to hand an Enum to polars takes time for each of its texts.
-        codes = pl.first().cast(pl.Enum(self._learned), strict=False).to_physical().cast(pl.Int32)
-        ids = codes.fill_null(UNKNOWN_ID - FIRST_ID) + FIRST_ID
-        return pl.when(pl.first().is_null()).then(MISSING_ID).otherwise(ids).alias("ids")
-
-    def of(self, texts: Iterable[str | None]) -> Array:
-        """Return the id (B,) of each text (None: no value)."""
-        return ids_of(texts, self._known, FIRST_ID + len(self._learned), self._buckets)
-
-    def ids(self, values: pl.Series) -> Array:
-        """Return the id (B,) of each text (None: no value)."""
-        if len(values) <= FEW:
-            return self.of(values.to_list())
-        found = values.to_frame().select(self._ids).to_series()
-        ids_B: Array = found.to_numpy(writable=bool(self._buckets))
-        if self._buckets:
-            other_B = ids_B == UNKNOWN_ID
-            ids_B[other_B] = self.of(values.filter(pl.Series(other_B)).to_list())
-        return ids_B
-
-
 class Category(Column):
     """Texts that have an embedding each."""
 
@@ -279,9 +250,8 @@ class Category(Column):
         return self._with(pl.concat([self.learned, more]))
 
     def _with(self, texts: pl.Series) -> Self:
-        return self.model_copy(
-            update={"learned": texts, "ids_of_values": Texts(texts, self.hash_buckets).ids}
-        )
+        values = {name: getattr(self, name) for name in type(self).model_fields}
+        return type(self)(**values | {"learned": texts})  # a copy would have what is cached of the old ones
 
     @property
     def form(self) -> str:
@@ -296,22 +266,31 @@ class Category(Column):
         return [(self.name, self.role, self.num_ids)]
 
     @cached_property
-    def ids_of_values(self) -> Callable[[pl.Series], Array]:
-        """What gives the ids (B,) of texts, or of codes where it is `coded_by` a dictionary."""
-        return Texts(self.learned, self.hash_buckets).ids
+    def known(self) -> dict[str | None, int]:
+        """The ids of the learned texts and of no value."""
+        return {None: MISSING_ID, **{text: n for n, text in enumerate(self.learned.to_list(), FIRST_ID)}}
+
+    @cached_property
+    def expression(self) -> pl.Expr:
+        """The ids of a frame's first column; made once, as to hand an Enum to polars takes time for each of
+        its texts."""
+        codes = pl.first().cast(pl.Enum(self.learned), strict=False).to_physical().cast(pl.Int32)
+        ids = codes.fill_null(UNKNOWN_ID - FIRST_ID) + FIRST_ID
+        return pl.when(pl.first().is_null()).then(MISSING_ID).otherwise(ids).alias("ids")
 
     def ids_of(self, texts: Iterable[str | None]) -> Array:
         """Return the id (B,) of each text (None: no value)."""
-        return Texts(self.learned, self.hash_buckets).of(texts)
-
-    def coded_by(self, texts: pl.Series) -> Self:
-        """Return the column for values that come as codes of a dictionary of these texts, 0 for no value."""
-        by_code = self.ids_of([None, *texts.to_list()])
-        return self.model_copy(update={"ids_of_values": lambda codes: by_code.take(codes.to_numpy())})
+        return ids_of(texts, self.known, FIRST_ID + len(self.learned), self.hash_buckets)
 
     def ids(self, values: pl.Series) -> Array:
         """Return the ids (B,) of what `read` gave; of a bag (B, L)."""
-        return self.ids_of_values(values)
+        if self.hash_buckets:
+            return self.ids_of(values.to_list())
+        return values.to_frame().select(self.expression).to_series().to_numpy()
+
+    def ids_of_codes(self, codes: pl.Series, ids_by_code: Array) -> Array:
+        """Return the ids of values that are codes of a `Dictionary`."""
+        return ids_by_code.take(codes.to_numpy())
 
 
 class Bag(Category):
@@ -350,16 +329,16 @@ class Bag(Category):
     def read(self, cells: pl.Series) -> pl.Series:
         return self.items(cells, self.max_items)
 
-    def left_out(self, cells: pl.Series, values: pl.Series) -> tuple[int, int]:
-        """Return how many cells hold more items than are looked up, and how many items these are. values:
-        what `read` gave."""
+    def left_out(self, cells: pl.Series, values: pl.Series) -> int:
+        """Return how many cells hold more items than are looked up. values: what `read` gave."""
         full = cells.filter(values.list.len() == self.max_items)  # the only ones that may hold more
-        beyond = self.items(full).list.len().cast(pl.Int64) - self.max_items
-        beyond = beyond.filter(beyond > 0)
-        return len(beyond), int(beyond.sum())
+        return int((self.items(full).list.len() > self.max_items).sum())
 
     def ids(self, values: pl.Series) -> Array:
-        return bag_ids(values, self.ids_of_values)
+        return bag_ids(values, super().ids)
+
+    def ids_of_codes(self, codes: pl.Series, ids_by_code: Array) -> Array:
+        return bag_ids(codes, lambda items: ids_by_code.take(items.to_numpy()))
 
 
 class Text(Bag):

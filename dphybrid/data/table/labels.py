@@ -8,7 +8,7 @@
 Letters: B rows."""
 
 from abc import abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -17,9 +17,10 @@ import polars as pl
 from dphybrid.config.experiment import Section
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array
+from dphybrid.data.table.cells import read_numbers
 from dphybrid.data.table.column import Column, Sample
 from dphybrid.data.table.kinds import Category, Numeric
-from dphybrid.data.table.numbers import FEW_OTHERS, Notation, is_number, notation_of
+from dphybrid.data.table.numbers import FEW_OTHERS, is_number, notation_of
 from dphybrid.util.errors import UserError
 
 _TaskName = Literal["binary", "multiclass", "regression", "counts"]
@@ -171,20 +172,16 @@ def label_of_numbers(name: str, numbers_B: Array, data: TableDataConfig) -> Labe
     return _LABELS["counts" if data.task == "counts" else "regression"](name=name)
 
 
-def label_of_texts(
-    name: str, values: list[str], data: TableDataConfig, typed: Collection[str]
-) -> tuple[Label, Array]:
+def label_of_texts(name: str, values: list[str], data: TableDataConfig, typed: bool) -> tuple[Label, Array]:
     """Return the label of a column of texts, and the class number, or the number, of each different one.
-    typed: columns with numbers that are no texts in the files.
+    typed: the files hold numbers, no texts.
 
     Raises UserError where `data.task` does not fit, or there is nothing to tell apart.
     """
     _check_values(name, values, data)
     cells = pl.Series(values, dtype=pl.String)
     # The first rows were too few to tell: by now all values are known.
-    numbers = notation_of(cells, data).read(cells)
-    if name in typed:
-        numbers = Notation().read(cells).fill_null(numbers)
+    numbers = read_numbers(cells, *((".", "") if typed else notation_of(cells, data)))
     if data.task == "auto" and not numbers.null_count() and _too_many_for_classes(numbers):
         return _Regression(name=name), numbers.to_numpy()
     if len(values) > _MAX_CLASSES:

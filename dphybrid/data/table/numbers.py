@@ -1,10 +1,8 @@
 """How cells write numbers and dates, and how a network receives numbers. Letters: B rows."""
 
-import itertools
 import re
-from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy as np
 import polars as pl
@@ -12,26 +10,20 @@ from pydantic import Field
 
 from dphybrid.config.experiment import Section
 from dphybrid.config.tables import TableDataConfig
-from dphybrid.data.table.cells import (
-    bucket_ids,
-    plain_numbers,
-    read_numbers,
-    read_times,
-    signed_log,
-    standardized,
-)
+from dphybrid.data.table.cells import plain_numbers, read_numbers, read_times, signed_log
 from dphybrid.data.table.column import Array, Sample
 
-_INFINITE = ("inf", "infinity", "+inf", "-inf", "+infinity", "-infinity")
-"""Lower-cased texts of infinite numbers, which count as no value."""
+_INFINITE = ("inf", "infinity", "+inf", "-inf", "+infinity", "-infinity", "nan")
+"""Lower-cased texts of numbers that are not finite, which count as no value."""
 _NOTATIONS = [(".", ""), (".", ","), (",", "."), (",", "")]
 _NOTATIONS += [(decimal, group) for decimal in ".," for group in " '_"]
 """Signs of decimals and of groups that are tried, in this order."""
 FEW_OTHERS = 0.05
 """Share of cells that are not numbers up to which the first one is named as the reason."""
 
-_NAMES_AN_ID = re.compile(r"(?:^|[\W_])(?:ids?|uid|uuid|guid|code|zip|zipcode|postcode)$", re.IGNORECASE)
-_CAMEL_ID = re.compile(r"[a-z0-9](?:Id|ID|Code)$")
+_NAMES_AN_ID = re.compile(
+    r"(?:^|[\W_])(?i:ids?|uid|uuid|guid|code|zip|zipcode|postcode)$|[a-z0-9](?:Id|ID|Code)$"
+)
 _WITH_MARKS = r"^[+-]?\d[\d.,' _]*$"
 YEAR_FIRST = r"^\d{4}[-/]\d{1,2}[-/]\d{1,2}(?:[T ]|$)"
 _DATE = r"^\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}(?:[T ]|$)"
@@ -46,48 +38,26 @@ def is_number(text: str) -> bool:
         return False
 
 
-class Notation(NamedTuple):
-    """Signs before decimals and between groups of three digits (empty: none)."""
-
-    decimal: str = "."
-    thousands: str = ""
-
-    def read(self, cells: pl.Series) -> pl.Series:
-        """Return finite numbers as Float64, None for everything else."""
-        return read_numbers(cells, self.decimal, self.thousands)
-
-    def wrong(self, cells: pl.Series, numbers: pl.Series | None = None) -> pl.Series:
-        """Return which cells (B,) hold neither a number nor infinity. numbers: what `read` gave."""
-        numbers = self.read(cells) if numbers is None else numbers
-        odd = cells.is_not_null() & numbers.is_null()
-        if not odd.any():
-            return odd
-        texts = cells.cast(pl.String).str.to_lowercase()
-        return odd & ~texts.is_in([*_INFINITE, "nan"])
-
-    def reason(self, cells: pl.Series) -> str:
-        """Say what is not as programs write numbers in cells that are all read."""
-        marks = f"thousands marked by {self.thousands!r}" if self.thousands else ""
-        other = "" if self.decimal == "." else f"decimals after {self.decimal!r}"
-        overruled = "; --data.decimal and --data.thousands overrule" if marks or other else ""
-        beyond = int(self.read(cells).null_count())
-        infinite = f"{beyond:,} infinite ones count as no value" if beyond else ""
-        return ", ".join(part for part in (infinite, marks, other) if part) + overruled
+def no_numbers(cells: pl.Series, numbers: pl.Series) -> pl.Series:
+    """Return which cells (B,) hold neither a number nor infinity. numbers: what was read of them."""
+    odd = cells.is_not_null() & numbers.is_null()
+    return odd & ~cells.cast(pl.String).str.to_lowercase().is_in(_INFINITE) if odd.any() else odd
 
 
-def notation_of(cells: pl.Series, data: TableDataConfig) -> Notation:
-    """Return how a column's numbers are written: as the config says, else as most of its cells are read."""
+def notation_of(cells: pl.Series, data: TableDataConfig) -> tuple[str, str]:
+    """Return the signs before decimals and between groups of three digits (empty: none) of a column's
+    numbers: as the config says, else as most of its cells are read."""
     fits = [
-        Notation(*pair)
-        for pair in _NOTATIONS
-        if data.decimal in ("auto", pair[0]) and data.thousands in ("auto", pair[1])
+        (decimal, thousands)
+        for decimal, thousands in _NOTATIONS
+        if data.decimal in ("auto", decimal) and data.thousands in ("auto", thousands)
     ]
     if len(fits) == 1 or cells.dtype != pl.String:
         return fits[0]
-    odd = cells.filter(fits[0].wrong(cells))
+    odd = cells.filter(no_numbers(cells, read_numbers(cells, *fits[0])))
     if not len(odd) or not odd.head(_FEW).str.contains(_WITH_MARKS).all():
         return fits[0]
-    return min(fits, key=lambda notation: int(notation.wrong(cells).sum()))
+    return min(fits, key=lambda signs: int(no_numbers(cells, read_numbers(cells, *signs)).sum()))
 
 
 def has_leading_zeros(cells: pl.Series) -> bool:
@@ -95,30 +65,27 @@ def has_leading_zeros(cells: pl.Series) -> bool:
     return cells.dtype == pl.String and bool(cells.str.contains(r"^-?0\d").any())
 
 
-@lru_cache(maxsize=1)  # kinds ask for it several times in turn
-def sampled_notation(sample: Sample) -> Notation:
-    """Return how the numbers of a sample are written."""
-    return notation_of(sample.cells, sample.data)
-
-
 @lru_cache(maxsize=1)  # several kinds ask in turn
 def why_no_number(sample: Sample) -> str | None:
     """Return why a column is not read as numbers (empty: most cells are none), None where it is."""
-    cells, notation = sample.cells, sampled_notation(sample)
-    odd = cells.filter(notation.wrong(cells))
+    cells = sample.cells
+    if cells.dtype.is_float():
+        return None
+    signs = notation_of(cells, sample.data)
+    odd = cells.filter(no_numbers(cells, read_numbers(cells, *signs)))
     if len(odd):
         few = len(odd) <= FEW_OTHERS * len(cells)
         return f"{odd[0]!r} is not a number; data.missing can name it" if few else _other_kind(odd)
     if has_leading_zeros(cells):
         return "leading zeros"
-    plain = plain_numbers(cells, *notation)
+    plain = plain_numbers(cells, *signs)
     whole = plain.cast(pl.Int64, strict=False)
     if whole.null_count():
         large = plain.dtype == pl.String and plain.str.contains(r"^-?\d{17,}$").any()
         return "whole numbers beyond 2^53" if large else None
     if cast(int, whole.abs().max()) > 2**53:
         return "whole numbers beyond 2^53"
-    return "named like an id" if _NAMES_AN_ID.search(sample.name) or _CAMEL_ID.search(sample.name) else None
+    return "named like an id" if _NAMES_AN_ID.search(sample.name) else None
 
 
 def looks_like_dates(cells: pl.Series, day_first: bool) -> bool:
@@ -173,31 +140,6 @@ class Scale(Section):
     def num_ids(self) -> int:
         """Ids of the buckets, 0 without."""
         return 0 if self.edges is None else len(self.edges) + 2
-
-
-class Scales:
-    """The scales of several columns of numbers (N), for all columns at once."""
-
-    def __init__(self, scales: Sequence[Scale]) -> None:
-        self._log = [place for place, scale in enumerate(scales) if scale.log]
-        self._mean_N1, self._std_N1 = (
-            np.array(each).reshape(-1, 1) for each in ([s.mean for s in scales], [s.std for s in scales])
-        )
-        self._edges = [(place, scale.edges) for place, scale in enumerate(scales) if scale.edges is not None]
-        *self._places, self.width = itertools.accumulate((1 + s.indicator for s in scales), initial=0)
-        self._indicators = [place for place, scale in enumerate(scales) if scale.indicator]
-
-    def dense(self, numbers_NB: Array) -> Array:
-        """Return what a network gets (B, width): standardized numbers, 0 for nan, and the indicators."""
-        out_BX: Array = np.empty((numbers_NB.shape[1], self.width), np.float32)
-        out_BX[:, self._places] = standardized(numbers_NB, self._log, self._mean_N1, self._std_N1).T
-        indicators = [self._places[place] + 1 for place in self._indicators]
-        out_BX[:, indicators] = np.isnan(numbers_NB[self._indicators]).T
-        return out_BX
-
-    def ids(self, numbers_NB: Array) -> list[Array]:
-        """Return the bucket (B,) of numbers, 0 for nan, then by size, of each column that has buckets."""
-        return [bucket_ids(numbers_NB[place], edges) for place, edges in self._edges]
 
 
 def fit_scale(numbers_B: Array, num_buckets: int, scale: str = "auto") -> Scale:

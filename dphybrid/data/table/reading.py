@@ -16,9 +16,8 @@ import numpy as np
 import polars as pl
 
 from dphybrid.config.tables import TableDataConfig
-from dphybrid.data.ahead import THREADS, mapped
 from dphybrid.data.batches import Array
-from dphybrid.data.store import Progress
+from dphybrid.data.store import THREADS, Progress, mapped
 from dphybrid.data.table.column import Column, Dictionary
 from dphybrid.data.table.kinds import Bag, Category, Ignore, Numeric
 from dphybrid.data.table.labels import label_column
@@ -76,14 +75,9 @@ class Plan:
         others = {"label": self.label, "weight": self.weight, "split": self.split}
         return found | {name: (name, column) for name, column in others.items() if column}
 
-    @cached_property
-    def bags(self) -> dict[str, Bag]:
-        """The bags of `read`."""
-        return {name: column for name, (_, column) in self.read.items() if isinstance(column, Bag)}
-
 
 class _Chunk(NamedTuple):
-    """Rows in numbers, and what was left out of them: rows that cannot be read, and numbers of what can."""
+    """Rows in numbers, those that cannot be read, and counts as `Table` has them."""
 
     rows: Rows
     values: pl.DataFrame
@@ -95,7 +89,8 @@ class _Chunk(NamedTuple):
 class Table:
     """A table that was read: its rows lie in `folder` in blocks, as numbers, times and codes of the
     dictionaries (0: no value), and in the column "held" whether their file is held out. counts: rows without
-    a label and without a weight, and by bag the cells with too many items and these items."""
+    a label and without a weight, and by bag, by its name in the store, the cells with too many items.
+    longest: items of a bag."""
 
     plan: Plan
     folder: Path
@@ -110,12 +105,6 @@ class Table:
         """Rows that can be used."""
         return sum(self.lengths)
 
-    @property
-    def left_out(self) -> dict[str, list[int]]:
-        """By bag, the cells with too many items, and how many items."""
-        names = [bag.name for bag in self.plan.bags.values() if self.counts[f"cells {bag.name}"]]
-        return {name: [self.counts[f"cells {name}"], self.counts[f"items {name}"]] for name in names}
-
     def texts(self, name: str) -> pl.Series:
         """Return the texts by code of a stored column."""
         return self.dictionaries[name].values()
@@ -125,7 +114,7 @@ class Table:
         return pl.read_ipc(self.folder / f"{number:06d}.arrow", columns=names)
 
     def values(self, number: int) -> dict[str, pl.Series]:
-        """Return a block of the columns that a model gets, for an encoder `coded_by` the texts."""
+        """Return a block of the columns that a model gets, texts as codes."""
         names = {f"column {column.name}": column.name for column in self.plan.columns}
         return {names[c.name]: c for c in self.block(number, list(names)).get_columns()}
 
@@ -159,12 +148,11 @@ def read_table(
     cannot be read, do not fit together, or have too few rows."""
     folder.mkdir()
     table = Table(plan, folder, {name: Dictionary() for name, (_, c) in plan.read.items() if c.coded})
-    done = Done(files)
-    jobs = (job for file in files for job in read_jobs(file, plan.data))
+    done, jobs = Done(files), read_jobs(files, plan.data)
     next(jobs)  # its rows are in the plan
     waiting: list[pl.DataFrame] = []
     for chunk in mapped(
-        lambda job: encoded(plan, job(), table.dictionaries),
+        lambda job: _encoded(plan, job(), table.dictionaries),
         itertools.chain([lambda: plan.first], jobs),
         _READERS,
     ):
@@ -173,12 +161,13 @@ def read_table(
         if sum(map(len, waiting)) > _STORED_ROWS // 2:
             table.store(waiting)
             waiting = []
-        for name in plan.bags:
-            table.longest = max(table.longest, cast(int, chunk.values[name].list.len().max() or 0))
+        for name, dtype in chunk.values.schema.items():
+            if dtype == pl.List:
+                table.longest = max(table.longest, cast(int, chunk.values[name].list.len().max() or 0))
         table.rejected += chunk.rejected
         table.counts += chunk.counts
         seen, most = table.num_rows + len(table.rejected), plan.data.max_rejected
-        # far past what is allowed: more of the file would not mend it
+        # Far past what is allowed: more of the file would not mend it.
         if len(table.rejected) > max(10_000, 10 * most * seen):
             check_rejected(str(plan.data.path), table.rejected, seen, most)
     if waiting:
@@ -189,8 +178,7 @@ def read_table(
 
 def _check(table: Table) -> None:
     data, plan = table.plan.data, table.plan
-    seen = table.num_rows + len(table.rejected)
-    check_rejected(str(data.path), table.rejected, seen, data.max_rejected)
+    check_rejected(str(data.path), table.rejected, table.num_rows + len(table.rejected), data.max_rejected)
     for what, column, value in (
         ("label", plan.label, "a value"),
         ("weight", plan.weight, "a weight above 0"),
@@ -200,16 +188,21 @@ def _check(table: Table) -> None:
                 f"data.{what}={column.name!r}: none of the {count:,} rows of {data.path} has {value} in "
                 "this column; name another one"
             )
-    check_enough(str(data.path), plan.first, table.num_rows)
+    check_enough(str(data.path), plan.first.header, table.num_rows)
 
 
-def encoded(plan: Plan, rows: Rows, dictionaries: Mapping[str, Dictionary]) -> _Chunk:
+def _encoded(plan: Plan, rows: Rows, dictionaries: Mapping[str, Dictionary]) -> _Chunk:
     """Set apart the rows that cannot be used and turn the others into numbers; in any thread."""
-    _check_names(plan, rows)
-    cells = {name: rows.cells(column) for name, (_, column) in plan.read.items()}
+    if {*rows.names} != {*plan.first.names}:
+        other = min({*rows.names} ^ {*plan.first.names})
+        raise UserError(
+            f"data.path={plan.data.path}: {rows.file} has other columns than {plan.first.file}, {other!r} "
+            "for one; give files with the same columns"
+        )
+    cells = {name: rows.cells[column.name] for name, (_, column) in plan.read.items()}
     values = {name: column.read(cells[name]) for name, (_, column) in plan.read.items()}
     unlabelled_B = cells["label"].is_null().to_numpy()
-    weightless_B = _unused(plan, rows, values) & ~unlabelled_B
+    weightless_B = _weightless(plan, rows, values) & ~unlabelled_B
     drop_B, rejected = unlabelled_B | weightless_B, list(rows.rejected)
     for name, (flag, column) in plan.read.items():
         # Most blocks have no bad cell, which the counts tell at once.
@@ -225,26 +218,16 @@ def encoded(plan: Plan, rows: Rows, dictionaries: Mapping[str, Dictionary]) -> _
             rejected.append(Rejected(file=str(rows.file), line=int(rows.lines[row]), reason=reason))
         drop_B = drop_B | odd_B
     counts = Counter({"label": int(unlabelled_B.sum()), "weight": int(weightless_B.sum())})
-    for name, bag in plan.bags.items():
-        num_cells, num_items = bag.left_out(cells[name], values[name])
-        counts.update({f"cells {bag.name}": num_cells, f"items {bag.name}": num_items})
+    for name, (_, column) in plan.read.items():
+        if isinstance(column, Bag):
+            counts[name] = column.left_out(cells[name], values[name])
     kept = pl.DataFrame([column.alias(name) for name, column in values.items()])
     kept = kept.filter(pl.Series(~drop_B)) if drop_B.any() else kept
     stored = [dictionaries[c.name].codes(c) if c.name in dictionaries else c for c in kept.get_columns()]
     return _Chunk(rows, pl.DataFrame(stored), sorted(rejected, key=lambda row: row["line"]), counts)
 
 
-def _check_names(plan: Plan, rows: Rows) -> None:
-    known = plan.first.names
-    other = [n for n in known if n not in rows.names] or [n for n in rows.names if n not in known]
-    if rows.names != known and other:
-        raise UserError(
-            f"data.path={plan.data.path}: {rows.file} has other columns than {plan.first.file}, {other[0]!r} "
-            "for one; give files with the same columns"
-        )
-
-
-def _unused(plan: Plan, rows: Rows, values: Mapping[str, pl.Series]) -> Array:
+def _weightless(plan: Plan, rows: Rows, values: Mapping[str, pl.Series]) -> Array:
     """Return the rows (B,) bool whose weight is 0. Raises UserError that names the first line with no weight,
     or no count as label."""
     if plan.data.task == "counts":
@@ -262,9 +245,8 @@ def _unused(plan: Plan, rows: Rows, values: Mapping[str, pl.Series]) -> Array:
 
 
 def _refuse(rows: Rows, wrong_B: Array, field: str, column: Column, why: str) -> None:
-    for row in np.flatnonzero(wrong_B)[:1]:
-        held = rows.texts(column.name)[int(row)]
+    for row in np.flatnonzero(wrong_B)[:1].tolist():
+        held = rows.texts(column.name)[row]
         raise UserError(
-            f"{field}={column.name!r}: {rows.file}, {rows.place} {int(rows.lines[row])}: holds {held!r}, and "
-            f"{why}"
+            f"{field}={column.name!r}: {rows.file}, line {int(rows.lines[row])}: holds {held!r}, and {why}"
         )

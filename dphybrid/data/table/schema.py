@@ -14,7 +14,6 @@ from dphybrid.config import Section
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.table.column import Column, Sample
 from dphybrid.data.table.kinds import KINDS, Time, kind_of, roles
-from dphybrid.data.table.numbers import notation_of
 from dphybrid.data.table.rows import Rows
 from dphybrid.util.errors import UserError, plain_words
 from dphybrid.util.files import read_small_text
@@ -114,10 +113,7 @@ def find_column(rows: Rows, name: str, place: str) -> str:
 
 def sample_of(rows: Rows, name: str, data: TableDataConfig) -> Sample:
     """Return what the first rows hold of a column."""
-    cells, typed = rows.texts(name, most=LOOKED_AT), rows.typed.get(name)
-    if typed is not None:
-        written = notation_of(cells.filter(~typed[:LOOKED_AT]).drop_nulls(), data)
-        cells = rows.texts(name, written.decimal, LOOKED_AT)
+    cells = rows.cells[name].head(LOOKED_AT)
     return Sample(name, cells.drop_nulls(), len(cells), len(rows) == len(cells), data)
 
 

@@ -5,7 +5,7 @@ vocabularies and a few numbers a row, however large the input is. Letters: B row
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,8 @@ import numpy as np
 import polars as pl
 
 from dphybrid.config.tables import TableDataConfig
-from dphybrid.data.ahead import mapped
 from dphybrid.data.batches import Array
-from dphybrid.data.store import Content, Progress, Source, Streamed, reading_files
+from dphybrid.data.store import Content, Progress, Source, Streamed, mapped, reading_files
 from dphybrid.data.table.column import Column, Found
 from dphybrid.data.table.description import description
 from dphybrid.data.table.encoder import Encoder
@@ -29,8 +28,6 @@ from dphybrid.data.table.splits import RowSplit, split_rows
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path
 
-_LIMITS = ("max_columns", "max_line_mib", "max_expansion")
-"""Values that refuse files and change nothing else."""
 _FIT_ROWS = 2**18
 """Training rows, evenly spaced, that tell the statistics of numbers, at most."""
 PACKED = (".gz", ".parquet", ".pq")
@@ -44,7 +41,6 @@ class TableSource(Source):
     seed: int
     read_files: tuple[Path, ...]
     held_files: tuple[Path, ...] = ()
-    _plans: dict[tuple[int, int], Plan] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -63,7 +59,7 @@ class TableSource(Source):
     @property
     def options(self) -> dict[str, object]:
         # Not where files lie, but what they hold: the digests of their bytes, the schema and the base.
-        excluded = {"path", "valid_path", "schema_file", "base", *_LIMITS}
+        excluded = {"path", "valid_path", "schema_file", "base"}
         return self.data.model_dump(mode="json", exclude=excluded) | {
             "schema": self.schema.model_dump(mode="json"),
             "partitions": [partitions(file) for file in self.files],
@@ -76,14 +72,10 @@ class TableSource(Source):
 
     def plan(self) -> Plan:
         """Return what the first rows say. Raises UserError when they do not fit."""
-        data, stat = self.data, self.files[0].stat()
+        data = self.data
         if self.base and data.task == "auto":
             data = data.model_copy(update={"task": self.base.encoder.label.task})
-        # Asked for when the source is opened and when it is read: the same plan, unless the file has changed.
-        stamp = (stat.st_size, stat.st_mtime_ns)
-        if stamp not in self._plans:
-            self._plans[stamp] = Plan.of(next(read_jobs(self.files[0], data))(), data, self.schema)
-        return self._plans[stamp]
+        return Plan.of(next(read_jobs(self.files[:1], data))(), data, self.schema)
 
     def read(self, progress: Progress, scratch: Path) -> Content:
         plan = self.plan()
@@ -167,7 +159,9 @@ class TableSource(Source):
                 }
                 for look in plan.looks
             ],
-            "left_out_items": table.left_out,
+            "left_out_items": {
+                c.name: count for c in encoder.bags if (count := table.counts[f"column {c.name}"])
+            },
             "unlabelled_rows": table.counts["label"],
             "weightless_rows": table.counts["weight"],
             "weight": self.data.weight,
@@ -214,8 +208,10 @@ def open_source(data: TableDataConfig, seed: int) -> TableSource:
 def _blocks(table: Table, encoder: Encoder) -> Iterator[dict[str, Array]]:
     """Yield the arrays of the blocks."""
     texts = {c.name: table.texts(f"column {c.name}") for c in table.plan.columns if c.coded}
-    coded, longest = encoder.coded_by(texts), table.longest
-    return mapped(lambda number: coded.arrays(table.values(number), longest), range(len(table.lengths)))
+    by_code = encoder.ids_by_code(texts)
+    return mapped(
+        lambda number: encoder.arrays(table.values(number), by_code, table.longest), range(len(table.lengths))
+    )
 
 
 def _answers(table: Table) -> tuple[Label, Array]:
@@ -224,7 +220,8 @@ def _answers(table: Table) -> tuple[Label, Array]:
     values_B = table.whole("label")
     if not column.coded:
         return label_of_numbers(column.name, values_B, data), values_B
-    label, number = label_of_texts(column.name, table.texts("label").to_list(), data, table.plan.first.typed)
+    typed = table.plan.first.cells[column.name].dtype.is_numeric()
+    label, number = label_of_texts(column.name, table.texts("label").to_list(), data, typed)
     return label, np.concatenate([[np.nan], number])[values_B]
 
 

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from dphybrid.data.batches import Array, ArrayDataset, Dataset, Draw, DrawnDataset, Draws
 from dphybrid.data.store import Content, Progress, Source
-from dphybrid.data.table.delimited import SHOWN
-from dphybrid.data.table.rows import Rejected, check_rejected
+from dphybrid.data.table.rows import SHOWN, Rejected, check_rejected
 from dphybrid.recipes.kge import KgeDataConfig, files_of
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path

@@ -164,7 +164,7 @@ class _InteractionSource:
                     f"{suggestion(missing[0], rows.names)}; say which columns are what with data.user, "
                     "data.item, data.time, data.user_features and data.item_features"
                 )
-            piece = pl.DataFrame([dictionaries[name].codes(rows.columns[name]).alias(name) for name in names])
+            piece = pl.DataFrame([dictionaries[name].codes(rows.texts(name)).alias(name) for name in names])
             whole_B = (piece[d.user] > 0) & (piece[d.item] > 0)
             rejected += [
                 Rejected(
@@ -262,7 +262,7 @@ def sample(seed: int) -> Rows:
     names = {"user": [f"u{n}" for n in users_N], "item": [f"i{n}" for n in items_N]}
     columns = {name: pl.Series(texts) for name, texts in names.items()}
     lines = np.arange(1, _SAMPLE_ROWS + 1)
-    return Rows(columns, lines, [], True, "row", Path("the generated sample"))
+    return Rows(columns, lines, [], Path("the generated sample"))
 
 
 def open_source(data: RetrievalDataConfig, seed: int) -> _InteractionSource:

@@ -187,7 +187,7 @@ class Recommender:
                 raise UserError(
                     f"{rows.file}: has no column {data.user!r} with users; columns: {', '.join(rows.names)}"
                 )
-            found |= dict.fromkeys(rows.columns[data.user].drop_nulls().unique(maintain_order=True))
+            found |= dict.fromkeys(rows.texts(data.user).drop_nulls().unique(maintain_order=True))
         return list(found), rejected
 
     @torch.inference_mode()

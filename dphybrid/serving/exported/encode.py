@@ -50,7 +50,7 @@ class Encoder:
         dense: list[np.ndarray] = []
         ids: list[np.ndarray] = []
         bags: list[np.ndarray] = []
-        cells = clean([frame.get_column(name) for name in names], self.no_value, numbers=True)
+        cells = clean([frame.get_column(name) for name in names], self.no_value)
         for column, values in zip(self.columns, cells, strict=True):
             if column["role"] in ("numeric", "time"):
                 for scale, numbers_B in _numbers_of(column, values):
