@@ -33,8 +33,8 @@ from dphybrid.embedding import RowPipeline, clip_grad_norm_
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.train import build_run, prepare_data, train_run
-from dphybrid.training.averaging import keep_average
 from dphybrid.training.engine import Engine
+from dphybrid.training.optimizers import keep_average
 from dphybrid.util.stop import StopRequest
 
 LEGEND = """\

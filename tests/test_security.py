@@ -18,7 +18,7 @@ from dphybrid.config.settings import load_settings
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import run_job
 from dphybrid.selftest.runs import SMALL, TABLE, write_clicks
-from dphybrid.util.digests import file_digest, value_digest
+from dphybrid.util.digests import SUMS, value_digest
 from tests.conftest import REPOSITORY
 
 ROWS = {"age": [20, 45, 80], "city": ["a", "b", "elsewhere"]}
@@ -60,10 +60,8 @@ def test_no_file_of_a_checkpoint_is_unpickled(unrecorded: None, tmp_path: Path) 
             shutil.copytree(whole, given)
             (given / name).write_bytes(content)
             page = json.loads((whole / "state.json").read_bytes())
-            page["sha256"] = {
-                each: file_digest(given / each) for each in [*page["sha256"], *page["block_sums"]]
-            }
-            page["block_sums"] = {}
+            for kind, digest in SUMS.items():
+                page[kind] = {each: digest(given / each) for each in page[kind]}
             page.pop("page_sha256")
             if name.name != "state.json":
                 (given / "state.json").write_text(json.dumps(page | {"page_sha256": value_digest(page)}))

@@ -146,7 +146,7 @@ class Spread:
 class _SpreadTensor:
     """The whole of what lies with many ranks, with as much of a tensor's manners as files of tensors need.
 
-    Flat slices are fetched from their owners, and assigned slices sent to them. Of use on rank 0 alone, while
+    Flat slices are fetched from their owners, and assigned rows sent to them. Of use on rank 0 alone, while
     the others serve.
     """
 
@@ -173,18 +173,17 @@ class _SpreadTensor:
     def detach(self) -> Self:
         return self
 
-    def view(self, size: int) -> Self:
-        assert size == -1  # only ever looked at flat
+    def reshape(self, size: int) -> Self:
+        assert size == -1  # is read flat, and written by rows
         return self
-
-    reshape = view
 
     def __getitem__(self, place: slice) -> Tensor:
         start, stop, _ = place.indices(self.numel())
         return self._spread.read(self._number, start, stop)
 
-    def __setitem__(self, place: slice, values: Tensor) -> None:
-        self._spread.write(self._number, place.indices(self.numel())[0], values)
+    def __setitem__(self, rows: slice, values: Tensor) -> None:
+        first = rows.indices(len(self))[0]
+        self._spread.write(self._number, first * prod(self.shape[1:]), values.reshape(-1))
 
     def index_copy_(self, dim: int, ids_U: Tensor, rows: Tensor) -> None:
         assert dim == 0

@@ -66,7 +66,3 @@ class ChangedRows:
             marked = np.flatnonzero(table.mark_V.numpy().view(np.bool_)) if known else None
             found[name] = None if marked is None else torch.from_numpy(marked)
         return found
-
-    def versions(self) -> list[int]:
-        """Return numbers that differ when anything has changed since."""
-        return [tensor._version for table in self._tables.values() for tensor in table.tensors]

@@ -15,10 +15,10 @@ from torch import nn
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import Run
 from dphybrid.run.pages import ResultPage
+from dphybrid.run.start import warm_start
 from dphybrid.training.checkpoint import load_weights, verify_checkpoint
 from dphybrid.training.loop import validation_outputs
 from dphybrid.training.metrics import Task
-from dphybrid.training.warm_start import warm_start
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.pages import Page
 

@@ -16,7 +16,7 @@ from dphybrid.tracking.system import balance_warnings
 from dphybrid.training.checkpoint import read_state
 from dphybrid.training.clock import NOT_A_STEP
 from dphybrid.training.metrics import Chart, Confusion
-from dphybrid.training.retention import checkpoint_uid
+from dphybrid.training.saving import checkpoint_uid
 
 Table = list[dict[str, object]]
 """Splits as MLflow, figures and pages show them."""

@@ -6,21 +6,32 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 
+from dphybrid.data import Prepared
+from dphybrid.data.table.extend import old_rows, open_base
 from dphybrid.embedding import RowOptimizer, find_tables, row_optimizer
 from dphybrid.parallel import Devices, compile_regions, start_on
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import Run
 from dphybrid.tracking import Tracker
-from dphybrid.training.averaging import keep_average
 from dphybrid.training.callbacks import Callback, find_callbacks
-from dphybrid.training.checkpoint import Progress, Trained, load_checkpoint, newest_whole_checkpoint
+from dphybrid.training.checkpoint import (
+    Progress,
+    Trained,
+    load_checkpoint,
+    load_weights,
+    newest_whole_checkpoint,
+    verify_checkpoint,
+)
 from dphybrid.training.clock import StageClock
 from dphybrid.training.engine import Session
-from dphybrid.training.optimizers import combined, make_states
+from dphybrid.training.memory import make_states
+from dphybrid.training.optimizers import combined, keep_average
 from dphybrid.training.saving import CheckpointWriter
 from dphybrid.training.split_log import SplitLog
-from dphybrid.training.warm_start import warm_start
+from dphybrid.training.tensor_file import read_table, table_file, tensor_shapes
+from dphybrid.util.errors import UserError
 from dphybrid.util.files import clear_leftovers, make_folder
 from dphybrid.util.memory import keep_freed_memory
 from dphybrid.util.stop import StopRequest
@@ -92,6 +103,43 @@ def starting_point(
         return partial(go_on, done)
     warm = experiment.config.train.warm_start
     return partial(start_warm, warm) if warm else None
+
+
+def warm_start(checkpoint: Path, model: nn.Module, data: Prepared) -> None:
+    """Fill `model` from a checkpoint. On every row of `data` it then answers as the checkpoint's own model
+    would.
+
+    data.base, where it has one, must be what the checkpoint was trained on: the rows of old values are the
+    checkpoint's, those of new values copies of the row that stood for them there, the unknown one's or a hash
+    bucket's. Optimizers start anew. Raises UserError when model and checkpoint do not fit.
+    """
+    page = verify_checkpoint(checkpoint)
+    base = data.manifest.base
+    if base is None:
+        load_weights(checkpoint, model)
+        return
+    earlier = open_base(Path(base))
+    trained_on = page.data_digest
+    if trained_on != earlier.prepared.digest:
+        raise UserError(
+            f"train.warm_start={checkpoint}: was trained on data {trained_on[:12]}, data.base is "
+            f"{earlier.prepared.path.name}"
+        )
+    sources_V = torch.from_numpy(old_rows(earlier.encoder, open_base(data.path).encoder))
+    tables = find_tables(model)
+    load_weights(checkpoint, model, skip=tables)
+    for name, table in tables.items():
+        shape, rows_VD = tensor_shapes(table_file(checkpoint, name))["weight"], table.settled()
+        fits = len(rows_VD) == len(sources_V) and shape[0] > int(sources_V.max())
+        if not fits or shape[1] != rows_VD.shape[1]:
+            raise UserError(
+                f"train.warm_start={checkpoint}: table {name} is {shape} there and {tuple(rows_VD.shape)} "
+                f"here, and the columns have {len(sources_V)} ids; only a table over all columns can grow, "
+                "with the same width"
+            )
+        before = torch.empty(shape, dtype=rows_VD.dtype)
+        read_table(checkpoint, name, "weight", before)
+        torch.index_select(before, 0, sources_V, out=rows_VD)
 
 
 def make_session(

@@ -20,7 +20,7 @@ from dphybrid.training.display import Display
 from dphybrid.training.engine import Session
 from dphybrid.training.loop import keep_checkpoints, train
 from dphybrid.training.observing import Meter
-from dphybrid.training.retention import best_checkpoint
+from dphybrid.training.saving import best_checkpoint
 from dphybrid.training.split_log import announcement
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import write_text

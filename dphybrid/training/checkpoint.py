@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from dphybrid.embedding import RowOptimizer, find_tables
-from dphybrid.training.averaging import swap
+from dphybrid.training.optimizers import swap
 from dphybrid.training.tensor_file import (
     REMEDY,
     mapped_weight,
@@ -33,8 +33,7 @@ from dphybrid.util.digests import value_digest, verify_files
 from dphybrid.util.errors import UserError
 from dphybrid.util.pages import Page
 
-FORMAT = 2
-"""Newest format. Full checkpoints have format 1, those that hold changed rows alone format 2."""
+FORMAT = 3
 _STEP = re.compile(r"step-\d+")
 """Name of a checkpoint's folder."""
 
@@ -103,14 +102,14 @@ class Progress:
 
 class CheckpointState(Page):
     """`state.json` of a checkpoint: all of it but its tensors. block_sums: of each file of tensors by its
-    name in the folder; sha256: of the other files (in older checkpoints, of files of tensors, too).
-    since_full: 0, or how many checkpoints before it the last full one was.
+    name in the folder; sha256: of the other files. since_full: 0, or how many checkpoints before it the last
+    full one was.
 
     progress, generators, record: the states of `Session.stateful`; record holds those by name from which the
     run's record goes on without a gap (splits, the window of metrics, seconds by stage).
     """
 
-    format: int = 1
+    format: int = FORMAT
     since_full: int = 0
     progress: Progress
     config: dict[str, Any]
@@ -121,7 +120,7 @@ class CheckpointState(Page):
     info: dict[str, Any] = Field(default_factory=dict)
     optimizer: dict[str, Any]
     generators: dict[str, Any]
-    sha256: dict[str, str]
+    sha256: dict[str, str] = Field(default_factory=dict)
     block_sums: dict[str, str] = Field(default_factory=dict)
     record: dict[str, Any] = Field(default_factory=dict)
 
@@ -221,10 +220,9 @@ def load_weights(path: Path, model: nn.Module, mapped: bool = False, skip: Conta
     devices they are.
 
     mapped: the tables stay in the checkpoint's files, and memory holds only rows that were looked up; each
-    lookup checks the blocks of the file that it is the first to read. Tables of checkpoints that have no
-    sums of blocks are read whole. Raises UserError on mismatch.
+    lookup checks the blocks of the file that it is the first to read. Raises UserError on mismatch.
     """
-    tables, sums = find_tables(model), read_state(path).block_sums if mapped else {}
+    tables = find_tables(model)
     blocks = read_tensors(path / "blocks.safetensors")
     wanted = dense_state(model)
     problems = [f"missing {name}" for name in wanted.keys() - blocks.keys()] + [
@@ -245,13 +243,9 @@ def load_weights(path: Path, model: nn.Module, mapped: bool = False, skip: Conta
         for name, tensor in wanted.items():
             tensor.copy_(blocks[name])
         for name, table in tables.items():
-            block_sums = sums.get(table_file(path, name).relative_to(path).as_posix())
-            if block_sums is not None:
-                table.map_rows(mapped_weight(path, name, table.weight, block_sums))
-            elif mapped:  # the model was built without memory for its rows
-                rows_VD = torch.empty(table.settled().shape, dtype=table.settled().dtype)
-                read_table(path, name, "weight", rows_VD)
-                table.map_rows(rows_VD)
+            if mapped:
+                sums = read_state(path).block_sums[table_file(path, name).relative_to(path).as_posix()]
+                table.map_rows(mapped_weight(path, name, table.weight, sums))
             elif name not in skip:
                 read_table(path, name, "weight", table.settled())
 
@@ -297,8 +291,11 @@ def read_state(path: Path) -> CheckpointState:
     if not (path / "state.json").is_file():
         raise UserError(f"{path}: is not a checkpoint (it has no state.json); name a step-... folder")
     page = CheckpointState.read(path / "state.json")
-    if not 1 <= page.format <= FORMAT:
-        raise UserError(f"{path}: has checkpoint format {page.format}, this version reads up to {FORMAT}")
+    if page.format != FORMAT:
+        raise UserError(
+            f"{path}: has checkpoint format {page.format}, this dphybrid reads format {FORMAT}; train again, "
+            "or use the version that wrote it"
+        )
     return page
 
 

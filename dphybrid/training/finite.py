@@ -14,8 +14,8 @@ from dphybrid.embedding import find_tables
 from dphybrid.training.checkpoint import way_on
 from dphybrid.util.errors import UserError
 
-Rows = tuple[str, Tensor, Tensor | range | None]
-"""What it is, its rows, and their numbers; None for what has no rows."""
+Rows = tuple[str, Tensor, Tensor | None]
+"""What it is, its rows, and their numbers; None: all of them."""
 
 _BLOCK = 2**18
 _NAMED = 3
@@ -122,7 +122,7 @@ def check_finite(
 
 def _tensors(
     model: nn.Module, dense: torch.optim.Optimizer | None, rows: Iterable[Rows]
-) -> Iterator[tuple[str, Any, Tensor | range | None, bool]]:
+) -> Iterator[tuple[str, Any, Tensor | None, bool]]:
     for what, tensor, ids_U in rows:
         yield what, tensor, ids_U, True
     names: dict[Tensor, str] = {}

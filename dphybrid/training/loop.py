@@ -12,7 +12,6 @@ from dphybrid.config import TrainConfig
 from dphybrid.data import Dataset, batches, num_batches
 from dphybrid.embedding import DeclaresIds, RowPipeline
 from dphybrid.parallel import refuse_split_differences
-from dphybrid.training.averaging import averaged
 from dphybrid.training.callbacks import EpochEnd, call_back
 from dphybrid.training.checkpoint import VALIDATION, Progress
 from dphybrid.training.display import Display
@@ -20,9 +19,8 @@ from dphybrid.training.engine import Engine, Session
 from dphybrid.training.memory import ids_by_part
 from dphybrid.training.metrics import Task
 from dphybrid.training.observing import Meter, observed
-from dphybrid.training.optimizers import set_learning_rates
-from dphybrid.training.retention import best_steps, checkpoint_cards, prune_checkpoints
-from dphybrid.training.saving import Saved
+from dphybrid.training.optimizers import averaged, learning_rate_factor
+from dphybrid.training.saving import SavingCosts, best_steps, checkpoint_cards, prune_checkpoints
 from dphybrid.training.step import Step
 from dphybrid.util.errors import UserError, counted
 
@@ -51,7 +49,7 @@ def train(session: Session, display: Display, meter: Meter) -> None:
             model.train()  # the last epoch's evaluation left it in the other mode
             seen.epoch_begins(steps_per_epoch)
             for batch in seen.batches(pipeline.prefetch(_batches_of_epoch(session), ids_of)):
-                set_learning_rates(session, progress.step / max(1, config.epochs * steps_per_epoch))
+                _set_learning_rates(session, progress.step / max(1, config.epochs * steps_per_epoch))
                 seen.step_begins()
                 loss, weight = engine.step(session, batch, train_step)
                 progress.step, progress.batch = progress.step + 1, progress.batch + 1
@@ -181,13 +179,13 @@ def checkpoint(session: Session, meter: Meter) -> Path:
     # The thread that writes prunes by the progress of this moment; training has gone on by then.
     progress = copy.deepcopy(session.trained.progress)
 
-    def then(saved: Saved) -> None:
+    def then(cost: SavingCosts) -> None:
         costs = {
-            "system/checkpoint_stall_s": saved.stall_s,
-            "system/checkpoint_write_s": saved.write_s,
-            "system/checkpoint_mib": saved.written_bytes / 2**20,
+            "system/checkpoint_stall_s": cost.stall_s,
+            "system/checkpoint_write_s": cost.write_s,
+            "system/checkpoint_mib": cost.written_bytes / 2**20,
         }
-        session.tracker.log_metrics(costs, saved.step)
+        session.tracker.log_metrics(costs, progress.step)
         keep_checkpoints(session, progress)
 
     with session.clock.stage("checkpoint"):
@@ -219,6 +217,17 @@ def _batches_of_epoch(session: Session) -> Iterator[dict[str, Tensor]]:
         shuffle_rows=config.shuffle_rows,
         part=session.engine.part,
     )
+
+
+def _set_learning_rates(session: Session, done: float) -> None:
+    """Set the learning rates of blocks and rows when the share `done` (0..1) of all steps is behind us."""
+    factor = learning_rate_factor(session.config.train.schedule, done)
+    if session.trained.dense is not None:
+        groups = session.trained.dense.param_groups
+        for group, rate in zip(groups, session.trained.rates, strict=True):
+            group["lr"] = rate * factor
+    if session.trained.rows is not None:
+        session.trained.rows.lr = session.config.table.lr * factor
 
 
 def _stale(session: Session) -> bool:

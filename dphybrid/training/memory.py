@@ -13,6 +13,8 @@ from dphybrid.embedding import DeclaresIds, dense_parameters
 from dphybrid.embedding.lookup import each_lookup
 from dphybrid.parallel import find_data_parallel
 from dphybrid.training.checkpoint import Progress
+from dphybrid.util.errors import UserError
+from dphybrid.util.memory import is_out_of_memory
 
 PARTS = 4
 """Parts that a batch is computed in after it did not fit. Activations shrink with them, weights and optimizer
@@ -92,6 +94,41 @@ def out_of_memory_report(
                 f"in use), {_gib(max(0, total - free - own))} by CUDA itself and by others, {_gib(free)} free"
             )
     return "\n".join(lines)
+
+
+def make_states(optimizer: torch.optim.Optimizer, batch_size: int, model: nn.Module) -> None:
+    """Give a new optimizer the states that its first step would make. Raises UserError with the report when
+    they do not fit: in the middle of an update nothing could be mended."""
+    try:
+        _take_empty_step(optimizer)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        report = out_of_memory_report(error, 1, batch_size, model, optimizer)
+        raise UserError(
+            f"{report}\nand that before the first step: weights, gradients and optimizer state alone are too "
+            "much; lower the model's sizes or take train.optimizer=sgd"
+        ) from error
+
+
+@torch.no_grad()
+def _take_empty_step(optimizer: torch.optim.Optimizer) -> None:
+    """One step with a learning rate, decay and gradients of zero, which changes no parameter and is not
+    counted."""
+    stilled = ("lr", "weight_decay")
+    before = [{key: group[key] for key in stilled if key in group} for group in optimizer.param_groups]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for group, values in zip(optimizer.param_groups, before, strict=True):
+        group.update(dict.fromkeys(values, 0.0))
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for group, values in zip(optimizer.param_groups, before, strict=True):
+        group.update(values)
+    for parameter in parameters:
+        parameter.grad = None
+        if isinstance(step := optimizer.state[parameter].get("step"), torch.Tensor):
+            step.zero_()
 
 
 def own_gpus(model: nn.Module) -> list[int]:

@@ -1,8 +1,15 @@
-"""The optimizer of the dense blocks, and the course of both learning rates."""
+"""The optimizer of the dense blocks, a moving average of their weights, and the course of both learning
+rates.
+
+The average is a state of the blocks' optimizer, so that checkpoints hold it and a resumed run goes on with
+it. Where a model is evaluated or written, weights and average change places: a checkpoint's blocks are the
+averaged ones, which prediction loads, and its optimizer state has the weights that training goes on with.
+"""
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,11 +17,10 @@ from torch import nn
 
 from dphybrid.config import TrainConfig
 from dphybrid.embedding import CombinedOptimizer, dense_parameters
-from dphybrid.training.engine import Session
-from dphybrid.training.memory import out_of_memory_report
 from dphybrid.util.compiling import eager
 from dphybrid.util.errors import UserError
-from dphybrid.util.memory import is_out_of_memory
+
+_AVERAGE, STEPS = "average", "averaged_steps"
 
 
 def learning_rate_factor(schedule: str, done: float) -> float:
@@ -62,47 +68,42 @@ def combined(
     return CombinedOptimizer(*several) if len(several) > 1 else several[0] if several else None
 
 
-def make_states(optimizer: torch.optim.Optimizer, batch_size: int, model: nn.Module) -> None:
-    """Give a new optimizer the states that its first step would make. Raises UserError with the report when
-    they do not fit: in the middle of an update nothing could be mended."""
-    try:
-        _take_empty_step(optimizer)
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        report = out_of_memory_report(error, 1, batch_size, model, optimizer)
-        raise UserError(
-            f"{report}\nand that before the first step: weights, gradients and optimizer state alone are too "
-            "much; lower the model's sizes or take train.optimizer=sgd"
-        ) from error
+def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
+    """Average the parameters after each step: average = d * average + (1 - d) * parameter.
+
+    d rises to `decay` with the steps k as (1 + k) / (10 + k), so that a short training is not held back by
+    its first weights. A parameter without a gradient waits.
+    """
+
+    def follow(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for group in optimizer.param_groups:
+            parameters = [p.detach() for p in group["params"] if p.grad is not None]
+            states = [optimizer.state[p] for p in group["params"] if p.grad is not None]
+            averages = [
+                state.setdefault(_AVERAGE, p.clone()) for state, p in zip(states, parameters, strict=True)
+            ]
+            steps = group[STEPS] = group.get(STEPS, 0) + 1
+            if averages:
+                torch._foreach_lerp_(averages, parameters, 1 - min(decay, (1 + steps) / (10 + steps)))
+
+    optimizer.register_step_post_hook(follow)
 
 
 @torch.no_grad()
-def _take_empty_step(optimizer: torch.optim.Optimizer) -> None:
-    """One step with a learning rate, decay and gradients of zero, which changes no parameter and is not
-    counted."""
-    stilled = ("lr", "weight_decay")
-    before = [{key: group[key] for key in stilled if key in group} for group in optimizer.param_groups]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for group, values in zip(optimizer.param_groups, before, strict=True):
-        group.update(dict.fromkeys(values, 0.0))
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    for group, values in zip(optimizer.param_groups, before, strict=True):
-        group.update(values)
-    for parameter in parameters:
-        parameter.grad = None
-        if isinstance(step := optimizer.state[parameter].get("step"), torch.Tensor):
-            step.zero_()
+def swap(optimizer: torch.optim.Optimizer | None) -> None:
+    """Let weights and averages change places, in place."""
+    for parameter, state in optimizer.state.items() if optimizer is not None else ():
+        if _AVERAGE in state:
+            weight = parameter.clone()
+            parameter.copy_(state[_AVERAGE])
+            state[_AVERAGE].copy_(weight)
 
 
-def set_learning_rates(session: Session, done: float) -> None:
-    """Set the learning rates of blocks and rows when the share `done` (0..1) of all steps is behind us."""
-    factor = learning_rate_factor(session.config.train.schedule, done)
-    if session.trained.dense is not None:
-        groups = session.trained.dense.param_groups
-        for group, rate in zip(groups, session.trained.rates, strict=True):
-            group["lr"] = rate * factor
-    if session.trained.rows is not None:
-        session.trained.rows.lr = session.config.table.lr * factor
+@contextmanager
+def averaged(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+    """Have the averages in the place of the weights; a no-op for an optimizer that keeps none."""
+    swap(optimizer)
+    try:
+        yield
+    finally:
+        swap(optimizer)

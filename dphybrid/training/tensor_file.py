@@ -1,8 +1,7 @@
-"""Tensors in safetensors files, streamed: a table larger than the free memory is written and read in slices.
+"""Tensors in safetensors files, in slices: a table larger than the free memory is written and read.
 
-The format is the safetensors project's: eight bytes of header length, a JSON header, raw little-endian rows.
-Its library reads these files; it is not used for writing because it first makes a second copy of every tensor
-in memory.
+Its library's writer is not used: it wants whole tensors, and rows that lie with several processes come slice
+by slice.
 
 A table's rows and states in a checkpoint: `tables/NAME.safetensors` holds all of them, and where there is a
 `changed/NAME.safetensors`, that holds those rows that have changed since, with their numbers. Everything that
@@ -12,7 +11,6 @@ reads tables of checkpoints does it here. Letters: V rows of a table, U changed 
 import json
 import math
 from collections.abc import Iterator, Mapping
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,6 @@ from safetensors import safe_open
 from torch import Tensor
 
 from dphybrid.embedding.native import check_when_read
-from dphybrid.embedding.storage import GIB, available_memory_bytes
 from dphybrid.util.digests import BLOCK, BlockSums, block_sum
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import naming
@@ -32,109 +29,48 @@ _NAMES = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
     torch.bool: "BOOL",
 }  # fmt: skip
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _SLICE_BYTES = 2**20
-"""Stays in a processor's cache between reading, summing and writing."""
+"""Stays in a processor's cache between copying, summing and writing."""
 
 REMEDY = "use another checkpoint, or delete this one's folder"
 
 IDS = "row_numbers"
 """Name of the changed rows' numbers in their file."""
 
-_PAGE_BYTES = 4096
 
-
-def write_tensors(path: Path, tensors: Mapping[str, Tensor | list[Tensor]]) -> str:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     """Write named tensors, any device; return the file's `BlockSums` in hex. Whoever asks for it has the disk
-    keep the file. A list: the rows in parts, each removed when it is written: the file's pages take its
-    memory."""
-    return _write(path, _pieces(tensors))
-
-
-def tensor_sums(tensors: Mapping[str, Tensor]) -> str:
-    """Return the `BlockSums` in hex that a file of these tensors would have."""
-    sums = BlockSums()
-    for piece in _pieces(tensors):
-        sums.update(piece)
-    return sums.hexdigest()
-
-
-_Changes = Mapping[str, tuple[Tensor, Tensor]]
-
-
-def patch_tensors(path: Path, base: Path, base_sums: str, changes: _Changes) -> str:
-    """Write the tensors of the file `base`, but for changed rows; return the file's `BlockSums` in hex.
-
-    changes: the numbers (ascending) of changed rows and these rows, for each tensor of the file. The file is
-    read once, so that damage of it is known when `path` is written: raises UserError then.
-    """
-    _Blocks(base, base_sums).check(np.array([0]))  # the header
-    found = BlockSums()
-    sums = _write(path, _patched_pieces(base, found, changes))
-    if found.hexdigest() != base_sums:
-        raise UserError(f"{base}: is damaged (its checksum differs); {REMEDY}")
-    return sums
-
-
-def _write(path: Path, pieces: Iterator[bytes | memoryview]) -> str:
+    keep the file."""
     sums = BlockSums()
     with naming(path), path.open("wb") as file:
-        for piece in pieces:
+        for piece in _pieces(tensors):
             sums.update(piece)
             file.write(piece)
     return sums.hexdigest()
 
 
-def _pieces(tensors: Mapping[str, Tensor | list[Tensor]]) -> Iterator[bytes | memoryview]:
-    # Sorted: the same tensors give the same file, however they came to be.
-    named = {name: rows if isinstance(rows, list) else [rows] for name, rows in sorted(tensors.items())}
+def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     header: dict[str, object] = {}
     offset = 0
-    for name, parts in named.items():
-        shape, dtype = list(parts[0].shape), parts[0].dtype
-        shape[:1] = [sum(map(len, parts))] if shape else []
-        size = math.prod(shape) * dtype.itemsize
+    # Sorted: the same tensors give the same file, however they came to be.
+    for name, tensor in sorted(tensors.items()):
+        end = offset + tensor.numel() * tensor.element_size()
         header[name] = {
-            "dtype": _NAMES[dtype],
-            "shape": shape,
-            "data_offsets": [offset, offset + size],
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
         }
-        offset += size
+        offset = end
     head = json.dumps(header, separators=(",", ":")).encode()
     # So that mapped tensors begin at a multiple of eight bytes.
     head += b" " * (-len(head) % 8)
     yield len(head).to_bytes(8, "little")
     yield head
-    for parts in named.values():
-        while parts:
-            flat = parts.pop(0).detach().reshape(-1)
-            step = max(1, _SLICE_BYTES // flat.element_size())
-            for start in range(0, flat.numel(), step):
-                yield _bytes(flat[start : start + step].cpu().contiguous())
-
-
-def _bytes(part: Tensor) -> memoryview:
-    return part.view(torch.uint8).numpy().data
-
-
-def _patched_pieces(base: Path, found: BlockSums, changes: _Changes) -> Iterator[bytes | memoryview]:
-    """Yield the file's content with the changed rows. found: takes its bytes as they were read."""
-    entries, start = _header(base)
-    with base.open("rb", buffering=0) as file:
-        head = file.read(start)
-        found.update(head)
-        yield head
-        # In the file's order: it is read once, front to back.
-        for name, entry in sorted(entries.items(), key=lambda each: each[1]["data_offsets"][0]):
-            (ids_U, rows_UD), first = changes[name], 0
-            width = math.prod(entry["shape"][1:])
-            for part in _read_slices(file, entry, f"{base}: ends within {name}", width):
-                found.update(_bytes(part))
-                last = first + part.numel() // max(1, width)
-                low, high = torch.searchsorted(ids_U, torch.tensor([first, last])).tolist()
-                part.view(last - first, *entry["shape"][1:])[ids_U[low:high] - first] = rows_UD[low:high]
-                yield _bytes(part)
-                first = last
+    for _, tensor in sorted(tensors.items()):
+        flat = tensor.detach().reshape(-1)
+        step = max(1, _SLICE_BYTES // flat.element_size())
+        for start in range(0, flat.numel(), step):
+            yield flat[start : start + step].cpu().contiguous().view(torch.uint8).numpy().data
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -150,64 +86,32 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 def stored_tensor(path: Path, name: str) -> Tensor:
     """Read one tensor of a file into memory."""
-    entry = _header(path)[0][name]
-    found = torch.empty(entry["shape"], dtype=_DTYPES[entry["dtype"]])
-    read_into(path, name, found)
-    return found
+    with safe_open(path, framework="pt") as file:
+        tensor: Tensor = file.get_tensor(name)
+        return tensor
 
 
-def read_into(path: Path, name: str, target: Tensor) -> None:
-    """Fill `target` (N, ...) in place from the tensor `name` of the file, slice by slice. Raises UserError
-    when shapes differ."""
+def read_into(path: Path, name: str, target: Tensor, ids_U: Tensor | None = None) -> None:
+    """Fill `target` (V, ...) in place from the tensor `name` of a file, slice by slice, or its rows ids_U
+    (ascending). Raises UserError when shapes differ."""
     shape = tensor_shapes(path)[name]
-    if shape != tuple(target.shape):
+    if ids_U is None and shape != tuple(target.shape):
         raise UserError(
             f"{path}: {name} has shape {shape}, the model's table has {tuple(target.shape)}; was it trained "
             "on other data?"
         )
-    flat, first = target.view(-1), 0
-    for part in _stored_slices(path, name):
-        flat[first : first + part.numel()] = part
-        first += part.numel()
-
-
-def read_rows_into(path: Path, name: str, ids_U: Tensor, target: Tensor) -> None:
-    """Put the rows of the tensor `name` of the file at ids_U (ascending) of `target` (N, ...), slice by
-    slice."""
-    width = math.prod(target.shape[1:])
-    first = 0
-    for part in _stored_slices(path, name, width):
-        last = first + part.numel() // max(1, width)
-        rows = part.view(last - first, *target.shape[1:]).to(target.dtype)
-        target.index_copy_(0, ids_U[first:last], rows)
-        first = last
-
-
-def _stored_slices(path: Path, name: str, multiple_of: int = 1) -> Iterator[Tensor]:
-    """Yield the values of a tensor of a file, one slice after the other in the same memory. multiple_of: of
-    their lengths."""
-    entries, start = _header(path)
-    with path.open("rb", buffering=0) as file:
-        file.seek(start + entries[name]["data_offsets"][0])
-        yield from _read_slices(file, entries[name], f"{path}: ends within {name}", multiple_of)
-
-
-def _read_slices(file: FileIO, entry: Mapping[str, Any], cut_off: str, multiple_of: int) -> Iterator[Tensor]:
-    # Plain reading: pages of a mapped file would count as this process's memory, a second table for a while.
-    dtype, left = _DTYPES[entry["dtype"]], math.prod(entry["shape"])
-    width = max(1, multiple_of)
-    step = max(width, _SLICE_BYTES // dtype.itemsize // width * width)
-    buffer = torch.empty(min(step, left), dtype=dtype)
-    while left:
-        part = buffer[: min(step, left)]
-        wanted = _bytes(part)
-        while wanted:
-            count = file.readinto(wanted)
-            if not count:
-                raise UserError(f"{cut_off}; use another checkpoint")
-            wanted = wanted[count:]
-        yield part
-        left -= part.numel()
+    if not shape:
+        target.copy_(stored_tensor(path, name))
+        return
+    step = max(1, _SLICE_BYTES // (target.element_size() * math.prod(shape[1:]) or 1))
+    with safe_open(path, framework="pt") as file:
+        rows = file.get_slice(name)
+        for first in range(0, shape[0], step):
+            part = rows[first : first + step].to(target.dtype)
+            if ids_U is None:
+                target[first : first + step] = part
+            else:
+                target.index_copy_(0, ids_U[first : first + step], part)
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
@@ -305,38 +209,17 @@ def read_table(checkpoint: Path, table: str, name: str, target: Tensor) -> None:
         return
     file = changed_file(checkpoint, table)
     if rows_of(name) in tensor_shapes(file):
-        read_rows_into(file, rows_of(name), ids_U, target)
+        read_into(file, rows_of(name), target, ids_U)
     else:
         read_into(file, name, target)
 
 
-def table_weight(checkpoint: Path, table: str) -> Tensor:
-    """Return all rows of a table in memory."""
-    weight = stored_tensor(table_file(checkpoint, table), "weight")
-    ids_U = changed_rows(checkpoint, table)
-    if ids_U is not None:
-        read_rows_into(changed_file(checkpoint, table), rows_of("weight"), ids_U, weight)
-    return weight
-
-
 def mapped_weight(checkpoint: Path, table: str, like: Tensor, sums: str) -> Tensor:
     """Return the rows of a table mapped into memory: what is read of them is loaded and checked then. Changed
-    rows, and what lies on their pages, are in memory at once.
-
-    Raises UserError when shape or type differ from those of `like`, and when the changed rows do not fit.
-    """
+    rows, and what lies on their pages, are in memory at once. Raises UserError when shape or type differ from
+    those of `like`."""
     weight = mapped_tensor(table_file(checkpoint, table), "weight", like, sums)
     ids_U = changed_rows(checkpoint, table)
-    if ids_U is None:
-        return weight
-    row_bytes = weight.nbytes // max(1, len(weight))
-    pages = len(torch.unique_consecutive(ids_U * row_bytes // _PAGE_BYTES)) if row_bytes < _PAGE_BYTES else 0
-    wanted, free = max(pages * _PAGE_BYTES, len(ids_U) * row_bytes), available_memory_bytes()
-    if wanted > free:
-        raise UserError(
-            f"{checkpoint}: rows of table {table} that changed since the last full checkpoint take "
-            f"{wanted / GIB:.3g} GiB of memory, {free / GIB:.3g} GiB are free; use a full checkpoint "
-            "(one without a folder `changed`; checkpoint.full_every=1 makes each one full)"
-        )
-    read_rows_into(changed_file(checkpoint, table), rows_of("weight"), ids_U, weight)
+    if ids_U is not None:
+        read_into(changed_file(checkpoint, table), rows_of("weight"), weight, ids_U)
     return weight

@@ -21,7 +21,7 @@ from dphybrid.cluster.ranks import joined
 from dphybrid.cluster.spread import Spread
 from dphybrid.training.finite import first_bad_row
 from dphybrid.training import tensor_file
-from dphybrid.training.tensor_file import read_into, read_rows_into, write_tensors
+from dphybrid.training.tensor_file import read_into, write_tensors
 
 tensor_file._SLICE_BYTES = 64  # slices that end within rows, and within ranks
 folder = Path(sys.argv[1])
@@ -34,7 +34,7 @@ with joined(60, torch.device("cpu")) as ranks:
         with spread.served():
             read_into(folder / "in.safetensors", "weight", weight)
             read_into(folder / "in.safetensors", "sum", total)
-            read_rows_into(folder / "changed.safetensors", "rows", torch.tensor([1, 3, 4, 10]), weight)
+            read_into(folder / "changed.safetensors", "rows", weight, torch.tensor([1, 3, 4, 10]))
             write_tensors(folder / "out.safetensors", {"weight": weight, "sum": total})
             assert weight.first_bad() is None and total.first_bad() == 9
     else:

@@ -17,11 +17,11 @@ from dphybrid.lifecycle.retrain import largest_drift
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes import ModelContext, build_model
 from dphybrid.recipes.configs import load_config
+from dphybrid.run.start import warm_start
 from dphybrid.run.train import Report
 from dphybrid.serving.load import model_from_checkpoint
 from dphybrid.serving.predict import Predictor
 from dphybrid.training.checkpoint import read_state
-from dphybrid.training.warm_start import warm_start
 from tests.commands import run_with
 from tests.preparing import TableDataConfig, from_file, prepare
 from tests.refusing import refused

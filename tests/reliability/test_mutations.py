@@ -98,14 +98,8 @@ PLANTED = {
         "        return self.__dict__",
         LOOKUPS,
     ),
-    "a damaged file is written on": (
-        "training/tensor_file",
-        "    if found.hexdigest() != base_sums:",
-        "    if False:",
-        f"{LOOKUPS}::test_no_file_is_written_again_from_a_damaged_one",
-    ),
     "all checkpoints share one file": (
-        "training/retention",
+        "training/saving",
         "if len(wanted) > 1 and",
         "if False and",
         f"{ROWS}::test_a_checkpoint_needs_no_other_folder_and_another_full_one_stays",

@@ -1,7 +1,6 @@
 """Predictions for new files of any form are the evaluation's; unknown values, odd rows, wrong calls."""
 
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,8 +17,6 @@ import dphybrid
 from dphybrid.run.train import Report
 from dphybrid.serving.load import model_from_checkpoint
 from dphybrid.serving.predict import Predictor
-from dphybrid.training.checkpoint import read_state, verify_checkpoint
-from dphybrid.util.digests import file_digest
 from tests.commands import command, python, run_with
 from tests.conftest import own_settings
 from tests.refusing import refused
@@ -170,19 +167,6 @@ def test_files_of_another_form_are_said_to_be_so(trained: tuple[Report, Path], t
         predictor.predict_file(folder / "held.csv", out, delimitr=";")
     (tmp_path / "semicolons.csv").write_text((folder / "held.csv").read_text().replace(",", ";"))
     assert predictor.predict_file(tmp_path / "semicolons.csv", out, delimiter=";").num_rows == 500
-
-
-def test_a_checkpoint_without_sums_of_blocks_is_read_whole(
-    trained: tuple[Report, Path], tmp_path: Path
-) -> None:
-    folder = tmp_path / "step-000001"
-    shutil.copytree(trained[0].best_checkpoint, folder)
-    page = read_state(folder)
-    sha256 = {**page.sha256, **{name: file_digest(folder / name) for name in page.block_sums}}
-    page.model_copy(update={"block_sums": {}, "sha256": sha256}).write(folder / "state.json")
-    verify_checkpoint(folder, mapped=True)
-    read, wanted = model_from_checkpoint(folder, mapped=True), model_from_checkpoint(folder)
-    assert torch.equal(read.table.flat.weight, wanted.table.flat.weight)
 
 
 def test_a_table_of_half_the_size_comes_back_as_such(

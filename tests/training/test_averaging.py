@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from dphybrid.training.averaging import averaged, keep_average
+from dphybrid.training.optimizers import averaged, keep_average
 
 
 def test_it_is_the_exponential_average_of_the_weights_after_each_step() -> None:

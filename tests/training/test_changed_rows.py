@@ -5,7 +5,6 @@ import os
 import shutil
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,6 @@ from dphybrid.cli.verify import verify_places
 from dphybrid.config import CheckpointConfig
 from dphybrid.config.settings import load_settings
 from dphybrid.embedding import HostEmbedding, HostEmbeddingCollection, find_tables, row_optimizer
-from dphybrid.embedding.storage import zero_rows
 from dphybrid.run.folder import read_run
 from dphybrid.run.train import build_run, evaluate_run
 from dphybrid.serving.load import load_model, model_from_checkpoint
@@ -35,10 +33,8 @@ from dphybrid.training.checkpoint import (
     verify_checkpoint,
 )
 from dphybrid.training.engine import Session
-from dphybrid.training.retention import prune_checkpoints
-from dphybrid.training.saving import CheckpointWriter
+from dphybrid.training.saving import CheckpointWriter, prune_checkpoints
 from dphybrid.training.tensor_file import stored_tensor, write_tensors
-from dphybrid.util.digests import BlockSums, file_digest
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import Interrupted
 from tests.commands import models_of, run_with
@@ -111,46 +107,13 @@ def test_each_checkpoint_has_the_bits_of_the_moment_and_of_a_whole_one(
             torch.testing.assert_close(everything(found), expected, rtol=0, atol=0)
             page = read_state(path)
             kinds.append(page.since_full)
-            assert (page.since_full == 0) == (not (path / "changed").exists()) == (page.format == 1)
+            assert (page.since_full == 0) == (not (path / "changed").exists())
             if not page.since_full:
                 whole = read_state(save_checkpoint(tmp_path / "whole", found, {}, {}))
                 assert whole.digests == page.digests
                 assert len([name for name in page.digests if name.startswith("tables/")]) == 3
     assert kinds == [0, 1, 2, 0, 1, 2, 0, 1]
     assert (writer.costs.count, writer.costs.full) == (8, 3)
-
-
-def test_a_whole_table_is_copied_in_parts_that_are_freed_as_they_are_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dphybrid.training.saving._PART_BYTES", 1000)  # 62 rows of 300
-    trained, copied, left = new("adam"), list[weakref.ref[Tensor]](), list[int]()
-
-    def copy(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        copied.append(weakref.ref(part := zero_rows(shape, dtype)))
-        return part
-
-    class Counted(BlockSums):
-        def update(self, piece: bytes | memoryview) -> None:
-            super().update(piece)
-            left.append(sum(part() is not None for part in copied))
-
-    monkeypatch.setattr("dphybrid.training.saving.zero_rows", copy)
-    monkeypatch.setattr("dphybrid.training.tensor_file.BlockSums", Counted)
-    expected = {key: value.clone() for key, value in everything(trained).items()}
-    with CheckpointWriter(tmp_path / "parts", trained) as writer:
-        path = writer.save({}, {})
-        step(trained)
-        writer.wait()
-        torch.testing.assert_close(everything(found := loaded(path, "adam")), expected, rtol=0, atol=0)
-        assert left == sorted(left, reverse=True)
-        assert (left[-1], len(set(left)) > 10) == (0, True)
-        whole = save_checkpoint(tmp_path / "whole", found, {}, {})
-        assert read_state(path).digests == read_state(whole).digests
-        with torch.no_grad():
-            trained.model.words.settled()[250, 1] = float("nan")
-        with refused("table words row 250 is not a finite number"):
-            writer.save({}, {})
 
 
 def test_a_resumed_training_writes_the_files_that_the_unbroken_one_writes(tmp_path: Path) -> None:
@@ -222,7 +185,7 @@ def test_what_no_update_has_changed_or_is_too_much_is_written_whole(
             torch.testing.assert_close(everything(loaded(path, "adam")), everything(trained), rtol=0, atol=0)
 
 
-def test_a_disk_without_links_and_a_full_memory_get_whole_files(
+def test_a_disk_without_links_gets_copies_and_a_full_memory_or_a_folder_that_is_gone_whole_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_links(*_: object) -> None:
@@ -231,50 +194,17 @@ def test_a_disk_without_links_and_a_full_memory_get_whole_files(
     monkeypatch.setattr(os, "link", no_links)
     trained = new("adam")
     with CheckpointWriter(tmp_path, trained, full_every=5) as writer:
-        for number in range(4):
+        for number in range(5):
             step(trained)
             if number == 2:
+                shutil.rmtree(tmp_path / "step-000002")
+            elif number == 3:
                 monkeypatch.setattr("dphybrid.training.saving.available_memory_bytes", lambda: 1)
             path = writer.save({}, {})
             writer.wait()
-            assert not (list((path / "changed").glob("*")) if (path / "changed").is_dir() else [])
+            assert (path / "changed").is_dir() == (number == 1)
+            assert (path / "tables" / "words.safetensors").stat().st_nlink == 1
             torch.testing.assert_close(everything(loaded(path, "adam")), everything(trained), rtol=0, atol=0)
-
-
-def test_a_base_without_sums_of_blocks_is_written_whole_with_them(tmp_path: Path) -> None:
-    trained = new("adam")
-    with CheckpointWriter(tmp_path, trained, full_every=5) as writer:
-        for number in range(3):
-            step(trained)
-            path = writer.save({}, {})
-            writer.wait()
-            page, tables = read_state(path), [f"tables/{file.name}" for file in (path / "tables").glob("*")]
-            assert page.block_sums.keys() > set(tables)
-            assert not page.sha256
-            torch.testing.assert_close(everything(loaded(path, "adam")), everything(trained), rtol=0, atol=0)
-            if number == 0:
-                sha256 = {each: file_digest(path / each) for each in page.block_sums}
-                page.model_copy(update={"block_sums": {}, "sha256": sha256}).write(path / "state.json")
-                writer.resumed(path, verify_checkpoint(path))
-            else:
-                assert bool(list((path / "changed").glob("*"))) == (number == 2)
-
-
-def test_a_damaged_base_is_never_written_on(tmp_path: Path) -> None:
-    trained = new("adam")
-    writer = CheckpointWriter(tmp_path, trained, full_every=2)
-    for _ in range(2):
-        step(trained)
-        path = writer.save({}, {})
-        writer.wait()
-    with (path / "tables" / "words.safetensors").open("r+b") as file:
-        file.seek(900)
-        file.write(b"!!")
-    step(trained)
-    writer.save({}, {})
-    with refused(r"words.safetensors: is damaged, .*--resume"):
-        writer.wait()
-    assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-000001", "step-000002"]
 
 
 OPTIONS = [

@@ -19,7 +19,8 @@ from dphybrid.recipes.configs import build_config
 from dphybrid.recipes.text.model import Recurrent
 from dphybrid.training.checkpoint import Generators
 from dphybrid.training.loop import precisely
-from dphybrid.training.optimizers import make_dense_optimizer, make_states
+from dphybrid.training.memory import make_states
+from dphybrid.training.optimizers import make_dense_optimizer
 from dphybrid.training.step import lower_precision, summed
 from tests.commands import run_with
 from tests.parallel.zoo import MODES, Running

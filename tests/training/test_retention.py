@@ -6,7 +6,7 @@ from dphybrid.config import CheckpointConfig
 from dphybrid.training.checkpoint import VALIDATION, Progress, complete_checkpoints, step_of
 from dphybrid.training.label_tasks import label_task
 from dphybrid.training.metrics import BINARY, LANGUAGE_MODEL
-from dphybrid.training.retention import best_checkpoint, best_steps, prune_checkpoints
+from dphybrid.training.saving import best_checkpoint, best_steps, prune_checkpoints
 from tests.commands import models_of, run_with
 
 

@@ -12,7 +12,7 @@ import torch
 from dphybrid.embedding import HostEmbedding
 from dphybrid.embedding.native import check_when_read
 from dphybrid.embedding.storage import deferred_rows
-from dphybrid.training.tensor_file import mapped_tensor, patch_tensors, stored_tensor, write_tensors
+from dphybrid.training.tensor_file import mapped_tensor, write_tensors
 from dphybrid.util.digests import BLOCK, file_block_sums
 from tests.refusing import refused
 from tests.reliability.damages import damage
@@ -140,26 +140,3 @@ def test_a_damaged_header_and_another_size_are_told(
     damage(file, content(file.read_bytes()))
     with refused(r"table\.safetensors: is damaged .*use another checkpoint"):
         mapped(file, sums)
-
-
-def test_a_file_is_written_again_with_changed_rows(tmp_path: Path) -> None:
-    weight, sums = written(tmp_path / "base")
-    ids_U, rows_UD = torch.tensor([0, 654, 655, 2999]), torch.ones(4, DIM)
-    changes = {"state": (torch.arange(7), torch.arange(7) * 2), "weight": (ids_U, rows_UD)}
-    found = patch_tensors(tmp_path / "file", tmp_path / "base", sums, changes)
-    weight[ids_U] = rows_UD
-    assert found == write_tensors(tmp_path / "whole", {"state": torch.arange(7) * 2, "weight": weight})
-    assert (tmp_path / "file").read_bytes() == (tmp_path / "whole").read_bytes()
-    assert torch.equal(stored_tensor(tmp_path / "file", "weight"), weight)
-
-
-@pytest.mark.parametrize("place", [9, 3 * BLOCK, 4 * BLOCK, -1])
-def test_no_file_is_written_again_from_a_damaged_one(place: int, tmp_path: Path) -> None:
-    _, sums = written(tmp_path / "base")
-    content = bytearray((tmp_path / "base").read_bytes())
-    content[place] ^= 1
-    (tmp_path / "base").write_bytes(content)
-    rows = (torch.tensor([0]), torch.ones(1, DIM))
-    everything = {"state": (torch.arange(7), torch.arange(7)), "weight": rows}
-    with refused(r"base: is damaged"):
-        patch_tensors(tmp_path / "file", tmp_path / "base", sums, everything)
