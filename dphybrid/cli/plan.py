@@ -4,7 +4,6 @@ examples:
   %(prog)s --devices 'cpu*8' --batch-size 30 --rows 100
   %(prog)s --data.path clicks.csv --data.label clicked      rows of the data, when it is prepared
   %(prog)s --devices cuda:0,cuda:1 --recipe text --rows 50000 --memory
-  %(prog)s --recipe ctr --cluster.ranks 16 --nodes 2 --link-gbit 25 --table-rows 4000000000
 """
 
 import argparse
@@ -28,11 +27,8 @@ def flags(parser: Parser) -> None:
     for name, default, sentence in (
         ("--batch-size", None, "rows of a batch over all devices (default: the recipe's)"),
         ("--rows", None, "rows of an epoch, to show the last batch too (default: of the prepared data)"),
-        ("--nodes", 1, "machines, with --cluster.ranks W over them all (1)"),
-        ("--table-rows", None, "rows of a table that does not exist yet (default: the prepared data's)"),
     ):
         add(name, type=int, default=default, metavar="N", help=sentence)
-    add("--link-gbit", type=float, default=100.0, metavar="G", help="Gbit/s between machines (100)")
     add("--memory", action="store_true", help="also build the model and estimate each device's memory")
     add_config_flags(parser)
 
@@ -44,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
     config, settings = given_config(args), load_settings()
     rows, recipe = args.rows, find_recipe(config.recipe)
-    if rows is None and not (config.cluster.ranks and (args.batch_size or config.train.batch_size)):
+    if rows is None:
         prepared = _prepared(recipe, config, settings)
         rows = len(prepared.dataset("train"))
         print(f"{rows:,} rows to train, of {prepared.path}")
@@ -52,12 +48,6 @@ def run(args: argparse.Namespace) -> int:
     elif rows is not None and rows > 0:
         config, _ = Recipe.sized(recipe, config, rows, {})  # without the data its facts are not known
     batch_size = config.train.batch_size if args.batch_size is None else args.batch_size
-    if config.cluster.several:
-        from dphybrid.cluster.plan import plan_text
-
-        nodes = args.nodes
-        print(plan_text(recipe, config, settings, batch_size, nodes, args.link_gbit, args.table_rows))
-        return 0
     if batch_size < 1 or rows < 1:
         raise UserError(f"--batch-size {batch_size} --rows {rows}: both must be at least 1")
     devices = resolve_devices(wanted_spec(config, settings).text)

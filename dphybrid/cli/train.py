@@ -52,18 +52,6 @@ def run(args: argparse.Namespace) -> int:
         from dphybrid.run.train import run_job
         from dphybrid.util.stop import Interrupted
 
-    if config.cluster.several:
-        from dphybrid.run.joined import is_joined, join_job
-
-        if is_joined():
-            try:
-                joined = join_job(config, settings, args.run_name, resume, tags_from_args(args))
-            except Interrupted as interruption:
-                print(interruption)
-                return 0  # for torchrun this process has done what it should: it is not started again
-            if joined is not None:
-                _show(joined, report_path)
-            return 0
     try:
         report = run_job(config, settings, run_name=args.run_name, resume=resume, tags=tags_from_args(args))
     except Interrupted as interruption:

@@ -85,27 +85,12 @@ def address_towards(host: str, named: str = "") -> str:
         raise UserError(
             f"no way to {host} ({error}); set DPHYBRID_CLUSTER_ADDRESS to this machine's address"
         ) from error
-    refuse_public([address])
+    if ipaddress.ip_address(address.partition("%")[0]).is_global:
+        raise UserError(
+            f"ranks would listen at the public address {address}, and have no password; set "
+            "DPHYBRID_CLUSTER_ADDRESS to an address in a trusted network, or to this one behind a firewall"
+        )
     return address
-
-
-def refuse_public(addresses: Sequence[str]) -> None:
-    """Raise UserError when one of the addresses is reached from the whole internet: connections between ranks
-    have no password."""
-    for address in addresses:
-        if ipaddress.ip_address(address.partition("%")[0]).is_global:
-            raise UserError(
-                f"ranks would listen at the public address {address}, and have no password; set "
-                "DPHYBRID_CLUSTER_ADDRESS to an address in a trusted network, or to this one behind a "
-                "firewall"
-            )
-
-
-def own_addresses() -> list[str]:
-    """Return the addresses of this machine's network interfaces."""
-    families = (socket.AF_INET, socket.AF_INET6)
-    found = [one for addresses in psutil.net_if_addrs().values() for one in addresses]
-    return [one.address for one in found if one.family in families]
 
 
 def rank_environment(settings: Mapping[str, object], address: str = _LOOPBACK) -> dict[str, str]:

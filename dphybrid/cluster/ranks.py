@@ -62,7 +62,7 @@ def joined(
     wait_s: float | None = None,
     look: Callable[[], None] = lambda: None,
 ) -> Iterator[Ranks]:
-    """Be one of the ranks of a run, as `launch` or torchrun says in this process's variables.
+    """Be one of the ranks of a run, as `launch` says in this process's variables.
 
     timeout_s: how long one waits for the others in anything they do together; a rank that is gone is noticed
     at once. wait_s: how long all may take to begin; `look`, called meanwhile, may raise to leave. Raises
@@ -74,19 +74,11 @@ def joined(
         torch.cuda.set_device(device)
     limit = timedelta(seconds=timeout_s)
     with _lost():
-        if path := os.environ.get(STORE):
-            rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-            store = _all_here(path, size, wait_s or timeout_s, look)
-            dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=size)
-        else:
-            dist.init_process_group(backend, timeout=limit)
-        yield Ranks(
-            dist.get_rank(),
-            dist.get_world_size(),
-            int(os.environ["LOCAL_RANK"]),
-            int(os.environ["LOCAL_WORLD_SIZE"]),
-            device,
-        )
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        rank, size, local_rank, local_size = (int(os.environ[name]) for name in names)
+        store = _all_here(os.environ[STORE], size, wait_s or timeout_s, look)
+        dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=size)
+        yield Ranks(rank, size, local_rank, local_size, device)
         dist.destroy_process_group()  # a rank that fails leaves without waiting for the others
 
 

@@ -1,12 +1,10 @@
 """Refusals before work starts: models and values that several ranks compute differently or not yet."""
 
-import platform
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from torch import nn
 
-from dphybrid.cluster.ranks import Ranks
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
 from dphybrid.data import Prepared
@@ -171,13 +169,3 @@ def difference(host: str, facts: Mapping[str, str], wanted_on: str, wanted: Mapp
                 f"{wanted.get(what, '')[:16]}; give all machines the same files and versions"
             )
     return None
-
-
-def refuse_differences(ranks: Ranks, digest: str) -> None:
-    """Raise UserError that names the first rank whose versions or data differ from rank 0's."""
-    everyone = ranks.all_told((platform.node(), {"prepared data": digest, **versions()}))
-    for rank, (host, facts) in enumerate(everyone):
-        if found := difference(
-            f"rank {rank} on {host}", facts, f"rank 0 on {everyone[0][0]}", everyone[0][1]
-        ):
-            raise UserError(found)

@@ -1,36 +1,27 @@
-"""Ranks that a run starts itself, or torchrun by hand: deaths, requests to stop, one record for all."""
+"""Ranks that a run starts itself: deaths, requests to stop, one record for all."""
 
 import os
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from dphybrid.config.settings import Settings
 from dphybrid.recipes.configs import load_config
-from dphybrid.run.pages import Report, ResultPage
+from dphybrid.run.pages import Report
 from dphybrid.run.train import run_job
 from dphybrid.util.stop import Interrupted, StopRequest
 from tests.cluster.launching import (
     BASE,
-    CAN_JOIN,
     LIMIT_S,
     SMALL,
-    Machine,
-    joined_machines,
     needs_torchrec,
     settings_in,
     write_clicks,
 )
 from tests.conftest import REPOSITORY
-from tests.postgres import free_port
 from tests.refusing import refused
-from tests.waiting import patience
 
 pytestmark = [needs_torchrec, pytest.mark.slow]
 
@@ -95,65 +86,3 @@ def test_a_rank_that_stands_still_is_ended_after_the_limit(
     report = train(limited, tmp_path, "still")
     assert report.metrics["auc"] > 0
     assert "Going on from" in capfd.readouterr().out
-
-
-@pytest.fixture
-def machines() -> Iterator[list[Machine]]:
-    """Two machines where root may make them; else twice this one."""
-    with joined_machines() if CAN_JOIN else nullcontext([Machine("127.0.0.1", "lo")] * 2) as both:
-        yield both
-
-
-def test_two_machines_by_hand_one_of_which_is_away_for_a_while(
-    settings: Settings, tmp_path: Path, machines: list[Machine]
-) -> None:
-    """Each has an agent and a data folder of its own; the second dies and returns."""
-    port, flags = free_port(), []
-    for text in values(tmp_path, "cluster.ranks=2"):
-        name, _, value = text.partition("=")
-        flags += [f"--{name.replace('_', '-')}", value]
-
-    def agent(number: int, said: Path, **more: str) -> "subprocess.Popen[bytes]":
-        here = machines[number]
-        own = {
-            "DPHYBRID_DATA_DIR": str(tmp_path / f"machine-{number}"),
-            "DPHYBRID_TRACKING_URI": "none",
-            "DPHYBRID_THREADS": "1",
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            "GLOO_SOCKET_IFNAME": here.interface,
-            "OMP_NUM_THREADS": "1",
-        }
-        torchrun = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-id", "by-hand"]
-        torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{machines[0].address}:{port}"]
-        torchrun += ["--rdzv-conf", f"is_host={str(number == 0).lower()}", "--local-addr", here.address]
-        return subprocess.Popen(
-            [
-                *here.within,
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                *torchrun,
-                "-m",
-                "dphybrid",
-                "train",
-                *flags,
-            ],
-            env={**os.environ, **own, **more},
-            stdout=said.open("wb"),
-            stderr=subprocess.STDOUT,
-        )
-
-    said = [tmp_path / f"said-{number}" for number in range(3)]
-    agents = [agent(0, said[0]), agent(1, said[1], MORTAL_STEP="7", MORTAL_AGENT="1")]
-    try:
-        assert agents[1].wait(patience(LIMIT_S)) == -9
-        agents.append(agent(1, said[2]))
-        ends = [process.wait(timeout=patience(LIMIT_S)) for process in (agents[0], agents[2])]
-        assert ends == [0, 0], said[0].read_text()[-5000:]
-    finally:
-        for process in agents:
-            process.kill()
-    (run,) = (tmp_path / "machine-0/runs").glob("*")
-    assert not (tmp_path / "machine-1/runs").exists()
-    assert "Going on from" in said[0].read_text()
-    assert ResultPage.read(run / "result.json").epochs == 3

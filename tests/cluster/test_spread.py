@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dphybrid.cluster.launch import STORE
 from dphybrid.training.tensor_file import write_tensors
 from tests.conftest import REPOSITORY
-from tests.postgres import free_port
 
 RANK = """
 import sys
@@ -51,9 +51,15 @@ def test_slices_rows_and_checks_reach_their_owners(tmp_path: Path) -> None:
     changed = -torch.ones(4, 3)
     write_tensors(tmp_path / "in.safetensors", {"weight": weight, "sum": total})
     write_tensors(tmp_path / "changed.safetensors", {"rows": changed})
-    port, ranks = free_port(), []
+    ranks = []
     for rank in range(3):
-        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 3, "LOCAL_WORLD_SIZE": 3, "MASTER_PORT": port}
+        own = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": 3,
+            "LOCAL_WORLD_SIZE": 3,
+            STORE: tmp_path / "store",
+        }
         ranks.append(
             subprocess.Popen(
                 [sys.executable, "-c", RANK, str(tmp_path)],
@@ -61,7 +67,6 @@ def test_slices_rows_and_checks_reach_their_owners(tmp_path: Path) -> None:
                 env={
                     **os.environ,
                     **{name: str(value) for name, value in own.items()},
-                    "MASTER_ADDR": "127.0.0.1",
                     "GLOO_SOCKET_IFNAME": "lo",
                 },
                 stdout=subprocess.PIPE,
