@@ -29,6 +29,7 @@ _NAMES = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
     torch.bool: "BOOL",
 }  # fmt: skip
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _SLICE_BYTES = 2**20
 """Stays in a processor's cache between copying, summing and writing."""
 
@@ -94,7 +95,8 @@ def stored_tensor(path: Path, name: str) -> Tensor:
 def read_into(path: Path, name: str, target: Tensor, ids_U: Tensor | None = None) -> None:
     """Fill `target` (V, ...) in place from the tensor `name` of a file, slice by slice, or its rows ids_U
     (ascending). Raises UserError when shapes differ."""
-    shape = tensor_shapes(path)[name]
+    entries, start = _header(path)
+    shape = tuple(entries[name]["shape"])
     if ids_U is None and shape != tuple(target.shape):
         raise UserError(
             f"{path}: {name} has shape {shape}, the model's table has {tuple(target.shape)}; was it trained "
@@ -103,15 +105,20 @@ def read_into(path: Path, name: str, target: Tensor, ids_U: Tensor | None = None
     if not shape:
         target.copy_(stored_tensor(path, name))
         return
-    step = max(1, _SLICE_BYTES // (target.element_size() * math.prod(shape[1:]) or 1))
-    with safe_open(path, framework="pt") as file:
-        rows = file.get_slice(name)
+    dtype = _DTYPES[entries[name]["dtype"]]
+    row_bytes = dtype.itemsize * math.prod(shape[1:])
+    step = max(1, _SLICE_BYTES // max(1, row_bytes))
+    with path.open("rb") as file:
+        file.seek(start + entries[name]["data_offsets"][0])
         for first in range(0, shape[0], step):
-            part = rows[first : first + step].to(target.dtype)
+            last = min(first + step, shape[0])
+            # Not mapped: its pages would count as this process's memory, a second table for a while.
+            raw = np.fromfile(file, np.uint8, (last - first) * row_bytes)
+            part = torch.from_numpy(raw).view(dtype).view(last - first, *shape[1:]).to(target.dtype)
             if ids_U is None:
-                target[first : first + step] = part
+                target[first:last] = part
             else:
-                target.index_copy_(0, ids_U[first : first + step], part)
+                target.index_copy_(0, ids_U[first:last], part)
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:

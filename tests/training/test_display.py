@@ -1,11 +1,9 @@
-"""What a person sees: a bar in a terminal or a notebook, a line an epoch elsewhere."""
+"""What a person sees: a bar in a terminal, a line an epoch elsewhere."""
 
 import os
 import pty
 import subprocess
 import sys
-import types
-from typing import Any
 
 import pytest
 
@@ -53,40 +51,3 @@ def test_a_long_epoch_is_not_silent(
         for text in ("soon", "late", "soon again"):
             shown.passing(text)
     assert capsys.readouterr().out == "late\n"
-
-
-class Kernel:
-    """IPython as far as a bar needs it: what was displayed, and each change of it."""
-
-    def __init__(self) -> None:
-        self.pages: list[str] = []
-
-    def get_ipython(self) -> Any:
-        return types.SimpleNamespace(kernel=self)
-
-    def display(self, page: str, display_id: bool) -> Any:
-        assert display_id
-        self.pages.append(page)
-        return types.SimpleNamespace(update=self.pages.append)
-
-
-def test_a_notebook_gets_a_bar_that_goes_when_it_is_done(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    kernel = Kernel()
-    page = types.ModuleType("IPython.display")
-    page.display, page.HTML = kernel.display, str  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "IPython", kernel)
-    monkeypatch.setitem(sys.modules, "IPython.display", page)
-    monkeypatch.setattr(display, "NOTEBOOK_S", 0.0)
-    with Display() as shown:
-        shown.epoch(0, 2, 3, 0)
-        shown.advance("loss <1")
-        shown.passing("within")
-        shown.line("epoch 1/2")
-    first, begun, moved, ended = kernel.pages
-    assert (first, ended) == ("", "")
-    assert 'value="0" max="3"' in begun
-    assert 'value="1" max="3"' in moved
-    assert moved.endswith("epoch 1/2: 1 of 3  loss &lt;1")
-    assert capsys.readouterr().out == "epoch 1/2\n"
