@@ -17,7 +17,7 @@ import dphybrid
 from dphybrid.config.settings import load_settings
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import run_job
-from dphybrid.selftest.runs import SMALL, TABLE, write_clicks
+from dphybrid.selftest.trials import SMALL, TABLE, write_clicks
 from dphybrid.util.digests import SUMS, value_digest
 from tests.conftest import REPOSITORY
 

@@ -18,6 +18,7 @@ from dphybrid.config import (
     TableConfig,
     TrainConfig,
 )
+from dphybrid.config.experiment import sized
 from dphybrid.util.errors import UserError
 
 # The command line and the forms look at recipes, too: torch and polars wait until work begins.
@@ -120,8 +121,6 @@ class Recipe:
     ) -> tuple[ExperimentConfig, list[str]]:
         """Return the config with what it leaves to the data, and lines that say so with the arithmetic.
         num_rows: of the training split. info: facts about the prepared data."""
-        from dphybrid.training.sizes import sized
-
         return sized(config, num_rows, *self.batches)
 
     def build(self, context: "ModelContext[Any]") -> "nn.Module":

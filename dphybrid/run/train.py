@@ -6,20 +6,25 @@ The flow and the command line share them. A run is a folder: `run.json` (what it
 compare.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
 from dphybrid.run.build import build_run, prepare_data, resumed_replicas
-from dphybrid.run.evaluate import evaluate_run
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import Run, running
 from dphybrid.run.leasing import giving_way, leased_devices
-from dphybrid.run.pages import Report, ResultPage
+from dphybrid.run.pages import MetricsPage, Report, ResultPage
 from dphybrid.run.report import attached, report_run
 from dphybrid.run.trainer import train_here
 from dphybrid.training.callbacks import Callback
+from dphybrid.training.checkpoint import load_weights, verify_checkpoint
+from dphybrid.training.loop import evaluate, validation_outputs
+from dphybrid.training.metrics import Task, constant_prediction
+from dphybrid.util.errors import UserError
 from dphybrid.util.files import disk_errors_told
 from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
 
@@ -93,6 +98,50 @@ def train_run(
     if experiment.engine.launch(run.folder, run.page.devices, experiment.settings, stop, meeting):
         return ResultPage.read(run.folder / "result.json")
     return train_here(run, experiment, stop, callbacks)
+
+
+def evaluate_run(run: Run, experiment: Experiment) -> dict[str, float]:
+    """Evaluate the best checkpoint on the validation rows, and on test rows where the data has some
+    (`test_...`); log it all as `final/...`."""
+    data, task, mapped = experiment.data, experiment.task, experiment.engine.mapped
+    best = Path(ResultPage.read(run.folder / "result.json").best_checkpoint)
+    gc.collect()  # frames of torch's lazy imports may hold the trained table: two would not fit
+    model = experiment.unfilled(run.page.devices, mapped)
+    try:
+        verify_checkpoint(best)
+    except UserError as damage:  # nothing takes its place by itself: it would be another model
+        raise UserError(
+            f"the run's best checkpoint is damaged: {damage}; remove {best} and give --resume "
+            f"{run.folder.name}: the best of the others takes its place"
+        ) from damage
+    load_weights(best, model, mapped)
+    batch_size = experiment.config.train.batch_size
+    outputs = validation_outputs(model, data.dataset("valid"), batch_size, task)
+    metrics, charts = task.compute(outputs), task.charts(outputs) if task.charts else []
+    if "test" in data.parts:
+        tested = evaluate(model, data.dataset("test"), batch_size, task)
+        metrics |= {f"test_{name}": value for name, value in tested.items()}
+    own = task.baselines(outputs) if task.baselines else constant_prediction(outputs, task)
+    baselines = experiment.recipe.baselines(data) or own
+    page = MetricsPage(metrics=metrics, charts=list(charts), beside=_beside(metrics, baselines, task))
+    page.write(run.folder / "metrics.json")
+    with closing(attached(run, experiment.settings)) as tracker:
+        tracker.log_summary({f"final/{name}": value for name, value in metrics.items()})
+        for which, values in baselines.items():
+            where = f"baseline/{which.replace(' ', '_')}"
+            tracker.log_summary({f"{where}/{name}": value for name, value in values.items()})
+    return metrics
+
+
+def _beside(metrics: Mapping[str, float], baselines: Mapping[str, Mapping[str, float]], task: Task) -> str:
+    """Say what the run adds to its baselines, in the deciding metric: positive where it is better."""
+    sign = 1 if task.higher_is_better else -1
+    return ", ".join(
+        f"{which} {task.metric} {values[task.metric]:.4f} "
+        f"(this run is {abs(gain):.4f} {'better' if gain >= 0 else 'WORSE'})"
+        for which, values in baselines.items()
+        for gain in [sign * (metrics[task.metric] - values[task.metric])]
+    )
 
 
 __all__ = [

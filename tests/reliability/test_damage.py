@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dphybrid.config.settings import load_settings
-from dphybrid.selftest.runs import came_to
+from dphybrid.selftest.trials import came_to
 from dphybrid.serving.load import find_checkpoint
 from dphybrid.serving.predict import Predictor
 from dphybrid.util.errors import UserError

@@ -94,7 +94,7 @@ class Ctr(Recipe):
     def sized(
         self, config: ExperimentConfig, num_rows: int, info: Mapping[str, Any]
     ) -> tuple[ExperimentConfig, list[str]]:
-        from dphybrid.training.sizes import STEPS
+        from dphybrid.config.experiment import STEPS
 
         found, lines = super().sized(config, num_rows, info)
         if found.table.lr:
