@@ -116,7 +116,7 @@ def test_a_rank_whose_starter_is_gone_does_not_wait_for_the_others(tmp_path: Pat
 def test_a_foreign_folder_to_meet_in_is_refused(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "ranks").symlink_to(tmp_path / "elsewhere")
-    with refused("is not a folder; ranks meet there"):
+    with refused("is a link or another user"):
         run_ranks(1, (PATIENT, str(tmp_path)), tmp_path, {}, 0, StopRequest())
 
 

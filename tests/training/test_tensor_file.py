@@ -60,8 +60,6 @@ def exported(table: HostEmbedding) -> Look:
 
 LOOKS: dict[str, Callable[[HostEmbedding], Look]] = {
     "a lookup": lambda table: table,
-    "bags": lambda table: lambda ids_N: table.bags(ids_N, torch.tensor([0, 1])),
-    "largest of a bag": lambda table: lambda ids_N: table.bags(ids_N, torch.tensor([0, 1]), mode="max"),
     "replicas": on_replicas,
     "a compiled model": lambda table: torch.compile(_Summed(table), backend="eager", fullgraph=True),
     "an exported program": exported,
