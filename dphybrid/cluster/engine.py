@@ -1,25 +1,29 @@
-"""The engine of several ranks, in the process that starts them."""
+"""The engine of several ranks, in the process that starts them. It refuses what ranks compute differently, or
+not yet, before work starts."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from torch import nn
 
 from dphybrid.cluster.launch import OUTCOME, Meeting, train_in_ranks
-from dphybrid.cluster.refusals import (
-    refuse_label_for_ranks,
-    refuse_model_for_ranks,
-    refuse_ranks,
-    refuse_small_batch,
-)
+from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
 from dphybrid.data import Prepared
+from dphybrid.data.table.labels import Label
+from dphybrid.embedding import find_tables
 from dphybrid.embedding.storage import deferred_rows
 from dphybrid.training.callbacks import Callback
 from dphybrid.training.engine import Engine
+from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import Interrupted, StopRequest
+
+_INSTALL = "pip install 'dphybrid[cluster]' (docs/cluster.md says how on a machine without a GPU)"
+_NEEDED = {"torchrec": "1.8.", "fbgemm-gpu": "1.8.", "torch": "2.13."}
+"""Packages and the versions that belong together."""
 
 NODES = "dphybrid.nodes"
 """Tag of a run: its machines."""
@@ -33,15 +37,44 @@ class ClusterEngine(Engine):
     def check(
         self, one_process: bool, settings: Settings, devices: str, callbacks: Sequence[Callback], here: int
     ) -> None:
-        refuse_ranks(self.config, one_process, settings, devices, callbacks, here)
+        ranks = self.config.cluster.ranks
+        if reason := _reason(self.config, one_process, settings, devices, callbacks, here or ranks):
+            raise UserError(f"cluster.ranks={ranks}: {reason}; or use cluster.ranks=0, one process")
+        check_installed(ranks)
 
     def check_data(self, data: Prepared, tabular: bool) -> None:
-        refuse_small_batch(self.config)
-        if tabular:
-            refuse_label_for_ranks(self.config, data)
+        ranks, rows = self.config.cluster.ranks, self.config.train.batch_size
+        if rows < ranks:
+            raise UserError(f"cluster.ranks={ranks}: {_too_small(rows, ranks)}")
+        if not tabular:
+            return
+        task = Label.of(data.info).task
+        if task != "binary" or "weights_B" in data.manifest.arrays:
+            weight = data.manifest.facts.get("weight")
+            what = f"data.weight={weight}" if task == "binary" else f"a {task} label"
+            raise UserError(
+                f"cluster.ranks={ranks}: {what} was not tried with several ranks, which learn binary labels "
+                "without weights; use cluster.ranks=0, one process"
+            )
 
     def check_model(self, model: nn.Module) -> None:
-        refuse_model_for_ranks(self.config, model)
+        tables, where = find_tables(model), f"cluster.ranks={self.config.cluster.ranks}"
+        if len(tables) != 1:
+            remedy = (
+                "put them into one HostEmbeddingCollection"
+                if tables
+                else "without one, DistributedDataParallel does it"
+            )
+            raise UserError(
+                f"{where}: the model has {len(tables)} tables ({', '.join(tables) or 'none'}), and the ranks "
+                f"share one; {remedy}"
+            )
+        (table,) = tables.values()
+        if table.dim % 4:
+            raise UserError(
+                f"{where}: the rows of table {table.name!r} are {table.dim} wide, and the kernels there want "
+                f"a multiple of 4; use {-(-table.dim // 4) * 4} (model.dim)"
+            )
 
     def launch(
         self, folder: Path, devices: str, settings: Settings, stop: StopRequest, meeting: Meeting | None
@@ -76,3 +109,96 @@ class ClusterEngine(Engine):
 
     def new_tables(self, filled: bool) -> AbstractContextManager[None]:
         return deferred_rows()
+
+
+def check_installed(ranks: int) -> None:
+    """Raise UserError when what the ranks run on is not there, or in versions that do not belong together."""
+    found = {name: installed_version(name) for name in _NEEDED}
+    found["fbgemm-gpu"] = found["fbgemm-gpu"] or installed_version("fbgemm-gpu-cpu")
+    wrong = [
+        f"{name} {found[name] or 'is missing'}, needed {prefix}*"
+        for name, prefix in _NEEDED.items()
+        if not found[name].startswith(prefix)
+    ]
+    if wrong:
+        raise UserError(f"cluster.ranks={ranks}: {'; '.join(wrong)}; {_INSTALL}")
+
+
+def installed_version(package: str) -> str:
+    """Return a package's version, "" where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _too_small(batch_size: int, ranks: int) -> str:
+    return f"train.batch_size={batch_size} leaves ranks without rows; use at least {ranks}"
+
+
+def _reason(
+    config: ExperimentConfig,
+    one_process: bool,
+    settings: Settings,
+    devices: str,
+    callbacks: Sequence[Callback],
+    here: int,
+) -> str:
+    table, train, ranks = config.table, config.train, config.cluster.ranks
+    names = parse_device_spec(devices).names
+    if one_process:
+        return (
+            f"recipe {config.recipe} was not tried with several ranks, or has its own step; use ctr, or a "
+            "recipe of your own with one table"
+        )
+    if table.optimizer not in ("adagrad", "sgd"):
+        return (
+            f"table.optimizer={table.optimizer} has no equal in TorchRec's sharded tables; use adagrad or sgd"
+        )
+    if table.optimizer == "sgd" and table.weight_decay:
+        return (
+            f"table.weight_decay={table.weight_decay:g} with table.optimizer=sgd, of which FBGEMM takes no "
+            "weight decay; use adagrad, or 0"
+        )
+    if table.dtype == "bfloat16":
+        return "table.dtype=bfloat16 rounds otherwise there; use table.dtype=model"
+    if config.model.dtype == "float64":
+        return "model.dtype=float64: the kernels there compute rows in float32; use model.dtype=float32"
+    if settings.table_storage == "mmap":
+        return "DPHYBRID_TABLE_STORAGE=mmap: each rank holds its rows in memory; use memory, or more ranks"
+    if train.precision != "float32":
+        return f"train.precision={train.precision} was not tried with several ranks; use float32"
+    if train.compile:
+        return "train.compile was not tried with several ranks; leave it out"
+    if train.callbacks or callbacks:
+        return "callbacks (train.callbacks) cannot be called: other processes train; leave them out"
+    if train.check_split:
+        return "train.check_split looks at replicas of one process; check first, with one process"
+    if train.warm_start and config.data.model_dump().get("base"):
+        return "train.warm_start with data.base grows a table in one process; train a step there, then resume"
+    if 0 < train.batch_size < ranks:
+        return _too_small(train.batch_size, ranks)
+    if parse_device_spec(devices).text != "cpu" and len(names) != here:
+        return (
+            f"devices={devices} are {len(names)}, and each rank has one; use devices=cpu, or as many GPUs as "
+            f"ranks here, {here}"
+        )
+    if parse_device_spec(devices).virtual:
+        return f"devices={devices} are virtual; each rank has one device of its own, use devices=cpu"
+    return ""
+
+
+def versions() -> dict[str, str]:
+    """Return what must be the same on all machines of a job."""
+    return {name: installed_version(name) for name in ("dphybrid", "torch", "torchrec")}
+
+
+def difference(host: str, facts: Mapping[str, str], wanted_on: str, wanted: Mapping[str, str]) -> str | None:
+    """Return which of its facts differ on a host from another one's, and what to do; None: none."""
+    for what, value in facts.items():
+        if value != wanted.get(what, ""):
+            return (
+                f"{host} has {what} {value[:16] or 'not at all'}, {wanted_on} has "
+                f"{wanted.get(what, '')[:16]}; give all machines the same files and versions"
+            )
+    return None

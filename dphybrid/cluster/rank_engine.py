@@ -21,7 +21,7 @@ from dphybrid.embedding import dense_parameters
 from dphybrid.parallel import Devices, Split, resolve_devices
 from dphybrid.training.checkpoint import Trained, dense_state
 from dphybrid.training.engine import Session, TrainStep
-from dphybrid.training.finite import NotFinite, first_bad_row, kept_buffers
+from dphybrid.training.finite import NotFinite, first_bad, kept_buffers
 from dphybrid.training.memory import num_rows
 from dphybrid.training.metrics import Task
 from dphybrid.training.saving import CheckpointWriter
@@ -78,7 +78,7 @@ class RankEngine(ClusterEngine):
         """Spread the one table of a model that was built without rows over all ranks. Raises UserError when
         it does not fit."""
         config = self.config
-        self.table = spread_table(model, self.ranks, config.table, config.train.batch_size, first_bad_row)
+        self.table = spread_table(model, self.ranks, config.table, config.train.batch_size, first_bad)
         self._parameters = [parameter for parameter in dense_parameters(model) if parameter.requires_grad]
 
     def obey(self, stop: StopRequest, when: str) -> None:

@@ -98,7 +98,7 @@ def _square_of_sums(ids_N: Tensor, grads_ND: Tensor) -> float:
 
 
 def _fused_params(config: TableConfig) -> dict[str, object]:
-    """Return the exact counterpart of a row optimizer, as the sharder takes it; `refusals` has said before
+    """Return the exact counterpart of a row optimizer, as the sharder takes it; `engine` has said before
     which have none."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode

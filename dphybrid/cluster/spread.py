@@ -26,8 +26,8 @@ class _Op(IntEnum):
     PUT = 4
 
 
-FindBad = Callable[[Tensor], int | None]
-"""From a tensor to the first of its rows that holds no finite number, or None."""
+FindBad = Callable[[Tensor], tuple[int, float] | None]
+"""`finite.first_bad`."""
 
 
 class Spread:
@@ -119,15 +119,16 @@ class Spread:
                 dist.send(ids, owner)
                 dist.send(part, owner)
 
-    def first_bad(self, number: int) -> int | None:
-        """Return the first row that holds no finite number; each rank looks at its own."""
+    def first_bad(self, number: int) -> tuple[int, float] | None:
+        """Return the row of the first entry that is not a finite number, and that entry; each rank looks at
+        its own."""
         self._tell(_Op.CHECK, number)
-        bad = [row for row in self._ranks.all_told(self._bad(number)) if row is not None]
+        bad = [at for at in self._ranks.all_told(self._bad(number)) if at is not None]
         return min(bad, default=None)
 
-    def _bad(self, number: int) -> int | None:
-        row = self._find_bad(self._pieces[number])
-        return None if row is None else row + self.bounds[self._ranks.rank][0]
+    def _bad(self, number: int) -> tuple[int, float] | None:
+        at = self._find_bad(self._pieces[number])
+        return None if at is None else (at[0] + self.bounds[self._ranks.rank][0], at[1])
 
     def _owners(self, number: int, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
         """Yield owner, first and last of its own elements, and the place of these behind `start`."""
@@ -189,6 +190,6 @@ class _SpreadTensor:
         assert dim == 0
         self._spread.put(self._number, ids_U, rows)
 
-    def first_bad(self) -> int | None:
-        """Return the first row that holds no finite number."""
+    def first_bad(self) -> tuple[int, float] | None:
+        """Return the row of the first entry that is not a finite number, and that entry."""
         return self._spread.first_bad(self._number)

@@ -34,8 +34,8 @@ from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelled, Cancelling, Completed, Running
 from pydantic import BaseModel, ConfigDict
 
+from dphybrid.cluster.engine import difference, versions
 from dphybrid.cluster.launch import Meeting, address_towards, train_in_ranks
-from dphybrid.cluster.refusals import difference, versions
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.orchestration.queueing import (

@@ -1,9 +1,9 @@
 """The start of a training: the process, the model and its optimizers, the checkpoint they go on from, the
 session."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -82,27 +82,21 @@ def build_trained(experiment: Experiment, devices: Devices, done: Path | None) -
     return trained
 
 
-def starting_point(
-    done: Path | None, experiment: Experiment, trained: Trained, saver: CheckpointWriter
-) -> Callable[[], dict[str, object]] | None:
-    """Return what fills `trained` and returns the states to go on with; None: it stays as it was built."""
-
-    def go_on(done: Path) -> dict[str, object]:
-        page = load_checkpoint(done, trained)
-        saver.resumed(done, page)
-        progress = trained.progress
-        print(f"Going on from {done}: step {progress.step}, epoch {progress.epoch + 1}", flush=True)
-        return page.record
-
-    def start_warm(checkpoint: str) -> dict[str, object]:
-        warm_start(Path(checkpoint), trained.model, experiment.data)
+def fill(
+    trained: Trained, experiment: Experiment, saver: CheckpointWriter, done: Path | None
+) -> Mapping[str, Any]:
+    """Fill `trained` from the checkpoint `done`, else from that of train.warm_start; return the states by
+    name with which a training goes on."""
+    if done is None:
+        checkpoint = experiment.config.train.warm_start
+        warm_start(Path(str(checkpoint)), trained.model, experiment.data)
         print(f"Starting from the weights of {checkpoint}", flush=True)
         return {}
-
-    if done:
-        return partial(go_on, done)
-    warm = experiment.config.train.warm_start
-    return partial(start_warm, warm) if warm else None
+    page = load_checkpoint(done, trained)
+    saver.resumed(done, page)
+    progress = trained.progress
+    print(f"Going on from {done}: step {progress.step}, epoch {progress.epoch + 1}", flush=True)
+    return page.record
 
 
 def warm_start(checkpoint: Path, model: nn.Module, data: Prepared) -> None:

@@ -1,28 +1,26 @@
 """The training of a built run in this process; its results, as `result.json` and `splits.json`."""
 
-import sys
 from collections.abc import Sequence
 from contextlib import closing
 from datetime import datetime
-from pathlib import Path
+from functools import partial
 
 from dphybrid.data import num_batches
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import Run
 from dphybrid.run.pages import ResultPage, SplitsPage
 from dphybrid.run.report import attached
-from dphybrid.run.start import begin, build_trained, make_session, newest_checkpoint, starting_point
+from dphybrid.run.start import begin, build_trained, fill, make_session, newest_checkpoint
 from dphybrid.tracking import Tracker
 from dphybrid.tracking.system import system_metrics
 from dphybrid.training.callbacks import Callback
-from dphybrid.training.checkpoint import complete_checkpoints, step_of
+from dphybrid.training.checkpoint import complete_checkpoints
 from dphybrid.training.display import Display
 from dphybrid.training.engine import Session
 from dphybrid.training.loop import keep_checkpoints, train
 from dphybrid.training.observing import Meter
 from dphybrid.training.saving import best_checkpoint
 from dphybrid.training.split_log import announcement
-from dphybrid.util.errors import UserError
 from dphybrid.util.files import write_text
 from dphybrid.util.stop import StopRequest
 
@@ -38,8 +36,8 @@ def train_here(
     trained = build_trained(experiment, devices, done)
     saver = engine.writer(run.checkpoints, trained, *experiment.encoder)
     # One process reads the checkpoint; its engine hands the states on to the others.
-    load = starting_point(done, experiment, trained, saver) if engine.leads else None
-    states = engine.read(trained, load) or {}
+    fills = engine.leads and (done or experiment.config.train.warm_start)
+    states = engine.read(trained, partial(fill, trained, experiment, saver, done) if fills else None) or {}
     engine.obey(stop, f"after step {trained.progress.step}; it goes on with --resume")
     # The plain Tracker drops what it gets: only one process of a run records.
     record = attached(run, experiment.settings) if engine.leads else Tracker()
@@ -74,13 +72,6 @@ def _result_of(session: Session, meter: Meter, system: dict[str, float]) -> Resu
     progress, folder = session.trained.progress, session.checkpoints
     done = complete_checkpoints(folder)
     best = best_checkpoint(done, progress, session.task)
-    if best is not None and progress.best_step not in (None, step_of(best)):
-        print(
-            f"Note: the best checkpoint, of step {progress.best_step}, is gone from {folder}; "
-            f"{best.name} takes its place",
-            file=sys.stderr,
-            flush=True,
-        )
     stages = sorted(session.clock.totals.items(), key=lambda item: -item[1])
     return ResultPage(
         checkpoint=str(done[-1]) if done else "",
@@ -91,23 +82,13 @@ def _result_of(session: Session, meter: Meter, system: dict[str, float]) -> Resu
         system=system,
         history=progress.history,
         best_value=progress.best_value,
-        step_ms=meter.times.summary() or _step_ms_before(folder.parent / "result.json", progress.step),
+        step_ms=meter.times.summary(),
         steps_timed=meter.times.count,
         stages={name: round(seconds, 6) for name, seconds in stages},
         saving=session.saver.costs,
         steps_per_epoch=num_batches(session.train_data, session.config.train.batch_size),
         steps_skipped=progress.skipped,
     )
-
-
-def _step_ms_before(page: Path, step: int) -> dict[str, float]:
-    """Return how long steps took in the process before, where that one took the last step: it may have been
-    killed before its report."""
-    try:
-        before = ResultPage.read(page)
-    except UserError:  # there is none, or a damaged one
-        return {}
-    return before.step_ms if before.steps == step else {}
 
 
 def _keep_outcome(run: Run, session: Session, result: ResultPage) -> None:

@@ -57,7 +57,7 @@ def not_finite(
         """Note the first bad entry of each tensor. ids_U: what its rows are called."""
         bad = []
         for name, tensor, ids_U in tensors:
-            if (at := _bad_at(tensor)) is not None:
+            if (at := first_bad(tensor)) is not None:
                 row = at[0] if ids_U is None else int(ids_U[at[0]])
                 bad.append(f"{name.format(row=row)} is {at[1]}")
         if bad:
@@ -89,15 +89,6 @@ def not_finite(
     return NotFinite("; ".join(found), weight) if found else None
 
 
-def _bad_at(tensor: Tensor) -> tuple[int, float] | None:
-    """Return where on dim 0 the first entry that is not a finite number is, and that entry."""
-    if not tensor.is_floating_point() or bool((fine := torch.isfinite(tensor)).all()):
-        return None
-    place = (~fine).reshape(-1).nonzero()[0]
-    row = int(place) // max(1, tensor[0].numel()) if tensor.dim() else 0
-    return row, float(tensor.detach().reshape(-1)[place])
-
-
 def check_finite(
     model: nn.Module, dense: torch.optim.Optimizer | None, rows: Iterable[Rows], step: int, checkpoints: Path
 ) -> None:
@@ -110,9 +101,9 @@ def check_finite(
     """
     for what, tensor, ids_U, infinite_too in _tensors(model, dense, rows):
         # Rows that lie with other processes are looked at there.
-        place = first_bad_row(tensor, infinite_too) if isinstance(tensor, Tensor) else tensor.first_bad()
-        if place is not None:
-            row = int(ids_U[place]) if ids_U is not None else place
+        bad = first_bad(tensor, infinite_too) if isinstance(tensor, Tensor) else tensor.first_bad()
+        if bad is not None:
+            row = bad[0] if ids_U is None else int(ids_U[bad[0]])
             raise UserError(
                 f"{what}{f' row {row}' if tensor.dim() else ''} is not a finite number by step {step}, no "
                 "checkpoint is made of it; lower train.lr or table.lr, or set train.clip_norm, and "
@@ -140,8 +131,9 @@ def _tensors(
                 yield f"optimizer's {key} of {names.get(weight, 'a parameter')}", state, None, True
 
 
-def first_bad_row(tensor: Tensor, infinite_too: bool = True) -> int | None:
-    """Return the first row that holds no finite number; infinite ones pass where `infinite_too` is False."""
+def first_bad(tensor: Tensor, infinite_too: bool = True) -> tuple[int, float] | None:
+    """Return the row of the first entry that is not a finite number, and that entry; infinite ones pass where
+    `infinite_too` is False."""
     if not tensor.is_floating_point():
         return None
     flat = tensor.detach().reshape(-1)
@@ -153,5 +145,6 @@ def first_bad_row(tensor: Tensor, infinite_too: bool = True) -> int | None:
             continue
         bad = ~torch.isfinite(block) if infinite_too else torch.isnan(block)
         if bool(bad.any()):
-            return (start + int(bad.nonzero()[0])) // max(1, tensor[0].numel() if tensor.dim() else 1)
+            place = int(bad.nonzero()[0])
+            return (start + place) // max(1, tensor[0].numel() if tensor.dim() else 1), float(block[place])
     return None

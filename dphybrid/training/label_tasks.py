@@ -130,15 +130,16 @@ def _regression(label: Label) -> LabelTask:
         return label.offset + label.scale * logits_B.double()
 
     def compute(outputs: dict[str, Tensor]) -> dict[str, float]:
-        weights_B, observed_B = sample_weights(outputs), link(outputs["labels_B"]).numpy()
-        errors_B = link(outputs["logits"]).numpy() - observed_B
-        mean = np.average(observed_B, weights=weights_B)
-        squared = float(np.average(errors_B**2, weights=weights_B))
-        spread = float(np.average((observed_B - mean) ** 2, weights=weights_B))
+        from sklearn import metrics
+
+        both, weights_B = (
+            [link(outputs[name]).numpy() for name in ("labels_B", "logits")],
+            sample_weights(outputs),
+        )
         return {
-            "rmse": squared**0.5,
-            "mae": float(np.average(np.abs(errors_B), weights=weights_B)),
-            "r2": 1 - squared / spread if spread else 0.0,
+            "rmse": float(metrics.root_mean_squared_error(*both, sample_weight=weights_B)),
+            "mae": float(metrics.mean_absolute_error(*both, sample_weight=weights_B)),
+            "r2": float(metrics.r2_score(*both, sample_weight=weights_B)),
         }
 
     def charts(outputs: dict[str, Tensor]) -> list[Chart | Confusion]:

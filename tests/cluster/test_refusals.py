@@ -7,13 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from dphybrid.cluster import refusals
-from dphybrid.cluster.refusals import (
-    check_installed,
-    refuse_label_for_ranks,
-    refuse_model_for_ranks,
-    refuse_ranks,
-)
+from dphybrid.cluster import engine
+from dphybrid.cluster.engine import ClusterEngine, check_installed
 from dphybrid.config import ExperimentConfig, flatten
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.embedding import HostEmbedding, HostEmbeddingCollection
@@ -63,7 +58,7 @@ def test_what_has_no_counterpart_is_refused_before_data_is_prepared(
 
 def test_a_rank_has_one_device_of_its_own(tmp_path: Path) -> None:
     with refused("are 1, and each rank has one"):
-        refuse_ranks(config(), False, settings_in(tmp_path), "cuda:0")
+        ClusterEngine(config()).check(False, settings_in(tmp_path), "cuda:0", (), 0)
 
 
 def test_tables_in_files_are_refused_before_data_is_prepared(tmp_path: Path) -> None:
@@ -75,7 +70,7 @@ def test_tables_in_files_are_refused_before_data_is_prepared(tmp_path: Path) -> 
 
 def test_missing_packages_are_named_with_the_line_that_installs_them(monkeypatch: pytest.MonkeyPatch) -> None:
     there = {"torch": "2.13.0", "fbgemm-gpu-cpu": "1.7.0"}
-    monkeypatch.setattr(refusals, "installed_version", lambda name: there.get(name, ""))
+    monkeypatch.setattr(engine, "installed_version", lambda name: there.get(name, ""))
     with pytest.raises(UserError) as caught:
         check_installed(2)
     assert "torchrec is missing, needed 1.8.*; fbgemm-gpu 1.7.0, needed 1.8.*" in str(caught.value)
@@ -89,9 +84,9 @@ def test_missing_packages_are_named_with_the_line_that_installs_them(monkeypatch
 def test_a_model_must_have_one_table_that_the_kernels_know(tables: tuple[int, ...], words: str) -> None:
     model = nn.ModuleDict({f"t{number}": HostEmbedding(4, dim) for number, dim in enumerate(tables)})
     with pytest.raises(UserError) as caught:
-        refuse_model_for_ranks(config(), model)
+        ClusterEngine(config()).check_model(model)
     assert words in str(caught.value)
-    refuse_model_for_ranks(config(), nn.ModuleList([HostEmbedding(4, 8)]))
+    ClusterEngine(config()).check_model(nn.ModuleList([HostEmbedding(4, 8)]))
 
 
 @pytest.mark.parametrize(
@@ -107,7 +102,7 @@ def test_labels_and_weights_that_were_not_tried_are_refused(
     prepared = prepare("ctr", data, tmp_path / "prepared", 0)
     told = refused(f"^cluster.ranks=2: {words} was not tried .* use cluster.ranks=0")
     with told if words else nullcontext():
-        refuse_label_for_ranks(config(), prepared)
+        ClusterEngine(config()).check_data(prepared, tabular=True)
 
 
 def test_a_config_of_one_process_is_what_it_was() -> None:

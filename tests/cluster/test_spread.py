@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from dphybrid.cluster.ranks import joined
 from dphybrid.cluster.spread import Spread
-from dphybrid.training.finite import first_bad_row
+from dphybrid.training.finite import first_bad
 from dphybrid.training import tensor_file
 from dphybrid.training.tensor_file import read_into, write_tensors
 
@@ -28,7 +28,7 @@ folder = Path(sys.argv[1])
 with joined(60, torch.device("cpu")) as ranks:
     first, last = [(0, 4), (4, 4), (4, 11)][ranks.rank]  # the second has none
     rows, sums = torch.zeros(last - first, 3), torch.zeros(last - first)
-    spread = Spread(ranks, [rows, sums], ranks.all_told((first, last)), first_bad_row)
+    spread = Spread(ranks, [rows, sums], ranks.all_told((first, last)), first_bad)
     if ranks.leads:
         weight, total = spread.tensors()
         with spread.served():
@@ -36,7 +36,7 @@ with joined(60, torch.device("cpu")) as ranks:
             read_into(folder / "in.safetensors", "sum", total)
             read_into(folder / "changed.safetensors", "rows", weight, torch.tensor([1, 3, 4, 10]))
             write_tensors(folder / "out.safetensors", {"weight": weight, "sum": total})
-            assert weight.first_bad() is None and total.first_bad() == 9
+            assert weight.first_bad() is None and total.first_bad()[0] == 9
     else:
         spread.serve()
     total = ranks.sum(rows.double().sum())

@@ -14,7 +14,7 @@ from uuid import UUID
 import psutil
 import pytest
 
-from dphybrid.cluster.refusals import versions
+from dphybrid.cluster.engine import versions
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import load_settings
 from dphybrid.orchestration.machines import SEAT, Seat, check_nodes, over_machines, same_run
