@@ -102,7 +102,7 @@ def test_labels_and_weights_that_were_not_tried_are_refused(
     prepared = prepare("ctr", data, tmp_path / "prepared", 0)
     told = refused(f"^cluster.ranks=2: {words} was not tried .* use cluster.ranks=0")
     with told if words else nullcontext():
-        ClusterEngine(config()).check_data(prepared, tabular=True)
+        ClusterEngine(config("train.batch_size=32")).check_data(prepared, tabular=True)
 
 
 def test_a_config_of_one_process_is_what_it_was() -> None:
