@@ -3,17 +3,14 @@
 import json
 import random
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import polars as pl
 import pytest
 
-from dphybrid.util.errors import UserError
 from examples.quality import __main__ as quality
 from examples.quality import tables, text
 from examples.quality.retrieval import RECOMMENDERS, by_scores, ndcg
-from tests.refusing import refused
 
 
 def test_models_are_compared_on_the_same_rows(
@@ -37,55 +34,6 @@ def test_models_are_compared_on_the_same_rows(
     for name, (run,) in table["runs"].items():
         assert 0.4 < run["metric"] <= 1
         assert f"| {name} | {run['metric']:.4g} |" in told
-
-
-@pytest.mark.parametrize(
-    ("text", "label", "task", "labels"),
-    [
-        ("1, yes\n?, no\n3, yes\n", "1", "binary", [1, 0, 1]),
-        ("a,b\n1,x\n2,y\n3,z\n4,\n", "b", "multiclass", [0, 1, 2]),
-        ("a,b\n" + "".join(f"u,{n / 2}\n" for n in range(30)), "b", "regression", [n / 2 for n in range(30)]),
-    ],
-)
-def test_a_label_says_what_is_asked(
-    tmp_path: Path, text: str, label: str, task: str, labels: list[float]
-) -> None:
-    (tmp_path / "rows.csv").write_text(text)
-    frame, found = tables.labelled(tmp_path / "rows.csv", label)
-    assert (found, frame["label"].tolist()) == (task, labels)
-
-
-def test_the_script_says_what_it_lacks(
-    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with refused(r"there is no wn18rr; name the folder that holds it"):
-        quality.main(["--only", "kge", "--data", str(tmp_path), "--out", str(tmp_path / "found.json")])
-    monkeypatch.setattr(tables, "installed", lambda name: "")
-    with refused(r"scikit-learn is not installed.*or --only text"):
-        tables.tables(None, tmp_path / "clicks.csv", "clicked", range(1), dict)
-
-
-def test_an_interrupted_script_leaves_what_it_has_finished(
-    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "wn18rr").mkdir()
-    lines = [f"e{i}\tr{i % 3}\te{(i * 7 + 1) % 20}" for i in range(20)]
-    for part in ("train", "valid", "test"):
-        (tmp_path / "wn18rr" / f"{part}.txt").write_text("\n".join(lines))
-    asked = ["--only", "kge", "--data", str(tmp_path), "--out", str(tmp_path / "found.json"), "--epochs", "1"]
-    train = quality.train
-
-    def trains_once(*given: Any, seed: int, **values: Any) -> object:
-        if seed:
-            raise UserError("no second training")
-        return train(*given, seed=seed, **values)
-
-    monkeypatch.setattr(quality, "train", trains_once)
-    with refused("no second training"):
-        quality.main(asked)
-    (run,) = json.loads((tmp_path / "found.json").read_text())["kge"]["runs"]["wn18rr"]
-    assert 0 < run["mrr"] <= 1
-    assert "| wn18rr, 1 epochs | " in "\n".join(quality.lines(quality.main([*asked, "--seeds", "1"])))
 
 
 def test_lists_hide_what_a_user_has_met_and_are_judged_by_ndcg() -> None:

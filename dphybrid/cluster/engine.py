@@ -25,7 +25,7 @@ _INSTALL = "pip install 'dphybrid[cluster]' (docs/cluster.md says how on a machi
 _NEEDED = {"torchrec": "1.8.", "fbgemm-gpu": "1.8.", "torch": "2.13."}
 """Packages and the versions that belong together."""
 
-NODES = "dphybrid.nodes"
+_NODES = "dphybrid.nodes"
 """Tag of a run: its machines."""
 
 
@@ -98,10 +98,10 @@ class ClusterEngine(Engine):
 
     def tags(self, tags: Mapping[str, str]) -> dict[str, str]:
         # one machine, unless the tags say more: a resumed run may have had others
-        return {NODES: "1", **tags, "dphybrid.ranks": str(self.config.cluster.ranks)}
+        return {_NODES: "1", **tags, "dphybrid.ranks": str(self.config.cluster.ranks)}
 
     def shown_devices(self, devices: str, tags: Mapping[str, str]) -> str:
-        nodes = int(tags.get(NODES, "1"))
+        nodes = int(tags.get(_NODES, "1"))
         return f"{nodes} x {self.config.cluster.ranks // nodes} ranks on {devices}"
 
     def num_parts(self, devices: str, in_first_split: int = 0) -> int:

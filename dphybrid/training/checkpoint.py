@@ -33,7 +33,7 @@ from dphybrid.util.digests import value_digest, verify_files
 from dphybrid.util.errors import UserError
 from dphybrid.util.pages import Page
 
-FORMAT = 3
+_FORMAT = 3
 _STEP = re.compile(r"step-\d+")
 """Name of a checkpoint's folder."""
 
@@ -109,7 +109,7 @@ class CheckpointState(Page):
     run's record goes on without a gap (splits, the window of metrics, seconds by stage).
     """
 
-    format: int = FORMAT
+    format: int = _FORMAT
     since_full: int = 0
     progress: Progress
     config: dict[str, Any]
@@ -291,9 +291,9 @@ def read_state(path: Path) -> CheckpointState:
     if not (path / "state.json").is_file():
         raise UserError(f"{path}: is not a checkpoint (it has no state.json); name a step-... folder")
     page = CheckpointState.read(path / "state.json")
-    if page.format != FORMAT:
+    if page.format != _FORMAT:
         raise UserError(
-            f"{path}: has checkpoint format {page.format}, this dphybrid reads format {FORMAT}; train again, "
+            f"{path}: has checkpoint format {page.format}, this dphybrid reads format {_FORMAT}; train again "
             "or use the version that wrote it"
         )
     return page

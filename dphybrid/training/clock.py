@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -176,9 +177,7 @@ class StepTimes:
 
 def _percentile(values: Sequence[float], share: float) -> float:
     """Return the smallest value that at least `share` of the values do not exceed."""
-    ordered = sorted(values)
-    # In integers: 0.07 * 100 is a little more than 7, and would be rounded up to 8.
-    return ordered[max(0, -(-int(share * 1e6) * len(ordered) // 1_000_000) - 1)]
+    return float(np.quantile(values, share, method="inverted_cdf"))
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from dphybrid.tracking import Tracker
 from dphybrid.training.clock import NOT_A_STEP, StepTimes, timed_parts
 from dphybrid.training.display import Display
 from dphybrid.training.engine import Session
-from dphybrid.util.memory import page_faults
 
 
 class Meter:
@@ -29,7 +28,6 @@ class Meter:
         self.rows: RowPipeline | None = None
         self.times = StepTimes()
         self.note = ""
-        self._faults = page_faults()
 
     def add(self, loss: Tensor, weight: Tensor) -> None:
         self._added.append((loss, weight))
@@ -73,9 +71,7 @@ class Meter:
                 "train/lr": session.trained.dense.param_groups[0]["lr"] if session.trained.dense else 0.0,
                 "perf/step_ms": step_ms,
                 "perf/samples_per_s": 1e3 * session.config.train.batch_size / step_ms,
-                "system/page_faults_per_step": (page_faults() - self._faults) / self._steps,
             }
-            self._faults = page_faults()
             loss = self._loss / self._weight if self._weight else None
             if loss is not None:  # None: all of these steps were skipped
                 metrics["train/loss"] = loss

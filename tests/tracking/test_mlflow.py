@@ -72,7 +72,6 @@ def test_the_finer_metrics_are_a_table_unless_all_are_asked_for(
     names = set(table["metric"])
     assert {f"timing/{stage}_ms" for stage in ("lookup", "scatter", "replicate", "forward", "gather")} < names
     assert {"perf/step_ms_p95", "split/rows_max", "train/lr", "system/cpu_pct"} < names
-    assert "system/page_faults_per_step" in names
     shares = table.filter(polars.col("metric").str.starts_with("timing_share/"))["value"]
     assert shares.sum() == pytest.approx(100, abs=0.01)
     steps = table.filter(polars.col("metric") == "timing/forward_ms")["step"]
