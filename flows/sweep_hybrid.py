@@ -1,14 +1,12 @@
 """The flow `sweep-hybrid`: a grid of trainings, as many at once as the GPUs allow, and one page that compares
 them.
 
-`python -m flows.sweep_hybrid --grid '{"train.batch_size": [256, 512]}'` runs it in this process. The work is
-in `dphybrid.lifecycle.sweep`.
+The work is in `dphybrid.lifecycle.sweep`; `dphybrid sweep` does it without Prefect.
 """
 
 import os
 import signal
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,10 +21,6 @@ from prefect.exceptions import PrefectException, TerminationSignal
 from prefect.states import Completed, Failed
 from prefect.task_runners import ThreadPoolTaskRunner
 
-from dphybrid.cli.flags import add_experiment_flags, config_from_args, recipe_of
-from dphybrid.cli.parser import run_cli
-from dphybrid.cli.sweep import add_sweep_flags, read_grid
-from dphybrid.cli.train import flow_parser
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.lifecycle.sweep import (
@@ -41,7 +35,6 @@ from dphybrid.lifecycle.sweep import (
     sweep_folder,
     write_sweep,
 )
-from dphybrid.orchestration.embedded import in_this_process
 from dphybrid.orchestration.forms import experiment
 from dphybrid.orchestration.queueing import too_late
 from dphybrid.orchestration.shown import show_run
@@ -50,7 +43,6 @@ from dphybrid.recipes.configs import AnyExperiment, build_config
 from dphybrid.run.train import Report
 from dphybrid.tracking.compare import log_comparison, read_runs, write_comparison
 from dphybrid.tracking.opening import embedded_uri
-from dphybrid.util.errors import UserError
 from dphybrid.util.stop import StopRequest
 from dphybrid.util.text import masked
 
@@ -225,39 +217,3 @@ def _own_name() -> str:
         return f"sweep-{os.getpid()}"
     own = f"-{str(run.id)[:4]}"
     return run.name if run.name.endswith(own) else run.name + own  # one that goes on was given that name
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the flow in this process; return the exit code."""
-    parser = flow_parser("sweep_hybrid", "Train every combination of some values and compare them.")
-    given = sys.argv[1:] if argv is None else argv
-    add_experiment_flags(parser, recipe_of(given))
-    add_sweep_flags(parser)
-    retries = "how often a failed cell is tried again (1)"
-    parser.add_argument("--retries", type=int, default=1, metavar="N", help=retries)
-    args = parser.parse_args(given)
-
-    def run() -> int:
-        config, *_ = config_from_args(args)
-        with in_this_process():
-            state = sweep_hybrid.with_options(log_prints=False)(
-                grid=read_grid(args.grid),
-                trials=args.trials,
-                sampler=args.sampler,
-                prune=not args.no_prune,
-                config=config,
-                sweep=args.sweep,
-                at_once=args.at_once,
-                retries=args.retries,
-                return_state=True,
-            )
-        result = state.result(raise_on_failure=False)
-        if isinstance(result, UserError):
-            raise result
-        return 0 if state.is_completed() else 1
-
-    return run_cli(run)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -162,7 +162,7 @@ def test_ctrl_c_during_imports_ends_without_a_traceback(monkeypatch: pytest.Monk
     assert started() == 130
 
 
-@pytest.mark.parametrize("flow", ["train_hybrid", "retrain_hybrid", "sweep_hybrid", "join_hybrid"])
+@pytest.mark.parametrize("flow", ["train_hybrid", "retrain_hybrid"])
 def test_ctrl_c_during_the_imports_of_a_flow_ends_without_a_traceback(flow: str, tmp_path: Path) -> None:
     package = tmp_path / "prefect"
     package.mkdir()

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from dphybrid.util.watching import watching
+from dphybrid.util.stop import watching
 
 
 def test_it_looks_until_nothing_is_left_to_watch() -> None:

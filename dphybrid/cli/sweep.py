@@ -23,12 +23,6 @@ from dphybrid.util.errors import UserError
 
 def flags(parser: Parser) -> None:
     """Add the command's flags."""
-    add_sweep_flags(parser)
-    add_experiment_flags(parser, parser.recipe)
-
-
-def add_sweep_flags(parser: argparse.ArgumentParser) -> None:
-    """Add what says how a sweep goes."""
     add = parser.add_argument
     add("--grid", required=True, metavar="JSON", help='field -> values: {"train.batch_size": [256, 512]}')
     trials = "search with Optuna: runs in all; a field may then be a range, {low, high, log or step}"
@@ -38,6 +32,7 @@ def add_sweep_flags(parser: argparse.ArgumentParser) -> None:
     add("--sweep", metavar="NAME", help="name of the sweep; one used before goes on")
     at_once = "runs at the same time (0: as many as GPUs allow)"
     add("--at-once", type=int, default=0, metavar="N", help=at_once)
+    add_experiment_flags(parser, parser.recipe)
 
 
 def read_grid(text: str) -> dict[str, Any]:

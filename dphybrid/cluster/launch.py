@@ -26,8 +26,7 @@ from dphybrid.config.settings import Settings
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import own_folder, write_text
 from dphybrid.util.pages import Page
-from dphybrid.util.stop import StopRequest
-from dphybrid.util.watching import watching
+from dphybrid.util.stop import StopRequest, watching
 
 _POLL_S = 0.2
 END_S = 30.0

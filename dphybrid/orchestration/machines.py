@@ -56,8 +56,7 @@ from dphybrid.run.leasing import expected_devices, giving_way, leased_devices
 from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import write_text
-from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
-from dphybrid.util.watching import watching
+from dphybrid.util.stop import Interrupted, StopRequest, stop_signals, watching
 
 _JOIN = "join-hybrid/join-hybrid"
 _JOINED = "Joined"

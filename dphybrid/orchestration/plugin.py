@@ -75,7 +75,6 @@ async def refuse_wrong_parameters(client: Any, deployment_id: object, parameters
     if "dphybrid" not in deployment.tags:
         return
     try:
-        _refuse_another_recipe(deployment, parameters)
         # anybody with the server's password may have set the deployment's values
         with importing_only(load_settings().factory_packages):
             check_values(
@@ -87,18 +86,3 @@ async def refuse_wrong_parameters(client: Any, deployment_id: object, parameters
         if Path(sys.argv[0]).name == "prefect":
             raise SystemExit(f"Error creating flow run: {error}") from error
         raise
-
-
-def _refuse_another_recipe(deployment: Any, parameters: dict[str, Any]) -> None:
-    from dphybrid.util.errors import UserError
-
-    own, given = (
-        page["config"].get("recipe") if isinstance(page.get("config"), dict) else None
-        for page in (deployment.parameters, parameters)
-    )
-    if own and given and own != given:
-        raise UserError(
-            f"deployment {deployment.name} runs recipe {own}, and its form has that recipe's values; for "
-            f"{given} give "
-            f'overrides=["recipe={given}"], or take a deployment of that recipe, such as train-{given}'
-        )

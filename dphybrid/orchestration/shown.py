@@ -11,8 +11,8 @@ from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 
 from dphybrid.orchestration.queueing import UNREACHABLE, client_for_threads
 from dphybrid.training.callbacks import EpochEnd
+from dphybrid.util.stop import watching
 from dphybrid.util.text import as_markdown, masked
-from dphybrid.util.watching import watching
 
 _TELL_EVERY_S = 2.0
 

@@ -20,8 +20,7 @@ from prefect.states import AwaitingRetry, Cancelled, Completed
 from dphybrid.config.settings import load_settings
 from dphybrid.orchestration.queueing import STARTED_BY, UNREACHABLE, client_for_threads, lives_elsewhere
 from dphybrid.util.errors import UserError
-from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
-from dphybrid.util.watching import watching
+from dphybrid.util.stop import Interrupted, StopRequest, stop_signals, watching
 
 _ASK_EVERY_S = 15.0
 _ENDED = {StateType.CANCELLING, StateType.CANCELLED, StateType.CRASHED}

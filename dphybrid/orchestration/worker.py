@@ -49,7 +49,7 @@ from dphybrid.orchestration.queueing import (
 )
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.importing import ONLY, check_import
-from dphybrid.util.watching import watching
+from dphybrid.util.stop import watching
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun

@@ -19,8 +19,7 @@ from dphybrid.parallel import before_cuda_starts, resolve_devices
 from dphybrid.util.device_spec import DeviceSpec, parse_device_spec
 from dphybrid.util.errors import UserError
 from dphybrid.util.hours import parse_training_hours
-from dphybrid.util.stop import Interrupted, StopRequest
-from dphybrid.util.watching import watching
+from dphybrid.util.stop import Interrupted, StopRequest, watching
 
 REAL_NVML = "pynvml"
 _SQUEEZE_SHARE = 0.02

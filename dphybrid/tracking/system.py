@@ -11,7 +11,7 @@ import psutil
 
 from dphybrid.tracking.base import Tracker
 from dphybrid.util.memory import page_faults
-from dphybrid.util.watching import watching
+from dphybrid.util.stop import watching
 
 _SAMPLE_EVERY_S = 10.0
 _MIB = 2**20

@@ -73,10 +73,7 @@ WRONG = [
     (["sweep-hybrid", "--param", 'grid={"train.epochs": [1, -1]}'], ["train.epochs", "-1"]),
     (["retrain-hybrid"], ["checkpoint.register_as"]),
     (["train-kge", "--param", "label=clicked"], ["label", "not found on the deployment"]),
-    (
-        ["train-hybrid", "--param", 'config={"recipe": "ctr"}'],
-        ["runs recipe text", "recipe=ctr", "train-ctr"],
-    ),
+    (["train-hybrid", "--param", 'config={"recipe": "ctr"}'], ["config.recipe", "text"]),
     (["train-ctr", "--param", 'config={"train": {"epochs": 3}}'], ["recipe", "required"]),
     (["train-hybrd"], ["train-hybrd", "not found"]),
 ]

@@ -10,7 +10,7 @@ from dphybrid.config.settings import load_settings
 from dphybrid.lifecycle.sweep import begin_sweep, make_grid, write_sweep
 from dphybrid.recipes.configs import build_config
 from dphybrid.run.leasing import num_at_once
-from flows import sweep_hybrid
+from flows.sweep_hybrid import sweep_hybrid
 from tests.fake_nvml import gpu, write_state
 from tests.flows.servers import REPOSITORY
 from tests.refusing import refused
@@ -93,9 +93,13 @@ def test_a_sweep_runs_at_once_tries_again_and_compares(
         "DPHYBRID_GPU_POLL_S": 0.1,
     }.items():
         monkeypatch.setenv(name, str(value))
-    grid = json.dumps({"model.dim": [7, 8, 9], "devices": ["auto*1"]})
-    options = ["--recipe", "hybrid", "--train.epochs", "1", "--model.factory", "swept:build"]
-    assert sweep_hybrid.main([*options, "--grid", grid, "--sweep", "widths"]) == 1
+    state = sweep_hybrid.with_options(log_prints=False)(
+        grid={"model.dim": [7, 8, 9], "devices": ["auto*1"]},
+        overrides=["recipe=hybrid", "train.epochs=1", "model.factory=swept:build"],
+        sweep="widths",
+        return_state=True,
+    )
+    assert state.is_failed()
     told = capsys.readouterr().out
     assert "Sweep widths: 3 runs, 3 at once" in told
     assert "widths-2-dim8: once more" in told
