@@ -2,7 +2,7 @@
 
 examples:
   %(prog)s ctr-cpu-1121-044553 --out clicks/
-  %(prog)s models:/clicks@champion --out clicks/ --onnx
+  %(prog)s models:/clicks@champion --out clicks/
 
 Of a model that scores rows of a table, the folder has the embedding tables (mapped into memory when they are
 read), the rest as torch.export traced it, the encoder, an example request, and predict.py, which needs torch,
@@ -22,8 +22,6 @@ def flags(parser: Parser) -> None:
     model = "a run (name or MLflow id), a checkpoint folder, or models:/NAME@champion"
     parser.add_argument("model", metavar="RUN_OR_MODEL", help=model)
     parser.add_argument("--out", required=True, metavar="FOLDER", help="new folder for the exported model")
-    onnx = "also write the dense part as dense.onnx (needs the packages onnx and onnxscript)"
-    parser.add_argument("--onnx", action="store_true", help=onnx)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -31,6 +29,6 @@ def run(args: argparse.Namespace) -> int:
     from dphybrid.serving.export import export
     from dphybrid.serving.load import find_checkpoint
 
-    folder = export(find_checkpoint(args.model, load_settings()), args.out, onnx=args.onnx)
+    folder = export(find_checkpoint(args.model, load_settings()), args.out)
     print(f"{folder}: {folder / 'README.md'} says how to use it")
     return 0

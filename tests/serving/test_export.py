@@ -17,7 +17,7 @@ import pytest
 
 import dphybrid
 from dphybrid.cli.main import main
-from dphybrid.serving.export import PROGRAMS, export
+from dphybrid.serving.export import export
 from tests.commands import command, python
 from tests.conftest import REPOSITORY
 from tests.postgres import free_port
@@ -34,7 +34,6 @@ from pathlib import Path
 from runpy import run_path
 for folder in map(Path, sys.argv[1:]):
     model = run_path(str(folder / "out" / "predict.py"))["Model"]()
-    del sys.modules["programs"], sys.modules["encode"]  # each export has its own
     del sys.path[0]
     rows = pl.read_parquet(folder / "new.parquet")
     found = [model.predict(each) for each in (rows, rows[:1], rows[:0], rows[:3].to_dict(as_series=False))]
@@ -178,22 +177,6 @@ def test_nothing_half_is_left_and_nothing_is_overwritten(
     ):
         assert words in command("export", *given, ends=2)
     assert {path.name for path in tmp_path.iterdir()} == there
-    assert len((PROGRAMS / "predict.py").read_text().splitlines()) <= 80
-
-
-def test_a_dense_part_as_onnx(unrecorded: None, tmp_path: Path) -> None:
-    runtime = pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnxscript")
-    run, rows = trained("binary")
-    export(run.checkpoint, tmp_path / "out", onnx=True)
-    session = runtime.InferenceSession(tmp_path / "out" / "dense.onnx")
-    batch = run.predictor.batch(rows[:5])
-    model = run.predictor.model
-    gathered = model.table.flat(model.table_ids(batch)["table"]).detach().numpy()
-    given = {name: value.numpy() for name, value in batch.items()} | {"rows_0": gathered}
-    feeds = {each.name: given[each.name] for each in session.get_inputs()}
-    (found,) = session.run(None, feeds)
-    np.testing.assert_allclose(found, run.predict(rows[:5]), rtol=1e-5)
 
 
 def test_a_recipe_without_predictions_is_refused(unrecorded: None, tmp_path: Path) -> None:
@@ -214,8 +197,6 @@ def test_recommendations_are_the_runs(unrecorded: None, tmp_path: Path) -> None:
     scores = [score for each in found[:-1] for score in each["scores"]]
     np.testing.assert_allclose(scores, wanted["score"].drop_nulls(), rtol=1e-5)
     assert found[-1]["scores"] is None  # an unknown user gets popular items
-    with refused("--onnx: is for models that score rows"):
-        export(run.checkpoint, tmp_path / "onnx", onnx=True)
     pytest.importorskip("faiss")
     lines = python(REPOSITORY / "examples" / "ann_index.py", tmp_path / "out").stdout.splitlines()
     assert float(lines[-1].split("recall@10 ")[1].split()[0]) > 0.95

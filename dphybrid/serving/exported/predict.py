@@ -1,22 +1,102 @@
 """Predictions of the model in this folder. Needs torch, safetensors, numpy and polars (see README.md).
 
 python predict.py rows.csv          # or .parquet, or a request such as example.json
+
+Letters: B rows.
 """
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
 
 HERE = Path(__file__).absolute().parent
 sys.path.insert(0, str(HERE))
-import programs  # type: ignore[import-not-found]  # noqa: E402
-from encode import Encoder  # type: ignore[import-not-found]  # noqa: E402
+from cells import (  # type: ignore[import-not-found]  # noqa: E402
+    FIRST_ID,
+    MISSING_ID,
+    bag_ids,
+    bucket_ids,
+    clean,
+    ids_of,
+    items_of,
+    one_width,
+    read_numbers,
+    read_times,
+    standardized,
+    time_parts,
+    words_of,
+)
+
+_GROUPS = (("numeric", "time"), ("categorical",), ("bag", "text"))  # in the order of the arrays' columns
+
+Column = dict[str, Any]
+
+
+class Encoder:
+    """folder: the page of the columns, and their values by id."""
+
+    def __init__(self, folder: Path) -> None:
+        page = json.loads((folder / "encoder.json").read_text(encoding="utf-8"))
+        texts = iter(pl.read_parquet(folder / "vocabularies.parquet")["values"])
+        for column in page["columns"]:
+            if column["role"] in ("categorical", "bag", "text"):
+                known = {text: number for number, text in enumerate(next(texts), FIRST_ID)}
+                column |= {"known": {None: MISSING_ID, **known}, "first": FIRST_ID + len(known)}
+        self.columns = [c for group in _GROUPS for c in page["columns"] if c["role"] in group]
+        self.no_value: list[str] = page["no_value"]
+
+    def encode(self, rows: Any) -> dict[str, np.ndarray]:
+        """Return the arrays of rows. Raises ValueError for a missing column, by its name."""
+        frame = rows if isinstance(rows, pl.DataFrame) else pl.DataFrame(rows, strict=False)
+        names = [column["name"] for column in self.columns]
+        if missing := [name for name in names if name not in frame.columns]:
+            raise ValueError(f"the rows: have no column {missing[0]!r}; columns: {', '.join(frame.columns)}")
+        dense: list[np.ndarray] = []
+        ids: list[np.ndarray] = []
+        bags: list[np.ndarray] = []
+        cells = clean([frame.get_column(name) for name in names], self.no_value)
+        for column, values in zip(self.columns, cells, strict=True):
+            if column["role"] in ("numeric", "time"):
+                for scale, numbers_B in _numbers_of(column, values):
+                    dense.append(standardized(numbers_B, scale["log"], scale["mean"], scale["std"]))
+                    dense += [np.isnan(numbers_B)] if scale["indicator"] else []
+                    ids += [] if scale["edges"] is None else [bucket_ids(numbers_B, scale["edges"])]
+            elif column["role"] == "categorical":
+                texts = values.cast(pl.String)
+                ids.append(_text_ids(column, texts.str.to_lowercase() if column["ignore_case"] else texts))
+            else:
+                most = column["max_items"]
+                of_text = column["role"] == "text"
+                items = words_of(values, most) if of_text else items_of(values, column["separator"], most)
+                bags.append(bag_ids(items, partial(_text_ids, column)))
+        arrays: dict[str, np.ndarray] = {
+            "ids_BF": np.stack(ids, 1).astype(np.int64) if ids else np.zeros((len(frame), 0), np.int64),
+            "dense_BN": np.array(dense, np.float32).reshape(len(dense), len(frame)).T.copy(),
+        }
+        # the programs are traced for two items and more; a bag's padding adds zeros
+        return arrays | ({"bags_BFL": one_width(bags, 2).astype(np.int64)} if bags else {})
+
+
+def _numbers_of(column: Column, values: pl.Series) -> list[tuple[Column, np.ndarray]]:
+    """Return the scales of a column's numbers, and the numbers."""
+    if column["role"] == "numeric":
+        numbers = read_numbers(values, column["decimal"], column["thousands"])
+        return [(column["learned"], numbers.to_numpy())]
+    parts = time_parts(read_times(values, column["dayfirst"]))
+    return [(part["learned"], numbers_B) for part, numbers_B in zip(column["learned"], parts, strict=True)]
+
+
+def _text_ids(column: Column, texts: pl.Series) -> np.ndarray:
+    """Return the ids of texts or None."""
+    found: np.ndarray = ids_of(texts.to_list(), column["known"], column["first"], column["hash_buckets"])
+    return found
 
 
 class Model:
@@ -24,11 +104,12 @@ class Model:
 
     def __init__(self) -> None:
         self.page = json.loads((HERE / "model.json").read_text(encoding="utf-8"))
-        # copied as torch aligns memory, on which the last bits of a matrix product may depend
-        held = {name: each.clone() for name, each in load_file(HERE / "programs.safetensors").items()}
-        self._held = {
-            name: [held.get(each) for each in takes] for name, takes in self.page["tensors"].items()
-        }
+        # Their guards ask for two rows or more; any number gives the right predictions.
+        programs = (
+            torch.export.load(HERE / f"{name}.pt2").module(check_guards=False)
+            for name in ("lookups", "dense")
+        )
+        self._lookups, self._dense = programs
         files = {name: HERE / f"tables/{name}.safetensors" for name, _ in self.page["lookups"]}
         tables = {name: safe_open(file, "pt").get_tensor("weight") for name, file in files.items()}
         self._tables = [(tables[name], getattr(torch, dtype)) for name, dtype in self.page["lookups"]]
@@ -37,10 +118,8 @@ class Model:
     @torch.inference_mode()
     def run(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the predictions for a batch of the model's own inputs, samples on dim 0."""
-        inputs = [batch[name] for name in self.page["inputs"]]
-        ids = programs.lookups(*self._held["lookups"], *inputs)
-        rows = [table[each].to(dtype) for (table, dtype), each in zip(self._tables, ids, strict=True)]
-        found: torch.Tensor = programs.dense(*self._held["dense"], *inputs, *rows)[0]
+        ids = zip(self._tables, self._lookups(batch), strict=True)
+        found: torch.Tensor = self._dense(batch, [table[each].to(dtype) for (table, dtype), each in ids])
         return found
 
     def predict(self, rows: object) -> np.ndarray:
