@@ -1,8 +1,7 @@
 """Sources -> prepared data set on disk -> batches."""
 
 from dphybrid.data.batches import Dataset, DrawnDataset, Draws, batches, num_batches
-from dphybrid.data.prepare import prepare_source, source_digest
-from dphybrid.data.store import Prepared, open_prepared, verify_prepared
+from dphybrid.data.store import Prepared, open_prepared, prepare_source, source_digest, verify_prepared
 from dphybrid.data.vocabulary import Vocabulary, read_vocabularies
 
 __all__ = [

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -25,7 +25,7 @@ import numpy as np
 from pydantic import BaseModel, Field
 
 from dphybrid.data.batches import Array, ArrayDataset, Dataset
-from dphybrid.util.digests import file_digest, verify_files
+from dphybrid.util.digests import combined_digest, file_digest, verify_files
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.files import clear_leftovers, make_folder, making, naming, sync
 from dphybrid.util.locks import locked
@@ -137,27 +137,25 @@ class Prepared:
         return ArrayDataset({name: self.arrays[name] for name in self.manifest.batch_arrays}, rows)
 
 
-@dataclass(frozen=True)
-class Streamed:
-    """Arrays that are written side by side, block by block along dim 0. shapes: with the type, by name."""
-
-    shapes: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
-    blocks: Callable[[], Iterator[Mapping[str, Array]]]
+Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
+"""Shape and type of arrays by name."""
 
 
 @dataclass(frozen=True)
 class Content:
     """What a source comes to: arrays to save, facts for models, lines for people, rejected rows. save: writes
-    more files into the folder. streamed: more arrays, too large for memory."""
+    more files into the folder. shapes, blocks: of arrays too large for memory, which come side by side, block
+    by block along dim 0."""
 
     arrays: Mapping[str, Array]
     info: Mapping[str, object]
     description: list[str]
     batch_arrays: tuple[str, ...] = ()
-    extra: Mapping[str, object] | None = None
+    extra: Mapping[str, object] = field(default_factory=dict)
     rejected: Sequence[Mapping[str, object]] = ()
     save: Callable[[Path], None] | None = None
-    streamed: Streamed | None = None
+    shapes: Shapes = field(default_factory=dict)
+    blocks: Callable[[], Iterable[Mapping[str, Array]]] = tuple
 
 
 class Source(Protocol):
@@ -215,7 +213,7 @@ def open_prepared(path: Path) -> Prepared:
         found = file.stat().st_size if file.is_file() else 0
         if found != facts.bytes:
             raise UserError(f"{file}: has {found:,} bytes of {facts.bytes:,}; {_ANEW}")
-        head = _header(facts.shape, facts.dtype)
+        head = _header(facts.shape, np.dtype(facts.dtype))
         try:
             with file.open("rb") as stream:
                 is_whole = stream.read(len(head)) == head
@@ -237,10 +235,10 @@ def verify_prepared(path: Path) -> Prepared:
     return prepared
 
 
-def _header(shape: tuple[int, ...], dtype: str) -> bytes:
+def _header(shape: tuple[int, ...], dtype: "np.dtype[Any]") -> bytes:
     """Return what numpy's file of an array begins with."""
     head = io.BytesIO()
-    descr = np.lib.format.dtype_to_descr(np.dtype(dtype))
+    descr = np.lib.format.dtype_to_descr(dtype)
     np.lib.format.write_array_header_1_0(head, {"descr": descr, "fortran_order": False, "shape": shape})
     return head.getvalue()
 
@@ -280,20 +278,11 @@ def build_once(folder: Path, name: str, digest: str, make: Callable[[Path], Cont
 
 
 def _write(partial: Path, content: Content, digest: str) -> Manifest:
-    with ThreadPoolExecutor(1) as beside:
-        others = beside.submit(content.save, partial) if content.save else None
-
-        def whole(name: str) -> dict[str, _ArrayFacts]:
-            array = content.arrays[name]
-            return _save_blocks(
-                partial, Streamed({name: (array.shape, array.dtype)}, lambda: iter([{name: array}]))
-            )
-
-        arrays = {name: facts for each in mapped(whole, content.arrays) for name, facts in each.items()}
-        if content.streamed:
-            arrays |= _save_blocks(partial, content.streamed)
-        if others:
-            others.result()
+    shapes = {name: (array.shape, array.dtype) for name, array in content.arrays.items()}
+    arrays = _save_blocks(partial, shapes, [content.arrays])
+    arrays |= _save_blocks(partial, content.shapes, content.blocks())
+    if content.save:
+        content.save(partial)
     shutil.rmtree(partial / "scratch")
     num_rejected, description = len(content.rejected), content.description
     with naming(partial), (partial / "rejected.jsonl").open("w", encoding="utf-8") as stream:
@@ -301,7 +290,7 @@ def _write(partial: Path, content: Content, digest: str) -> Manifest:
     if num_rejected:
         place = "rejected.jsonl in the prepared folder says which and why"
         description = [*description, f"  {counted(num_rejected, 'row')} rejected: {place}"]
-    facts: dict[str, Any] = dict(content.extra or {})
+    facts: dict[str, Any] = dict(content.extra)
     there = [file for file in sorted(partial.rglob("*")) if file.is_file()]
     manifest = Manifest(
         digest=digest,
@@ -320,9 +309,11 @@ def _write(partial: Path, content: Content, digest: str) -> Manifest:
     return manifest
 
 
-def _save_blocks(folder: Path, streamed: Streamed) -> dict[str, _ArrayFacts]:
+def _save_blocks(
+    folder: Path, shapes: Shapes, blocks: Iterable[Mapping[str, Array]]
+) -> dict[str, _ArrayFacts]:
     """Write arrays as numpy's format has them; return the facts about them."""
-    files = {name: folder / f"{name}.npy" for name in streamed.shapes}
+    files = {name: folder / f"{name}.npy" for name in shapes}
     sums = {name: hashlib.sha256() for name in files}
     with ExitStack() as opened:
         streams = {name: opened.enter_context(file.open("wb")) for name, file in files.items()}
@@ -332,17 +323,17 @@ def _save_blocks(folder: Path, streamed: Streamed) -> dict[str, _ArrayFacts]:
                 sums[name].update(piece)
                 streams[name].write(piece)
 
-        for name, (shape, dtype) in streamed.shapes.items():
-            write(name, _header(shape, str(dtype)))
+        for name, (shape, dtype) in shapes.items():
+            write(name, _header(shape, dtype))
         # Summed on their way to the disk, so that no array is read again for it.
-        for block in streamed.blocks():
-            for name, (_, dtype) in streamed.shapes.items():
+        for block in blocks:
+            for name, (_, dtype) in shapes.items():
                 data = np.ascontiguousarray(block[name], dtype).reshape(-1).view(np.uint8).data
                 for start in range(0, len(data), _PIECE_BYTES):
                     write(name, data[start : start + _PIECE_BYTES])
     found = {}
-    for name, (shape, dtype) in streamed.shapes.items():
-        sync(files[name])  # beside the other arrays, not after them all
+    for name, (shape, dtype) in shapes.items():
+        sync(files[name])
         size = files[name].stat().st_size
         found[name] = _ArrayFacts(shape=shape, dtype=str(dtype), bytes=size, sha256=sums[name].hexdigest())
     return found
@@ -384,3 +375,69 @@ def source_digests(files: Sequence[Path], progress: Progress) -> list[bytes]:
         progress("digest files", done, len(pieces))
         totals[file].update(found)
     return [total.digest() for total in totals.values()]
+
+
+def prepare_source(
+    name: str,
+    source: Source,
+    folder: Path,
+    seed: int,
+    on_progress: Progress | None = None,
+    view: Callable[[Prepared, str], Dataset] | None = None,
+) -> Prepared:
+    """Return the prepared data of a source under `folder`, building it when it is not there.
+
+    name: of the recipe. seed: chooses what is held out for validation. on_progress(what, done, total) is
+    called along the way. view: see `Prepared`. The same bytes and values give the same digest on any machine.
+    Raises UserError for input that cannot be used; nothing half-made is left then.
+    """
+    progress = on_progress or _silent
+    with reading_files():
+        before = _stamps(source)
+        digests = source.digests(progress)
+        digest = _digest(name, source, seed, digests)
+
+    def make(scratch: Path) -> Content:
+        with reading_files():
+            content = source.read(progress, scratch)
+            after = _stamps(source)
+        if changed := [
+            file for file, now, then in zip(source.files, after, before, strict=True) if now != then
+        ]:
+            raise UserError(
+                f"data.path: {changed[0]} changed while it was read; run again when it is complete"
+            )
+        return replace(content, extra={**content.extra, "source_digest": combined_digest(digests)})
+
+    return replace(build_once(folder, name, digest, make), view=view)
+
+
+def find_prepared(
+    name: str, source: Source, folder: Path, seed: int, view: Callable[[Prepared, str], Dataset] | None = None
+) -> Prepared | None:
+    """Return the prepared data of a source where it is there, else None. Raises UserError for a source that
+    is not there."""
+    with reading_files():
+        path = prepared_path(folder, name, _digest(name, source, seed, source.digests(_silent)))
+    return replace(open_prepared(path), view=view) if path.exists() else None
+
+
+def _digest(name: str, source: Source, seed: int, digests: list[bytes]) -> str:
+    facts = {"recipe": name, "seed": seed, "encoder": ENCODER_VERSION, **source.options}
+    return combined_digest([json.dumps(facts, sort_keys=True).encode(), *digests])
+
+
+def source_digest(source: Source) -> str:
+    """Return the digest of the source's bytes alone: it changes when data arrives. Raises UserError for a
+    source that is not there."""
+    with reading_files():
+        return combined_digest(source.digests(_silent))
+
+
+def _stamps(source: Source) -> list[tuple[int, int]]:
+    # A file that grows while it is read would give half of its rows under the digest of all.
+    return [(stat.st_size, stat.st_mtime_ns) for stat in (file.stat() for file in source.files)]
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    """Report nothing."""

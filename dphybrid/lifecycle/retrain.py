@@ -10,7 +10,7 @@ from pydantic import BaseModel, SerializeAsAny
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
 from dphybrid.data import Prepared, open_prepared, source_digest
-from dphybrid.data.table.extend import old_ids, open_base
+from dphybrid.data.table.encoder import old_ids, open_base
 from dphybrid.lifecycle.comparing import Decision, compare_on_validation_rows
 from dphybrid.recipes.configs import AnyExperiment, apply_overrides, stored_config
 from dphybrid.recipes.registry import find_recipe, tabular_names

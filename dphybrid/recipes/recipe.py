@@ -216,7 +216,7 @@ class Recipe:
     ) -> "Prepared":
         """Return the prepared data under `folder`, built when it is not there. Raises UserError for unusable
         input."""
-        from dphybrid.data.prepare import prepare_source
+        from dphybrid.data.store import prepare_source
 
         asked, source = vars(self).pop("_ahead", ((), None))  # not kept: it holds the first rows
         if asked != (data, seed):
@@ -226,7 +226,7 @@ class Recipe:
     def find(self, data: DataConfig, folder: Path, seed: int) -> "Prepared | None":
         """Return the prepared data under `folder` where `prepare` has made it, else None. Raises UserError
         for a source that is not there."""
-        from dphybrid.data.prepare import find_prepared
+        from dphybrid.data.store import find_prepared
 
         return find_prepared(self.name, self.source(data, seed), folder, seed, self.dataset)
 

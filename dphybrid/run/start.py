@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dphybrid.data import Prepared
-from dphybrid.data.table.extend import old_rows, open_base
+from dphybrid.data.table.encoder import old_rows, open_base
 from dphybrid.embedding import RowOptimizer, find_tables, row_optimizer
 from dphybrid.parallel import Devices, compile_regions, start_on
 from dphybrid.run.experiment import Experiment

@@ -10,8 +10,7 @@ import torch
 
 from dphybrid.data import Prepared, open_prepared
 from dphybrid.data.table.cells import PADDING_ID
-from dphybrid.data.table.encoder import Encoder
-from dphybrid.data.table.extend import old_ids
+from dphybrid.data.table.encoder import Encoder, old_ids
 from dphybrid.data.table.kinds import Bag, Text
 from dphybrid.lifecycle.retrain import largest_drift
 from dphybrid.parallel import resolve_devices

@@ -14,8 +14,8 @@ import numpy as np
 import polars as pl
 
 from dphybrid.data.batches import Array
-from dphybrid.data.store import ENCODER_VERSION
-from dphybrid.data.table.cells import bucket_ids, one_width, standardized
+from dphybrid.data.store import ENCODER_VERSION, Prepared, verify_prepared
+from dphybrid.data.table.cells import FIRST_ID, bucket_ids, one_width, standardized
 from dphybrid.data.table.column import Column
 from dphybrid.data.table.kinds import Bag, Category, Numbers, kind_of
 from dphybrid.data.table.labels import Label
@@ -194,3 +194,38 @@ def _side_by_side(columns: Sequence[Array], num_rows: int, dtype: type[np.generi
         for place, column_B in enumerate(columns):
             out_BF[rows, place] = column_B[rows]
     return out_BF
+
+
+@dataclass(frozen=True)
+class Base:
+    """The earlier prepared data and its encoder."""
+
+    prepared: Prepared
+    encoder: Encoder
+
+
+def open_base(path: Path) -> Base:
+    """Open the prepared data to extend. Raises UserError when it is gone, or no table."""
+    if not (path / "encoder").is_dir():
+        raise UserError(
+            f"data.base={path}: is not a prepared table (it has no encoder); name the prepared folder "
+            "of a run that read one"
+        )
+    return Base(verify_prepared(path), Encoder.load(path / "encoder"))
+
+
+def old_ids(base: Encoder, now: Encoder) -> list[Array]:
+    """Return for each id column, by new id, the base's id of the same value: new values are unknown or hashed
+    to it."""
+    found = [np.arange(num_ids) for number in base.numbers for _, _, num_ids in number.tables]
+    for old, new in zip((*base.categories, *base.bags), (*now.categories, *now.bags), strict=True):
+        hashed = FIRST_ID + len(old.learned) + np.arange(old.hash_buckets)
+        found.append(np.concatenate([[0, 1], old.ids_of(new.learned.to_list()), hashed]))
+    return found
+
+
+def old_rows(base: Encoder, now: Encoder) -> Array:
+    """Return (V,) for each row of a table over all columns, one after another, the row of the base's table to
+    start from."""
+    starts = np.cumsum([0, *(column["num_ids"] for column in base.id_columns[:-1])])
+    return np.concatenate([start + ids for start, ids in zip(starts, old_ids(base, now), strict=True)])

@@ -15,16 +15,15 @@ import polars as pl
 
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array
-from dphybrid.data.store import Content, Progress, Source, Streamed, mapped, reading_files
+from dphybrid.data.store import Content, Progress, Source, mapped, reading_files
 from dphybrid.data.table.column import Column, Found
 from dphybrid.data.table.description import description
-from dphybrid.data.table.encoder import Encoder
-from dphybrid.data.table.extend import Base, extended_split, open_base
+from dphybrid.data.table.encoder import Base, Encoder, open_base
 from dphybrid.data.table.labels import Label, label_of_numbers, label_of_texts
 from dphybrid.data.table.reading import Plan, Table, read_table
 from dphybrid.data.table.rows import find_files, partitions, read_jobs
 from dphybrid.data.table.schema import SchemaFile, read_schema, schema_text
-from dphybrid.data.table.splits import RowSplit, split_rows
+from dphybrid.data.table.splits import RowSplit, extended_split, split_rows
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path
 
@@ -180,7 +179,8 @@ class TableSource(Source):
             extra,
             table.rejected,
             save,
-            Streamed(shapes, partial(_blocks, table, encoder)),
+            shapes,
+            partial(_blocks, table, encoder),
         )
 
 

@@ -1,5 +1,7 @@
-"""The validation split: random rows, the latest rows, whole keys, or files of their own."""
+"""The validation split: random rows, the latest rows, whole keys, or files of their own; where an earlier
+model is trained on, rows that it was trained on are never in it. Letters: B rows."""
 
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,6 +9,8 @@ import polars as pl
 
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array
+from dphybrid.data.table.cells import PADDING_ID
+from dphybrid.data.table.encoder import Base
 from dphybrid.data.table.numbers import is_number
 from dphybrid.util.errors import UserError
 
@@ -98,3 +102,61 @@ def _by_value(data: TableDataConfig, seed: int, codes_B: Array, values: pl.Serie
             "do not train"
         )
     return is_held[codes_B], text
+
+
+def _row_keys(blocks: Iterable[Mapping[str, Array]], max_items: int) -> Array:
+    """Return (B,) uint64 that are equal for rows with equal ids, numbers, labels and bags, which come in
+    blocks of arrays by name. max_items: of a bag, at most."""
+    keys = [np.empty(0, np.uint64)]
+    for arrays in blocks:
+        cells = {name: arrays[name] for name in ("ids_BF", "dense_BN", "labels_B")}
+        if "bags_BFL" in arrays:
+            # A table is as wide as its longest bag, and equal rows of two tables must have equal keys.
+            beyond = max_items - arrays["bags_BFL"].shape[2]
+            cells["bags_BFL"] = np.pad(
+                arrays["bags_BFL"], ((0, 0), (0, 0), (0, beyond)), constant_values=PADDING_ID
+            )
+        columns = [
+            pl.Series(f"{name} {place}", column_B)
+            for name, array in cells.items()
+            for place, column_B in enumerate(array.reshape(len(array), -1).T)
+        ]
+        # Compared within this process only: another version of polars may hash otherwise.
+        keys.append(pl.DataFrame(columns).hash_rows().to_numpy())
+    return np.concatenate(keys)
+
+
+def extended_split(
+    split: RowSplit, base: Base, blocks: Iterable[Mapping[str, Array]]
+) -> tuple[RowSplit, Array]:
+    """Return the split without rows that the base trained on among the held-out ones, and with those that it
+    held out; and which rows are new.
+
+    blocks: of the rows' arrays, in the base's encoding. Raises UserError when no row is left to hold out.
+    """
+    keys_B = _row_keys(blocks, base.encoder.max_items)
+    trained_B, kept_B = (np.isin(keys_B, _base_keys(base, part)) for part in ("train", "valid"))
+    new_B = ~trained_B & ~kept_B
+    held_B = (split.held_B & new_B) | (kept_B & ~trained_B)
+    if not held_B.any() or held_B.all():
+        raise UserError(
+            "data.base: no row is left to hold out that the earlier model was not trained on; wait for more "
+            "rows"
+        )
+    text = (
+        f"{split.text}; {new_B.sum():,} rows are new, and no row that {base.prepared.path.name} trained "
+        "on is in the validation split"
+    )
+    return RowSplit(held_B, text), np.flatnonzero(new_B)
+
+
+def _base_keys(base: Base, part: str) -> Array:
+    arrays = base.prepared.arrays
+    rows_B = arrays[f"{part}_rows"]
+
+    def blocks() -> Iterator[dict[str, Array]]:
+        for start in range(0, len(rows_B), _BLOCK):
+            rows = rows_B[start : start + _BLOCK]
+            yield {name: arrays[name][rows] for name in base.prepared.manifest.batch_arrays}
+
+    return _row_keys(blocks(), base.encoder.max_items)
