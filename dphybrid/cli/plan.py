@@ -3,7 +3,6 @@
 examples:
   %(prog)s --devices 'cpu*8' --batch-size 30 --rows 100
   %(prog)s --data.path clicks.csv --data.label clicked      rows of the data, when it is prepared
-  %(prog)s --devices cuda:0,cuda:1 --recipe text --rows 50000 --memory
 """
 
 import argparse
@@ -29,7 +28,6 @@ def flags(parser: Parser) -> None:
         ("--rows", None, "rows of an epoch, to show the last batch too (default: of the prepared data)"),
     ):
         add(name, type=int, default=default, metavar="N", help=sentence)
-    add("--memory", action="store_true", help="also build the model and estimate each device's memory")
     add_config_flags(parser)
 
 
@@ -52,10 +50,6 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--batch-size {batch_size} --rows {rows}: both must be at least 1")
     devices = resolve_devices(wanted_spec(config, settings).text)
     print(split_plan(rows, batch_size, devices.labels).text())
-    if args.memory:
-        from dphybrid.run.check import memory_report
-
-        print(f"\n{memory_report(config, settings, batch_size)}")
     return 0
 
 

@@ -2,12 +2,16 @@
 
 from dphybrid.parallel.applying import current_replica, parallel_apply
 from dphybrid.parallel.comparison import SplitDifference, compare_split, refuse_split_differences
-from dphybrid.parallel.data_parallel import DataParallel, data_parallel
+from dphybrid.parallel.data_parallel import (
+    DataParallel,
+    compile_regions,
+    data_parallel,
+    find_data_parallel,
+)
 from dphybrid.parallel.devices import Devices, before_cuda_starts, device_count, resolve_devices, start_on
 from dphybrid.parallel.dropout import Dropout
 from dphybrid.parallel.gathering import gather
 from dphybrid.parallel.nests import Parts, Whole, parts
-from dphybrid.parallel.regions import LossInside, compile_regions, find_data_parallel
 from dphybrid.parallel.replication import replicate
 from dphybrid.parallel.scattering import RowSource, scatter, scatter_kwargs
 from dphybrid.parallel.splits import Split, SplitPlan, split_plan, split_sizes
@@ -16,7 +20,6 @@ __all__ = [
     "DataParallel",
     "Devices",
     "Dropout",
-    "LossInside",
     "Parts",
     "RowSource",
     "Split",

@@ -26,16 +26,15 @@ def parallel_apply(
     kwargs: Sequence[dict[str, object]] | None = None,
     devices: Places | None = None,
     mode: Literal["inline", "threads"] | None = None,
-    before: Callable[[int], object] | None = None,
 ) -> list[object]:
     """Call each replica on its inputs (a tuple or list of arguments, or one argument); return the outputs in
     device order.
 
     devices: None for those of the replicas' first inputs. mode: `inline` calls one after the other in this
     thread (deterministic, fit for a debugger), `threads` all at once; None: threads for GPUs of their own.
-    Always inline below a transform of torch.func, which other threads know nothing of. before: called with i
-    ahead of replica i, in its thread. When all have ended the first failing replica's exception is raised,
-    its place noted. Raises UserError for numbers that do not fit.
+    Always inline below a transform of torch.func, which other threads know nothing of. When all have ended
+    the first failing replica's exception is raised, its place noted. Raises UserError for numbers that do not
+    fit.
     """
     count = len(replicas)
     places = _places(inputs) if devices is None else resolve_devices(devices)
@@ -53,8 +52,6 @@ def parallel_apply(
         arguments = given if isinstance(given, tuple | list) else (given,)
         try:
             with as_replica(index, count, shares, seeds), _on(place, stream):
-                if before is not None:
-                    before(index)
                 return replicas[index](*arguments, **(kwargs[index] if kwargs is not None else {}))
         except Exception as error:
             error.add_note(f"in replica {index} of {count} on {places.labels[index]}")
@@ -74,20 +71,26 @@ def parallel_apply(
         for place in places.replicas[:count]
     ]
 
-    def call_in_thread(index: int) -> object:
-        with enter():
-            return call(index, streams[index])
+    with independent_streams(places.replicas[:count] if places.at_once else ()) as seed:
 
-    futures = [_pool(count).submit(call_in_thread, index) for index in range(count)]
-    # All of them, before one's failure is raised: a second try must not meet replicas that still run.
-    wait(futures)
+        def call_in_thread(index: int) -> object:
+            seed(index)
+            with enter():
+                return call(index, streams[index])
+
+        futures = [_pool(count).submit(call_in_thread, index) for index in range(count)]
+        # All of them, before one's failure is raised: a second try must not meet replicas that still run.
+        wait(futures)
     return [future.result() for future in futures]
 
 
 @contextmanager
 def independent_streams(gpus: Sequence[torch.device]) -> Iterator[Callable[[int], object]]:
-    """Seed each GPU's generator by torch's CPU generator while the block runs; yields the `before` of
-    `parallel_apply`. GPUs seeded alike would draw equal dropout masks for equal shares."""
+    """Seed each GPU's generator by torch's CPU generator while the block runs; yields what seeds that of
+    replica i, in its thread. GPUs seeded alike would draw equal dropout masks for equal shares."""
+    if not gpus:
+        yield lambda _: None
+        return
     torch.cuda.init()
     # drawn on the CPU: a seed then does not depend on what ran on a GPU before
     generators = [torch.cuda.default_generators[gpu.index or 0] for gpu in gpus]

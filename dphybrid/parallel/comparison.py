@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dphybrid.parallel.data_parallel import DataParallel
+from dphybrid.parallel.data_parallel import DataParallel, find_data_parallel
 from dphybrid.parallel.nests import batch_rows, joined, map_tensors, tensors_of
 from dphybrid.parallel.probing import own_random_state
-from dphybrid.parallel.regions import find_data_parallel
 from dphybrid.parallel.replication import OF_TORCH, throwaway
 from dphybrid.parallel.scattering import split
 from dphybrid.parallel.splits import split_sizes

@@ -10,18 +10,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from dphybrid.parallel.applying import independent_streams, parallel_apply
+from dphybrid.parallel.applying import parallel_apply
 from dphybrid.parallel.devices import Devices, resolve_devices
 from dphybrid.parallel.gathering import Join, Leaf, as_device, gather
 from dphybrid.parallel.nests import (
     Parts,
     Whole,
-    all_tensors,
     batch_rows,
+    is_marked,
     map_tensors,
     parts,
-    refuse_changes,
-    versions,
 )
 from dphybrid.parallel.probing import Trial, note_shares, refuse_chance_rows, refuse_shared_inputs
 from dphybrid.parallel.replication import refuse_unsuitable, replicate, replicate_modules, under_functorch
@@ -88,25 +86,11 @@ class DataParallel(nn.DataParallel):
         self.src_device_obj = home
         steps = ("scatter", "replicate", "parallel_apply", "gather")
         self._overridden = {n for n in steps if getattr(type(self), n) is not getattr(DataParallel, n)}
-        # one device, the CPU: nothing to split, to move or to join
-        self._bare = len(self.devices) == 1 and home == self._target == torch.device("cpu")
         self._record = Record()
 
     def forward(self, *inputs: object, **kwargs: object) -> object:
         """Return the module's output for the whole batch. Raises UserError for inputs that cannot be split
         and outputs that cannot be joined."""
-        # "no code change on the CPU" should cost nothing: no attribute look-ups through nn.Module here
-        attributes = self.__dict__
-        record = attributes["_record"]
-        if attributes["_bare"] and record.in_place is False:
-            given: list[Tensor] = []
-            if all_tensors((inputs, kwargs), given):
-                before = versions(given)
-                output = attributes["_modules"]["module"](*inputs, **kwargs)
-                if versions(given) != before:
-                    refuse_changes((inputs, kwargs), given, before)
-                record.note(((first_size(given),), (first_size(output),)))
-                return output
         if len(self.devices) == 1 and not ("scatter" in self._overridden and self.device_ids):
             return self._on_one(inputs, kwargs)
         return self._split_and_joined(inputs, kwargs)
@@ -126,7 +110,7 @@ class DataParallel(nn.DataParallel):
                 return self._on_one(inputs, kwargs)
             sizes = self.sizes(rows)
             if len(sizes) > 1 and not under_functorch():
-                trial = Trial(self.module, (inputs, kwargs), self.dim, self.devices.home)
+                trial = Trial(self.module, (inputs, kwargs), self.dim, self.devices.home, len(sizes))
                 refuse_shared_inputs(trial, self._record.asked)
             places = self.devices.replicas[: len(sizes)]
             with self._timed("scatter"):
@@ -176,7 +160,7 @@ class DataParallel(nn.DataParallel):
             return
         if min(sizes) == max(sizes) or any(leaf.rows != 1 for leaf in leaves):
             trial = Trial(self.module, inputs, self.dim, self.devices.home, len(sizes))
-            refuse_chance_rows(trial, outputs, leaves, sizes[0])
+            refuse_chance_rows(trial, outputs[0], leaves, sizes[0])
         settled.update((training, leaf) for leaf in leaves)
 
     @outside_of_graphs
@@ -225,10 +209,7 @@ class DataParallel(nn.DataParallel):
         """Call each replica on its inputs; return the outputs in device order. May be overridden."""
         # a short batch uses fewer: a prefix of the devices
         used = Devices(self.devices.text, self.devices.replicas[: len(replicas)], self.devices.virtual)
-        if not used.at_once or under_functorch():  # vmap has a say of its own about draws
-            return parallel_apply(replicas, inputs, kwargs, used)
-        with independent_streams(used.replicas) as seed:
-            return parallel_apply(replicas, inputs, kwargs, used, before=seed)
+        return parallel_apply(replicas, inputs, kwargs, used)
 
     def gather(self, outputs: Sequence[object], output_device: int | str | torch.device) -> object:
         """Join the outputs on a device. May be overridden. Raises UserError for what cannot be joined."""
@@ -242,32 +223,15 @@ class DataParallel(nn.DataParallel):
         return nullcontext() if self.stage is None or not self.training else self.stage(part)
 
     def _on_one(self, inputs: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        """Call the module on the first device without changing the caller's tensors, as on several devices.
-
-        The first call gets copies and shows whether the module works in place on its inputs. One that does
-        gets copies always; one that did not and does later, in another branch perhaps, is refused.
-        """
-        home, record = self.devices.home, self._record
-        may_change = record.in_place is not False
-        copies: dict[int, Tensor] = {}  # a tensor given twice stays one
-
-        def moved(t: Tensor) -> Tensor:
-            if id(t) not in copies:
-                copies[id(t)] = t.to(home, non_blocking=True, copy=may_change)
-            return copies[id(t)]
-
-        with self._timed("host_to_device"):
-            args, named = map_tensors(moved, (inputs, kwargs))
-        given: list[Tensor] = []
-        all_tensors((args, named) if may_change else (inputs, kwargs), given)
-        before = versions(given)
-        output = self.module(*args, **named)
-        if not may_change and versions(given) != before:
-            refuse_changes((inputs, kwargs), given, before)
-        if record.in_place is None and None not in before:  # in inference mode it cannot be seen
-            record.in_place = versions(given) != before
+        """Call the module on the first device."""
+        home = self.devices.home
+        given = (*inputs, *kwargs.values())
+        if home.type != "cpu" or any(type(each) is not Tensor and is_marked(each) for each in given):
+            with self._timed("host_to_device"):
+                inputs, kwargs = map_tensors(lambda t: t.to(home, non_blocking=True), (inputs, kwargs))
+        output = self.module(*inputs, **kwargs)
         if not torch.compiler.is_exporting():  # a graph in the making computes no batch
-            record.note(((first_size((inputs, kwargs)),), (first_size(output),)))
+            self._record.note(((first_size((inputs, kwargs)),), (first_size(output),)))
         return output if self._target == home else map_tensors(lambda t: t.to(self._target), output)
 
     @contextmanager
@@ -382,3 +346,37 @@ def data_parallel(
     arguments, or None for none."""
     arguments = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
     return DataParallel(module, device_ids, output_device, dim)(*arguments, **(module_kwargs or {}))
+
+
+def find_data_parallel(model: nn.Module) -> dict[str, DataParallel]:
+    """Return the data-parallel blocks of a model by dotted name ("" for the model itself)."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, DataParallel)}
+
+
+def compile_regions(model: nn.Module, **options: Any) -> list[str]:
+    """Compile the modules of a model's data-parallel blocks in place, parameters and state-dict keys as
+    before; return the blocks' names.
+
+    options: those of torch.compile. Raises UserError for a block on several devices: replicas are made anew
+    for each batch, and a graph would run with the weights of the ones that it was made for.
+    """
+    blocks = find_data_parallel(model)
+    for name, block in blocks.items():
+        if len(block.devices) > 1:
+            raise UserError(
+                f"compile: {name or 'the model'} runs on {len(block.devices)} devices "
+                f"({block.devices.text}), and replicas cannot be compiled; use one device, or do not compile"
+            )
+    for block in blocks.values():
+        block.module._compiled_call_impl = torch.compile(_caller(block.module), **options)
+    return list(blocks)
+
+
+def _caller(module: nn.Module) -> Callable[..., object]:
+    """A function of ours around the call: `module.compile()` leaves modules of torch's own classes, such as
+    nn.Sequential, as they are."""
+
+    def call(*args: object, **kwargs: object) -> object:
+        return module._call_impl(*args, **kwargs)
+
+    return call

@@ -3,14 +3,14 @@ what in them cannot be split."""
 
 import copy
 import dataclasses
-import functools
+import gc
 import types
-from collections import UserDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections import UserDict
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from dphybrid.util.errors import UserError, type_text
@@ -135,6 +135,13 @@ def map_tensors(function: Callable[[Tensor], object], value: object) -> Any:
     return map_leaves(leaf, value)
 
 
+def is_marked(value: object) -> bool:
+    """Is there a `Whole` or `Parts` in a nest?"""
+    if isinstance(value, Whole | Parts):
+        return True
+    return is_nest(value) and any(map(is_marked, items_of(value).values()))
+
+
 def tensors_of(value: object, path: str = "output") -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor of a nest with its path."""
     if isinstance(value, Tensor):
@@ -235,10 +242,10 @@ def _refuse_unsplittable(value: Any, path: str) -> None:
             f"{path}: a numpy array is not split; give torch.from_numpy(...), or Whole(...) for what all "
             "replicas share"
         )
-    if (where := _carried(value, path)) is not None:
+    if _carries_tensors(value):
         raise UserError(
-            f"{path}: a {kind} carries tensors ({where}) that cannot be split; give them as arguments, in a "
-            "tuple, list, dict or dataclass, or wrap what all replicas share in Whole(...)"
+            f"{path}: a {kind} carries tensors that cannot be split; give them as arguments, in a tuple, "
+            "list, dict or dataclass, or wrap what all replicas share in Whole(...)"
         )
 
 
@@ -250,96 +257,38 @@ def refuse_attributes(value: object, path: str) -> None:
     for name, held in getattr(value, "__dict__", {}).items():
         if id(held) in inside or (isinstance(value, UserDict) and name == "data"):
             continue
-        if (where := _carried(held, f".{name}")) is not None:
+        if _carries_tensors(held):
             raise UserError(
-                f"{path}: {type_text(value)} carries a tensor beside its items ({where}); give it as "
-                "an item or an argument"
+                f"{path}: {type_text(value)} carries a tensor beside its items (.{name}); give it as an item "
+                "or an argument"
             )
 
 
-_DEPTH = 5
+_DEPTH = 8
+"""Steps from object to object in the search for tensors: objects that refer to each other are many."""
 
 
-def _carried(value: object, path: str, depth: int = 0) -> str | None:
-    """Return the path of a tensor that is somewhere inside the value, or None."""
-    if isinstance(value, Tensor):
-        return path
-    # a depth, as objects that refer to each other would be searched for ever
-    if type(value) in PLAIN or depth == _DEPTH or isinstance(value, type | types.ModuleType):
-        return None
-    if isinstance(value, nn.Module):
-        return next((f"{path}.{name}" for name, _ in value.named_parameters()), None)
-    found = (_carried(held, name, depth + 1) for name, held in _held(value, path))
-    return next((where for where in found if where is not None), None)
+def _carries_tensors(value: object) -> bool:
+    """Is a tensor somewhere inside of the value?"""
+    found, seen = [value], set[int]()
+    for _ in range(_DEPTH):
+        if any(isinstance(each, Tensor) for each in found):
+            return True
+        seen.update(map(id, found))
+        found = [held for each in found for held in _held(each) if id(held) not in seen]
+    return False
 
 
-def _held(value: object, path: str) -> Iterator[tuple[str, object]]:
-    """Yield what an object holds, with its path."""
-    if isinstance(value, functools.partial):
-        yield from ((f"{path}(...)", held) for held in (value.func, *value.args, *value.keywords.values()))
-    elif isinstance(value, types.MethodType):
-        yield f"{path}.__self__", value.__self__
-    elif isinstance(value, types.FunctionType):
-        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        yield from ((f"{path}'s {name}", held) for name, cell in cells for held in _content(cell))
-        return
-    elif isinstance(value, Mapping):
-        yield from ((f"{path}[{name!r}]", held) for name, held in value.items())
-    elif isinstance(value, tuple | list | deque | Set):
-        yield from ((f"{path}[...]", held) for held in value)
-    yield from ((f"{path}.{name}", held) for name, held in getattr(value, "__dict__", {}).items())
-    yield from ((f"{path}.{name}", getattr(value, name)) for name in _filled_slots(value))
-
-
-def _content(cell: types.CellType) -> list[object]:
-    try:
-        return [cell.cell_contents]
-    except ValueError:  # a name that has no value yet
-        return []
+def _held(value: object) -> Sequence[object]:
+    """Return what an object refers to, in whatever way it does."""
+    if type(value) in PLAIN or isinstance(value, type | types.ModuleType):
+        return ()
+    if isinstance(value, types.FunctionType):  # not its module's global names
+        return value.__closure__ or ()
+    return gc.get_referents(value)
 
 
 def _filled_slots(value: object) -> list[str]:
     # slots have no __dict__, and each class of the hierarchy names only its own
     slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
     return [name for name in slots if not name.startswith("__") and hasattr(value, name)]
-
-
-def all_tensors(value: Any, found: list[Tensor]) -> bool:
-    """Add all tensors of a nest to `found`; return whether they are all that there is: nothing to open, such
-    as a `Whole`."""
-    # `tensors_of` without the paths: this runs in every call, also on the bare CPU
-    kind = type(value)
-    if kind is tuple or kind is list or kind is dict:
-        plain = True
-        for item in value.values() if kind is dict else value:
-            if type(item) is Tensor:
-                found.append(item)
-            elif not all_tensors(item, found):
-                plain = False
-        return plain
-    if kind in PLAIN:
-        return True
-    found += [tensor for _, tensor in tensors_of(value.value if kind is Whole else value)]
-    return False
-
-
-def versions(tensors: list[Tensor]) -> list[int | None]:
-    """Return how often each tensor was changed in place; None for inference tensors, which do not count."""
-    try:
-        return [tensor._version for tensor in tensors]
-    except RuntimeError:
-        return [None if tensor.is_inference() else tensor._version for tensor in tensors]
-
-
-def refuse_changes(inputs: object, given: list[Tensor], before: list[int | None]) -> None:
-    """Raise UserError that names the changed one of the tensors `given` of (args, kwargs). before: their
-    versions."""
-    now = versions(given)
-    changed = {id(tensor) for tensor, one, two in zip(given, before, now, strict=True) if one != two}
-    opened = input_tensors(*map_tensors(lambda t: t, inputs))
-    path = next(path for path, tensor in opened if id(tensor) in changed)
-    raise UserError(
-        f"DataParallel: the module has changed {path} in place, which it did not at its first call; on "
-        "several devices the caller's tensor stays as it is: clone it first in forward, or do not work in "
-        "place"
-    )

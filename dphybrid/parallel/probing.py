@@ -3,10 +3,9 @@ forward that leaves it open.
 
 Outputs. Shares of two sizes settle it: what then has its rows in step with the samples has the batch there.
 Where all shares are alike, an RNN's state (layers, B, H) of as many layers, a transposed or stacked result, a
-parameter or a constant may look like rows by chance. It cannot be chance when the number of samples is found
-nowhere else: in no other dim of outputs, inputs and parameters, in no length of a list, and the replicas'
-outputs differ. Otherwise a throwaway copy of the module computes one sample more, once: the cost of one
-replica's forward without gradients; of three where an output has several rows a sample.
+parameter or a constant may look like rows by chance. So a throwaway copy of the module computes one sample
+more, once: the cost of one replica's forward without gradients; of three where an output has several rows a
+sample.
 
 Inputs, such as class weights as long as the batch, or a (T, T) mask with T samples: splitting one that all
 replicas share computes something else. The throwaway copy computes two samples, in evaluation mode. Where
@@ -26,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from dphybrid.parallel.applying import as_replica
-from dphybrid.parallel.gathering import Leaf
-from dphybrid.parallel.nests import Whole, input_tensors, is_nest, items_of, joined, map_leaves, tensors_of
+from dphybrid.parallel.gathering import Join, Leaf
+from dphybrid.parallel.nests import Whole, input_tensors, joined, map_leaves, tensors_of
 from dphybrid.parallel.replication import throwaway
 from dphybrid.parallel.scattering import split
 from dphybrid.util.errors import UserError
@@ -41,34 +40,30 @@ class Trial:
     inputs: (args, kwargs) of the whole batch. home: where it computes. count: of replicas, for who asks.
     """
 
-    def __init__(self, module: nn.Module, inputs: Any, dim: int, home: torch.device, count: int = 1) -> None:
-        self.module, self.dim, self._home, self._count = module, dim, home, count
-        self.given, self.inputs = inputs, joined(inputs, home, dim)
+    def __init__(self, module: nn.Module, inputs: Any, dim: int, home: torch.device, count: int) -> None:
+        self.module, self.dim, self.home, self._count = module, dim, home, count
+        self.given, self._inputs = inputs, joined(inputs, home, dim)
 
     @torch.no_grad()
-    def __call__(
-        self, rows: int, *, training: bool = True, instead: Mapping[int, Tensor] = _NONE
-    ) -> dict[str, Tensor]:
-        """Return the tensors that the module makes of so many samples, by path. training: as the module is,
-        else in evaluation mode. instead: tensors in the place of those with these ids, unsplit."""
-        given = map_leaves(lambda v: Whole(instead[id(v)]) if id(v) in instead else v, self.inputs)
-        ((args, kwargs),) = split(given, [self._home], [rows], self.dim)
-        with own_random_state(self._home), as_replica(0, self._count):
-            copy = throwaway(self.module, self._home)
-            return dict(tensors_of((copy if training else copy.eval())(*args, **kwargs)))
+    def __call__(self, rows: int, *, training: bool = True, instead: Mapping[int, Tensor] = _NONE) -> object:
+        """Return what the module makes of so many samples. training: as the module is, else in evaluation
+        mode. instead: tensors in the place of those with these ids, unsplit."""
+        given = map_leaves(lambda v: Whole(instead[id(v)]) if id(v) in instead else v, self._inputs)
+        ((args, kwargs),) = split(given, [self.home], [rows], self.dim)
+        with own_random_state(self.home), as_replica(0, self._count):
+            copy = throwaway(self.module, self.home)
+            return (copy if training else copy.eval())(*args, **kwargs)
 
 
-def refuse_chance_rows(trial: Trial, outputs: list[object], leaves: list[Leaf], share: int) -> None:
+@torch.no_grad()
+def refuse_chance_rows(trial: Trial, output: object, leaves: list[Leaf], share: int) -> None:
     """Raise UserError where an output of equal shares of `share` samples has its rows by chance.
 
-    outputs: of the replicas. leaves: what was joined of them.
+    output: of the first replica. leaves: what was joined of it.
     """
-    if not _may_be_chance(trial, outputs, leaves, share):
-        return
-    dim = trial.dim
     try:
-        # one sample more than a share: what has its rows by chance keeps its size
-        found = trial(share + 1)
+        # one sample more than a share: what has its rows by chance keeps its size, and cannot be joined
+        more = trial(share + 1)
     except Exception as error:  # noqa: BLE001 # a module may refuse any other size, and is right so far
         warnings.warn(
             f"DataParallel: outputs have {share} rows for shares of {share} samples, and it could not be "
@@ -78,88 +73,28 @@ def refuse_chance_rows(trial: Trial, outputs: list[object], leaves: list[Leaf], 
             stacklevel=4,
         )
         return
-    shapes = {path: tensor.shape for path, tensor in tensors_of(outputs[0])}
-    for leaf in leaves:
-        tensor = found.pop(leaf.path, None)
-        if tensor is None or tensor.dim() != leaf.rank or tensor.shape[dim] != leaf.rows * (share + 1):
-            size = "is missing" if tensor is None else f"has size {tuple(tensor.shape)}"
-            raise UserError(
-                f"{leaf.path}: {leaf.rows * share} rows for a share of {share} samples by chance: with "
-                f"{share + 1} samples it {size}; return the batch on dim {dim}, with the same number of rows "
-                "for each sample (transpose an RNN's state, expand what belongs to no sample)"
-            )
-        pairs = list(zip(shapes[leaf.path], tensor.shape, strict=True))
-        del pairs[dim]
-        if (share, share + 1) in pairs:
-            raise UserError(
-                f"{leaf.path}: size {tuple(tensor.shape)} for {share + 1} samples: samples are on two dims, "
-                "each against all others of its own share alone; compute that outside of the data-parallel "
-                "block"
-            )
-    if minor := _sample_minor(trial, leaves, share):
-        raise UserError(
-            f"{minor}: its rows go through all samples once and then again; the shares' rows would be "
-            "mixed: return all rows of a sample one behind the other (repeat_interleave instead of repeat, a "
-            "stack on dim 1), or each part as an output of its own"
-        )
-    if found:
-        raise UserError(
-            f"{next(iter(found))}: there with {share + 1} samples, not with {share}; return tensors, not a "
-            "list of samples"
-        )
+    Join(trial.home, trial.dim, [share, share + 1])([output, more], "output")
+    if several := [leaf.path for leaf in leaves if leaf.rows > 1]:
+        _refuse_sample_minor(trial, several, share)
 
 
-def _may_be_chance(trial: Trial, outputs: list[object], leaves: list[Leaf], share: int) -> bool:
-    if share == 1 or any(leaf.rows != 1 for leaf in leaves):
-        return True
-    found, dim = [dict(tensors_of(output)) for output in outputs], trial.dim
-    columns = [[tensors[leaf.path] for tensors in found] for leaf in leaves]
-    with_samples = [*(tensor for _, tensor in tensors_of(trial.inputs)), *(column[0] for column in columns)]
-    sizes = {size for t in with_samples for size in (*t.shape[:dim], *t.shape[dim:][1:])}
-    sizes |= {size for t in (*trial.module.parameters(), *trial.module.buffers()) for size in t.shape}
-    return share in sizes or share in _lengths(outputs[0]) or any(map(_all_equal, columns))
-
-
-def _sample_minor(trial: Trial, leaves: list[Leaf], share: int) -> str | None:
-    """Return the path of an output with several rows a sample that are not side by side, as those of
-    torch.cat([x, -x]).
-
-    Sizes do not tell: `share` and `share + 1` samples are computed in evaluation mode, and their rows
-    compared.
-    """
-    several = [leaf for leaf in leaves if leaf.rows > 1]
-    if not several:
-        return None
+def _refuse_sample_minor(trial: Trial, paths: list[str], share: int) -> None:
+    """Raise UserError for an output with several rows a sample that are not side by side, as those of
+    torch.cat([x, -x]): sizes do not tell, but with one sample more its first rows are others."""
     try:
-        one, two = (trial(rows, training=False) for rows in (share, share + 1))
+        one, two = (dict(tensors_of(trial(rows, training=False))) for rows in (share, share + 1))
     except Exception:  # noqa: BLE001 # not made to be evaluated
-        return None
-    for leaf in several:
-        if leaf.path in one and leaf.path in two:
-            a, b = one[leaf.path].movedim(trial.dim, 0), two[leaf.path].movedim(trial.dim, 0)
-            if len(a) != leaf.rows * share or len(b) != leaf.rows * (share + 1) or a.shape[1:] != b.shape[1:]:
-                continue
-            outer = b.unflatten(0, (leaf.rows, share + 1))[:, :share].flatten(0, 1)
-            if not torch.allclose(a, b[: len(a)], equal_nan=True) and torch.allclose(
-                a, outer, equal_nan=True
-            ):
-                return leaf.path
-    return None
-
-
-def _all_equal(tensors: list[Tensor]) -> bool:
-    first = tensors[0]
-    return first.layout is not torch.strided or all(
-        torch.equal(first, other.to(first.device)) for other in tensors[1:]
-    )
-
-
-def _lengths(value: object) -> Iterator[int]:
-    if is_nest(value):
-        items = items_of(value).values()
-        yield len(items)
-        for item in items:
-            yield from _lengths(item)
+        return
+    for path in paths:
+        if path in one and path in two:
+            a, b = one[path].movedim(trial.dim, 0), two[path].movedim(trial.dim, 0)
+            outer = b.unflatten(0, (-1, share + 1))[:, :share].flatten(0, 1)
+            if not _equal([a], [b[: len(a)]]) and _equal([a], [outer]):
+                raise UserError(
+                    f"{path}: its rows go through all samples once and then again; the shares' rows would be "
+                    "mixed: return all rows of a sample one behind the other (repeat_interleave instead of "
+                    "repeat, a stack on dim 1), or each part as an output of its own"
+                )
 
 
 @contextmanager
@@ -221,10 +156,10 @@ def _first_output(trial: Trial, instead: Mapping[int, Tensor]) -> list[Tensor]:
     """Return the first of two samples' part of each output; nothing where the module fails."""
     dim = trial.dim
     try:
-        output = trial(2, training=False, instead=instead).values()
+        output = trial(2, training=False, instead=instead)
     except Exception:  # noqa: BLE001 # whatever it is, the module cannot be asked
         return []
-    tensors = [t for t in output if -t.dim() <= dim < t.dim() and t.layout is torch.strided]
+    tensors = [t for _, t in tensors_of(output) if -t.dim() <= dim < t.dim() and t.layout is torch.strided]
     return [t.narrow(dim, 0, t.shape[dim] // 2) for t in tensors if t.shape[dim] % 2 == 0]
 
 

@@ -51,11 +51,10 @@ class Record:
 
     last, repeats: the latest split and how often it has come since another one. earlier: how often each came
     before. modules: the parts found fit to be replicated. settled: outputs whose rows are the samples', with
-    the mode of the module. asked: names of inputs that have been examined. in_place: does the module change
-    its inputs? None until it has run once.
+    the mode of the module. asked: names of inputs that have been examined.
     """
 
-    __slots__ = ("asked", "earlier", "in_place", "last", "modules", "repeats", "settled")
+    __slots__ = ("asked", "earlier", "last", "modules", "repeats", "settled")
 
     def __init__(self) -> None:
         self.earlier: dict[Key, int] = {}
@@ -64,7 +63,6 @@ class Record:
         self.modules: list[nn.Module] = []
         self.settled: set[tuple[bool, Leaf]] = set()
         self.asked: set[tuple[str, ...]] = set()
-        self.in_place: bool | None = None
 
     def note(self, key: Key) -> None:
         """Count a split. One that comes again and again, as nearly all do, is compared and not looked up:

@@ -1,9 +1,8 @@
-"""Checks of a model before training: its memory on each device, and effects of data parallelism."""
+"""Checks of a model before training: the effects of data parallelism."""
 
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -16,45 +15,15 @@ from dphybrid.parallel import (
     compare_split,
     find_data_parallel,
     resolve_devices,
-    split_sizes,
 )
 from dphybrid.parallel.check import Finding, check_module
-from dphybrid.parallel.memory import block_memory, memory_text
 from dphybrid.recipes.context import build_from_config
 from dphybrid.recipes.registry import find_recipe
-from dphybrid.run.leasing import wanted_spec
 from dphybrid.util.errors import UserError, failure_text, type_text
 from dphybrid.util.importing import import_callable
 
 _COMPARED_ROWS = 64
 """Rows of the batch that is computed unsplit and split."""
-
-
-def memory_report(config: ExperimentConfig, settings: Settings, batch_size: int) -> str:
-    """Return each data-parallel block's memory for a full batch, device by device. Prepares the data if need
-    be."""
-    devices = resolve_devices(wanted_spec(config, settings).text)
-    data = find_recipe(config.recipe).prepare(config.data, settings.prepared_dir, config.train.seed)
-    model = build_from_config(config, data.info, resolve_devices("cpu"))
-    sizes = split_sizes(batch_size, len(devices))
-    calls: dict[str, Any] = {}
-    for name, block in find_data_parallel(model).items():
-        block.register_forward_pre_hook(
-            lambda _, args, kwargs, name=name: calls.update({name: (args, kwargs)}), with_kwargs=True
-        )
-    model(_first_batch(config, data, max(sizes)))
-    parts = []
-    for name, block in find_data_parallel(model).items():
-        args, kwargs = calls[name]
-        parts.append(f"Memory of {name or 'the model'} in MiB, batch of {batch_size}:")
-        parts.append(
-            memory_text(
-                block_memory(
-                    block.module, args, kwargs, sizes, devices.labels, config.train.optimizer, block.dim
-                )
-            )
-        )
-    return "\n".join(parts)
 
 
 def _first_batch(config: ExperimentConfig, data: Prepared, rows: int) -> dict[str, Tensor]:

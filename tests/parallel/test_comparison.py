@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dphybrid.parallel import DataParallel, compare_split, refuse_split_differences
-from dphybrid.parallel.check import check_module
 from dphybrid.util.errors import UserError
 from tests.parallel import zoo
 
@@ -101,16 +100,3 @@ def test_the_comparison_leaves_no_split_on_record_and_stops_when_asked() -> None
     ):
         refuse_split_differences(region, torch.randn(5, 3))
     refuse_split_differences(DataParallel(nn.Softmax(1), "cpu*2"), torch.randn(5, 3))
-
-
-def test_the_checker_points_at_dim_0_in_the_source() -> None:
-    class Mixes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Parameter(torch.ones(3, 6))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.softmax(x, dim=0) + x.mean(0) + self.table.mean(0)
-
-    shown = [finding.problem for finding in check_module(Mixes())]
-    assert [text.split(":")[0] for text in shown] == ["softmax over dim 0", "mean over dim 0"]

@@ -51,14 +51,6 @@ def moved_after_wrapping() -> None:
     region(X)
 
 
-def changes_later() -> None:
-    module = Does(lambda x: x + 1)
-    region = DataParallel(module, "cpu")
-    region(X)
-    module.function = lambda x: x.add_(1)
-    region(X.clone())
-
-
 def shares_weights() -> None:
     DataParallel(Does(lambda x, weight: x * weight.sum()), TWO)(X, torch.rand(8))
 
@@ -82,7 +74,6 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "holds a `HostEmbedding`": lambda: DataParallel(HostEmbedding(8, 2), TWO)(torch.arange(8)),
     "has parameters on another device": moved_after_wrapping,
     "is or holds a SyncBatchNorm": lambda: wraps(nn.Sequential(nn.SyncBatchNorm(3))),
-    "begins to change its input in place after the first call, on one device": changes_later,
     "is to be compiled by `compile_regions`, on several devices": lambda: compile_regions(
         nn.Sequential(DataParallel(nn.Linear(3, 3), TWO))
     ),
