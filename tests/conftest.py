@@ -28,7 +28,6 @@ NIGHTLY = [
     "tests/embedding/test_trainers.py::test_accelerate",
     "tests/embedding/test_trainers.py::test_lightning",
     "tests/embedding/test_trainers.py::test_transformers",
-    "tests/flows/test_forms.py::test_a_form_filled_in_by_mouse_trains_what_it_says",
     "tests/cluster/test_launch.py::test_a_link_that_is_cut_is_waited_for_or_both_machines_start_again[30-10]",
     "tests/embedding/test_memory.py::test_a_run_takes_its_table_its_states_and_a_gigabyte[False]",
     "tests/flows/test_train_hybrid.py::test_a_signal_to_all_its_processes_ends_a_run_soon[1]",

@@ -7,7 +7,6 @@ import pytest
 
 from dphybrid.cli.flags import add_config_flags, overrides_from_args
 from dphybrid.config import flatten
-from dphybrid.config.settings import Settings
 from dphybrid.recipes.configs import (
     apply_overrides,
     build_config,
@@ -54,13 +53,6 @@ def test_the_run_that_goes_on_gives_the_values_that_are_not_given() -> None:
     assert (on.recipe, on.train.lr, on.train.epochs, on.devices) == ("ctr", 0.5, 12, "cpu")
     assert not on.cluster.several  # any number of ranks goes on, one process where none is given
     assert load_config(None, ["recipe=toy"], run).recipe == "toy"
-
-
-def test_a_config_survives_json(tmp_path: Path) -> None:
-    config = load_config(None, ["recipe=ctr", "devices=cpu*3", "data.path=x.csv"])
-    file = tmp_path / "config.json"
-    file.write_text(config.model_dump_json())
-    assert load_config(file, []) == config
 
 
 def test_overrides_keep_what_was_given_and_follow_a_new_recipe() -> None:
@@ -114,11 +106,6 @@ def test_mistakes_in_a_file_name_the_file(tmp_path: Path, text: str, words: list
         load_config(file, [])
 
 
-def test_the_config_cannot_change() -> None:
-    with pytest.raises(ValueError, match="frozen"):
-        build_config({}).train.epochs = 3  # type: ignore[misc]
-
-
 @pytest.mark.parametrize(
     ("values", "words"),
     [
@@ -159,16 +146,3 @@ def test_a_given_value_that_the_new_recipe_does_not_have_is_told() -> None:
     config = build_config({"recipe": "ctr", "data": {"label": "y"}})
     with refused(r"data\.label.*recipe toy does not use it"):
         apply_overrides(config, ["recipe=toy"])
-
-
-def test_settings_changed_in_a_copy_name_the_copys_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://elsewhere:5000")
-    settings = Settings(tracking_uri=None)
-    assert settings.mlflow_uri == "http://elsewhere:5000"
-    assert settings.model_copy(update={"tracking_uri": "none"}).mlflow_uri == "none"
-
-
-def test_fields_that_weights_are_carried_across_are_fields() -> None:
-    sections = [find_recipe(name).model for name in BUILT_IN]
-    assert all(section.of_training < set(section.model_fields) for section in sections)
-    assert find_recipe("ctr").model.of_training == {"dropout", "unknown"}

@@ -27,7 +27,6 @@ from dphybrid.gpus import (
     try_lease,
     visible,
 )
-from dphybrid.gpus.waiting import _ticket
 from dphybrid.util.hours import parse_training_hours
 from tests.commands import python
 from tests.conftest import REPOSITORY
@@ -281,15 +280,6 @@ def test_a_clock_that_is_set_moves_no_request_to_another_run(folder: Path, fake:
         assert asked_by(later) is None
 
 
-def test_a_clock_that_is_set_back_lets_nobody_overtake(
-    folder: Path, fake: Inventory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with _ticket(folder, fake.read(), 1, "first") as first:
-        monkeypatch.setattr(time, "time_ns", lambda: 1)
-        with _ticket(folder, fake.read(), 1, "second") as second:
-            assert first < second
-
-
 RUN = """
 import json, os, sys, time
 from pathlib import Path
@@ -354,28 +344,3 @@ def test_kill_9_frees_the_gpus_at_once_and_large_runs_are_not_overtaken(
     _, took_large, _, took_small, _ = read_log(log)
     assert took_large["gpus"] == [0, 1, 2, 3]
     assert took_small["at"] > took_large["at"] > killed
-
-
-def test_a_ticket_that_is_being_made_is_left_alone_and_one_left_half_made_is_not(
-    fake: Inventory, folder: Path
-) -> None:
-    fresh, old = folder / ".1-1.ticket", folder / ".0-1.ticket"
-    fresh.touch()
-    old.touch()
-    os.utime(old, (time.time() - 3600,) * 2)
-    with acquire(Wanted(), fake, folder, run="all", policy=AT_ONCE) as lease:
-        assert len(lease.gpus) == 4
-    assert fresh.exists()
-    assert not old.exists()
-
-
-def test_a_dead_ticket_holds_nobody_up(machine: Path, folder: Path, tmp_path: Path, fake: Inventory) -> None:
-    log = tmp_path / "log"
-    with try_lease(folder, fake.read()[:1], "first") or pytest.fail("not leased"):
-        waiting = start(folder, 4, 1, log)
-        wait_until(lambda: len(list(folder.glob("*.ticket"))) == 1, "it waits", every_s=0.02)
-        waiting.kill()
-        waiting.wait()
-        with acquire(Wanted(count=3), fake, folder, run="next", policy=AT_ONCE, poll_s=0.01) as lease:
-            assert len(lease.gpus) == 3
-    assert not list(folder.glob("*.ticket"))

@@ -71,11 +71,6 @@ def test_no_file_of_a_checkpoint_is_unpickled(unrecorded: None, tmp_path: Path) 
     assert not (tmp_path / "exploded").exists()
 
 
-def test_the_traces_of_pickles_would_be_seen(tmp_path: Path) -> None:
-    pickle.loads(pickle.dumps(Bomb(tmp_path / "exploded")))
-    assert (tmp_path / "exploded").exists()
-
-
 def test_each_exception_from_the_rules_of_security_has_its_reason() -> None:
     files = [path for part in ("dphybrid", "flows", "infra") for path in (REPOSITORY / part).rglob("*.py")]
     told = [line for file in files for line in file.read_text("utf-8").splitlines()]

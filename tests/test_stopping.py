@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import datetime
@@ -19,7 +20,7 @@ from dphybrid.orchestration import queueing, supervised
 from dphybrid.recipes.configs import build_config
 from dphybrid.run import leasing, start, trainer
 from dphybrid.run import train as job
-from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
+from dphybrid.util.stop import Interrupted, StopRequest, stop_signals, watching
 from tests.fake_nvml import gpu, write_state
 from tests.test_gpus import stranger  # noqa: F401 - a fixture
 from tests.test_politeness import machine  # noqa: F401 - a fixture
@@ -167,3 +168,26 @@ def test_a_second_signal_interrupts_at_once_and_a_signal_ends_what_only_gives_wa
     with pytest.raises(Interrupted) as caught:
         stop.obey()
     assert (caught.value.signal_number, caught.value.requeue) == (signal.SIGTERM, False)
+
+
+def test_a_look_that_fails_is_told_once_and_tried_again(capsys: pytest.CaptureFixture[str]) -> None:
+    seen, left = threading.Event(), [OSError("first"), OSError("second")]
+
+    def look() -> bool:
+        if left:
+            raise left.pop(0)
+        seen.set()
+        return True
+
+    with watching(look, 0.01, "watch"):
+        assert seen.wait(30)
+    told = capsys.readouterr().err
+    assert told.count("watch failed, and tries again every 0.01 s") == 1
+    assert "OSError: first" in told
+    assert "second" not in told
+
+
+def test_it_ends_with_its_block() -> None:
+    with pytest.raises(ValueError, match="inside"), watching(lambda: False, 0.01, "watch-that-ends"):
+        raise ValueError("inside")
+    assert not [thread for thread in threading.enumerate() if thread.name == "watch-that-ends"]

@@ -1,4 +1,4 @@
-"""The flags of an experiment: one a field of the recipe's config, and those of a run."""
+"""Command-line flags: one for each field of the recipe's config, and those of a run."""
 
 import argparse
 import os

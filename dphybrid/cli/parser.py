@@ -1,4 +1,4 @@
-"""The parser of all commands, and how a command tells mistakes and interruptions."""
+"""The argument parser of all commands, and how a command reports mistakes and interruptions."""
 
 import argparse
 import atexit

@@ -1,4 +1,4 @@
-"""`dphybrid check recipe`: trains a recipe on a sample of its data, and says what holds and what breaks."""
+"""`dphybrid check recipe`: train a recipe on a sample of its data and report which guarantees hold."""
 
 import math
 import warnings

@@ -1,4 +1,4 @@
-"""This machine's GPUs by NVML: memory, load, processes and their owners; and when a GPU counts as free.
+"""Read this machine's GPUs through NVML (memory, load, processes and their owners) and decide which are free.
 
 Units are whole GPUs and, where a GPU is in MIG mode, its MIG devices. Index order is NVML's, the order of the
 PCI bus.
@@ -154,7 +154,7 @@ class Inventory:
         )
 
     def _ask(self, question: Callable[[], T]) -> T | None:
-        """None for what this GPU or this user is not told."""
+        """Return the answer, or None where the GPU does not support the question or this user may not ask."""
         nvml = self._nvml
         try:
             return question()

@@ -1,9 +1,9 @@
-"""Leases: one lock file a GPU, held in the process that computes, so that the kernel gives the GPU back
-however it ends.
+"""GPU leases: one lock file for each GPU, locked by the training process, so that the kernel frees the GPU
+however that process ends.
 
-The files stay where they are; whether one is locked is what counts. Their text says who holds them, for
-people. All users of the machine write into the folder, so nothing in it is trusted: no links, no waiting,
-regular files alone, and pages are checked.
+The files stay; only the lock counts. Their text says who holds the lease, for people. All users of the
+machine write into the folder, so nothing in it is trusted: links and special files are refused, opening never
+blocks, and the text is checked.
 """
 
 import json
@@ -40,7 +40,7 @@ _ShownText = Annotated[str, Field(max_length=300), AfterValidator(_printable)]
 
 
 class Holder(BaseModel):
-    """Who holds a lease. odd: instead, what stands in the place of its file."""
+    """Who holds a lease. odd: why the lock file cannot be used, if it cannot."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -75,7 +75,7 @@ class Lease:
         self._close()
 
     def lost(self) -> str | None:
-        """Return which GPU others may lease, for its lock's file was removed, or None."""
+        """Return which GPU others may lease now because somebody removed its lock file, or None."""
         for gpu, handle in zip(sorted(self.gpus, key=lambda gpu: gpu.uuid), self._handles, strict=True):
             if not stands_at(_lock_file(self.folder, gpu.uuid), handle):
                 return f"{gpu.label}: somebody removed the file of its lease"

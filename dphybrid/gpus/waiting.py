@@ -1,8 +1,8 @@
-"""Waiting for GPUs: first come, first served, several at once or none, with a reason that people understand.
+"""Wait for GPUs: first come, first served; all the GPUs that a run needs at once, or none.
 
-Whoever waits holds a numbered ticket, a locked file. GPUs that an earlier ticket can use are left to it, so
-that a run that wants three is not overtaken for ever by runs that want one; a ticket whose wish other
-people's processes make impossible for now holds nobody up.
+A waiting run holds a numbered ticket, which is a locked file. Later runs leave the GPUs alone that an earlier
+ticket can use: otherwise runs that need one GPU would overtake a run that needs three for ever. A ticket that
+cannot be served now, because of other people's processes, holds nobody up.
 """
 
 import json

@@ -1,5 +1,5 @@
-"""Prefect around the runs: worker, set-up, checks, the states of flow runs. With `flows/` the only code that
-imports prefect."""
+"""Everything about Prefect: worker, deployments, checks, states of flow runs. Only this package and `flows/`
+import prefect."""
 
 import os
 

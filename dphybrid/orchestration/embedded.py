@@ -1,5 +1,5 @@
-"""Running a flow in this process: with a temporary server where no other is set, and its lines straight on
-the terminal."""
+"""Run a flow in this process: on a temporary server where none is set, with its output straight on the
+terminal."""
 
 import logging
 from collections.abc import Callable, Iterator

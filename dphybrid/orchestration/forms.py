@@ -1,8 +1,8 @@
-"""The form that Prefect shows for a deployment, in the order of its flow's parameters: the few values that
-everybody sets, the recipe's other ones as `config`, and last what is rarely used.
+"""The form that Prefect's pages show for a deployment: first the few values that everybody sets, then the
+recipe's other values as `config`, last what is rarely used.
 
-The server takes a schema for each deployment. Fields have no defaults: Prefect sends what a field shows, and
-an empty one keeps the recipe's value.
+Each deployment has its own JSON schema on the server. Fields have no defaults: Prefect sends what a field
+shows, and an empty field keeps the recipe's value.
 """
 
 import re

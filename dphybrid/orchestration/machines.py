@@ -1,11 +1,11 @@
-"""One run on several machines. Its flow run, on the first of them, asks the workers of the others for a flow
-run each (`join-hybrid`), which starts ranks there.
+"""One run on several machines. The flow run on the first machine starts a flow run `join-hybrid` on each of
+the others, which starts ranks there.
 
-Through Prefect they know of each other, and watch each other's states: all end when one does, and the first
-one's goes on later, with whichever machines are there. The ranks meet through files of the run's folder,
-which all machines see, and then talk by torch alone. The others' part is `follow`: a machine takes the seat
-that the first one gives it, looks whether both see the same, leases what the run wants, and leaves when the
-first one does.
+The flow runs watch each other's states through Prefect: when one ends, all end, and the first one is queued
+again and continues with the machines that are there then. The ranks find each other through files in the
+run's folder, which all machines see, and then talk through torch alone. The other machines run `follow`:
+check that they see the same data and versions as the first machine, lease the devices, start ranks, and end
+when the first machine does.
 """
 
 import os
@@ -63,8 +63,8 @@ _JOINED = "Joined"
 """Name of the state of a machine's flow run that starts its ranks."""
 LEFT = "Left"
 SEAT = ".machines"
-"""File of a run's folder that holds the seat: a machine that sees it sees the folder, and nobody else names a
-place to meet."""
+"""File in the run's folder that holds the seat. A machine that reads the same seat there sees the same
+folder, and only who can write there can make machines join."""
 _LOOK_EVERY_S = 2.0
 _LEAVE_S = 10.0
 """How long a machine may go on after another one has left."""

@@ -1,5 +1,5 @@
-"""Lets `prefect deployment run train-hybrid` find the deployment by its bare name, and refuse parameters that
-cannot work.
+"""Lets `prefect deployment run train-hybrid` find the deployment by its bare name, and refuses wrong
+parameters before a run is made.
 
 Prefect's command asks for FLOW/DEPLOYMENT, and its server checks types and bounds only: not the texts of
 `overrides`, no rule between fields. This start-up hook (entry-point group `prefect.plugins`, switched on in

@@ -1,5 +1,5 @@
-"""`python -m dphybrid.orchestration.setup`: all that a Prefect server needs, made or brought up to date; run
-it as often as you like.
+"""`dphybrid deploy`: create everything that a Prefect server needs, or bring it up to date; run it as often
+as you like.
 
 Pool and queues, the deployments of prefect.yaml (checked first), and the automation that queues runs again
 whose machine died.

@@ -1,5 +1,4 @@
-"""The state of a training on Prefect's pages: its name and tags, the way to its MLflow run, how far it has
-come."""
+"""What Prefect's pages show of a training: name, tags, the link to its MLflow run, and its progress."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,5 +1,5 @@
-"""Supervision of a deployment's flow run: it ends when its worker dies or another process has begun it, and
-goes back to the queue when it has to stop before its end."""
+"""Supervise a deployment's flow run: stop it when its worker dies or another worker has started it anew, and
+queue it again when it had to stop early."""
 
 import logging
 import os

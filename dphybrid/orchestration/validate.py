@@ -1,4 +1,4 @@
-"""Checks of deployments that Prefect's server leaves out: values inside `overrides`, rules between fields,
+"""Check deployments where Prefect's server does not: values inside `overrides`, rules between fields,
 parameters of schedules, cron lines.
 
 `dphybrid validate` runs it on prefect.yaml, the set-up command before it deploys, and the plugin before

@@ -1,10 +1,10 @@
-"""`python -m dphybrid.orchestration.worker`: Prefect's process worker for a GPU workstation, which can be
-stopped without losing a training.
+"""`dphybrid worker`: Prefect's process worker for a GPU workstation, which can be stopped without losing a
+training.
 
-SIGTERM (`systemctl stop`, a new release) or Ctrl-C: it takes no more runs and asks those it has to write a
-checkpoint and go back to the queue; with --wait it lets them end, and the second signal asks. The third ends
-everything at once. Prefect's own worker kills its runs within a second and leaves them `Running` for ever. It
-also queues runs again whose process or machine died (see `dphybrid.orchestration.queueing`).
+On SIGTERM (`systemctl stop`, a new release) or Ctrl-C it takes no more runs and asks its runs to write a
+checkpoint and go back to the queue; with --wait it lets them end, and a second signal asks. A third signal
+kills everything at once. Prefect's own worker kills its runs within a second and leaves them `Running` for
+ever. This one also queues runs again whose process or machine died (`dphybrid.orchestration.queueing`).
 """
 
 import asyncio

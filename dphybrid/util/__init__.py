@@ -1,1 +1,1 @@
-"""What every room may use: errors, atomic files, locks, digests, watching, stopping."""
+"""Helpers without a package of their own: errors, atomic files, locks, digests, stop requests."""

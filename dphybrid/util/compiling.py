@@ -1,4 +1,4 @@
-"""What torch.compile leaves to Python, optimizers that do not import it, and labels in a profile."""
+"""Graph breaks for torch.compile, optimizers that do not import the compiler, and profiler labels."""
 
 import functools
 import inspect

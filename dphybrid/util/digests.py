@@ -1,4 +1,4 @@
-"""Digests: of files, of parts together, and whether files still have theirs."""
+"""Checksums of files and values, and the check that files still have theirs."""
 
 import hashlib
 import json

@@ -1,5 +1,4 @@
-"""The one error meant for people: programs turn it into a message and exit code 2; and what helps people to
-the right word and number."""
+"""`UserError`, which programs print without a traceback and exit with code 2, and helpers for its words."""
 
 import difflib
 import re

@@ -1,8 +1,8 @@
-"""Files that a crash cannot tear: written beside under a temporary name, fsynced, renamed, and then the
+"""Atomic files and folders: written under a hidden temporary name, fsynced and renamed; then the parent
 folder is fsynced.
 
-A reader sees the old content or the new one. What a killed process leaves has a hidden name that
-`clear_leftovers` knows.
+A reader sees the old content or the new one. `clear_leftovers` removes the temporary files of killed
+processes.
 """
 
 import errno

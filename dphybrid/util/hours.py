@@ -1,8 +1,7 @@
-"""Training hours: when training may use the GPUs of a workstation, as text: `20:00-08:00`, `mon-fri
-19:00-07:30, sat, sun`.
+"""Training hours, such as `20:00-08:00` or `mon-fri 19:00-07:30, sat, sun`: when training may use the GPUs.
 
-An item is days, hours, or both; a span that ends before it begins goes on past midnight and belongs to the
-day it begins on. Pure Python.
+An item names days, hours, or both. A span that ends before it begins goes on past midnight and belongs to the
+day on which it begins.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Code that values name as `package.module:NAME`, which packages it may come from, and large imports."""
+"""Import what a value names as `package.module:NAME`, from allowed packages; speed up large imports."""
 
 import gc
 import importlib
@@ -11,8 +11,8 @@ from typing import Any
 from dphybrid.util.errors import UserError, suggestion
 
 ONLY = "DPHYBRID_IMPORT_ONLY"
-"""Variable that a worker sets for the runs it starts: the packages, separated by commas, beside dphybrid. Not
-set: any, for the values are the user's own."""
+"""Variable that a worker sets for its runs: the packages, separated by commas, that values may name besides
+dphybrid. Unset: any package, since the values are the user's own."""
 
 
 @contextmanager

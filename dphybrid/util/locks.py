@@ -1,7 +1,7 @@
-"""Locks of the kernel: they end with their process, however that ends.
+"""File locks (flock), which the kernel releases when their process ends, even by kill -9.
 
-A holder may keep its page in the locked file, and some files go with their lock. Looking takes a shared lock:
-reading another user's file is enough for that, and two who look do not see each other.
+A holder may write into the locked file. To see whether a file is locked, a process takes a shared lock for a
+moment: that needs read permission only, and two processes that look at once do not disturb each other.
 """
 
 import fcntl

@@ -1,4 +1,4 @@
-"""Memory of this process as the system gives and takes it, and of GPUs where it did not suffice."""
+"""Keep freed memory in the process, count page faults, and recognise out-of-memory errors."""
 
 import ctypes
 import resource

@@ -1,5 +1,4 @@
-"""Pages: JSON files with a version and a sum over their values, written at once, so that a later reader sees
-whole ones or says what is wrong."""
+"""Pages: JSON files with a version and a checksum, written atomically; reading a damaged one is an error."""
 
 from pathlib import Path
 from typing import ClassVar, Self

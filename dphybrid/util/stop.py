@@ -1,5 +1,5 @@
-"""Stopping in good order: a request, kept until the step in hand is done, then a checkpoint, then
-`Interrupted`; and threads that watch whether there is a reason to."""
+"""Stopping with a checkpoint: a request waits until the current step is done, then the run writes a
+checkpoint and raises `Interrupted`. `watching` is a thread that looks for reasons to stop."""
 
 import signal
 import sys
@@ -32,8 +32,8 @@ class Interrupted(KeyboardInterrupt):
 
 
 class StopRequest:
-    """The wish that one run should stop; made before the run, and given to all who may ask and to all who can
-    obey.
+    """A flag that asks one run to stop. It is made before the run and passed to everything that may set it or
+    obey it.
 
     The loop looks at `pending` between steps; what comes before and after the loop calls `obey` where it can
     end.
@@ -44,7 +44,7 @@ class StopRequest:
 
     @property
     def pending(self) -> bool:
-        """Has somebody asked?"""
+        """Whether the run was asked to stop."""
         return self._asked is not None
 
     @property

@@ -1,5 +1,4 @@
-"""Texts from files and people, made safe for where they are shown: terminals, Markdown, shells, TOML; and
-without the secrets of addresses."""
+"""Escape text for terminals, Markdown, shells and TOML, and mask user names and passwords in addresses."""
 
 import json
 import re

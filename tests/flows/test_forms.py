@@ -3,12 +3,9 @@
 With DPHYBRID_SCREENSHOTS set to a folder, the pages are kept there as pictures to look at.
 """
 
-import os
-import signal
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from uuid import UUID
 
 import pytest
 from dphybrid.flows.train_hybrid import train_hybrid
@@ -20,10 +17,7 @@ from dphybrid.orchestration.forms import FEW, experiment, form_of
 from dphybrid.orchestration.setup import call_prefect
 from dphybrid.recipes.configs import field_types
 from dphybrid.recipes.registry import BUILT_IN, find_recipe
-from tests.flows.servers import Team
 from tests.refusing import refused
-from tests.tracking.test_browser import CHROMIUM, FLAGS, WAIT_MS
-from tests.waiting import patience
 
 
 def leaves(shown: dict[str, Any], prefix: str = "") -> dict[str, dict[str, Any]]:
@@ -94,61 +88,3 @@ def test_the_few_values_go_over_the_config_and_overrides_over_both() -> None:
     assert (found.data.path, found.data.label) == ("a.csv", "Liked?")  # type: ignore[attr-defined]
     with refused(r"data\.label.*ctr"):
         experiment({"recipe": "text"}, label="clicked")
-
-
-def fill(page: Any, name: str, value: str) -> None:
-    field = page.locator(".p-label", has=page.get_by_text(f"{name} (Optional)", exact=True)).first
-    field.locator("input, textarea").first.fill(value)
-
-
-@pytest.mark.slow
-@pytest.mark.browser
-def test_a_form_filled_in_by_mouse_trains_what_it_says(team: Team, tmp_path: Path) -> None:
-    if CHROMIUM is None:
-        pytest.skip("no Chromium is installed (Debian's package chromium)")
-    sync_api = pytest.importorskip("playwright.sync_api")
-    rows = "".join(f"{i % 3 == 0:d},s{i % 7},{i % 50}\n" for i in range(300))
-    (tmp_path / "clicks.csv").write_text(f"clicked,site,age\n{rows}")
-    deployments = {page["name"]: page for page in team.post("/deployments/filter", {})}
-    with sync_api.sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        for name in (
-            "train-hybrid",
-            "train-kge",
-            "train-retrieval",
-            "retrain-hybrid",
-            "sweep-hybrid",
-            "train-ctr",
-        ):
-            page = browser.new_page(viewport={"width": 1300, "height": 1000})
-            page.goto(f"{team.api.removesuffix('/api')}/deployments/deployment/{deployments[name]['id']}/run")
-            page.get_by_text("overrides (Optional)").first.wait_for(timeout=WAIT_MS)
-            if folder := os.environ.get("DPHYBRID_SCREENSHOTS"):
-                page.screenshot(path=str(Path(folder) / f"form-{name}.png"))
-        for name, value in (
-            ("data_path", str(tmp_path / "clicks.csv")),
-            ("label", "clicked"),
-            ("devices", "cpu"),
-            ("epochs", "1"),
-            ("batch_size", "64"),
-        ):
-            fill(page, name, value)
-        page.get_by_role("button", name="Submit").click()
-        page.wait_for_url("**tab=Runs**", timeout=WAIT_MS)
-        browser.close()
-    (run,) = team.post(
-        "/flow_runs/filter", {"deployments": {"id": {"any_": [deployments["train-ctr"]["id"]]}}}
-    )
-    few = {"data_path": str(tmp_path / "clicks.csv"), "label": "clicked", "devices": "cpu", "epochs": 1}
-    few["batch_size"] = 64
-    sent: dict[str, Any] = {"recipe": "ctr"}
-    for name, field in leaves(form_of(train_hybrid, "ctr").properties).items():
-        if field.get("type") == "boolean":  # a form sends these always
-            _, section, switch = name.split(".")
-            sent.setdefault(section, {})[switch] = False
-    assert sent["train"].keys() >= {"compile", "check_split"}
-    assert run["parameters"] == {"config": sent} | few  # nothing else that nobody filled in
-    worker = team.start_worker("form")
-    team.wait_for(UUID(run["id"]), "Completed", timeout_s=240)
-    worker.send_signal(signal.SIGTERM)
-    assert worker.wait(patience(30)) == 0

@@ -1,6 +1,5 @@
 """The flows as an installed package, which no other folder of the name `flows` can stand before."""
 
-import re
 import shutil
 import subprocess
 import sys
@@ -54,11 +53,6 @@ def test_a_wheel_brings_the_flows_beside_a_foreign_folder_of_their_name(tmp_path
         "120",
     ]
     assert all(line.endswith(": in order") for line in lines)
-
-
-def test_flow_files_import_nothing_from_each_other() -> None:
-    for file in (REPOSITORY / "flows").glob("*.py"):
-        assert not re.search(r"^\s*(?:from|import) flows\b", file.read_text(), flags=re.MULTILINE), file
 
 
 def test_the_doctor_tells_a_broken_prefect(tmp_path: Path) -> None:

@@ -223,30 +223,3 @@ def _config(folder: Path) -> Path:
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads((folder / "run.json").read_text())["config"]))
     return file
-
-
-@pytest.mark.slow
-def test_of_two_retrainings_at_once_one_waits_and_finds_nothing_new(team: Team, tmp_path: Path) -> None:
-    lines = [f"{i * i % 23 % 2},u{i * i % 23},{i % 13 / 10}" for i in range(400)]
-    (tmp_path / "clicks.csv").write_text("\n".join(["clicked,user,price", *lines]))
-    overrides = [
-        f"data.path={tmp_path / 'clicks.csv'}",
-        "data.label=clicked",
-        "checkpoint.register_as=at-once",
-        "devices=cpu",
-        "train.epochs=3",
-    ]
-    worker = team.start_worker("one", "--limit", "2")
-    runs = team.run_many([("retrain-hybrid", {"overrides": overrides})] * 2)
-    begun: list[tuple[str, str]] = []
-
-    def both_ended() -> bool:
-        pages = [team.flow_run(run) for run in runs]
-        begun.append((pages[0]["state_type"], pages[1]["state_type"]))
-        return all(kind in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED") for kind in begun[-1])
-
-    wait_until(both_ended, "both end", 240)
-    assert ("RUNNING", "RUNNING") not in begun
-    assert sorted(team.state(run) for run in runs) == ["NothingNew", "Promoted"], team.logs()
-    worker.send_signal(signal.SIGTERM)
-    assert worker.wait(patience(30)) == 0
