@@ -181,7 +181,7 @@ def data_config(args: argparse.Namespace, base: ExperimentConfig | None = None) 
         check_data_path(str(config.data.model_dump().get("path") or ""))
         recipe = find_recipe(config.recipe)
         if recipe.tabular:
-            recipe.look_ahead(config.data, config.train.seed)
+            recipe.source(config.data, config.train.seed)
     return config
 
 

@@ -89,10 +89,6 @@ class Recipe:
 
         return GivenSource(self, data, seed)
 
-    def look_ahead(self, data: Any, seed: int) -> None:
-        """Open the source now, for the `prepare` that follows. Raises UserError as `source` does."""
-        self._ahead = (data, seed), self.source(data, seed)
-
     def dataset(self, prepared: "Prepared", part: str) -> "Dataset":
         """Return a split of the prepared data ("train", "valid", "test") as samples by number."""
         return prepared.rows(part)
@@ -218,10 +214,7 @@ class Recipe:
         input."""
         from dphybrid.data.store import prepare_source
 
-        asked, source = vars(self).pop("_ahead", ((), None))  # not kept: it holds the first rows
-        if asked != (data, seed):
-            source = self.source(data, seed)
-        return prepare_source(self.name, source, folder, seed, on_progress, self.dataset)
+        return prepare_source(self.name, self.source(data, seed), folder, seed, on_progress, self.dataset)
 
     def find(self, data: DataConfig, folder: Path, seed: int) -> "Prepared | None":
         """Return the prepared data under `folder` where `prepare` has made it, else None. Raises UserError

@@ -231,7 +231,7 @@ def test_dirty_rows_are_rejected_with_file_line_and_reason(tmp_path: Path) -> No
     assert {row["file"] for row in rejected} == {str(file)}
     assert len(prepared.arrays["labels_B"]) == NUM_ROWS - len(odd) + 2  # nan and inf mean no value
     assert prepared.manifest.rejected == len(odd) - 3
-    assert prepared.manifest.facts["unlabelled_rows"] == 1
+    assert prepared.manifest.facts["left_out"] == {"label": 1}
     assert "5 rows rejected" in prepared.describe()
     with refused(r"5 of 239 rows cannot be read.*the first is line 5"):
         ctr(tmp_path, file, numeric=("n",))

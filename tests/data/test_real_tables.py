@@ -29,7 +29,7 @@ def test_rows_without_a_label_are_dropped_counted_and_told(
     monkeypatch.setattr(delimited, "BLOCK_BYTES", 500)
     body = [f"{i % 9},{'' if i % 10 == 0 else 'NULL' if i % 10 == 1 else i % 2}" for i in range(1000)]
     prepared = table(tmp_path, "\n".join(["a,y", *body]), max_rejected=0.0)
-    assert prepared.manifest.facts["unlabelled_rows"] == 200
+    assert prepared.manifest.facts["left_out"] == {"label": 200}
     assert prepared.manifest.rejected == 0
     assert "200 rows without a value of 'y' are left out" in prepared.describe()
     assert prepared.arrays["labels_B"].tolist() == [i % 2 for i in range(1000) if i % 10 > 1]
@@ -237,6 +237,6 @@ def test_typed_numbers_that_mean_no_value(tmp_path: Path) -> None:
     frame.write_csv(tmp_path / "x.csv")
     files = (tmp_path / "x.parquet", tmp_path / "x.csv")
     found, wanted = (from_file(file, missing="-999.0", buckets=2) for file in files)
-    assert found.manifest.facts["unlabelled_rows"] == wanted.manifest.facts["unlabelled_rows"] == 40
+    assert found.manifest.facts["left_out"] == wanted.manifest.facts["left_out"] == {"label": 40}
     for array in ("ids_BF", "dense_BN", "labels_B"):
         np.testing.assert_array_equal(found.arrays[array], wanted.arrays[array])

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import polars as pl
 from polars.io.plugins import register_io_source
 from polars.selectors import by_name  # names as they are: `*` is a pattern elsewhere
@@ -41,20 +40,18 @@ def as_frame(data: object, where: str) -> pl.DataFrame | pl.LazyFrame:
         if hasattr(data, "__arrow_c_stream__"):
             return pl.DataFrame(data)
         if isinstance(data, Mapping):
-            return pl.DataFrame(
-                {str(name): _column(values, str(name), where) for name, values in data.items()}, strict=False
-            )
-        if isinstance(data, Sequence) and not isinstance(data, str | bytes):
-            if not all(isinstance(row, Mapping) for row in data):
-                raise UserError(
-                    f"{where}: is a list, but not of records such as {{'age': 31, 'city': 'Rome'}}"
-                )
+            columns = {
+                str(name): _of_series(values) if hasattr(values, "iloc") else values
+                for name, values in data.items()
+            }
+            for name, values in columns.items():  # polars would repeat a single value for each row
+                if isinstance(values, str) or not hasattr(values, "__len__"):
+                    raise UserError(f"{where}: column {name!r} is {values!r}; give it a list or an array")
+            return pl.DataFrame(columns, strict=False)
+        if isinstance(data, Sequence) and all(isinstance(row, Mapping) for row in data):
             names = dict.fromkeys(str(name) for row in data for name in row)
             return pl.DataFrame({name: [row.get(name) for row in data] for name in names}, strict=False)
-    except (pl.exceptions.PolarsError, TypeError, ValueError, OverflowError) as error:
-        # A UserError is a ValueError, too.
-        if isinstance(error, UserError):
-            raise
+    except (pl.exceptions.PolarsError, TypeError, OverflowError) as error:
         raise UserError(f"{where}: cannot be read as a table: {error}") from error
     raise UserError(f"{where}: is {type_text(data)}; give {KINDS}")
 
@@ -71,24 +68,6 @@ def _of_series(series: Any) -> pl.Series:
         return pl.Series(pl.from_pandas(series))
     except Exception:  # noqa: BLE001 - pyarrow's errors for columns of mixed objects are of many classes
         return pl.Series([None if value != value else value for value in series.to_list()], strict=False)
-
-
-def _column(values: object, name: str, where: str) -> object:
-    if type(values).__module__.partition(".")[0] == "pandas":
-        return pl.from_pandas(values)
-    if isinstance(values, pl.Series | list | tuple):
-        return values
-    if hasattr(values, "__array__"):
-        array = np.asarray(values)
-        if array.ndim != 1:
-            raise UserError(
-                f"{where}: column {name!r} is an array of shape {array.shape}; give each column an array of "
-                "one dimension, with a value a row"
-            )
-        return array
-    if isinstance(values, str | bytes) or not hasattr(values, "__len__"):
-        raise UserError(f"{where}: column {name!r} is {values!r}; give it a list or an array, a value a row")
-    return values
 
 
 def check_frame(frame: pl.DataFrame | pl.LazyFrame, where: str, ignored: Sequence[str] = ()) -> list[str]:
@@ -183,19 +162,10 @@ def write_frames(
     Errors of `frames` are raised as they are, and UserError where the file cannot be written; nothing is left
     at `target` then.
     """
-    failed: list[BaseException] = []
-
-    def noted(*_: object) -> Iterator[pl.DataFrame]:
-        try:
-            yield from frames
-        except BaseException as error:
-            failed.append(error)  # polars would wrap it
-            raise
-
     partial, page = temporary(target), _rejected_page(target)
     try:
-        # A lazy frame over the generator: polars writes it piece by piece.
-        lazy = register_io_source(noted, schema=dict(schema))
+        # A lazy frame over the frames: polars writes it piece by piece.
+        lazy = register_io_source(lambda *_: frames, schema=dict(schema))
         lazy.sink_parquet(partial) if target.suffix.lower() == ".parquet" else lazy.sink_csv(partial)
         sync(partial)
         if rejected:
@@ -204,8 +174,6 @@ def write_frames(
             page.unlink(missing_ok=True)
         partial.replace(target)
     except (pl.exceptions.PolarsError, OSError) as error:
-        if failed:
-            raise failed[0] from None
         raise UserError(f"--out {target}: cannot be written: {error}") from error
     finally:
         partial.unlink(missing_ok=True)

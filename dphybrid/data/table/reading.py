@@ -6,7 +6,7 @@ Threads read and encode some chunks ahead of the one that is being written. Lett
 import errno
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -109,26 +109,17 @@ class Table:
         """Return the texts by code of a stored column."""
         return self.dictionaries[name].values()
 
-    def block(self, number: int, names: list[str] | None = None) -> pl.DataFrame:
-        """Return a block of stored columns, all of them without names."""
-        return pl.read_ipc(self.folder / f"{number:06d}.arrow", columns=names)
-
     def values(self, number: int) -> dict[str, pl.Series]:
         """Return a block of the columns that a model gets, texts as codes."""
         names = {f"column {column.name}": column.name for column in self.plan.columns}
-        return {names[c.name]: c for c in self.block(number, list(names)).get_columns()}
+        return {names[c.name]: c for c in self._block(number, list(names)).get_columns()}
 
-    def whole(self, name: str) -> Array:
+    def column(self, name: str) -> pl.Series:
         """Return a whole stored column."""
-        blocks = [self.block(number, [name]).to_series().to_numpy() for number in range(len(self.lengths))]
-        return np.concatenate(blocks)
+        return pl.concat([self._block(number, [name]) for number in range(len(self.lengths))]).to_series()
 
-    def with_rows(self, name: str, rows_B: Array) -> Iterator[tuple[pl.Series, Array]]:
-        """Yield the blocks of a stored column with their part of `rows_B`."""
-        start = 0
-        for number, length in enumerate(self.lengths):
-            yield self.block(number, [name]).to_series(), rows_B[start : start + length]
-            start += length
+    def _block(self, number: int, names: list[str]) -> pl.DataFrame:
+        return pl.read_ipc(self.folder / f"{number:06d}.arrow", columns=names)
 
     def store(self, frames: list[pl.DataFrame]) -> None:
         """Write frames as blocks."""

@@ -38,6 +38,16 @@ class Look:
     reason: str
     samples: tuple[str, ...]
 
+    @property
+    def facts(self) -> dict[str, object]:
+        """What the manifest says of the column."""
+        return {
+            "name": self.column.name,
+            "role": self.column.role,
+            "reason": self.reason,
+            "samples": self.samples,
+        }
+
 
 def read_schema(path: Path) -> SchemaFile:
     """Read a schema file. Raises UserError that names the file and each wrong value."""

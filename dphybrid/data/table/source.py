@@ -83,11 +83,11 @@ class TableSource(Source):
         table = read_table(plan, self.files, self.held_files, scratch / "rows", progress)
         label, answers_B = _answers(table)
         classes_B = label.encoded(answers_B) if label.classes else np.zeros(table.num_rows)
-        split = _split(table, self.seed, classes_B)
+        split = split_rows(table, self.seed, classes_B)
         if label.task == "binary" and not self.base:
             _check_both_classes(label, classes_B, split)
         parts: dict[str, Array] = {}
-        weights_B = table.whole("weight").astype(np.float32) if plan.weight else None
+        weights_B = table.column("weight").to_numpy().astype(np.float32) if plan.weight else None
         if self.base:
             earlier = self.base.encoder
             labels = np.split(earlier.label.encoded(answers_B), np.cumsum(table.lengths)[:-1])
@@ -149,20 +149,8 @@ class TableSource(Source):
             "base": str(self.base.prepared.path) if self.base else None,
             "split": sizes | {"most_unseen": max(unseen.values(), default=0.0)},
             "unseen": dict(unseen),
-            "columns": [
-                {
-                    "name": look.column.name,
-                    "role": look.column.role,
-                    "reason": look.reason,
-                    "samples": look.samples,
-                }
-                for look in plan.looks
-            ],
-            "left_out_items": {
-                c.name: count for c in encoder.bags if (count := table.counts[f"column {c.name}"])
-            },
-            "unlabelled_rows": table.counts["label"],
-            "weightless_rows": table.counts["weight"],
+            "columns": [look.facts for look in plan.looks],
+            "left_out": {name: count for name, count in table.counts.items() if count},
             "weight": self.data.weight,
         }
 
@@ -217,7 +205,7 @@ def _blocks(table: Table, encoder: Encoder) -> Iterator[dict[str, Array]]:
 def _answers(table: Table) -> tuple[Label, Array]:
     """Return the label, and its numbers (B,), or numbers of classes."""
     column, data = table.plan.label, table.plan.data
-    values_B = table.whole("label")
+    values_B = table.column("label").to_numpy()
     if not column.coded:
         return label_of_numbers(column.name, values_B, data), values_B
     typed = table.plan.first.cells[column.name].dtype.is_numeric()
@@ -238,44 +226,35 @@ def _check_both_classes(label: Label, classes_B: Array, split: RowSplit) -> None
             )
 
 
-def _split(table: Table, seed: int, classes_B: Array) -> RowSplit:
-    codes_B, texts = None, None
-    if table.plan.split:
-        codes_B, texts = table.whole("split"), table.texts("split")
-    return split_rows(table.plan.data, seed, classes_B, table.whole("held"), codes_B, texts)
-
-
 def _fitted(
     table: Table, label: Label, split: RowSplit, progress: Progress
 ) -> tuple[Encoder, dict[str, float]]:
     """Learn from the training rows; also return the share of validation values, by column of texts, that no
     training row has."""
     trained = np.flatnonzero(~split.held_B)
-    sample_B = np.zeros(len(split.held_B), bool)
     # Evenly spaced, not the first ones: files are often sorted by time.
-    sample_B[trained[:: -(-len(trained) // _FIT_ROWS)]] = True
+    sample = trained[:: -(-len(trained) // _FIT_ROWS)]
+    held_B = pl.Series(split.held_B)
     unseen: dict[str, float] = {}
 
-    def numbers(name: str) -> pl.Series:
-        return pl.concat(
-            [block.filter(pl.Series(rows_B)) for block, rows_B in table.with_rows(name, sample_B)]
-        )
-
     def texts(name: str) -> tuple[pl.Series, Array]:
-        values = table.texts(name)
-        counts = np.zeros((2, len(values) + 1), np.int64)
-        for codes, held_B in table.with_rows(name, split.held_B):
-            for place, some in enumerate((codes, codes.filter(pl.Series(held_B)))):
-                flat = some.explode().drop_nulls() if some.dtype == pl.List else some
-                counts[place] += np.bincount(flat.to_numpy(), minlength=len(values) + 1)
-        held = counts[1, 1:]
-        train = counts[0, 1:] - held
-        unseen[name.removeprefix("column ")] = float(held[train == 0].sum() / max(held.sum(), 1))
+        values, codes = table.texts(f"column {name}"), table.column(f"column {name}")
+        train, held = (
+            np.bincount(some.explode().drop_nulls().to_numpy(), minlength=len(values) + 1)[1:]
+            for some in (codes.filter(~held_B), codes.filter(held_B))
+        )
+        unseen[name] = float(held[train == 0].sum() / max(held.sum(), 1))
         return values, train
 
     def fit(column: Column) -> Column:
-        name = f"column {column.name}"
-        return column.fitted(Found(table.plan.data, partial(numbers, name), partial(texts, name)))
+        name = column.name
+        return column.fitted(
+            Found(
+                table.plan.data,
+                lambda: table.column(f"column {name}").gather(sample),
+                lambda: texts(name),
+            )
+        )
 
     columns, fitted = table.plan.columns, list[Column]()
     for column in mapped(fit, columns):

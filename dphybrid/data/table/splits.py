@@ -12,6 +12,7 @@ from dphybrid.data.batches import Array
 from dphybrid.data.table.cells import PADDING_ID
 from dphybrid.data.table.encoder import Base
 from dphybrid.data.table.numbers import is_number
+from dphybrid.data.table.reading import Table
 from dphybrid.util.errors import UserError
 
 _BLOCK = 2**20
@@ -25,27 +26,18 @@ class RowSplit:
     text: str
 
 
-def split_rows(
-    data: TableDataConfig,
-    seed: int,
-    classes_B: Array,
-    given_B: Array,
-    codes_B: Array | None,
-    values: pl.Series | None,
-) -> RowSplit:
-    """Choose the validation rows.
-
-    classes_B: what random rows are stratified by, so that each class gives its share. given_B: which rows
-    come from files given as held out. codes_B, values: the split column, as a dictionary's codes (0: no
-    value). Raises UserError when one part would be empty.
-    """
+def split_rows(table: Table, seed: int, classes_B: Array) -> RowSplit:
+    """Choose the validation rows. classes_B: what random rows are stratified by, so that each class gives its
+    share. Raises UserError when one part would be empty."""
+    data = table.plan.data
     if data.valid_path is not None:
-        held_B, text = given_B, f"validation split: the rows of {data.valid_path}"
-    elif codes_B is None or values is None:
+        held_B, text = table.column("held").to_numpy(), f"validation split: the rows of {data.valid_path}"
+    elif table.plan.split is None:
         held_B = _random(seed, classes_B.astype(np.int64), data.valid_fraction)
         text = f"validation split: rows at random, by train.seed={seed}"
     else:
-        held_B, text = _by_value(data, seed, codes_B, values)
+        codes_B, texts = table.column("split").to_numpy(), table.texts("split").to_list()
+        held_B, text = _by_value(data, seed, codes_B, texts)
     if not held_B.any() or held_B.all():
         what = "no row is" if not held_B.any() else "all rows are"
         raise UserError(
@@ -72,8 +64,8 @@ def _random(seed: int, classes_B: Array, fraction: float) -> Array:
     return held_B
 
 
-def _by_value(data: TableDataConfig, seed: int, codes_B: Array, values: pl.Series) -> tuple[Array, str]:
-    texts = values.to_list()
+def _by_value(data: TableDataConfig, seed: int, codes_B: Array, texts: list[str]) -> tuple[Array, str]:
+    """Choose whole values of the split column. codes_B: of `texts`, 0 for no value."""
     counts = np.bincount(codes_B, minlength=len(texts) + 1)[1:]
     if data.split == "time":
         numbers = all(is_number(text) for text in texts)
