@@ -18,8 +18,7 @@ from dphybrid.cli.parser import run_cli
 from dphybrid.cli.train import flow_parser
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import load_settings
-from dphybrid.lifecycle.comparing import Decision
-from dphybrid.lifecycle.retrain import CHAMPION_TAG, Plan, judge, plan_retraining, reason_to_wait
+from dphybrid.lifecycle.retrain import CHAMPION_TAG, Decision, Plan, judge, plan_retraining, reason_to_wait
 from dphybrid.orchestration.embedded import in_this_process
 from dphybrid.orchestration.forms import experiment
 from dphybrid.orchestration.queueing import ended, too_late
@@ -55,7 +54,6 @@ def retrain_hybrid(
     lr: float | None = None,
     overrides: list[str] = [],  # noqa: B006 - never changed, and the form shows it
     min_new_rows: int = 1,
-    drift_above: float = 0.0,
     min_gain: float = 0.0,
     config: AnyExperiment = build_config({"recipe": OF_TABLES}),  # noqa: B008 - frozen, and the form shows it
     event: str = "",
@@ -74,8 +72,6 @@ def retrain_hybrid(
         lr: Learning rate of the dense blocks.
         overrides: Single values that go over all others, such as `model.hidden=64`.
         min_new_rows: Retrain from this many new rows on.
-        drift_above: With fewer new rows, retrain when a column's values drifted by more than this (population
-            stability index); 0: never.
         min_gain: Promote when the whole 95 % interval of the metric's gain is above this.
         config: All other values; a field left empty keeps the recipe's value.
         event: Reason to retrain even without new data; it is recorded with the run.
@@ -94,14 +90,13 @@ def retrain_hybrid(
     }
     chosen = experiment(config, overrides, **few)
     with supervised() as stop:
-        return _retrained(chosen, stop, min_new_rows, drift_above, min_gain, event)
+        return _retrained(chosen, stop, min_new_rows, min_gain, event)
 
 
 def _retrained(
     config: ExperimentConfig,
     stop: StopRequest,
     min_new_rows: int,
-    drift_above: float,
     min_gain: float,
     event: str,
 ) -> State:
@@ -120,11 +115,7 @@ def _retrained(
     if planned.undecided:
         return _decided(planned, compare(planned.undecided, min_gain))
     prepared = prepare(planned.config)
-    if (
-        planned.champion
-        and not before
-        and (wait := reason_to_wait(prepared, min_new_rows, drift_above, event))
-    ):
+    if planned.champion and not before and (wait := reason_to_wait(prepared, min_new_rows, event)):
         return ended("NotEnoughNew", wait)
     tags = {CHAMPION_TAG: planned.champion} if planned.champion else {}
     report = trained(planned.config, stop, tags=tags, prepared=prepared)
@@ -158,8 +149,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_experiment_flags(parser, recipe_of(given))
     add = parser.add_argument
     add("--min-new-rows", type=int, default=1, metavar="N", help="new rows that are worth a training (1)")
-    drift = "drift that is worth one with fewer rows (0: never)"
-    add("--drift-above", type=float, default=0.0, metavar="X", help=drift)
     gain = "gain that the whole 95 %% interval must exceed (0)"
     add("--min-gain", type=float, default=0.0, metavar="X", help=gain)
     add("--event", default="", metavar="TEXT", help="retrain even without new data, because of this")
@@ -171,7 +160,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             retrain_hybrid.with_options(log_prints=False)(
                 config=config,
                 min_new_rows=args.min_new_rows,
-                drift_above=args.drift_above,
                 min_gain=args.min_gain,
                 event=args.event,
                 return_state=True,

@@ -1,10 +1,9 @@
 """Runs as Python and notebooks see them: their metrics, splits, model, predictions and report."""
 
 import html
-from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings, load_settings
@@ -204,40 +203,26 @@ class RunReport:
         )
 
 
-class Runs(Sequence[TrainedRun]):
+class Runs(list[TrainedRun]):
     """Runs, newest first; by number or by name."""
 
-    def __init__(self, runs: Sequence[TrainedRun]) -> None:
-        self._runs = list(runs)
-
-    def __len__(self) -> int:
-        return len(self._runs)
-
-    def __iter__(self) -> Iterator[TrainedRun]:
-        return iter(self._runs)
-
-    @overload
-    def __getitem__(self, which: int | str) -> TrainedRun: ...
-    @overload
-    def __getitem__(self, which: slice) -> "Runs": ...
-    def __getitem__(self, which: int | str | slice) -> "TrainedRun | Runs":
-        if isinstance(which, slice):
-            return Runs(self._runs[which])
-        if isinstance(which, int):
-            return self._runs[which]
-        names = [run.name for run in self._runs]
-        if which not in names:
-            raise UserError(f"{which}: there is no run of that name{suggestion(which, names or ['none'])}")
-        return self._runs[names.index(which)]
+    def __getitem__(self, which: Any) -> Any:
+        if not isinstance(which, str):
+            return super().__getitem__(which)
+        for run in self:
+            if run.name == which:
+                return run
+        known = [run.name for run in self] or ["none"]
+        raise UserError(f"{which}: there is no run of that name{suggestion(which, known)}")
 
     def frame(self) -> "pl.DataFrame":
         """Return name, recipe, devices, status, start and metrics, a row a run."""
         import polars as pl
 
-        return pl.DataFrame([_row(run) for run in self._runs], infer_schema_length=None)
+        return pl.DataFrame([_row(run) for run in self], infer_schema_length=None)
 
     def __repr__(self) -> str:
-        return "\n".join(map(repr, self._runs)) or "no runs"
+        return "\n".join(map(repr, self)) or "no runs"
 
     def _repr_html_(self) -> str:
         import polars as pl

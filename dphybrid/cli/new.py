@@ -24,7 +24,7 @@ _PLACES = {
     "pyproject.toml": "pyproject.toml.txt",
     "README.md": "README.md.txt",
     "tests/test_{}.py": "test_newrecipe.py.txt",
-    **{f"{{}}/{name}.py": f"{name}.py" for name in ("__init__", "reader", "model", "metrics", "recipe")},
+    **{f"{{}}/{name}.py": f"{name}.py" for name in ("__init__", "reader", "model", "recipe")},
 }
 """Where each file of the sample goes; {}: the package."""
 

@@ -2,31 +2,52 @@
 takes its place."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from pydantic import BaseModel, SerializeAsAny
+import torch
+from pydantic import BaseModel, Field, SerializeAsAny
+from torch import nn
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
-from dphybrid.data import Prepared, open_prepared, source_digest
-from dphybrid.data.table.encoder import old_ids, open_base
-from dphybrid.lifecycle.comparing import Decision, compare_on_validation_rows
+from dphybrid.data import open_prepared, source_digest
 from dphybrid.recipes.configs import AnyExperiment, apply_overrides, stored_config
 from dphybrid.recipes.registry import find_recipe, tabular_names
-from dphybrid.run.folder import read_run
+from dphybrid.run.experiment import Experiment
+from dphybrid.run.folder import Run, read_run
+from dphybrid.run.pages import ResultPage
+from dphybrid.run.start import warm_start
 from dphybrid.tracking.loader import checkpoint_folder
 from dphybrid.tracking.models import Registry, Version
 from dphybrid.tracking.opening import store_to_write
-from dphybrid.training.checkpoint import read_state
+from dphybrid.training.checkpoint import load_weights, read_state, verify_checkpoint
+from dphybrid.training.loop import validation_outputs
+from dphybrid.training.metrics import Task
 from dphybrid.util.digests import file_digest
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.files import clear_leftovers, making
 from dphybrid.util.locks import locked
+from dphybrid.util.pages import Page
 
 CHAMPION_TAG = "dphybrid.champion"
-_TOP_VALUES = 20
-"""Most frequent values of a column whose shares count for drift; the others count together."""
+_NUM_RESAMPLES = 300
+
+
+class Decision(Page):
+    """Champion against challenger on the same validation rows; gain > 0: the challenger is better. low, high:
+    of the 95 % interval."""
+
+    promoted: bool
+    why: str
+    metric: str = ""
+    num_rows: int = 0
+    champion: dict[str, float] = Field(default_factory=dict)
+    challenger: dict[str, float] = Field(default_factory=dict)
+    gain: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
 
 
 class Plan(BaseModel):
@@ -139,61 +160,92 @@ def _from_champion(
     return apply_overrides(config, [f"data.base={state.prepared}", f"train.warm_start={checkpoint}"])
 
 
-def reason_to_wait(prepared: str, min_new_rows: int, drift_above: float, event: str = "") -> str | None:
-    """Return why the data that has arrived is not worth a training yet, or None.
-
-    min_new_rows: so many rows are. drift_above: so is a drift of a column beyond it, with fewer rows (0:
-    never). event: so is one.
-    """
-    data = open_prepared(Path(prepared))
-    if event or "new_rows" not in data.arrays:
+def reason_to_wait(prepared: str, min_new_rows: int, event: str = "") -> str | None:
+    """Return why the data that has arrived is not worth a training yet, or None. min_new_rows: so many rows
+    are. event: so is one."""
+    arrays = open_prepared(Path(prepared)).arrays
+    if event or "new_rows" not in arrays or len(arrays["new_rows"]) >= max(1, min_new_rows):
         return None
-    num_new = len(data.arrays["new_rows"])
-    if num_new >= max(1, min_new_rows):
-        return None
-    text = f"{counted(num_new, 'new row')}, min_new_rows is {max(1, min_new_rows)}"
-    if drift_above <= 0 or not num_new:
-        return text
-    column, value = largest_drift(prepared)
-    if value > drift_above:
-        return None
-    return f"{text}; the largest drift is {value:.3f} in column {column}, drift_above is {drift_above:g}"
+    return f"{counted(len(arrays['new_rows']), 'new row')}, min_new_rows is {max(1, min_new_rows)}"
 
 
-def largest_drift(prepared: str) -> tuple[str, float]:
-    """Return the column whose values are distributed most differently in the new rows, and its population
-    stability index.
+def compare_on_validation_rows(run: Run, min_gain: float) -> Decision:
+    """Return the comparison of a run's best checkpoint, on the run's validation rows, with the checkpoint it
+    started from; of a first model with the recipe's floor, which the whole interval must beat."""
+    experiment = run.experiment()
+    config, task = experiment.config, experiment.task
+    best = Path(ResultPage.read(run.folder / "result.json").best_checkpoint)
+    if config.train.warm_start is None:
+        name, min_gain, before = "a constant prediction's", 0.0, experiment.recipe.floor(experiment.data)
+        if before is None:
+            return Decision(promoted=True, why="new: there is no champion to compare it with")
+    else:
+        warm = Path(config.train.warm_start)
+        name = "the champion's"
+        before = _outputs_of(run, experiment, lambda network: warm_start(warm, network, experiment.data))
+    verify_checkpoint(best)
+    after = _outputs_of(run, experiment, lambda network: load_weights(best, network))
+    champion, challenger = task.compute(before), task.compute(after)
+    gains = bootstrap_gains(before, after, task, config.train.seed)
+    low, high = (float(value) for value in np.quantile(gains, [0.025, 0.975]))
+    sign = 1 if task.higher_is_better else -1
+    gain = sign * (challenger[task.metric] - champion[task.metric])
+    num_rows = len(next(iter(after.values())))
+    promoted = low > min_gain
+    verdict = "better" if promoted else "not surely better" if high > min_gain else "not better"
+    why = (
+        f"{verdict}: validation {task.metric} {challenger[task.metric]:.5f} against {name} "
+        f"{champion[task.metric]:.5f} on the same "
+        f"{counted(num_rows, 'row')}; gain {gain:+.5f}, 95 % interval {low:+.5f} to {high:+.5f}"
+        + (f", wanted {min_gain:+g}" if min_gain else "")
+    )
+    return Decision(
+        promoted=promoted,
+        why=why,
+        metric=task.metric,
+        num_rows=num_rows,
+        champion=champion,
+        challenger=challenger,
+        gain=gain,
+        low=low,
+        high=high,
+    )
 
-    The index sums (p - q) ln(p / q) over a column's most frequent values; above 0.1 is usually called a
-    shift, above 0.25 a large one.
-    """
-    data = open_prepared(Path(prepared))
-    assert data.manifest.base is not None  # only extended data has new rows
-    base = open_base(Path(data.manifest.base))
-    to_old = old_ids(base.encoder, open_base(data.path).encoder)
-    before_rows, new_rows = base.prepared.arrays["train_rows"], data.arrays["new_rows"]
-    found = [("", 0.0)]
-    for place, column in enumerate(base.encoder.id_columns):
-        before = np.bincount(_ids_of(base.prepared, place, before_rows), minlength=column["num_ids"])
-        now = np.bincount(to_old[place][_ids_of(data, place, new_rows)], minlength=column["num_ids"])
-        order = np.argsort(-before, kind="stable")
-        p, q = (_shares(counts[order]) for counts in (before, now))
-        found.append((column["name"], float(((q - p) * np.log(q / p)).sum())))
-    return max(found, key=lambda pair: pair[1])
+
+def _outputs_of(
+    run: Run, experiment: Experiment, fill: Callable[[nn.Module], None]
+) -> dict[str, torch.Tensor]:
+    """Return the validation outputs of the model that `fill` gives its weights; its memory is free then."""
+    network = experiment.unfilled(run.page.devices)
+    fill(network)
+    batch_size = experiment.config.train.batch_size
+    return validation_outputs(network, experiment.data.dataset("valid"), batch_size, experiment.task)
 
 
-def _ids_of(data: Prepared, place: int, rows: np.ndarray) -> np.ndarray:
-    """Return all ids that some rows have in an id column: one a row, or those of their bags."""
-    ids_BF = data.arrays["ids_BF"]
-    if place < ids_BF.shape[1]:
-        return np.asarray(ids_BF[:, place][rows])
-    bags_BL = data.arrays["bags_BFL"][:, place - ids_BF.shape[1]][rows]
-    return np.asarray(bags_BL[bags_BL >= 0])
-
-
-def _shares(counts: np.ndarray) -> np.ndarray:
-    grouped = np.append(counts[:_TOP_VALUES], counts[_TOP_VALUES:].sum()) + 0.5  # no share is 0
-    return np.asarray(grouped / grouped.sum())
+def bootstrap_gains(
+    champion: dict[str, torch.Tensor],
+    challenger: dict[str, torch.Tensor],
+    task: Task,
+    seed: int,
+) -> np.ndarray:
+    """Return the challenger's gain in the task's metric on `_NUM_RESAMPLES` sets of the same rows, drawn
+    with replacement: the paired bootstrap (Efron 1979)."""
+    num_rows = len(next(iter(champion.values())))
+    random = np.random.default_rng(seed)
+    gains: list[float] = []
+    while len(gains) < _NUM_RESAMPLES:
+        rows = torch.from_numpy(random.integers(0, num_rows, num_rows))
+        try:
+            values = [
+                task.compute({n: v[rows] for n, v in out.items()})[task.metric]
+                for out in (champion, challenger)
+            ]
+        except UserError:  # a few rows, drawn all of one label
+            if len(set(champion["labels_B"].tolist())) < 2:
+                raise
+            continue
+        gains.append(values[1] - values[0])
+    return np.array(gains) * (1 if task.higher_is_better else -1)
 
 
 def judge(run_folder: str, settings: Settings, min_gain: float = 0.0) -> Decision:

@@ -7,8 +7,7 @@ import polars as pl
 import pytest
 
 from dphybrid.config.settings import load_settings
-from dphybrid.lifecycle.comparing import Decision
-from dphybrid.lifecycle.retrain import judge, open_registry, plan_retraining
+from dphybrid.lifecycle.retrain import Decision, judge, open_registry, plan_retraining
 from dphybrid.recipes.configs import build_config
 from dphybrid.run.train import run_job
 from tests.refusing import refused
@@ -64,7 +63,7 @@ def test_the_better_challenger_is_promoted(
     embedded_store: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("dphybrid.lifecycle.comparing._NUM_RESAMPLES", 50)
+    monkeypatch.setattr("dphybrid.lifecycle.retrain._NUM_RESAMPLES", 50)
     day(1, range(6)).write_parquet(days / "day-1.parquet")
     assert retrained(days, label).promoted
     day(2, range(3, 12)).write_parquet(days / "day-2.parquet")  # of six shops the champion knows nothing

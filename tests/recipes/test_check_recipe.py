@@ -14,8 +14,7 @@ from dphybrid.cli.trial import Found, check_recipe
 from dphybrid.config.settings import load_settings
 from dphybrid.recipes import Recipe, Task
 from dphybrid.recipes.configs import load_config
-from dphybrid.recipes.newrecipe.metrics import TASK, compute
-from dphybrid.recipes.newrecipe.model import Network
+from dphybrid.recipes.newrecipe.model import TASK, Network, compute
 from dphybrid.recipes.newrecipe.recipe import NewRecipe
 from tests.commands import command
 

@@ -1,4 +1,5 @@
-"""The model: a row of a table for each user and item, in host memory, and layers over them on the devices.
+"""The model: a row of a table for each user and item, in host memory, and layers over them on the devices;
+and the metrics over the validation split.
 
 Letters: B samples.
 """
@@ -8,7 +9,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from dphybrid.parallel import DataParallel
-from dphybrid.recipes import ModelConfig, ModelContext
+from dphybrid.recipes import ModelConfig, ModelContext, Task
 
 
 class Options(ModelConfig):
@@ -43,3 +44,15 @@ class Network(nn.Module):
         rating_B = self.ratings(batch["user_B"], batch["item_B"])
         loss_B = (rating_B - batch["rating_B"].to(rating_B)).square()
         return {"loss": loss_B, "weight": torch.ones_like(loss_B), "predicted": rating_B}
+
+
+def compute(outputs: dict[str, Tensor]) -> dict[str, float]:
+    """Return the metrics by name."""
+    error_B = (outputs["predicted"] - outputs["rating_B"]).double()
+    return {"mae": float(error_B.abs().mean()), "rmse": float(error_B.square().mean().sqrt())}
+
+
+TASK = Task(
+    "mae", higher_is_better=False, compute=compute, reads=("predicted", "rating_B"), prediction="predicted"
+)
+"""The metric that decides, and what its computing reads of batches and outputs."""

@@ -10,8 +10,7 @@ from dphybrid.data import Vocabulary
 from dphybrid.recipes import ModelContext, Recipe, Task
 from dphybrid.util.errors import UserError
 
-from .metrics import TASK
-from .model import Network, Options
+from .model import TASK, Network, Options
 from .reader import Data, read
 
 

@@ -11,19 +11,19 @@ met, L items of a user.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import polars as pl
 import torch
+from polars.selectors import by_name
 from torch import Tensor
 
 from dphybrid.data.batches import Array, Dataset, Draw, DrawnDataset, Draws
 from dphybrid.data.store import Content, Progress, source_digests
-from dphybrid.data.table.cells import FIRST_ID, read_times
-from dphybrid.data.table.column import Dictionary
-from dphybrid.data.table.kinds import Category
+from dphybrid.data.table.cells import read_times
 from dphybrid.data.table.rows import Rejected, Rows, check_rejected, find_files, partitions, read_files
+from dphybrid.data.vocabulary import Vocabulary
 from dphybrid.recipes.retrieval import RetrievalDataConfig
 from dphybrid.util.errors import UserError, counted, suggestion
 
@@ -39,23 +39,38 @@ def _by_user(pairs_N2: Array, num_users: int) -> tuple[Array, Array]:
 
 @dataclass(frozen=True)
 class _Side:
-    """Users or items. ids: their column; number_N: of each row, negative where training has no such one;
-    features: the columns of categories; ids_RF: the tower's ids of each user or item."""
+    """Users or items, in the order of their numbers. ids_RF: the tower's ids of each; num_ids: rows of the
+    tower's tables, by column."""
 
-    ids: Category
-    number_N: Array
-    features: list[Category]
+    names: pl.Series
     ids_RF: Array
+    num_ids: dict[str, int]
 
-    @property
-    def num_ids(self) -> dict[str, int]:
-        """Rows of the tower's tables by name."""
-        return {self.ids.name: len(self.ids_RF)} | {c.name: c.num_ids for c in self.features}
+    @classmethod
+    def of(cls, name: str, features: tuple[str, ...], train: pl.DataFrame) -> Self:
+        """Number what has training rows, most frequent first; a feature is that of the last row that has
+        one. train: the last rows last."""
+        # by_name, as pl.col reads names such as `*` as patterns; a column's name has no line break
+        last = by_name(*features).drop_nulls().last()
+        rows = train.group_by(by_name(name)).agg(pl.len().alias("\n"), last)
+        # Ties by name: the order of groups depends on threads.
+        rows = rows.sort(pl.nth(1), pl.nth(0), descending=[True, False])
+        words = {feature: Vocabulary.fit(rows[feature]) for feature in features}
+        columns = [np.arange(len(rows)), *(words[feature].ids(rows[feature]) for feature in features)]
+        sizes = {feature: len(vocabulary) for feature, vocabulary in words.items()}
+        return cls(rows[name], np.stack(columns, 1).astype(np.int32), {name: len(rows)} | sizes)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def numbers(self, names: pl.Series) -> Array:
+        """Return the number of each name, -1 where training has no such one."""
+        known = pl.int_range(len(self), dtype=pl.Int32, eager=True)
+        return names.replace_strict(self.names, known, default=-1).to_numpy()
 
     def save(self, file: Path, **more: pl.Series) -> None:
         """Write names and ids in the order of their numbers."""
-        names = self.ids.learned.alias("name")
-        pl.DataFrame({"name": names, "ids": self.ids_RF, **more}).write_parquet(file)
+        pl.DataFrame({"name": self.names, "ids": self.ids_RF, **more}).write_parquet(file)
 
 
 @dataclass(frozen=True)
@@ -77,23 +92,19 @@ class _InteractionSource:
 
     def read(self, progress: Progress, scratch: Path) -> Content:
         d = self.data
-        columns, rejected = self._columns(progress)
-        num_rows = len(columns[d.user][0])
-        held_N = self._held_out(num_rows, columns)
-        trained = np.flatnonzero(~held_N)
-        if d.time is not None:  # stable: rows of one time keep the order of the file
-            trained = trained[np.argsort(self._times(*columns[d.time])[trained], kind="stable")]
-        users, items = (
-            _side(name, features, columns, trained)
-            for name, features in ((d.user, d.user_features), (d.item, d.item_features))
-        )
-        pairs_N2 = np.stack([users.number_N, items.number_N], 1).astype(np.int32)
+        rows, rejected = self._rows(progress)
+        times_N = None if d.time is None else self._times(rows[d.time])
+        held_N = self._held_out(len(rows), times_N)
+        train = rows.filter(~held_N)
+        if times_N is not None:  # stable: rows of one time keep the order of the file
+            train = train[np.argsort(times_N[~held_N], kind="stable")]
+        users, items = _Side.of(d.user, d.user_features, train), _Side.of(d.item, d.item_features, train)
+        pairs_N2 = np.stack([users.numbers(rows[d.user]), items.numbers(rows[d.item])], 1)
         train_N2, valid_N2 = pairs_N2[~held_N], pairs_N2[held_N]
-        seen_starts, seen_items = _by_user(train_N2, len(users.ids_RF))
-        known_N2 = valid_N2[(valid_N2 >= 0).all(1)]
-        codes_N = _one_number(known_N2, len(items.ids_RF))
-        new_N2 = known_N2[~np.isin(codes_N, _one_number(train_N2, len(items.ids_RF)))]
-        held_starts, held_items = _by_user(new_N2, len(users.ids_RF))
+        seen_starts, seen_items = _by_user(train_N2, len(users))
+        known = pl.DataFrame(valid_N2[(valid_N2 >= 0).all(1)])
+        new = known.join(pl.DataFrame(train_N2), on=known.columns, how="anti")
+        held_starts, held_items = _by_user(new.to_numpy(), len(users))
         held_users = np.flatnonzero(np.diff(held_starts))
         if not len(held_users):
             raise UserError(
@@ -101,17 +112,17 @@ class _InteractionSource:
                 "that have training rows but not together, so there is nothing to find; give more rows, or "
                 "another data.valid_fraction"
             )
-        counts_V = np.bincount(train_N2[:, 1], minlength=len(items.ids_RF))
+        counts_V = np.bincount(train_N2[:, 1], minlength=len(items))
         split = "at random by train.seed" if d.time is None else f"the latest by {d.time}"
         unknown_N2 = valid_N2 < 0
         lines = [
-            f"  {d.path or 'generated sample'}: {counted(num_rows, 'row')}, {len(users.ids_RF):,} users and "
-            f"{len(items.ids_RF):,} items in training",
+            f"  {d.path or 'generated sample'}: {counted(len(rows), 'row')}, {len(users):,} users and "
+            f"{len(items):,} items in training",
             f"  {len(train_N2):,} rows to train, {len(valid_N2):,} to validate ({split}): "
             f"{len(held_users):,} users with {len(held_items):,} items to find",
             f"  not evaluated: {unknown_N2[:, 0].sum():,} rows of unseen users, "
             f"{unknown_N2[:, 1].sum():,} of unseen items, "
-            f"{len(known_N2) - len(held_items):,} of repeated pairs",
+            f"{len(known) - len(held_items):,} of repeated pairs",
         ]
         info = {
             "user_ids": users.num_ids,
@@ -134,8 +145,8 @@ class _InteractionSource:
         def save(folder: Path) -> None:
             (folder / "encoder").mkdir()
             # Recommendations leave out all that is known of a user, the validation split's items, too.
-            starts, items_met = _by_user(pairs_N2[(pairs_N2 >= 0).all(1)], len(users.ids_RF))
-            of_user = np.repeat(np.arange(len(users.ids_RF)), np.diff(starts))
+            starts, items_met = _by_user(pairs_N2[(pairs_N2 >= 0).all(1)], len(users))
+            of_user = np.repeat(np.arange(len(users)), np.diff(starts))
             seen = pl.DataFrame({"user": of_user, "item": items_met})
             lists = seen.group_by("user", maintain_order=True).agg("item")["item"]  # each user has a row
             users.save(folder / "encoder" / "users.parquet", seen=lists)
@@ -143,20 +154,17 @@ class _InteractionSource:
 
         return Content(arrays, info, lines, rejected=rejected, save=save)
 
-    def _columns(self, progress: Progress) -> tuple[dict[str, tuple[Array, pl.Series]], list[Rejected]]:
-        """Return each column as codes (0: no value) and the texts that they stand for, and the rejected
-        rows."""
+    def _rows(self, progress: Progress) -> tuple[pl.DataFrame, list[Rejected]]:
+        """Return the named columns as texts, of rows with a user and an item, and the rejected rows."""
         d = self.data
-        names = list(dict.fromkeys([d.user, d.item, *d.user_features, *d.item_features]))
-        names += [d.time] if d.time is not None and d.time not in names else []
-        dictionaries = {name: Dictionary() for name in names}
-        codes: list[pl.DataFrame] = []
+        names = list(dict.fromkeys(name for _, name in d.named_columns))
         rejected: list[Rejected] = []
         chunks = (
             read_files(self.files, d.reading, rejected, "read rows", progress)
             if self.files
             else [sample(self.seed)]
         )
+        pieces: list[pl.DataFrame] = []
         for rows in chunks:
             if missing := [name for name in names if name not in rows.names]:
                 raise UserError(
@@ -164,37 +172,30 @@ class _InteractionSource:
                     f"{suggestion(missing[0], rows.names)}; say which columns are what with data.user, "
                     "data.item, data.time, data.user_features and data.item_features"
                 )
-            piece = pl.DataFrame([dictionaries[name].codes(rows.texts(name)).alias(name) for name in names])
-            whole_B = (piece[d.user] > 0) & (piece[d.item] > 0)
-            rejected += [
-                Rejected(
-                    file=str(rows.file),
-                    line=int(rows.lines[place]),
-                    reason=f"no value in {d.item if piece[d.user][place] else d.user!r}",
-                )
-                for place in (~whole_B).arg_true()
-            ]
-            codes.append(piece.filter(whole_B))
-        joined = pl.concat(codes)
-        num_rows = len(joined)
-        check_rejected(str(d.path), rejected, num_rows + len(rejected), d.max_rejected)
-        if num_rows < 2:
-            raise UserError(
-                f"data.path={d.path}: has {counted(num_rows, 'row')} with a user and an item; give 2 or more"
-            )
-        return {name: (joined[name].to_numpy(), dictionaries[name].values()) for name in names}, rejected
+            piece = pl.DataFrame([rows.texts(name).cast(pl.String).alias(name) for name in names])
+            whole_B = piece[d.user].is_not_null() & piece[d.item].is_not_null()
+            for place in (~whole_B).arg_true():
+                odd = d.user if piece[d.user][place] is None else d.item
+                line = int(rows.lines[place])
+                rejected.append(Rejected(file=str(rows.file), line=line, reason=f"no value in {odd!r}"))
+            pieces.append(piece.filter(whole_B))
+        joined = pl.concat(pieces)
+        check_rejected(str(d.path), rejected, len(joined) + len(rejected), d.max_rejected)
+        if len(joined) < 2:
+            found = counted(len(joined), "row")
+            raise UserError(f"data.path={d.path}: has {found} with a user and an item; give 2 or more")
+        return joined, rejected
 
-    def _held_out(self, num_rows: int, columns: Mapping[str, tuple[Array, pl.Series]]) -> Array:
+    def _held_out(self, num_rows: int, times_N: Array | None) -> Array:
         """Return which rows are held out: the latest, or random ones."""
         wanted = min(max(1, round(num_rows * self.data.valid_fraction)), num_rows - 1)
-        held_N = np.zeros(num_rows, bool)
-        if self.data.time is None:
+        if times_N is None:
+            held_N = np.zeros(num_rows, bool)
             held_N[np.random.default_rng([self.seed, 11]).permutation(num_rows)[:wanted]] = True
             return held_N
-        time_N = self._times(*columns[self.data.time])
-        held_N = time_N >= np.sort(time_N)[num_rows - wanted]
+        held_N = times_N >= np.sort(times_N)[num_rows - wanted]
         if held_N.all():  # rows of one time stay together
-            held_N = time_N > time_N.min()
+            held_N = times_N > times_N.min()
         if not held_N.any():
             raise UserError(
                 f"data.time={self.data.time!r}: all rows have the same time, so none are the latest; leave "
@@ -202,46 +203,21 @@ class _InteractionSource:
             )
         return held_N
 
-    def _times(self, codes_N: Array, texts: pl.Series) -> Array:
+    def _times(self, texts: pl.Series) -> Array:
         """Return the time of each row, as numbers that sort; rows without one come first."""
-        found = texts.cast(pl.Float64, strict=False)
+        given = texts.drop_nulls()
+        found = given.cast(pl.Float64, strict=False)
         if found.null_count():
-            found = read_times(texts, day_first=False).dt.epoch("s").cast(pl.Float64)
+            found = read_times(given, day_first=False).dt.epoch("s").cast(pl.Float64)
         if found.null_count():
-            odd = texts.filter(found.is_null())[0]
+            odd = given.filter(found.is_null())[0]
             raise UserError(
                 f"data.time={self.data.time!r}: {odd!r} is neither a number nor a date such as 2024-12-31 "
                 "or 2024-12-31 18:30:00; mend it, or list it in data.missing"
             )
-        return np.concatenate([[-np.inf], found.to_numpy()])[codes_N]
-
-
-def _one_number(pairs_N2: Array, num_items: int) -> Array:
-    return pairs_N2[:, 0].astype(np.int64) * num_items + pairs_N2[:, 1]
-
-
-def _side(
-    name: str, features: tuple[str, ...], columns: Mapping[str, tuple[Array, pl.Series]], trained: Array
-) -> _Side:
-    """Number what has training rows, most frequent first; a feature is that of the last row that has one.
-
-    trained: the training rows, the last ones last."""
-    codes_N, texts = columns[name]
-    counts = np.bincount(codes_N[trained], minlength=len(texts) + 1)
-    ids = Category(name=name).kept(texts, counts[1:], least=1)
-    number_N = ids.ids_of([None, *texts.to_list()]).astype(np.int64)[codes_N] - FIRST_ID
-    number_T = number_N[trained]
-    columns_RF, fitted = [np.arange(len(ids.learned))], []
-    for feature in features:
-        feature_N, values = columns[feature]
-        feature_T = feature_N[trained]
-        last_R = np.zeros(len(ids.learned), np.int64)
-        last_R[number_T[feature_T > 0]] = feature_T[feature_T > 0]  # of several, numpy keeps the last
-        counts_V = np.bincount(last_R, minlength=len(values) + 1)[1:]
-        found = Category(name=feature).kept(values, counts_V, least=1)
-        columns_RF.append(found.ids_of([None, *values.to_list()])[last_R])
-        fitted.append(found)
-    return _Side(ids, number_N, fitted, np.stack(columns_RF, 1).astype(np.int32))
+        times_N = np.full(len(texts), -np.inf)
+        times_N[texts.is_not_null().to_numpy()] = found.to_numpy()
+        return times_N
 
 
 def sample(seed: int) -> Rows:
