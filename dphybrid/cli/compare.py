@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     if args.runs and args.sweep is not None:
         raise UserError(f"--sweep {args.sweep}: names all runs to compare; give it, or {' '.join(args.runs)}")
     if args.out.suffix in (".html", ".htm") or (args.out.exists() and not args.out.is_dir()):
-        raise UserError(f"--out {args.out}: name a folder, for index.html and its pictures")
+        raise UserError(f"--out {args.out}: name a folder, for index.html")
     uri = store_to_read(settings.mlflow_uri, settings.mlflow_dir)
     run_ids = compare.find_runs(uri, experiment, args.runs, args.sweep)
     runs = compare.read_runs(uri, run_ids)

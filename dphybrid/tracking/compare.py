@@ -1,32 +1,28 @@
 """Runs side by side: finds and reads them, and writes the page that compares them; the page can go into
-MLflow, too. It is one file with its numbers, its script and plotly in it: no server, no network."""
+MLflow, too. It is one file with its numbers and plotly in it: no server, no network."""
 
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from mlflow.entities import ViewType
+from mlflow.entities import Metric, ViewType
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from dphybrid.tracking.base import CHANGED_TAG
 from dphybrid.tracking.compare_facts import (
-    DEVICES,
     SEED,
-    Point,
     RunFacts,
     differing,
-    finals,
     ordered,
     param_of,
-    speeds,
+    seeds_as_one,
     split_table,
 )
-from dphybrid.tracking.figures import COLOURS, overlay_figure, side_by_side_figure
+from dphybrid.tracking.compare_page import charts, table
 from dphybrid.tracking.report import rendered
 from dphybrid.tracking.tracker import find_experiment, run_address
 from dphybrid.tracking.views import RESULT, run_path, view_path
@@ -34,11 +30,11 @@ from dphybrid.util.errors import UserError
 
 MAX_RUNS = 256
 """More runs than this make no readable page; a sweep has no more cells."""
-_PICTURED_RUNS = 24
-"""More runs than this make no readable picture, which nobody can sort or filter."""
+_NEWEST_RUNS = 24
+"""How many runs of an experiment are compared where none are named."""
 
-_MAX_POINTS = 600
-"""Points of a curve that the page keeps: more than a screen shows."""
+_MAX_POINTS, _MAX_VALUE = 600, 1e308
+"""Points of a curve that the page keeps; what MLflow makes of an infinite value is larger than the other."""
 
 SWEEP_TAG, _KIND_TAG, _REPLICAS_TAG = "dphybrid.sweep", "dphybrid.kind", "dphybrid.replicas"
 _COMPARISONS = "{} comparisons"
@@ -47,110 +43,32 @@ the trainings."""
 
 
 def write_comparison(runs: Sequence[RunFacts], folder: Path, group_by: str) -> Path:
-    """Write the comparison of runs into `folder` (`index.html` and a PNG for each figure); return the page.
-    Raises UserError for a param that no run has."""
+    """Write the comparison of runs into `folder` and return its page. Raises UserError for a param that no
+    run has."""
     from plotly.offline import get_plotlyjs
 
     param = param_of(group_by, runs)
     runs = ordered(runs, param)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, picture in _pictures(runs, param).items():
-        (folder / name).write_bytes(picture)
-    page, (replicas, splits) = folder / "index.html", split_table(runs)
-    data = json.dumps(_finite(page_data(runs, param)), allow_nan=False)
+    rows = [(run, [run]) for run in runs] if param == SEED else seeds_as_one(runs)
+    replicas, splits = split_table(runs)
+    tables = [table(rows, param)]
+    if len(rows) < len(runs):
+        tables.append(table([(run, [run]) for run in runs], param))
     text = rendered(
         "page.html",
         title=f"{len(runs)} runs by {param}",
         made=datetime.now().strftime("%Y-%m-%d %H:%M"),
+        tables=tables,
+        differ=len(differing(runs)) > 0,
+        charts=charts(rows, param),
         replicas=replicas,
         splits=splits,
-        # JSON that does not end the page's script
-        data=data.replace("<", "\\u003c").replace("\u2028", "\\u2028"),
-        script=Path(__file__).with_name("page.js").read_text(encoding="utf-8"),
         plotly=get_plotlyjs(),
     )
+    folder.mkdir(parents=True, exist_ok=True)
+    page = folder / "index.html"
     page.write_text(text, encoding="utf-8")
     return page
-
-
-def _pictures(runs: Sequence[RunFacts], param: str) -> dict[str, bytes]:
-    """Return the still pictures of a comparison by file name, for where no page can be opened."""
-    pictures = {}
-    speed = speeds(runs, param)
-    series: dict[str, list[tuple[float | str, float]]] = {}
-    for run in runs:
-        if run.run_id in speed:
-            place = float(run.replicas) if param == DEVICES else run.value(param)
-            own = speed[run.run_id]
-            series.setdefault(own.among or "measured", []).append((place, own.ratio))
-    if any(len({place for place, _ in points}) > 1 for points in series.values()):
-        counts = sorted({run.replicas for run in runs if run.run_id in speed}) if param == DEVICES else []
-        ideal = [(float(count), count / counts[0]) for count in counts]
-        label = "devices" if counts else param
-        pictures["speed.png"] = overlay_figure({"speed-up": series}, label, ideal)
-    if len(runs) > _PICTURED_RUNS:
-        return pictures
-    if stages := {run.name: run.stages_ms for run in runs if run.stages_ms}:
-        pictures["stages.png"] = side_by_side_figure(stages)
-    keys = sorted({key for run in runs for key in run.steps}, reverse=True)
-    if curves := {key: {run.name: run.steps[key] for run in runs if key in run.steps} for key in keys}:
-        pictures["metrics.png"] = overlay_figure(curves, "step")
-    return pictures
-
-
-def page_data(runs: Sequence[RunFacts], param: str) -> dict[str, object]:
-    """Return what the page's script draws, as values fit for JSON."""
-    names = differing(runs)
-    by = list(
-        dict.fromkeys([param, *names] + ([DEVICES] if any(DEVICES in run.params for run in runs) else []))
-    )
-    return {
-        "param": param,
-        "colours": COLOURS,
-        "params": by,
-        "differing": names,
-        "finals": finals(runs),
-        "seed": SEED,
-        "devices": DEVICES,
-        "virtual": any("*" in run.value(DEVICES) for run in runs),
-        "orders": {name: [run.run_id for run in ordered(runs, name)] for name in by},
-        "speeds": {
-            name: {run_id: asdict(speed) for run_id, speed in speeds(runs, name).items()} for name in by
-        },
-        "runs": [_run(run, [*by, *names]) for run in runs],
-    }
-
-
-def _run(run: RunFacts, names: Sequence[str]) -> dict[str, object]:
-    return {
-        "id": run.run_id,
-        "name": run.name,
-        "url": run.url,
-        "status": run.status.lower(),
-        "started": run.started.strftime("%Y-%m-%d %H:%M:%S"),
-        "replicas": run.replicas,
-        "params": {name: run.value(name) for name in names},
-        "metrics": {
-            name: value for name, value in run.metrics.items() if name.startswith(("final/", "summary/"))
-        },
-        "stages": dict(run.stages_ms),
-        "steps": {name: _thinned(points) for name, points in run.steps.items()},
-        "times": {name: _thinned(points) for name, points in run.times.items()},
-    }
-
-
-def _thinned(points: Sequence[Point]) -> list[Point]:
-    """Return points at even distances, the last one among them."""
-    stride = -(-len(points) // _MAX_POINTS) or 1
-    return [point for place, point in enumerate(points) if (len(points) - 1 - place) % stride == 0]
-
-
-def _finite(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not -1e308 < value < 1e308 else value
 
 
 def read_runs(store_uri: str, run_ids: Sequence[str]) -> list[RunFacts]:
@@ -172,7 +90,6 @@ def _read_run(client: MlflowClient, store_uri: str, run_id: str) -> RunFacts:
         raise UserError(f"run {run_id!r}: cannot be read ({str(error).splitlines()[0][:200]})") from error
     metrics = dict(run.data.metrics)
     chosen = [name for name in metrics if name == "train/loss" or name.startswith("valid/")][:6]
-    histories = {name: client.get_metric_history(run_id, name) for name in chosen}
     begin, tags = run.info.start_time, run.data.tags.items()
     changed = {tag[len(CHANGED_TAG) :]: both for tag, both in tags if tag.startswith(CHANGED_TAG)}
     return RunFacts(
@@ -186,12 +103,17 @@ def _read_run(client: MlflowClient, store_uri: str, run_id: str) -> RunFacts:
         splits=_full_split(_read_page(client, run_id, "split_shapes.json") or {}),
         stages_ms=_stages_ms(client, run_id, metrics),
         url=run_address(store_uri, run.info.experiment_id, run_id),
-        steps={name: sorted((float(p.step), p.value) for p in points) for name, points in histories.items()},
-        times={
-            name: sorted(((p.timestamp - begin) / 1000, p.value) for p in points)
-            for name, points in histories.items()
-        },
+        curves={name: _curve(client.get_metric_history(run_id, name), begin) for name in chosen},
     )
+
+
+def _curve(history: Sequence[Metric], begin_ms: int) -> list[tuple[float, float, float]]:
+    """Return a curve's finite points, so many of them at even distances as a screen shows, the last one among
+    them."""
+    points = sorted((float(p.step), (p.timestamp - begin_ms) / 1000, p.value) for p in history)
+    points = [point for point in points if abs(point[2]) < _MAX_VALUE]
+    stride = -(-len(points) // _MAX_POINTS) or 1
+    return points[::-1][::stride][::-1]
 
 
 def _full_split(table: Mapping[str, Any]) -> dict[tuple[int, str], str]:
@@ -254,7 +176,7 @@ def find_runs(
             there = ", ".join(sorted(known)) or "none"
             raise UserError(f"--sweep {sweep}: not in experiment {experiment!r}; sweeps there: {there}")
         runs = [run for run in runs if run.data.tags.get(SWEEP_TAG) == sweep]
-    newest = MAX_RUNS if sweep is not None else _PICTURED_RUNS
+    newest = MAX_RUNS if sweep is not None else _NEWEST_RUNS
     return [run.info.run_id for run in runs if run.info.status == "FINISHED"][-newest:]
 
 

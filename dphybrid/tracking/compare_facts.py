@@ -3,29 +3,26 @@
 import difflib
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from dphybrid.util.errors import UserError
 from dphybrid.util.text import printable
 
 DEVICES, SEED = "devices", "train.seed"
-_GROUPS = {"devices": DEVICES, "batch": "train.batch_size", "recipe": "recipe"}
-"""Short names for what runs are often grouped by; any other name is a param's."""
+_FIRST_PARAMS = ("recipe", DEVICES, "train.batch_size")
 
 _NOT_CONFIG = ("size.", "split.")
 _SAME_SPEED = (SEED, "checkpoint.register_as")
 """What may differ between runs without being a reason for another baseline."""
 
-Point = tuple[float, float]
-
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a comparison needs of one run.
+    """What a comparison needs of one run, or of several that differ in their seed alone (`seeds_as_one`).
 
-    steps, times: curve name -> points (step or seconds since the start, value). stages_ms: stage ->
-    milliseconds of an average step.
+    curves: metric -> points (step, seconds since the start, value). stages_ms: stage -> milliseconds of an
+    average step. spread: metric -> standard deviation over the seeds.
     """
 
     run_id: str
@@ -36,10 +33,10 @@ class RunFacts:
     metrics: Mapping[str, float]
     splits: Mapping[tuple[int, str], str]
     stages_ms: Mapping[str, float] = field(default_factory=dict)
-    steps: Mapping[str, list[Point]] = field(default_factory=dict)
-    times: Mapping[str, list[Point]] = field(default_factory=dict)
+    curves: Mapping[str, list[tuple[float, float, float]]] = field(default_factory=dict)
     url: str = ""
     replicas: int = 1
+    spread: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def samples_per_s(self) -> float | None:
@@ -54,24 +51,21 @@ class Speed:
     """A run's speed against that of its baseline. efficiency: a device, None where runs differ in something
     else than devices.
 
-    against: the value that the baseline has of what runs are grouped by; among: what else differs between
-    runs, and is the same in these.
+    among: what else differs between runs, and is the same in these.
     """
 
     ratio: float
     efficiency: float | None
-    against: str
     among: str = ""
 
 
 def param_of(group_by: str, runs: Sequence[RunFacts]) -> str:
     """Return the param that runs are grouped by. Raises UserError for one that no run has."""
-    name = _GROUPS.get(group_by, group_by)
-    if not any(name in run.params for run in runs):
-        params = sorted({param for run in runs for param in run.params} | set(_GROUPS))
-        near = difflib.get_close_matches(group_by, params, 3) or list(_GROUPS)
+    params = {param for run in runs for param in run.params}
+    if group_by not in params:
+        near = difflib.get_close_matches(group_by, params, 3) or [DEVICES]
         raise UserError(f"--group-by {group_by}: no run has such a param; near: {', '.join(near)}")
-    return name
+    return group_by
 
 
 def differing(runs: Sequence[RunFacts]) -> list[str]:
@@ -89,7 +83,7 @@ def ordered(runs: Sequence[RunFacts], param: str) -> list[RunFacts]:
 
     def order(run: RunFacts) -> tuple[int, float, str, datetime]:
         value = run.value(param)
-        return (run.replicas if param == DEVICES else 0, _as_number(value) or 0.0, value, run.started)
+        return (run.replicas if param == DEVICES else 0, as_number(value) or 0.0, value, run.started)
 
     return sorted(runs, key=order)
 
@@ -112,36 +106,74 @@ def speeds(runs: Sequence[RunFacts], param: str) -> dict[str, Speed]:
             if run.run_id in timed:
                 ratio = timed[run.run_id] / statistics.median(base)
                 fair = ratio * members[0].replicas / run.replicas if param == DEVICES else None
-                found[run.run_id] = Speed(ratio, fair, first, among)
+                found[run.run_id] = Speed(ratio, fair, among)
     return found
 
 
-def finals(runs: Sequence[RunFacts]) -> list[str]:
-    """Return the names of the final metrics that some run has."""
-    return sorted({name for run in runs for name in run.metrics if name.startswith("final/")})
+def seeds_as_one(runs: Sequence[RunFacts]) -> list[tuple[RunFacts, list[RunFacts]]]:
+    """Return runs that differ in their seed alone as one, beside its members: with the medians of times and
+    speeds, and the means of the other metrics."""
+    names = [name for name in differing(runs) if name != SEED]
+    groups: dict[tuple[str, ...], list[RunFacts]] = {}
+    for run in runs:
+        groups.setdefault(tuple(map(run.value, names)), []).append(run)
+    return [
+        (members[0] if len(members) == 1 else _merged([*values, f"{len(members)} seeds"], members), members)
+        for values, members in groups.items()
+    ]
+
+
+def _merged(words: Sequence[str], members: Sequence[RunFacts]) -> RunFacts:
+    numbers = {
+        name: [run.metrics[name] for run in members if name in run.metrics]
+        for name in dict.fromkeys(name for run in members for name in run.metrics)
+    }
+    return replace(
+        members[0],
+        name=" · ".join(words),
+        url="",
+        params={**members[0].params, SEED: words[-1]},
+        metrics={
+            name: (statistics.median if name.startswith("summary/") else statistics.fmean)(values)
+            for name, values in numbers.items()
+        },
+        spread={name: statistics.stdev(values) for name, values in numbers.items() if len(values) > 1},
+        stages_ms={
+            stage: statistics.fmean(run.stages_ms.get(stage, 0.0) for run in members)
+            for stage in dict.fromkeys(stage for run in members for stage in run.stages_ms)
+        },
+    )
 
 
 def overview(runs: Sequence[RunFacts], param: str) -> list[dict[str, str]]:
-    """Return a table row for each run: its name, differing values, metrics and speed."""
+    """Return a table row for each run, in the order of `runs`: its name, differing values, metrics and
+    speed."""
     names, speed = differing(runs), speeds(runs, param)
+    finals = sorted({name for run in runs for name in run.metrics if name.startswith("final/")})
     rows = []
-    for run in ordered(runs, param):
+    for run in runs:
         own = speed.get(run.run_id)
         rows.append(
             {"run": run.name}
             | {name: run.value(name) for name in names}
-            | {name.removeprefix("final/"): number(run.metrics.get(name)) for name in finals(runs)}
+            | {name.removeprefix("final/"): _shown(run, name) for name in finals}
             | {
-                "samples/s": number(run.samples_per_s),
+                "samples/s": _shown(run, "summary/samples_per_s_median"),
                 "speed-up": f"{own.ratio:.2f}" if own else "-" if run.samples_per_s else "",
                 "efficiency": f"{own.efficiency:.0%}" if own and own.efficiency is not None else "",
-                "step p50, ms": number(run.metrics.get("summary/step_ms_p50")),
-                "step p95, ms": number(run.metrics.get("summary/step_ms_p95")),
-                "training, s": number(run.metrics.get("summary/train_s")),
+                "step p50, ms": _shown(run, "summary/step_ms_p50"),
+                "step p95, ms": _shown(run, "summary/step_ms_p95"),
+                "training, s": _shown(run, "summary/train_s"),
+                "status": "" if run.status == "FINISHED" else run.status.lower(),
             }
         )
     kept = [key for key in rows[0] if key == "run" or any(row[key] for row in rows)]
     return [{key: row[key] for key in kept} for row in rows]
+
+
+def _shown(run: RunFacts, name: str) -> str:
+    spread = f" ±{run.spread[name]:.2g}" if name in run.spread else ""
+    return number(run.metrics.get(name)) + spread
 
 
 def split_table(runs: Sequence[RunFacts]) -> tuple[list[str], dict[tuple[str, ...], list[str]]]:
@@ -155,46 +187,37 @@ def split_table(runs: Sequence[RunFacts]) -> tuple[list[str], dict[tuple[str, ..
 
 
 def text_of(runs: Sequence[RunFacts], param: str) -> str:
-    """Return a comparison for a terminal."""
+    """Return a comparison for a terminal: the overview, what all runs share, and the largest stages of
+    each."""
+    runs = ordered(runs, param)
     rows = overview(runs, param)
     leaves = [name.rpartition(".")[2] for name in rows[0]]
     titles = [leaf if leaves.count(leaf) == 1 else name for name, leaf in zip(rows[0], leaves, strict=True)]
-    cells = [titles, *([printable(value) for value in row.values()] for row in rows)]
-    widths = [max(len(row[place]) for row in cells) for place in range(len(titles))]
-    left = [
-        place == 0 or _as_number(cells[1][place].rstrip("%").replace(",", "")) is None
-        for place in range(len(titles))
-    ]
-    lines = [
-        "  ".join(
-            c.ljust(w) if is_left else c.rjust(w) for c, w, is_left in zip(row, widths, left, strict=True)
-        ).rstrip()
-        for row in cells
-    ]
-    facts = runs[0].params
-    shared = ", ".join(
-        f"{name} {printable(facts[name])}"
-        for name in ("recipe", DEVICES, "train.batch_size")
-        if name in facts and name not in differing(runs)
-    )
-    notes = [f"the same in all: {shared}"] if shared else []
+    columns = []
+    for title, name in zip(titles, rows[0], strict=True):
+        cells = [printable(row[name]) for row in rows]
+        width = max(map(len, (title, *cells)))
+        is_left = name == "run" or as_number(cells[0]) is None
+        columns.append([cell.ljust(width) if is_left else cell.rjust(width) for cell in (title, *cells)])
+    lines = ["  ".join(line).rstrip() for line in zip(*columns, strict=True)]
+    facts, unequal = runs[0].params, differing(runs)
+    common = [name for name in _FIRST_PARAMS if name in facts and name not in unequal]
+    notes = [f"the same in all: {', '.join(f'{n} {printable(facts[n])}' for n in common)}"] if common else []
     if "speed-up" in rows[0]:
-        notes.append(
-            f"speed-up: relative to the first value of {param}, for runs equal in all else but the seed"
-        )
-    for run in ordered(runs, param):
-        if run.stages_ms:
-            total = sum(run.stages_ms.values()) or 1.0
-            largest = sorted(run.stages_ms.items(), key=lambda item: -item[1])[:4]
+        notes.append(f"speed-up: relative to the first value of {param}, runs equal in all else but the seed")
+    for run in runs:
+        total = sum(run.stages_ms.values())
+        largest = sorted(run.stages_ms.items(), key=lambda item: -item[1])[:4]
+        if total:
             shares = ", ".join(f"{stage} {ms / total:.0%}" for stage, ms in largest)
             notes.append(f"{printable(run.name)}: {number(total)} ms a step: {shares}")
     return "\n".join([*lines, "", *notes]).rstrip()
 
 
-def _as_number(text: str) -> float | None:
-    """Return a text as a number, or None."""
+def as_number(cell: str) -> float | None:
+    """Return the number that a cell of the overview begins with, or None."""
     try:
-        return float(text)
+        return float(cell.partition(" ±")[0].rstrip("%").replace(",", ""))
     except ValueError:
         return None
 

@@ -36,7 +36,7 @@ def write_views(client: MlflowClient, experiment_id: str, finals: Sequence[str])
     metrics = [f"metrics.`{name}`" for name in names[:3]]  # so that recipe and devices stay in view
     order = ("attributes.start_time", False)
     if metrics:
-        order = (metrics[0], any(word in names[0] for word in _LEAST_IS_BEST))
+        order = (metrics[0], least_is_best(names[0]))
     speeds = [f"metrics.`{name}`" for name in _TIMES]
     for view, columns, (key, ascending) in (
         (
@@ -53,6 +53,11 @@ def write_views(client: MlflowClient, experiment_id: str, finals: Sequence[str])
     # any other note is somebody's own
     if not tags.get(_NOTE_TAG, "") or tags[_NOTE_TAG].startswith(_OWN_NOTE):
         client.set_experiment_tag(experiment_id, _NOTE_TAG, note(experiment_id))
+
+
+def least_is_best(name: str) -> bool:
+    """Tell from a metric's name whether smaller values are better."""
+    return any(word in name for word in _LEAST_IS_BEST)
 
 
 def note(experiment_id: str) -> str:

@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from mlflow.tracking import MlflowClient
 
 from dphybrid.run.train import Report
 from dphybrid.tracking.compare import read_runs, write_comparison
-from dphybrid.tracking.compare_facts import RunFacts
 from tests.commands import run_with
 from tests.conftest import LONG, own_settings
 from tests.tracking.conftest import MlflowServer
@@ -168,7 +166,7 @@ def test_the_report_opens_among_the_artifacts(seen: Seen) -> None:
 
 
 @pytest.mark.parametrize("width", [1440, 1000, 390])
-def test_the_page_of_a_comparison_can_be_hovered_hidden_sorted_and_grouped(
+def test_the_page_of_a_comparison_can_be_hidden_sorted_and_switched(
     seen: Seen, tmp_path: Path, width: int
 ) -> None:
     page_file = write_comparison(
@@ -182,76 +180,32 @@ def test_the_page_of_a_comparison_can_be_hovered_hidden_sorted_and_grouped(
     page.wait_for_selector("body[data-drawn]", timeout=WAIT_MS)
     page.wait_for_timeout(500)
     seen.keep(page, f"comparison_{width}")
-    rows = page.locator("#runs tbody tr")
+    rows = page.locator(".runs tbody tr")
     assert rows.count() == 3
     assert rows.first.get_by_role("link").get_attribute("href") == seen.reports[0].run_url
+    dots = page.locator(".runs .dot").evaluate_all("all => all.map(one => one.style.background)")
+    assert len(set(dots)) == 3
     assert page.locator("#stages .trace.bars").count() >= 5
-    page.get_by_label(f"show {seen.reports[1].run_name}").uncheck()
-    assert page.evaluate("document.getElementById('stages').data[0].y.length") == 2
-    drawn, place = page.locator("#stages svg").first.bounding_box(), page.locator("#stages").bounding_box()
-    assert drawn["height"] <= place["height"]  # no chart covers the heading below it
-    page.locator("#runs th", has_text="samples/s").click()
-    speeds = [
-        float(text.replace(",", ""))
-        for text in page.locator("#runs tbody tr td:nth-child(4)").all_inner_texts()
-    ]
+    for chart in ("speed", "stages", "curves"):  # none covers the heading below it
+        place = page.locator(f"#{chart}")
+        drawn = place.locator("svg").first.bounding_box()
+        assert drawn["height"] <= place.bounding_box()["height"]
+    titles = page.locator(".runs th").all_inner_texts()
+    page.locator(".runs th", has_text="samples/s").click()
+    column = page.locator(f".runs tbody tr td:nth-child({titles.index('samples/s') + 1})").all_inner_texts()
+    speeds = [float(text.replace(",", "")) for text in column]
     assert speeds == sorted(speeds, reverse=True)
-    page.locator("#axis").select_option("times")
+    curves = page.evaluate("document.getElementById('curves').data.length")
+    page.locator("#curves .legendtoggle").first.click()
+    page.wait_for_timeout(600)  # a second click would show it alone
+    hidden = "document.getElementById('curves').data.filter(one => one.visible === 'legendonly').length"
+    assert page.evaluate(hidden) == curves / 3
+    page.locator("#curves .updatemenu-button", has_text="over seconds").click()
     page.wait_for_timeout(300)
-    assert "seconds" in page.locator("#curves").inner_text()
+    assert page.evaluate("document.getElementById('curves').data[0].x[0] % 1 !== 0")
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth + 1")
     sizes = page.locator("text").evaluate_all(
         "all => all.map(one => parseFloat(getComputedStyle(one).fontSize))"
     )
     assert min(sizes) >= 9
-    assert errors == []
-
-
-def test_runs_that_are_alike_in_what_groups_them_differ_in_colour(seen: Seen, tmp_path: Path) -> None:
-    ids = [report.run_id for report in seen.reports]
-    page = seen.browser.new_page()
-    page.goto(write_comparison(read_runs(seen.server.uri, ids), tmp_path, "train.seed").as_uri())
-    dots = page.locator("#runs .dot").evaluate_all("all => all.map(one => one.style.background)")
-    assert len(set(dots)) == len(ids)
-
-
-def test_seeds_are_one_row_of_means_and_each_on_request(seen: Seen, tmp_path: Path) -> None:
-    """A sweep of 40 runs on a phone."""
-    rates = {"0.01": 0.80, "0.02": 0.82, "0.05": 0.85, "0.1": 0.81}
-    runs = [
-        RunFacts(
-            run_id=f"{rate}-{batch}-{seed}",
-            name=f"nightly-{rate}-b{batch}-seed{seed}",
-            status="FINISHED",
-            started=datetime(2026, 1, 1, minute=seed),
-            params={"table.lr": rate, "train.batch_size": batch, "train.seed": str(seed)},
-            metrics={"final/auc": auc + seed / 1000, "summary/samples_per_s_median": 1000.0 + seed},
-            splits={},
-            stages_ms={"forward": 1.0 + seed, "backward": 2.0},
-            steps={"valid/auc": [(step, auc + seed / 1000 - 0.1 / step) for step in (1.0, 2.0, 3.0)]},
-        )
-        for rate, auc in rates.items()
-        for batch in ("256", "512")
-        for seed in range(5)
-    ]
-    page_file = write_comparison(runs, tmp_path, "table.lr")
-    page = seen.browser.new_page(viewport={"width": 390, "height": 840})
-    errors: list[str] = []
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    page.goto(page_file.as_uri())
-    page.wait_for_selector("body[data-drawn]", timeout=WAIT_MS)
-    seen.keep(page, "seeds_390")
-    rows = page.locator("#runs tbody tr")
-    assert rows.count() == 8
-    best = page.locator("#runs td.best", has_text="0.85").first
-    assert best.inner_text() == "0.852 ±0.0016"  # 0.85 to 0.854, deviation by n - 1
-    assert page.evaluate("document.getElementById('stages').data[0].y.length") == 8
-    rows.first.get_by_role("checkbox").uncheck()
-    assert page.evaluate("document.getElementById('stages').data[0].y.length") == 7
-    page.get_by_label("seeds as one").uncheck()
-    assert rows.count() == 40
-    assert page.locator("#runs tr.hidden").count() == 5
-    page.locator("#group").select_option("train.seed")
-    assert rows.count() == 40
-    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth + 1")
     assert errors == []
