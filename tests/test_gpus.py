@@ -14,12 +14,10 @@ import pytest
 
 from dphybrid.gpus import (
     Inventory,
-    Lease,
     LeaseTimeoutError,
     Policy,
     Wanted,
     acquire,
-    ask_for,
     asked_by,
     busy_reason,
     find_holder,
@@ -66,12 +64,6 @@ def stranger() -> Any:
     pid = int(python("-c", code).stdout)
     yield pid
     os.kill(pid, signal.SIGKILL)
-
-
-def test_the_real_library_without_a_driver_or_with_one_answers() -> None:
-    inventory = Inventory()
-    units = inventory.read()
-    assert bool(units) != bool(inventory.reason)
 
 
 def test_gpus_are_read_with_memory_load_processes_and_owners(
@@ -264,20 +256,6 @@ def test_devices_shows_a_table_and_asks_a_run_to_give_way(
         assert "asked to give way" in devices("--ask", "0")
         assert "asked for GPU 1" in str(asked_by(lease))
     assert "nothing to ask" in devices("--ask", "0")
-
-
-def test_a_clock_that_is_set_moves_no_request_to_another_run(folder: Path, fake: Inventory) -> None:
-    def lease() -> Lease:
-        return try_lease(folder, fake.read()[:1], "night") or pytest.fail("not leased")
-
-    with lease() as asked:
-        ask_for(folder, asked.gpus[0])
-        (request,) = folder.glob("*.asked")
-        os.utime(request, (0, 0))  # the clock was set back before the request
-        assert "asked for GPU 0" in str(asked_by(asked))
-    os.utime(request, (time.time() + 3600,) * 2)  # or set back after it
-    with lease() as later:
-        assert asked_by(later) is None
 
 
 RUN = """

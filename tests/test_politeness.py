@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from datetime import datetime
@@ -218,15 +217,3 @@ def test_a_foreign_process_gets_its_gpu_and_the_run_goes_on_with_the_same_bits(
     assert one["digests"] == other["digests"]
     assert one["metrics"] == other["metrics"]
     assert other["devices"] == "cpu*2"
-
-
-@pytest.mark.slow
-def test_ctrl_c_while_waiting_leaves_nothing(machine: Path, tmp_path: Path, stranger: int) -> None:  # noqa: F811
-    write_state(machine, [gpu(0, processes=[[stranger, 38]])] * 2)
-    log = tmp_path / "waiting.log"
-    waiting = train(tmp_path, "waiting", 1, log)
-    wait_until(lambda: b"Waiting for GPUs" in log.read_bytes(), "it waits for a GPU")
-    waiting.send_signal(signal.SIGINT)
-    assert waiting.wait(patience(30)) == 130
-    assert not list((tmp_path / "leases").glob("*.ticket"))
-    assert not list((tmp_path / "data").glob("runs/*"))

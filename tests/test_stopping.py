@@ -3,20 +3,14 @@
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from datetime import datetime
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from uuid import uuid4
 
 import pytest
-from prefect.client.schemas.objects import StateType
 
 from dphybrid.config.settings import load_settings
 from dphybrid.gpus import ask_for, find_holder
-from dphybrid.orchestration import queueing, supervised
 from dphybrid.recipes.configs import build_config
 from dphybrid.run import leasing, start, trainer
 from dphybrid.run import train as job
@@ -35,59 +29,17 @@ def run(epochs: int, stop: StopRequest, resume: str | None = None) -> job.Report
     return job.run_job(config, load_settings(), run_name="run", resume=resume, stop=stop)
 
 
-class Asker:
-    """Somebody who asks the run to stop once `now` is called, and waits until it has been heard."""
-
-    def __init__(self, ask: Callable[[], None], stop: StopRequest) -> None:
-        self.ask, self.stop = ask, stop
-
-    def now(self) -> None:
-        self.ask()
-        wait_until(lambda: self.stop.pending, "the request was heard", 30, 0.01)
-
-
-@contextmanager
-def asker(who: str, stop: StopRequest, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Asker]:
-    asked: list[bool] = []
-    with pytest.MonkeyPatch.context() as patch:
-        around: Any = nullcontext()
-        ask: Callable[[], Any] = lambda: asked.append(True)  # noqa: E731
-        if who == "devices --ask":
-            lease_gpu = next(unit for unit in _inventory() if unit.uuid == FIRST_GPU)
-            ask = lambda: ask_for(folder / "leases", lease_gpu)  # noqa: E731
-        elif who == "SIGTERM":
-            ask = lambda: os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
-        elif who == "end of hours":
-            night, noon = (datetime.fromisoformat(f"2026-11-24 {clock}") for clock in ("23:00", "12:00"))
-            monkeypatch.setenv("DPHYBRID_TRAINING_HOURS", "20:00-08:00")
-            patch.setattr(leasing, "datetime", SimpleNamespace(now=lambda: noon if asked else night))
-        else:
-            patch.setattr(queueing, "get_client", lambda **_: nullcontext(Server(asked)))
-            around = supervised.watched_flow_run(str(uuid4()), stop, every_s=0.01)
-        with around:
-            yield Asker(ask, stop)
-
-
-def _inventory() -> list[Any]:
-    return leasing.Inventory(load_settings().nvml).read()
-
-
-class Server:
-    """Prefect's, which says that the flow run is cancelled once it was."""
-
-    def __init__(self, cancelled: list[bool]) -> None:
-        self.cancelled = cancelled
-
-    def read_flow_run(self, _id: object) -> Any:
-        kind = StateType.CANCELLING if self.cancelled else StateType.RUNNING
-        return SimpleNamespace(state=SimpleNamespace(type=kind, name=kind.value), labels={})
-
-
-WHO = ["devices --ask", "SIGTERM", "end of hours", "Prefect's cancel"]
+def ask(who: str) -> None:
+    """Ask the run that holds the first GPU to stop."""
+    if who == "SIGTERM":
+        os.kill(os.getpid(), signal.SIGTERM)
+    else:
+        settings = load_settings()
+        ask_for(settings.lease_dir, leasing.Inventory(settings.nvml).read()[0])
 
 
 @pytest.mark.parametrize("when", ["build_trained", "load_checkpoint"])
-@pytest.mark.parametrize("who", WHO)
+@pytest.mark.parametrize("who", ["devices --ask", "SIGTERM"])
 def test_a_request_before_the_first_step_ends_the_run(
     who: str,
     when: str,
@@ -102,25 +54,23 @@ def test_a_request_before_the_first_step_ends_the_run(
     if loading:
         run(1, StopRequest())
     before = sorted(checkpoints.glob("*"))
-    stop = StopRequest()
-    with asker(who, stop, tmp_path, monkeypatch) as somebody:
-        done = getattr(start, when)
+    stop, done = StopRequest(), getattr(start, when)
 
-        def ask_meanwhile(*args: Any, **more: Any) -> Any:
-            result = done(*args, **more)
-            somebody.now()
-            return result
+    def ask_meanwhile(*args: Any, **more: Any) -> Any:
+        result = done(*args, **more)
+        ask(who)
+        wait_until(lambda: stop.pending, "the request was heard", 30, 0.01)
+        return result
 
-        monkeypatch.setattr(where, when, ask_meanwhile)
-        with pytest.raises(Interrupted, match="stopped by ") as caught:
-            run(3, stop, "run" if loading else None)
+    monkeypatch.setattr(where, when, ask_meanwhile)
+    with pytest.raises(Interrupted, match="stopped by ") as caught:
+        run(3, stop, "run" if loading else None)
     assert caught.value.run == "run"
-    assert caught.value.requeue == (who in ("devices --ask", "end of hours"))
+    assert caught.value.requeue == (who == "devices --ask")
     assert caught.value.signal_number == (signal.SIGTERM if who == "SIGTERM" else None)
     assert sorted(checkpoints.glob("*")) == before
     assert find_holder(tmp_path / "leases", FIRST_GPU) is None
     monkeypatch.setattr(where, when, done)
-    monkeypatch.delenv("DPHYBRID_TRAINING_HOURS", raising=False)
     assert run(3, StopRequest(), "run").run_name == "run"
 
 

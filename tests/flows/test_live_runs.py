@@ -3,19 +3,25 @@
 import asyncio
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
+import httpx
 import pytest
 from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.workers.process import ProcessWorker, ProcessWorkerResult
 
+from dphybrid.orchestration import queueing, supervised, worker
 from dphybrid.orchestration.plugin import refuse_wrong_parameters
 from dphybrid.orchestration.queueing import BEGUN, HOME, MAX_RUNS, STARTED_BY, after_death, lives_elsewhere
 from dphybrid.orchestration.worker import GuardedConfiguration, check_job
 from dphybrid.util.importing import ONLY
+from dphybrid.util.stop import StopRequest
 from tests.refusing import refused
+from tests.waiting import wait_until
 
 
 def test_a_workers_run_imports_from_the_workers_packages_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,6 +56,59 @@ def test_a_run_whose_process_died_is_queued_again(run: FlowRun, name: str | None
     state = after_death(run, "its process died (-9)")
     assert (state and state.name) == name
     assert state is None or (state.message or "").startswith("its process died (-9)")
+
+
+class Client:
+    """Prefect's, with one run; its server is away at the first question."""
+
+    def __init__(self, run: FlowRun) -> None:
+        self.run, self.asked, self.states = run, 0, list[State]()
+
+    async def read_flow_run(self, _id: object) -> FlowRun:
+        self.asked += 1
+        if self.asked == 1:
+            raise httpx.ConnectError("no server here")
+        return self.run
+
+    async def update_flow_run_labels(self, _id: object, labels: dict[str, Any]) -> None:
+        self.run.labels |= labels
+
+    async def set_flow_run_state(self, _id: object, state: State, force: bool) -> None:
+        assert force
+        self.states.append(state)
+
+
+@pytest.mark.parametrize(
+    ("status", "taken", "queued"), [(-9, False, True), (-9, True, False), (0, False, False)]
+)
+def test_a_worker_queues_a_run_again_whose_process_died(
+    status: int, taken: bool, queued: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = dead_run(StateType.CRASHED)
+
+    async def died(_worker: object, _run: object, configuration: Any, _status: object) -> ProcessWorkerResult:
+        assert configuration.env[STARTED_BY] == run.labels[HOME]
+        if taken:  # another worker has started it since
+            run.labels[HOME] = "78 other"
+        return ProcessWorkerResult(status_code=status, identifier="1")
+
+    monkeypatch.setattr(ProcessWorker, "run", died)
+    monkeypatch.setattr(worker, "_ASK_AGAIN_S", 0)
+    one, client = worker.DrainingWorker(work_pool_name="gpu", name="one"), Client(run)
+    monkeypatch.setattr(one, "_client", client)
+    done = asyncio.run(one.run(run, SimpleNamespace(env={})))
+    assert done.status_code == 0  # or Prefect would call the run crashed
+    assert [state.name for state in client.states] == ["AwaitingRetry"] * queued
+    assert run.labels[BEGUN] == 2
+
+
+def test_a_run_that_is_cancelled_in_prefect_is_asked_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    cancelled = SimpleNamespace(read_flow_run=lambda _: dead_run(StateType.CANCELLING))
+    monkeypatch.setattr(queueing, "get_client", lambda **_: nullcontext(cancelled))
+    stop = StopRequest()
+    with supervised.watched_flow_run(str(uuid4()), stop, every_s=0.01):
+        wait_until(lambda: stop.pending, "it was asked")
+    assert stop.reason.startswith("Prefect (flow run ")
 
 
 def test_a_process_knows_when_its_run_lives_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,7 @@ from contextlib import closing
 from logging.handlers import BufferingHandler
 from pathlib import Path
 
-import httpx
 import pytest
-from prefect import runtime
 
 from dphybrid.run import train as job
 from flows import train_hybrid
@@ -130,18 +128,6 @@ def test_ctrl_c_in_a_terminal_checkpoints_at_once_and_resume_goes_on(
     (folder,) = (tmp_path / "data" / "runs").iterdir()
     assert train_hybrid.main([*options, "--train.epochs", "3", "--resume"]) == 0
     assert f"Going on from {folder}" in capsys.readouterr().out
-
-
-def test_a_server_that_is_away_when_the_run_is_built_costs_no_more_than_a_tag(
-    data_dir: Path, prefect_server: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def away() -> str:
-        raise httpx.ConnectError("All connection attempts failed")
-
-    monkeypatch.setitem(runtime.deployment.FIELDS, "name", away)
-    assert train_hybrid.main(["--recipe", "toy"]) == 0
-    (page,) = data_dir.glob("runs/*/run.json")
-    assert "prefect.deployment_name" not in json.loads(page.read_text())["tags"]
 
 
 def test_a_full_disk_is_told_without_a_traceback_of_its_task(

@@ -72,6 +72,8 @@ def test_runs_share_four_gpus_though_a_worker_is_killed(team: Team) -> None:
     kill_tree(workers[0])
     wait_until(lambda: not killed & set(team.holders().values()), "the dead hold no GPU", 5)
     workers[0] = team.start_worker("one", "--limit", "3", SLOW="0.1")
+    alone = wait_until(lambda: set(team.holders().values()), "the other worker's runs go on", 120).pop()
+    os.kill(alone, signal.SIGKILL)  # its worker lives and sees it
     # the dead worker's runs are missed after 200 s without heartbeats
     wait_until(lambda: all(team.state(run) == "Completed" for run in runs), "all runs end", 500)
     assert not list(team.leases.glob("*.collision-*"))
