@@ -53,18 +53,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(name: str) -> None:
     """Raise UserError for a name that no package or recipe can have here."""
-    if not re.fullmatch(r"[a-z][a-z0-9_]*(?<!_)", name):
+    if not re.fullmatch(r"[a-z][a-z0-9_]*(?<!_)", name) or keyword.iskeyword(name):
         raise UserError(f"new recipe {name!r}: use small letters, digits and underscores, as in film_ratings")
-    if keyword.iskeyword(name):
-        raise UserError(f"new recipe {name}: is a word of Python; take another name")
-    if name in recipe_names():
+    if name in recipe_names() or Path(name).exists() or importlib.util.find_spec(name) is not None:
         raise UserError(
-            f"new recipe {name}: is there already ({', '.join(recipe_names())}); take another name"
+            f"new recipe {name}: a recipe, a file here or an installed package has that name; take another"
         )
-    if Path(name).exists():
-        raise UserError(f"new recipe {name}: a {name} is in this folder; remove it, or take another name")
-    if importlib.util.find_spec(name) is not None:
-        raise UserError(f"new recipe {name}: a package of that name is installed; take another name")
 
 
 def _sample(file: str, name: str, title: str) -> str:

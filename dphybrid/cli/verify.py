@@ -31,15 +31,31 @@ def run(args: argparse.Namespace) -> int:
 
 
 def verify_places(places: Sequence[str], settings: Settings) -> Iterator[tuple[str, bool]]:
-    """Yield (what was found, is it whole) for each prepared folder and checkpoint.
+    """Yield (what was found, is it whole) for each prepared folder and checkpoint, reading every byte.
 
     places: names of runs, prepared folders or checkpoint folders; none: everything below the data folder.
-    Every byte is read. Raises UserError for any other place.
+    Raises UserError for any other place.
     """
     from dphybrid.data import verify_prepared
-    from dphybrid.training.checkpoint import verify_checkpoint
+    from dphybrid.training.checkpoint import complete_checkpoints, verify_checkpoint
 
-    for folder in _folders(places, settings):
+    runs = [path for path in sorted(settings.runs_dir.glob("*")) if path.is_dir()]
+    prepared = [path.parent for path in sorted(settings.prepared_dir.glob("*/manifest.json"))]
+    found: list[Path] = []
+    for place in places or map(str, prepared + runs):
+        folder = given_path(place, "place")
+        if (folder / "state.json").is_file() or (folder / "manifest.json").is_file():
+            found.append(folder)
+            continue
+        run = folder if folder.is_dir() else settings.runs_dir / place
+        of_run = complete_checkpoints(run / "checkpoints")
+        if not of_run and places:
+            there = ", ".join(path.name for path in runs) or "none"
+            raise UserError(
+                f"{place}: no prepared folder, no checkpoint and no run with checkpoints; runs: {there}"
+            )
+        found += of_run
+    for folder in found:
         check = verify_checkpoint if (folder / "state.json").is_file() else verify_prepared
         try:
             check(folder)
@@ -47,30 +63,3 @@ def verify_places(places: Sequence[str], settings: Settings) -> Iterator[tuple[s
             yield str(error), False
         else:
             yield f"{folder}: whole", True
-
-
-def _folders(places: Sequence[str], settings: Settings) -> list[Path]:
-    from dphybrid.training.checkpoint import complete_checkpoints
-
-    runs = [path for path in sorted(settings.runs_dir.glob("*")) if path.is_dir()]
-    if not places:
-        prepared = [path.parent for path in sorted(settings.prepared_dir.glob("*/manifest.json"))]
-        return prepared + [
-            checkpoint for run in runs for checkpoint in complete_checkpoints(run / "checkpoints")
-        ]
-    found: list[Path] = []
-    for place in places:
-        folder = given_path(place, "place")
-        if (folder / "state.json").is_file() or (folder / "manifest.json").is_file():
-            found.append(folder)
-            continue
-        of_run = complete_checkpoints(
-            (folder if folder.is_dir() else settings.runs_dir / place) / "checkpoints"
-        )
-        if not of_run:
-            there = ", ".join(path.name for path in runs) or "none"
-            raise UserError(
-                f"{place}: no prepared folder, no checkpoint and no run with checkpoints; runs: {there}"
-            )
-        found += of_run
-    return found

@@ -51,10 +51,10 @@ def test_the_package_trains_passes_its_test_and_is_a_recipe_by_name(
         ("films_", "use small letters"),
         ("../films", "use small letters"),
         ("Films", "use small letters"),
-        ("class", "is a word of Python"),
-        ("kge", "is there already"),
-        ("json", "a package of that name is installed"),
-        ("there", "a there is in this folder"),
+        ("class", "use small letters"),
+        ("kge", "has that name"),
+        ("json", "has that name"),
+        ("there", "has that name"),
     ],
 )
 def test_names_that_cannot_be_are_refused(name: str, words: str, data_dir: Path) -> None:
