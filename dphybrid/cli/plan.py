@@ -55,9 +55,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _prepared(recipe: Recipe, config: ExperimentConfig, settings: Settings) -> "Prepared":
     """Return the data that is prepared, or that needs no file. Raises UserError."""
-    prepared = recipe.find(config.data, settings.prepared_dir, config.train.seed)
+    from dphybrid.data.store import find_prepared
+
+    seed = config.train.seed
+    source = recipe.source(config.data, seed)
+    prepared = find_prepared(recipe.name, source, settings.prepared_dir, seed, recipe.dataset)
     if prepared is None and not config.data.model_dump().get("path"):
-        prepared = recipe.prepare(config.data, settings.prepared_dir, config.train.seed)
+        prepared = recipe.prepare(config.data, settings.prepared_dir, seed)
     if prepared is None:
         raise UserError(
             "--rows: the data is not prepared with these values, so its rows are not known; run `dphybrid "

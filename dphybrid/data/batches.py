@@ -114,6 +114,16 @@ class DrawnDataset(Dataset):
         return batch | self.draw(batch, Draws(self.seed, index_B))
 
 
+def lists_of(starts: Array, items: Array, rows_B: Array, none: int) -> "Tensor":
+    """Return (B, longest) int64: the items of each row, items[starts[r] : starts[r + 1]], then `none`."""
+    import torch
+
+    start_B, stop_B = starts[rows_B], starts[rows_B + 1]
+    within_BL = start_B[:, None] + np.arange(max(1, int((stop_B - start_B).max(initial=0))))
+    found_BL = items[np.minimum(within_BL, max(0, len(items) - 1))]
+    return torch.from_numpy(np.where(within_BL < stop_B[:, None], found_BL, none).astype(np.int64))
+
+
 def part_of(num_rows: int, part: tuple[int, int]) -> slice:
     """Return which rows of a batch belong to process part[0] of part[1]: as even as can be, in order."""
     number, count = part

@@ -153,12 +153,6 @@ class Recipe:
         """
         return step.update(batch)
 
-    @property
-    def has_own_step(self) -> bool:
-        """Does it train otherwise than by one update a step with one optimizer?"""
-        own = type(self)
-        return own.step is not Recipe.step or own.optimizers is not Recipe.optimizers
-
     def task(self, info: Mapping[str, Any]) -> "Task":
         """Return the metrics over the validation outputs, which one decides, and its direction. info: the
         prepared data's facts."""
@@ -215,13 +209,6 @@ class Recipe:
         from dphybrid.data.store import prepare_source
 
         return prepare_source(self.name, self.source(data, seed), folder, seed, on_progress, self.dataset)
-
-    def find(self, data: DataConfig, folder: Path, seed: int) -> "Prepared | None":
-        """Return the prepared data under `folder` where `prepare` has made it, else None. Raises UserError
-        for a source that is not there."""
-        from dphybrid.data.store import find_prepared
-
-        return find_prepared(self.name, self.source(data, seed), folder, seed, self.dataset)
 
     def open(self, folder: Path, verified: bool = False) -> "Prepared":
         """Open a folder that `prepare` made. verified: by its sums, too, once. Raises UserError when it is

@@ -18,6 +18,7 @@ from dphybrid.config.settings import Settings
 from dphybrid.data.table.labels import Label
 from dphybrid.embedding import dense_parameters, find_tables
 from dphybrid.parallel import Devices, find_data_parallel, resolve_devices, split_sizes
+from dphybrid.recipes.recipe import Recipe
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.run.experiment import Experiment, choose_engine
 from dphybrid.run.folder import Run, RunPage, changed_values, check_run_name, find_run, new_run_folder
@@ -50,7 +51,9 @@ def prepare_data(
     check_run_name(run_name)
     recipe, engine = find_recipe(config.recipe), choose_engine(config)
     devices = expected_devices(config, settings)
-    engine.check(recipe.one_process or recipe.has_own_step, settings, devices, callbacks, here)
+    own = type(recipe)
+    own_step = own.step is not Recipe.step or own.optimizers is not Recipe.optimizers
+    engine.check(recipe.one_process or own_step, settings, devices, callbacks, here)
     # Errors that need no data come before the data is read.
     resolve_devices(devices)
     find_callbacks(config.train.callbacks)

@@ -117,59 +117,50 @@ def _sparse(batch: Mapping[str, Tensor], info: Mapping[str, Any]) -> sparse.csr_
 
 def leaks(data: Prepared) -> list[str]:
     """Return a warning for each column that alone tells nearly all of the label: AUC or R2 above `_LEAK`, of
-    the mean label of its values, fitted on one half of the training rows and asked about the other."""
+    a number itself, or of the mean labels of a column's values, fitted on one half of the rows and asked
+    about the other."""
+    from sklearn.preprocessing import TargetEncoder
+
     batch, task = _spaced(data.dataset("train"), LOOKED_AT), label_task(data.info)
     labels_B = batch["labels_B"].numpy().astype(np.float64)
     if len(labels_B) < _FEWEST_ROWS or np.ptp(labels_B) == 0:
         return []
     names = [str(column["name"]) for column in data.info.get("columns", [])]
-    found: dict[str, tuple[str, float]] = {}
-    columns = zip(names, batch["ids_BF"].numpy().T, strict=False)  # those after them are bags
-    for name, ids_B in columns:
-        found[name] = _told_by_values(ids_B, labels_B, task)
+    kind = {"binary": "binary", "multiclass": "multiclass"}.get(task.label.task, "continuous")
+    encoder: Any = TargetEncoder(target_type=kind, smooth=1.0)  # a row's worth of the mean, for the rare
+    found: dict[str, tuple[float, str]] = {}
+    for name, ids_B in zip(names, batch["ids_BF"].numpy().T, strict=False):  # those after them are bags
+        encoder.fit(ids_B[::2, None], labels_B[::2])
+        means_BC = encoder.transform(ids_B[1::2, None])
+        if kind == "multiclass":
+            found[name] = _gain_of(encoder.classes_[means_BC.argmax(1)], labels_B[1::2]), "R2 of its classes"
+        else:
+            found[name] = _fit_of(means_BC[:, 0], labels_B[1::2], kind)
     for name, numbers_B in zip(data.info.get("dense", []), batch["dense_BN"].numpy().T, strict=True):
-        metric, value = _told_by_number(numbers_B, labels_B, task)
-        found[name] = max(found.get(name, (metric, value)), (metric, value), key=lambda one: one[1])
+        if kind != "multiclass" and np.ptp(numbers_B):
+            found[name] = max(found.get(name, (0.0, "")), _fit_of(numbers_B, labels_B, kind))
     return [
         f"column {name!r} alone predicts the label ({metric} {value:.4f}); if it is not known before the "
         f"answer is, leave it out: --data.ignore {name}"
-        for name, (metric, value) in found.items()
+        for name, (value, metric) in found.items()
         if value > _LEAK
     ]
 
 
-def _told_by_values(ids_B: Array, labels_B: Array, task: LabelTask) -> tuple[str, float]:
-    even_B = np.arange(len(ids_B)) % 2 == 0
-    if task.label.task == "multiclass":
-        counts_KC = np.zeros((ids_B.max() + 1, task.num_outputs))
-        np.add.at(counts_KC, (ids_B[even_B], labels_B[even_B].astype(int)), 1)
-        right_B = counts_KC.argmax(1)[ids_B[~even_B]] == labels_B[~even_B]
-        most = np.bincount(labels_B[~even_B].astype(int)).max() / len(right_B)
-        return "R2 of its classes", float((right_B.mean() - most) / max(1 - most, 1e-9))
-    rows_K = np.bincount(ids_B[even_B], minlength=ids_B.max() + 1)
-    sums_K = np.bincount(ids_B[even_B], labels_B[even_B], minlength=len(rows_K))
-    mean = labels_B[even_B].mean()
-    found_B = ((sums_K + mean) / (rows_K + 1))[ids_B[~even_B]]  # a row's worth of the mean for the rare
-    return _fit_of(found_B, labels_B[~even_B], task)
+def _gain_of(found_B: Array, labels_B: Array) -> float:
+    """Return how far the share of right classes goes beyond that of the most frequent one, up to 1."""
+    most = float(np.unique(labels_B, return_counts=True)[1].max()) / len(labels_B)
+    return (float((found_B == labels_B).mean()) - most) / max(1 - most, 1e-9)
 
 
-def _told_by_number(numbers_B: Array, labels_B: Array, task: LabelTask) -> tuple[str, float]:
-    if task.label.task == "multiclass" or np.ptp(numbers_B) == 0:
-        return "", 0.0
-    if task.label.task == "binary":
-        metric, value = _fit_of(numbers_B, labels_B, task)
-        return metric, max(value, 1 - value)
-    return "R2", float(np.corrcoef(numbers_B, labels_B)[0, 1] ** 2)
+def _fit_of(found_B: Array, labels_B: Array, kind: str) -> tuple[float, str]:
+    from sklearn.metrics import roc_auc_score
 
-
-def _fit_of(found_B: Array, labels_B: Array, task: LabelTask) -> tuple[str, float]:
-    from sklearn.metrics import r2_score, roc_auc_score
-
-    if np.ptp(labels_B) == 0:
-        return "", 0.0
-    if task.label.task == "binary":
-        return "AUC", float(roc_auc_score(labels_B, found_B))
-    return "R2", float(r2_score(labels_B, found_B))
+    if kind == "continuous":
+        varies = np.ptp(found_B) and np.ptp(labels_B)
+        return (float(np.corrcoef(found_B, labels_B)[0, 1] ** 2) if varies else 0.0), "R2"
+    value = float(roc_auc_score(labels_B, found_B)) if np.ptp(labels_B) else 0.5
+    return max(value, 1 - value), "AUC"
 
 
 def _spaced(rows: Dataset, most: int) -> dict[str, Tensor]:

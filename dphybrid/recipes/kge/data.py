@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dphybrid.data.batches import Array, ArrayDataset, Dataset, Draw, DrawnDataset, Draws
+from dphybrid.data.batches import Array, ArrayDataset, Dataset, Draw, DrawnDataset, Draws, lists_of
 from dphybrid.data.store import Content, Progress, Source
 from dphybrid.data.table.rows import SHOWN, Rejected, check_rejected
 from dphybrid.recipes.kge import KgeDataConfig, files_of
@@ -38,49 +38,25 @@ def _negatives(num_entities: int, num_negatives: int) -> Draw:
     return draw
 
 
-class _KnownAnswers:
-    """Answers in both directions that are known from any part, by question: those of question q are
-    answers[starts[q] : starts[q + 1]]; keys: the questions, sorted."""
+def _questions(triples_B3: Array, num_entities: int, num_relations: int) -> Array:
+    """Return (B, 2): a number for (head, relation, ?), and one for (?, relation, tail)."""
+    heads_B, relations_B, tails_B = triples_B3.T
+    forth_B = relations_B * num_entities + heads_B
+    return np.stack([forth_B, (relations_B + num_relations) * num_entities + tails_B], axis=1)
 
-    def __init__(
-        self, keys: Array, starts: Array, answers: Array, num_entities: int, num_relations: int
-    ) -> None:
-        self.keys, self.starts, self.answers = keys, starts, answers
-        self.num_entities, self.num_relations = num_entities, num_relations
 
-    @staticmethod
-    def arrays(triples_B3: Array, num_entities: int, num_relations: int) -> dict[str, Array]:
-        """Return the arrays that triples come to, by the names of __init__."""
-        heads_B, relations_B, tails_B = triples_B3.T
-        questions = np.concatenate(
-            [relations_B * num_entities + heads_B, (relations_B + num_relations) * num_entities + tails_B]
-        )
-        pairs = np.unique(np.stack([questions, np.concatenate([tails_B, heads_B])], axis=1), axis=0)
-        keys, starts = np.unique(pairs[:, 0], return_index=True)
-        return {
-            "keys": keys,
-            "starts": np.append(starts, len(pairs)),
-            "answers": np.ascontiguousarray(pairs[:, 1]),
-        }
-
-    def of(self, batch: dict[str, Tensor], _: object = None) -> dict[str, Tensor]:
-        """Return known_B2M, -1 where there are fewer."""
-        heads_B, relations_B, tails_B = (batch[name].numpy() for name in _COLUMNS)
-        asked_B2 = np.stack(
-            [
-                relations_B * self.num_entities + heads_B,
-                (relations_B + self.num_relations) * self.num_entities + tails_B,
-            ],
-            axis=1,
-        )
-        place_B2 = np.searchsorted(self.keys, asked_B2)
-        start_B2, stop_B2 = self.starts[place_B2], self.starts[place_B2 + 1]
-        starts_Q, counts_Q = start_B2.ravel(), (stop_B2 - start_B2).ravel()
-        query_H = np.repeat(np.arange(len(counts_Q)), counts_Q)
-        place_H = np.arange(len(query_H)) - np.repeat(counts_Q.cumsum() - counts_Q, counts_Q)
-        known_QM = np.full((len(counts_Q), counts_Q.max()), -1, dtype=np.int64)
-        known_QM[query_H, place_H] = self.answers[starts_Q[query_H] + place_H]
-        return {"known_B2M": torch.from_numpy(known_QM.reshape(*asked_B2.shape, -1))}
+def _known_answers(triples_B3: Array, num_entities: int, num_relations: int) -> dict[str, Array]:
+    """Return the answers that are known from any part, by question: those of keys[q], which are sorted, are
+    answers[starts[q] : starts[q + 1]]."""
+    asked_X = _questions(triples_B3, num_entities, num_relations).ravel(order="F")
+    answers_X = triples_B3[:, [2, 0]].ravel(order="F")
+    pairs = np.unique(np.stack([asked_X, answers_X], axis=1), axis=0)
+    keys, starts = np.unique(pairs[:, 0], return_index=True)
+    return {
+        "keys": keys,
+        "starts": np.append(starts, len(pairs)),
+        "answers": np.ascontiguousarray(pairs[:, 1]),
+    }
 
 
 def part_of(name: str, arrays: dict[str, Array], info: dict[str, Any]) -> Dataset:
@@ -89,10 +65,16 @@ def part_of(name: str, arrays: dict[str, Array], info: dict[str, Any]) -> Datase
     rows = ArrayDataset(dict(zip(_COLUMNS, triples_B3.T, strict=True)), np.arange(len(triples_B3)))
     if name == "train":
         return DrawnDataset(rows, _negatives(info["num_entities"], info["num_negatives"]))
-    known = _KnownAnswers(
-        arrays["keys"], arrays["starts"], arrays["answers"], info["num_entities"], info["num_relations"]
-    )
-    return DrawnDataset(rows, known.of)
+
+    def known(batch: dict[str, Tensor], _: object) -> dict[str, Tensor]:
+        """Return known_B2M, -1 where there are fewer."""
+        triples = np.stack([batch[column].numpy() for column in _COLUMNS], axis=1)
+        asked_B2 = _questions(triples, info["num_entities"], info["num_relations"])
+        places_Q = np.searchsorted(arrays["keys"], asked_B2).ravel()
+        lists_QM = lists_of(arrays["starts"], arrays["answers"], places_Q, none=-1)
+        return {"known_B2M": lists_QM.view(*asked_B2.shape, -1)}
+
+    return DrawnDataset(rows, known)
 
 
 @dataclass(frozen=True)
@@ -156,7 +138,7 @@ class _TripleSource(Source):
             "num_negatives": self.data.negatives,
         }
         arrays = {f"{part}_triples": triples for part, triples in parts.items()}
-        arrays |= _KnownAnswers.arrays(np.concatenate(list(parts.values())), len(entities), len(relations))
+        arrays |= _known_answers(np.concatenate(list(parts.values())), len(entities), len(relations))
         extra = {"entities": list(entities), "relations": list(relations)}
         return Content(arrays, info, lines, extra=extra, rejected=rejected)
 

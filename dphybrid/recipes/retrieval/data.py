@@ -19,7 +19,7 @@ import torch
 from polars.selectors import by_name
 from torch import Tensor
 
-from dphybrid.data.batches import Array, Dataset, Draw, DrawnDataset, Draws
+from dphybrid.data.batches import Array, Dataset, Draw, DrawnDataset, Draws, lists_of
 from dphybrid.data.store import Content, Progress, source_digests
 from dphybrid.data.table.cells import read_times
 from dphybrid.data.table.rows import Rejected, Rows, check_rejected, find_files, partitions, read_files
@@ -302,14 +302,6 @@ class _HeldDataset(Dataset):
             "seen_BS": lists_of(a["seen_starts"], a["seen_items"], users_B, none),
             "catalog_VF": self.catalog_VF,
         }
-
-
-def lists_of(starts: Array, items: Array, users_B: Array, none: int) -> Tensor:
-    """Return (B, longest) int64: the items of each user, items[starts[u] : starts[u + 1]], then `none`."""
-    start_B, stop_B = starts[users_B], starts[users_B + 1]
-    within_BL = start_B[:, None] + np.arange(max(1, int((stop_B - start_B).max(initial=0))))
-    found_BL = items[np.minimum(within_BL, max(0, len(items) - 1))]
-    return _long(np.where(within_BL < stop_B[:, None], found_BL, none))
 
 
 def _long(array: Array) -> Tensor:

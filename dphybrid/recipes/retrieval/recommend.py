@@ -17,13 +17,12 @@ import torch
 from torch import nn
 
 from dphybrid.config import ExperimentConfig
-from dphybrid.data.batches import Array
+from dphybrid.data.batches import Array, lists_of
 from dphybrid.data.table.frames import Written, as_frame, table_target, write_frames
 from dphybrid.data.table.rows import Rejected, find_files, read_files
 from dphybrid.embedding import rank_rows
 from dphybrid.recipes.configs import build_config
 from dphybrid.recipes.retrieval import RetrievalDataConfig
-from dphybrid.recipes.retrieval.data import lists_of
 from dphybrid.recipes.retrieval.model import RetrievalModel
 from dphybrid.training.tensor_file import write_tensors
 from dphybrid.util.errors import UserError, counted, type_text

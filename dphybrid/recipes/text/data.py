@@ -154,35 +154,30 @@ def held_out(documents: list[list[str]], fraction: float, seed: int) -> tuple[se
     repeat passages of others.
 
     At random by seed among those that stand alone and are not far too large. Only when these come to less
-    than half of what is wanted, the smallest one that stands alone or, last, documents that would have been
-    read in training, because large parts of them stand in other documents too (the least repeated one first).
-    One document always stays for training.
+    than half of what is wanted, also documents of which large parts stand in others, the least repeated one
+    first; the smallest one where all are too large. One document always stays for training.
     """
     sizes = [len(words) for words in documents]
     wanted = fraction * sum(sizes)
     shares = _repeated_shares(documents)
     order = [int(number) for number in np.random.default_rng(seed).permutation(len(documents))]
     alone = [number for number in order if shares[number] <= _MAX_REPEATED]
-    repeated = sorted(
-        (number for number in order if shares[number] > _MAX_REPEATED), key=lambda number: shares[number]
-    )
     held: set[int] = set()
-    taken = 0
 
-    def take(candidates: list[int], limit: float) -> None:
-        nonlocal taken
+    def take(candidates: list[int]) -> int:
+        taken = sum(sizes[number] for number in held)
         for number in candidates:
-            if taken < wanted and taken + sizes[number] <= limit and len(held) < len(documents) - 1:
+            fits = taken + sizes[number] <= _MAX_HELD * wanted and len(held) < len(documents) - 1
+            if taken < wanted and fits:
                 held.add(number)
                 taken += sizes[number]
+        return taken
 
-    take(alone, _MAX_HELD * wanted)
-    if not held and alone:
-        take([min(alone, key=lambda number: sizes[number])], sum(sizes) / 2)
-    if taken < wanted / 2:
-        take(repeated, _MAX_HELD * wanted)
+    if take(alone) < wanted / 2:
+        repeated = [number for number in order if shares[number] > _MAX_REPEATED]
+        take(sorted(repeated, key=lambda number: shares[number]))
     if not held:
-        take([min(order, key=lambda number: sizes[number])], sum(sizes))
+        held.add(min(alone or order, key=lambda number: sizes[number]))
     return held, sum(shares[number] > _MAX_REPEATED for number in held)
 
 
