@@ -15,10 +15,11 @@ from dphybrid.tracking import Tracker
 from dphybrid.tracking.system import system_metrics
 from dphybrid.training.callbacks import Callback
 from dphybrid.training.checkpoint import complete_checkpoints
+from dphybrid.training.clock import StepTimes
 from dphybrid.training.display import Display
 from dphybrid.training.engine import Session
 from dphybrid.training.loop import keep_checkpoints, train
-from dphybrid.training.observing import Meter
+from dphybrid.training.observing import Observer
 from dphybrid.training.saving import best_checkpoint
 from dphybrid.training.split_log import announcement
 from dphybrid.util.files import write_text
@@ -43,9 +44,8 @@ def train_here(
     record = attached(run, experiment.settings) if engine.leads else Tracker()
     with closing(record) as tracker, Display() as display:
         session = make_session(run, experiment, devices, trained, saver, tracker, stop, callbacks)
-        meter = Meter(session)
-        session.stateful["meter"] = meter
-        # The meter is one of those that go on: it has to be there.
+        # Before the states are restored: its window of metrics goes on, too.
+        session.stateful["meter"] = seen = Observer(session, display)
         session.restore(states)
         if line := announcement(devices):
             if not states:
@@ -57,16 +57,16 @@ def train_here(
         system: dict[str, float] = {}
         try:
             with system_metrics(tracker, started, devices.gpu_uuids) as system, saver:
-                train(session, display, meter)
+                train(session, seen)
         finally:
-            result = _result_of(session, meter, system)
+            result = _result_of(session, seen.times, system)
             if engine.leads:
                 _keep_outcome(run, session, result)
     stop.obey("after its last step; it goes on with --resume")
     return result
 
 
-def _result_of(session: Session, meter: Meter, system: dict[str, float]) -> ResultPage:
+def _result_of(session: Session, times: StepTimes, system: dict[str, float]) -> ResultPage:
     """Return the results of a training, up to now when it was interrupted. system: means of the machine's
     figures."""
     progress, folder = session.trained.progress, session.checkpoints
@@ -82,8 +82,8 @@ def _result_of(session: Session, meter: Meter, system: dict[str, float]) -> Resu
         system=system,
         history=progress.history,
         best_value=progress.best_value,
-        step_ms=meter.times.summary(),
-        steps_timed=meter.times.count,
+        step_ms=times.summary(),
+        steps_timed=times.count,
         stages={name: round(seconds, 6) for name, seconds in stages},
         saving=session.saver.costs,
         steps_per_epoch=num_batches(session.train_data, session.config.train.batch_size),

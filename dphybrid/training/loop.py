@@ -14,21 +14,21 @@ from dphybrid.embedding import DeclaresIds, RowPipeline
 from dphybrid.parallel import refuse_split_differences
 from dphybrid.training.callbacks import EpochEnd, call_back
 from dphybrid.training.checkpoint import VALIDATION, Progress
-from dphybrid.training.display import Display
 from dphybrid.training.engine import Engine, Session
 from dphybrid.training.memory import ids_by_part
 from dphybrid.training.metrics import Task
-from dphybrid.training.observing import Meter, observed
+from dphybrid.training.observing import Observer
 from dphybrid.training.optimizers import averaged, learning_rate_factor
 from dphybrid.training.saving import SavingCosts, best_steps, checkpoint_cards, prune_checkpoints
 from dphybrid.training.step import Step
 from dphybrid.util.errors import UserError, counted
 
 
-def train(session: Session, display: Display, meter: Meter) -> None:
+def train(session: Session, seen: Observer) -> None:
     """Train from where `session.trained.progress` stands to the last epoch, or until no epoch gets better.
 
-    meter: gets the speeds and sums, also of a training that is interrupted.
+    seen: is told of each epoch and step, and has their speeds and sums, also of a training that is
+    interrupted.
 
     Raises Interrupted when asked to stop: the step in hand is finished and a checkpoint written first.
     """
@@ -41,10 +41,10 @@ def train(session: Session, display: Display, meter: Meter) -> None:
         refuse_split_differences(model, next(_batches_of_epoch(session)))
     with (
         precisely(config),
-        observed(session, display, meter) as seen,
+        seen.running(),
         RowPipeline(model, mode=config.pipeline, on_cpu=engine.prefetches_on_cpu) as pipeline,
     ):
-        seen.reads(pipeline)
+        seen.pipeline = pipeline
         while progress.epoch < config.epochs and not _stale(session):
             model.train()  # the last epoch's evaluation left it in the other mode
             seen.epoch_begins(steps_per_epoch)
@@ -57,24 +57,24 @@ def train(session: Session, display: Display, meter: Meter) -> None:
                 # A checkpoint that could not be written ends the training within a step, not at its end.
                 session.saver.check()
                 if engine.asked(session.stop):
-                    path = checkpoint(session, meter)
+                    path = checkpoint(session, seen)
                     session.saver.wait()
                     raise session.stop.interruption(
                         f"after step {progress.step}; {path} goes on with --resume"
                     )
                 # The epoch's last batch has its checkpoint after the evaluation, with its metrics.
                 if every and progress.step % every == 0 and progress.batch < steps_per_epoch:
-                    checkpoint(session, meter)
-            seen.line(end_of_epoch(session, meter))
-            checkpoint(session, meter)
+                    checkpoint(session, seen)
+            seen.line(end_of_epoch(session, seen))
+            checkpoint(session, seen)
             if reason := _called_back(session):
-                display.line(f"stopped early: {reason}")
+                seen.line(f"stopped early: {reason}")
                 break
         with session.clock.stage("checkpoint"):
             session.saver.wait()
     if _stale(session) and progress.epoch < config.epochs:
         metric = session.task.chosen_by or session.task.metric
-        display.line(f"stopped early: no better {metric} for {counted(progress.stale_epochs, 'epoch')}")
+        seen.line(f"stopped early: no better {metric} for {counted(progress.stale_epochs, 'epoch')}")
 
 
 def train_step(session: Session, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -115,10 +115,10 @@ def validation_outputs(
     return outputs
 
 
-def end_of_epoch(session: Session, meter: Meter) -> str:
+def end_of_epoch(session: Session, seen: Observer) -> str:
     """Evaluate, log, and move the progress to the next epoch; return the line that tells it."""
     progress, task = session.trained.progress, session.task
-    meter.settle()
+    seen.settle()
     if progress.epoch_weight == 0 and progress.skipped:
         raise UserError(
             f"epoch {progress.epoch + 1}: all of its steps were skipped, as train.on_nonfinite=skip says, "
@@ -156,7 +156,7 @@ def _called_back(session: Session) -> str:
     if not session.callbacks:
         return ""
     progress = session.trained.progress
-    seen = EpochEnd(
+    ended = EpochEnd(
         run=session.checkpoints.parent.name,
         epoch=progress.epoch,
         epochs=session.config.train.epochs,
@@ -167,15 +167,15 @@ def _called_back(session: Session) -> str:
         model=session.trained.model,
     )
     with session.clock.stage("callbacks"), averaged(session.trained.dense):
-        numbers = call_back(session.callbacks, seen)
+        numbers = call_back(session.callbacks, ended)
     if numbers:
         session.tracker.log_metrics(numbers, progress.step)
-    return seen.stopped
+    return ended.stopped
 
 
-def checkpoint(session: Session, meter: Meter) -> Path:
+def checkpoint(session: Session, seen: Observer) -> Path:
     """Begin to write a checkpoint of this moment; when it is there, the ones no longer kept are removed."""
-    meter.settle()
+    seen.settle()
     # The thread that writes prunes by the progress of this moment; training has gone on by then.
     progress = copy.deepcopy(session.trained.progress)
 

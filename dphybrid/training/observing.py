@@ -1,5 +1,4 @@
-"""Observation of a training: loss and speed in lines, stages in the clock, splits, a profile. The loop tells
-it of each epoch and step."""
+"""Observation of a training: loss and speed in lines, stages in the clock, splits, a profile."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,82 +14,6 @@ from dphybrid.tracking import Tracker
 from dphybrid.training.clock import NOT_A_STEP, StepTimes, timed_parts
 from dphybrid.training.display import Display
 from dphybrid.training.engine import Session
-
-
-class Meter:
-    """Loss and speed since the last line of metrics. Losses stay on their device until a line needs them."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._added: list[tuple[Tensor, Tensor]] = []
-        self._loss, self._weight = 0.0, 0.0
-        self._steps = 0
-        self.rows: RowPipeline | None = None
-        self.times = StepTimes()
-        self.note = ""
-
-    def add(self, loss: Tensor, weight: Tensor) -> None:
-        self._added.append((loss, weight))
-        self._steps += 1
-        # Losses wait on their device, so that no step waits for it; not too many of them.
-        if len(self._added) == 1024:
-            self.settle()
-
-    def settle(self) -> None:
-        """Move what is summed up into the progress."""
-        if not self._added:
-            return
-        losses, weights = (torch.stack(values).tolist() for values in zip(*self._added, strict=True))
-        self._added, loss, weight = [], 0.0, 0.0
-        for added, terms in zip(losses, weights, strict=True):
-            loss, weight = loss + added, weight + terms
-        self._loss += loss
-        self._weight += weight
-        progress = self._session.trained.progress
-        progress.epoch_loss += loss
-        progress.epoch_weight += weight
-
-    def state_dict(self) -> dict[str, float]:
-        """Return what `load_state_dict` takes, fit for JSON; after `settle`."""
-        return {"loss": self._loss, "weight": self._weight, "steps": self._steps, "timed": self.times.count}
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on within the window of metrics in which a checkpoint was made."""
-        self._loss, self._weight = state["loss"], state["weight"]
-        self._steps, self.times.count = int(state["steps"]), int(state["timed"])
-
-    def log(self) -> str:
-        """Log the metrics since the last call and return them as a line."""
-        self.settle()
-        session, step = self._session, self._session.trained.progress.step
-        with session.clock.stage("log"):
-            window = session.clock.window()
-            seconds = sum(total for stage, total in window.items() if stage not in NOT_A_STEP) / self._steps
-            step_ms = self.times.recent() or 1e3 * seconds  # without a full batch yet: of the short ones
-            metrics = {
-                "train/lr": session.trained.dense.param_groups[0]["lr"] if session.trained.dense else 0.0,
-                "perf/step_ms": step_ms,
-                "perf/samples_per_s": 1e3 * session.config.train.batch_size / step_ms,
-            }
-            loss = self._loss / self._weight if self._weight else None
-            if loss is not None:  # None: all of these steps were skipped
-                metrics["train/loss"] = loss
-            if session.config.train.on_nonfinite == "skip":
-                metrics["train/steps_skipped"] = session.trained.progress.skipped
-            metrics |= {f"perf/step_ms_{name}": value for name, value in self.times.window().items()}
-            metrics |= {f"timing/{stage}_ms": 1e3 * total / self._steps for stage, total in window.items()}
-            if self.rows is not None:
-                metrics |= {
-                    f"embedding/{name}": value for name, value in self.rows.counters(self._steps).items()
-                }
-            metrics |= session.engine.measured()
-            session.tracker.log_metrics(metrics, step)
-        self.note = "no loss" if loss is None else f"loss {loss:.4g}"
-        self._loss, self._weight, self._steps = 0.0, 0.0, 0
-        epoch = session.trained.progress.epoch + 1
-        speed = f"{metrics['perf/step_ms']:.1f} ms a step, {metrics['perf/samples_per_s']:.0f} samples/s"
-        shown = "all steps skipped" if loss is None else f"train loss {loss:.5g}"
-        return f"epoch {epoch} step {step}: {shown}, {speed}"
 
 
 class _StepProfiler:
@@ -135,16 +58,32 @@ class _StepProfiler:
         self._tracker.log_file(path, "profile")
 
 
-class _Observer:
-    """Clock, meter, profiler, splits and display behind the few words that the loop says."""
+class Observer:
+    """Clock, losses, profiler, splits and display behind the few words that the loop says. Losses stay on
+    their device until a line needs them."""
 
-    def __init__(self, session: Session, display: Display, meter: Meter, profiler: _StepProfiler) -> None:
-        self._session, self._display, self._meter, self._profiler = session, display, meter, profiler
+    def __init__(self, session: Session, display: Display) -> None:
+        self._session, self._display = session, display
+        self._profiler = _StepProfiler(session.profile_steps, session.checkpoints.parent, session.tracker)
+        self._added: list[tuple[Tensor, Tensor]] = []
+        self._loss, self._weight = 0.0, 0.0
+        self._steps = 0
+        self._note = ""
+        self.pipeline: RowPipeline | None = None
+        self.times = StepTimes()
         self.line = display.line
 
-    def reads(self, pipeline: RowPipeline) -> None:
-        """The model's rows come through this pipeline."""
-        self._meter.rows = pipeline if pipeline.tables else None
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The clock runs, and the model's parts are timed, while the block does."""
+        with (
+            timed_parts(self._session.clock, self._session.trained.model),
+            self._session.clock.stage("other"),
+        ):
+            try:
+                yield
+            finally:
+                self._profiler.stop()
 
     def epoch_begins(self, steps: int) -> None:
         progress = self._session.trained.progress
@@ -153,7 +92,7 @@ class _Observer:
     def batches(self, source: Iterator[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
         """Yield the batches; waiting for one is the first part of its step."""
         while True:
-            self._meter.times.begin()
+            self.times.begin()
             with self._session.clock.stage("data"):
                 batch = next(source, None)
             if batch is None:
@@ -167,28 +106,75 @@ class _Observer:
 
     def step_ended(self, loss: Tensor, weight: Tensor, rows: int) -> None:
         """Count a step: its summed loss, its number of terms and of rows."""
-        session, meter, step = self._session, self._meter, self._session.trained.progress.step
-        meter.times.end(full=rows == session.config.train.batch_size)
+        session, step = self._session, self._session.trained.progress.step
+        self.times.end(full=rows == session.config.train.batch_size)
         if session.profile_steps:
             with session.clock.stage("profile"):
                 self._profiler.after(step)
         with session.clock.stage("log"):
-            meter.add(loss, weight)
+            self._added.append((loss, weight))
+            self._steps += 1
+            # Losses wait on their device, so that no step waits for it; not too many of them.
+            if len(self._added) == 1024:
+                self.settle()
             for line in session.splits.after_step(step):
                 self.line(line)
-            self._display.advance(meter.note)
+            self._display.advance(self._note)
         if step % session.config.train.log_every == 0:
-            self._display.passing(meter.log())
+            self._display.passing(self.log())
 
+    def settle(self) -> None:
+        """Move what is summed up into the progress."""
+        if not self._added:
+            return
+        losses, weights = (torch.stack(values).tolist() for values in zip(*self._added, strict=True))
+        self._added, loss, weight = [], 0.0, 0.0
+        for added, terms in zip(losses, weights, strict=True):
+            loss, weight = loss + added, weight + terms
+        self._loss += loss
+        self._weight += weight
+        progress = self._session.trained.progress
+        progress.epoch_loss += loss
+        progress.epoch_weight += weight
 
-@contextmanager
-def observed(session: Session, display: Display, meter: Meter) -> Iterator[_Observer]:
-    """Yield what the loop tells of its epochs and steps; the clock runs, and the model's parts are timed,
-    while the block does."""
-    clock, folder = session.clock, session.checkpoints.parent
-    profiler = _StepProfiler(session.profile_steps, folder, session.tracker)
-    with timed_parts(clock, session.trained.model), clock.stage("other"):
-        try:
-            yield _Observer(session, display, meter, profiler)
-        finally:
-            profiler.stop()
+    def state_dict(self) -> dict[str, float]:
+        """Return what `load_state_dict` takes, fit for JSON; after `settle`."""
+        return {"loss": self._loss, "weight": self._weight, "steps": self._steps, "timed": self.times.count}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on within the window of metrics in which a checkpoint was made."""
+        self._loss, self._weight = state["loss"], state["weight"]
+        self._steps, self.times.count = int(state["steps"]), int(state["timed"])
+
+    def log(self) -> str:
+        """Log the metrics since the last call and return them as a line."""
+        self.settle()
+        session, step = self._session, self._session.trained.progress.step
+        with session.clock.stage("log"):
+            window = session.clock.window()
+            seconds = sum(total for stage, total in window.items() if stage not in NOT_A_STEP) / self._steps
+            step_ms = self.times.recent() or 1e3 * seconds  # without a full batch yet: of the short ones
+            metrics = {
+                "train/lr": session.trained.dense.param_groups[0]["lr"] if session.trained.dense else 0.0,
+                "perf/step_ms": step_ms,
+                "perf/samples_per_s": 1e3 * session.config.train.batch_size / step_ms,
+            }
+            loss = self._loss / self._weight if self._weight else None
+            if loss is not None:  # None: all of these steps were skipped
+                metrics["train/loss"] = loss
+            if session.config.train.on_nonfinite == "skip":
+                metrics["train/steps_skipped"] = session.trained.progress.skipped
+            metrics |= {f"perf/step_ms_{name}": value for name, value in self.times.window().items()}
+            metrics |= {f"timing/{stage}_ms": 1e3 * total / self._steps for stage, total in window.items()}
+            if self.pipeline is not None and self.pipeline.tables:
+                metrics |= {
+                    f"embedding/{name}": value for name, value in self.pipeline.counters(self._steps).items()
+                }
+            metrics |= session.engine.measured()
+            session.tracker.log_metrics(metrics, step)
+        self._note = "no loss" if loss is None else f"loss {loss:.4g}"
+        self._loss, self._weight, self._steps = 0.0, 0.0, 0
+        epoch = session.trained.progress.epoch + 1
+        speed = f"{metrics['perf/step_ms']:.1f} ms a step, {metrics['perf/samples_per_s']:.0f} samples/s"
+        shown = "all steps skipped" if loss is None else f"train loss {loss:.5g}"
+        return f"epoch {epoch} step {step}: {shown}, {speed}"

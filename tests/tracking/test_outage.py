@@ -110,10 +110,10 @@ def test_training_ends_without_its_server_and_sync_completes_the_run(
 
     evaluated = loop.end_of_epoch
 
-    def with_a_death(session: Any, meter: Any) -> str:
+    def with_a_death(session: Any, seen: Any) -> str:
         if session.trained.progress.epoch == 1:
             server.kill()
-        return evaluated(session, meter)
+        return evaluated(session, seen)
 
     monkeypatch.setattr(loop, "end_of_epoch", with_a_death)
     report = run_with(*RUN, "train.epochs=3", "checkpoint.register_as=hybrid")

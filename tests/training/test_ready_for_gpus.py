@@ -189,7 +189,7 @@ def test_after_the_fallback_each_part_gets_its_prepared_rows(
 
     monkeypatch.setattr(loop, "RowPipeline", ahead)
     monkeypatch.setattr("dphybrid.training.engine.Engine.prefetches_on_cpu", True)
-    monkeypatch.setattr("dphybrid.training.observing.Meter.log", lambda meter: "")
+    monkeypatch.setattr("dphybrid.training.observing.Observer.log", lambda meter: "")
     parts = test_memory.train(data_dir, "parts", 20)
     # 14 steps; the one that did not fit and at most two batches ahead of it were prepared whole.
     assert pipelines[0].counters()["prepared_ratio"] > 0.7
