@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     if batch_size < 1 or rows < 1:
         raise UserError(f"--batch-size {batch_size} --rows {rows}: both must be at least 1")
     devices = resolve_devices(wanted_spec(config, settings).text)
-    print(split_plan(rows, batch_size, devices.labels).text())
+    print(split_plan(rows, batch_size, devices.labels))
     return 0
 
 

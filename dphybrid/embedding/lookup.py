@@ -116,31 +116,23 @@ def sum_by_row(grads_ND: Tensor, order_N: Tensor, starts_P: Tensor, first_U: Ten
     return summed_UD
 
 
-def int64_ids(ids: Tensor, owner: str) -> Tensor:
-    """Return ids of any whole-number type as int64, on their device; uint64 ones keep their bits.
+def whole_numbers(ids: Tensor, name: str) -> Tensor:
+    """Return ids of any whole-number type on the CPU, or on `meta`, as int64; name: the table's.
 
-    owner: the first words of the error. Raises UserError for ids that are not a tensor, or a nested or sparse
-    one, and for other types.
+    Raises UserError for ids that are not a tensor, or a nested or sparse one, and for other types.
     """
     if not isinstance(ids, Tensor):
-        raise UserError(f"{owner}: ids are of type {type(ids).__name__}; give torch.as_tensor(ids)")
-    if ids.dtype is torch.int64 and ids.layout is torch.strided and not ids.is_nested:
-        return ids
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise UserError(f"table {name!r}: ids are of type {type(ids).__name__}; give torch.as_tensor(ids)")
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
         raise UserError(
-            f"{owner}: ids are {ids.dtype}; give int64 (a float holds no id above 16,777,216 exactly)"
+            f"table {name!r}: ids are {ids.dtype}; give int64 (a float holds no id above 16,777,216 exactly)"
         )
-    if ids.is_nested or ids.layout != torch.strided:
+    if ids.is_nested or ids.layout is not torch.strided:
         raise UserError(
-            f"{owner}: ids are a nested or sparse tensor; give ids.values(), and make the result nested with "
-            "torch.nested.nested_tensor_from_jagged(rows, ids.offsets())"
+            f"table {name!r}: ids are a nested or sparse tensor; give ids.values(), and make the result "
+            "nested with torch.nested.nested_tensor_from_jagged(rows, ids.offsets())"
         )
-    return ids.long()
-
-
-def whole_numbers(ids: Tensor, name: str) -> Tensor:
-    """Return ids on the CPU, or on `meta`, as int64; name: the table's. Raises UserError as `int64_ids`."""
-    ids = int64_ids(ids, f"table {name!r}")
+    ids = ids.long()
     return ids if ids.is_cpu or ids.is_meta else ids.cpu()
 
 

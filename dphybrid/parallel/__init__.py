@@ -14,7 +14,7 @@ from dphybrid.parallel.gathering import gather
 from dphybrid.parallel.nests import Parts, Whole, parts
 from dphybrid.parallel.replication import replicate
 from dphybrid.parallel.scattering import RowSource, scatter, scatter_kwargs
-from dphybrid.parallel.splits import Split, SplitPlan, split_plan, split_sizes
+from dphybrid.parallel.splits import Split, split_plan, split_sizes
 
 __all__ = [
     "DataParallel",
@@ -24,7 +24,6 @@ __all__ = [
     "RowSource",
     "Split",
     "SplitDifference",
-    "SplitPlan",
     "Whole",
     "before_cuda_starts",
     "compare_split",

@@ -5,7 +5,7 @@ One class, as in torch: what subclasses may override, and what a call needs, in 
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from dphybrid.parallel.nests import (
 from dphybrid.parallel.probing import Trial, note_shares, refuse_chance_rows, refuse_shared_inputs
 from dphybrid.parallel.replication import refuse_unsuitable, replicate, replicate_modules, under_functorch
 from dphybrid.parallel.scattering import Places, RowSource, place, scatter_kwargs, split
-from dphybrid.parallel.splits import Key, Record, Split, first_size, shares, split_sizes
+from dphybrid.parallel.splits import Key, Record, Split, first_size, shares
 from dphybrid.util.compiling import outside_of_graphs
 from dphybrid.util.errors import UserError, type_text
 from dphybrid.util.memory import is_out_of_memory
@@ -36,9 +36,8 @@ class DataParallel(nn.DataParallel):
     module: moved to the first device, where its parameters live. device_ids (or devices): device text,
     `Devices`, a list of CUDA indices, texts or torch devices, or None for `DPHYBRID_DEVICES` or else auto.
     output_device: where outputs are joined, the first device unless said. dim: the batch dimension of inputs
-    and outputs. weights: shares for unlike devices, "memory" for their memory. whole: names of keyword
-    arguments that every replica gets unsplit. The number of used devices is that of torch.chunk: a short
-    batch uses fewer.
+    and outputs. whole: names of keyword arguments that every replica gets unsplit. The number of used devices
+    is that of torch.chunk: a short batch uses fewer.
 
     What differs from torch.nn.DataParallel, and why, is a table in docs/differences.md. The least: virtual
     devices; what cannot be split or joined is refused with its place; state-dict keys carry no `module.`, so
@@ -55,7 +54,6 @@ class DataParallel(nn.DataParallel):
         dim: int = 0,
         *,
         devices: Places | None = None,
-        weights: Sequence[float] | Literal["memory"] | None = None,
         whole: Iterable[str] = (),
     ) -> None:
         nn.Module.__init__(self)  # not nn.DataParallel's, which moves the module and asks for GPUs
@@ -68,17 +66,10 @@ class DataParallel(nn.DataParallel):
             )
         self.devices = resolve_devices(device_ids if devices is None else devices)
         home = self.devices.home
-        if isinstance(weights, str):
-            if weights != "memory":
-                raise UserError(f"weights={weights!r}: use 'memory', or give one number for each device")
-            weights = _memory_weights(self.devices)
-        if weights is not None:
-            split_sizes(1, len(self.devices), weights)
         if len(self.devices) > 1:
             refuse_unsuitable(module)
         self.module = module.to(home)
         self.dim = dim
-        self.weights = None if weights is None else tuple(weights)
         self.whole = frozenset([whole] if isinstance(whole, str) else whole)
         self.device_ids = _device_ids(self.devices)
         self._target = _output_device(output_device, home)
@@ -178,7 +169,7 @@ class DataParallel(nn.DataParallel):
 
     def sizes(self, rows: int) -> list[int]:
         """Return the rows of each used replica's share of a batch of `rows`."""
-        return shares(len(self.devices), self.weights, rows)
+        return shares(len(self.devices), rows)
 
     def scatter(
         self, inputs: tuple[object, ...], kwargs: dict[str, object] | None, device_ids: Places
@@ -325,13 +316,6 @@ def _in_step(inputs: Any, kwargs: Any) -> tuple[list[Any], list[Any]]:
     inputs, kwargs = list(inputs or ()), list(kwargs or ())
     count = max(len(inputs), len(kwargs), 1)
     return inputs + [()] * (count - len(inputs)), kwargs + [{}] * (count - len(kwargs))
-
-
-def _memory_weights(devices: Devices) -> list[float] | None:
-    """Return each device's memory as its share of a batch, or None where all replicas share hardware."""
-    if devices.virtual or devices.home.type != "cuda":
-        return None
-    return [float(torch.cuda.get_device_properties(device).total_memory) for device in devices.replicas]
 
 
 def data_parallel(

@@ -51,7 +51,7 @@ def _sizes(args: tuple[object, ...], kwargs: dict[str, object], num_devices: int
     rows = batch_rows(args, kwargs, dim)
     if rows is None:
         return [0] * num_devices
-    return shares(num_devices, None, rows)
+    return shares(num_devices, rows)
 
 
 def split(
@@ -116,7 +116,6 @@ class _Region(Protocol):
 
     devices: Devices
     dim: int
-    weights: tuple[float, ...] | None
 
 
 _regions: "weakref.WeakKeyDictionary[RowSource, weakref.ref[_Region]]" = weakref.WeakKeyDictionary()
@@ -140,11 +139,11 @@ def place(table: RowSource, region: _Region) -> None:
             "dim=0, or look up with table(ids)"
         )
     if before is None:
-        table.place_on(region.devices.replicas, partial(shares, len(region.devices), region.weights))
+        table.place_on(region.devices.replicas, partial(shares, len(region.devices)))
         _regions[table] = weakref.ref(region)
-    elif (before.devices.replicas, before.weights) != (region.devices.replicas, region.weights):
+    elif before.devices.replicas != region.devices.replicas:
         raise UserError(
             f"DataParallel.rows: the table's rows go to {before.devices.text} already, for another region, "
-            f"and this one is on {region.devices.text}; give both the same devices and weights, or look up "
-            "with table(ids) for one of them"
+            f"and this one is on {region.devices.text}; give both the same devices, or look up with "
+            "table(ids) for one of them"
         )

@@ -13,36 +13,18 @@ Key = tuple[tuple[Size, ...], tuple[Size, ...]]
 """The replicas' input sizes and output sizes."""
 
 
-def split_sizes(batch_size: int, num_devices: int, weights: Sequence[float] | None = None) -> list[int]:
+def split_sizes(batch_size: int, num_devices: int) -> list[int]:
     """Return the rows of each used device, in device order: what `torch.chunk` gives, at most `num_devices`
-    numbers, none of them 0.
-
-    weights: one positive number a device; rows are then shared in proportion, every used device getting at
-    least one. Raises UserError for sizes below 1 and for a wrong number of weights.
-    """
+    numbers, none of them 0. Raises UserError for sizes below 1."""
     if batch_size < 1 or num_devices < 1:
         raise UserError(f"cannot split {batch_size} rows over {num_devices} devices; both must be at least 1")
-    if weights is None:
-        chunk = -(-batch_size // num_devices)
-        return [min(chunk, batch_size - start) for start in range(0, batch_size, chunk)]
-    if len(weights) != num_devices or not all(0 < weight < float("inf") for weight in weights):
-        raise UserError(
-            f"weights={list(weights)}: give one number above 0 for each of the {num_devices} devices"
-        )
-    used = list(weights)[:batch_size]
-    spare = batch_size - len(used)  # one row each first, the rest by largest remainder
-    shares = [spare * weight / sum(used) for weight in used]
-    sizes = [1 + int(share) for share in shares]
-    # ties by place, so that the same weights always give the same split
-    by_remainder = sorted(range(len(used)), key=lambda i: (int(shares[i]) - shares[i], i))
-    for index in by_remainder[: batch_size - sum(sizes)]:
-        sizes[index] += 1
-    return sizes
+    chunk = -(-batch_size // num_devices)
+    return [min(chunk, batch_size - start) for start in range(0, batch_size, chunk)]
 
 
-def shares(count: int, weights: Sequence[float] | None, rows: int) -> list[int]:
+def shares(count: int, rows: int) -> list[int]:
     """Return `split_sizes`, and one share of no rows for an empty batch: the module still runs once."""
-    return split_sizes(rows, count, weights) if rows else [0]
+    return split_sizes(rows, count) if rows else [0]
 
 
 class Record:
@@ -127,60 +109,27 @@ def _whole(sizes: tuple[Size, ...]) -> Size:
     return (sum(size[0] for size in sizes), *sizes[0][1:]) if sizes[0] else ()
 
 
-@dataclass(frozen=True)
-class SplitPlan:
-    """The split of an epoch before anything runs. full, last: rows a device of a full and of the last batch
-    (None: none is short)."""
-
-    rows: int
-    batch_size: int
-    labels: tuple[str, ...]
-    full: tuple[int, ...]
-    num_full: int
-    last: tuple[int, ...] | None
-
-    def text(self) -> str:
-        """Return the plan as a table with what to do about idle devices."""
-        batches: list[tuple[str, tuple[int, ...]]] = []
-        if self.num_full:
-            batches.append((f"{self.num_full} x {counted(self.batch_size, 'row')}", self.full))
-        if self.last:
-            batches.append((f"last: {counted(sum(self.last), 'row')}", self.last))
-        wide = max(len(label) for label, _ in batches)
-        lines = [
-            f"{counted(self.rows, 'row')} in batches of {self.batch_size} over "
-            f"{counted(len(self.labels), 'device')}:",
-            "",
-        ]
-        lines += [f"  {label:<{wide}}  {','.join(map(str, sizes))}" for label, sizes in batches]
-        lines.append("")
-        name_wide = max(len(label) for label in self.labels)
-        lines.append(f"  {'device':<{name_wide}}  " + "  ".join(f"{label:>{wide}}" for label, _ in batches))
-        for index, label in enumerate(self.labels):
-            cells = [str(sizes[index]) if index < len(sizes) else "idle" for _, sizes in batches]
-            lines.append(f"  {label:<{name_wide}}  " + "  ".join(f"{cell:>{wide}}" for cell in cells))
-        return "\n".join([*lines, "", *self._advice(batches)])
-
-    def _advice(self, batches: list[tuple[str, tuple[int, ...]]]) -> list[str]:
-        count, advice = len(self.labels), []
-        for label, sizes in batches:
-            if idle := self.labels[len(sizes) :]:
-                advice.append(f"{label}: {len(idle)} of {count} devices idle ({', '.join(idle)}).")
-        if len(self.full) < count or max(self.full) != min(self.full):
-            better = -(-self.batch_size // count) * count
-            advice.append(
-                f"A batch size that fills {count} devices evenly is a multiple of {count}: {better} gives "
-                f"{counted(better // count, 'row')} each."
-            )
-        return advice or ["Every device is used by every batch."]
-
-
-def split_plan(rows: int, batch_size: int, labels: Sequence[str]) -> SplitPlan:
-    """Return how an epoch of `rows` rows will be split over the labelled devices. Raises UserError for
-    numbers below 1."""
+def split_plan(rows: int, batch_size: int, labels: Sequence[str]) -> str:
+    """Return, as text, how an epoch of `rows` rows will be split over the labelled devices, and what to do
+    about idle ones. Raises UserError for numbers below 1."""
     if rows < 1:
         raise UserError(f"rows={rows}: must be at least 1")
-    full = tuple(split_sizes(batch_size, len(labels)))
-    num_full, rest = divmod(rows, batch_size)
-    last = tuple(split_sizes(rest, len(labels))) if rest else None
-    return SplitPlan(rows, batch_size, tuple(labels), full, num_full, last)
+    count, (num_full, rest) = len(labels), divmod(rows, batch_size)
+    full = split_sizes(batch_size, count)
+    batches = [(f"{num_full} x {counted(batch_size, 'row')}", full)] if num_full else []
+    if rest:
+        batches.append((f"last: {counted(rest, 'row')}", split_sizes(rest, count)))
+    wide = max(len(label) for label, _ in batches)
+    lines = [f"{counted(rows, 'row')} in batches of {batch_size} over {counted(count, 'device')}:", ""]
+    lines += [f"  {label:<{wide}}  {','.join(map(str, sizes))}" for label, sizes in batches]
+    lines.append("")
+    for label, sizes in batches:
+        if idle := labels[len(sizes) :]:
+            lines.append(f"{label}: {len(idle)} of {count} devices idle ({', '.join(idle)}).")
+    if len(full) < count or max(full) != min(full):
+        better = -(-batch_size // count) * count
+        lines.append(
+            f"A batch size that fills {count} devices evenly is a multiple of {count}: {better} gives "
+            f"{counted(better // count, 'row')} each."
+        )
+    return "\n".join(lines if lines[-1] else [*lines, "Every device is used by every batch."])

@@ -67,7 +67,6 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "`device_ids` and `devices`": lambda: DataParallel(nn.Identity(), TWO, devices=TWO),
     "a GPU that is not there": lambda: wraps(devices="cuda:97"),
     "an output device that is not there": lambda: wraps(output_device="cuda:7"),
-    "a wrong number of weights": lambda: wraps(weights=[1.0]),
     "is or holds a data-parallel one": lambda: wraps(nn.Sequential(DataParallel(nn.Identity(), TWO))),
     "is or holds a compiled one": lambda: wraps(nn.Sequential(torch.compile(nn.Identity()))),
     "has parameters without a size": lambda: wraps(nn.LazyLinear(3)),
@@ -135,8 +134,6 @@ def test_it_is_refused_as_the_page_says(what: str) -> None:
     [
         (lambda: DataParallel(nn.Linear, TWO), "a type is not a module"),  # type: ignore[arg-type]
         (lambda: DataParallel(nn.Linear(3, 3), 63), "cuda:63 is not here"),  # type: ignore[arg-type]
-        (lambda: wraps(weights="mem"), "weights='mem': use 'memory'"),
-        (lambda: wraps(weights=[1.0, float("nan")]), "give one number above 0"),
         (lambda: gives(1, 1), "output: an int cannot be joined"),
         (
             lambda: DataParallel(nn.Linear(3, 3), TWO).rows(nn.Embedding(9, 3), torch.arange(8)),  # type: ignore[arg-type]
