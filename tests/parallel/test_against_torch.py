@@ -2,14 +2,14 @@
 hand, as torch.nn.DataParallel computes them."""
 
 import copy
+import gc
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from dphybrid.parallel import DataParallel
+from dphybrid.parallel import DataParallel, data_parallel
 from tests.parallel.zoo import MODES, SHAPES, Running, mlp_batchnorm, spectral_norm
 
 
@@ -57,43 +57,6 @@ def test_networks_without_batch_state_equal_themselves_unsplit(
         torch.testing.assert_close(*found, rtol=1e-11, atol=1e-12)
 
 
-class Keyword(nn.Module):
-    """Takes a tensor by keyword, one by position, and a flag."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 2).double()
-
-    def forward(self, x: Tensor, *, scale: Tensor, flag: bool | None = None) -> dict[str, Any]:
-        y = self.layer(x) * scale
-        return {"y": -y if flag else y, "pair": (y.sum(1), None)}
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("devices", [2, 3, 8])
-@pytest.mark.parametrize("flag", [{}, {"flag": True}])
-def test_a_call_with_keywords_equals_the_modules_own(devices: int, flag: dict[str, bool], mode: str) -> None:
-    module = Keyword()
-    for rows in (16, 10):  # with 10 rows and a flag, torch's own calls three of eight replicas without x
-        x, scale = torch.randn(rows, 3, dtype=torch.float64), torch.randn(rows, 1, dtype=torch.float64)
-        ours = Running(module, f"cpu*{devices}", mode)(x, scale=scale, **flag)
-        torch.testing.assert_close(ours, module(x, scale=scale, **flag), rtol=1e-12, atol=1e-12)
-
-
-def test_integer_weights_give_the_same_bits() -> None:
-    module = nn.Linear(6, 4).double()
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.randint(-4, 5, parameter.shape))
-    x = torch.randint(-4, 5, (33, 6)).double()
-    for devices in (1, 2, 3, 5, 8):
-        module.zero_grad()
-        y = DataParallel(module, f"cpu*{devices}")(x)
-        assert torch.equal(y, module(x))
-        y.sum().backward()
-        assert torch.equal(module.weight.grad, x.sum(0).expand(4, 6))
-
-
 def test_gradients_of_gradients() -> None:
     wrapped = DataParallel(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), "cpu*3")
     x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
@@ -104,3 +67,22 @@ def test_gradients_of_gradients() -> None:
 
     assert torch.autograd.gradcheck(call, (x, weight))
     assert torch.autograd.gradgradcheck(call, (x, weight))
+
+
+def test_no_reference_cycles() -> None:
+    gc.collect()
+    region = DataParallel(nn.Sequential(nn.Linear(1, 1)), "cpu*2")
+    region(torch.randn(2, 1))
+    gc.collect()
+    region(torch.randn(2, 1))
+    assert gc.collect() == 0
+
+
+def test_sparse_gradients_of_an_embedding() -> None:
+    module, ids = nn.Embedding(10, 5, sparse=True), torch.randint(10, (20, 5))
+    module(ids).sum().backward()
+    expected = module.weight.grad
+    module.weight.grad = None
+    data_parallel(module, ids, "cpu*2").sum().backward()
+    assert module.weight.grad.is_sparse
+    assert torch.equal(module.weight.grad.to_dense(), expected.to_dense())

@@ -68,15 +68,11 @@ def test_any_dim_with_uneven_shares(dim: int, mode: Any) -> None:
 
 
 def test_the_function_with_keywords_and_without_inputs() -> None:
-    net = Does(lambda x=None, *, scale=None, flag=False: torch.ones(3, 1) if x is None else x * scale)
+    net = Does(lambda x=None, *, scale=None: torch.ones(3, 1) if x is None else x * scale)
     x = rows(5, 2)
     for devices in ("cpu", "cpu*3"):
-        close(data_parallel(net, x, devices, module_kwargs={"scale": -x, "flag": True}), -x * x)
         assert torch.equal(data_parallel(net, None, devices), torch.ones(3, 1))
         close(data_parallel(net, (x,), devices, None, 0, {"scale": x}), x * x)
-        close(
-            data_parallel(made(), x[:, :1].expand(5, 5), devices, "cpu", dim=0), made()(x[:, :1].expand(5, 5))
-        )
 
 
 # The primitives, as the tutorial and others call them
@@ -293,13 +289,6 @@ def test_functional_call_and_torch_func_around_it(devices: str, mode: Any) -> No
 
 
 # Habits
-
-
-def test_it_is_an_nn_data_parallel_and_unwraps_like_one() -> None:
-    wrapped = DataParallel(made(), "cpu*2")
-    assert isinstance(wrapped, nn.DataParallel)
-    assert isinstance(wrapped.module, nn.Sequential)
-    assert next(name for name, _ in wrapped.named_parameters()) == "module.0.weight"
 
 
 @pytest.mark.parametrize("mode", MODES)

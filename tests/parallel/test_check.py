@@ -53,6 +53,7 @@ class ListedModules(nn.Module):
         (ListedModules, True, ["self.parts", "nn.ModuleList"]),
         (lambda: nn.SyncBatchNorm(3), True, ["processes"]),
         (lambda: nn.LSTM(3, 3), True, ["batch_first=True"]),
+        (lambda: nn.Dropout(), False, ["masks differ", "dphybrid.parallel.Dropout"]),
         (lambda: nn.TransformerEncoderLayer(4, 2, 8), True, ["self_attn", "batch_first=True"]),
         (zoo.mlp_batchnorm, False, ["BatchNorm1d", "GroupNorm"]),
         (zoo.tied, False, ["table", "output", "HostEmbedding"]),

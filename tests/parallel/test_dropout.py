@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 
 from dphybrid import kernels
 from dphybrid.parallel import DataParallel, Dropout, parallel_apply
-from dphybrid.parallel.check import check_module
 
 SPLITS = ["cpu", "cpu*2", "cpu*3", "cpu*8", "cpu*16"]
 
@@ -141,30 +140,6 @@ def test_activation_checkpointing_computes_the_same_mask_again(devices: str, ree
     assert not torch.equal(*shares)
 
 
-def test_saved_tensor_hooks_and_no_grad_leave_it_right() -> None:
-    region, x = DataParallel(Dropout(0.5), "cpu*2"), torch.ones(8, 50, requires_grad=True)
-    with torch.autograd.graph.save_on_cpu():
-        y = region(x)
-    y.sum().backward()
-    assert torch.equal(x.grad, y)  # type: ignore[arg-type]
-    with torch.no_grad():
-        assert 0.2 < float(zeros(region(x)).double().mean()) < 0.8
-
-
-def test_tensors_without_the_batchs_rows_get_masks_of_their_own_in_each_replica() -> None:
-    class Positions(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.drop = Dropout(0.5)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x[:, None] * self.drop(torch.ones(7, 40)).flatten()
-
-    one, two = zeros(DataParallel(Positions(), "cpu*2")(torch.ones(8))).chunk(2)
-    assert torch.equal(one[0], one[1])
-    assert not torch.equal(one[0], two[0])
-
-
 def test_replicas_called_by_hand_and_in_threads_have_the_masks_of_one_device() -> None:
     drop, x = Dropout(0.5), torch.ones(9, 300)
     torch.manual_seed(3)
@@ -204,10 +179,3 @@ def test_a_compiled_module_drops() -> None:
     net = torch.compile(nn.Sequential(nn.Linear(4, 300), Dropout(0.5)), backend="aot_eager", fullgraph=True)
     y = net(torch.ones(6, 4))
     assert 0.3 < float(zeros(y).double().mean()) < 0.7
-
-
-def test_the_check_of_models_names_torchs_dropout_and_not_ours() -> None:
-    words = [finding.text() for finding in check_module(nn.Sequential(Dropout(), nn.Dropout()))]
-    assert len(words) == 1
-    assert "masks differ from those of one device" in words[0]
-    assert "dphybrid.parallel.Dropout" in words[0]
