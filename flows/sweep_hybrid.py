@@ -9,7 +9,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import httpx
 from prefect import flow, runtime, task
@@ -26,7 +26,6 @@ from dphybrid.config.settings import Settings, load_settings
 from dphybrid.lifecycle.sweep import (
     Cell,
     CellFailed,
-    Grid,
     Reports,
     begin_sweep,
     failures,
@@ -85,7 +84,6 @@ def sweep_hybrid(
     at_once: int = 0,
     retries: int = 1,
     trials: int = 0,
-    sampler: Literal["tpe", "random"] = "tpe",
     prune: bool = True,
     config: AnyExperiment = build_config({}),  # noqa: B008 - frozen, and the form shows it
     skip_if_late_min: float = 0,
@@ -107,7 +105,6 @@ def sweep_hybrid(
         at_once: Trainings at the same time; 0: as many as there are free GPUs.
         retries: Further attempts at a training that failed.
         trials: Trainings in a search, whose values Optuna chooses; 0: every combination of the grid.
-        sampler: How a search chooses values.
         prune: End a training of a search after an epoch in which it does worse than the median of the others.
         config: All other values, common to all trainings; a field left empty keeps the recipe's value.
         skip_if_late_min: Skip a scheduled run that starts more than this many minutes late; 0: never skip.
@@ -129,7 +126,7 @@ def sweep_hybrid(
         if trials:
             from dphybrid.lifecycle.search import Search
 
-            return _searched(Search(grid, trials, sampler, prune), chosen, stop, name, at_once)
+            return _searched(Search(grid, trials, prune), chosen, stop, name, at_once)
         return _swept(grid, chosen, stop, name, at_once, retries)
 
 
@@ -158,7 +155,7 @@ def _swept(
 ) -> State:
     settings = load_settings()
     cells = make_grid(config, grid, sweep, settings)
-    folder, workers = begin_sweep(sweep, cells.cells, settings, at_once)
+    folder, workers = begin_sweep(sweep, cells, settings, at_once)
     show_run(runtime.flow_run.id, sweep, [config.recipe], "")
     runner: ThreadPoolTaskRunner[Any] = ThreadPoolTaskRunner(max_workers=workers)
     reports: dict[str, Report | str] = {}
@@ -167,8 +164,8 @@ def _swept(
             train_cell.with_options(retries=retries),
             {"sweep": sweep, "tags": _tags(), "stop": stop},
         )
-        futures = [runner.submit(train, {"cell": cell, **shared}) for cell in cells.cells]
-        for cell, future in zip(cells.cells, futures, strict=True):
+        futures = [runner.submit(train, {"cell": cell, **shared}) for cell in cells]
+        for cell, future in zip(cells, futures, strict=True):
             future.wait()
             result = future.state.result(raise_on_failure=False)
             reports[cell.name] = result if isinstance(result, Report) else str(result)
@@ -186,14 +183,14 @@ def _passing_on_the_end(stop: StopRequest) -> Iterator[None]:
         raise
 
 
-def _reported(sweep: str, cells: Grid, reports: Reports, folder: Path, settings: Settings) -> State:
+def _reported(sweep: str, cells: list[Cell], reports: Reports, folder: Path, settings: Settings) -> State:
     rows, file = write_sweep(folder, cells, reports)
     print(f"Results: {file}", flush=True)
     run_ids = [done.run_id for done in reports.values() if isinstance(done, Report) and done.run_id]
     address = ""
     if len(run_ids) > 1:
         uri = settings.mlflow_uri or embedded_uri(settings.mlflow_dir)
-        page = write_comparison(read_runs(uri, run_ids), folder / "comparison", cells.group_by)
+        page = write_comparison(read_runs(uri, run_ids), folder / "comparison", next(iter(cells[0].values)))
         _, address = log_comparison(uri, settings.experiment, settings.mlflow_dir, page, run_ids, sweep)
         print(f"Comparison: {page.absolute().as_uri()}, and in MLflow: {address}", flush=True)
     try:

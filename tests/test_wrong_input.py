@@ -218,7 +218,6 @@ def test_kge_notes_a_table_whose_second_column_has_too_many_values(tmp_path: Pat
         ("train --model.tower 3", "--model.tower: there is no such flag; known: --model."),
         ("train --train.epoch 3", "--train.epoch: there is no such flag; did you mean '--train.epochs'"),
         ("train --epochs 3", "--epochs: there is no such flag; did you mean --train.epochs?"),
-        ("sweep --recipe toy --grid {} --sampler grid", "--sampler 'grid': use tpe or random"),
         ("sweep --recipe toy --grid {} --trials 0", "give an integer from 1 on"),
         ("sweep --recipe toy --grid {} --at-once x", "error: --at-once needs an integer, not 'x'\n"),
         ("predict run --data.path x --threshold x", "error: --threshold needs a number, not 'x'\n"),

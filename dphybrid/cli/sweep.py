@@ -27,7 +27,6 @@ def flags(parser: Parser) -> None:
     add("--grid", required=True, metavar="JSON", help='field -> values: {"train.batch_size": [256, 512]}')
     trials = "search with Optuna: runs in all; a field may then be a range, {low, high, log or step}"
     add("--trials", type=at_least_one, default=0, metavar="N", help=trials)
-    add("--sampler", choices=["tpe", "random"], default="tpe", help="how a search chooses values (tpe)")
     add("--no-prune", action="store_true", help="train each run of a search to its end")
     add("--sweep", metavar="NAME", help="name of the sweep; one used before goes on")
     at_once = "runs at the same time (0: as many as GPUs allow)"
@@ -71,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         if args.trials:
             from dphybrid.lifecycle.search import Search, search
 
-            what = Search(grid, args.trials, args.sampler, not args.no_prune)
+            what = Search(grid, args.trials, not args.no_prune)
             cells, reports = search(what, config, name, settings, stop, args.at_once)
         else:
             cells = make_grid(config, grid, name, settings)

@@ -12,7 +12,7 @@ from optuna.trial import TrialState
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
-from dphybrid.lifecycle.sweep import PRUNED, Cell, CellFailed, Grid, Reports, begin_sweep, make_cell, run_cell
+from dphybrid.lifecycle.sweep import PRUNED, Cell, CellFailed, Reports, begin_sweep, make_cell, run_cell
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.run.train import Report
 from dphybrid.training.checkpoint import VALIDATION, complete_checkpoints, read_state
@@ -30,13 +30,11 @@ class Search:
 
     space: field -> a list of choices, or {"low": 0.001, "high": 0.1, "log": true}; whole numbers at both ends
     give whole numbers, "step" a raster. trials: runs in all, those of an earlier part of the sweep counted.
-    sampler: tpe (tree-structured Parzen estimator) or random. prune: end a run after an epoch in which it
-    does worse than the median of the others at that epoch.
+    prune: end a run after an epoch in which it does worse than the median of the others at that epoch.
     """
 
     space: Mapping[str, Any]
     trials: int
-    sampler: str = "tpe"
     prune: bool = True
 
     def check(self, config: ExperimentConfig, settings: Settings) -> None:
@@ -111,7 +109,7 @@ def search(
     stop: StopRequest,
     at_once: int = 0,
     tags: Mapping[str, str] = {},
-) -> tuple[Grid, Reports]:
+) -> tuple[list[Cell], Reports]:
     """Run trials until there are `what.trials`, each in a process of its own; return their cells and reports.
 
     A sweep of the same name goes on: a trial that was cut off is trained to its end first. Raises UserError
@@ -122,7 +120,7 @@ def search(
     folder, workers = begin_sweep(sweep, cells_of_all, settings, at_once)
     recipe = find_recipe(config.recipe)
     task = recipe.task(recipe.prepare(config.data, settings.prepared_dir, config.train.seed).info)
-    study = _study(what, folder, sweep, config.train.seed, task)
+    study = _study(folder, sweep, config.train.seed, task)
     cells: dict[str, Cell] = {}
     reports: dict[str, Report | str] = {}
 
@@ -155,10 +153,10 @@ def search(
             cells[name] = make_cell(config, trial.params, name, settings)
             done = folder / f"{name}.json"
             reports[name] = Report.read(done) if done.is_file() else trial.state.name.lower()
-    return Grid([cells[name] for name in sorted(cells)], next(iter(what.space))), reports
+    return [cells[name] for name in sorted(cells)], reports
 
 
-def _study(what: Search, folder: Path, sweep: str, seed: int, task: Task) -> optuna.Study:
+def _study(folder: Path, sweep: str, seed: int, task: Task) -> optuna.Study:
     """Open the sweep's study; trials that were cut off are in its queue again, by the names of their runs."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)  # the results name failed runs
     study = optuna.create_study(
@@ -168,9 +166,8 @@ def _study(what: Search, folder: Path, sweep: str, seed: int, task: Task) -> opt
         direction="maximize" if task.higher_is_better else "minimize",
         load_if_exists=True,
     )
-    of = optuna.samplers.TPESampler if what.sampler == "tpe" else optuna.samplers.RandomSampler
     # a sampler draws anew after each start: of the same seed it would draw the first trials again
-    study.sampler = of(seed=seed + len(study.trials))
+    study.sampler = optuna.samplers.TPESampler(seed=seed + len(study.trials))
     again = {trial.user_attrs.get(_CELL) for trial in study.get_trials(states=(TrialState.WAITING,))}
     for trial in study.get_trials(states=(TrialState.RUNNING, TrialState.FAIL)):
         name = trial.user_attrs.get(_CELL)

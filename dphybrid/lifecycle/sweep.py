@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,17 +51,9 @@ class CellFailed(Exception):
         self.final = final
 
 
-@dataclass(frozen=True)
-class Grid:
-    """The cells of a sweep and the field that its comparison is grouped by."""
-
-    cells: list[Cell]
-    group_by: str
-
-
 def make_grid(
     config: ExperimentConfig, grid: Mapping[str, Sequence[object]], sweep: str, settings: Settings
-) -> Grid:
+) -> list[Cell]:
     """Return all combinations of the grid's values over `config`, the last field changing fastest.
 
     grid: config field -> its values. Raises UserError for unknown fields, for values that are not allowed,
@@ -87,7 +78,7 @@ def make_grid(
             cells.append(make_cell(config, chosen, name, settings))
         except UserError as error:
             raise UserError(f"grid: cell {number} {error}") from error
-    return Grid(cells, next(iter(grid)))
+    return cells
 
 
 def make_cell(config: ExperimentConfig, values: Mapping[str, object], name: str, settings: Settings) -> Cell:
@@ -196,17 +187,18 @@ def begin_sweep(sweep: str, cells: Sequence[Cell], settings: Settings, at_once: 
                 f"--sweep {sweep}: its run {cell.name} has other values ({told}); give the same ones, or "
                 "this sweep another name"
             )
-    _rows_of_others(folder, cells)  # a damaged file is told before the runs
     folder.mkdir(parents=True, exist_ok=True)
     workers = at_once or min(len(cells), num_at_once([cell.config for cell in cells], settings))
     print(f"Sweep {sweep}: {counted(len(cells), 'run')}, {workers} at once; logs in {folder}", flush=True)
     return folder, workers
 
 
-def run_grid(grid: Grid, sweep: str, settings: Settings, stop: StopRequest, at_once: int = 0) -> Reports:
+def run_grid(
+    cells: Sequence[Cell], sweep: str, settings: Settings, stop: StopRequest, at_once: int = 0
+) -> Reports:
     """Run a grid's cells in processes of their own; return each one's report, or why it failed, by name.
     Raises UserError as `begin_sweep` does."""
-    folder, workers = begin_sweep(sweep, grid.cells, settings, at_once)
+    folder, workers = begin_sweep(sweep, cells, settings, at_once)
 
     def train(cell: Cell) -> Report | str:
         try:
@@ -215,31 +207,22 @@ def run_grid(grid: Grid, sweep: str, settings: Settings, stop: StopRequest, at_o
             return str(failure)
 
     with ThreadPoolExecutor(workers) as pool:
-        return dict(zip([cell.name for cell in grid.cells], pool.map(train, grid.cells), strict=True))
+        return dict(zip([cell.name for cell in cells], pool.map(train, cells), strict=True))
 
 
-def write_sweep(folder: Path, grid: Grid, reports: Reports) -> tuple[list[dict[str, Any]], Path]:
-    """Write `sweep.json`: for each cell its values, and its run's metrics or the reason why it failed; the
-    rows of another grid under the sweep's name stay. Returns this grid's rows and the file."""
+def write_sweep(folder: Path, cells: Sequence[Cell], reports: Reports) -> tuple[list[dict[str, Any]], Path]:
+    """Write `sweep.json`: for each cell its values, and its run's metrics or the reason why it failed.
+    Returns its rows and the file."""
     rows = []
-    for cell in grid.cells:
+    for cell in cells:
         done = reports.get(cell.name, "not run")
         told = (
             {"failed": done} if isinstance(done, str) else {"failed": "", **done.metrics, "run": done.run_url}
         )
         rows.append({"cell": cell.name, **cell.values, **told})
     file = folder / _RESULTS
-    write_json(file, [*_rows_of_others(folder, grid.cells), *rows])
+    write_json(file, rows)
     return rows, file
-
-
-def _rows_of_others(folder: Path, cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Return the rows that `sweep.json` has of other cells. Raises UserError when it is damaged."""
-    file, own = folder / _RESULTS, {cell.name for cell in cells}
-    rows = read_json(file) if file.is_file() else []
-    if not isinstance(rows, list) or not all(isinstance(row, dict) and "cell" in row for row in rows):
-        raise UserError(f"{file}: is no list of a sweep's results; move it away, or give another --sweep")
-    return [row for row in rows if row["cell"] not in own]
 
 
 def failures(reports: Reports) -> dict[str, str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dphybrid.config.settings import load_settings
-from dphybrid.lifecycle.sweep import begin_sweep, make_grid, write_sweep
+from dphybrid.lifecycle.sweep import begin_sweep, make_grid
 from dphybrid.recipes.configs import build_config
 from dphybrid.run.leasing import num_at_once
 from flows.sweep_hybrid import sweep_hybrid
@@ -35,38 +35,22 @@ def build(context):
 def test_a_grid_has_a_cell_for_each_combination(data_dir: Path) -> None:
     config, settings = build_config({"recipe": "hybrid", "devices": "cpu"}), load_settings()
     grid = make_grid(config, {"train.epochs": [1, 2], "table.lr": [0.1, 0.2]}, "s", settings)
-    assert [cell.name for cell in grid.cells][::3] == ["s-1-epochs1-lr0.1", "s-4-epochs2-lr0.2"]
-    assert [(c.config.train.epochs, c.config.table.lr) for c in grid.cells] == [
+    assert [cell.name for cell in grid][::3] == ["s-1-epochs1-lr0.1", "s-4-epochs2-lr0.2"]
+    assert [(c.config.train.epochs, c.config.table.lr) for c in grid] == [
         (1, 0.1),
         (1, 0.2),
         (2, 0.1),
         (2, 0.2),
     ]
-    assert num_at_once([cell.config for cell in grid.cells], settings) == 1
-    folder, _ = begin_sweep("s", grid.cells, settings)
-    first = grid.cells[0]
+    assert num_at_once([cell.config for cell in grid], settings) == 1
+    folder, _ = begin_sweep("s", grid, settings)
+    first = grid[0]
     (folder / f"{first.name}.config.json").write_text(first.config.model_dump_json())
-    begin_sweep("s", grid.cells, settings)
+    begin_sweep("s", grid, settings)
     config = build_config({"recipe": "hybrid", "devices": "cpu", "train": {"seed": 3}})
     other = make_grid(config, {"train.epochs": [1, 2], "table.lr": [0.1, 0.2]}, "s", settings)
     with refused(r"--sweep s: its run s-1-epochs1-lr0.1 .*\(train.seed: 0 -> 3\)"):
-        begin_sweep("s", other.cells, settings)
-    (folder / "sweep.json").write_text("[1]")
-    with refused("is no list of a sweep's results; move it away"):
-        begin_sweep("s", grid.cells, settings)
-
-
-def test_the_results_of_another_grid_of_the_sweep_stay(tmp_path: Path, data_dir: Path) -> None:
-    config, settings = build_config({"recipe": "hybrid", "devices": "cpu"}), load_settings()
-    grids = [make_grid(config, {"table.lr": rates}, "s", settings) for rates in ([0.1, 0.3], [0.1, 0.2])]
-    for told, grid in zip(("first", "second"), grids, strict=True):
-        rows, file = write_sweep(tmp_path, grid, {cell.name: told for cell in grid.cells})
-        assert [row["cell"] for row in rows] == [cell.name for cell in grid.cells]
-    assert {row["cell"]: row["failed"] for row in json.loads(file.read_text())} == {
-        "s-2-lr0.3": "first",
-        "s-1-lr0.1": "second",
-        "s-2-lr0.2": "second",
-    }
+        begin_sweep("s", other, settings)
 
 
 @pytest.mark.slow

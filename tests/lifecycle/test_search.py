@@ -60,9 +60,9 @@ def test_a_search_goes_on_where_it_was_stopped(swept: Any) -> None:
     assert swept.trained == ["s-001", "s-002", "s-003", "s-004"]
     grid, _ = swept(6, prune=False)
     assert swept.trained[4:] == ["s-004", "s-006", "s-007"]  # trial 5 is the fourth run again
-    assert [cell.name for cell in grid.cells] == ["s-001", "s-002", "s-003", "s-004", "s-006", "s-007"]
-    assert all(0.001 <= float(cell.values["train.lr"]) <= 0.1 for cell in grid.cells)
-    assert len({cell.values["train.lr"] for cell in grid.cells}) == 6  # no draw comes again after a start
+    assert [cell.name for cell in grid] == ["s-001", "s-002", "s-003", "s-004", "s-006", "s-007"]
+    assert all(0.001 <= float(cell.values["train.lr"]) <= 0.1 for cell in grid)
+    assert len({cell.values["train.lr"] for cell in grid}) == 6  # no draw comes again after a start
     swept(6, prune=False)
     assert len(swept.trained) == 7
 
@@ -72,6 +72,6 @@ def test_runs_below_the_median_end_early(swept: Any) -> None:
     ended = {name for name, done in reports.items() if isinstance(done, str)}
     assert ended
     assert failures(reports) == {}
-    rates = {cell.name: cell.config.train.lr for cell in grid.cells}
+    rates = {cell.name: cell.config.train.lr for cell in grid}
     whole = [rate for name, rate in rates.items() if name not in ended]
     assert min(rates[name] for name in ended) > min(whole)
