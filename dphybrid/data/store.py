@@ -5,7 +5,6 @@ folder build it once, and ends with its process, so that whoever comes next clea
 left.
 """
 
-import errno
 import hashlib
 import io
 import json
@@ -137,7 +136,7 @@ class Prepared:
         return ArrayDataset({name: self.arrays[name] for name in self.manifest.batch_arrays}, rows)
 
 
-Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
+_Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
 """Shape and type of arrays by name."""
 
 
@@ -154,7 +153,7 @@ class Content:
     extra: Mapping[str, object] = field(default_factory=dict)
     rejected: Sequence[Mapping[str, object]] = ()
     save: Callable[[Path], None] | None = None
-    shapes: Shapes = field(default_factory=dict)
+    shapes: _Shapes = field(default_factory=dict)
     blocks: Callable[[], Iterable[Mapping[str, Array]]] = tuple
 
 
@@ -243,7 +242,7 @@ def _header(shape: tuple[int, ...], dtype: "np.dtype[Any]") -> bytes:
     return head.getvalue()
 
 
-def prepared_path(folder: Path, name: str, digest: str) -> Path:
+def _prepared_path(folder: Path, name: str, digest: str) -> Path:
     """Return where the prepared data of a digest lies."""
     return folder / f"{name}-{digest[:12]}"
 
@@ -254,7 +253,7 @@ def build_once(folder: Path, name: str, digest: str, make: Callable[[Path], Cont
 
     Raises UserError when the folder is damaged or cannot be written; nothing half-made is left then.
     """
-    final = prepared_path(folder, name, digest)
+    final = _prepared_path(folder, name, digest)
     # Without the lock: a folder of this name is complete, and never changed.
     if final.exists():
         return verify_prepared(final)
@@ -310,7 +309,7 @@ def _write(partial: Path, content: Content, digest: str) -> Manifest:
 
 
 def _save_blocks(
-    folder: Path, shapes: Shapes, blocks: Iterable[Mapping[str, Array]]
+    folder: Path, shapes: _Shapes, blocks: Iterable[Mapping[str, Array]]
 ) -> dict[str, _ArrayFacts]:
     """Write arrays as numpy's format has them; return the facts about them."""
     files = {name: folder / f"{name}.npy" for name in shapes}
@@ -339,19 +338,12 @@ def _save_blocks(
     return found
 
 
-_DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
-"""Errors of the folder that is written to, not of the files that are read."""
-
-
 @contextmanager
 def reading_files() -> Iterator[None]:
     """Raise UserError for a data file that cannot be read in the body."""
     try:
         yield
     except OSError as error:
-        # A source writes rows into its scratch folder while it reads; `build_once` explains a full disk.
-        if error.errno in _DISK_TROUBLE:
-            raise
         raise UserError(
             f"data.path: {error.filename or 'a file'} cannot be read: {error.strerror or error}; check its "
             "permissions"
@@ -398,9 +390,8 @@ def prepare_source(
         digest = _digest(name, source, seed, digests)
 
     def make(scratch: Path) -> Content:
-        with reading_files():
-            content = source.read(progress, scratch)
-            after = _stamps(source)
+        content = source.read(progress, scratch)
+        after = _stamps(source)
         if changed := [
             file for file, now, then in zip(source.files, after, before, strict=True) if now != then
         ]:
@@ -418,7 +409,7 @@ def find_prepared(
     """Return the prepared data of a source where it is there, else None. Raises UserError for a source that
     is not there."""
     with reading_files():
-        path = prepared_path(folder, name, _digest(name, source, seed, source.digests(_silent)))
+        path = _prepared_path(folder, name, _digest(name, source, seed, source.digests(_silent)))
     return replace(open_prepared(path), view=view) if path.exists() else None
 
 

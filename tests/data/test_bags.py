@@ -151,15 +151,6 @@ def test_a_column_that_looks_like_bags_is_told_and_stays_categorical(tmp_path: P
         made(tmp_path, clicks(200, 0), bags=("tugs",))
 
 
-def test_a_bag_may_decide_the_split_and_hold_numbers(tmp_path: Path) -> None:
-    rows: list[tuple[object, ...]] = [(i % 7, f"w{i % 3}", i % 2) for i in range(100)]
-    prepared = made(tmp_path, rows, split="key", split_column="tags")
-    bags_B = prepared.arrays["bags_BFL"][:, 0, 0]
-    held, kept = (set(bags_B[prepared.arrays[f"{part}_rows"]].tolist()) for part in ("valid", "train"))
-    assert held == {1}  # values that no training row has
-    assert not held & kept
-
-
 def test_only_items_of_a_bag_are_trained_and_devices_agree(quiet: Path) -> None:
     file = write(quiet / "x.csv", clicks(3000, 0))
     data = [f"data.path={file}", "data.bags=tags", "data.text=title"]
@@ -295,21 +286,3 @@ def test_items_of_lists_may_hold_a_separator(tmp_path: Path) -> None:
         prepared = from_file(file, **given)
         (tags,) = Encoder.load(prepared.path / "encoder").bags
         assert tags.learned.to_list() == ["a|b", "c"]
-
-
-def test_new_rows_may_come_with_lists(quiet: Path) -> None:
-    rows = clicks(200, 1)
-    write(quiet / "x.csv", [(str(tags).replace("|", ";"), *rest) for tags, *rest in rows])
-    (quiet / "schema.toml").write_text(
-        'label = "y"\n[columns.tags]\nrole = "bag"\nseparator = ";"\n[columns.title]\nrole = "text"\n'
-    )
-    files = [f"data.path={quiet / 'x.csv'}", f"data.schema_file={quiet / 'schema.toml'}"]
-    report = trained("cpu", [*files, "data.min_count=1"])
-    predictor = Predictor(report.best_checkpoint)
-    frame = as_lists(rows)
-    frame.write_parquet(quiet / "new.parquet")
-    predictor.predict_file(quiet / "x.csv", quiet / "texts.parquet")
-    predictor.predict_file(quiet / "new.parquet", quiet / "lists.parquet")
-    texts, lists = (pl.read_parquet(quiet / f"{name}.parquet")["probability"] for name in ("texts", "lists"))
-    assert texts.equals(lists)
-    assert np.array_equal(predictor.predict(frame), texts.to_numpy())

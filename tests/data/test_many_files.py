@@ -167,12 +167,6 @@ def test_a_file_in_both_parts_is_refused(tmp_path: Path) -> None:
         ctr(tmp_path, tmp_path / "clicks", valid_path=str(tmp_path / "clicks/b*"))
 
 
-def test_a_key_that_would_hold_out_everything_is_told(tmp_path: Path) -> None:
-    body = [f"{i * i},one,{i % 2}" for i in range(40)]
-    with refused(r"data\.split=key: all rows are in the validation split"):
-        ctr(tmp_path, write(tmp_path, "x.csv", body, "n,k,y"), split="key", split_column="k")
-
-
 def test_a_schema_file_sets_roles_and_encodings_and_flags_override_it(tmp_path: Path) -> None:
     file = write(tmp_path, "x.csv", lines())
     first = ctr(tmp_path, file)

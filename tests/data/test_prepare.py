@@ -1,7 +1,5 @@
 """Prepared data: made once, the same everywhere, and every unusable input told with its place and remedy."""
 
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -110,17 +108,6 @@ def test_unusable_paths_are_told(tmp_path: Path, recipe: str, make: object, word
     with refused_with([str(path), *words]):
         prepare(recipe, find_recipe(recipe).data(path=str(path), **label), tmp_path / "prepared", 0)
     assert leftovers(tmp_path) == []
-
-
-def test_processes_at_once_do_the_work_once(tmp_path: Path) -> None:
-    code = (
-        "from pathlib import Path; from tests.preparing import prepare;"
-        f"print(prepare('text', None, Path({str(tmp_path)!r}), 0).reused)"
-    )
-    children = [
-        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)
-    ]
-    assert sorted(child.communicate(timeout=120)[0].strip() for child in children) == ["False", "True"]
 
 
 def test_text_windows_cover_every_token_once(tmp_path: Path) -> None:

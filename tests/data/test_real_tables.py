@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import polars as pl
 import pytest
 from pandas._libs.parsers import STR_NA_VALUES
@@ -76,20 +75,6 @@ def test_numbers_in_other_notations(
     for texts, expected in ((numbers, [float(text) for text in plainly]), (others, [None] * len(others))):
         cells = pl.Series(texts)
         assert read_numbers(cells, *notation_of(cells, data)).to_list() == expected
-
-
-def test_a_table_in_another_notation_is_the_same_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(delimited, "BLOCK_BYTES", 2000)
-    values = np.random.default_rng(0).normal(0, 5000, 400).round(2).tolist()
-    here = table(tmp_path, "\n".join(["n;y", *(f"{value};{i % 2}" for i, value in enumerate(values))]))
-    swapped = [f"{value:,.2f}".translate(str.maketrans(",.", ".,")) for value in values]
-    assert pd.Series(swapped).str.contains(r"\.").any()
-    rows = "\n".join(["n;y", *(f"{value};{i % 2}" for i, value in enumerate(swapped))])
-    there = table(tmp_path, rows, decimal=",", thousands=".")
-    assert there.manifest.facts["columns"][0]["role"] == "numeric"
-    assert there.manifest.arrays == here.manifest.arrays
 
 
 def test_the_schema_shows_every_option_and_reads_back(tmp_path: Path) -> None:

@@ -11,40 +11,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dphybrid.data.table import delimited
 from dphybrid.data.table.rows import Rows, check_enough, check_rejected, read_files
 from dphybrid.util.errors import UserError
 from tests.preparing import TableDataConfig, prepare
 from tests.refusing import refused
 
 MANY = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-PIECES = st.sampled_from(
-    [
-        ",",
-        ";",
-        "\t",
-        '"',
-        '""',
-        "\n",
-        "\r\n",
-        "\r",
-        "0",
-        "1",
-        "-2.5",
-        "007",
-        "1e400",
-        "nan",
-        "inf",
-        "é",
-        "\0",
-        " ",
-        "a",
-        "yes",
-        "\ufeff",
-        "\x0c",
-    ]
-)
-
-
+SIGNS = [*',;\t"\n\r01é\0 a\ufeff\x0c', '""', "\r\n", "-2.5", "007", "1e400", "nan", "inf", "yes"]
+PIECES = st.sampled_from(SIGNS)
 LINES = st.lists(
     st.tuples(st.sampled_from(["0", "1"]), *[st.lists(PIECES, max_size=3).map("".join)] * 2).map(",".join),
     min_size=2,
@@ -166,3 +141,12 @@ def test_a_header_over_two_lines(tmp_path: Path) -> None:
 def test_bad_bytes_are_told_with_their_line(tmp_path: Path) -> None:
     with refused(r"not UTF-8 text \(line 3\)"):
         read(tmp_path, b"n,w\r\n1,a\r\n2,\xe9\r\n")
+
+
+def test_what_is_no_table_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with refused(r"has 100,000 columns, and 32,768 at most are read; is data\.delimiter right"):
+        read(tmp_path, ("1," * 99_999 + "1\n") * 3)
+    monkeypatch.setattr(delimited, "BLOCK_BYTES", 2**10)
+    monkeypatch.setattr(delimited, "_MAX_LINE_BYTES", 2**12)
+    with refused("has a line of over 4,096 bytes"):
+        read(tmp_path, "a,y\n1,0\n" + "," * 20_000)

@@ -27,7 +27,7 @@ from dphybrid.util.errors import UserError
 
 BLOCK_BYTES = 2**23
 """Text read at a time."""
-MAX_LINE_BYTES = 2**26
+_MAX_LINE_BYTES = 2**26
 """Length of a line from which on a file is taken for no text."""
 _SEPARATORS = ",\t;|"
 """Separators that are looked for; the earlier one wins a tie."""
@@ -97,9 +97,9 @@ def _whole_lines(file: Path) -> Iterator[tuple[bytes, int, bool]]:
                     text = (rest + piece[:cut]).replace(_BYTE_ORDER_MARK, b"")
                     yield text, raw.tell(), not following
                 rest = piece[cut:] if cut else rest + piece
-                if len(rest) > MAX_LINE_BYTES:
+                if len(rest) > _MAX_LINE_BYTES:
                     raise UserError(
-                        f"data.path={file}: has a line of more than {MAX_LINE_BYTES:,} bytes; is it a table? "
+                        f"data.path={file}: has a line of over {_MAX_LINE_BYTES:,} bytes; is it a table? "
                         "Give a text file with line ends"
                     )
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:

@@ -132,9 +132,9 @@ class Numeric(Numbers):
         return no_numbers(cells, values)
 
     def fitted(self, found: Found) -> Self:
-        return self.fitted_to(found.numbers().to_numpy(), found.data)
+        return self._fitted_to(found.numbers().to_numpy(), found.data)
 
-    def fitted_to(self, numbers_B: Array, data: TableDataConfig) -> Self:
+    def _fitted_to(self, numbers_B: Array, data: TableDataConfig) -> Self:
         """Return the column with what numbers (B,) of the training rows tell, nan for no value."""
         most = max(2, int(np.count_nonzero(~np.isnan(numbers_B))) // _BUCKET_ROWS)
         buckets = min(data.buckets, most) if self.buckets is None else self.buckets
@@ -179,7 +179,7 @@ class Time(Numbers):
     def fitted(self, found: Found) -> Self:
         values = found.numbers()
         parts = [
-            Numeric(name=name, scale=self.scale, buckets=self.buckets).fitted_to(numbers_B, found.data)
+            Numeric(name=name, scale=self.scale, buckets=self.buckets)._fitted_to(numbers_B, found.data)
             for name, numbers_B in zip(self.part_names, self.numbers(values), strict=True)
         ]
         return self.model_copy(update={"learned": tuple(parts)})
@@ -266,12 +266,12 @@ class Category(Column):
         return [(self.name, self.role, self.num_ids)]
 
     @cached_property
-    def known(self) -> dict[str | None, int]:
+    def _known(self) -> dict[str | None, int]:
         """The ids of the learned texts and of no value."""
         return {None: MISSING_ID, **{text: n for n, text in enumerate(self.learned.to_list(), FIRST_ID)}}
 
     @cached_property
-    def expression(self) -> pl.Expr:
+    def _expression(self) -> pl.Expr:
         """The ids of a frame's first column; made once, as to hand an Enum to polars takes time for each of
         its texts."""
         codes = pl.first().cast(pl.Enum(self.learned), strict=False).to_physical().cast(pl.Int32)
@@ -280,13 +280,13 @@ class Category(Column):
 
     def ids_of(self, texts: Iterable[str | None]) -> Array:
         """Return the id (B,) of each text (None: no value)."""
-        return ids_of(texts, self.known, FIRST_ID + len(self.learned), self.hash_buckets)
+        return ids_of(texts, self._known, FIRST_ID + len(self.learned), self.hash_buckets)
 
     def ids(self, values: pl.Series) -> Array:
         """Return the ids (B,) of what `read` gave; of a bag (B, L)."""
         if self.hash_buckets:
             return self.ids_of(values.to_list())
-        return values.to_frame().select(self.expression).to_series().to_numpy()
+        return values.to_frame().select(self._expression).to_series().to_numpy()
 
     def ids_of_codes(self, codes: pl.Series, ids_by_code: Array) -> Array:
         """Return the ids of values that are codes of a `Dictionary`."""

@@ -29,7 +29,7 @@ from dphybrid.util.files import given_path
 
 _FIT_ROWS = 2**18
 """Training rows, evenly spaced, that tell the statistics of numbers, at most."""
-PACKED = (".gz", ".parquet", ".pq")
+_PACKED = (".gz", ".parquet", ".pq")
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class TableSource(Source):
             "held_files": len(self.held_files),
             "base": self.base.prepared.digest if self.base else None,
             "formats": sorted(
-                {"".join(f.suffixes[-2:]).lower() for f in self.files if f.suffix.lower() in PACKED}
+                {"".join(f.suffixes[-2:]).lower() for f in self.files if f.suffix.lower() in _PACKED}
             ),
         }
 
