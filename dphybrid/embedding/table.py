@@ -38,12 +38,12 @@ class HostEmbedding(nn.Module):
     `dphybrid.embedding` read and write only these; torch's dense optimizers refuse a sparse gradient, so give
     them `dense_parameters(model)`.
 
-    num_rows, dim: shape of the table (or num_embeddings, embedding_dim). padding_idx: a row that stays zero
-    and is never trained by a row optimizer; counts from the end when negative. std: of the normal start
-    values. seed: start of those values. name: for messages. dtype: float32, float64, or bfloat16 (rows and
-    gradients are float32 then, and updates are rounded stochastically). storage: "memory", or "mmap" with the
-    file `path`, which outlives the process and, once there, is opened as it is; or with a folder as `path`,
-    for a file that is gone with the process. freeze: is not trained.
+    num_embeddings, embedding_dim: shape of the table, also its `num_rows` and `dim`. padding_idx: a row that
+    stays zero and is never trained by a row optimizer; counts from the end when negative. std: of the normal
+    start values. seed: start of those values. name: for messages. dtype: float32, float64, or bfloat16 (rows
+    and gradients are float32 then, and updates are rounded stochastically). storage: "memory", or "mmap" with
+    the file `path`, which outlives the process and, once there, is opened as it is; or with a folder as
+    `path`, for a file that is gone with the process. freeze: is not trained.
 
     Raises UserError, with the numbers, when the table would not fit. What else nn.Embedding takes (max_norm,
     ...) a table does not do.
@@ -53,10 +53,10 @@ class HostEmbedding(nn.Module):
 
     def __init__(
         self,
-        num_rows: int | None = None,
-        dim: int | None = None,
-        *,
+        num_embeddings: int,
+        embedding_dim: int,
         padding_idx: int | None = None,
+        *,
         std: float = 0.1,
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
@@ -64,20 +64,14 @@ class HostEmbedding(nn.Module):
         storage: str = "memory",
         path: Path | None = None,
         freeze: bool = False,
-        num_embeddings: int | None = None,
-        embedding_dim: int | None = None,
     ) -> None:
         super().__init__()
-        num_rows, dim = _one(num_rows, num_embeddings), _one(dim, embedding_dim)
-        if num_rows is None or dim is None:
-            raise UserError(
-                f"table {name!r}: give num_rows (or num_embeddings) and dim (or embedding_dim), each once"
-            )
+        num_rows, dim = num_embeddings, embedding_dim
         # 1e6 is a float
         if any(not isinstance(n, Integral) or n < 1 for n in (num_rows, dim)) or dim > native.MAX_DIM:
             raise UserError(
-                f"table {name!r}: num_rows={num_rows!r}, dim={dim!r}; both must be integers from 1 on, "
-                f"and dim at most {native.MAX_DIM}"
+                f"table {name!r}: {num_rows!r} rows of {dim!r} values; both must be integers from 1 on, and "
+                f"a row has at most {native.MAX_DIM} values"
             )
         padding_idx = _row(padding_idx, num_rows, name)
         if dtype not in native.STORED:
@@ -110,7 +104,7 @@ class HostEmbedding(nn.Module):
         if embeddings.dim() != 2:
             raise UserError(f"from_pretrained: rows of shape {tuple(embeddings.shape)}; give (num_rows, dim)")
         with deferred_rows():
-            table = cls(*embeddings.shape, padding_idx=padding_idx, dtype=embeddings.dtype, **options)
+            table = cls(len(embeddings), embeddings.shape[1], padding_idx, dtype=embeddings.dtype, **options)
         table.weight = nn.Parameter(embeddings.detach().cpu().contiguous(), requires_grad=not freeze)
         table._fresh = True
         return table
@@ -309,12 +303,6 @@ class HostEmbedding(nn.Module):
 def dense_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
     """Yield the parameters of a model, but for its tables' weights."""
     return (parameter for parameter in model.parameters() if info_of(parameter) is None)
-
-
-def _one(ours: int | None, theirs: int | None) -> int | None:
-    if ours is None or theirs is None:
-        return theirs if ours is None else ours
-    return None
 
 
 def _row(padding_idx: int | None, num_rows: int, name: str) -> int | None:

@@ -20,18 +20,16 @@ from dphybrid.util.errors import UserError, type_text
 Places = str | Devices | Sequence[int | str | torch.device]
 
 
-def scatter(inputs: object, devices: Places, dim: int = 0, sizes: Sequence[int] | None = None) -> list[Any]:
+def scatter(inputs: object, devices: Places, dim: int = 0) -> list[Any]:
     """Split every tensor of a nest (tuples, lists, dicts, namedtuples, dataclasses) on `dim`; return one nest
     a used device.
 
-    sizes: rows of each used device; None: those of torch.chunk. `Whole` values and everything that is no
-    tensor go to each device. Raises UserError for tensors that disagree on their rows and for what carries
-    tensors and is not a known container.
+    `Whole` values and everything that is no tensor go to each device. Raises UserError for tensors that
+    disagree on their rows and for what carries tensors and is not a known container.
     """
     devices = resolve_devices(devices)
-    if sizes is None:
-        sizes = _sizes((inputs,), {}, len(devices), dim)
-    return split(inputs, devices.replicas[: len(sizes)], list(sizes), dim)
+    sizes = _sizes((inputs,), {}, len(devices), dim)
+    return split(inputs, devices.replicas[: len(sizes)], sizes, dim)
 
 
 def scatter_kwargs(
