@@ -14,7 +14,7 @@ from dphybrid.cli.trial import Found, check_recipe
 from dphybrid.config.settings import load_settings
 from dphybrid.recipes import Recipe, Task
 from dphybrid.recipes.configs import load_config
-from dphybrid.recipes.newrecipe.model import TASK, Network, compute
+from dphybrid.recipes.newrecipe.model import Network, compute
 from dphybrid.recipes.newrecipe.recipe import NewRecipe
 from tests.commands import command
 
@@ -43,16 +43,6 @@ class OtherData(Sound):
 class NoSuchOutput(Sound):
     def task(self, info: Any) -> Task:
         return Task("mae", False, compute, reads=("predicted", "stars"))
-
-
-class NoSuchMetric(Sound):
-    def task(self, info: Any) -> Task:
-        return Task("accuracy", True, compute, reads=TASK.reads)
-
-
-class NotANumber(Sound):
-    def task(self, info: Any) -> Task:
-        return Task("mae", False, lambda _: {"mae": float("nan")}, reads=TASK.reads)
 
 
 class _FailsInTraining(Network):
@@ -140,8 +130,6 @@ def found_in(name: str) -> dict[str, Found]:
         ("FailsToRead", "prepare", "KeyError: 'ratings' (test_check_recipe.py, line"),
         ("OtherData", "prepare twice", "draw from the seed alone"),
         ("NoSuchOutput", "evaluate", "reads 'stars', which neither batches nor the model's outputs have"),
-        ("NoSuchMetric", "evaluate", "compute returns ['mae', 'rmse'], not the deciding metric 'accuracy'"),
-        ("NotANumber", "evaluate", "mae is nan"),
         ("FailsInTraining", "train", "RuntimeError: the shapes do not fit (test_check_recipe.py, line"),
         ("DrawsUnseeded", "train twice", "dphybrid.data.DrawnDataset"),
         ("Counts", "resume", "keep what changes in training in parameters, buffers or optimizers"),
@@ -169,7 +157,7 @@ def test_a_sound_recipe_holds_and_leaves_nothing_behind(data_dir: Path) -> None:
     assert all(line.startswith("ok ") for line in lines)
     assert "batches of 16" in lines[3]
     assert list((data_dir / "runs").iterdir()) == []
-    assert "BREAKS evaluate" in command("check", "recipe", f"{__name__}:NotANumber", ends=1)
+    assert "BREAKS evaluate" in command("check", "recipe", f"{__name__}:NoSuchOutput", ends=1)
 
 
 def test_a_table_predicts_for_its_first_rows(data_dir: Path, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import dphybrid
-from dphybrid.cli.main import main
 from dphybrid.data import batches
 from dphybrid.recipes import find_recipe
 from dphybrid.recipes.configs import load_config
@@ -93,15 +92,6 @@ def test_mistakes_of_a_recipe_are_told(package: Path, data_dir: Path) -> None:
             load_config(None, [f"recipe={path}"])
     with refused(r"data\.num_ratings = '0'.*than or equal to 100"):
         load_config(None, ["recipe=film_club.recipe:Ratings", "data.num_ratings=0"])
-
-
-def test_an_interruption_while_a_recipe_is_imported_is_told(
-    tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "slow_import.py").write_text("raise KeyboardInterrupt  # as Ctrl-C does\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert main(["train", "--recipe", "slow_import:R"]) == 130
-    assert capsys.readouterr().err == "\ninterrupted\n"
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import polars as pl
 import pytest
 import torch
 
@@ -10,7 +9,6 @@ import dphybrid
 from dphybrid.embedding import find_tables
 from dphybrid.recipes import find_recipe
 from tests.commands import run_with
-from tests.refusing import refused
 from tests.training.stopping import stopped_and_resumed
 
 pytestmark = pytest.mark.usefixtures("unrecorded")
@@ -36,16 +34,6 @@ def test_sasrec(data_dir: Path) -> None:
     found = predictor.predict({"items": starts})["next"]
     right = sum(item in following[2 * n : 2 * n + 2] for n, item in enumerate(found))
     assert right > 10  # of 40; at random, 1
-
-
-def test_sasrec_reads_a_file(data_dir: Path) -> None:
-    rows = [(user, f"item {(user + n) % 5}") for user in range(30) for n in range(4)]
-    pl.DataFrame(rows, schema=["user", "item"], orient="row").write_csv("taken.csv")
-    report = run_with(*values_of(SASREC, "data.path=taken.csv", "train.epochs=1"), run_name="whole")
-    assert 0 <= report.metrics["recall_at_10"] <= 1
-    assert dphybrid.load_model("whole").items.num_rows == 2 + 5
-    with refused(r"data.path=none.csv: there is no such file"):
-        run_with(*values_of(SASREC, "data.path=none.csv"))
 
 
 @pytest.mark.parametrize("tied", ["false", "true"])
