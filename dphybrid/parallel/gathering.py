@@ -97,7 +97,7 @@ class Join:
         if not -rank <= dim < rank:
             raise UserError(
                 f"{path}: a {rank}-dim tensor has no dim {dim} to join on; return one value a sample, such "
-                'as a loss with reduction="none" (see LossInside), and take the mean outside'
+                'as a loss with reduction="none", and take the mean outside'
             )
         if first.is_nested or first.layout not in (torch.strided, torch.sparse_coo):
             raise UserError(

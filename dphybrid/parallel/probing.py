@@ -13,11 +13,12 @@ that fails and works with the tensor unsplit, or where the first sample's output
 second row, the tensor belongs to all samples.
 """
 
+import io
 import random
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from types import MappingProxyType
 from typing import Any
 
@@ -50,7 +51,9 @@ class Trial:
         mode. instead: tensors in the place of those with these ids, unsplit."""
         given = map_leaves(lambda v: Whole(instead[id(v)]) if id(v) in instead else v, self._inputs)
         ((args, kwargs),) = split(given, [self.home], [rows], self.dim)
-        with own_random_state(self.home), as_replica(0, self._count):
+        # a module that prints its shares, as the tutorials' do, would print one that no batch has
+        silent = redirect_stdout(io.StringIO())
+        with own_random_state(self.home), as_replica(0, self._count), silent:
             copy = throwaway(self.module, self.home)
             return (copy if training else copy.eval())(*args, **kwargs)
 
