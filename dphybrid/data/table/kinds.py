@@ -50,6 +50,8 @@ _ROW_GAPS = 0.05
 _BUCKET_ROWS = 128
 """Training rows for each bucket that nobody asked for, at least: rows of fewer are learnt by heart."""
 _MOST = 2**31 - 1
+_FEW = 64
+"""Texts up to which a dict is faster than the start of polars' engine."""
 
 
 class Ignore(Column):
@@ -284,7 +286,7 @@ class Category(Column):
 
     def ids(self, values: pl.Series) -> Array:
         """Return the ids (B,) of what `read` gave; of a bag (B, L)."""
-        if self.hash_buckets:
+        if self.hash_buckets or len(values) < _FEW:
             return self.ids_of(values.to_list())
         return values.to_frame().select(self._expression).to_series().to_numpy()
 
