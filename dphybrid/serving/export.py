@@ -123,12 +123,13 @@ class _Predicting(nn.Module):
 
 
 class _Programs:
-    """A model's two programs. tables: rows and their type in the model, by name. lookups: the table of
-    each."""
+    """A model's two programs. inputs: in the order of their arguments. tables: rows and their type in the
+    model, by name. lookups: the table of each."""
 
     def __init__(self, model: nn.Module, example: _Batch) -> None:
         """Raises whatever torch.export does for a model that it cannot trace."""
         tables = find_tables(model)
+        self.inputs = list(example)
         self.tables = {name: (table.settled(), table.out_dtype) for name, table in tables.items()}
         self.lookups: list[str] = []
         rows: list[Tensor] = []
@@ -179,7 +180,14 @@ def _traced(module: nn.Module, *arguments: object) -> torch.export.ExportedProgr
         arguments,
     )
     with torch.no_grad():
-        return torch.export.export(module, arguments, dynamic_shapes=sizes)
+        program = torch.export.export(module, arguments, dynamic_shapes=sizes)
+    # torch checks the type of each tensor that is converted; these checks take longer than a row's prediction
+    checks = torch.ops.aten._assert_tensor_metadata.default
+    for node in program.graph.find_nodes(op="call_function", target=checks):
+        program.graph.erase_node(node)
+    program.graph.eliminate_dead_code()  # of the lookups, all that comes after them
+    program.graph_module.recompile()
+    return program
 
 
 def export(checkpoint: Path, out: str | Path) -> Path:
@@ -271,6 +279,7 @@ def _write_pages(predictor: Predictor, programs: _Programs, rows: pl.DataFrame, 
         "columns": {name: columns[name] for name in rows.columns},
         "returns": predictor.task.label.columns,
         "classes": list(predictor.classes),
+        "inputs": programs.inputs,
         "lookups": [[name, types[name]] for name in programs.lookups],
         "batch_size": predictor.batch_size,
         "torch": torch.__version__,

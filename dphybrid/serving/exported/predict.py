@@ -7,6 +7,7 @@ Letters: B rows.
 
 import json
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -99,17 +100,21 @@ def _text_ids(column: Column, texts: pl.Series) -> np.ndarray:
     return found
 
 
+def _program(name: str) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """Return a traced program as a function of its inputs."""
+    # Its module() checks sizes and takes its arguments apart in each call, which costs more than one row.
+    program = torch.export.load(HERE / f"{name}.pt2")
+    held = {**program.state_dict, **program.constants}
+    signature = program.graph_signature.input_specs
+    return partial(program.graph_module, *(held[spec.target] for spec in signature if spec.target))
+
+
 class Model:
     """The exported model. Its tables are mapped: memory holds only the rows that were looked up."""
 
     def __init__(self) -> None:
         self.page = json.loads((HERE / "model.json").read_text(encoding="utf-8"))
-        # Their guards ask for two rows or more; any number gives the right predictions.
-        programs = (
-            torch.export.load(HERE / f"{name}.pt2").module(check_guards=False)
-            for name in ("lookups", "dense")
-        )
-        self._lookups, self._dense = programs
+        self._lookups, self._dense = _program("lookups"), _program("dense")
         files = {name: HERE / f"tables/{name}.safetensors" for name, _ in self.page["lookups"]}
         tables = {name: safe_open(file, "pt").get_tensor("weight") for name, file in files.items()}
         self._tables = [(tables[name], getattr(torch, dtype)) for name, dtype in self.page["lookups"]]
@@ -118,9 +123,9 @@ class Model:
     @torch.inference_mode()
     def run(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the predictions for a batch of the model's own inputs, samples on dim 0."""
-        ids = zip(self._tables, self._lookups(batch), strict=True)
-        found: torch.Tensor = self._dense(batch, [table[each].to(dtype) for (table, dtype), each in ids])
-        return found
+        inputs = [batch[name] for name in self.page["inputs"]]
+        ids = zip(self._tables, self._lookups(*inputs), strict=True)
+        return self._dense(*inputs, *(table[each].to(dtype) for (table, dtype), each in ids))[0]
 
     def predict(self, rows: object) -> np.ndarray:
         """Return the prediction of each row of a polars frame, a dict of columns or a list of records. Raises
