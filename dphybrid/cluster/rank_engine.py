@@ -30,7 +30,7 @@ from dphybrid.util.stop import StopRequest
 
 
 class _SpreadWriter(CheckpointWriter):
-    """Writes full checkpoints while all ranks stand still: rank 0, which asks the others for their rows."""
+    """Writes full checkpoints on rank 0, which fetches the other ranks' rows; all ranks wait meanwhile."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class RankEngine(ClusterEngine):
         self._parameters = [parameter for parameter in dense_parameters(model) if parameter.requires_grad]
 
     def obey(self, stop: StopRequest, when: str) -> None:
-        """All agree on it in their first step."""
+        """Do nothing: the ranks agree to stop in their first step."""
 
     def step(self, session: Session, batch: dict[str, Tensor], alone: TrainStep) -> tuple[Tensor, Tensor]:
         """Take one step with this rank's part of the batch; return loss and weight over all ranks."""

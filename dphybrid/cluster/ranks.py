@@ -43,13 +43,13 @@ class Ranks:
         return values
 
     def told(self, value: T | None) -> T:
-        """Return what rank 0 gave; what the others give says nothing."""
+        """Return rank 0's value on every rank; the other ranks' values are ignored."""
         box = [value]
         dist.broadcast_object_list(box, src=0)
         return box[0]  # type: ignore[return-value]
 
     def all_told(self, value: T) -> list[T]:
-        """Return what each rank gave, in order."""
+        """Return every rank's value, in the order of ranks."""
         boxes: list[T | None] = [None] * self.size
         dist.all_gather_object(boxes, value)
         return boxes  # type: ignore[return-value]

@@ -98,8 +98,8 @@ def _square_of_sums(ids_N: Tensor, grads_ND: Tensor) -> float:
 
 
 def _fused_params(config: TableConfig) -> dict[str, object]:
-    """Return the exact counterpart of a row optimizer, as the sharder takes it; `engine` has said before
-    which have none."""
+    """Return the sharder's parameters for the exact counterpart of a row optimizer; `ClusterEngine.check` has
+    refused those without one."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 
@@ -172,7 +172,7 @@ def _distributed(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without TorchRec's advice to its own developers."""
+    """Silence TorchRec's log and warnings, which advise its own developers."""
     log = logging.getLogger("torchrec")
     level = log.level
     log.setLevel(logging.ERROR)

@@ -31,7 +31,7 @@ FindBad = Callable[[Tensor], tuple[int, float] | None]
 
 
 class Spread:
-    """What of a table lies with all ranks: its rows and their states.
+    """A table's rows and their states, spread over all ranks.
 
     pieces: this rank's part of each, contiguous rows from `first` on. bounds: each rank's first row and the
     one after its last. All in the order of rows.
@@ -44,7 +44,7 @@ class Spread:
         self.num_rows = max(stop for _, stop in bounds)
 
     def tensors(self) -> list["_SpreadTensor"]:
-        """Return the whole of each piece, for rank 0."""
+        """Return a stand-in for each whole tensor, for rank 0."""
         return [
             _SpreadTensor(self, number, (self.num_rows, *piece.shape[1:]), piece.dtype)
             for number, piece in enumerate(self._pieces)
@@ -59,7 +59,7 @@ class Spread:
             self._tell(_Op.END)
 
     def serve(self) -> None:
-        """On the other ranks: send and take slices as rank 0 asks, until it has done."""
+        """On the other ranks: send and take slices as rank 0 asks, until it is done."""
         while True:
             op, number, owner, first, stop = self._tell()
             if op == _Op.END:
@@ -145,7 +145,7 @@ class Spread:
 
 
 class _SpreadTensor:
-    """The whole of what lies with many ranks, with as much of a tensor's manners as files of tensors need.
+    """Stands in for a tensor whose rows are spread over ranks; does what files of tensors need.
 
     Flat slices are fetched from their owners, and assigned rows sent to them. Of use on rank 0 alone, while
     the others serve.

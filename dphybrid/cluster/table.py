@@ -76,7 +76,7 @@ class _SpreadTable(HostEmbedding):
         return dict(self._states)
 
     def place_on(self, devices: Sequence[torch.device], sizes_of: SizesOf) -> None:
-        """Rows come to the rank's one device in any case."""
+        """Do nothing: rows always come to the rank's one device."""
 
     @property
     def is_placed(self) -> bool:

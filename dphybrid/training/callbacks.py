@@ -47,7 +47,7 @@ def find_callbacks(paths: Sequence[str]) -> list[Callback]:
 
 
 def call_back(callbacks: Sequence[Callback], seen: EpochEnd) -> dict[str, float]:
-    """Call each one; return all their numbers as metrics `own/NAME`. Raises UserError for other values."""
+    """Call each callback; return their numbers as metrics `own/NAME`. Raises UserError for other values."""
     logged: dict[str, float] = {}
     for callback in callbacks:
         numbers: object = callback(seen)

@@ -180,7 +180,7 @@ def verify_checkpoint(path: Path, mapped: bool = False) -> CheckpointState:
     """Check every file of a checkpoint against its page, which is returned. Raises UserError that names the
     first damaged one.
 
-    mapped: but for the tables' files, whose blocks are checked when they are looked up.
+    mapped: leave out the tables' files, whose blocks are checked when they are looked up.
     """
     page = read_state(path)
     later = "tables/" if mapped else ()
@@ -190,8 +190,8 @@ def verify_checkpoint(path: Path, mapped: bool = False) -> CheckpointState:
 
 
 def newest_whole_checkpoint(folder: Path) -> Path | None:
-    """Return the newest checkpoint whose files are whole, all of them read, or None where there is none at
-    all.
+    """Return the newest checkpoint whose files all match their checksums, or None when there is no
+    checkpoint.
 
     Later ones that are damaged are named and put aside (`step-N.damaged`, until there is a new checkpoint of
     that step or a later one). Raises UserError when every one is damaged.

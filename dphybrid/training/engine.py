@@ -1,4 +1,5 @@
-"""Who trains a run, and with what: this process alone; `dphybrid.cluster` has the engine of several."""
+"""The engine that trains a run in this process, and the session that it works with. `dphybrid.cluster` has
+the engine of several processes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -34,7 +35,7 @@ _EACH, _EVERY = 10, 100
 
 
 class Engine:
-    """What one process decides and does for itself.
+    """Trains a run in this process; `ClusterEngine` overrides what several processes do differently.
 
     mapped: an evaluation reads the tables from the checkpoint's files: they may not fit into memory. part:
     this process's number, and how many there are. prefetches_on_cpu: also without a GPU, which shows that the

@@ -132,10 +132,8 @@ def _regression(label: Label) -> LabelTask:
     def compute(outputs: dict[str, Tensor]) -> dict[str, float]:
         from sklearn import metrics
 
-        both, weights_B = (
-            [link(outputs[name]).numpy() for name in ("labels_B", "logits")],
-            sample_weights(outputs),
-        )
+        both = [link(outputs[name]).numpy() for name in ("labels_B", "logits")]
+        weights_B = sample_weights(outputs)
         return {
             "rmse": float(metrics.root_mean_squared_error(*both, sample_weight=weights_B)),
             "mae": float(metrics.mean_absolute_error(*both, sample_weight=weights_B)),
