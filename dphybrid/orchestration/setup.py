@@ -95,7 +95,8 @@ async def _upsert_automation() -> str:
         "goes on from its checkpoint.",
         trigger=EventTrigger(
             posture=Posture.Proactive,
-            after={_HEARTBEAT},
+            # Running, too: a machine may die before the first heartbeat.
+            after={_HEARTBEAT, "prefect.flow-run.Running"},
             expect={_HEARTBEAT, *_OVER},
             match={"prefect.resource.id": ["prefect.flow-run.*"]},
             match_related={"prefect.resource.id": ["prefect.tag.dphybrid"]},
