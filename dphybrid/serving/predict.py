@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -42,6 +42,8 @@ _CLASS = "prediction"
 """Column of the predicted one of two classes, where a threshold is given."""
 _PIECE_ROWS = 2**16
 """Rows of a lazy frame that are in memory at a time."""
+_MANY_ROWS = 2**13
+"""Rows from which on a faster form of the model pays, which is computed from all rows of its table."""
 
 
 @dataclass
@@ -90,6 +92,10 @@ class Predictor:
             f"<Predictor of {self.predicts} by recipe {self._recipe}, "
             f"{self.folder.parent.parent.name or '.'}/{self.folder.name}; columns: {shown}>"
         )
+
+    @cached_property
+    def _for_many_rows(self) -> nn.Module:
+        return find_recipe(self._recipe).for_many_rows(self.model)
 
     @property
     def predicts(self) -> str:
@@ -244,11 +250,11 @@ class Predictor:
     def _scores(self, columns: dict[str, pl.Series], encoder: Encoder) -> tuple[np.ndarray, int]:
         arrays, wrong = encoder.encode(columns)
         num_rows = len(arrays["ids_BF"])
-        scores = [self.task.nothing]
+        scores, model = [self.task.nothing], self.model if num_rows < _MANY_ROWS else self._for_many_rows
         with torch.no_grad():  # not inference_mode: a region copies inference tensors in each call
             for start in range(0, num_rows, self.batch_size):
                 rows = slice(start, start + self.batch_size)
-                outputs = self.model(_tensors({name: array[rows] for name, array in arrays.items()}))
+                outputs = model(_tensors({name: array[rows] for name, array in arrays.items()}))
                 scores.append(self.task.link(outputs["logits"]).cpu().numpy())
         return np.concatenate(scores), wrong
 

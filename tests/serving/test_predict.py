@@ -86,6 +86,19 @@ def test_any_form_of_the_file_gives_the_same(
     assert predictor.predict(frame.to_dict(as_series=False)).tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("room", [0, 4096, 2**28])  # for no column, for some, for all
+def test_many_rows_take_a_faster_way_to_the_same_numbers(
+    predictor: Predictor, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dphybrid.recipes.ctr.model._FOLDED_BYTES", room)
+    frame = pl.read_csv("\n".join([HEADER, *rows(9000, 2)]).encode())
+    expected = np.concatenate([predictor.predict(frame[start : start + 3000]) for start in (0, 3000, 6000)])
+    assert "_for_many_rows" not in vars(predictor)
+    np.testing.assert_allclose(predictor.predict(frame), expected, rtol=1e-5)
+    folded = vars(predictor)["_for_many_rows"]
+    assert (bool(folded.folded), bool(folded.others)) == (room > 0, room < 2**28)
+
+
 def predict(predictor: Predictor, path: Path, folder: Path) -> np.ndarray:
     predictor.predict_file(str(path), folder / "out.csv")
     found = pl.read_csv(folder / "out.csv", schema_overrides={"probability": pl.Float32})

@@ -130,6 +130,11 @@ class Ctr(Recipe):
 
         fix_numbers(model)
 
+    def for_many_rows(self, model: "nn.Module") -> "nn.Module":
+        from dphybrid.recipes.ctr.model import for_many_rows
+
+        return for_many_rows(model)
+
     def task(self, info: Mapping[str, object]) -> "Task":
         from dphybrid.training.label_tasks import label_task
 
