@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from datetime import datetime
 from functools import partial
+from pathlib import Path
 
 from dphybrid.data import num_batches
 from dphybrid.run.experiment import Experiment
@@ -22,6 +23,7 @@ from dphybrid.training.loop import keep_checkpoints, train
 from dphybrid.training.observing import Observer
 from dphybrid.training.saving import best_checkpoint
 from dphybrid.training.split_log import announcement
+from dphybrid.util.errors import UserError
 from dphybrid.util.files import write_text
 from dphybrid.util.stop import StopRequest
 
@@ -82,13 +84,23 @@ def _result_of(session: Session, times: StepTimes, system: dict[str, float]) -> 
         system=system,
         history=progress.history,
         best_value=progress.best_value,
-        step_ms=times.summary(),
+        step_ms=times.summary() or _step_ms_before(folder.parent / "result.json", progress.step),
         steps_timed=times.count,
         stages={name: round(seconds, 6) for name, seconds in stages},
         saving=session.saver.costs,
         steps_per_epoch=num_batches(session.train_data, session.config.train.batch_size),
         steps_skipped=progress.skipped,
     )
+
+
+def _step_ms_before(page: Path, step: int) -> dict[str, float]:
+    """Return how long steps took in the process before, where that one took the last step: it may have been
+    killed before its report."""
+    try:
+        before = ResultPage.read(page)
+    except UserError:  # there is none, or a damaged one
+        return {}
+    return before.step_ms if before.steps == step else {}
 
 
 def _keep_outcome(run: Run, session: Session, result: ResultPage) -> None:
