@@ -27,7 +27,7 @@ from dphybrid.util.errors import UserError, counted
 def train(session: Session, seen: Observer) -> None:
     """Train from where `session.trained.progress` stands to the last epoch, or until no epoch gets better.
 
-    seen: is told of each epoch and step, and has their speeds and sums, also of a training that is
+    seen: observes each epoch and step, and keeps their speeds and sums, also of a training that is
     interrupted.
 
     Raises Interrupted when asked to stop: the step in hand is finished and a checkpoint written first.

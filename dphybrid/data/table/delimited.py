@@ -196,7 +196,7 @@ def _count(block: bytes, sign: bytes) -> int:
 
 
 def _lines(file: Path, raw: bytes, line: int) -> list[str]:
-    """Return the lines of a block that `line` lines stand before. Raises UserError for what is no UTF-8."""
+    """Return the lines of a block; `line` lines precede it. Raises UserError for text that is not UTF-8."""
     try:
         return raw.decode("utf-8").split("\n")[:-1]
     except UnicodeDecodeError as error:
