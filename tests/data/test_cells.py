@@ -20,6 +20,22 @@ def test_typed_numbers_mean_what_their_text_does() -> None:
         assert typed.equals(text, null_equal=True)
 
 
+def test_few_rows_are_read_as_many_are() -> None:
+    texts = ["a", " a", "a\u2003", "\x1ca", "", " ", "NA", "-9 ", "b c", None]
+    columns = [
+        *(pl.Series([text], dtype=pl.String) for text in texts),
+        *(pl.Series([number]) for number in (1, -9, 2.5, -9.0, 1e16, float("nan"), float("inf"), True)),
+        pl.Series([None], dtype=pl.Null),
+        pl.Series([0.1], dtype=pl.Float32),
+    ]
+    for missing in (["NA"], ["-9", "NA", "inf"]):
+        many = clean([column.new_from_index(0, 1000) for column in columns], missing)
+        for one, repeated in zip(clean(columns, missing), many, strict=True):
+            assert repeated.unique().cast(one.dtype).equals(one, null_equal=True), one
+    numbers, edges = np.array([np.nan, -1.0, 0.0, 0.5, 1.0, np.inf]), (0.0, 1.0)
+    np.testing.assert_array_equal(bucket_ids(numbers, edges), bucket_ids(np.tile(numbers, 100), edges)[:6])
+
+
 def test_parts_of_times_are_polars_own() -> None:
     random = np.random.default_rng(0)
     texts = pl.Series(random.integers(-(10**17), 10**17, 500)).cast(pl.Datetime("us"))

@@ -16,6 +16,8 @@ Array = np.ndarray
 MISSING_ID, UNKNOWN_ID, FIRST_ID = 0, 1, 2
 PADDING_ID = -1
 """Behind the last item of a bag."""
+_FEW = 64
+"""Rows up to which Python looks whether there is anything to clean: polars' engine takes as long to start."""
 _MAX_DEVIATION = 100.0
 """Standard deviations at which a number is cut off, so that one absurd value cannot drown a batch."""
 _WORD = r"\w+(?:['’]\w+)*"
@@ -34,13 +36,25 @@ def clean(columns: Iterable[pl.Series], missing: Iterable[str]) -> list[pl.Serie
     # type, as to start polars' engine for each takes longer than the work on few cells.
     frame = pl.DataFrame([cells.alias(str(place)) for place, cells in enumerate(columns)])
     none = {"", *missing}
+    marks = [text for text in none if text[-1:].isdigit() or text in ("inf", "-inf")]
     names: dict[pl.DataType, list[str]] = {}
-    for name, dtype in frame.schema.items():
-        names.setdefault(dtype, []).append(name)
-    return frame.with_columns(_cleaned(each, dtype, none) for dtype, each in names.items()).get_columns()
+    for cells in frame.get_columns():
+        if len(frame) > _FEW or not _is_clean(cells, none, marks):
+            names.setdefault(cells.dtype, []).append(cells.name)
+    exprs = [_cleaned(each, dtype, none, marks) for dtype, each in names.items()]
+    return (frame.with_columns(exprs) if exprs else frame).get_columns()
 
 
-def _cleaned(names: list[str], dtype: pl.DataType, none: set[str]) -> pl.Expr:
+def _is_clean(cells: pl.Series, none: set[str], marks: list[str]) -> bool:
+    """Tell whether a few cells would stay as they are."""
+    if cells.dtype == pl.String:  # str.strip() strips all blanks that polars strips
+        return all(text is None or (text == text.strip() and text not in none) for text in cells.to_list())
+    if marks or not (cells.dtype.is_integer() or cells.dtype == pl.Float64):
+        return False
+    return cells.dtype.is_integer() or not any(number != number for number in cells.to_list())
+
+
+def _cleaned(names: list[str], dtype: pl.DataType, none: set[str], marks: list[str]) -> pl.Expr:
     cells = pl.col(names)
     if is_list_of_items(dtype):
         return cells
@@ -49,7 +63,7 @@ def _cleaned(names: list[str], dtype: pl.DataType, none: set[str]) -> pl.Expr:
     if not dtype.is_numeric():
         texts = cells.cast(pl.String).str.strip_chars()
         return pl.when(~texts.is_in(list(none))).then(texts)
-    if marks := [text for text in none if text[-1:].isdigit() or text in ("inf", "-inf")]:
+    if marks:  # a mark such as -999 is compared with a number's text
         cells = pl.when(~cells.cast(pl.String).is_in(marks)).then(cells)
     if dtype == pl.Float32:  # by its few digits, as its text would be read
         cells = cells.cast(pl.String)
@@ -130,8 +144,10 @@ def standardized(numbers_B: Array, log: bool, mean: float, std: float) -> Array:
     """Return numbers (B,) in standard deviations from the mean, 0 for nan. log: of sign(x) log(1 + |x|)."""
     # Numbers near the end of float64: infinite is then a fair answer to "how far".
     with np.errstate(over="ignore"):
-        found = ((signed_log(numbers_B) if log else numbers_B) - mean) / std
-    return np.nan_to_num(found.clip(-_MAX_DEVIATION, _MAX_DEVIATION), copy=False, nan=0.0)
+        found: Array = ((signed_log(numbers_B) if log else numbers_B) - mean) / std
+    found = found.clip(-_MAX_DEVIATION, _MAX_DEVIATION)
+    found[np.isnan(found)] = 0.0
+    return found
 
 
 def signed_log(numbers_B: Array) -> Array:
@@ -142,7 +158,7 @@ def signed_log(numbers_B: Array) -> Array:
 
 def bucket_ids(numbers_B: Array, edges: Sequence[float]) -> Array:
     """Return the bucket (B,) of numbers: 0 for nan, then by size."""
-    if len(edges) < 2**6:  # to compare with each edge takes a sixth of a search then
+    if len(edges) < 2**6 < len(numbers_B):  # to compare with each edge takes a sixth of a search then
         place_B: Array = np.ones(len(numbers_B), np.uint8)
         for edge in edges:
             place_B += (numbers_B >= edge).view(np.uint8)
