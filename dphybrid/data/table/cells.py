@@ -41,8 +41,12 @@ def clean(columns: Iterable[pl.Series], missing: Iterable[str]) -> list[pl.Serie
     for cells in frame.get_columns():
         if len(frame) > _FEW or not _is_clean(cells, none, marks):
             names.setdefault(cells.dtype, []).append(cells.name)
-    exprs = [_cleaned(each, dtype, none, marks) for dtype, each in names.items()]
-    return (frame.with_columns(exprs) if exprs else frame).get_columns()
+    if not names:
+        return frame.get_columns()
+    frame = frame.with_columns(_read(each, dtype, marks) for dtype, each in names.items())
+    # A step of its own: in one with the above, texts would be stripped twice.
+    texts = pl.col(name for each in names.values() for name in each if frame.schema[name] == pl.String)
+    return frame.with_columns(pl.when(~texts.is_in(list(none))).then(texts)).get_columns()
 
 
 def _is_clean(cells: pl.Series, none: set[str], marks: list[str]) -> bool:
@@ -54,15 +58,15 @@ def _is_clean(cells: pl.Series, none: set[str], marks: list[str]) -> bool:
     return cells.dtype.is_integer() or not any(number != number for number in cells.to_list())
 
 
-def _cleaned(names: list[str], dtype: pl.DataType, none: set[str], marks: list[str]) -> pl.Expr:
+def _read(names: list[str], dtype: pl.DataType, marks: list[str]) -> pl.Expr:
+    """Return columns of a type as stripped text or numbers."""
     cells = pl.col(names)
     if is_list_of_items(dtype):
         return cells
     if dtype == pl.Duration:
         cells, dtype = cells.dt.total_microseconds() / 1e6, pl.Float64()
     if not dtype.is_numeric():
-        texts = cells.cast(pl.String).str.strip_chars()
-        return pl.when(~texts.is_in(list(none))).then(texts)
+        return cells.cast(pl.String).str.strip_chars()
     if marks:  # a mark such as -999 is compared with a number's text
         cells = pl.when(~cells.cast(pl.String).is_in(marks)).then(cells)
     if dtype == pl.Float32:  # by its few digits, as its text would be read
