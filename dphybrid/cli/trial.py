@@ -17,7 +17,7 @@ from dphybrid.config.settings import Settings
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data import Dataset, Prepared
 from dphybrid.data.batches import Array
-from dphybrid.data.table.rows import find_files, read_files
+from dphybrid.data.table.files import find_files, read_files
 from dphybrid.parallel import resolve_devices
 from dphybrid.run.build import build_run, prepare_data
 from dphybrid.run.check import check_target

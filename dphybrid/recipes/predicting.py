@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from dphybrid.config.tables import READING_FIELDS, TableDataConfig
+from dphybrid.data.table.files import find_files, read_files
 from dphybrid.data.table.frames import Written, as_frame, table_target, write_frames
-from dphybrid.data.table.rows import Rejected, Rows, find_files, read_files
+from dphybrid.data.table.rows import Rejected, Rows
 from dphybrid.data.vocabulary import read_vocabularies
 from dphybrid.recipes.recipe import Recipe
 from dphybrid.util.errors import UserError, counted, type_text

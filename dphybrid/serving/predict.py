@@ -25,8 +25,9 @@ from dphybrid.config.settings import Settings, load_settings
 from dphybrid.config.tables import COLUMN_FIELDS, TableDataConfig
 from dphybrid.data.table.cells import clean
 from dphybrid.data.table.encoder import Encoder
+from dphybrid.data.table.files import find_files, read_files
 from dphybrid.data.table.frames import Written, as_frame, table_target, write_frames
-from dphybrid.data.table.rows import Rejected, Rows, find_files, read_files
+from dphybrid.data.table.rows import Rejected, Rows
 from dphybrid.recipes.configs import build_config, stored_config
 from dphybrid.recipes.registry import find_recipe, tabular_names
 from dphybrid.serving.load import find_checkpoint, model_from_checkpoint

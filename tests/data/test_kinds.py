@@ -17,7 +17,7 @@ from tests.refusing import refused
 @pytest.fixture
 def recipe() -> Iterator[Ctr]:
     """The recipe with the page's kind of column: minutes, written like 1h30m."""
-    page, before = (REPOSITORY / "docs/where.md").read_text(encoding="utf-8"), list(KINDS)
+    page, before = (REPOSITORY / "docs/columns.md").read_text(encoding="utf-8"), list(KINDS)
     (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     exec(code, {"__name__": "page"})
     yield Ctr()

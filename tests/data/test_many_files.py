@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dphybrid.data import Prepared
 from dphybrid.data.table import delimited
 from dphybrid.data.table.encoder import Encoder
-from dphybrid.data.table.rows import read_files
+from dphybrid.data.table.files import read_files
 from tests.commands import python
 from tests.preparing import TableDataConfig, from_file
 from tests.refusing import refused, refused_with

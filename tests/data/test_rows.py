@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dphybrid.data.table import delimited
-from dphybrid.data.table.rows import Rows, check_enough, check_rejected, read_files
+from dphybrid.data.table.files import read_files
+from dphybrid.data.table.rows import Rows, check_enough, check_rejected
 from dphybrid.util.errors import UserError
 from tests.preparing import TableDataConfig, prepare
 from tests.refusing import refused

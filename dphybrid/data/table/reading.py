@@ -19,9 +19,10 @@ from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array
 from dphybrid.data.store import THREADS, Progress, mapped
 from dphybrid.data.table.column import Column, Dictionary
+from dphybrid.data.table.files import Done, read_jobs
 from dphybrid.data.table.kinds import Bag, Category, Ignore, Numeric
 from dphybrid.data.table.labels import label_column
-from dphybrid.data.table.rows import Done, Rejected, Rows, check_enough, check_rejected, read_jobs
+from dphybrid.data.table.rows import Rejected, Rows, check_enough, check_rejected
 from dphybrid.data.table.schema import Look, SchemaFile, find_column, look, sample_of
 from dphybrid.util.errors import UserError
 

@@ -18,9 +18,9 @@ from dphybrid.data.batches import Array
 from dphybrid.data.store import Content, Progress, Source, mapped, reading_files
 from dphybrid.data.table.column import Column, Found
 from dphybrid.data.table.encoder import Base, Encoder, open_base
+from dphybrid.data.table.files import find_files, partitions, read_jobs
 from dphybrid.data.table.labels import Label, label_of_numbers, label_of_texts
 from dphybrid.data.table.reading import Plan, Table, read_table
-from dphybrid.data.table.rows import find_files, partitions, read_jobs
 from dphybrid.data.table.schema import SchemaFile, read_schema, schema_text
 from dphybrid.data.table.splits import RowSplit, extended_split, split_rows
 from dphybrid.util.errors import UserError

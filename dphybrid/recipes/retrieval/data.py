@@ -22,7 +22,8 @@ from torch import Tensor
 from dphybrid.data.batches import Array, Dataset, Draw, DrawnDataset, Draws, lists_of
 from dphybrid.data.store import Content, Progress, source_digests
 from dphybrid.data.table.cells import read_times
-from dphybrid.data.table.rows import Rejected, Rows, check_rejected, find_files, partitions, read_files
+from dphybrid.data.table.files import find_files, partitions, read_files
+from dphybrid.data.table.rows import Rejected, Rows, check_rejected
 from dphybrid.data.vocabulary import Vocabulary
 from dphybrid.recipes.retrieval import RetrievalDataConfig
 from dphybrid.util.errors import UserError, counted, suggestion

@@ -18,8 +18,9 @@ from torch import nn
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.data.batches import Array, lists_of
+from dphybrid.data.table.files import find_files, read_files
 from dphybrid.data.table.frames import Written, as_frame, table_target, write_frames
-from dphybrid.data.table.rows import Rejected, find_files, read_files
+from dphybrid.data.table.rows import Rejected
 from dphybrid.embedding import rank_rows
 from dphybrid.recipes.configs import build_config
 from dphybrid.recipes.retrieval import RetrievalDataConfig
