@@ -157,6 +157,19 @@ class Content:
     blocks: Callable[[], Iterable[Mapping[str, Array]]] = tuple
 
 
+def file_stamps(files: Sequence[Path]) -> list[tuple[int, int]]:
+    """Return the size and the time of change of each file."""
+    return [(stat.st_size, stat.st_mtime_ns) for stat in (file.stat() for file in files)]
+
+
+def check_unchanged(files: Sequence[Path], before: list[tuple[int, int]]) -> None:
+    """Raise UserError for a file that changed since `file_stamps` gave `before`: one that grows while it is
+    read would give half of its rows under the digest of all."""
+    for file, now, then in zip(files, file_stamps(files), before, strict=True):
+        if now != then:
+            raise UserError(f"data.path: {file} changed while it was read; run again when it is complete")
+
+
 class Source(Protocol):
     """Something to prepare. What a class below says nothing of: no options, no files, and these files'
     digests."""
@@ -385,19 +398,13 @@ def prepare_source(
     """
     progress = on_progress or _silent
     with reading_files():
-        before = _stamps(source)
+        before = file_stamps(source.files)
         digests = source.digests(progress)
         digest = _digest(name, source, seed, digests)
 
     def make(scratch: Path) -> Content:
         content = source.read(progress, scratch)
-        after = _stamps(source)
-        if changed := [
-            file for file, now, then in zip(source.files, after, before, strict=True) if now != then
-        ]:
-            raise UserError(
-                f"data.path: {changed[0]} changed while it was read; run again when it is complete"
-            )
+        check_unchanged(source.files, before)
         return replace(content, extra={**content.extra, "source_digest": combined_digest(digests)})
 
     return replace(build_once(folder, name, digest, make), view=view)
@@ -423,11 +430,6 @@ def source_digest(source: Source) -> str:
     source that is not there."""
     with reading_files():
         return combined_digest(source.digests(_silent))
-
-
-def _stamps(source: Source) -> list[tuple[int, int]]:
-    # A file that grows while it is read would give half of its rows under the digest of all.
-    return [(stat.st_size, stat.st_mtime_ns) for stat in (file.stat() for file in source.files)]
 
 
 def _silent(what: str, done: int, total: int) -> None:

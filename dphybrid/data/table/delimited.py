@@ -93,8 +93,9 @@ def _whole_lines(file: Path) -> Iterator[tuple[bytes, int, bool]]:
                 if not following and not piece.endswith(b"\n"):
                     piece += b"\n"
                 if cut := piece.rfind(b"\n") + 1:
-                    # Files that were joined have a byte-order mark inside, too.
-                    text = (rest + piece[:cut]).replace(_BYTE_ORDER_MARK, b"")
+                    text = rest + piece[:cut]
+                    if not text.isascii():  # files that were joined have a byte-order mark inside, too
+                        text = text.replace(_BYTE_ORDER_MARK, b"")
                     yield text, raw.tell(), not following
                 rest = piece[cut:] if cut else rest + piece
                 if len(rest) > _MAX_LINE_BYTES:

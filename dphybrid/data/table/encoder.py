@@ -15,7 +15,7 @@ import polars as pl
 
 from dphybrid.data.batches import Array
 from dphybrid.data.store import ENCODER_VERSION, Prepared, verify_prepared
-from dphybrid.data.table.cells import FIRST_ID, bucket_ids, one_width, standardized
+from dphybrid.data.table.cells import FIRST_ID, MISSING_ID, bucket_ids, one_width, standardized
 from dphybrid.data.table.column import Column
 from dphybrid.data.table.kinds import Bag, Category, Numbers, kind_of
 from dphybrid.data.table.labels import Label
@@ -111,7 +111,7 @@ class Encoder:
         """Return the ids of the codes of dictionaries, 0 for no value. texts: by column, those of a
         dictionary."""
         columns = (*self.categories, *self.bags)
-        return {c.name: c.ids_of([None, *texts[c.name].to_list()]) for c in columns}
+        return {c.name: np.insert(c.ids_of(texts[c.name]), 0, MISSING_ID) for c in columns}
 
     def written(self, keys: Mapping[str, object]) -> "Encoder":
         """Return the encoder for files with other notations: keys of columns' sections, such as decimal."""
@@ -220,7 +220,7 @@ def old_ids(base: Encoder, now: Encoder) -> list[Array]:
     found = [np.arange(num_ids) for number in base.numbers for _, _, num_ids in number.tables]
     for old, new in zip((*base.categories, *base.bags), (*now.categories, *now.bags), strict=True):
         hashed = FIRST_ID + len(old.learned) + np.arange(old.hash_buckets)
-        found.append(np.concatenate([[0, 1], old.ids_of(new.learned.to_list()), hashed]))
+        found.append(np.concatenate([[0, 1], old.ids_of(new.learned), hashed]))
     return found
 
 

@@ -7,7 +7,6 @@ Letters: B rows, N dense columns, L items of a bag.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable
 from functools import cache, cached_property
 from typing import Any, Literal, Self
 
@@ -280,15 +279,15 @@ class Category(Column):
         ids = codes.fill_null(UNKNOWN_ID - FIRST_ID) + FIRST_ID
         return pl.when(pl.first().is_null()).then(MISSING_ID).otherwise(ids).alias("ids")
 
-    def ids_of(self, texts: Iterable[str | None]) -> Array:
+    def ids_of(self, texts: pl.Series) -> Array:
         """Return the id (B,) of each text (None: no value)."""
-        return ids_of(texts, self._known, FIRST_ID + len(self.learned), self.hash_buckets)
+        if self.hash_buckets or len(texts) < _FEW:
+            return ids_of(texts.to_list(), self._known, FIRST_ID + len(self.learned), self.hash_buckets)
+        return texts.to_frame().select(self._expression).to_series().to_numpy()
 
     def ids(self, values: pl.Series) -> Array:
         """Return the ids (B,) of what `read` gave; of a bag (B, L)."""
-        if self.hash_buckets or len(values) < _FEW:
-            return self.ids_of(values.to_list())
-        return values.to_frame().select(self._expression).to_series().to_numpy()
+        return self.ids_of(values)
 
     def ids_of_codes(self, codes: pl.Series, ids_by_code: Array) -> Array:
         """Return the ids of values that are codes of a `Dictionary`."""
@@ -337,7 +336,7 @@ class Bag(Category):
         return int((self.items(full).list.len() > self.max_items).sum())
 
     def ids(self, values: pl.Series) -> Array:
-        return bag_ids(values, super().ids)
+        return bag_ids(values, self.ids_of)
 
     def ids_of_codes(self, codes: pl.Series, ids_by_code: Array) -> Array:
         return bag_ids(codes, lambda items: ids_by_code.take(items.to_numpy()))

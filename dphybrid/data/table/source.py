@@ -15,7 +15,7 @@ import polars as pl
 
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array
-from dphybrid.data.store import Content, Progress, Source, mapped, reading_files
+from dphybrid.data.store import Content, Progress, Source, check_unchanged, file_stamps, mapped, reading_files
 from dphybrid.data.table.column import Column, Found
 from dphybrid.data.table.encoder import Base, Encoder, open_base
 from dphybrid.data.table.files import find_files, partitions, read_jobs
@@ -70,15 +70,21 @@ class TableSource(Source):
             ),
         }
 
+    @cached_property
+    def _stamps(self) -> list[tuple[int, int]]:
+        return file_stamps(self.files)
+
+    @cached_property
     def plan(self) -> Plan:
-        """Return what the first rows say. Raises UserError when they do not fit."""
-        data = self.data
+        """What the first rows say. Raises UserError when they do not fit."""
+        data, _ = self.data, self._stamps  # of before this look
         if self.base and data.task == "auto":
             data = data.model_copy(update={"task": self.base.encoder.label.task})
         return Plan.of(next(read_jobs(self.files[:1], data))(), data, self.schema)
 
     def read(self, progress: Progress, scratch: Path) -> Content:
-        plan = self.plan()
+        plan = self.plan
+        check_unchanged(self.files, self._stamps)
         if self.base:
             self.base.encoder.check_forms(plan.columns)
         table = read_table(plan, self.files, self.held_files, scratch / "rows", progress)
@@ -190,7 +196,7 @@ def open_source(data: TableDataConfig, seed: int) -> TableSource:
         )
     source = TableSource(data, seed, files, held)
     with reading_files():
-        source.plan()
+        source.plan  # noqa: B018 - looks at the first rows
     return source
 
 
