@@ -113,19 +113,21 @@ class Table:
     def values(self, number: int) -> dict[str, pl.Series]:
         """Return a block of the columns that a model gets, texts as codes."""
         names = {f"column {column.name}": column.name for column in self.plan.columns}
-        return {names[c.name]: c for c in self._block(number, list(names)).get_columns()}
+        frame = pl.read_ipc(self._file(number), columns=list(names))
+        return {names[c.name]: c for c in frame.get_columns()}
 
     def column(self, name: str) -> pl.Series:
         """Return a whole stored column."""
-        return pl.concat([self._block(number, [name]) for number in range(len(self.lengths))]).to_series()
+        files = [self._file(number) for number in range(len(self.lengths))]
+        return pl.scan_ipc(files).select(name).collect().to_series()
 
-    def _block(self, number: int, names: list[str]) -> pl.DataFrame:
-        return pl.read_ipc(self.folder / f"{number:06d}.arrow", columns=names)
+    def _file(self, number: int) -> Path:
+        return self.folder / f"{number:06d}.arrow"
 
     def store(self, frames: list[pl.DataFrame]) -> None:
         """Write frames as blocks."""
         for part in pl.concat(frames).iter_slices(_STORED_ROWS):
-            file = self.folder / f"{len(self.lengths):06d}.arrow"
+            file = self._file(len(self.lengths))
             try:
                 part.write_ipc(file, compression="uncompressed")
             except OSError as error:  # polars' has no number
