@@ -2,7 +2,8 @@
 
 The training appends records and never waits for a server. A record outlives the process, one with `sync` (and
 all before it) also a loss of power. Whoever holds `RUN.lock` sends: the training's own thread, or `dphybrid
-sync`. A file that SQLite finds damaged is renamed to `RUN.damaged-N.db`, and a new one takes its place.
+sync`. A file that SQLite finds damaged is renamed to `RUN.damaged-N.db`, and a new one takes its place, also
+where another process did that, or removed the file.
 """
 
 import csv
@@ -13,6 +14,7 @@ import os
 import sqlite3
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -38,9 +40,7 @@ CREATE TABLE steps (name TEXT PRIMARY KEY, step INTEGER) WITHOUT ROWID;
 INSERT INTO sqlite_sequence VALUES ('records', {first});
 COMMIT;
 """
-_ADD_UNKEPT = (
-    "INSERT INTO facts VALUES ('unkept', ?) ON CONFLICT DO UPDATE SET value = value + excluded.value"
-)
+_ADD = "INSERT INTO facts VALUES (?, ?) ON CONFLICT DO UPDATE SET value = value + excluded.value"
 _ADD_STEP = "INSERT INTO steps VALUES (?, ?) ON CONFLICT DO UPDATE SET step = max(step, excluded.step)"
 _T = TypeVar("_T")
 
@@ -50,11 +50,12 @@ class Losses:
     """What of a run's record does not reach the server.
 
     refused: records that the server did not take; unkept: lines of metrics that could not be written;
-    damaged: files set aside.
+    removed: times that the file was gone; damaged: files set aside.
     """
 
     refused: int = 0
     unkept: int = 0
+    removed: int = 0
     damaged: tuple[Path, ...] = ()
 
     def __bool__(self) -> bool:
@@ -64,6 +65,8 @@ class Losses:
         """Return it for people, or nothing."""
         counts = {"refused by the server": self.refused, "not written down (disk full?)": self.unkept}
         parts = [f"{counted(n, 'record')} {what}" for what, n in counts.items() if n]
+        if self.removed:
+            parts.append("the outbox was removed during the run, and records that it held are missing")
         parts += [f"{path} was damaged, and its records are missing" for path in self.damaged]
         return "; ".join(parts)
 
@@ -77,7 +80,9 @@ class Outbox:
         self._database: sqlite3.Connection | None = None
         self._lock = threading.RLock()
         self._earlier: dict[str, int] | None = None
-        self._unkept = 0
+        self._noted: Counter[str] = Counter()
+        self._file = (0, 0)
+        self._asides = 0
         self._sending: FileLock | None = None
 
     def set_destination(self, **values: str) -> None:
@@ -123,7 +128,7 @@ class Outbox:
     def count_unkept(self) -> None:
         """Note that a line of metrics could not be written; the next transaction keeps the count."""
         with self._lock:
-            self._unkept += 1
+            self._noted["unkept"] += 1
 
     def sync(self) -> None:
         """Have all records so far outlive a loss of power."""
@@ -193,10 +198,10 @@ class Outbox:
     def losses(self) -> Losses:
         """Return all that the run has lost so far."""
 
-        def count(database: sqlite3.Connection) -> tuple[int, int]:
+        def count(database: sqlite3.Connection) -> tuple[int, int, int]:
             ((refused,),) = database.execute("SELECT count(refused) FROM records")
-            ((unkept,),) = database.execute("SELECT coalesce(sum(value), 0) FROM facts WHERE name = 'unkept'")
-            return refused, unkept
+            facts = dict(database.execute("SELECT name, value FROM facts"))
+            return refused, facts.get("unkept", 0), facts.get("removed", 0)
 
         return Losses(*self._do(count), tuple(self._damaged()))
 
@@ -218,7 +223,7 @@ class Outbox:
             self._sending = None
 
     def _do(self, work: Callable[[sqlite3.Connection], _T], *, sync: bool = False) -> _T:
-        """Return what `work` does in one transaction; again, in a new file, when this one is damaged.
+        """Return what `work` does in one transaction; again, in a new file, when this one is damaged or gone.
 
         sync: this and all transactions before outlive a loss of power. Raises OSError.
         """
@@ -227,10 +232,15 @@ class Outbox:
                 try:
                     return self._try(work, sync)
                 except (sqlite3.Error, ValueError) as error:  # a ValueError: a body that is no JSON
-                    if isinstance(error, sqlite3.Error) and _code(error) not in _DAMAGED:
+                    if self._is_gone():
+                        # A file that another process set aside is counted by its name.
+                        self._noted["removed"] += len(self._damaged()) == self._asides
+                        self._close()
+                    elif isinstance(error, sqlite3.Error) and _code(error) not in _DAMAGED:
                         raise
-                    self._set_aside()
-                    lost = Losses(damaged=tuple(self._damaged())).text()
+                    else:
+                        self._set_aside()
+                    lost = Losses(removed=self._noted["removed"], damaged=tuple(self._damaged())).text()
                     self._try(lambda it: _insert(it, {"op": "losses", "text": lost}), True)
                     return self._try(work, sync)
             except sqlite3.Error as error:
@@ -243,11 +253,18 @@ class Outbox:
         self._database.execute(f"PRAGMA synchronous = {'FULL' if sync else 'NORMAL'}")
         self._database.execute("BEGIN IMMEDIATE")
         with self._database:  # commits, or rolls back
-            if self._unkept:
-                self._database.execute(_ADD_UNKEPT, (self._unkept,))
+            if self._noted:
+                self._database.executemany(_ADD, self._noted.items())
             result = work(self._database)
-        self._unkept = 0
+        # After the commit: SQLite goes on writing to a file that has lost its name, where nobody reads.
+        if self._is_gone():
+            raise ValueError(f"{self.path}: is another file now")
+        self._noted.clear()
         return result
+
+    def _is_gone(self) -> bool:
+        """Tell whether the open file has lost its name."""
+        return self._database is not None and self._file != _identity(self.path)
 
     def _opened(self) -> sqlite3.Connection:
         files.make_folder(self.path.parent, 0o700)
@@ -255,6 +272,8 @@ class Outbox:
         # release the locks that this process has on it.
         with suppress(FileExistsError):
             os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, _PRIVATE))
+        # Before it is opened: one that takes its place in between counts as gone, and is opened again.
+        self._file, self._asides = _identity(self.path), len(self._damaged())
         database = sqlite3.connect(self.path, timeout=_WAIT_S, isolation_level=None, check_same_thread=False)
         database.text_factory = lambda content: content.decode(errors="replace")  # of a damaged file
         try:
@@ -318,6 +337,14 @@ def _insert(database: sqlite3.Connection, record: Record, content: bytes | None 
     row = (int(time.time() * 1000), record["op"], body, content)
     query = "INSERT INTO records (time_ms, op, body, content) VALUES (?, ?, ?, ?)"
     return database.execute(query, row).lastrowid or 0
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    """Return what tells a file from another one of its name; zeros of none."""
+    with suppress(FileNotFoundError):
+        found = path.stat()
+        return found.st_dev, found.st_ino
+    return 0, 0
 
 
 def _code(error: sqlite3.Error) -> int:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import sqlite3
 import time
@@ -13,6 +14,7 @@ import pytest
 
 from dphybrid.tracking.outbox import Losses, Outbox, outboxes, waiting
 from dphybrid.tracking.sender import Sender
+from tests.commands import python
 
 Record = dict[str, Any]
 
@@ -140,6 +142,36 @@ def test_a_damaged_file_is_set_aside_and_the_run_goes_on(tmp_path: Path, damage:
     assert {record["text"] for record in got if record["op"] == "losses"} == {losses.text()}
     assert aside.stat().st_size > 4096
     assert damage == "no JSON" or 200 in [record.get("step") for record in got]
+
+
+@pytest.mark.parametrize("how", ["removed", "removed with its folder", "set aside", "set aside and replaced"])
+def test_a_file_that_another_process_takes_away_costs_none_of_the_later_records(
+    tmp_path: Path, how: str
+) -> None:
+    folder = tmp_path / "spool"
+    outbox, got = Outbox(folder, "r"), list[Record]()
+    outbox.append_metrics({"a": 1.0}, 1)
+    outbox.count_unkept()
+    if how == "removed with its folder":
+        shutil.rmtree(folder)
+    for path in sorted(folder.glob("r.db*"), reverse=True):
+        if how == "removed":
+            path.unlink()
+        else:
+            path.rename(folder / path.name.replace("r.", "r.damaged-1."))
+    if how == "set aside and replaced":
+        code = "import sys; from pathlib import Path; from dphybrid.tracking.outbox import Outbox;"
+        python("-c", f"{code} Outbox(Path(sys.argv[1]), 'r').append({{'op': 'losses', 'text': ''}})", folder)
+    outbox.append_metrics({"a": 2.0}, 2)
+    outbox.append_metrics({"a": 3.0}, 3)
+    assert [record.get("step") for record in Outbox(folder, "r").pending(9)][-2:] == [2, 3]
+    arrived, losses = Sender(outbox, got.extend).deliver(20)
+    assert arrived
+    assert [record["step"] for record in got if record["op"] == "metrics"] == [2, 3]
+    aside = () if how.startswith("removed") else (folder / "r.damaged-1.db",)
+    assert losses == Losses(unkept=1, removed=not aside, damaged=aside)
+    told = "missing" if aside else "the outbox was removed during the run"
+    assert told in got[0 if how != "set aside and replaced" else 1]["text"]
 
 
 def test_a_full_disk_costs_lines_of_metrics_that_are_counted(
