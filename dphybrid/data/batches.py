@@ -118,6 +118,7 @@ def lists_of(starts: Array, items: Array, rows_B: Array, none: int) -> "Tensor":
     """Return (B, longest) int64: the items of each row, items[starts[r] : starts[r + 1]], then `none`."""
     import torch
 
+    # Places beyond a row's items are read somewhere else and replaced: one gather instead of a loop.
     start_B, stop_B = starts[rows_B], starts[rows_B + 1]
     within_BL = start_B[:, None] + np.arange(max(1, int((stop_B - start_B).max(initial=0))))
     found_BL = items[np.minimum(within_BL, max(0, len(items) - 1))]
@@ -148,6 +149,7 @@ def batches(
 ) -> "Iterator[dict[str, Tensor]]":
     """Yield the batches of an epoch from number `start_batch` on. shuffle_rows: at most so many are shuffled
     as one, see `shuffled_windows`; None: all. part: only these rows of each batch, see `part_of`."""
+    # Validation draws alike in each epoch, or its metrics could not be compared.
     view = dataset.at_epoch(seed, epoch) if shuffle else dataset
     if not shuffle:
         for start in range(start_batch * batch_size, len(view), batch_size):

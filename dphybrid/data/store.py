@@ -272,6 +272,7 @@ def build_once(folder: Path, name: str, digest: str, make: Callable[[Path], Cont
         return verify_prepared(final)
     try:
         make_folder(folder)
+        # Another process that wants the same data waits here instead of making it twice.
         with locked(folder / f".{final.name}.lock"):
             # of a killed process: whoever holds the lock is the only one alive
             clear_leftovers(folder, final.name)

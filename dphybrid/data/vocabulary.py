@@ -42,6 +42,7 @@ class Vocabulary:
         of its own.
         """
         counts = Counter(text for text in _texts(values) if text)
+        # Ties by text, so that the same values give the same rows in any order.
         ranked = sorted(counts, key=lambda text: (-counts[text], text))
         return cls((text for text in ranked if counts[text] >= least), unknown_rows=unknown_rows)
 

@@ -118,6 +118,7 @@ class Dictionary:
         return codes.fill_null(0)
 
     def _met(self, codes: pl.Series) -> None:
+        # Threads number texts at once; the largest code that any of them met is what there is.
         with self._lock:
             self._size = max(self._size, int(cast(int, codes.max() or 0)))
 

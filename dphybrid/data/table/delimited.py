@@ -64,6 +64,7 @@ def csv_jobs(file: Path, data: TableDataConfig) -> Iterator[Job]:
             continue
         block = _Block(file, text, layout, data.no_value, line, bytes_read)
         num_blocks += 1
+        # A quoted value may run into the next block, so such blocks are read here, in order.
         if b'"' in text:
             rows, num_lines, unread = block.line_by_line(last)
             yield as_job(rows)
@@ -214,6 +215,7 @@ def _row(lines: list[str], start: int, separator: str, width: int | None) -> tup
     if '"' not in text:
         row = text.split(separator) if text.strip() else []
         return row, start, _wrong_width(row, width) if row else ""
+    # A quoted value may hold line ends: try one line more until csv takes them for a row.
     for last in range(start, min(start + _MAX_SPAN, len(lines))):
         if last > start:
             text += "\n" + lines[last]
@@ -228,7 +230,7 @@ def _row(lines: list[str], start: int, separator: str, width: int | None) -> tup
                 return [], start, f"misplaced quote: {error}"
             break
         reason = _wrong_width(row, width)
-        if reason and last > start:
+        if reason and last > start:  # an open quote took in rows that follow: it alone is at fault
             break
         return row, last, reason
     return [], start, "a quote is opened and not closed"

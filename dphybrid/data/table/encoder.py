@@ -93,6 +93,7 @@ class Encoder:
         dense, ids = list[Array](), list[Array]()
         for column in self.numbers:
             for part, numbers_B in zip(column.parts, column.numbers(values[column.name]), strict=True):
+                # The indicator of no value is an input of its own, as 0 is also what the mean becomes.
                 scale = part.learned
                 dense.append(standardized(numbers_B, scale.log, scale.mean, scale.std))
                 dense += [np.isnan(numbers_B)] if scale.indicator else []
@@ -111,6 +112,7 @@ class Encoder:
         """Return the ids of the codes of dictionaries, 0 for no value. texts: by column, those of a
         dictionary."""
         columns = (*self.categories, *self.bags)
+        # A dictionary's code 0 means no value; its texts are numbered from 1 on.
         return {c.name: np.insert(c.ids_of(texts[c.name]), 0, MISSING_ID) for c in columns}
 
     def written(self, keys: Mapping[str, object]) -> "Encoder":
@@ -162,6 +164,7 @@ class Encoder:
         columns = [{"role": c.role, **c.model_dump(mode="json")} for c in self.columns]
         page = {"version": ENCODER_VERSION, "columns": columns, **self.label.facts()}
         (folder / "encoder.json").write_text(json.dumps(page, indent=1, ensure_ascii=False), encoding="utf-8")
+        # Values may be millions: as JSON they would take seconds to read for each prediction.
         texts = [c.learned.to_list() for c in self.columns if isinstance(c, Category)]
         pl.DataFrame({"values": pl.Series(texts, dtype=pl.List(pl.String))}).write_parquet(
             folder / "vocabularies.parquet"

@@ -96,6 +96,7 @@ def save_frame(
     Raises UserError for fewer than two rows, for columns that no file of rows could hold, and where a lazy
     frame fails.
     """
+    # A file, not the frame: a run must find its rows again when it is resumed or compared.
     names = check_frame(frame, where, ignored)
     keep = [name for name in names if name not in ignored] or names
     make_folder(folder)

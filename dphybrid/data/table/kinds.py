@@ -66,6 +66,7 @@ class Ignore(Column):
             return "no values" if sample.whole else None
         if sample.cells.dtype != pl.String and not sample.cells.dtype.is_integer():
             return None
+        # A counter of rows tells the model when a row was written, which new rows lie beyond.
         numbers = sample.cells.cast(pl.Int64, strict=False)
         counts = len(numbers) == sample.num_rows >= _ROW_NUMBERS and not numbers.null_count()
         if not counts or has_leading_zeros(sample.cells) or not (numbers.diff().drop_nulls() > 0).all():
@@ -137,6 +138,7 @@ class Numeric(Numbers):
 
     def _fitted_to(self, numbers_B: Array, data: TableDataConfig) -> Self:
         """Return the column with what numbers (B,) of the training rows tell, nan for no value."""
+        # Few rows need few buckets, or an embedding learns single rows.
         most = max(2, int(np.count_nonzero(~np.isnan(numbers_B))) // _BUCKET_ROWS)
         buckets = min(data.buckets, most) if self.buckets is None else self.buckets
         return self.model_copy(update={"learned": fit_scale(numbers_B, buckets, self.scale)})
@@ -228,6 +230,7 @@ class Category(Column):
     def told(cls, sample: Sample) -> dict[str, Any]:
         distinct = sample.cells.unique().to_list() if sample.cells.dtype == pl.String else []
         folded = {str(text).lower() for text in distinct[:8]}
+        # True, TRUE and true come from different programs; other words may differ on purpose.
         mixed = len(folded) < len(distinct) <= 6 and folded <= {"true", "false"}
         return {"ignore_case": True} if mixed else {}
 

@@ -120,6 +120,7 @@ class _Regression(Label):
     def fitted(self, train_B: Array, weights_B: Array | None) -> Self:
         mean = float(np.average(train_B, weights=weights_B))
         std = float(np.sqrt(np.average((train_B - mean) ** 2, weights=weights_B)))
+        # A constant label has no deviation, and nothing to divide by.
         return self.model_copy(update={"offset": mean, "scale": std or 1.0})
 
 
@@ -145,6 +146,8 @@ def label_column(sample: Sample) -> Column:
     category = Category(name=sample.name, **Category.told(sample))
     if data.task != "auto":
         return numeric if data.task in ("regression", "counts") else category
+    # A label of many different numbers is one to predict; a few texts among them are more likely slips than
+    # classes, which only the person knows.
     numbers = numeric.read(sample.cells)
     others = sample.cells.filter(numbers.is_null())
     if len(others) > FEW_OTHERS * len(numbers) or not _too_many_for_classes(numbers.drop_nulls()):
@@ -190,6 +193,7 @@ def label_of_texts(name: str, values: list[str], data: TableDataConfig, typed: b
             f"{_shown(values)}, and classes are {_MAX_CLASSES:,} at most ({data.path}); name another column, "
             "or bring rare values together"
         )
+    # Texts first, then numbers by size: 2 comes before 10.
     classes = sorted(values, key=lambda v: (is_number(v), float(v) if is_number(v) else 0.0, v))
     two = len(classes) == 2 and data.task != "multiclass"
     if two and classes[0].lower() in _POSITIVE:

@@ -151,6 +151,7 @@ def read_table(
         _READERS,
     ):
         progress("read rows", done.bytes_of(chunk.rows), done.total)
+        # Small chunks, as of many small files, are joined: a block costs a file and a scan of it.
         waiting.append(chunk.values.with_columns(held=pl.lit(chunk.rows.file in held)))
         if sum(map(len, waiting)) > _STORED_ROWS // 2:
             table.store(waiting)
@@ -217,6 +218,7 @@ def _encoded(plan: Plan, rows: Rows, dictionaries: Mapping[str, Dictionary]) -> 
             counts[name] = column.left_out(cells[name], values[name])
     kept = pl.DataFrame([column.alias(name) for name, column in values.items()])
     kept = kept.filter(pl.Series(~drop_B)) if drop_B.any() else kept
+    # Codes instead of texts: 4 bytes a cell on disk, and each text is encoded once, not once a row.
     stored = [dictionaries[c.name].codes(c) if c.name in dictionaries else c for c in kept.get_columns()]
     return _Chunk(rows, pl.DataFrame(stored), sorted(rejected, key=lambda row: row["line"]), counts)
 

@@ -160,5 +160,6 @@ def _look(rows: Rows, sample: Sample, role: str | None, section: Mapping[str, An
             f"{rows.file}: has a column {min(both)!r}, which {sample.name!r} as dates or times would make; "
             f"rename it, or name {sample.name!r} in data.categorical"
         )
+    # In the order of the file, so that a person finds them again.
     samples = sample.cells.unique(maintain_order=True).head(3).to_list()
     return Look(column, reason, tuple(map(str, samples)))

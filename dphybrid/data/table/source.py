@@ -88,6 +88,7 @@ class TableSource(Source):
         if self.base:
             self.base.encoder.check_forms(plan.columns)
         table = read_table(plan, self.files, self.held_files, scratch / "rows", progress)
+        # Only now are all values known: the first rows told how to read the label, not what it is.
         label, answers_B = _answers(table)
         classes_B = label.encoded(answers_B) if label.classes else np.zeros(table.num_rows)
         split = split_rows(table, self.seed, classes_B)
@@ -101,6 +102,7 @@ class TableSource(Source):
             pairs = zip(_blocks(table, earlier), labels, strict=True)
             rows = ({**arrays, "labels_B": labels_B} for arrays, labels_B in pairs)
             split, parts["new_rows"] = extended_split(split, self.base, rows)
+            # The earlier model's outputs are in the earlier scale.
             label = label.model_copy(update=earlier.label.model_dump(include={"offset", "scale"}))
         else:
             kept_B = ~split.held_B

@@ -53,6 +53,7 @@ def _random(seed: int, classes_B: Array, fraction: float) -> Array:
     held_B = np.zeros(len(classes_B), bool)
     for number, start in enumerate(range(0, len(classes_B), _BLOCK)):
         block_B = classes_B[start : start + _BLOCK]
+        # A generator a block, so that the rows of a block do not depend on how many blocks there are.
         order_B = np.random.default_rng([seed, number]).permutation(len(block_B))
         order_B = order_B[np.argsort(block_B[order_B], kind="stable")]
         counts_C = np.bincount(block_B)
@@ -68,16 +69,19 @@ def _by_value(data: TableDataConfig, seed: int, codes_B: Array, texts: list[str]
     """Choose whole values of the split column. codes_B: of `texts`, 0 for no value."""
     counts = np.bincount(codes_B, minlength=len(texts) + 1)[1:]
     if data.split == "time":
+        # Dates such as 2024-03-12 sort as texts; numbers must not, as 9 would come after 10.
         numbers = all(is_number(text) for text in texts)
         order = sorted(
             range(len(texts)), key=lambda i: (float(texts[i]) if numbers else 0.0, texts[i]), reverse=True
         )
     else:
+        # By name first: which text has which code depends on the threads that read.
         by_name = sorted(range(len(texts)), key=lambda i: texts[i])
         order = [by_name[i] for i in np.random.default_rng(seed).permutation(len(texts))]
     wanted = data.valid_fraction * len(codes_B)
     sums = np.cumsum(counts[order])
     taken = int(np.searchsorted(sums, wanted)) + 1  # whole values, until there is enough
+    # The last value may be so large that to leave it out comes nearer to the wanted share.
     if taken > 1 and sums[min(taken, len(sums)) - 1] - wanted > wanted - sums[taken - 2]:
         taken -= 1
     chosen = order[:taken]
@@ -128,6 +132,7 @@ def extended_split(
     """
     keys_B = _row_keys(blocks, base.encoder.max_items)
     trained_B, kept_B = (np.isin(keys_B, _base_keys(base, part)) for part in ("train", "valid"))
+    # A row that the base both trained on and held out (it came twice) trains: held out, it would be known.
     new_B = ~trained_B & ~kept_B
     held_B = (split.held_B & new_B) | (kept_B & ~trained_B)
     if not held_B.any() or held_B.all():
