@@ -1,7 +1,7 @@
 """Blocks on several devices, real or virtual: splits that are exact and on record. Needs torch alone."""
 
 from dphybrid.parallel.applying import current_replica, parallel_apply
-from dphybrid.parallel.comparison import SplitDifference, compare_split, refuse_split_differences
+from dphybrid.parallel.comparison import compare_split, refuse_split_differences
 from dphybrid.parallel.data_parallel import (
     DataParallel,
     compile_regions,
@@ -23,7 +23,6 @@ __all__ = [
     "Parts",
     "RowSource",
     "Split",
-    "SplitDifference",
     "Whole",
     "before_cuda_starts",
     "compare_split",

@@ -4,7 +4,7 @@ torch.nn.parallel.parallel_apply."""
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal
@@ -45,60 +45,28 @@ def parallel_apply(
             "devices; give one of each a replica"
         )
 
-    seeds: list[int] = []  # of dropout, which all replicas share
+    of_dropout: list[int] = []  # seeds, which all replicas share
+    named = [{}] * count if kwargs is None else kwargs
+    shares = [(*first_size(each), 0)[0] for each in zip(inputs, named, strict=True)]
 
-    def call(index: int, stream: "torch.cuda.Stream | None" = None) -> object:
-        place, given = places.replicas[index], inputs[index]
+    def call(index: int, around: Callable[[int], AbstractContextManager[object]]) -> object:
+        given = inputs[index]
         arguments = given if isinstance(given, tuple | list) else (given,)
         try:
-            with as_replica(index, count, shares, seeds), _on(place, stream):
-                return replicas[index](*arguments, **(kwargs[index] if kwargs is not None else {}))
+            with around(index), as_replica(index, count, shares, of_dropout):
+                return replicas[index](*arguments, **named[index])
         except Exception as error:
             error.add_note(f"in replica {index} of {count} on {places.labels[index]}")
             raise
 
-    arguments = zip(inputs, kwargs or [{}] * count, strict=True)
-    shares = [(*first_size(each), 0)[0] for each in arguments]
     at_once = places.at_once if mode is None else mode == "threads"
     if not at_once or count == 1 or under_functorch():
-        return [call(index) for index in range(count)]
-    # what torch keeps by thread is read here, in the caller's
-    enter = _thread_state(places.home.type)
-    # Streams are a thread's own affair: work of the replicas belongs behind what the caller has queued in its
-    # current ones.
-    streams = [
-        torch.cuda.current_stream(place) if place.type == "cuda" else None
-        for place in places.replicas[:count]
-    ]
-
-    with independent_streams(places.replicas[:count] if places.at_once else ()) as seed:
-
-        def call_in_thread(index: int) -> object:
-            seed(index)
-            with enter():
-                return call(index, streams[index])
-
-        futures = [_pool(count).submit(call_in_thread, index) for index in range(count)]
-        # All of them, before one's failure is raised: a second try must not meet replicas that still run.
-        wait(futures)
+        return [call(index, lambda index: _on(places.replicas[index])) for index in range(count)]
+    enter = _thread_state(places, count)
+    futures = [_pool(count).submit(call, index, enter) for index in range(count)]
+    # All of them, before one's failure is raised: a second try must not meet replicas that still run.
+    wait(futures)
     return [future.result() for future in futures]
-
-
-@contextmanager
-def independent_streams(gpus: Sequence[torch.device]) -> Iterator[Callable[[int], object]]:
-    """Seed each GPU's generator by torch's CPU generator while the block runs; yields what seeds that of
-    replica i, in its thread. GPUs seeded alike would draw equal dropout masks for equal shares."""
-    if not gpus:
-        yield lambda _: None
-        return
-    torch.cuda.init()
-    # drawn on the CPU: a seed then does not depend on what ran on a GPU before
-    generators = [torch.cuda.default_generators[gpu.index or 0] for gpu in gpus]
-    seeds = torch.randint(2**62, (len(gpus),), device="cpu").tolist()
-    states = [generator.get_state() for generator in generators]
-    yield lambda index: generators[index].manual_seed(seeds[index])
-    for generator, state in zip(generators, states, strict=True):
-        generator.set_state(state)
 
 
 def _places(inputs: Sequence[object]) -> Devices:
@@ -109,7 +77,7 @@ def _places(inputs: Sequence[object]) -> Devices:
     return Devices(",".join(map(str, found)), tuple(found), len(set(found)) < len(found))
 
 
-def _on(place: torch.device, stream: "torch.cuda.Stream | None") -> ExitStack:
+def _on(place: torch.device, stream: "torch.cuda.Stream | None" = None) -> ExitStack:
     stack = ExitStack()
     if place.type == "cuda":
         stack.enter_context(torch.cuda.device(place))
@@ -117,27 +85,50 @@ def _on(place: torch.device, stream: "torch.cuda.Stream | None") -> ExitStack:
     return stack
 
 
+@contextmanager
+def seeded(gpu: torch.device, seed: int) -> Iterator[None]:
+    """While the block runs, a GPU draws by this seed; its generator then goes on as if it had not."""
+    generator = torch.cuda.default_generators[gpu.index or 0]
+    state = generator.get_state()
+    generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        generator.set_state(state)
+
+
 @cache
 def _pool(count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, thread_name_prefix="dphybrid-replica")
 
 
-def _thread_state(kind: str) -> Callable[[], ExitStack]:
-    """Return a function that enters the caller's thread-local torch state: grad and inference mode, autocast
-    with its number format."""
+def _thread_state(places: Devices, count: int) -> Callable[[int], ExitStack]:
+    """Return a function that enters, in the thread of replica i, what torch keeps by thread and the caller's
+    has: grad and inference mode, autocast with its number format, the current stream of the replica's GPU.
+
+    GPUs of their own get seeds: torch seeds all alike, and equal shares would have equal dropout masks.
+    """
+    used = places.replicas[:count]
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     # torch hands on that autocast is on, not its number format: bfloat16 would be float16 in threads
     casts = [
         (k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k), torch.is_autocast_cache_enabled())
-        for k in {kind, "cpu"}
+        for k in {places.home.type, "cpu"}
     ]
+    # work of the replicas belongs behind what the caller has queued
+    streams = [torch.cuda.current_stream(place) if place.type == "cuda" else None for place in used]
+    # drawn on the CPU: what ran on a GPU before then does not matter
+    seeds = torch.randint(2**62, (count,), device="cpu").tolist() if places.at_once else []
 
-    def enter() -> ExitStack:
+    def enter(index: int) -> ExitStack:
         stack = ExitStack()
+        stack.enter_context(_on(used[index], streams[index]))
         stack.enter_context(torch.inference_mode(inference))
         stack.enter_context(torch.set_grad_enabled(grad))
         for k, enabled, dtype, caching in casts:
             stack.enter_context(torch.autocast(k, dtype=dtype, enabled=enabled, cache_enabled=caching))
+        if seeds:
+            stack.enter_context(seeded(used[index], seeds[index]))
         return stack
 
     return enter

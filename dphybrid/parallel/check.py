@@ -18,9 +18,10 @@ from dphybrid.parallel.replication import OF_TORCH, unsuitable
 
 @dataclass(frozen=True)
 class Finding:
-    """breaks: it fails or computes on the wrong weights; otherwise results differ from those of one device.
+    """breaks: it fails, or computes something else than it should; otherwise results differ from those of one
+    device.
 
-    module: dotted name in the checked module. place: its class, or the attribute.
+    module: dotted name in the checked module. place: its class, its attribute, or what of it differs.
     """
 
     breaks: bool

@@ -3,12 +3,12 @@ several devices."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dphybrid.parallel.check import Finding
 from dphybrid.parallel.data_parallel import DataParallel, find_data_parallel
 from dphybrid.parallel.nests import batch_rows, joined, map_tensors, tensors_of
 from dphybrid.parallel.probing import own_random_state
@@ -21,42 +21,12 @@ _Event = tuple[str, str, list[Tensor]]
 """Who is to blame when these tensors differ, what they are, and they themselves."""
 
 
-@dataclass(frozen=True)
-class SplitDifference:
-    """Where a block first differs from itself unsplit.
-
-    block, module: dotted names, of the block in the model and of the module in the block. what: its output,
-    what it gives to a module within, or an attribute or buffer that its forward writes.
-    largest: absolute difference, infinite where sizes differ. sizes: rows of each share.
-    """
-
-    block: str
-    module: str
-    what: str
-    largest: float
-    sizes: tuple[int, ...]
-
-    def text(self) -> str:
-        """Return the finding as a sentence with its remedy."""
-        name = ".".join(part for part in (self.block, self.module) if part) or "the model"
-        if self.what.startswith("self."):
-            return (
-                f"{name}: forward writes {self.what}, which is lost on all replicas but the first; return "
-                "the value, or keep it outside of the data-parallel block"
-            )
-        return (
-            f"{name}: {self.what} differs by {self.largest:.3g} between the batch as a whole and in shares "
-            f"of {','.join(map(str, self.sizes))} rows: it computes across the batch, or draws at random; "
-            "compute that outside of the data-parallel block"
-        )
-
-
 @torch.no_grad()
 def compare_split(
     model: nn.Module, *args: object, rtol: float = 1e-3, atol: float = 1e-4, **kwargs: object
-) -> list[SplitDifference]:
+) -> list[Finding]:
     """Call `model` on one batch in eval mode and compare each data-parallel block in it, unsplit against
-    split; return what differs.
+    split; return where each that differs does so first.
 
     model: a `DataParallel` or a module with some inside; its parameters, buffers, modes and all generators
     are left as they were. Each block is computed as often as it has shares and once more, on copies of its
@@ -66,8 +36,8 @@ def compare_split(
     """
     calls: dict[str, tuple[tuple[object, ...], dict[str, object]]] = {}
     blocks = find_data_parallel(model)
-    home = next((block.devices.home for block in blocks.values()), torch.device("cpu"))
-    with own_random_state(home), _evaluating(model), ExitStack() as hooks:
+    homes = [block.devices.home for block in blocks.values()]
+    with own_random_state(*homes), _evaluating(model), ExitStack() as hooks:
         for name, block in blocks.items():
 
             def keep(
@@ -79,32 +49,25 @@ def compare_split(
             hooks.callback(block.register_forward_pre_hook(keep, with_kwargs=True).remove)
             hooks.enter_context(block.off_the_record())
         model(*args, **kwargs)
-    found = []
-    for name, (given, named) in calls.items():
-        with _evaluating(model):
-            difference = _compare_block(blocks[name], given, named, name=name, rtol=rtol, atol=atol)
-        if difference is not None:
-            found.append(difference)
-    return found
+        found = [_compare_block(name, blocks[name], *call, rtol, atol) for name, call in calls.items()]
+    return [finding for finding in found if finding is not None]
 
 
 def refuse_split_differences(model: nn.Module, *args: object, **kwargs: Any) -> None:
     """Raise UserError with what `compare_split` finds on this batch, if anything."""
     if found := compare_split(model, *args, **kwargs):
-        raise UserError(
-            "the first batch is not what it is when split:\n" + "\n".join(one.text() for one in found)
-        )
+        told = "\n".join(one.text() for one in found)
+        raise UserError(f"the first batch is not what it is when split:\n{told}")
 
 
 def _compare_block(
+    name: str,
     block: DataParallel,
     args: tuple[object, ...],
     kwargs: dict[str, object],
-    *,
-    name: str,
     rtol: float,
     atol: float,
-) -> SplitDifference | None:
+) -> Finding | None:
     """Compare one block's call unsplit and split, in the mode that it is in; return where it first differs,
     or None."""
     home = block.devices.home
@@ -113,30 +76,40 @@ def _compare_block(
     if rows is None or rows < 2:
         return None
     sizes = block.sizes(rows) if len(block.devices) > 1 else split_sizes(rows, 2)
-    with torch.no_grad(), own_random_state(home):
-        copy = throwaway(block.module, home)
-        before = _state(copy)
-        whole = _events(copy, *map_tensors(lambda t: t.to(home, copy=True), (args, kwargs)))
-        after = _state(copy)
-        shares = [
-            _events(throwaway(block.module, home), *share)
-            for share in split((args, kwargs), [home] * len(sizes), sizes, block.dim)
-        ]
-    for index, (module, what, tensors) in enumerate(whole):
-        parts = [share[index] if index < len(share) else ("", "", []) for share in shares]
-        same_calls = all(part[:2] == (module, what) and len(part[2]) == len(tensors) for part in parts)
-        apart = [float("inf")]
-        if same_calls:
+    copy = throwaway(block.module, home)
+    before = _state(copy)
+    whole = _events(copy, *map_tensors(lambda t: t.to(home, copy=True), (args, kwargs)))
+    after = _state(copy)
+    shares = [
+        _events(throwaway(block.module, home), *share)
+        for share in split((args, kwargs), [home] * len(sizes), sizes, block.dim)
+    ]
+    # a share may have called fewer parts, or others
+    of_shares = zip(*(share + [("", "", [])] * (len(whole) - len(share)) for share in shares), strict=False)
+    for (module, what, tensors), parts in zip(whole, of_shares, strict=True):
+        largest = float("inf")
+        if all(part[:2] == (module, what) and len(part[2]) == len(tensors) for part in parts):
             shared = zip(*(part[2] for part in parts), strict=True)
             apart = [_difference(t, list(of), rtol, atol) for t, of in zip(tensors, shared, strict=True)]
-        largest = max(apart, default=0.0)
+            largest = max(apart, default=0.0)
         if largest > 0:
-            return SplitDifference(name, module, what, largest, tuple(sizes))
-    for place, (held, version) in after.items():
-        old, old_version = before.get(place, (None, 0))
+            problem = (
+                f"differs by {largest:.3g} between the batch as a whole and in shares of "
+                f"{','.join(map(str, sizes))} rows: it computes across the batch, or draws at random"
+            )
+            remedy = "compute that outside of the data-parallel block"
+            return Finding(True, _dotted(name, module), what, problem, remedy)
+    for (module, what), (held, version) in after.items():
+        old, old_version = before.get((module, what), (None, 0))
         if held is not old or version != old_version:
-            return SplitDifference(name, *place, float("inf"), tuple(sizes))
+            problem = "forward writes it, which is lost on all replicas but the first"
+            remedy = "return the value, or keep it outside of the data-parallel block"
+            return Finding(True, _dotted(name, module), what, problem, remedy)
     return None
+
+
+def _dotted(block: str, module: str) -> str:
+    return ".".join(part for part in (block, module) if part) or "the model"
 
 
 def _state(module: nn.Module) -> dict[tuple[str, str], tuple[object, int]]:
@@ -155,8 +128,8 @@ def _state(module: nn.Module) -> dict[tuple[str, str], tuple[object, int]]:
 
 
 def _events(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> list[_Event]:
-    """Run the module; return what went into and came out of each of its parts, in the order in which it
-    happened."""
+    """Run a throwaway module; return what went into and came out of each of its parts, in the order in which
+    it happened."""
     names = {id(part): name for name, part in module.named_modules()}
     stack: list[str] = [""]
     events: list[_Event] = []
@@ -175,13 +148,10 @@ def _events(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, objec
 
     with ExitStack() as hooks:
         for part in module.modules():
-            # A replica shares its hooks with the original: these belong to this copy alone.
-            part._forward_pre_hooks = part._forward_pre_hooks.copy()
-            part._forward_hooks = part._forward_hooks.copy()
+            # the original's, which would keep an entry
             part._forward_pre_hooks_with_kwargs = part._forward_pre_hooks_with_kwargs.copy()
-            part._forward_hooks_with_kwargs = part._forward_hooks_with_kwargs.copy()
             hooks.callback(part.register_forward_pre_hook(enter, with_kwargs=True).remove)
-            hooks.callback(part.register_forward_hook(leave, with_kwargs=True).remove)
+            hooks.callback(part.register_forward_hook(leave).remove)
         module(*args, **kwargs)
     return events
 

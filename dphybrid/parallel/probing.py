@@ -101,12 +101,12 @@ def _refuse_sample_minor(trial: Trial, paths: list[str], share: int) -> None:
 
 
 @contextmanager
-def own_random_state(home: torch.device) -> Iterator[None]:
+def own_random_state(*homes: torch.device) -> Iterator[None]:
     """What the block draws is as if it had not been drawn: torch's generators, Python's, and numpy's where it
     is loaded."""
     numpy = sys.modules.get("numpy")
     python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
-    with torch.random.fork_rng([home] if home.type == "cuda" else []):
+    with torch.random.fork_rng([home for home in homes if home.type == "cuda"]):
         try:
             yield
         finally:

@@ -96,26 +96,18 @@ def replicate_modules(
             part._parameters = part._former_parameters | part._parameters  # type: ignore[operator]
         return replicas
     # each once: a weight that two layers share must stay one in every replica
-    parameters = list(
-        {id(p): p for module in modules for p in module._parameters.values() if p is not None}.values()
-    )
-    buffers = list(
-        {id(b): b for module in modules for b in module._buffers.values() if b is not None}.values()
-    )
-    ids, count = [id(p) for p in parameters], len(parameters)
-    flat = _copies(parameters, places, detach)
-    # A buffer may carry a graph or want a gradient: its copies then have a way back, as those of parameters.
-    live = [] if detach else [b for b in buffers if b.requires_grad]
-    flat_live = _copies(live, places, detach) if live else ()
+    buffers = {id(b): b for module in modules for b in module._buffers.values() if b is not None}
+    # a buffer may carry a graph or want a gradient: its copies then have a way back, as those of parameters
+    broadcast = {key: b for key, b in buffers.items() if b.requires_grad and not detach}
+    broadcast |= {id(p): p for module in modules for p in module._parameters.values() if p is not None}
+    flat, count = _copies(list(broadcast.values()), places, detach), len(broadcast)
     replicas = []
     for j, place in enumerate(places):
-        of_buffers = {
-            id(b): b if j == 0 else _copy(b, place) for b in buffers if detach or not b.requires_grad
+        tensors = {
+            key: b if j == 0 else _copy(b, place) for key, b in buffers.items() if key not in broadcast
         }
-        of_buffers |= zip(map(id, live), flat_live[j * len(live) : (j + 1) * len(live)], strict=True)
-        replicas.append(
-            _replica(modules, dict(zip(ids, flat[j * count : (j + 1) * count], strict=True)), of_buffers)
-        )
+        tensors |= zip(broadcast, flat[j * count : (j + 1) * count], strict=True)
+        replicas.append(_replica(modules, tensors))
     return replicas
 
 
@@ -152,11 +144,10 @@ def _of_its_own(value: object) -> object:
         return value
 
 
-def _replica(
-    modules: list[nn.Module], parameters: dict[int, Tensor], buffers: dict[int, Tensor]
-) -> nn.Module:
+def _replica(modules: list[nn.Module], tensors: dict[int, Tensor]) -> nn.Module:
     """The structure of torch's own replicas, shallow module copies whose parameters are plain tensor
-    attributes; `parameters()` finds these too, which torch's replicas have none of."""
+    attributes; `parameters()` finds these too, which torch's replicas have none of. tensors: by the ids of
+    the modules' own."""
     copies: dict[int, Any] = {id(module): module._replicate_for_data_parallel() for module in modules}
     for module in modules:
         made = copies[id(module)]
@@ -168,11 +159,11 @@ def _replica(
         for key, parameter in module._parameters.items():
             made._parameters[key] = None
             if parameter is not None:
-                tensor = former[key] = made._parameters[key] = parameters[id(parameter)]
+                tensor = former[key] = made._parameters[key] = tensors[id(parameter)]
                 if tensor is not parameter:
                     held[key] = tensor
         for key, buffer in module._buffers.items():
-            made._buffers[key] = None if buffer is None else buffers[id(buffer)]
+            made._buffers[key] = None if buffer is None else tensors[id(buffer)]
     replica: nn.Module = copies[id(modules[0])]
     return replica
 

@@ -27,29 +27,20 @@ def scatter(inputs: object, devices: Places, dim: int = 0) -> list[Any]:
     `Whole` values and everything that is no tensor go to each device. Raises UserError for tensors that
     disagree on their rows and for what carries tensors and is not a known container.
     """
-    devices = resolve_devices(devices)
-    sizes = _sizes((inputs,), {}, len(devices), dim)
-    return split(inputs, devices.replicas[: len(sizes)], sizes, dim)
+    return [share for (share,) in scatter_kwargs((inputs,), None, devices, dim)[0]]
 
 
 def scatter_kwargs(
     inputs: tuple[object, ...], kwargs: dict[str, object] | None, devices: Places, dim: int = 0
-) -> tuple[tuple[object, ...], tuple[dict[str, object], ...]]:
+) -> tuple[tuple[Any, ...], tuple[dict[str, object], ...]]:
     """Split positional and keyword arguments alike; return one tuple and one dict a used device, as torch's
     function of this name does."""
-    devices = resolve_devices(devices)
-    sizes = _sizes(inputs, kwargs or {}, len(devices), dim)
-    places = devices.replicas[: len(sizes)]
+    given, places = (tuple(inputs), dict(kwargs or {})), resolve_devices(devices).replicas
+    rows = batch_rows(*given, dim)
+    sizes = [0] * len(places) if rows is None else shares(len(places), rows)
     # only used devices: torch calls the others without their tensors (pytorch#31460)
-    found = split((tuple(inputs), dict(kwargs or {})), places, sizes, dim)
+    found = split(given, places[: len(sizes)], sizes, dim)
     return tuple(share[0] for share in found), tuple(share[1] for share in found)
-
-
-def _sizes(args: tuple[object, ...], kwargs: dict[str, object], num_devices: int, dim: int) -> list[int]:
-    rows = batch_rows(args, kwargs, dim)
-    if rows is None:
-        return [0] * num_devices
-    return shares(num_devices, rows)
 
 
 def split(

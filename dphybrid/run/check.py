@@ -9,13 +9,7 @@ from torch import Tensor, nn
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
 from dphybrid.data import Prepared, batches
-from dphybrid.parallel import (
-    DataParallel,
-    SplitDifference,
-    compare_split,
-    find_data_parallel,
-    resolve_devices,
-)
+from dphybrid.parallel import compare_split, find_data_parallel, resolve_devices
 from dphybrid.parallel.check import Finding, check_module
 from dphybrid.recipes.context import build_from_config
 from dphybrid.recipes.registry import find_recipe
@@ -41,7 +35,7 @@ def check_target(
     data, its first rows are also computed unsplit and split, to name what computes across the batch. Raises
     UserError when the factory gives no module.
     """
-    across: list[SplitDifference] = []
+    across: list[Finding] = []
     if target is None or _takes_context(target):
         data = find_recipe(config.recipe).prepare(config.data, settings.prepared_dir, config.train.seed)
         if target is not None:
@@ -53,16 +47,11 @@ def check_target(
             across = compare_split(model, _first_batch(config, data, rows))
     else:
         model = _made(target, import_callable(target, "check"))
-    blocks: dict[str, DataParallel] = find_data_parallel(model)
+    blocks = find_data_parallel(model)
     if not blocks:
         return [("the module as one block", check_module(model))]
-    return [
-        (
-            name or "the model",
-            [*check_module(block.module), *(_finding(one) for one in across if one.block == name)],
-        )
-        for name, block in blocks.items()
-    ]
+    found = [(name or "the model", check_module(block.module)) for name, block in blocks.items()]
+    return [*found, ("the first batch, unsplit and split", across)] if across else found
 
 
 def _made(target: str, factory: Callable[[], object]) -> nn.Module:
@@ -92,8 +81,3 @@ def _takes_context(target: str) -> bool:
             "one that takes a ModelContext"
         ) from error
     return bool(arguments)
-
-
-def _finding(found: SplitDifference) -> Finding:
-    problem, _, remedy = found.text().partition("; ")
-    return Finding(True, found.module, "the first batch", problem.split(": ", 1)[1], remedy)

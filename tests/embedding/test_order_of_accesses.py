@@ -83,7 +83,6 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(torch.cuda, "device", lambda _: world.on(None))
         monkeypatch.setattr(torch.cuda, "stream", world.on)
         monkeypatch.setattr(torch.cuda, "current_stream", world.current)
-        monkeypatch.setattr(torch.cuda, "init", lambda: None)
         monkeypatch.setattr(torch.cuda, "default_generators", [torch.Generator() for _ in range(4)])
         gather = native.gather
 

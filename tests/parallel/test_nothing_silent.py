@@ -9,6 +9,7 @@ import threading
 import time
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from dphybrid.parallel import DataParallel, Devices, Whole, current_replica, parallel_apply
-from dphybrid.parallel.applying import independent_streams
 from dphybrid.util.errors import UserError
 from tests.parallel.zoo import MODES, Does, Running
 
@@ -299,49 +299,34 @@ def test_files_for_a_model_with_a_child_named_module(strict: bool, more: bool, f
         assert torch.equal(outer.state_dict()[f"block.{key}"], value)
 
 
-@pytest.fixture
-def stubbed_cuda(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
-    """CUDA devices and streams that only say when they are entered."""
-    entered: list[tuple[str, Any]] = []
-
-    def say(kind: str) -> Callable[[Any], Any]:
-        return lambda what: contextlib.nullcontext(entered.append((kind, what)))
-
-    monkeypatch.setattr(torch.cuda, "device", say("device"))
-    monkeypatch.setattr(torch.cuda, "stream", say("stream"))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the caller's on {device}")
-    return entered
-
-
-def test_replicas_in_threads_enter_the_callers_streams(
-    stubbed_cuda: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
+def test_replicas_in_threads_enter_the_callers_streams_and_draw_from_generators_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    monkeypatch.setattr(torch.cuda, "default_generators", [torch.Generator(), torch.Generator()])
-    two = Devices("cuda:0,cuda:1", (torch.device("cuda:0"), torch.device("cuda:1")), virtual=False)
-    out = parallel_apply([nn.Identity(), nn.Identity()], [torch.ones(1), torch.zeros(1)], None, two)
-    assert [x.item() for x in out] == [1, 0]
-    for number in range(2):
-        assert ("stream", f"the caller's on cuda:{number}") in stubbed_cuda
-        assert ("device", torch.device("cuda", number)) in stubbed_cuda
-
-
-def test_each_gpu_of_its_own_draws_from_its_own_generator(monkeypatch: pytest.MonkeyPatch) -> None:
-    generators = [torch.Generator(), torch.Generator()]
+    """On CUDA devices and streams that only say when they are entered."""
+    entered: list[tuple[str, Any]] = []
+    places, generators = [torch.device("cuda", n) for n in range(2)], [torch.Generator(), torch.Generator()]
     for generator in generators:
         generator.manual_seed(7)  # as torch.manual_seed does
-    monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    monkeypatch.setattr(torch.cuda, "default_generators", generators)
     before = [generator.get_state() for generator in generators]
-    places = [torch.device("cuda:0"), torch.device("cuda:1")]
-    drawn: list[Tensor] = []
+    for kind in ("device", "stream"):
+        enter = partial(lambda kind, what: contextlib.nullcontext(entered.append((kind, what))), kind)
+        monkeypatch.setattr(torch.cuda, kind, enter)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the caller's on {device}")
+    monkeypatch.setattr(torch.cuda, "default_generators", generators)
+
+    class Draws(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.rand(4, generator=generators[current_replica()[0]])
+
+    drawn: list[Any] = []
     for _ in range(2):
         torch.manual_seed(3)
-        with independent_streams(places) as seed:
-            for index, generator in enumerate(generators):
-                seed(index)
-                drawn.append(torch.rand(4, generator=generator))
-    assert not torch.equal(drawn[0], drawn[1])
+        two = Devices("cuda:0,cuda:1", tuple(places), virtual=False)
+        drawn += parallel_apply([Draws(), Draws()], [torch.ones(1), torch.zeros(1)], None, two)
+    assert drawn[0].min() >= 1 > drawn[1].max()
+    for place in places:
+        assert {("stream", f"the caller's on {place}"), ("device", place)} <= set(entered)
+    assert not torch.equal(drawn[0] - 1, drawn[1])
     assert torch.equal(torch.stack(drawn[:2]), torch.stack(drawn[2:]))
     assert all(torch.equal(g.get_state(), state) for g, state in zip(generators, before, strict=True))
 
