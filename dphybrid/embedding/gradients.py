@@ -74,7 +74,7 @@ class _Pieces:
 
     def __init__(self, weight: Tensor) -> None:
         # weak: the graph of a forward would else keep a whole table alive after its model is gone
-        self.weight, self.is_leaf = weakref.ref(weight), weight.is_leaf
+        self.weight, self.is_leaf, self.shape = weakref.ref(weight), weight.is_leaf, weight.shape
         self.lookups, self.used = 0, False
         self._came: list[_Piece] = []
         self._lock = threading.Lock()
@@ -89,72 +89,50 @@ class _Pieces:
         with self._lock:
             self._came.append(_Piece(number, ids_N, grads_ND, done))
 
-    def take(self) -> list[_Piece]:
-        """Return what came since the last call, in the order of the lookups."""
+    def gradient(self) -> Tensor | None:
+        """Return the weight's gradient: of all that came since the last call, in the order of the lookups."""
         with self._lock:
             came, self._came, self.used = self._came, [], True
         # several devices' backward threads bring them in any order; sums need one order for the same bits
-        return sorted(came, key=lambda piece: piece.number)
+        came.sort(key=lambda piece: piece.number)
+        weight = self.weight()
+        info = None if weight is None else info_of(weight)
+        _wait(came, info)
+        if not came:
+            return None
+        accumulates = self.is_leaf and weight is not None and weight.grad is not None
+        if len(came) == 1 and not accumulates:
+            # repeated ids are summed in the optimizer's kernel, in the one pass that it makes anyway
+            found = sparse(came[0].ids_N, came[0].grads_ND, self.shape)
+        else:
+            segments = [native.Segment(each.ids_N, each.grads_ND, self.shape[0]) for each in came]
+            frozen = info.frozen if self.is_leaf and info is not None else []
+            # torch concatenates values with gaps between rows, and adds others row by row
+            ids_U, grads_UD, _ = native.sum_rows(segments, frozen, gap=int(accumulates))
+            found = sparse(ids_U, grads_UD, self.shape)
+        # what computes a weight (weight_norm, ...) takes no sparse gradient
+        return found if self.is_leaf else found.to_dense()
 
 
-class _First(torch.autograd.Function):
-    """weight_VD, and (looked-up rows, pieces, what `_Pieces.note` wants) as no input -> the rows, and a link
-    without elements."""
+class _Rows(torch.autograd.Function):
+    """The weight, or a link, and (looked-up rows, pieces, what `_Pieces.note` wants) as no input -> the rows,
+    and a link: a tensor without elements, on the host as its gradients are."""
 
     @staticmethod
-    def forward(ctx: Any, weight_VD: Tensor, given: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, source: Tensor, given: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
         rows, ctx.pieces, *ctx.noted = given
-        ctx.shape = weight_VD.shape
         # None for rows that the loss does not use: zeros would count as a gradient of theirs
         ctx.set_materialize_grads(False)
-        return rows, rows.new_empty(0)
+        return rows, torch.empty(0, dtype=rows.dtype, device=native.CPU)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grads: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, None]:
-        pieces = ctx.pieces
         if grads is not None:
-            pieces.note(grads, *ctx.noted)
-        came, weight = pieces.take(), pieces.weight()
-        info = None if weight is None else info_of(weight)
-        _wait(came, info)
-        if not came:
-            return None, None
-        if not pieces.is_leaf:  # what computes a weight (weight_norm, ...) takes no sparse gradient
-            gradient = _gradient(came, ctx.shape, [], accumulates=False).to_dense()
-        else:
-            frozen = [] if info is None else info.frozen
-            accumulates = weight is not None and weight.grad is not None
-            gradient = _gradient(came, ctx.shape, frozen, accumulates=accumulates)
-        return gradient, None
-
-
-class _Later(torch.autograd.Function):
-    """The link of the first lookup, and what is given there -> the rows."""
-
-    @staticmethod
-    def forward(ctx: Any, link: Tensor, given: tuple[Any, ...]) -> Tensor:
-        rows, ctx.pieces, *ctx.noted = given
-        ctx.dtype = link.dtype
-        return cast(Tensor, rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grads: Tensor) -> tuple[Tensor, None]:
-        ctx.pieces.note(grads, *ctx.noted)
-        return torch.empty(0, dtype=ctx.dtype, device="cpu"), None
-
-
-def _gradient(came: list[_Piece], shape: torch.Size, frozen: list[int], *, accumulates: bool) -> Tensor:
-    """Return one sparse gradient of all pieces. accumulates: is it to be added to another one?"""
-    if len(came) == 1 and not accumulates:
-        # repeated ids are summed in the optimizer's kernel, in the one pass that it makes anyway
-        return sparse(came[0].ids_N, came[0].grads_ND, shape)
-    segments = [(native.Segment(each.ids_N, each.grads_ND), 0) for each in came]
-    arranged = native.arrange(segments, shape[0], frozen)
-    # torch concatenates values with gaps between rows, and adds others row by row
-    grads_UD = native.sum_rows(arranged, shape[1], came[0].grads_ND.dtype, gap=int(accumulates))
-    return sparse(arranged.keys_U, grads_UD, shape)
+            ctx.pieces.note(grads, *ctx.noted)
+        if ctx.noted[0]:  # a later lookup, whose gradient is that of the link
+            return None if grads is None else torch.empty(0, dtype=grads.dtype, device=native.CPU), None
+        return ctx.pieces.gradient(), None
 
 
 def _wait(came: Sequence[_Piece], info: RowsInfo | None) -> None:
@@ -169,26 +147,20 @@ class Links:
     """The link of a table's lookups in the present forward."""
 
     def __init__(self) -> None:
-        self._link: Tensor | None = None
-        self._pieces: _Pieces | None = None
+        # not in `_Pieces`, which the link's own graph holds: such a circle is never freed
+        self._link: tuple[Tensor, _Pieces] | None = None
 
-    def rows(
-        self,
-        weight: Tensor,
-        rows: Tensor,
-        ids_N: Tensor,
-        *,
-        via: Channel | None = None,
-    ) -> Tensor:
+    def rows(self, weight: Tensor, rows: Tensor, ids_N: Tensor, via: Channel | None = None) -> Tensor:
         """Return looked-up rows whose gradients reach the weight. via: the way back from their device."""
-        pieces = self._pieces
         # a link belongs to one forward: after its backward, or with another weight, a new one begins
-        if self._link is None or pieces is None or pieces.used or pieces.weight() is not weight:
-            pieces = self._pieces = _Pieces(weight)
-            linked, self._link = _First.apply(weight, (rows, pieces, 0, ids_N, via))
+        if self._link is None or self._link[1].used or self._link[1].weight() is not weight:
+            pieces = _Pieces(weight)
+            linked, link = _Rows.apply(weight, (rows, pieces, 0, ids_N, via))
+            self._link = link, pieces
         else:
+            link, pieces = self._link
             pieces.lookups += 1
-            linked = _Later.apply(self._link, (rows, pieces, pieces.lookups, ids_N, via))
+            linked, _ = _Rows.apply(link, (rows, pieces, pieces.lookups, ids_N, via))
         return cast(Tensor, linked)
 
 
@@ -197,7 +169,7 @@ def sparse(ids_N: Tensor, grads_ND: Tensor, shape: torch.Size) -> Tensor:
     return torch.sparse_coo_tensor(ids_N.view(1, -1), grads_ND, shape, check_invariants=False)
 
 
-def segment_of(grad: Tensor, weight: Tensor) -> native.Segment:
+def segment_of(grad: Tensor, weight: Tensor, first_key: int = 0) -> native.Segment:
     """Return a weight's gradient as the kernels read it; a dense one, of a weight used as a whole, has all
     rows."""
     real = native.real_dtype(weight.dtype)
@@ -210,7 +182,7 @@ def segment_of(grad: Tensor, weight: Tensor) -> native.Segment:
         grads_ND = grads_ND.to("cpu", real)
     if dim > 1 and grads_ND.stride(1) != 1:
         grads_ND = grads_ND.contiguous()
-    return native.Segment(ids_N, grads_ND, num_rows=num_rows)
+    return native.Segment(ids_N, grads_ND, num_rows, first_key)
 
 
 def merged(weight: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -219,11 +191,8 @@ def merged(weight: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
     if weight.grad is None:
         return None
     info = info_of(weight)
-    segment = segment_of(weight.grad, weight)
-    arranged = native.arrange([(segment, 0)], len(weight), [] if info is None else info.frozen)
-    squares_U = torch.empty(len(arranged.keys_U), dtype=torch.float64, device="cpu")
-    sums_UD = native.sum_rows(arranged, weight.shape[1], segment.rows_ND.dtype, squares_U=squares_U)
-    return arranged.keys_U, sums_UD, squares_U
+    frozen = [] if info is None else info.frozen
+    return native.sum_rows([segment_of(weight.grad, weight)], frozen, squares=True)
 
 
 @torch.library.custom_op("dphybrid::rows", mutates_args=())

@@ -27,7 +27,7 @@ MAX_DIM = 16384
 """Values of a row: a kernel sums a row's gradients on its stack."""
 
 # not the text "cpu", which torch reads anew for each tensor
-_CPU = torch.device("cpu")
+CPU = torch.device("cpu")
 
 _LARGEST_BETA = 0.99999
 """Above it the corrections would take 4 million steps to reach 1."""
@@ -90,11 +90,11 @@ def look_up(
     rows, num_rows, dim = _rows_address(weight_VD)
     real, ids, count = real_dtype(weight_VD.dtype), ids.contiguous(), ids.numel()
     if out_XD is None:
-        out_XD = torch.empty((*ids.shape, dim), dtype=real, device=_CPU)
+        out_XD = torch.empty((*ids.shape, dim), dtype=real, device=CPU)
     num_places = out_XD.numel() // dim
     if places_N is None and num_places < count:
         raise TypeError(f"look_up: {num_places} rows for {count} ids")
-    flat_N = torch.empty(count, dtype=torch.int64, device=_CPU)
+    flat_N = torch.empty(count, dtype=torch.int64, device=CPU)
     call = kernels.Lookup(
         team(count, dim * weight_VD.element_size(), threads), address(ids, "ids", torch.int64, ids.shape),
         count, rows, num_rows, dim, STORED[weight_VD.dtype],
@@ -144,7 +144,7 @@ def fill_normal(rows_VD: Tensor, std: float, seed: int, first: int = 0) -> None:
     smaller one.
     """
     if not (rows_VD.device.type == "cpu" and rows_VD.is_contiguous()):
-        drawn_VD = torch.empty(rows_VD.shape, dtype=rows_VD.dtype, device=_CPU)
+        drawn_VD = torch.empty(rows_VD.shape, dtype=rows_VD.dtype, device=CPU)
         fill_normal(drawn_VD, std, seed, first)
         rows_VD.copy_(drawn_VD)
         return
@@ -159,38 +159,40 @@ def fill_normal(rows_VD: Tensor, std: float, seed: int, first: int = 0) -> None:
 PLACES = torch.empty((0, 1), dtype=torch.uint8)
 
 
-@dataclass
-class Segment:
+class Segment(NamedTuple):
     """Ids (int64) of one table; the gradient of id n is row n of rows_ND. rows_ND `PLACES`: places are
-    wanted, not addresses."""
+    wanted, not addresses. first_key: rows of all tables before."""
 
     ids_N: Tensor
     rows_ND: Tensor
-    num_rows: int | None = None
+    num_rows: int
+    first_key: int = 0
 
 
 @dataclass
 class Arranged:
     """Unique keys of several tables' ids, ascending, and where each one's gradients lie, in their order.
 
-    A key is the row's number in its table plus the rows of all tables before. count: of all ids. bounds,
-    places: addresses in `memory`: from where to where in the places each key's are (int32, U x 2), and the
-    places (int64, count), which are addresses themselves. held: what these point to.
+    A key is the row's number in its table plus the rows of all tables before. call: what the kernel fills.
+    memory: keys, bounds and places, see `occurrences`. held: what addresses point to.
     """
 
-    keys_U: Tensor
-    count: int
+    call: c.Structure
     memory: Tensor
-    bounds: int
-    places: int
     inverse_N: Tensor | None
     held: object = field(repr=False)
 
+    @property
+    def keys_U(self) -> Tensor:
+        """The keys."""
+        return self.memory[: self.call.num_unique]
+
     def occurrences(self) -> tuple[Tensor, Tensor]:
-        """Return (bounds_U2, places_N) as tensors."""
-        start, unique = (self.bounds - self.memory.data_ptr()) // 8, len(self.keys_U)
-        bounds_U2 = self.memory[start : start + unique].view(torch.int32).view(unique, 2)
-        return bounds_U2, self.memory[start + self.count : start + 2 * self.count]
+        """Return (bounds_U2, places_N): from where to where in the places each key's are (int32), and the
+        places (int64)."""
+        count, unique = self.call.count, self.call.num_unique
+        bounds_U2 = self.memory[count : count + unique].view(torch.int32).view(unique, 2)
+        return bounds_U2, self.memory[2 * count : 3 * count]
 
 
 def _gradients(rows_ND: Tensor, count: int) -> tuple[int | None, int]:
@@ -205,67 +207,79 @@ def _gradients(rows_ND: Tensor, count: int) -> tuple[int | None, int]:
     return rows_ND.data_ptr(), rows_ND.stride(0) * rows_ND.element_size()
 
 
-def arrange(
-    segments: Sequence[tuple[Segment, int]],
-    num_keys: int,
-    frozen: Sequence[int] = (),
-    *,
-    inverse: bool = False,
+def _to_arrange(
+    segments: Sequence[Segment], num_keys: int, frozen: Sequence[int] = (), *, inverse: bool = False
 ) -> Arranged:
-    """Sort the ids of segments, each with its table's first key, stably. frozen: ascending keys to leave out.
-
-    Raises UserError when keys and places do not fit into 64 bits, IndexError for an id that is not a row.
-    """
+    """Return what sorts the ids of segments, stably, with memory for the results. frozen: ascending keys to
+    leave out."""
     lines, held, count = (kernels.Segment * len(segments))(), [], 0
-    for line, (segment, first_key) in zip(lines, segments, strict=True):
-        ids_N, rows_ND = segment.ids_N.contiguous(), segment.rows_ND
+    for line, (ids, rows_ND, num_rows, first_key) in zip(lines, segments, strict=True):
+        ids_N = ids.contiguous()
         own = ids_N.shape[0]
         line.ids, line.count = address(ids_N, "ids", torch.int64, (own,)), own
-        line.first_key = first_key
-        line.num_rows = num_keys - first_key if segment.num_rows is None else segment.num_rows
+        line.first_key, line.num_rows = first_key, num_rows
         line.rows, line.row_bytes = _gradients(rows_ND, own)
         held.append((ids_N, rows_ND))
         count += own
     # one lookup in order: places follow from the place of an id, and need no list before the sort
     direct = len(segments) == 1
     # keys, bounds, places; scratch: two words an id, and the unsorted places where they are needed
-    memory = torch.empty((5 if direct else 6) * count, dtype=torch.int64, device=_CPU)
+    memory = torch.empty((5 if direct else 6) * count, dtype=torch.int64, device=CPU)
     keys = memory.data_ptr()
     bounds, places, words, unsorted = (keys + n * 8 * count for n in (1, 2, 3, 5))
-    inverse_N = torch.empty(count, dtype=torch.int32, device=_CPU) if inverse else None
-    frozen_F = torch.tensor(frozen, dtype=torch.int64, device=_CPU) if frozen else None
+    inverse_N = torch.empty(count, dtype=torch.int32, device=CPU) if inverse else None
+    frozen_F = torch.tensor(frozen, dtype=torch.int64, device=CPU) if frozen else None
     call = kernels.Arrange(
         c.addressof(lines), len(segments), count, num_keys, None if frozen_F is None else frozen_F.data_ptr(),
         len(frozen), words, None if direct else unsorted, keys, bounds, places,
         None if inverse_N is None else inverse_N.data_ptr(),
     )  # fmt: skip
-    if not kernels.call("arrange", call):
-        if call.wrong_segment < 0:
-            raise UserError(
-                f"{count:,} ids of {num_keys:,} rows at once: their numbers do not fit into 64 bits; use "
-                "smaller batches"
-            )
-        wrong = segments[call.wrong_segment][0].ids_N[call.wrong_place]
-        raise IndexError(f"the gradient of row {int(wrong)}, which its table lacks")
-    return Arranged(memory[: call.num_unique], count, memory, bounds, places, inverse_N, held)
+    return Arranged(call, memory, inverse_N, (lines, held, frozen_F))
+
+
+def _refused(arranged: Arranged, segments: Sequence[Segment]) -> Exception:
+    call = arranged.call
+    if call.wrong_segment < 0:
+        return UserError(
+            f"{call.count:,} ids of {call.num_keys:,} rows at once: their numbers do not fit into 64 bits; "
+            "use smaller batches"
+        )
+    wrong = segments[call.wrong_segment].ids_N[call.wrong_place]
+    return IndexError(f"the gradient of row {int(wrong)}, which its table lacks")
+
+
+def arrange(
+    segments: Sequence[Segment], num_keys: int, frozen: Sequence[int] = (), *, inverse: bool = False
+) -> Arranged:
+    """Sort the ids of segments, stably. frozen: ascending keys to leave out.
+
+    Raises UserError when keys and places do not fit into 64 bits, IndexError for an id that is not a row.
+    """
+    arranged = _to_arrange(segments, num_keys, frozen, inverse=inverse)
+    if not kernels.call("arrange", arranged.call):
+        raise _refused(arranged, segments)
+    return arranged
 
 
 def sum_rows(
-    arranged: Arranged, dim: int, dtype: torch.dtype, *, gap: int = 0, squares_U: Tensor | None = None
-) -> Tensor:
-    """Return sums_UD of each key's rows, which are of `dtype` (float32 or float64) and lie at the addresses
-    arranged.places. gap: values between one sum and the next. squares_U: gets the square (float64) of each
-    sum's 2-norm."""
-    count = len(arranged.keys_U)
-    out_UX = torch.empty((count, dim + gap), dtype=dtype, device=_CPU)
+    segments: Sequence[Segment], frozen: Sequence[int] = (), *, gap: int = 0, squares: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (keys_U, sums_UD, squares_U): unique ids of segments of one table, ascending, and the sums of
+    their rows, in order. frozen: see `arrange`. gap: values between one sum and the next. squares: of each
+    sum's 2-norm (float64); else squares_U is empty."""
+    first = segments[0].rows_ND
+    arranged = arrange(segments, segments[0].num_rows, frozen)
+    keys_U, dim, dtype = arranged.keys_U, first.shape[1], first.dtype
+    count = len(keys_U)
+    out_UX = torch.empty((count, dim + gap), dtype=dtype, device=CPU)
+    squares_U = torch.empty(count if squares else 0, dtype=torch.float64, device=CPU)
     call = kernels.Sums(
-        team(count, dim * out_UX.element_size()), arranged.bounds, count, arranged.places, arranged.count,
-        dim, STORED[dtype], out_UX.data_ptr(), dim + gap,
-        None if squares_U is None else address(squares_U, "squares", torch.float64, (count,)),
+        team(count, dim * out_UX.element_size()), c.addressof(arranged.call), dim, STORED[dtype],
+        out_UX.data_ptr(), dim + gap, squares_U.data_ptr() if squares else None,
     )  # fmt: skip
     if count and not kernels.call("sum_rows", call):
         raise TypeError(f"rows of {dim} values of {dtype}; use 1 to {MAX_DIM} of float32 or float64")
-    return out_UX[:, :dim] if gap else out_UX
+    return keys_U, out_UX[:, :dim] if gap else out_UX, squares_U
 
 
 # not a dataclass: each table's is made and compared in every step, which takes one nearly twice as long
@@ -288,13 +302,16 @@ def corrections(beta1: float, beta2: float) -> tuple[Tensor, Tensor]:
         raise UserError(f"row optimizer: betas={beta1, beta2}; give values from 0 to {_LARGEST_BETA}")
     largest = max(beta1, beta2)
     last = 1 if largest == 0 else math.ceil(-60 * math.log(2) / math.log(largest)) + 1
-    steps = torch.arange(last + 1, dtype=torch.float64, device=_CPU)
+    steps = torch.arange(last + 1, dtype=torch.float64, device=CPU)
     first, second = (-torch.expm1(steps * (math.log(beta) if beta else -math.inf)) for beta in (beta1, beta2))
     return first.reciprocal_(), second.rsqrt_()
 
 
 class Tables:
-    """Tables of one width and type, as the update reads them: (weight, {field: (state, shape, type)})."""
+    """Tables of one width and type, as the update reads them: (weight, {field: (state, shape, type)}).
+
+    first_keys: the rows before each table, and of all.
+    """
 
     def __init__(
         self,
@@ -302,27 +319,25 @@ class Tables:
     ) -> None:
         self.dtype, self.dim = members[0][0].dtype, members[0][0].shape[1]
         self.lines = (kernels.Table * len(members))()
-        first_key = 0
+        self.first_keys = [0]
         for line, (weight, states) in zip(self.lines, members, strict=True):
             line.rows, rows, _ = _rows_address(weight)
-            line.first_key, line.num_rows = first_key, rows
-            first_key += rows
+            line.first_key, line.num_rows = self.first_keys[-1], rows
+            self.first_keys.append(self.first_keys[-1] + rows)
             for name, (state, shape, dtype) in states.items():
                 setattr(line, name, address(state, name, dtype, shape))
 
 
-def update(rule: Rule, arranged: Arranged, tables: Tables) -> None:
-    """Change the rows and states of the arranged keys."""
-    count, dim = len(arranged.keys_U), tables.dim
-    if not count:
-        return
+def update(rule: Rule, tables: Tables, segments: Sequence[Segment], frozen: Sequence[int]) -> Tensor:
+    """Change the rows and states that segments have gradients of; return their keys (see `Arranged`).
+    frozen, and what is raised: see `arrange`."""
+    arranged = _to_arrange(segments, tables.first_keys[-1], frozen)
     fix1, fix2 = corrections(*rule.betas)
-    last_fix = len(fix1) - 1
     call = kernels.Update(
-        team(count, dim * tables.dtype.itemsize), arranged.keys_U.data_ptr(), arranged.bounds, count,
-        arranged.places, arranged.count, c.addressof(tables.lines), len(tables.lines), rule.number,
-        STORED[tables.dtype], dim, rule.lr, rule.decay, rule.eps, *rule.betas,
-        fix1.data_ptr(), fix2.data_ptr(), last_fix,
+        team(arranged.call.count, tables.dim * tables.dtype.itemsize), c.addressof(arranged.call),
+        c.addressof(tables.lines), len(tables.lines), rule.number, STORED[tables.dtype], tables.dim, rule.lr,
+        rule.decay, rule.eps, *rule.betas, fix1.data_ptr(), fix2.data_ptr(), len(fix1) - 1,
     )  # fmt: skip
     if not kernels.call("update_rows", call):
-        raise IndexError("update: a key is not a row of the tables")
+        raise _refused(arranged, segments)
+    return arranged.keys_U

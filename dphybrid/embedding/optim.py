@@ -200,31 +200,31 @@ class RowOptimizer(EagerOptimizer):
     def _update(self, rule: Rule, names: tuple[str, ...], weights: list[Tensor]) -> None:
         start = time.perf_counter()
         infos = [info_of(weight) for weight in weights]
-        segments, frozen, first_keys = [], list[int](), [0]
-        for info, weight in zip(infos, weights, strict=True):
-            first_key = first_keys[-1]
-            if weight.grad is not None:
-                segments.append((segment_of(weight.grad, weight), first_key))
-            if info is not None:
-                frozen += [first_key + row for row in info.frozen]
-            first_keys.append(first_key + len(weight))
-        arranged = native.arrange(segments, first_keys[-1], frozen)
         tables, changed = self._tables(weights)
+        segments, frozen = [], list[int]()
+        for info, weight, first_key in zip(infos, weights, tables.first_keys, strict=False):
+            if weight.grad is not None:
+                segments.append(segment_of(weight.grad, weight, first_key))
+            if info is not None and info.frozen:
+                frozen += [first_key + row for row in info.frozen]
         versions = [weight._version for weight in weights]
-        native.update(rule, arranged, tables)
+        keys_U = native.update(rule, tables, segments, frozen)
         torch.autograd.graph.increment_version(changed)  # the kernel writes behind torch's back
+        for weight in weights:  # not before: one that was refused is no update
+            if _UPDATES in (states := self.state[weight]):
+                states[_UPDATES] += 1
         recorded = [None if info is None else info.ahead.changes for info in infos]
         if self.changes is not None or any(record is not None for record in recorded):
-            bounds = torch.searchsorted(arranged.keys_U, torch.tensor(first_keys)).tolist()
+            bounds = torch.searchsorted(keys_U, torch.tensor(tables.first_keys)).tolist()
             for n, (weight, record) in enumerate(zip(weights, recorded, strict=True)):
-                rows_U = arranged.keys_U[bounds[n] : bounds[n + 1]] - first_keys[n]
+                rows_U = keys_U[bounds[n] : bounds[n + 1]] - tables.first_keys[n]
                 if self.changes is not None:
                     self.changes.add(names[n], rows_U)
                 if record is not None:
                     record.append((versions[n], weight._version, rows_U))
         if infos[0] is not None:
             if not infos[0].ahead.is_placed:  # those of replicas were counted when they were looked up
-                infos[0].counters.unique += len(arranged.keys_U)
+                infos[0].counters.unique += len(keys_U)
             infos[0].counters.update_ms += 1e3 * (time.perf_counter() - start)
 
     def _tables(self, weights: list[Tensor]) -> tuple[native.Tables, list[Tensor]]:
@@ -248,7 +248,7 @@ class RowOptimizer(EagerOptimizer):
         if _UPDATES in own[0]:
             places = {id(weight): place for place, weight in enumerate(self.tables.values())}
             for line, weight, states in zip(kept[1].lines, weights, own, strict=True):
-                line.updates = int(states[_UPDATES].add_(1))
+                line.updates = int(states[_UPDATES]) + 1
                 # from a counter in the state, so that a resumed run rounds as the unbroken one would
                 line.noise = (line.updates * 1_000_003 + places[id(weight)]) * 0x9E3779B97F4A7C15 % 2**64
         return kept[1], changed

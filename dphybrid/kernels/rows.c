@@ -73,16 +73,13 @@ struct arrange {
     int32_t *inverse;        /* out, count: each id's place in `keys`; may be NULL */
     int64_t num_unique, wrong_segment, wrong_place; /* out */
 };
-struct sums {
+struct sums { /* of the arranged rows' gradients */
     struct team team;
-    const int32_t *bounds;
-    int64_t count;
-    const int64_t *places;
-    int64_t num_places;
+    const struct arrange *arranged;
     int64_t dim, stored;
-    void *target;    /* count x dim */
+    void *target;        /* num_unique x dim */
     int64_t target_step; /* values from row to row of it */
-    double *squares; /* of each sum's 2-norm; may be NULL */
+    double *squares;     /* of each sum's 2-norm; may be NULL */
 };
 struct table { /* mean, square: of the Adams; Adagrad's sum is `square`. steps: of a row; AdamW: its last update */
     int64_t first_key, num_rows;
@@ -93,11 +90,7 @@ struct table { /* mean, square: of the Adams; Adagrad's sum is `square`. steps: 
 };
 struct update {
     struct team team;
-    const int64_t *keys;
-    const int32_t *bounds;
-    int64_t count;
-    const int64_t *places;
-    int64_t num_places;
+    struct arrange *arranged; /* of the tables' ids: in, and out */
     const struct table *tables;
     int64_t num_tables, rule, stored, dim;
     double lr, decay, eps, beta1, beta2;
@@ -373,20 +366,21 @@ int sum_rows(struct sums *s)
 {
     if (!fits(s->dim, s->stored) || s->stored == BFLOAT16)
         return 0;
-    run(&s->team, BY_TYPE(sums, s->stored, s->dim), s, s->count, block_of(s->dim * REAL_BYTES[s->stored]));
+    run(&s->team, BY_TYPE(sums, s->stored, s->dim), s, s->arranged->num_unique, block_of(s->dim * REAL_BYTES[s->stored]));
     return 1;
 }
 
-/* Sum each touched row's gradients, decay, apply the rule, write row and states: one pass over memory. Returns 0,
- * with nothing written, where a key is no row of the tables. Keys are ascending. */
+/* Arrange; then sum each touched row's gradients, decay, apply the rule, write row and states: one pass over memory.
+ * Returns 0, with nothing written to the tables, where `arrange` does or a key would be no row of theirs. */
 int update_rows(struct update *u)
 {
     const struct table *last = u->tables + u->num_tables - 1;
-    if (!fits(u->dim, u->stored) || u->num_tables < 1)
+    const struct arrange *a = u->arranged;
+    if (!arrange(u->arranged) || !fits(u->dim, u->stored) || u->num_tables < 1)
         return 0;
-    if (u->count && (u->keys[0] < 0 || u->keys[u->count - 1] >= last->first_key + last->num_rows))
+    if (a->num_unique && a->keys[a->num_unique - 1] >= last->first_key + last->num_rows)
         return 0;
-    run(&u->team, BY_TYPE(updates, u->stored, u->dim), u, u->count, block_of(u->dim * STORED_BYTES[u->stored]));
+    run(&u->team, BY_TYPE(updates, u->stored, u->dim), u, a->num_unique, block_of(u->dim * STORED_BYTES[u->stored]));
     return 1;
 }
 

@@ -179,9 +179,10 @@ INLINE void OF(prefetch_gradient)(const int64_t *places, int64_t num_places, int
 
 /* The sum of one row's gradients, in their order. How many there are is guessed wrong half the time: a narrow row has
  * one loop over them. */
-INLINE void OF(sum_gradients)(const int64_t *places, int64_t num_places, const int32_t *bounds, REAL *sum, int64_t dim)
+INLINE void OF(sum_gradients)(const struct arrange *a, int64_t unique, REAL *sum, int64_t dim)
 {
-    int64_t n = bounds[0], end = bounds[1], d = 0;
+    const int64_t *places = a->places, num_places = a->count;
+    int64_t n = a->bounds[2 * unique], end = a->bounds[2 * unique + 1], d = 0;
     const REAL *grad = (const REAL *)(intptr_t)places[n];
     OF(prefetch_gradient)(places, num_places, n, dim);
     if (dim > 4 * LANES && end - n == 1) {
@@ -216,7 +217,7 @@ INLINE void OF(sum)(const struct sums *s, int64_t first, int64_t last, int64_t d
 {
     for (int64_t u = first; u < last; u++) {
         REAL *sum = (REAL *)s->target + u * s->target_step;
-        OF(sum_gradients)(s->places, s->num_places, s->bounds + 2 * u, sum, dim);
+        OF(sum_gradients)(s->arranged, u, sum, dim);
         if (s->squares)
             s->squares[u] = (double)OF(square_of)(sum, dim);
     }
@@ -313,13 +314,14 @@ INLINE void OF(prefetch_row)(const struct update *u, const struct table *t, int6
 INLINE void OF(update)(const struct update *u, int64_t first, int64_t last, int64_t dim, int64_t rule)
 {
     const struct table *t = u->tables, *end = u->tables + u->num_tables;
+    const struct arrange *a = u->arranged;
     _Alignas(LINE) REAL sum[MAX_DIM];
     for (int64_t k = first; k < last; k++) {
-        int64_t key = u->keys[k], ahead = u->keys[MIN(k + ROWS_AHEAD, u->count - 1)];
+        int64_t key = a->keys[k], ahead = a->keys[MIN(k + ROWS_AHEAD, a->num_unique - 1)];
         while (t + 1 < end && t[1].first_key <= key)
             t++;
         OF(prefetch_row)(u, t, MIN(ahead - t->first_key, t->num_rows - 1), dim);
-        OF(sum_gradients)(u->places, u->num_places, u->bounds + 2 * k, sum, dim);
+        OF(sum_gradients)(a, k, sum, dim);
         OF(change)(u, t, key - t->first_key, sum, dim, rule);
     }
 }

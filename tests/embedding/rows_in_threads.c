@@ -61,14 +61,16 @@ static void train(struct team team, int64_t stored, int64_t rule, int twice)
     struct table table = {0, ROWS, rows, mean, square, steps, 1, 7};
     if (!draw_normal(&draw) || !look_up(&lookup) || !arrange(&arranged))
         abort();
-    int64_t count = arranged.num_unique;
-    if (twice) /* the first block's rows again, as the second block's */
-        for (int64_t n = 0, block = block_of(WIDTH * STORED_BYTES[stored]); n < block && n + block < count; n++)
-            keys[n + block] = keys[n];
     static double sums[ROWS * WIDTH], squares[ROWS];
-    struct sums sum = {team, bounds, count, places, IDS, WIDTH, stored == BFLOAT16 ? FLOAT32 : stored, sums, WIDTH, squares};
-    struct update update = {team, keys, bounds, count, places, IDS, &table, 1, rule, stored, WIDTH, 0.1, 0.01, 1e-8, 0.9, 0.99, fix, fix, 1};
-    if (!sum_rows(&sum) || !update_rows(&update))
+    struct sums sum = {team, &arranged, WIDTH, stored == BFLOAT16 ? FLOAT32 : stored, sums, WIDTH, squares};
+    struct update update = {team, &arranged, &table, 1, rule, stored, WIDTH, 0.1, 0.01, 1e-8, 0.9, 0.99, fix, fix, 1};
+    if (!sum_rows(&sum))
+        abort();
+    int64_t count = arranged.num_unique, block = block_of(WIDTH * STORED_BYTES[stored]);
+    if (twice) { /* the first block's rows again, as the second block's */
+        memcpy(keys + block, keys, (size_t)MIN(block, count - block) * sizeof *keys);
+        run(&team, BY_TYPE(updates, stored, WIDTH), &update, count, block);
+    } else if (!update_rows(&update))
         abort();
     struct dropout drop = {team, grads, grads, IDS, WIDTH, 5, stored == BFLOAT16 ? FLOAT32 : stored, 1, 1u << 30, 4.0 / 3};
     static float numbers[IDS * 2], edges[2 * 3], bins[2 * 4 * 2 * 3], pieces[IDS * 2 * 4];

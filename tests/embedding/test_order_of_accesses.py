@@ -99,9 +99,8 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def _reads(world: World, kernel: Any, *args: Any, **options: Any) -> Any:
-    (arranged,) = (argument for argument in args if isinstance(argument, native.Arranged))
-    for held in arranged.held:
-        world.host(held[1], writes=False)
+    for segment in next(each for each in args if isinstance(each, list)):
+        world.host(segment.rows_ND, writes=False)
     return kernel(*args, **options)
 
 
