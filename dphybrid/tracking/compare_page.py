@@ -7,13 +7,15 @@ import html
 from collections.abc import Sequence
 from typing import Any
 
+from plotly.colors import qualitative
+
 from dphybrid.tracking.compare_facts import DEVICES, RunFacts, as_number, overview, speeds
-from dphybrid.tracking.figures import COLOURS
 from dphybrid.tracking.views import least_is_best
 
 Rows = Sequence[tuple[RunFacts, Sequence[RunFacts]]]
 Figure = dict[str, Any]
 
+_COLOURS = qualitative.Dark24  # more of them than a step has stages
 _LAYOUT: Figure = {
     "margin": {"l": 55, "r": 15, "t": 35, "b": 45},
     "font": {"size": 13},
@@ -81,7 +83,7 @@ def _colours(runs: Sequence[RunFacts], param: str) -> list[str]:
     no curve could be told from another."""
     values = list(dict.fromkeys(run.value(param) for run in runs))
     places = [values.index(run.value(param)) for run in runs] if len(values) > 1 else range(len(runs))
-    return [COLOURS[place % len(COLOURS)] for place in places]
+    return [_COLOURS[place % len(_COLOURS)] for place in places]
 
 
 def _figure(data: list[Figure], **layout: Any) -> Figure:
@@ -111,7 +113,7 @@ def _speed(runs: Sequence[RunFacts], param: str) -> Figure:
             "text": [f"{_plain(run.name)}<br>{run.samples_per_s:,.0f} samples/s" for run in members],
             "hovertemplate": "%{text}<br>speed-up %{y:.2f}<extra></extra>",
             "mode": "lines+markers" if scaling else "markers",
-            "marker": {"size": 10, "color": COLOURS[place % len(COLOURS)]},
+            "marker": {"size": 10, "color": _COLOURS[place % len(_COLOURS)]},
         }
         for place, (among, members) in enumerate(series.items())
     ]
@@ -140,7 +142,7 @@ def _stages(runs: Sequence[RunFacts]) -> Figure:
             "type": "bar",
             "orientation": "h",
             "name": _plain(stage),
-            "marker": {"color": COLOURS[number % len(COLOURS)]},
+            "marker": {"color": _COLOURS[number % len(_COLOURS)]},
             "y": places,
             "x": [run.stages_ms.get(stage, 0.0) for run in timed],
             "text": names,

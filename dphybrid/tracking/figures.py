@@ -11,30 +11,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = (
-    "#2f6f9f",
-    "#d1793b",
-    "#4f9d69",
-    "#a3497d",
-    "#8a8f3c",
-    "#5b5ea6",
-    "#b84a4a",
-    "#4aa3a3",
-    "#7d6b57",
-    "#888888",
-    "#e3b23c",
-    "#1b4d3e",
-    "#f28aa0",
-    "#9bc1e0",
-    "#6d1f3c",
-    "#b7d968",
-    "#c9a0dc",
-    "#3d3d3d",
-    "#f2c6a0",
-    "#00b3d7",
-)
-"""As many as a step has stages, so that no two of them look alike."""
-
 
 def _panels(
     width: float, height: float, rows: int = 1, columns: int = 1, grid: bool = True
@@ -75,7 +51,7 @@ def rows_per_replica_figure(rows: Sequence[Mapping[str, Any]]) -> bytes:
     place, ticks, labels = 0.0, [], []
     for number, (_, group) in enumerate(shown):
         for replica, row in enumerate(group):
-            axes.barh(place, row["rows"], color=COLOURS[number % len(COLOURS)])
+            axes.barh(place, row["rows"], color=f"C{number}")
             axes.text(row["rows"], place, f" {row['rows']}", va="center", fontsize=8)
             ticks.append(place)
             labels.append(f"replica {replica} ({row['device']})")
@@ -107,7 +83,7 @@ def against_figure(
         axes.axhline(0.0, linestyle="--", color="#999999")
     else:
         axes.plot(ends, ends, linestyle="--", color="#999999")
-    axes.scatter([x for x, _ in points], [y for _, y in points], s=14, color=COLOURS[0])
+    axes.scatter([x for x, _ in points], [y for _, y in points], s=14, color="C0")
     axes.set_title(_plain("\n".join(textwrap.wrap(title, 60))), loc="left", fontsize=10)
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)

@@ -1,7 +1,6 @@
 """The report of a run: in Markdown, first on the run's page, and as a page of its own among the artifacts."""
 
 import base64
-import re
 from collections.abc import Mapping, Sequence
 from math import isfinite, nan
 from pathlib import Path
@@ -14,8 +13,8 @@ Page = Mapping[str, Any]
 REPORT_PAGE = "Report.html"
 """The capital puts it before the other artifacts."""
 
-_HEAD = ("column", "role", "table rows", "values such as")
-_COLUMN = re.compile(r"^(.*?) {2,}([a-z]+) +([\d,]+)  (.*)$")
+_MOST_LINES = 36
+"""Lines about the data that MLflow's page of a run shows; it takes 8,000 characters in all."""
 
 
 def run_report_markdown(report: Page, config: Page, links: Mapping[str, str] | None = None) -> str:
@@ -39,15 +38,15 @@ def run_report_markdown(report: Page, config: Page, links: Mapping[str, str] | N
         if report["not_registered"]
         else []
     )
-    before, columns, after = _data(report["data_lines"])
-    source = as_markdown(report["data_source"])
+    source, lines = as_markdown(report["data_source"]), report["data_lines"]
+    shown = [line[:160] for line in lines[:_MOST_LINES]]
+    if more := len(lines) - len(shown):
+        shown.append(f"  ... {more} more lines in {REPORT_PAGE}")
     parts.append(
-        f"### Data\n\n`{report['data_name']}` from {source}, digest `{report['digests']['data'][:16]}`"
+        f"### Data\n\n`{report['data_name']}` from {source}, digest `{report['digests']['data'][:16]}`\n\n"
+        # A name with three of these signs would end the block.
+        "```\n" + printable("\n".join(shown).replace("```", "` ` `")) + "\n```"
     )
-    parts.append("\n".join(f"- {as_markdown(line)}" for line in [*before, *after][:12]))
-    if columns:
-        rows = [{name: as_markdown(value) for name, value in row.items()} for row in columns]
-        parts.append(_table(rows, _HEAD, f"`{REPORT_PAGE}`"))
     parts.append(
         "### How batches were split\n\n" + _table(report["splits"], ("where", "split", "device", "steps"))
     )
@@ -68,7 +67,6 @@ def run_report_html(
 ) -> str:
     """Return the report as a page that needs nothing else. pictures: file name -> PNG; the rest as for
     `run_report_markdown`."""
-    before, columns, after = _data(report["data_lines"])
     page = rendered(
         "report.html",
         title=report["run_name"],
@@ -79,8 +77,6 @@ def run_report_html(
             for name, address in (links or {}).items()
             if address.startswith(("http://", "https://"))
         },
-        lines=[*before, *after],
-        columns=columns,
         curves=_curves(report["history"]),
         stages=_stages(report),
         first_facts=first_facts(report),
@@ -136,23 +132,6 @@ def _curves(history: Sequence[Mapping[str, float]]) -> list[dict[str, object]]:
             }
         )
     return curves
-
-
-def _data(lines: Sequence[str]) -> tuple[list[str], list[dict[str, str]], list[str]]:
-    """Return the lines before the table of columns, its rows, and the lines after it."""
-    before: list[str] = []
-    columns: list[dict[str, str]] = []
-    after: list[str] = []
-    heads = [place for place, line in enumerate(lines) if line.split() == " ".join(_HEAD).split()]
-    for place, line in enumerate(printable(line).strip() for line in lines):
-        found = _COLUMN.match(line) if heads and place > heads[0] and not after else None
-        if found:
-            columns.append(dict(zip(_HEAD, found.groups(), strict=True)))
-        elif heads and place > heads[0]:
-            after.append(line)
-        elif not heads or place < heads[0]:
-            before.append(line)
-    return before, columns, after
 
 
 def _command(report: Page) -> str:

@@ -150,6 +150,7 @@ class TableSource(Source):
             ],
             "num_bags": len(encoder.bags),
             "inputs": encoder.names,
+            "outputs": label.columns,
             **label.facts(),
         }
         extra = {
