@@ -2,20 +2,23 @@
 and resumed it ends as the undisturbed one; a batch that does not fit is trained in parts."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.commands import python
 from tests.conftest import REPOSITORY
 from tests.gpu.places import CUDA, ONE, SEVERAL
 
 
 def ends(*options: str) -> dict[str, Any]:
     """What a training ends with."""
-    done = python("-m", "tests.gpu.program", *options, cwd=REPOSITORY)
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    # not tests.commands: a machine with a GPU may lack what it imports, such as pydantic
+    command = [sys.executable, "-m", "tests.gpu.program", *options]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY).stdout
+    return dict(json.loads(printed.splitlines()[-1]))
 
 
 def bits(*options: str) -> tuple[str, str]:
