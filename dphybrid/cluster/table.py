@@ -16,7 +16,7 @@ from dphybrid.cluster.sharding import RowShards
 from dphybrid.cluster.spread import FindBad, Spread
 from dphybrid.config import TableConfig
 from dphybrid.embedding import HostEmbedding, find_tables
-from dphybrid.embedding.lookup import Occurrences, all_in_range, no_row, sort_ids, whole_numbers
+from dphybrid.embedding.lookup import Occurrences, row_numbers, sort_ids
 from dphybrid.embedding.replicas import DeviceRows, SizesOf
 from dphybrid.util.errors import UserError
 
@@ -91,9 +91,7 @@ class _SpreadTable(HostEmbedding):
         return [rows] if by_replica else rows
 
     def _look_up_here(self, ids: Tensor) -> Tensor:
-        ids = whole_numbers(ids, self.name)
-        if not all_in_range(ids, self.num_rows):
-            raise no_row(ids, self.num_rows, self.name)
+        ids = row_numbers(ids, self.num_rows, self.name)
         trained = torch.is_grad_enabled()
         if trained and self._lookup is not None:
             raise UserError(

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from dphybrid.embedding import native
-from dphybrid.embedding.lookup import Counters, all_in_range, no_row, sort_ids, whole_numbers
+from dphybrid.embedding.lookup import Counters, row_numbers, sort_ids
 from dphybrid.embedding.replicas import Channel, Share, SizesOf
 from dphybrid.embedding.storage import zero_rows
 from dphybrid.util.errors import UserError
@@ -86,11 +86,9 @@ class LookupsAhead:
         """
         if self._sizes_of is None:  # rows are read from the table itself when they are used
             return None
-        ids = whole_numbers(ids, name).clone()  # whoever owns the batch may change it before its turn
+        ids = row_numbers(ids, len(weight), name)
         if not ids.dim():
             raise UserError(f"table {name!r}: one id, {int(ids)}, cannot be split; give ids (B, ...)")
-        if not all_in_range(ids, len(weight)):
-            raise no_row(ids, len(weight), name)
         like = torch.empty((0, weight.shape[1]), dtype=native.real_dtype(weight.dtype), device="cpu")
         start = time.perf_counter()
         each = ids.split(list(self._sizes_of(len(ids))))

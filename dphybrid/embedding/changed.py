@@ -5,23 +5,12 @@ Letters: V rows of a table, U unique rows of an update.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dphybrid.embedding.storage import zero_rows
-
-
-@dataclass
-class _Table:
-    """tensors: what an update changes: rows, then their states. versions: theirs when `updates` was 0."""
-
-    tensors: Sequence[Tensor]
-    mark_V: Tensor
-    updates: int = 0
-    versions: list[int] = field(default_factory=list)
 
 
 class ChangedRows:
@@ -32,37 +21,35 @@ class ChangedRows:
     """
 
     def __init__(self, tables: Mapping[str, Sequence[Tensor]]) -> None:
-        self._tables = {
-            name: _Table(tensors, zero_rows((len(tensors[0]),), torch.uint8))
-            for name, tensors in tables.items()
-        }
+        self._tables = tables
+        self._marks = {name: zero_rows((len(held[0]),), torch.uint8) for name, held in tables.items()}
+        self._expected: dict[str, list[int]] = {}
         self.forget()
 
     def add(self, name: str, rows_U: Tensor) -> None:
         """An update changed these rows of a table, and each of its tensors' versions by one."""
-        table = self._tables.get(name)
-        if table is not None:
-            table.mark_V.index_fill_(0, rows_U, 1)
-            table.updates += 1
+        if name in self._tables:
+            self._marks[name].index_fill_(0, rows_U, 1)
+            self._expected[name] = [version + 1 for version in self._expected[name]]
 
     def forget(self) -> None:
         """Begin anew: nothing has changed since now."""
-        for table in self._tables.values():
-            if table.updates or table.versions:
-                table.mark_V.zero_()
-            table.updates, table.versions = 0, [tensor._version for tensor in table.tensors]
+        if self._expected:  # at first marks are zeros, which have no memory yet
+            for mark_V in self._marks.values():
+                mark_V.zero_()
+        self._expected = {name: [tensor._version for tensor in held] for name, held in self._tables.items()}
 
     def restore(self, rows: Mapping[str, Tensor]) -> None:
         """Begin anew, with these rows (int64) of each table as changed."""
         self.forget()
         for name, rows_U in rows.items():
-            self._tables[name].mark_V.index_fill_(0, rows_U, 1)
+            self._marks[name].index_fill_(0, rows_U, 1)
 
     def rows(self) -> dict[str, Tensor | None]:
         """Return the changed rows of each table (int64, ascending), None where they are not known."""
-        found: dict[str, Tensor | None] = {}
-        for name, table in self._tables.items():
-            known = [tensor._version - table.updates for tensor in table.tensors] == table.versions
-            marked = np.flatnonzero(table.mark_V.numpy().view(np.bool_)) if known else None
-            found[name] = None if marked is None else torch.from_numpy(marked)
-        return found
+        return {
+            name: torch.from_numpy(np.flatnonzero(self._marks[name].numpy().view(np.bool_)))
+            if [tensor._version for tensor in held] == self._expected[name]
+            else None
+            for name, held in self._tables.items()
+        }

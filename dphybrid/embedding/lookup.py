@@ -94,14 +94,6 @@ def each_lookup(wanted: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
     return [wanted] if isinstance(wanted, Tensor) else wanted
 
 
-def all_in_range(ids: Tensor, end: int) -> bool:
-    """Are all ids from 0 to below `end`?"""
-    if not ids.numel():
-        return True
-    low, high = torch.aminmax(ids)
-    return int(low) >= 0 and int(high) < end
-
-
 def sum_by_row(grads_ND: Tensor, order_N: Tensor, starts_P: Tensor, first_U: Tensor) -> Tensor:
     """Return grads_UD: the sum of grads_ND over the occurrences of each unique id, on their device: of each
     piece of them in order, then of the pieces."""
@@ -134,6 +126,17 @@ def whole_numbers(ids: Tensor, name: str) -> Tensor:
         )
     ids = ids.long()
     return ids if ids.is_cpu or ids.is_meta else ids.cpu()
+
+
+def row_numbers(ids: Tensor, num_rows: int, name: str) -> Tensor:
+    """Return a copy of the ids as `whole_numbers` does, all of them rows of the table. Raises UserError for
+    one that is not."""
+    ids = whole_numbers(ids, name).clone()  # first: whoever owns the batch may change it meanwhile
+    if ids.numel():
+        low, high = torch.aminmax(ids)
+        if int(low) < 0 or int(high) >= num_rows:
+            raise no_row(ids, num_rows, name)
+    return ids
 
 
 def no_row(ids: Tensor, num_rows: int, name: str) -> UserError:

@@ -75,36 +75,25 @@ def _rows_address(weight_VD: Tensor) -> tuple[int, int, int]:
 
 
 def look_up(
-    weight_VD: Tensor,
-    ids: Tensor,
-    out_XD: Tensor | None = None,
-    places_N: Tensor | None = None,
-    threads: int | None = None,
+    weight_VD: Tensor, ids: Tensor, out_XD: Tensor | None = None, threads: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return (rows of `ids`, flat_N: a copy of the ids).
 
-    out_XD: where the rows go, in order or to its rows places_N (int64); bfloat16 as float32. threads: at
-    most; None: torch's number where that pays. Raises IndexError with the place (`args[0]`) of the first id
-    of `ids` (int64) that is not a row.
+    out_XD: where the rows go; bfloat16 as float32. threads: at most; None: torch's number where that pays.
+    Raises IndexError with the place (`args[0]`) of the first id of `ids` (int64) that is not a row.
     """
     rows, num_rows, dim = _rows_address(weight_VD)
     real, ids, count = real_dtype(weight_VD.dtype), ids.contiguous(), ids.numel()
     if out_XD is None:
         out_XD = torch.empty((*ids.shape, dim), dtype=real, device=CPU)
-    num_places = out_XD.numel() // dim
-    if places_N is None and num_places < count:
-        raise TypeError(f"look_up: {num_places} rows for {count} ids")
     flat_N = torch.empty(count, dtype=torch.int64, device=CPU)
     call = kernels.Lookup(
         team(count, dim * weight_VD.element_size(), threads), address(ids, "ids", torch.int64, ids.shape),
         count, rows, num_rows, dim, STORED[weight_VD.dtype],
-        address(out_XD, "looked-up rows", real, out_XD.shape), flat_N.data_ptr(),
-        None if places_N is None else address(places_N, "places", torch.int64, (count,)), num_places,
+        address(out_XD, "looked-up rows", real, (*ids.shape, dim)), flat_N.data_ptr(),
     )  # fmt: skip
     if not kernels.call("look_up", call):
-        if call.wrong < count:
-            raise IndexError(call.wrong)
-        raise TypeError("look_up: places do not fit the table")
+        raise IndexError(call.wrong)
     check_read(rows, flat_N)
     return out_XD, flat_N
 
@@ -123,16 +112,10 @@ def flatten(ids_BF: Tensor, starts_F: Tensor, num_rows_F: Tensor) -> Tensor:
     return flat_BF
 
 
-def gather(
-    weight_VD: Tensor,
-    threads: int | None,
-    ids_N: Tensor,
-    out_XD: Tensor,
-    places_N: Tensor | None = None,
-) -> None:
-    """Copy rows as `look_up` does. Raises UserError, with out_XD untouched, when an id is not a row."""
+def gather(weight_VD: Tensor, threads: int | None, ids_N: Tensor, out_ND: Tensor) -> None:
+    """Copy rows as `look_up` does. Raises UserError, with out_ND untouched, when an id is not a row."""
     try:
-        look_up(weight_VD, ids_N, out_XD, places_N, threads)
+        look_up(weight_VD, ids_N, out_ND, threads)
     except IndexError:
         raise UserError("a table became smaller while its rows were read") from None
 

@@ -31,8 +31,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, Literal, Protocol, Self, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +58,7 @@ _JOIN_S = 5.0
 class DeclaresIds(Protocol):
     """A model that says which rows its `forward` will look up, so that they can be fetched ahead."""
 
-    def table_ids(self, batch: dict[str, Tensor]) -> Mapping[str, Tensor | Sequence[Tensor]]:
+    def table_ids(self, batch: dict[str, Tensor]) -> Ids:
         """Return the ids by table, named as `dphybrid.embedding.find_tables` names them: a tensor, or one for
         each lookup."""
         ...
@@ -93,7 +92,7 @@ class RowPipeline:
             self._table_ids = model.table_ids
         self._told: set[str] = set()
         self._runs: list[_Run] = []
-        self._times_ms = {"prepare_ms": 0.0, "wait_ms": 0.0}
+        self.times_ms = {"prepare_ms": 0.0, "wait_ms": 0.0}
         self._seen = self._totals()
 
     def __enter__(self) -> Self:
@@ -164,19 +163,18 @@ class RowPipeline:
             yield from batches
             return
         handed, before = 0, self._num_prepared()
-        run: _Run[Batch] = _Run(
-            batches, lambda batch: self._known(ids_of(batch)), self.tables, self.lookahead, self._times_ms
-        )
+        run = _Run(batches, lambda batch: self._known(ids_of(batch)), self)
         self._runs.append(run)
         # Updates between a lookup's gathering and its use: one a batch ahead, and one that was running.
         for table in self.tables.values():
             table.ahead.record_changes(self.lookahead + 2)
         try:
             while (item := run.next()) is not None:
+                batch, lookups = item
                 for name, table in self.tables.items():
-                    table.ahead.expect(item.lookups.get(name, []))
-                batch, handed = item.batch, handed + any(item.lookups.values())
-                del item  # the loop's body must be free to drop the batch
+                    table.ahead.expect(lookups.get(name, []))
+                handed += any(lookups.values())
+                del item, lookups  # the loop's body must be free to drop the batch
                 yield batch
                 if handed == 2 and self._num_prepared() == before:
                     self._tell(
@@ -210,49 +208,34 @@ class RowPipeline:
         return sum(table.counters.prepared for table in self.tables.values())
 
     def _totals(self) -> dict[str, float]:
-        totals = dict(self._times_ms)
+        totals = dict(self.times_ms)
         for table in self.tables.values():
             for name, amount in table.totals().items():
                 totals[name] = totals.get(name, 0.0) + amount
         return totals
 
 
-@dataclass
-class _Item(Generic[Batch]):
-    batch: Batch
-    lookups: dict[str, list[Lookup]]
-
-
 class _Run(Generic[Batch]):
     """One worker thread over one iterable of batches."""
 
-    def __init__(
-        self,
-        batches: Iterable[Batch],
-        ids_of: _IdsOf[Batch],
-        tables: Mapping[str, HostEmbedding],
-        lookahead: int,
-        times_ms: dict[str, float],
-    ) -> None:
-        self._times_ms = times_ms
-        self._iterator, self._ids_of, self._tables = iter(batches), ids_of, tables
-        self._lookahead, self._reserved = lookahead, False
-        self._pins = any(table.ahead.is_on_gpus for table in tables.values())
-        self._done: queue.Queue[_Item[Batch] | BaseException | Literal["end"]] = queue.Queue()
-        self._permits = threading.Semaphore(lookahead)
+    def __init__(self, batches: Iterator[Batch], ids_of: _IdsOf[Batch], pipeline: RowPipeline) -> None:
+        self._iterator, self._ids_of, self._tables = batches, ids_of, pipeline.tables
+        self._lookahead, self._times_ms = pipeline.lookahead, pipeline.times_ms
+        self._pins = any(table.ahead.is_on_gpus for table in self._tables.values())
+        # a batch with its lookups by table; at the end an exception, or None
+        self._done: queue.Queue[tuple[Batch, dict[str, list[Lookup]]] | BaseException | None] = queue.Queue()
+        self._permits = threading.Semaphore(self._lookahead)
         self._stopping = threading.Event()
         # a daemon: a batch source that hangs must not keep the interpreter from ending
         self._thread = threading.Thread(target=self._work, name="dphybrid-rows", daemon=True)
         self._thread.start()
 
-    def next(self) -> _Item[Batch] | None:
+    def next(self) -> tuple[Batch, dict[str, list[Lookup]]] | None:
         start = time.perf_counter()
         item = self._done.get()
         self._times_ms["wait_ms"] += 1e3 * (time.perf_counter() - start)
         if isinstance(item, BaseException):
             raise item
-        if item == "end":
-            return None
         self._permits.release()
         return item
 
@@ -266,7 +249,7 @@ class _Run(Generic[Batch]):
         # a loop that goes on would else wait for a worker that is gone
         self._done.put(UserError("RowPipeline: closed while a loop draws its batches; leave the loop first"))
 
-    def _lookups(self, ids: Mapping[str, Tensor | Sequence[Tensor]]) -> dict[str, list[Lookup]]:
+    def _lookups(self, ids: Ids) -> dict[str, list[Lookup]]:
         """Prepare a batch's lookups; none of them where a device has no memory for them: the step then looks
         up by itself, and tells what did not fit."""
         lookups: dict[str, list[Lookup]] = {}
@@ -283,7 +266,6 @@ class _Run(Generic[Batch]):
 
     def _reserve(self, lookups: dict[str, list[Lookup]], batch: Batch) -> None:
         """Before the first forward: pinned memory for the batches that will be on their way at once."""
-        self._reserved = True
         if self._pins:
             held = [pinned(batch, anew=True) for _ in range(self._lookahead + 1)]
             del held
@@ -294,14 +276,14 @@ class _Run(Generic[Batch]):
 
     def _work(self) -> None:
         try:
-            while True:
+            for number in itertools.count():
                 self._permits.acquire()
                 if self._stopping.is_set():
                     return
                 try:
                     batch = next(self._iterator)
                 except StopIteration:
-                    self._done.put("end")
+                    self._done.put(None)
                     return
                 start = time.perf_counter()
                 ids = self._ids_of(batch)
@@ -310,10 +292,10 @@ class _Run(Generic[Batch]):
                 if self._pins:
                     with labelled("pin batch"):
                         batch = pinned(batch)
-                if not self._reserved:
+                if number == 0:
                     self._reserve(lookups, batch)
                 self._times_ms["prepare_ms"] += 1e3 * (time.perf_counter() - start)
-                self._done.put(_Item(batch, lookups))
+                self._done.put((batch, lookups))
                 del batch, ids, lookups  # what is handed over is not kept alive here
         except BaseException as error:  # noqa: BLE001 - whatever it is, the loop that waits must get it
             self._done.put(error)

@@ -97,19 +97,15 @@ class Channel:
         rows_UD, *indices = _views(there, parts)
         return Share(where, shape, there, rows_UD, indices, ready, gather_ms)
 
-    def mend(self, share: Share, places_C: Tensor, read: Callable[[Tensor, Tensor | None], None]) -> None:
-        """Have `read(out_XD, places)` put rows in the places of those that are on the device or on their way
-        to it: at once where that is the CPU, else into a buffer, in order (None)."""
+    def mend(self, share: Share, places_C: Tensor, read: Callable[[Tensor], None]) -> None:
+        """Have `read(out_CD)` fill a buffer, and put its rows in the places of those that are
+        there or on their way."""
         shape = (len(places_C), share.rows_UD.shape[1])
         parts = _layout([(shape, share.rows_UD.dtype), ((len(places_C),), places_C.dtype)])
-        num_bytes = parts[-1][0].stop
-        self._counters.bytes_to_devices += num_bytes
-        if not self._cuda:
-            read(share.rows_UD, places_C)
-            return
-        memory = self._host_memory(num_bytes)
+        memory = self._host_memory(parts[-1][0].stop)
+        self._counters.bytes_to_devices += len(memory)
         rows_CD, places = _views(memory, parts)
-        read(rows_CD, None)
+        read(rows_CD)
         places.copy_(places_C)
         there, share.ready = self._start_copy(memory)
         with self._on(self._to):  # behind both copies, in the same stream

@@ -71,28 +71,14 @@ def compile_library(level: str, folder: Path, flags: tuple[str, ...] = ()) -> Pa
     return final
 
 
-def _requirements(found: list[str]) -> list[str]:
-    return found if compiler() else [*found, "ziglang>=0.13"]
-
-
-def get_requires_for_build_wheel(config_settings: object = None) -> list[str]:
-    """Return setuptools' requirements, and a compiler where there is none."""
-    from setuptools import build_meta
-
-    return _requirements(build_meta.get_requires_for_build_wheel(config_settings))
-
-
-def get_requires_for_build_editable(config_settings: object = None) -> list[str]:
-    """Return what `get_requires_for_build_wheel` does, for `pip install -e`."""
-    from setuptools import build_meta
-
-    return _requirements(build_meta.get_requires_for_build_editable(config_settings))
-
-
 def __getattr__(hook: str) -> Any:
-    """The other hooks of a build backend are setuptools' own."""
+    """The hooks of a build backend are setuptools' own; those for a wheel and for `pip install -e` ask for a
+    compiler where there is none."""
     if not hook.startswith(("build_", "get_requires_", "prepare_metadata_")):
         raise AttributeError(hook)
     from setuptools import build_meta
 
-    return getattr(build_meta, hook)
+    own = getattr(build_meta, hook)
+    if hook not in ("get_requires_for_build_wheel", "get_requires_for_build_editable") or compiler():
+        return own
+    return lambda settings=None: [*own(settings), "ziglang>=0.13"]

@@ -43,11 +43,9 @@ struct lookup {
     int64_t count;
     const void *rows;
     int64_t num_rows, dim, stored;
-    void *out;             /* float64 or float32; see places */
-    int64_t *flat;         /* out: a copy of the ids */
-    const int64_t *places; /* the row of `out` for each id; NULL: in order */
-    int64_t num_places;    /* rows of `out` */
-    int64_t wrong;         /* out: the first id that is no row, or count */
+    void *out;     /* float64 or float32 */
+    int64_t *flat; /* out: a copy of the ids */
+    int64_t wrong; /* out: the first id that is no row, or count */
 };
 struct columns { /* of ids, one after the other; the rows of column f's table begin at starts[f] in all tables */
     const int64_t *ids, *starts, *num_rows;
@@ -213,11 +211,11 @@ typedef void part(void *, int64_t, int64_t);
 
 /* ------------------------------------------------------------------ look up */
 
-/* Copy rows. Returns 0, with `out` untouched, where an id is no row or a place does not fit. */
+/* Copy rows. Returns 0, with `out` untouched, where an id is no row. */
 int look_up(struct lookup *l)
 {
     l->wrong = l->count;
-    if (!fits(l->dim, l->stored) || (!l->places && l->num_places < l->count))
+    if (!fits(l->dim, l->stored))
         return 0;
     /* Checked by the calling thread, as a second team a lookup costs more than the check; and kept: the team reads the
      * copy, which no other thread can change. */
@@ -229,9 +227,6 @@ int look_up(struct lookup *l)
         }
         l->flat[n] = id;
     }
-    for (int64_t n = 0; l->places && n < l->count; n++)
-        if ((uint64_t)l->places[n] >= (uint64_t)l->num_places)
-            return 0;
     part *copy = BY_TYPE(copies, l->stored, l->dim);
     run(&l->team, copy, l, l->count, block_of(l->dim * STORED_BYTES[l->stored]));
     return 1;

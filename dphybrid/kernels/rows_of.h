@@ -153,13 +153,11 @@ INLINE REAL OF(square_of)(const REAL *sum, int64_t dim)
 INLINE void OF(copy)(const struct lookup *l, int64_t first, int64_t last, int64_t dim)
 {
     const STORED *rows = l->rows;
-    const int64_t *ids = l->flat, *places = l->places;
-    int64_t end = l->count - 1;
-    REAL *out = l->out;
+    const int64_t *ids = l->flat, end = l->count - 1;
     for (int64_t n = first; n < last; n++) {
         prefetch_for_reading((const char *)(rows + ids[MIN(n + AHEAD, end)] * dim), dim * (int64_t)sizeof(STORED));
         const STORED *from = rows + ids[n] * dim;
-        REAL *to = out + (places ? places[n] : n) * dim;
+        REAL *to = (REAL *)l->out + n * dim;
         EACH_VECTOR(d) OF(store)(to + d, OF(load_row)(from + d));
     }
 }

@@ -54,7 +54,7 @@ static void train(struct team team, int64_t stored, int64_t rule, int twice)
     for (int64_t n = 0; n < IDS; n++)
         ids[n] = (int64_t)(mixed((uint64_t)n) % ROWS * (mixed((uint64_t)n) % 7) / 7);
     struct draw draw = {team, rows, ROWS * WIDTH, 0, stored, 1, 0.1};
-    struct lookup lookup = {team, ids, IDS, rows, ROWS, WIDTH, stored, grads, flat, NULL, IDS, 0};
+    struct lookup lookup = {team, ids, IDS, rows, ROWS, WIDTH, stored, grads, flat, 0};
     struct segment segment = {flat, IDS, 0, ROWS, (const char *)grads, WIDTH * REAL_BYTES[stored], NULL, IDS};
     struct arrange arranged = {.segments = &segment, .num_segments = 1, .count = IDS, .num_keys = ROWS, .words = words,
                                .keys = keys, .bounds = bounds, .places = places, .inverse = inverse};

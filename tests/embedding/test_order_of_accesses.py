@@ -86,9 +86,9 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(torch.cuda, "default_generators", [torch.Generator() for _ in range(4)])
         gather = native.gather
 
-        def gathers(weight: Tensor, threads: int | None, ids: Tensor, out: Tensor, *places: Tensor) -> None:
+        def gathers(weight: Tensor, threads: int | None, ids: Tensor, out: Tensor) -> None:
             world.host(out, writes=True)
-            gather(weight, threads, ids, out, *places)
+            gather(weight, threads, ids, out)
 
         monkeypatch.setattr(native, "gather", gathers)
         for name in ("update", "sum_rows"):
