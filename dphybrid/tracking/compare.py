@@ -92,6 +92,7 @@ def _read_run(client: MlflowClient, store_uri: str, run_id: str) -> RunFacts:
     chosen = [name for name in metrics if name == "train/loss" or name.startswith("valid/")][:6]
     begin, tags = run.info.start_time, run.data.tags.items()
     changed = {tag[len(CHANGED_TAG) :]: both for tag, both in tags if tag.startswith(CHANGED_TAG)}
+    stages = (_read_page(client, run_id, "report.json") or {}).get("stages_ms", {})
     return RunFacts(
         run_id=run_id,
         name=run.info.run_name or run_id,
@@ -101,7 +102,7 @@ def _read_run(client: MlflowClient, store_uri: str, run_id: str) -> RunFacts:
         replicas=int(run.data.tags.get(_REPLICAS_TAG, "1")),
         metrics=metrics,
         splits=_full_split(_read_page(client, run_id, "split_shapes.json") or {}),
-        stages_ms=_stages_ms(client, run_id, metrics),
+        stages_ms=dict(sorted(stages.items(), key=lambda stage: -stage[1])),
         url=run_address(store_uri, run.info.experiment_id, run_id),
         curves={name: _curve(client.get_metric_history(run_id, name), begin) for name in chosen},
     )
@@ -130,19 +131,6 @@ def _read_page(client: MlflowClient, run_id: str, name: str) -> Any:
             )
         except (MlflowException, OSError, ValueError):
             return None  # the run has none, or has not got so far
-
-
-def _stages_ms(client: MlflowClient, run_id: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the milliseconds of an average step by stage, largest first: from the metrics, or else from the
-    run's report."""
-    prefix = "timing_mean/"
-    found = {
-        name.removeprefix(prefix).removesuffix("_ms"): value
-        for name, value in metrics.items()
-        if name.startswith(prefix)
-    }
-    found = found or (_read_page(client, run_id, "report.json") or {}).get("stages_ms", {})
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 def find_runs(

@@ -6,6 +6,8 @@ from math import isfinite, nan
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dphybrid.util.text import as_flags, as_markdown, masked, printable
 
 Page = Mapping[str, Any]
@@ -105,32 +107,21 @@ def rendered(name: str, **values: object) -> str:
 def _curves(history: Sequence[Mapping[str, float]]) -> list[dict[str, object]]:
     """Return a line of the page a metric, as points within the frame of `report.html`; of those that have two
     values."""
-    names = [name for name in (history[0] if history else {}) if name != "step"]
     curves = []
-    for name in names:
-        found = [(row["step"], row[name]) for row in history if isfinite(row.get(name, nan))]
-        if len(found) < 2:
+    for name in history[0] if history else ():
+        points = [(row["step"], row[name]) for row in history if isfinite(row.get(name, nan))]
+        if name == "step" or len(points) < 2:
             continue
-        (first, _), (last, end) = found[0], found[-1]
-        low, high = min(value for _, value in found), max(value for _, value in found)
-        places = [
-            (
-                48 + 284 * (step - first) / ((last - first) or 1),
-                150 - 140 * (value - low) / ((high - low) or 1),
-            )
-            for step, value in found
-        ]
-        curves.append(
-            {
-                "name": name,
-                "points": " ".join(f"{x:.1f},{y:.1f}" for x, y in places),
-                "first": f"{first:.0f}",
-                "last": f"{last:.0f}",
-                "low": low,
-                "high": high,
-                "end": end,
-            }
+        steps, values = zip(*points, strict=True)
+        low, high = min(values), max(values)
+        places = zip(
+            np.interp(steps, (steps[0], steps[-1]), (48, 332)),
+            np.interp(values, (low, high), (150, 10)),
+            strict=True,
         )
+        facts = {"first": f"{steps[0]:.0f}", "last": f"{steps[-1]:.0f}", "low": low, "high": high}
+        drawn = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        curves.append({"name": name, "points": drawn, "end": values[-1], **facts})
     return curves
 
 

@@ -4,7 +4,7 @@ devices were used well."""
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
@@ -85,27 +85,19 @@ def nvml_reader(gpus: Sequence[str]) -> Callable[[], list[_GpuReading]]:
     except pynvml.NVMLError:  # no driver here
         return list
 
+    ask: dict[str, Callable[[Any], float]] = {
+        "memory_mb": lambda gpu: pynvml.nvmlDeviceGetMemoryInfo(gpu).used / _MIB,
+        "memory_pct": lambda gpu: 100 * (memory := pynvml.nvmlDeviceGetMemoryInfo(gpu)).used / memory.total,
+        "utilization_pct": lambda gpu: float(pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu),
+        "power_w": lambda gpu: pynvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
+        "temperature_c": lambda gpu: float(pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU)),
+    }
+
     def read_one(uuid: str) -> _GpuReading:
         reading: _GpuReading = {}
-        try:
-            handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-        except pynvml.NVMLError:
-            return reading
-        reading["memory_mb"] = memory.used / _MIB
-        reading["memory_pct"] = 100 * memory.used / memory.total
-        ask: dict[str, Callable[[], float]] = {
-            "utilization_pct": lambda: float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu),
-            "power_w": lambda: pynvml.nvmlDeviceGetPowerUsage(handle) / 1000,
-            "temperature_c": lambda: float(
-                pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)
-            ),
-        }
         for name, question in ask.items():
-            try:
-                reading[name] = question()
-            except pynvml.NVMLError:
-                continue
+            with suppress(pynvml.NVMLError):
+                reading[name] = question(pynvml.nvmlDeviceGetHandleByUUID(uuid))
         return reading
 
     return lambda: [read_one(uuid) for uuid in gpus]

@@ -15,11 +15,12 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from http.cookies import CookieError, SimpleCookie
-from typing import Any
-from urllib.parse import parse_qs
+
+from starlette.requests import HTTPConnection
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dphybrid.util.errors import UserError
 from dphybrid.util.text import masked
@@ -29,12 +30,7 @@ _START_S = 120.0
 """How long MLflow's server may take to answer; on a cold disk its imports take long."""
 _END_S = 10.0
 """How long it may take to end before it is killed."""
-REFUSED = b"Open the address that `dphybrid ui` printed: it carries a token.\n"
-
-_Message = MutableMapping[str, Any]
-_Receive = Callable[[], Awaitable[_Message]]
-_Send = Callable[[_Message], Awaitable[None]]
-_App = Callable[[_Message, _Receive, _Send], Awaitable[None]]
+_REFUSED = "Open the address that `dphybrid ui` printed: it carries a token.\n"
 
 
 @contextmanager
@@ -91,47 +87,32 @@ class _TokenOnly:
     """Lets requests through to an ASGI app that carry the token: in the address, which sets a cookie and
     leads to the same page without it; as that cookie; or as a bearer (MLFLOW_TRACKING_TOKEN)."""
 
-    def __init__(self, app: _App, token: str, port: int) -> None:
+    def __init__(self, app: ASGIApp, token: str, port: int) -> None:
         self._app, self._token = app, token
         # Browsers send cookies to all ports of a host.
         self._name, self._cookie = f"dphybrid-{port}", secrets.token_urlsafe(24)
 
-    async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
-        if scope["type"] == "lifespan":
-            await self._app(scope, receive, send)
-            return
-        headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        query = parse_qs(scope["query_string"].decode("latin-1"))
-        bearer = headers.get(b"authorization", "").removeprefix("Bearer ")
-        if self._is(self._cookie_of(headers.get(b"cookie", "")), self._cookie) or self._is(
-            bearer, self._token
-        ):
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or self._may_pass(request := HTTPConnection(scope)):
             await self._app(scope, receive, send)
         elif scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
-        elif self._is(query.get("token", [""])[0], self._token):
-            cookie = f"{self._name}={self._cookie}; HttpOnly; SameSite=Strict; Path=/"
-            where = [(b"location", scope["path"].encode()), (b"set-cookie", cookie.encode())]
-            await _answer(send, 303, where, b"")
         else:
-            await _answer(send, 403, [(b"content-type", b"text/plain")], REFUSED)
+            answer: Response = PlainTextResponse(_REFUSED, 403)
+            if _equal(request.query_params.get("token", ""), self._token):
+                answer = RedirectResponse(scope["path"], 303)
+                answer.set_cookie(self._name, self._cookie, httponly=True, samesite="strict")
+            answer.headers.update({"cache-control": "no-store", "referrer-policy": "no-referrer"})
+            await answer(scope, receive, send)
 
-    def _cookie_of(self, header: str) -> str:
-        try:
-            found = SimpleCookie(header).get(self._name)
-        except CookieError:
-            return ""
-        return found.value if found else ""
-
-    @staticmethod
-    def _is(given: str, wanted: str) -> bool:
-        return hmac.compare_digest(given.encode(), wanted.encode())
+    def _may_pass(self, request: HTTPConnection) -> bool:
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+        cookie = request.cookies.get(self._name, "")
+        return _equal(cookie, self._cookie) or _equal(bearer, self._token)
 
 
-async def _answer(send: _Send, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
-    own = [*headers, (b"cache-control", b"no-store"), (b"referrer-policy", b"no-referrer")]
-    await send({"type": "http.response.start", "status": status, "headers": own})
-    await send({"type": "http.response.body", "body": body})
+def _equal(given: str, wanted: str) -> bool:
+    return hmac.compare_digest(given.encode(), wanted.encode())  # as long for a good guess as for a bad one
 
 
 def main() -> None:
