@@ -1,14 +1,14 @@
 """Loads checkpoints back from MLflow: by model, by registered name and alias, or as a plain folder."""
 
 import atexit
-import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+
+from pydantic import BaseModel, TypeAdapter
 
 from dphybrid.tracking.base import LEFT_OUT
 from dphybrid.util.digests import SUMS
@@ -76,55 +76,54 @@ def _location(uri: str, tracking_uri: str | None) -> str:
     return str(location)
 
 
+class _LeftOut(BaseModel):
+    """A file that was too large to upload, as the page of left-out files names it."""
+
+    name: str
+    path: Path
+    bytes: int
+    sha256: str = ""
+    block_sums: str = ""
+
+    def check(self) -> None:
+        """Raise UserError when the file is gone, or another one by now."""
+        if not self.path.is_file():
+            raise UserError(
+                f"{self.path}: is not here, and with {self.bytes / 2**20:.0f} MiB it was too large to "
+                "upload; load the model on a machine that sees this path, or copy the file there"
+            )
+        sums = {kind: getattr(self, kind) for kind in SUMS if getattr(self, kind)}
+        if not sums or any(SUMS[kind](self.path) != known for kind, known in sums.items()):
+            raise UserError(
+                f"{self.path}: its checksum differs from the one recorded with the model; it belongs to "
+                "another checkpoint now"
+            )
+
+
 def _with_left_out(root: Path) -> Path:
     """Return the model's folder with the files that were too large to upload, from where the run left
     them."""
     page = root / LEFT_OUT
     if not page.is_file():
         return root
+    try:
+        entries = TypeAdapter(list[_LeftOut]).validate_json(page.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{page}: is damaged, or no list of a model's left-out files; this model is not loaded"
+        ) from error
     whole = Path(tempfile.mkdtemp(prefix="dphybrid-model-"))  # the downloaded folder may be the store's own
     atexit.register(shutil.rmtree, whole, ignore_errors=True)  # links alone, and in use until then
     shutil.copytree(root, whole, copy_function=os.symlink, dirs_exist_ok=True)
     inside = (whole / "checkpoint").resolve()
-    for entry in _entries(page):
-        target = inside / entry["name"]
+    for entry in entries:
+        target = inside / entry.name
         if not target.resolve().is_relative_to(inside) or target.resolve() == inside:
             raise UserError(
-                f"{page}: names {entry['name']!r}, which is outside the model's folder; this model is not "
-                "loaded"
+                f"{page}: names {entry.name!r}, which is outside the model's folder; this model is not loaded"
             )
-        source = Path(entry["path"])
-        if not source.is_file():
-            raise UserError(
-                f"{source}: is not here, and with {entry['bytes'] / 2**20:.0f} MiB it was too large to "
-                "upload; load the model on a machine that sees this path, or copy the file there"
-            )
-        if any(sum_of(source) != entry[kind] for kind, sum_of in SUMS.items() if kind in entry):
-            raise UserError(
-                f"{source}: its checksum differs from the one recorded with the model; it belongs to another "
-                "checkpoint now"
-            )
+        entry.check()
         target.parent.mkdir(parents=True, exist_ok=True)  # uploads leave out empty folders
         target.unlink(missing_ok=True)
-        os.symlink(source, target)
+        os.symlink(entry.path, target)
     return whole
-
-
-def _entries(page: Path) -> list[dict[str, Any]]:
-    """Return what a page of left-out files names. Raises UserError for another page."""
-    wanted = {"name": str, "path": str, "bytes": int}
-    try:
-        entries = json.loads(page.read_text(encoding="utf-8"))
-        good = isinstance(entries, list) and all(
-            {isinstance(entry[kind], str) for kind in SUMS if kind in entry} == {True}
-            and all(isinstance(entry[key], kind) for key, kind in wanted.items())
-            for entry in entries
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        good = False
-    if not good:
-        raise UserError(
-            f"{page}: is damaged, or no list of a model's left-out files; this model is not loaded"
-        )
-    found: list[dict[str, object]] = entries
-    return found

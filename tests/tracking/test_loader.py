@@ -57,7 +57,7 @@ def test_a_folder_that_is_a_link_leads_nowhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "{}", "[1]", '[{"name": 1}]', '[{"name": "a", "path": "b", "bytes": 1}]', "[" * 100_000]
+    "text", ["{", "{}", "[1]", '[{"name": 1}]', '[{"name": "a", "path": "b", "bytes": "c"}]', "[" * 100_000]
 )
 def test_a_damaged_page_of_left_out_files_is_told(tmp_path: Path, text: str) -> None:
     (tmp_path / "checkpoint").mkdir()
