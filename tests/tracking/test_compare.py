@@ -20,7 +20,6 @@ from dphybrid.tracking.compare_facts import (
     differing,
     ordered,
     overview,
-    param_of,
     seeds_as_one,
     speeds,
     split_table,
@@ -62,118 +61,78 @@ def facts(name: str, on: str, speed: float | None, **params: str) -> RunFacts:
     )
 
 
-def test_speed_up_and_efficiency_are_against_the_fewest_devices() -> None:
-    runs = [
-        facts("c", "cpu*4", 300.0),
-        facts("a", "cpu", 100.0),
-        facts("b", "cpu*2", 150.0),
-        facts("d", "cpu*4", None),
-    ]
-    assert [run.name for run in ordered(runs, "devices")] == ["a", "b", "c", "d"]
-    rows = overview(ordered(runs, "devices"), "devices")
-    assert [(row["run"], row["speed-up"], row["efficiency"]) for row in rows] == [
-        ("a", "1.00", "100%"),
-        ("b", "1.50", "75%"),
-        ("c", "3.00", "75%"),
-        ("d", "", ""),
-    ]
+@pytest.mark.parametrize(
+    ("runs", "shown"),
+    [
+        (
+            [("cpu*4", 300.0, "1"), ("cpu", 100.0, "1"), ("cpu*2", 150.0, "1"), ("cpu*4", None, "1")],
+            ["1.00 100%", "1.50 75%", "3.00 75%", ""],
+        ),
+        # a baseline that was not measured, beside one that was
+        (
+            [("cpu", None, "1"), ("cpu", 3.0, "2"), ("cpu*2", 5.0, "1"), ("cpu*2", 6.0, "2")],
+            ["", "1.00 100%", "-", "2.00 100%"],
+        ),
+        # no partner that differs in devices alone
+        ([("cpu", 5.0, "1"), ("cpu*2", 9.0, "2")], ["-", "-"]),
+    ],
+)
+def test_speed_up_and_efficiency_are_against_the_fewest_devices_of_runs_equal_in_all_else(
+    runs: list[tuple[str, float | None, str]], shown: list[str]
+) -> None:
+    given = [facts(str(number), on, speed, lr=lr) for number, (on, speed, lr) in enumerate(runs)]
+    rows = overview(ordered(given, "devices"), "devices")
+    assert [f"{row['speed-up']} {row.get('efficiency', '')}".strip() for row in rows] == shown
 
 
 def test_each_combination_of_the_other_values_has_its_own_baseline() -> None:
+    measured = {("cpu", "64"): 72.0, ("cpu*2", "64"): 36.0, ("cpu", "512"): 128.0, ("cpu*2", "512"): 256.0}
     runs = [
         facts(
-            f"{devices} b{batch} s{seed}",
-            devices,
-            speed + seed,
-            **{"train.batch_size": batch, "train.seed": str(seed)},
+            f"{on} b{size} s{seed}", on, speed + seed, **{"train.batch_size": size, "train.seed": str(seed)}
         )
-        for devices, batch, speed in [
-            ("cpu", "64", 72.0),
-            ("cpu*2", "64", 36.0),
-            ("cpu", "512", 128.0),
-            ("cpu*2", "512", 256.0),
-        ]
+        for (on, size), speed in measured.items()
         for seed in (0, 2)
     ]
     found = speeds(runs, "devices")
-    ratios = {name: round(speed.ratio, 3) for name, speed in found.items()}
-    assert ratios["cpu b64 s0"] == round(72 / 73, 3)  # the baseline is the median of the seeds
-    assert ratios["cpu b512 s0"] == round(128 / 129, 3)
-    assert ratios["cpu*2 b64 s0"] == round(36 / 73, 3)
-    assert ratios["cpu*2 b512 s2"] == 2.0
+    assert {name: found[name].ratio for name in ("cpu b64 s0", "cpu*2 b64 s0", "cpu*2 b512 s2")} == {
+        "cpu b64 s0": 72 / 73,  # the baseline is the median of the seeds
+        "cpu*2 b64 s0": 36 / 73,
+        "cpu*2 b512 s2": 2.0,
+    }
     assert found["cpu*2 b512 s2"].efficiency == 1.0
     by_batch = speeds(runs, "train.batch_size")
     assert by_batch["cpu b512 s0"] == Speed(128 / 73, None, "devices=cpu")
     assert by_batch["cpu*2 b512 s0"] == Speed(256 / 37, None, "devices=cpu*2")
 
 
-def test_a_combination_without_a_known_baseline_has_no_speed_up() -> None:
-    runs = [facts("a", "cpu", None), facts("b", "cpu*2", 5.0), facts("c", "cpu*2", 6.0, **{"model.dim": "8"})]
-    assert speeds(runs, "devices") == {}
-    runs.append(facts("d", "cpu", 3.0, **{"model.dim": "8"}))
-    assert {name: speed.ratio for name, speed in speeds(runs, "devices").items()} == {"c": 2, "d": 1}
-
-
-def test_a_run_without_a_partner_that_differs_in_the_compared_value_alone_has_no_speed_up() -> None:
-    runs = [facts("a", "cpu", 5.0, lr="1"), facts("b", "cpu*2", 9.0, lr="2")]
-    assert speeds(runs, "devices") == {}
-    assert [row["speed-up"] for row in overview(runs, "devices")] == ["-", "-"]
-    assert "efficiency" not in overview(runs, "devices")[0]
-
-
-def test_values_of_numbers_are_in_their_order() -> None:
-    runs = [
-        facts(str(i), "cpu", float(i), **{"train.batch_size": size})
-        for i, size in enumerate(["100", "20", "20", "20"])
-    ]
-    found = [run.value("train.batch_size") for run in ordered(runs, param_of("train.batch_size", runs))]
-    assert found == ["20", "20", "20", "100"]
-
-
-def test_only_what_differs_is_a_difference() -> None:
-    runs = [
-        facts(
-            "a",
-            "cpu",
-            1.0,
-            same="1",
-            lr="0.1",
-            **{"devices": "cpu", "train.seed": "1", "size.table_rows": "3"},
-        ),
-        facts(
-            "b",
-            "cpu*2",
-            1.0,
-            same="1",
-            lr="0.2",
-            only="x",
-            **{"devices": "cpu*2", "train.seed": "2", "size.table_rows": "4"},
-        ),
-    ]
-    assert differing(runs) == ["devices", "lr", "only", "train.seed"]
+def test_values_are_in_their_order_and_only_what_differs_is_a_difference() -> None:
+    runs = [facts(size, "cpu", None, **{"train.batch_size": size}) for size in ("100", "20", "3")]
+    assert [run.name for run in ordered(runs, "train.batch_size")] == ["3", "20", "100"]
+    one = facts("a", "cpu", 1.0, same="1", lr="0.1", **{"train.seed": "1", "size.table_rows": "3"})
+    two = facts(
+        "b", "cpu*2", 1.0, same="1", lr="0.2", only="x", **{"train.seed": "2", "size.table_rows": "4"}
+    )
+    assert differing([one, two]) == ["devices", "lr", "only", "train.seed"]
 
 
 def test_the_text_is_a_table_with_what_differs_and_a_line_of_stages_a_run() -> None:
+    second = facts("second\x1b[31m", "cpu*2", 150.0, recipe="toy")
     runs = [
-        dataclasses.replace(
-            facts("second\x1b[31m", "cpu*2", 150.0, recipe="toy"), stages_ms={"forward": 3.0, "lookup": 1.0}
-        ),
+        dataclasses.replace(second, stages_ms={"forward": 3.0, "lookup": 1.0}),
         facts("first", "cpu", 100.0, recipe="toy"),
     ]
     lines = text_of(runs, "devices").splitlines()
-    assert lines[0].split() == ["run", "devices", "samples/s", "speed-up", "efficiency"]
-    assert lines[1].split() == ["first", "cpu", "100", "1.00", "100%"]
-    assert lines[2].split() == ["second?[31m", "cpu*2", "150", "1.50", "75%"]
+    assert [line.split() for line in lines[:3]] == [
+        ["run", "devices", "samples/s", "speed-up", "efficiency"],
+        ["first", "cpu", "100", "1.00", "100%"],
+        ["second?[31m", "cpu*2", "150", "1.50", "75%"],
+    ]
     assert "the same in all: recipe toy" in lines
     assert lines[-1] == "second?[31m: 4 ms a step: forward 75%, lookup 25%"
-
-
-def test_columns_of_the_text_that_end_alike_keep_their_sections() -> None:
-    values = [
-        {"train.lr": "1", "table.lr": "1", "model.dim": "4"},
-        {"train.lr": "2", "table.lr": "2", "model.dim": "8"},
-    ]
-    runs = [facts(name, "cpu", 1.0, **own) for name, own in zip("ab", values, strict=True)]
+    # columns that end alike keep their sections
+    names = ("train.lr", "table.lr", "model.dim")
+    runs = [facts(value, "cpu", 1.0, **dict.fromkeys(names, value)) for value in ("1", "2")]
     assert text_of(runs, "devices").split()[:4] == ["run", "dim", "table.lr", "train.lr"]
 
 
@@ -255,34 +214,33 @@ def test_wrong_calls_say_what_is_there(
     sweep: tuple[list[Report], Settings, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reports, _, folder = sweep
-    uri = reports[0].tracking_uri
-    with refused(rf"run nobody: not in experiment 'dphybrid'; the newest there: .*{reports[2].run_name}"):
-        find_runs(uri, "dphybrid", ["nobody"])
-    with refused(r"experiment 'elsewhere': is not at .*; there: .*dphybrid"):
-        find_runs(uri, "elsewhere")
-    with refused("needs at least two runs, and there is one"):
-        read_runs(uri, [reports[0].run_id, reports[0].run_id])
-    with refused("'0000': cannot be read"):
-        read_runs(uri, ["0000", reports[0].run_id])
-    with refused("257 runs make no readable page"):
-        read_runs(uri, [str(i) for i in range(MAX_CELLS + 1)])
-    with refused("--sweep nosuch: not in experiment 'dphybrid'; sweeps there: none"):
-        find_runs(uri, "dphybrid", sweep="nosuch")
+    uri, one = reports[0].tracking_uri, reports[0].run_id
+    newest = f"run nobody: not in experiment 'dphybrid'; the newest there: .*{reports[2].run_name}"
+    for call, words in [
+        (lambda: find_runs(uri, "dphybrid", ["nobody"]), newest),
+        (lambda: find_runs(uri, "elsewhere"), r"experiment 'elsewhere': is not at .*; there: .*dphybrid"),
+        (
+            lambda: find_runs(uri, "dphybrid", sweep="nosuch"),
+            "--sweep nosuch: not in experiment 'dphybrid'; sweeps there: none",
+        ),
+        (lambda: read_runs(uri, [one, one]), "needs at least two runs, and there is one"),
+        (lambda: read_runs(uri, ["0000", one]), "'0000': cannot be read"),
+        (lambda: read_runs(uri, list(map(str, range(MAX_CELLS + 1)))), "257 runs make no readable page"),
+    ]:
+        with refused(words):
+            call()
     monkeypatch.setenv("DPHYBRID_DATA_DIR", str(folder))
     (folder / "a_file").touch()
     every = ["compare", "--experiment", "dphybrid"]
-    for arguments, words in [
-        (["compare"], "name runs to compare"),
-        (["compare", "--sweep", "nightly"], "--sweep nightly: not in experiment"),
-        ([*every, "--out", str(folder / "a_file")], "name a folder, for index.html"),
-        ([*every, "--group-by", "train.batchsize"], "no run has such a param; near: train.batch_size"),
+    said = command(*every, "--out", str(folder / "a_file"), ends=2)
+    assert "name a folder, for index.html" in said
+    said = command(*every, "--group-by", "train.batchsize", ends=2)
+    assert "no run has such a param; near: train.batch_size" in said
+    for name, value, words in [
+        ("MLFLOW_TRACKING_URI", "http://127.0.0.1:9", "http://127.0.0.1:9: does not answer"),
+        ("MLFLOW_TRACKING_URI", "none", "no run is recorded there"),
+        ("DPHYBRID_DATA_DIR", str(folder / "nothing"), "no run is recorded there yet"),
     ]:
-        assert words in command(*arguments, ends=2)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    assert "http://127.0.0.1:9: does not answer" in command(*every, ends=2)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "none")
-    assert "no run is recorded there" in command(*every, ends=2)
-    monkeypatch.delenv("MLFLOW_TRACKING_URI")
-    monkeypatch.setenv("DPHYBRID_DATA_DIR", str(folder / "nothing"))
-    assert "no run is recorded there yet" in command(*every, ends=2)
-    assert not (folder / "nothing").exists()
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert words in command(*every, ends=2)

@@ -73,17 +73,23 @@ def test_what_was_refused_is_offered_again(tmp_path: Path) -> None:
     assert outbox.losses() == Losses(refused=1)
 
 
-def test_only_one_at_a_time_sends(tmp_path: Path) -> None:
-    one, two = Outbox(tmp_path, "r"), Outbox(tmp_path, "r")
+def test_only_one_at_a_time_sends_from_files_that_are_the_owners_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "spool"
+    one, two = Outbox(folder, "r"), Outbox(folder, "r")
+    one.set_destination(tracking_uri="sqlite://", experiment_id="1")
     one.append({"op": "tags", "values": {}})
     assert one.hold()
     assert not two.hold()
-    assert waiting(tmp_path) == 0  # somebody is at it
+    assert folder.stat().st_mode & 0o077 == 0
+    assert {path.suffix for path in folder.iterdir()} == {".db", ".db-wal", ".db-shm", ".lock"}
+    assert [path.name for path in folder.iterdir() if path.stat().st_mode & 0o077] == []
+    assert waiting(folder) == 0  # somebody is at it
     one.release()
     assert two.hold()
     two.release()
-    assert waiting(tmp_path) == 1
-    assert [outbox.run_id for outbox in outboxes(tmp_path)] == ["r"]
+    assert waiting(folder) == 1
+    assert [outbox.run_id for outbox in outboxes(folder)] == ["r"]
+    assert two.destination() == {"tracking_uri": "sqlite://", "experiment_id": "1"}
 
 
 def test_what_a_killed_process_appended_is_there(tmp_path: Path) -> None:
@@ -216,14 +222,3 @@ def test_a_commit_that_must_outlive_a_loss_of_power_is_synced_and_others_are_not
         levels += opened[-1].execute("PRAGMA synchronous").fetchall()
     assert levels == [(1,), (2,), (1,)]  # NORMAL, FULL
     assert opened[-1].execute("PRAGMA journal_mode").fetchall() == [("wal",)]
-
-
-def test_the_files_are_their_owners_alone(tmp_path: Path) -> None:
-    folder = tmp_path / "spool"
-    outbox = Outbox(folder, "r")
-    outbox.set_destination(tracking_uri="sqlite://", experiment_id="1")
-    outbox.hold()
-    assert folder.stat().st_mode & 0o077 == 0
-    assert {path.suffix for path in folder.iterdir()} == {".db", ".db-wal", ".db-shm", ".lock"}
-    assert [path.name for path in folder.iterdir() if path.stat().st_mode & 0o077] == []
-    assert outbox.destination() == {"tracking_uri": "sqlite://", "experiment_id": "1"}
