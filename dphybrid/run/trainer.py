@@ -22,7 +22,7 @@ from dphybrid.training.engine import Session
 from dphybrid.training.loop import keep_checkpoints, train
 from dphybrid.training.observing import Observer
 from dphybrid.training.saving import best_checkpoint
-from dphybrid.training.split_log import announcement
+from dphybrid.training.split_log import SplitLog, announcement
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import write_text
 from dphybrid.util.stop import StopRequest
@@ -63,7 +63,7 @@ def train_here(
         finally:
             result = _result_of(session, seen.times, system)
             if engine.leads:
-                _keep_outcome(run, session, result)
+                _keep_outcome(run, session.splits, tracker, result)
     stop.obey("after its last step; it goes on with --resume")
     return result
 
@@ -103,13 +103,13 @@ def _step_ms_before(page: Path, step: int) -> dict[str, float]:
     return before.step_ms if before.steps == step else {}
 
 
-def _keep_outcome(run: Run, session: Session, result: ResultPage) -> None:
+def _keep_outcome(run: Run, splits: SplitLog, tracker: Tracker, result: ResultPage) -> None:
     """Write the results, and what each replica got of a batch, as it was printed and as a table; record the
     latter."""
-    splits, rows = session.splits, session.splits.rows()
+    rows = splits.rows()
     text = "\n".join(splits.lines) + "\n"
     write_text(run.folder / "splits.txt", text)
     SplitsPage(rows=rows, lines=splits.lines).write(run.folder / "splits.json")
     result.write(run.folder / "result.json")
-    session.tracker.log_text("splits.txt", text)
-    session.tracker.log_table("split_shapes.json", [row.table_row() for row in rows])
+    tracker.log_text("splits.txt", text)
+    tracker.log_table("split_shapes.json", [row.table_row() for row in rows])

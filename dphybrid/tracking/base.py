@@ -5,7 +5,6 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -25,22 +24,6 @@ CHANGED_TAG = "dphybrid.changed."
 """Begins the tag of a value that a resumed run changed, `0.1 -> 0.2`: MLflow keeps params as they were."""
 _MAX = 250
 _STRANGE = re.compile(r"[^\w\-./: ]")
-
-
-@dataclass(frozen=True)
-class CheckpointCard:
-    """A checkpoint as a tracker records it.
-
-    uid: differs when its content does; role: best, latest, best+latest or kept; metrics: of the evaluation
-    before it, as they were logged.
-    """
-
-    uid: str
-    name: str
-    step: int
-    folder: Path
-    role: str
-    metrics: Mapping[str, float]
 
 
 class Tracker:
@@ -126,14 +109,16 @@ class Tracker:
         """Have what was recorded so far outlive a loss of power: before a checkpoint does, from which a run
         would go on."""
 
-    def log_checkpoints(self, kept: Sequence[CheckpointCard], dataset: tuple[str, str] | None) -> None:
+    def log_checkpoints(self, kept: Sequence[Mapping[str, Any]], dataset: tuple[str, str] | None) -> None:
         """Record which checkpoints the run keeps now, each as a model that can be loaded back; others are
         removed from the record.
 
-        dataset: name and digest of the data they were made from.
+        kept: uid (differs when its content does), name, step, folder, role (best, latest, best+latest or
+        kept) and metrics (of the evaluation before it, as they were logged) of each. dataset: name and digest
+        of the data they were made from.
         """
         cards = [
-            asdict(card) | {"folder": str(card.folder.absolute()), "metrics": as_floats(card.metrics)}
+            {**card, "folder": str(card["folder"].absolute()), "metrics": as_floats(card["metrics"])}
             for card in kept
         ]
         self.record({"op": "checkpoints", "kept": cards, "dataset": dataset}, sync=True)

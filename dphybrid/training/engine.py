@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -14,7 +14,6 @@ from dphybrid.config.settings import Settings
 from dphybrid.data import Dataset, Prepared
 from dphybrid.embedding.storage import unfilled_rows
 from dphybrid.parallel import Devices, Split, resolve_devices
-from dphybrid.tracking import Tracker
 from dphybrid.training.callbacks import Callback
 from dphybrid.training.checkpoint import Stateful, Trained, way_on
 from dphybrid.training.clock import StageClock
@@ -137,6 +136,20 @@ class Engine:
         return {}
 
 
+class Recorder(Protocol):
+    """Where a training records what it does; `dphybrid.tracking.Tracker` is one, and says what each takes."""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None: ...
+
+    def log_file(self, path: Path, folder: str) -> None: ...
+
+    def log_checkpoints(self, kept: Sequence[Mapping[str, Any]], dataset: tuple[str, str] | None) -> None: ...
+
+    def set_tags(self, tags: Mapping[str, str]) -> None: ...
+
+    def keep(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class Session:
     """Everything one training run works with.
@@ -152,7 +165,7 @@ class Session:
     train_data: Dataset
     valid_data: Dataset
     task: Task
-    tracker: Tracker
+    tracker: Recorder
     clock: StageClock
     splits: SplitLog
     stop: StopRequest

@@ -1,6 +1,6 @@
 """Observation of a training: loss and speed in lines, stages in the clock, splits, a profile."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -10,7 +10,6 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from dphybrid.embedding import RowPipeline
-from dphybrid.tracking import Tracker
 from dphybrid.training.clock import NOT_A_STEP, StepTimes, timed_parts
 from dphybrid.training.display import Display
 from dphybrid.training.engine import Session
@@ -20,8 +19,8 @@ class _StepProfiler:
     """Profiles `steps` with torch's profiler; the trace, in `folder` and in the record, opens in Perfetto
     (https://ui.perfetto.dev)."""
 
-    def __init__(self, steps: range, folder: Path, tracker: Tracker) -> None:
-        self._steps, self._folder, self._tracker = steps, folder, tracker
+    def __init__(self, steps: range, folder: Path, record: Callable[[Path, str], None]) -> None:
+        self._steps, self._folder, self._record = steps, folder, record
         self._running: profile | None = None
 
     def before(self, step: int) -> None:
@@ -55,7 +54,7 @@ class _StepProfiler:
             "https://ui.perfetto.dev)",
             flush=True,
         )
-        self._tracker.log_file(path, "profile")
+        self._record(path, "profile")
 
 
 class Observer:
@@ -64,7 +63,9 @@ class Observer:
 
     def __init__(self, session: Session, display: Display) -> None:
         self._session, self._display = session, display
-        self._profiler = _StepProfiler(session.profile_steps, session.checkpoints.parent, session.tracker)
+        self._profiler = _StepProfiler(
+            session.profile_steps, session.checkpoints.parent, session.tracker.log_file
+        )
         self._added: list[tuple[Tensor, Tensor]] = []
         self._loss, self._weight = 0.0, 0.0
         self._steps = 0

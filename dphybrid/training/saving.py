@@ -28,7 +28,6 @@ from torch import Tensor
 from dphybrid.config import CheckpointConfig
 from dphybrid.embedding import find_tables
 from dphybrid.embedding.storage import available_memory_bytes, zero_rows
-from dphybrid.tracking import CheckpointCard
 from dphybrid.training.checkpoint import (
     VALIDATION,
     CheckpointState,
@@ -384,21 +383,21 @@ def prune_checkpoints(folder: Path, config: CheckpointConfig, best: Sequence[int
     return [path for path in there if path in wanted]
 
 
-def checkpoint_cards(kept: Sequence[Path], recipe: str, best_step: int | None) -> list[CheckpointCard]:
-    """Return what the record should say of the kept checkpoints (oldest first)."""
+def checkpoint_cards(kept: Sequence[Path], recipe: str, best_step: int | None) -> list[dict[str, Any]]:
+    """Return what the record should say of the kept checkpoints (oldest first), for `log_checkpoints`."""
     cards = []
     for path in kept:
         progress = read_state(path).progress
         roles = {"best": step_of(path) == best_step, "latest": path == kept[-1]}
         cards.append(
-            CheckpointCard(
-                uid=checkpoint_uid(path),
-                name=f"{recipe}-{path.name}",
-                step=progress.step,
-                folder=path,
-                role="+".join(role for role, has in roles.items() if has) or "kept",
-                metrics={f"valid/{name}": value for name, value in progress.metrics.items()},
-            )
+            {
+                "uid": checkpoint_uid(path),
+                "name": f"{recipe}-{path.name}",
+                "step": progress.step,
+                "folder": path,
+                "role": "+".join(role for role, has in roles.items() if has) or "kept",
+                "metrics": {f"valid/{name}": value for name, value in progress.metrics.items()},
+            }
         )
     return cards
 

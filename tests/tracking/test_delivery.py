@@ -3,8 +3,8 @@
 import json
 import shutil
 import time
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mlflow.tracking import MlflowClient
@@ -12,7 +12,7 @@ from mlflow.tracking import MlflowClient
 from dphybrid.config.settings import load_settings
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import Report, run_job
-from dphybrid.tracking import CheckpointCard, open_tracker
+from dphybrid.tracking import open_tracker
 from dphybrid.tracking.models import Registry
 from dphybrid.tracking.outbox import Outbox
 from dphybrid.util.locks import lock
@@ -27,11 +27,13 @@ def test_runs_at_once_lose_and_double_nothing(tmp_path: Path) -> None:
     assert json.loads(done.stdout.splitlines()[-1]) == [], done.stderr
 
 
-def card(folder: Path, step: int = 1) -> CheckpointCard:
+def card(folder: Path, step: int = 1) -> dict[str, Any]:
     path = folder / f"step-{step:06d}"
     path.mkdir(parents=True)
     (path / "state.json").write_text('{"sha256": {}}')
-    return CheckpointCard(f"uid-{step}", path.name, step, path, "best", {"valid/auc": 0.5})
+    metrics = {"valid/auc": 0.5 * step}
+    names = {"uid": f"uid-{step}", "name": path.name, "role": "best"}
+    return names | {"step": step, "folder": path, "metrics": metrics}
 
 
 def test_a_checkpoint_removed_before_it_was_sent_takes_no_point_with_it(tmp_path: Path) -> None:
@@ -44,10 +46,10 @@ def test_a_checkpoint_removed_before_it_was_sent_takes_no_point_with_it(tmp_path
         assert lock(held.fileno())  # nobody sends meanwhile
         for step in (1, 2):
             tracker.log_metrics({"valid/auc": 0.5 * step}, step)
-            kept = replace(card(tmp_path, step), metrics={"valid/auc": 0.5 * step})
+            kept = card(tmp_path, step)
             tracker.log_checkpoints([kept], None)
             if step == 1:
-                shutil.rmtree(kept.folder)
+                shutil.rmtree(kept["folder"])
     tracker.finish("FINISHED")
     client = MlflowClient(tracker.tracking_uri)
     assert [(p.step, p.value) for p in client.get_metric_history(run_id, "valid/auc")] == [(1, 0.5), (2, 1.0)]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mlflow.tracking import MlflowClient
 
-from dphybrid.tracking import CheckpointCard, open_tracker, waiting
+from dphybrid.tracking import open_tracker, waiting
 from dphybrid.tracking.opening import embedded_uri
 
 RUNS, STEPS = 8, 40
@@ -27,9 +27,8 @@ def run(store: Path, number: int) -> None:
             path = folder / f"step-{step:06d}"
             path.mkdir(parents=True)
             (path / "state.json").write_text(json.dumps({"sha256": {}, "number": number}))
-            card = CheckpointCard(
-                f"{number}-{step}", path.name, step, path, "latest", {"valid/auc": step / STEPS}
-            )
+            card = {"uid": f"{number}-{step}", "name": path.name, "role": "latest", "step": step}
+            card |= {"folder": path, "metrics": {"valid/auc": step / STEPS}}
             tracker.log_checkpoints([card], ("data", "digest-of-all"))
         if chance.random() < 0.1:
             tracker.flush(chance.random())
