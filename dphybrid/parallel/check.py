@@ -4,15 +4,16 @@ Most of these show only on two or more distinct GPUs. What a module computes acr
 finds.
 """
 
-import functools
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dphybrid.parallel.dropout import Dropout
+from dphybrid.parallel.nests import reachable
 from dphybrid.parallel.replication import OF_TORCH, unsuitable
 
 
@@ -71,39 +72,20 @@ def _attributes(part: nn.Module) -> Iterator[_Words]:
     for name, value in vars(part).items():
         if name in OF_TORCH or name == "_all_weights":
             continue
-        for leaf in _leaves(value):
-            words = None
-            if isinstance(leaf, Tensor):
-                why = "a tensor that is not registered stays on the first device"
-                words = why, "make it a buffer with register_buffer"
-            elif isinstance(leaf, nn.Module):
+        held = list(reachable(value, but_not_in=(nn.Module, Tensor)))
+        if any(isinstance(each, nn.Module) for each in held):
+            if any(isinstance(each, types.MethodType | types.FunctionType | partial) for each in held):
+                why = "a stored function or bound method keeps the first device's module"
+                remedy = "look the method up when it is called"
+            else:
                 why = "a module outside the module tree is not replicated"
-                words = why, "put it into an nn.ModuleList or nn.ModuleDict"
-            elif _bound_to_module(leaf):
-                why = "a stored bound method keeps the first device's module"
-                words = why, "look the method up when it is called"
-            if words:
-                yield True, f"self.{name}", *words
-
-
-def _leaves(value: object) -> Iterator[object]:
-    if isinstance(value, list | tuple | set):
-        for item in value:
-            yield from _leaves(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _leaves(item)
-    else:
-        yield value
-
-
-def _bound_to_module(value: object) -> bool:
-    if isinstance(value, functools.partial):
-        return _bound_to_module(value.func) or any(isinstance(arg, nn.Module) for arg in value.args)
-    if isinstance(value, types.MethodType):
-        return isinstance(value.__self__, nn.Module)
-    cells = value.__closure__ or () if isinstance(value, types.FunctionType) else ()
-    return any(isinstance(cell.cell_contents, nn.Module) for cell in cells)
+                remedy = "put it into an nn.ModuleList or nn.ModuleDict"
+        elif any(isinstance(each, Tensor) for each in held):
+            why = "a tensor that is not registered stays on the first device"
+            remedy = "make it a buffer with register_buffer"
+        else:
+            continue
+        yield True, f"self.{name}", why, remedy
 
 
 def _tied(module: nn.Module) -> list[Finding]:

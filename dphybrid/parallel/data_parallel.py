@@ -223,7 +223,7 @@ class DataParallel(nn.DataParallel):
         module: Any = self._modules["module"]  # nn.Module's way to `self.module` takes a microsecond
         output = module(*inputs, **kwargs)
         if not torch.compiler.is_exporting():  # a graph in the making computes no batch
-            self._record.note(((first_size((inputs, kwargs)),), (first_size(output),)))
+            self._record.note(((first_size(inputs) or first_size(kwargs),), (first_size(output),)))
         return output if self._target == home else map_tensors(lambda t: t.to(self._target), output)
 
     @contextmanager

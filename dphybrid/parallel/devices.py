@@ -26,7 +26,7 @@ class Devices:
     def __len__(self) -> int:
         return len(self.replicas)
 
-    @property
+    @cached_property
     def home(self) -> torch.device:
         """The device of replica 0, where parameters live between steps."""
         return self.replicas[0]

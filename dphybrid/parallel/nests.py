@@ -185,23 +185,18 @@ def batch_rows(args: tuple[object, ...], kwargs: dict[str, object], dim: int) ->
 
 
 def _rows(value: Tensor, dim: int, path: str) -> int | None:
-    if value.layout is not torch.strided or value.is_nested:
-        _refuse_layout(value, path)
+    if value.is_nested or value.layout not in (torch.strided, torch.sparse_coo):
+        kind = "nested (jagged)" if value.is_nested else str(value.layout).removeprefix("torch.")
+        raise UserError(
+            f"{path}: a {kind} tensor cannot be split; give values and offsets a sample, a padded tensor, or "
+            "one in COO layout"
+        )
+    if value.is_sparse and value.requires_grad:
+        raise UserError(
+            f"{path}: a sparse tensor that requires grad cannot be split (torch has no way back); give its "
+            "indices and values apart"
+        )
     return value.shape[dim] if -value.dim() <= dim < value.dim() else None
-
-
-def _refuse_layout(value: Tensor, path: str) -> None:
-    kind = f"{'a nested (jagged)' if value.is_nested else f'a {value.layout}'.replace('torch.', '')} tensor"
-    if value.is_nested or value.layout is not torch.sparse_coo:
-        raise UserError(
-            f"{path}: {kind} cannot be split; give values and offsets a sample, a padded tensor, or one in "
-            "COO layout"
-        )
-    if value.requires_grad:
-        raise UserError(
-            f"{path}: {kind} that requires grad cannot be split (torch has no way back); give its indices "
-            "and values apart"
-        )
 
 
 def _collect(value: object, dim: int, path: str, sizes: dict[str, int | None]) -> None:
@@ -268,15 +263,19 @@ _DEPTH = 8
 """Steps from object to object in the search for tensors: objects that refer to each other are many."""
 
 
-def _carries_tensors(value: object) -> bool:
-    """Is a tensor somewhere inside of the value?"""
+def reachable(value: object, but_not_in: type | tuple[type, ...] = ()) -> Iterator[object]:
+    """Yield the value and what it refers to, in whatever way, nearest first. but_not_in: types that are not
+    looked into."""
     found, seen = [value], set[int]()
     for _ in range(_DEPTH):
-        if any(isinstance(each, Tensor) for each in found):
-            return True
+        yield from found
         seen.update(map(id, found))
-        found = [held for each in found for held in _held(each) if id(held) not in seen]
-    return False
+        within = (each for each in found if not isinstance(each, but_not_in))
+        found = [held for each in within for held in _held(each) if id(held) not in seen]
+
+
+def _carries_tensors(value: object) -> bool:
+    return any(isinstance(each, Tensor) for each in reachable(value))
 
 
 def _held(value: object) -> Sequence[object]:
