@@ -72,8 +72,8 @@ def _compare_block(
     or None."""
     home = block.devices.home
     args, kwargs = joined((args, block.with_wholes(kwargs)), home, block.dim)
-    rows = batch_rows(args, kwargs, block.dim)
-    if rows is None or rows < 2:
+    rows = max(batch_rows(args, kwargs, block.dim).values(), default=0)
+    if rows < 2:
         return None
     sizes = block.sizes(rows) if len(block.devices) > 1 else split_sizes(rows, 2)
     copy = throwaway(block.module, home)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dphybrid.parallel.applying import parallel_apply
 from dphybrid.parallel.devices import Devices, resolve_devices
-from dphybrid.parallel.gathering import Join, Leaf, as_device, gather
+from dphybrid.parallel.gathering import Join, as_device, gather
 from dphybrid.parallel.nests import (
     Parts,
     Whole,
@@ -89,20 +89,23 @@ class DataParallel(nn.DataParallel):
     @outside_of_graphs
     def _split_and_joined(self, inputs: tuple[object, ...], kwargs: dict[str, object]) -> object:
         kwargs = self.with_wholes(kwargs)
-        sizes: list[int] | None = None
+        sizes, trial, record = None, None, self._record
         if "scatter" in self._overridden:
             with self._timed("scatter"):
                 replica_inputs, replica_kwargs = _in_step(*self.scatter(inputs, kwargs, self.device_ids))
             if len(self.devices) == 1:
                 return self.module(*replica_inputs[0], **replica_kwargs[0])
         else:
-            rows = batch_rows(inputs, kwargs, self.dim)
+            found = batch_rows(inputs, kwargs, self.dim)
+            paths, rows = tuple(found), max(found.values(), default=0)
             if not rows:  # nothing to split: once, on the first device
                 return self._on_one(inputs, kwargs)
             sizes = self.sizes(rows)
-            if len(sizes) > 1 and not under_functorch():
-                trial = Trial(self.module, (inputs, kwargs), self.dim, self.devices.home, len(sizes))
-                refuse_shared_inputs(trial, self._record.asked)
+            if len(sizes) > 1:
+                trial = Trial(self.module, (inputs, kwargs), self.dim, self.devices.home, sizes)
+                if len(paths) > 1 and paths not in record.asked and not under_functorch():
+                    refuse_shared_inputs(trial)
+                    record.asked.add(paths)
             places = self.devices.replicas[: len(sizes)]
             with self._timed("scatter"):
                 # both at once: a tensor that is given twice stays one in each share
@@ -113,24 +116,24 @@ class DataParallel(nn.DataParallel):
         try:
             outputs = self.parallel_apply(replicas, replica_inputs, replica_kwargs)
         except (RuntimeError, ValueError, IndexError) as error:
-            if sizes is not None and len(sizes) > 1 and not is_out_of_memory(error):
+            if trial is not None and not is_out_of_memory(error):
                 # what the module was given is what the user can change; the traceback shows only the inside
-                note_shares(error, inputs, kwargs, sizes, self.dim)
+                note_shares(error, trial)
             raise
-        self._record.note(
-            (
-                tuple(first_size(given) for given in zip(replica_inputs, replica_kwargs, strict=True)),
-                tuple(map(first_size, outputs)),
-            )
-        )
+        given_sizes = tuple(first_size(given) for given in zip(replica_inputs, replica_kwargs, strict=True))
+        record.note((given_sizes, tuple(map(first_size, outputs))))
         with self._timed("gather"):
             if "gather" in self._overridden:
                 return self.gather(outputs, self.output_device)
             # an overridden scatter knows its sizes alone: outputs are joined then without being checked
             join = Join(self._target, self.dim, sizes)
             joined = join(list(outputs), "output")
-        if sizes is not None and len(sizes) > 1:
-            self._settle(join.leaves, (inputs, kwargs), outputs, sizes)
+        if trial is not None:
+            # each output once in each mode
+            seen = {(self.training, leaf) for leaf in join.leaves}
+            if not seen <= record.settled:
+                refuse_chance_rows(trial, outputs[0], join.leaves)
+                record.settled |= seen
         return joined
 
     def with_wholes(self, kwargs: dict[str, object]) -> dict[str, object]:
@@ -143,16 +146,6 @@ class DataParallel(nn.DataParallel):
             else value
             for name, value in kwargs.items()
         }
-
-    def _settle(self, leaves: list[Leaf], inputs: object, outputs: list[object], sizes: list[int]) -> None:
-        """See to it that no output has its rows by chance, the first time it is seen."""
-        settled, training = self._record.settled, self.training
-        if all((training, leaf) in settled for leaf in leaves):
-            return
-        if min(sizes) == max(sizes) or any(leaf.rows != 1 for leaf in leaves):
-            trial = Trial(self.module, inputs, self.dim, self.devices.home, len(sizes))
-            refuse_chance_rows(trial, outputs[0], leaves, sizes[0])
-        settled.update((training, leaf) for leaf in leaves)
 
     @outside_of_graphs
     def rows(self, table: RowSource, ids: Tensor) -> Tensor | Parts:

@@ -162,9 +162,9 @@ def input_tensors(args: tuple[object, ...], kwargs: dict[str, object]) -> Iterat
         yield from tensors_of(value, name)
 
 
-def batch_rows(args: tuple[object, ...], kwargs: dict[str, object], dim: int) -> int | None:
-    """Return the rows on `dim` that all tensors share, or None when there is none: a number (0-dim) has no
-    rows, and each replica gets it.
+def batch_rows(args: tuple[object, ...], kwargs: dict[str, object], dim: int) -> dict[str, int]:
+    """Return the rows on `dim` of each tensor by its path, all equal. A number (0-dim) has no rows, and each
+    replica gets it.
 
     Raises UserError that lists the sizes when they disagree, instead of losing the rows beyond the smallest;
     and for what carries tensors or data and cannot be split.
@@ -172,8 +172,8 @@ def batch_rows(args: tuple[object, ...], kwargs: dict[str, object], dim: int) ->
     sizes: dict[str, int | None] = {}
     for name, value in _named_inputs(args, kwargs).items():
         _collect(value, dim, name, sizes)
-    found = set(sizes.values())
-    if len(found) > 1 or None in found:
+    found = {path: size for path, size in sizes.items() if size is not None}
+    if len(found) < len(sizes) or len(set(found.values())) > 1:
         listed = ", ".join(
             f"{path}: {f'no dim {dim}' if size is None else size}" for path, size in sizes.items()
         )
@@ -181,7 +181,7 @@ def batch_rows(args: tuple[object, ...], kwargs: dict[str, object], dim: int) ->
             f"tensors disagree on their rows (dim {dim}): {listed}; give each one row a sample, or wrap what "
             "all replicas share in Whole(...)"
         )
-    return found.pop() if found else None
+    return found
 
 
 def _rows(value: Tensor, dim: int, path: str) -> int | None:

@@ -38,32 +38,37 @@ _NONE: Mapping[int, Tensor] = MappingProxyType({})
 class Trial:
     """Calls a throwaway copy of a module on the first samples of a batch; nothing else is left of the call.
 
-    inputs: (args, kwargs) of the whole batch. home: where it computes. count: of replicas, for who asks.
+    given: (args, kwargs) of the whole batch. home: where it computes. sizes: of the batch's shares.
     """
 
-    def __init__(self, module: nn.Module, inputs: Any, dim: int, home: torch.device, count: int) -> None:
-        self.module, self.dim, self.home, self._count = module, dim, home, count
-        self.given, self._inputs = inputs, joined(inputs, home, dim)
+    def __init__(
+        self, module: nn.Module, given: Any, dim: int, home: torch.device, sizes: Sequence[int]
+    ) -> None:
+        self.module, self.given, self.dim, self.home, self.sizes = module, given, dim, home, sizes
 
     @torch.no_grad()
     def __call__(self, rows: int, *, training: bool = True, instead: Mapping[int, Tensor] = _NONE) -> object:
         """Return what the module makes of so many samples. training: as the module is, else in evaluation
         mode. instead: tensors in the place of those with these ids, unsplit."""
-        given = map_leaves(lambda v: Whole(instead[id(v)]) if id(v) in instead else v, self._inputs)
+        given = joined(self.given, self.home, self.dim)
+        given = map_leaves(lambda v: Whole(instead[id(v)]) if id(v) in instead else v, given)
         ((args, kwargs),) = split(given, [self.home], [rows], self.dim)
         # a module that prints its shares, as the tutorials' do, would print one that no batch has
         silent = redirect_stdout(io.StringIO())
-        with own_random_state(self.home), as_replica(0, self._count), silent:
+        with own_random_state(self.home), as_replica(0, len(self.sizes)), silent:
             copy = throwaway(self.module, self.home)
             return (copy if training else copy.eval())(*args, **kwargs)
 
 
 @torch.no_grad()
-def refuse_chance_rows(trial: Trial, output: object, leaves: list[Leaf], share: int) -> None:
-    """Raise UserError where an output of equal shares of `share` samples has its rows by chance.
+def refuse_chance_rows(trial: Trial, output: object, leaves: list[Leaf]) -> None:
+    """Raise UserError where an output has its rows by chance.
 
     output: of the first replica. leaves: what was joined of it.
     """
+    share = trial.sizes[0]
+    if share != trial.sizes[-1] and all(leaf.rows == 1 for leaf in leaves):
+        return  # two sizes have settled it
     try:
         # one sample more than a share: what has its rows by chance keeps its size, and cannot be joined
         more = trial(share + 1)
@@ -115,15 +120,12 @@ def own_random_state(*homes: torch.device) -> Iterator[None]:
                 numpy.random.set_state(numpy_state)
 
 
-def refuse_shared_inputs(trial: Trial, asked: set[tuple[str, ...]]) -> None:
-    """Raise UserError that names an input which all samples share and which would be split. asked: names of
-    inputs that have been examined; added to."""
+def refuse_shared_inputs(trial: Trial) -> None:
+    """Raise UserError that names an input which all samples share and which would be split."""
     # one given twice stays one; rows in parts are of samples by construction
     found = list({id(t): (path, t) for path, t in input_tensors(*trial.given) if t.dim()}.values())
-    paths = tuple(path for path, _ in found)
-    if len(found) < 2 or paths in asked:
+    if len(found) < 2:
         return
-    asked.add(paths)
     expected = _first_output(trial, _NONE)
     for path, tensor in found[1:]:  # the first one is the batch itself
         if not (tensor.is_floating_point() or tensor.dtype == torch.bool) or tensor.is_sparse:
@@ -143,15 +145,14 @@ def refuse_shared_inputs(trial: Trial, asked: set[tuple[str, ...]]) -> None:
             )
 
 
-def note_shares(
-    error: Exception, args: tuple[object, ...], kwargs: dict[str, object], sizes: Sequence[int], dim: int
-) -> None:
+def note_shares(error: Exception, trial: Trial) -> None:
     """Add to an error of a replica what it was given, and what may be meant instead."""
-    given = [f"{path} {tuple(t.shape)}" for path, t in input_tensors(args, kwargs)]
+    given = [f"{path} {tuple(t.shape)}" for path, t in input_tensors(*trial.given)]
     error.add_note(
-        f"DataParallel split {', '.join(given) or 'rows'} on dim {dim} into shares of {sizes} rows. "
-        "If the module works without a split: one sample alone needs a batch dim (x.unsqueeze(0)), and what "
-        "all samples share, such as a mask or class weights, is given as Whole(...) or named in whole=[...]"
+        f"DataParallel split {', '.join(given) or 'rows'} on dim {trial.dim} into shares of {trial.sizes} "
+        "rows. If the module works without a split: one sample alone needs a batch dim (x.unsqueeze(0)), and "
+        "what all samples share, such as a mask or class weights, is given as Whole(...) or named in "
+        "whole=[...]"
     )
 
 

@@ -37,7 +37,7 @@ def scatter_kwargs(
     function of this name does."""
     given, places = (tuple(inputs), dict(kwargs or {})), resolve_devices(devices).replicas
     rows = batch_rows(*given, dim)
-    sizes = [0] * len(places) if rows is None else shares(len(places), rows)
+    sizes = shares(len(places), next(iter(rows.values()))) if rows else [0] * len(places)
     # only used devices: torch calls the others without their tensors (pytorch#31460)
     found = split(given, places[: len(sizes)], sizes, dim)
     return tuple(share[0] for share in found), tuple(share[1] for share in found)

@@ -33,7 +33,7 @@ class Record:
 
     last, repeats: the latest split and how often it has come since another one. earlier: how often each came
     before. modules: the parts found fit to be replicated. settled: outputs whose rows are the samples', with
-    the mode of the module. asked: names of inputs that have been examined.
+    the mode of the module. asked: paths of inputs that have been examined.
     """
 
     __slots__ = ("asked", "earlier", "last", "modules", "repeats", "settled")

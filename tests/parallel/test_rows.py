@@ -173,6 +173,14 @@ def test_rows_for_all_replicas() -> None:
     torch.testing.assert_close((before - table.weight)[:7], (2 * before[:7].sum(0)).expand(7, 4))
 
 
+def test_rows_stay_in_their_parts_once_the_region_knows_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    region = DataParallel(nn.Bilinear(3, 3, 2), "cpu*3")
+    inputs = parts(torch.randn(6, 3).split(2)), torch.randn(6, 3)
+    region(*inputs)
+    monkeypatch.setattr(Parts, "joined", lambda *_: pytest.fail("all rows were copied to one device"))
+    region(*inputs)
+
+
 def test_parts_and_whole_tensors_go_together() -> None:
     region = DataParallel(nn.Bilinear(3, 3, 2), "cpu*3")
     left, right = torch.randn(7, 3), torch.randn(7, 3)
