@@ -9,6 +9,7 @@ import argparse
 
 from dphybrid.cli.parser import Parser
 from dphybrid.config.settings import load_settings
+from dphybrid.util.text import masked
 
 
 def flags(parser: Parser) -> None:
@@ -24,11 +25,10 @@ def run(args: argparse.Namespace) -> int:
 
     settings = load_settings()
     uri = settings.mlflow_uri or embedded_uri(settings.mlflow_dir)
-
-    def tell(run_id: str, records: int) -> None:
-        print(f"{run_id}: sending {records:,} records", flush=True)
-
-    limit = settings.upload_limit_mib * 2**20
-    done = sync(settings.mlflow_dir, uri, settings.experiment, limit, wait_s=args.wait, on_run=tell)
-    print(done.text())
-    return 1 if done.waiting or done.lost else 0
+    limit, arrived = settings.upload_limit_mib * 2**20, list[bool]()
+    for line, is_whole in sync(settings.mlflow_dir, uri, settings.experiment, limit, wait_s=args.wait):
+        print(masked(line), flush=True)
+        arrived.append(is_whole)
+    if not arrived:
+        print("Nothing to do: every record has arrived, and no run is left open.")
+    return 0 if all(arrived) else 1

@@ -2,8 +2,7 @@
 died."""
 
 import platform
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Container, Generator, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from mlflow.tracking import MlflowClient
 from dphybrid.tracking.outbox import Outbox, outboxes
 from dphybrid.tracking.sender import Sender
 from dphybrid.tracking.writer import HEARTBEAT_TAG, PID_TAG, MlflowWriter
-from dphybrid.util.text import masked
 
 _SILENT_S = 600.0
 """A run of another machine without a sign of life for so long counts as dead."""
@@ -24,80 +22,62 @@ _MAY_COME_LATE = ("metrics", "params", "file", "table", "dataset", "register")
 """Kinds of records that say nothing which a later one has changed."""
 
 
-@dataclass
-class _Synced:
-    """The results of `sync`, as run ids. waiting: run id -> why its records are still here; lost: run id ->
-    what never arrived of it."""
-
-    completed: list[str] = field(default_factory=list)
-    busy: list[str] = field(default_factory=list)
-    waiting: dict[str, str] = field(default_factory=dict)
-    lost: dict[str, str] = field(default_factory=dict)
-    ended: list[str] = field(default_factory=list)
-
-    def text(self) -> str:
-        """Return it for people."""
-        lines = [f"{run_id}: everything sent" for run_id in self.completed if run_id not in self.lost]
-        lines += [f"{run_id}: still running, and sending by itself" for run_id in self.busy]
-        lines += [f"{run_id}: kept ({why})" for run_id, why in self.waiting.items()]
-        lines += [f"{run_id}: not everything was recorded: {what}" for run_id, what in self.lost.items()]
-        lines += [f"{run_id}: its process is gone; ended as KILLED" for run_id in self.ended]
-        return masked("\n".join(lines)) or "Nothing to do: every record has arrived, and no run is left open."
-
-
 def sync(
-    store: Path,
-    tracking_uri: str,
-    experiment: str,
-    upload_limit: int,
-    *,
-    wait_s: float = 60.0,
-    silent_s: float = _SILENT_S,
-    on_run: Callable[[str, int], None] = lambda run_id, records: None,
-) -> _Synced:
-    """Send the outboxes in `store` and end orphaned runs of `experiment`.
+    store: Path, tracking_uri: str, experiment: str, upload_limit: int, *, wait_s: float = 60.0
+) -> Iterator[tuple[str, bool]]:
+    """Send the outboxes in `store` and end orphaned runs of `experiment`; yield lines for people, and whether
+    all records of that run have arrived.
 
-    wait_s: how long each outbox may take. silent_s: see `_SILENT_S`. on_run: called before an outbox is sent,
-    with its number of records.
+    wait_s: how long each outbox may take.
     """
-    spool = store / "spool"
-    done = _Synced()
+    spool, waiting = store / "spool", set[str]()
     for outbox in outboxes(spool):
         if not any(outbox.counts()):
             continue
         try:
-            if not outbox.hold():
-                done.busy.append(outbox.run_id)
-                continue
-            try:
-                outbox.offer_again(_MAY_COME_LATE)
-                if pending := outbox.counts()[0]:
-                    on_run(outbox.run_id, pending)
-                    uri = outbox.destination().get("tracking_uri", tracking_uri)
-                    _send(outbox, uri, upload_limit, done, wait_s)
-            finally:
-                outbox.release()
+            arrived = yield from _send(outbox, tracking_uri, upload_limit, wait_s)
         except OSError as error:  # one that cannot be read holds up none of the others
-            done.waiting[outbox.run_id] = f"{type(error).__name__}: {error}"
+            arrived = False
+            yield f"{outbox.run_id}: kept ({type(error).__name__}: {error})", False
+        if not arrived:
+            waiting.add(outbox.run_id)
     try:
-        _end_orphans(spool, tracking_uri, experiment, silent_s, done)
+        for run_id in _end_orphans(spool, tracking_uri, experiment, waiting):
+            yield f"{run_id}: its process is gone; ended as KILLED", True
     except (MlflowException, OSError) as error:
-        done.waiting.setdefault("orphaned runs", str(error).splitlines()[0][:200])
-    return done
+        yield f"orphaned runs: kept ({str(error).splitlines()[0][:200]})", False
 
 
-def _send(outbox: Outbox, uri: str, upload_limit: int, done: _Synced, wait_s: float) -> None:
-    sender = Sender(outbox, MlflowWriter(uri, outbox.run_id, upload_limit).write)
-    arrived, losses = sender.deliver(wait_s)
+def _send(
+    outbox: Outbox, tracking_uri: str, upload_limit: int, wait_s: float
+) -> Generator[tuple[str, bool], None, bool]:
+    """Send an outbox; yield as `sync` does, and return whether nothing of it waits any more."""
+    run_id = outbox.run_id
+    if not outbox.hold():
+        yield f"{run_id}: still running, and sending by itself", True
+        return True
+    try:
+        outbox.offer_again(_MAY_COME_LATE)
+        if not (pending := outbox.counts()[0]):
+            return True
+        yield f"{run_id}: sending {pending:,} records", True
+        uri = outbox.destination().get("tracking_uri", tracking_uri)
+        sender = Sender(outbox, MlflowWriter(uri, run_id, upload_limit).write)
+        arrived, losses = sender.deliver(wait_s)
+    finally:
+        outbox.release()
     if not arrived:
-        done.waiting[outbox.run_id] = sender.trouble or f"not finished within {wait_s:.0f} s"
-        return
-    done.completed.append(outbox.run_id)
-    if losses:
-        done.lost[outbox.run_id] = "; ".join([losses.text(), *sender.refused.values()])
+        yield f"{run_id}: kept ({sender.trouble or f'not finished within {wait_s:.0f} s'})", False
+    elif losses:
+        what = "; ".join([losses.text(), *sender.refused.values()])
+        yield f"{run_id}: not everything was recorded: {what}", False
+    else:
+        yield f"{run_id}: everything sent", True
+    return arrived
 
 
-def _end_orphans(spool: Path, tracking_uri: str, experiment: str, silent_s: float, done: _Synced) -> None:
+def _end_orphans(spool: Path, tracking_uri: str, experiment: str, waiting: Container[str]) -> Iterator[str]:
+    """End the runs whose process is gone; yield their ids. waiting: runs that are left alone."""
     client = MlflowClient(tracking_uri=tracking_uri)
     found = client.get_experiment_by_name(experiment)
     if found is None:
@@ -109,16 +89,16 @@ def _end_orphans(spool: Path, tracking_uri: str, experiment: str, silent_s: floa
     )
     for run in running:
         run_id, tags = run.info.run_id, run.data.tags
-        if run_id in done.waiting or HEARTBEAT_TAG not in tags or _lives(spool, run_id, tags, silent_s):
+        if run_id in waiting or HEARTBEAT_TAG not in tags or _lives(spool, run_id, tags):
             continue
         why = f"dphybrid sync: no sign of life since {tags[HEARTBEAT_TAG]}"
         client.set_tag(run_id, "dphybrid.ended_by", why)
         beat_ms = int(1000 * datetime.fromisoformat(tags[HEARTBEAT_TAG]).timestamp())
         client.set_terminated(run_id, "KILLED", end_time=max(beat_ms, run.info.start_time))
-        done.ended.append(run_id)
+        yield run_id
 
 
-def _lives(spool: Path, run_id: str, tags: dict[str, str], silent_s: float) -> bool:
+def _lives(spool: Path, run_id: str, tags: dict[str, str]) -> bool:
     """Tell whether a run's process is there: by its lock and number on this machine, by its heartbeat on
     another."""
     if tags.get("host.name") == platform.node() and (spool / f"{run_id}.lock").exists():
@@ -129,4 +109,4 @@ def _lives(spool: Path, run_id: str, tags: dict[str, str], silent_s: float) -> b
         number = tags.get(PID_TAG, "")  # between two parts of a run nobody holds the lock
         return number.isdigit() and psutil.pid_exists(int(number))
     silent = (datetime.now(UTC) - datetime.fromisoformat(tags[HEARTBEAT_TAG])).total_seconds()
-    return silent < silent_s
+    return silent < _SILENT_S
