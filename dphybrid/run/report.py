@@ -11,7 +11,15 @@ from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import Run
 from dphybrid.run.pages import MetricsPage, Report, ResultPage, SplitsPage
 from dphybrid.tracking import Tracker, open_tracker
-from dphybrid.tracking.report import REPORT_PAGE, first_facts, run_report_html, run_report_markdown
+from dphybrid.tracking.report import (
+    REPORT_PAGE,
+    against_figure,
+    confusion_figure,
+    first_facts,
+    rows_per_replica_figure,
+    run_report_html,
+    run_report_markdown,
+)
 from dphybrid.tracking.system import balance_warnings
 from dphybrid.training.checkpoint import read_state
 from dphybrid.training.clock import NOT_A_STEP
@@ -164,8 +172,6 @@ def _summary(result: ResultPage, splits: SplitsPage, config: ExperimentConfig) -
 
 
 def _pictures(table: Table, charts: Sequence[Chart | Confusion]) -> dict[str, bytes]:
-    from dphybrid.tracking.figures import against_figure, confusion_figure, rows_per_replica_figure
-
     pictures = {}
     if any(row["replica"] for row in table):
         pictures["figures/rows_per_replica.png"] = rows_per_replica_figure(table)

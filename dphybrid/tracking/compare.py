@@ -25,7 +25,7 @@ from dphybrid.tracking.compare_facts import (
 from dphybrid.tracking.compare_page import charts, table
 from dphybrid.tracking.report import rendered
 from dphybrid.tracking.tracker import find_experiment, run_address
-from dphybrid.tracking.views import RESULT, run_path, view_path
+from dphybrid.tracking.writer import RESULT, run_path, view_path
 from dphybrid.util.errors import UserError
 
 MAX_RUNS = 256

@@ -10,7 +10,7 @@ from typing import Any
 from plotly.colors import qualitative
 
 from dphybrid.tracking.compare_facts import DEVICES, RunFacts, as_number, overview, speeds
-from dphybrid.tracking.views import least_is_best
+from dphybrid.tracking.writer import least_is_best
 
 Rows = Sequence[tuple[RunFacts, Sequence[RunFacts]]]
 Figure = dict[str, Any]

@@ -15,8 +15,7 @@ from mlflow.tracking import MlflowClient
 from dphybrid.tracking.base import Detail, Record, Status, Tracker, as_floats, as_shown, is_detail, safe_name
 from dphybrid.tracking.outbox import Outbox
 from dphybrid.tracking.sender import Sender
-from dphybrid.tracking.views import RESULT, SPEED, run_path, view_path
-from dphybrid.tracking.writer import MlflowWriter
+from dphybrid.tracking.writer import RESULT, SPEED, MlflowWriter, run_path, view_path
 from dphybrid.util.errors import UserError
 from dphybrid.util.text import masked
 

@@ -91,7 +91,7 @@ def test_the_experiment_has_views_with_the_metrics_that_its_runs_end_with(tmp_pa
     import base64
     import zlib
 
-    from dphybrid.tracking.views import write_views
+    from dphybrid.tracking.writer import write_views
 
     put_database("mlflow", tmp_path / "m.db")
     client = MlflowClient(f"sqlite:///{tmp_path}/m.db")
