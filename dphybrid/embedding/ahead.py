@@ -13,7 +13,7 @@ version, so a prepared lookup does not see it.
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -51,8 +51,8 @@ class LookupsAhead:
     Methods are given the weight: did this refer to the table, only the garbage collector would free it.
     """
 
-    def __init__(self, counters: Counters) -> None:
-        self._counters = counters
+    def __init__(self, name: str, counters: Counters) -> None:
+        self._name, self._counters = name, counters
         self._channels: list[Channel] = []
         self._sizes_of: SizesOf | None = None
         self._expected: list[Lookup] = []
@@ -77,18 +77,18 @@ class LookupsAhead:
         """Are rows delivered to replicas?"""
         return self._sizes_of is not None
 
-    def prepare(self, weight: Tensor, name: str, ids: Tensor, threads: int | None = 1) -> Lookup | None:
+    def prepare(self, weight: Tensor, ids: Tensor, threads: int | None = 1) -> Lookup | None:
         """Check `ids`, find each replica's unique ones and send their rows on the way; None where none are
         delivered.
 
         May run in another thread, beside updates; then with `threads` 1. Raises UserError for ids that are no
-        rows of the table `name`.
+        rows of the table.
         """
         if self._sizes_of is None:  # rows are read from the table itself when they are used
             return None
-        ids = row_numbers(ids, len(weight), name)
+        ids = row_numbers(ids, len(weight), self._name)
         if not ids.dim():
-            raise UserError(f"table {name!r}: one id, {int(ids)}, cannot be split; give ids (B, ...)")
+            raise UserError(f"table {self._name!r}: one id, {int(ids)}, cannot be split; give ids (B, ...)")
         like = torch.empty((0, weight.shape[1]), dtype=native.real_dtype(weight.dtype), device="cpu")
         start = time.perf_counter()
         each = ids.split(list(self._sizes_of(len(ids))))
@@ -106,7 +106,7 @@ class LookupsAhead:
         forgotten."""
         self._expected = list(lookups)
 
-    def lookup_of(self, weight: Tensor, name: str, ids: Tensor) -> Lookup:
+    def lookup_of(self, weight: Tensor, ids: Tensor) -> Lookup:
         """Return the lookup of ids, prepared or done now, with the rows as the table holds them now."""
         # by equality, not by identity: a batch may have been copied or moved on its way to `forward`
         for place, lookup in enumerate(self._expected):
@@ -119,13 +119,9 @@ class LookupsAhead:
                 del self._expected[place]
                 self.repair(weight, lookup)
                 return lookup
-        made = self.prepare(weight, name, ids, threads=None)
+        made = self.prepare(weight, ids, threads=None)
         assert made is not None
         return made
-
-    def shares_of(self, lookup: Lookup) -> Iterable[tuple[Channel, Share]]:
-        """Yield each used replica's channel and share."""
-        return zip(self._channels, lookup.shares, strict=False)
 
     def settle_times(self) -> None:
         """Add the durations of finished copies to the counters."""
@@ -158,10 +154,10 @@ class LookupsAhead:
             if known
             else [torch.arange(len(ids_U)) for ids_U in uniques]
         )
-        for (channel, share), ids_U, places_C in zip(self.shares_of(lookup), uniques, places, strict=True):
+        for share, places_C in zip(lookup.shares, places, strict=True):
             if len(places_C):
-                ids_C = ids_U.index_select(0, places_C)
-                channel.mend(share, places_C, partial(native.gather, weight.detach(), None, ids_C))
+                ids_C = share.where.unique_U.index_select(0, places_C)
+                share.channel.mend(share, places_C, partial(native.gather, weight.detach(), None, ids_C))
         lookup.version = now
         self._counters.repaired += sum(len(places_C) for places_C in places)
         self._counters.repair_ms += 1e3 * (time.perf_counter() - start)

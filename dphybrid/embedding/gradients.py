@@ -47,7 +47,7 @@ class RowsInfo:
     )
 
     def __post_init__(self) -> None:
-        self.ahead = LookupsAhead(self.counters)
+        self.ahead = LookupsAhead(self.name, self.counters)
 
     def __reduce__(self) -> Any:
         return RowsInfo, (self.name, self.num_rows, self.frozen)

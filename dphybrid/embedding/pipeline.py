@@ -256,7 +256,7 @@ class _Run(Generic[Batch]):
         try:
             for name, wanted in ids.items():
                 table = self._tables[name]
-                made = [table.ahead.prepare(table.weight, table.name, each) for each in each_lookup(wanted)]
+                made = [table.ahead.prepare(table.weight, each) for each in each_lookup(wanted)]
                 lookups[name] = [lookup for lookup in made if lookup is not None]
         except RuntimeError as error:
             if not is_out_of_memory(error):
@@ -269,10 +269,9 @@ class _Run(Generic[Batch]):
         if self._pins:
             held = [pinned(batch, anew=True) for _ in range(self._lookahead + 1)]
             del held
-        for name, made in lookups.items():
-            for lookup in made:
-                for channel, share in self._tables[name].ahead.shares_of(lookup):
-                    channel.reserve(len(share.memory), self._lookahead + 1)
+        for lookup in itertools.chain(*lookups.values()):
+            for share in lookup.shares:
+                share.channel.reserve(len(share.memory), self._lookahead + 1)
 
     def _work(self) -> None:
         try:

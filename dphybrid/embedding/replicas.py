@@ -53,12 +53,13 @@ class DeviceRows(torch.autograd.Function):
 
 @dataclass
 class Share:
-    """One replica's part of a lookup, on its way to the device or there.
+    """One replica's part of a lookup, on its way to the device or there, by `channel`.
 
     where: its unique ids, on the host. shape: of its ids. rows_UD, indices (of `where`): on the device.
     memory: what they are views of. ready: when they have arrived (None on the CPU).
     """
 
+    channel: "Channel"
     where: Occurrences
     shape: torch.Size
     memory: Tensor
@@ -95,7 +96,7 @@ class Channel:
             target.copy_(source)
         there, ready = self._start_copy(memory)
         rows_UD, *indices = _views(there, parts)
-        return Share(where, shape, there, rows_UD, indices, ready, gather_ms)
+        return Share(self, where, shape, there, rows_UD, indices, ready, gather_ms)
 
     def mend(self, share: Share, places_C: Tensor, read: Callable[[Tensor], None]) -> None:
         """Have `read(out_CD)` fill a buffer, and put its rows in the places of those that are

@@ -270,18 +270,18 @@ class HostEmbedding(nn.Module):
         return [rows] if isinstance(rows, Tensor) else rows  # a graph has the whole batch's
 
     def _rows_by_replica(self, weight: Tensor, ids: Tensor) -> list[Tensor]:
-        lookup = self.ahead.lookup_of(weight, self.name, ids)
+        lookup = self.ahead.lookup_of(weight, ids)
         counted, counters = torch.is_grad_enabled(), self.counters
         if counted:
             counters.ids += lookup.ids.numel()
             counters.unique += lookup.num_unique
             counters.dedup_ms += lookup.dedup_ms
         rows = []
-        for channel, share in self.ahead.shares_of(lookup):
-            channel.arrive(share, counted=counted)
+        for share in lookup.shares:
+            share.channel.arrive(share, counted=counted)
             rows_UD = share.rows_UD
             if counted and weight.requires_grad:
-                rows_UD = self._links.rows(weight, rows_UD, share.where.unique_U, via=channel)
+                rows_UD = self._links.rows(weight, rows_UD, share.where.unique_U, via=share.channel)
             rows_ND = DeviceRows.apply(rows_UD, *share.indices)
             rows.append(self.as_model(rows_ND.view(*share.shape, self.dim)))
         return rows

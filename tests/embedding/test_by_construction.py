@@ -121,7 +121,7 @@ def test_graphs_hold_a_lookup_as_one_operation() -> None:  # E
 def test_what_is_fetched_ahead_holds_ids_of_its_own() -> None:  # F
     table, ids = HostEmbedding(8, 4), torch.tensor([1, 2])
     table.place_on([torch.device("cpu")] * 2, lambda rows: [rows // 2, rows - rows // 2])
-    table.ahead.expect([table.ahead.prepare(table.weight, "t", ids)])
+    table.ahead.expect([table.ahead.prepare(table.weight, ids)])
     ids[0] = 7
     assert torch.equal(torch.cat(table.replica_rows(ids)), table.settled()[[7, 2]])
 

@@ -14,7 +14,6 @@ from dphybrid.embedding import RowPipeline, clip_grad_norm_, row_optimizer
 from dphybrid.embedding.ahead import Lookup, LookupsAhead
 from dphybrid.embedding.table import HostEmbedding
 from dphybrid.parallel import DataParallel, parts
-from tests.embedding.test_pipeline import same_bits
 from tests.gpu.places import ALL, CUDA, ONE, SEVERAL
 
 needs_gpu = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
@@ -37,6 +36,10 @@ PLANTED = {
 """Synchronisations that are left out, and the nap that makes it count."""
 
 
+def same_bits(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
+    return len(one) == len(two) and all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
 class NeverRepaired(LookupsAhead):
     def repair(self, weight: torch.Tensor, lookup: Lookup) -> None:
         return
@@ -47,7 +50,7 @@ class Unmended(HostEmbedding):
 
     def __init__(self, *sizes: int, **options: Any) -> None:
         super().__init__(*sizes, **options)
-        self._info.ahead = NeverRepaired(self.counters)
+        self._info.ahead = NeverRepaired(self.name, self.counters)
 
 
 class Plant:

@@ -144,13 +144,11 @@ class Full:
     def __init__(self, left: int, error: Exception) -> None:
         self.left, self.error, self.prepare = left, error, LookupsAhead.prepare
 
-    def __call__(
-        self, ahead: LookupsAhead, weight: Tensor, name: str, ids: Tensor, threads: int | None = 1
-    ) -> Any:
+    def __call__(self, ahead: LookupsAhead, weight: Tensor, ids: Tensor, threads: int | None = 1) -> Any:
         if threads == 1 and self.left > 0:  # the worker's
             self.left -= 1
             raise self.error
-        return self.prepare(ahead, weight, name, ids, threads)
+        return self.prepare(ahead, weight, ids, threads)
 
 
 @pytest.mark.parametrize(
