@@ -60,14 +60,13 @@ class ClusterEngine(Engine):
     def check_model(self, model: nn.Module) -> None:
         tables, where = find_tables(model), f"cluster.ranks={self.config.cluster.ranks}"
         if len(tables) != 1:
-            remedy = (
-                "put them into one HostEmbeddingCollection"
-                if tables
-                else "without one, DistributedDataParallel does it"
+            several, none = (
+                "put them into one HostEmbeddingCollection",
+                "DistributedDataParallel trains without",
             )
             raise UserError(
                 f"{where}: the model has {len(tables)} tables ({', '.join(tables) or 'none'}), and the ranks "
-                f"share one; {remedy}"
+                f"share one; {several if tables else none}"
             )
         (table,) = tables.values()
         if table.dim % 4:
@@ -145,7 +144,7 @@ def _reason(
     here: int,
 ) -> str:
     table, train, ranks = config.table, config.train, config.cluster.ranks
-    names = parse_device_spec(devices).names
+    spec = parse_device_spec(devices)
     if one_process:
         return (
             f"recipe {config.recipe} was not tried with several ranks, or has its own step; use ctr, or a "
@@ -178,12 +177,10 @@ def _reason(
         return "train.warm_start with data.base grows a table in one process; train a step there, then resume"
     if 0 < train.batch_size < ranks:
         return _too_small(train.batch_size, ranks)
-    if parse_device_spec(devices).text != "cpu" and len(names) != here:
-        return (
-            f"devices={devices} are {len(names)}, and each rank has one; use devices=cpu, or as many GPUs as "
-            f"ranks here, {here}"
-        )
-    if parse_device_spec(devices).virtual:
+    if spec.text != "cpu" and len(spec.names) != here:
+        remedy = f"use devices=cpu, or as many GPUs as ranks here, {here}"
+        return f"devices={devices} are {len(spec.names)}, and each rank has one; {remedy}"
+    if spec.virtual:
         return f"devices={devices} are virtual; each rank has one device of its own, use devices=cpu"
     return ""
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Literal, TextIO
 
 import psutil
 
@@ -141,16 +141,15 @@ def run_ranks(
     environment: Mapping[str, str],
     restarts: int,
     stop: StopRequest,
-    meeting: Meeting | None = None,
+    meeting: Meeting,
 ) -> int:
     """Run `python -m MODULE...` as `count` ranks on this machine until all have ended; return 0, or the exit
     code of one that failed after the last restart.
 
     The first rank's lines go to this process's output, the others' into files in folder/ranks. stop: reaches
     the ranks through a file there; they end with a checkpoint. environment: of `rank_environment`. meeting:
-    with other machines, which see the same folder. Raises UserError when others could read folder/ranks.
+    other machines see the same folder. Raises UserError when others could read folder/ranks.
     """
-    meeting = meeting or Meeting()
     logs = own_folder(folder / "ranks")  # ranks meet there
     for old in [*logs.glob("*.store"), *logs.glob("*.stop")]:
         if meeting.node == 0 and not old.name.startswith(meeting.job):
@@ -248,18 +247,16 @@ def _print_lines_of(rank: "subprocess.Popen[bytes]") -> list[threading.Thread]:
     """Print what a rank writes into its pipes as this process's own output, which a flow run's log gets, too.
     Returns the threads that do it."""
 
-    def pass_on(pipe: IO[bytes], error: bool) -> None:
+    def pass_on(pipe: IO[bytes], out: TextIO) -> None:
         for line in pipe:
-            print(line.decode(errors="replace"), end="", file=sys.stderr if error else sys.stdout, flush=True)
+            print(line.decode(errors="replace"), end="", file=out, flush=True)
 
-    threads = [
-        threading.Thread(target=contextvars.copy_context().run, args=(pass_on, pipe, pipe is rank.stderr))
-        for pipe in (rank.stdout, rank.stderr)
-        if pipe is not None
-    ]
-    for thread in threads:
-        thread.daemon = True
-        thread.start()
+    threads = []
+    for pipe, out in ((rank.stdout, sys.stdout), (rank.stderr, sys.stderr)):
+        if pipe is not None:
+            run = contextvars.copy_context().run
+            threads.append(threading.Thread(target=run, args=(pass_on, pipe, out), daemon=True))
+            threads[-1].start()
     return threads
 
 

@@ -100,11 +100,8 @@ def plan_retraining(config: ExperimentConfig, settings: Settings, event: str = "
     if champion is None:
         stop = f"no new data since version {newest.number}, which was not promoted: {newest.decision}"
         return plan.model_copy(update={"stop": stop if nothing_new and newest.decision else ""})
-    if (
-        not newest.decision
-        and newest.number != champion.number
-        and newest.run_tags.get(CHAMPION_TAG) == champion.number
-    ):
+    its_challenger = newest.number != champion.number and newest.run_tags.get(CHAMPION_TAG) == champion.number
+    if its_challenger and not newest.decision:
         return plan.model_copy(update={"undecided": newest.run_tags["dphybrid.run_folder"]})
     if nothing_new:
         return plan.model_copy(update={"stop": f"no new data since version {newest.number} was made"})
@@ -119,9 +116,8 @@ def _kept_checkpoint(champion: Version, registry: Registry, settings: Settings) 
     found = checkpoint_folder(champion.uri, registry.uri)
     step = f"step-{read_state(found).progress.step:06d}"
     kept = Path(champion.run_tags.get("dphybrid.run_folder", "")) / "checkpoints" / step
-    if (kept / "state.json").is_file() and file_digest(kept / "state.json") == file_digest(
-        found / "state.json"
-    ):
+    page = kept / "state.json"
+    if page.is_file() and file_digest(page) == file_digest(found / "state.json"):
         return kept
     copy.parent.mkdir(parents=True, exist_ok=True)
     with locked(copy.with_name(f".{copy.name}.lock")):
@@ -142,10 +138,8 @@ def _from_champion(
             f"champion {champion.uri}: its prepared data {state.prepared or None} is not on this machine; "
             "share DPHYBRID_DATA_DIR between workstations, or register a new model under another name"
         )
-    before, now = (
-        c.model.model_dump(mode="json")
-        for c in (stored_config(state.config, checkpoint / "state.json", settings, config), config)
-    )
+    old = stored_config(state.config, checkpoint / "state.json", settings, config)
+    before, now = (one.model.model_dump(mode="json") for one in (old, config))
     changed = [
         f"{name}: {before.get(name)} -> {value}"
         for name, value in now.items()
@@ -185,24 +179,21 @@ def compare_on_validation_rows(run: Run, min_gain: float) -> Decision:
         before = _outputs_of(run, experiment, lambda network: warm_start(warm, network, experiment.data))
     verify_checkpoint(best)
     after = _outputs_of(run, experiment, lambda network: load_weights(best, network))
-    champion, challenger = task.compute(before), task.compute(after)
+    champion, challenger, metric = task.compute(before), task.compute(after), task.metric
     gains = bootstrap_gains(before, after, task, config.train.seed)
-    low, high = (float(value) for value in np.quantile(gains, [0.025, 0.975]))
-    sign = 1 if task.higher_is_better else -1
-    gain = sign * (challenger[task.metric] - champion[task.metric])
+    low, high = np.quantile(gains, [0.025, 0.975]).tolist()
+    gain = (1 if task.higher_is_better else -1) * (challenger[metric] - champion[metric])
     num_rows = len(next(iter(after.values())))
-    promoted = low > min_gain
-    verdict = "better" if promoted else "not surely better" if high > min_gain else "not better"
+    verdict = "better" if low > min_gain else "not surely better" if high > min_gain else "not better"
     why = (
-        f"{verdict}: validation {task.metric} {challenger[task.metric]:.5f} against {name} "
-        f"{champion[task.metric]:.5f} on the same "
-        f"{counted(num_rows, 'row')}; gain {gain:+.5f}, 95 % interval {low:+.5f} to {high:+.5f}"
+        f"{verdict}: validation {metric} {challenger[metric]:.5f} against {name} {champion[metric]:.5f} on "
+        f"the same {counted(num_rows, 'row')}; gain {gain:+.5f}, 95 % interval {low:+.5f} to {high:+.5f}"
         + (f", wanted {min_gain:+g}" if min_gain else "")
     )
     return Decision(
-        promoted=promoted,
+        promoted=low > min_gain,
         why=why,
-        metric=task.metric,
+        metric=metric,
         num_rows=num_rows,
         champion=champion,
         challenger=challenger,
@@ -223,10 +214,7 @@ def _outputs_of(
 
 
 def bootstrap_gains(
-    champion: dict[str, torch.Tensor],
-    challenger: dict[str, torch.Tensor],
-    task: Task,
-    seed: int,
+    champion: dict[str, torch.Tensor], challenger: dict[str, torch.Tensor], task: Task, seed: int
 ) -> np.ndarray:
     """Return the challenger's gain in the task's metric on `_NUM_RESAMPLES` sets of the same rows, drawn
     with replacement: the paired bootstrap (Efron 1979)."""
@@ -236,15 +224,13 @@ def bootstrap_gains(
     while len(gains) < _NUM_RESAMPLES:
         rows = torch.from_numpy(random.integers(0, num_rows, num_rows))
         try:
-            values = [
-                task.compute({n: v[rows] for n, v in out.items()})[task.metric]
-                for out in (champion, challenger)
-            ]
+            drawn = ({name: values[rows] for name, values in out.items()} for out in (champion, challenger))
+            before, after = (task.compute(outputs)[task.metric] for outputs in drawn)
         except UserError:  # a few rows, drawn all of one label
             if len(set(champion["labels_B"].tolist())) < 2:
                 raise
             continue
-        gains.append(values[1] - values[0])
+        gains.append(after - before)
     return np.array(gains) * (1 if task.higher_is_better else -1)
 
 

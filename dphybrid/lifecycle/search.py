@@ -3,7 +3,7 @@ that do worse than the median. Its study is `study.db` in the sweep's folder. Al
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,7 @@ class _Watch:
     checkpoints: Path
     task: Task
     pruned: bool = False
-    seen: int = field(default=0, init=False)
+    seen: int = 0
 
     def __call__(self) -> bool:
         there = complete_checkpoints(self.checkpoints)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from dphybrid.config import ExperimentConfig, flatten
 from dphybrid.config.settings import Settings
@@ -50,8 +49,7 @@ def prepare_data(
     """
     check_run_name(run_name)
     recipe, engine = find_recipe(config.recipe), choose_engine(config)
-    devices = expected_devices(config, settings)
-    own = type(recipe)
+    devices, own = expected_devices(config, settings), type(recipe)
     own_step = own.step is not Recipe.step or own.optimizers is not Recipe.optimizers
     engine.check(recipe.one_process or own_step, settings, devices, callbacks, here)
     # Errors that need no data come before the data is read.
@@ -165,28 +163,21 @@ def _facts_of_model(experiment: Experiment, devices: Devices) -> dict[str, Any]:
     with engine.new_tables(filled=True):
         model = experiment.build(devices)
     engine.check_model(model)
-    sizes = _sizes_of(model)
+    tables = [table.settled() for table in find_tables(model).values()]
+    num_rows, num_bytes = sum(map(len, tables)), sum(rows_VD.nbytes for rows_VD in tables)
+    parameters = sum(p.numel() for p in dense_parameters(model))
     blocks = ", ".join(name or "model" for name in find_data_parallel(model)) or "none"
     table = "no table"
-    if num_rows := sizes["size.table_rows"]:
-        kib = sizes["size.table_bytes"] / 2**10
-        size = f"{kib / 2**10:,.1f} MiB" if kib >= 2**10 else f"{kib:.0f} KiB"
+    if num_rows:
+        size = f"{num_bytes / 2**20:,.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.0f} KiB"
         table = f"{num_rows:,} table rows ({size}) in host memory"
     print(
-        f"Model: {sizes['size.block_parameters']:,} parameters in dense blocks, {table}; data-parallel: "
-        f"{blocks}; devices: {devices.text}",
+        f"Model: {parameters:,} parameters in dense blocks, {table}; data-parallel: {blocks}; devices: "
+        f"{devices.text}",
         flush=True,
     )
-    return {**({"label.task": label} if label else {}), **sizes}
-
-
-def _sizes_of(model: nn.Module) -> dict[str, int]:
-    tables = [table.settled() for table in find_tables(model).values()]
-    return {
-        "size.block_parameters": sum(p.numel() for p in dense_parameters(model)),
-        "size.table_rows": sum(len(rows_VD) for rows_VD in tables),
-        "size.table_bytes": sum(rows_VD.numel() * rows_VD.element_size() for rows_VD in tables),
-    }
+    sizes = {"block_parameters": parameters, "table_rows": num_rows, "table_bytes": num_bytes}
+    return {**({"label.task": label} if label else {}), **{f"size.{k}": v for k, v in sizes.items()}}
 
 
 def _recorded(
@@ -208,20 +199,12 @@ def _recorded(
     if run_id := page.run_id:
         tracker.resume(run_id, all_tags)
     else:
-        values = {
-            **flatten(page.config),
-            "devices": shown,
-            **facts,
-            **{f"split.{name}": value for name, value in data.manifest.split.items()},
-        }
-        params = {
-            name: ",".join(map(str, value)) if isinstance(value, list) else str(value)
-            for name, value in values.items()
-        }
-        note = (
-            f"`{config.recipe}` on prepared data `{data.path.name}`; the report stands here when the run has "
-            "ended."
-        )
+        values = {**flatten(page.config), "devices": shown, **facts}
+        values |= {f"split.{name}": value for name, value in data.manifest.split.items()}
+        texts = {name: value if isinstance(value, list) else [value] for name, value in values.items()}
+        params = {name: ",".join(map(str, value)) for name, value in texts.items()}
+        what = f"`{config.recipe}` on prepared data `{data.path.name}`"
+        note = f"{what}; the report stands here when the run has ended."
         run_id = tracker.start(run.folder.name, params, all_tags, note)
     tracker.log_dataset(
         name=data.path.name,
@@ -251,17 +234,10 @@ def _label_of(experiment: Experiment) -> str | None:
 
 def _environment_tags() -> dict[str, str]:
     """Return what a result may depend on: versions, machine, commit."""
-    tags = {
-        f"version.{name}": version(name)
-        for name in ("dphybrid", "torch", "mlflow", "polars")
-        if find_spec(name)
-    }
-    tags |= {
-        "version.python": platform.python_version(),
-        "host.name": platform.node(),
-        "host.cpus": str(os.cpu_count()),
-    }
-    tags["torch.threads"] = str(torch.get_num_threads())
+    packages = ("dphybrid", "torch", "mlflow", "polars")
+    tags = {f"version.{name}": version(name) for name in packages if find_spec(name)}
+    tags |= {"version.python": platform.python_version(), "torch.threads": str(torch.get_num_threads())}
+    tags |= {"host.name": platform.node(), "host.cpus": str(os.cpu_count())}
     if torch.cuda.is_available():
         tags["host.gpus"] = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
     try:
@@ -273,6 +249,4 @@ def _environment_tags() -> dict[str, str]:
 
 def _git(*words: str) -> str:
     command = ["git", "-C", str(Path(__file__).parent), *words]  # the user's own git
-    return subprocess.run(
-        command, capture_output=True, text=True, encoding="utf-8", check=True, timeout=10
-    ).stdout.strip()
+    return subprocess.check_output(command, stderr=subprocess.PIPE, encoding="utf-8", timeout=10).strip()

@@ -4,11 +4,11 @@ import inspect
 from collections.abc import Callable
 from functools import partial
 
-from torch import Tensor, nn
+from torch import nn
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
-from dphybrid.data import Prepared, batches
+from dphybrid.data import batches
 from dphybrid.parallel import compare_split, find_data_parallel, resolve_devices
 from dphybrid.parallel.check import Finding, check_module
 from dphybrid.recipes.context import build_from_config
@@ -18,11 +18,6 @@ from dphybrid.util.importing import import_callable
 
 _COMPARED_ROWS = 64
 """Rows of the batch that is computed unsplit and split."""
-
-
-def _first_batch(config: ExperimentConfig, data: Prepared, rows: int) -> dict[str, Tensor]:
-    samples = find_recipe(config.recipe).training_rows(data.dataset("train"), data.info, config.model)
-    return next(batches(samples, rows, seed=0, epoch=0, shuffle=False))
 
 
 def check_target(
@@ -37,14 +32,16 @@ def check_target(
     """
     across: list[Finding] = []
     if target is None or _takes_context(target):
-        data = find_recipe(config.recipe).prepare(config.data, settings.prepared_dir, config.train.seed)
+        recipe = find_recipe(config.recipe)
+        data = recipe.prepare(config.data, settings.prepared_dir, config.train.seed)
         if target is not None:
             config = config.model_copy(update={"model": config.model.model_copy(update={"factory": target})})
         build = partial(build_from_config, config, data.info, resolve_devices("cpu"))
         model = build() if target is None else _made(target, build)
         if find_data_parallel(model):
+            samples = recipe.training_rows(data.dataset("train"), data.info, config.model)
             rows = min(config.train.batch_size, _COMPARED_ROWS)
-            across = compare_split(model, _first_batch(config, data, rows))
+            across = compare_split(model, next(batches(samples, rows, seed=0, epoch=0, shuffle=False)))
     else:
         model = _made(target, import_callable(target, "check"))
     blocks = find_data_parallel(model)

@@ -116,8 +116,8 @@ def find_run(experiment: "Experiment", which: str) -> Run:
         held = is_held(run.folder / LOCK)
     if held:
         raise UserError(f"--resume: {_RUNNING.format(run.folder.name)}")
-    changed = changed_values(run.config.model_dump(mode="json"), config)
-    changed = {name: both for name, both in changed.items() if name.startswith(_FIXED)}
+    differing = changed_values(run.config.model_dump(mode="json"), config)
+    changed = {name: both for name, both in differing.items() if name.startswith(_FIXED)}
     if run.page.data_digest != data.digest and not changed:
         changed = {"data digest": f"{run.page.data_digest} -> {data.digest} (the file changed)"}
     if changed:

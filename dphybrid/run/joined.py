@@ -20,15 +20,11 @@ from dphybrid.util.errors import UserError
 from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
 
 
-def _rank_device(devices: str) -> torch.device:
-    """Return the device of this rank: the CPU, or its own among those that the run has."""
-    names = parse_device_spec(devices).names
-    return torch.device("cpu" if names == ("cpu",) else names[int(os.environ["LOCAL_RANK"])])
-
-
-def _be_a_rank(run: Run) -> Outcome:
+def _be_a_rank(run: Run) -> None:
     """Train as the rank that this process's variables say, and write how it ended."""
-    stop, device, settings = StopRequest(), _rank_device(run.page.devices), run.settings
+    stop, settings, names = StopRequest(), run.settings, parse_device_spec(run.page.devices).names
+    # the CPU, or this rank's own among the GPUs that the run has
+    device = torch.device("cpu" if names == ("cpu",) else names[int(os.environ["LOCAL_RANK"])])
     with (
         stop_signals(stop),
         asked_from_outside(stop),
@@ -40,7 +36,6 @@ def _be_a_rank(run: Run) -> Outcome:
             outcome.write(run.folder / OUTCOME)
         if outcome.state != "refused":
             torch.distributed.barrier()
-    return outcome
 
 
 def _train(run: Run, stop: StopRequest, ranks: Ranks) -> Outcome:

@@ -96,11 +96,8 @@ def leased_devices(
         yield _LeasedDevices(resolve_devices(spec.text).text)
         return
     if spec.is_auto and not spec.count and replicas > len(units):
-        print(
-            f"Note: this run had {replicas} devices, here are {len(units)} GPUs; its results will round "
-            "differently",
-            flush=True,
-        )
+        few = f"Note: this run had {replicas} devices, here are {len(units)} GPUs"
+        print(f"{few}; its results will round differently", flush=True)
     wanted = Wanted(
         count=spec.count or min(replicas, len(units)),
         numbers=tuple(sorted({int(name.split(":")[1]) for name in spec.names})),
@@ -125,15 +122,13 @@ def leased_devices(
         if settings.nvml != REAL_NVML:
             yield _LeasedDevices(_virtual(spec, len(lease.gpus)), lease, inventory)
             return
-        # given back after: a later run of this process chooses among all GPUs again
         before = os.environ.get("CUDA_VISIBLE_DEVICES")
         try:
             numbers = _show_to_torch(lease.gpus)
             yield _LeasedDevices(_renumbered(spec, wanted.numbers, numbers), lease, inventory)
-        finally:
-            if before is None:
-                os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-            else:
+        finally:  # given back: a later run of this process chooses among all GPUs again
+            os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+            if before is not None:
                 os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
@@ -160,31 +155,25 @@ def _show_to_torch(gpus: tuple[Gpu, ...]) -> list[int]:
     before_cuda_starts()
     try:
         torch.cuda.init()
-        there = [
-            str(torch.cuda.get_device_properties(number).uuid) for number in range(torch.cuda.device_count())
-        ]
+        count = torch.cuda.device_count()
+        there = [str(torch.cuda.get_device_properties(number).uuid) for number in range(count)]
     except (RuntimeError, AssertionError) as error:
         raise UserError(
             f"{', '.join(gpu.label for gpu in gpus)}: leased, but CUDA does not start: {error}"
         ) from error
-    numbers = [_number_of(gpu, there) for gpu in gpus]
-    if missing := [gpu.label for gpu, number in zip(gpus, numbers, strict=True) if number is None]:
-        raise UserError(
-            f"{', '.join(missing)}: CUDA was started in this process without it; start the run in a new "
-            "process"
+    numbers = []
+    for gpu in gpus:
+        bare, parent = (
+            uuid.removeprefix("MIG-").removeprefix("GPU-") for uuid in (gpu.uuid, gpu.parent or "")
         )
-    return [number for number in numbers if number is not None]
-
-
-def _number_of(gpu: Gpu, there: list[str]) -> int | None:
-    if _bare(gpu.uuid) in there:
-        return there.index(_bare(gpu.uuid))
-    # Of a MIG device CUDA may tell the whole GPU's name, which says enough when there is no other.
-    return 0 if gpu.parent and there == [_bare(gpu.parent)] else None
-
-
-def _bare(uuid: str) -> str:
-    return uuid.removeprefix("MIG-").removeprefix("GPU-")
+        # Of a MIG device CUDA may tell the whole GPU's name, which says enough when there is no other.
+        own = parent if there == [parent] else bare
+        if own not in there:
+            raise UserError(
+                f"{gpu.label}: CUDA was started in this process without it; start the run in a new process"
+            )
+        numbers.append(there.index(own))
+    return numbers
 
 
 def _renumbered(spec: DeviceSpec, wanted: tuple[int, ...], numbers: list[int]) -> str:
@@ -271,11 +260,8 @@ def go_on_later(
     )
     before()
     code = "import sys, time, os; time.sleep(float(sys.argv[1])); os.execv(sys.argv[2], sys.argv[2:])"
-    again = [
-        sys.executable,
-        *sys.orig_argv[1:],
-        *(["--resume", interruption.run] if interruption.run else []),
-    ]
+    resume = ["--resume", interruption.run] if interruption.run else []
+    again = [sys.executable, *sys.orig_argv[1:], *resume]
     # exec, not a pause here: CUDA gives its memory back only when the process image is gone
     os.execv(  # noqa: S606 - this program again, with its own arguments
         sys.executable, [sys.executable, "-c", code, str(settings.requeue_after_s), *again]

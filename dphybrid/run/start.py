@@ -10,7 +10,7 @@ from torch import nn
 
 from dphybrid.data import Prepared
 from dphybrid.data.table.encoder import old_rows, open_base
-from dphybrid.embedding import RowOptimizer, find_tables, row_optimizer
+from dphybrid.embedding import find_tables, row_optimizer
 from dphybrid.parallel import Devices, compile_regions, start_on
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import Run
@@ -39,9 +39,8 @@ from dphybrid.util.stop import StopRequest
 
 def begin(run: Run, experiment: Experiment) -> Devices:
     """Set the process up for training; return its devices."""
-    settings = experiment.settings
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
+    if threads := experiment.settings.threads:
+        torch.set_num_threads(threads)
     keep_freed_memory()
     devices = experiment.engine.devices(run.page.devices)
     start_on(devices)
@@ -66,11 +65,9 @@ def build_trained(experiment: Experiment, devices: Devices, done: Path | None) -
     engine.place(model)
     if config.train.compile:
         compile_regions(model)
-    rows: RowOptimizer | None = None
-    if tables := find_tables(model):
-        rows = row_optimizer(
-            config.table.optimizer, tables, lr=config.table.lr, weight_decay=config.table.weight_decay
-        )
+    tables, table = find_tables(model), config.table
+    decay = table.weight_decay
+    rows = row_optimizer(table.optimizer, tables, lr=table.lr, weight_decay=decay) if tables else None
     blocks = experiment.recipe.optimizers(model, config)
     dense = combined(blocks, model, f"recipe {experiment.recipe.name}")
     trained = Trained(model, dense, rows, Progress(), blocks)
@@ -107,13 +104,11 @@ def warm_start(checkpoint: Path, model: nn.Module, data: Prepared) -> None:
     checkpoint's, those of new values copies of the row that stood for them there, the unknown one's or a hash
     bucket's. Optimizers start anew. Raises UserError when model and checkpoint do not fit.
     """
-    page = verify_checkpoint(checkpoint)
-    base = data.manifest.base
+    trained_on, base = verify_checkpoint(checkpoint).data_digest, data.manifest.base
     if base is None:
         load_weights(checkpoint, model)
         return
     earlier = open_base(Path(base))
-    trained_on = page.data_digest
     if trained_on != earlier.prepared.digest:
         raise UserError(
             f"train.warm_start={checkpoint}: was trained on data {trained_on[:12]}, data.base is "

@@ -22,7 +22,7 @@ from dphybrid.training.engine import Session
 from dphybrid.training.loop import keep_checkpoints, train
 from dphybrid.training.observing import Observer
 from dphybrid.training.saving import best_checkpoint
-from dphybrid.training.split_log import SplitLog, announcement
+from dphybrid.training.split_log import SplitLog
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import write_text
 from dphybrid.util.stop import StopRequest
@@ -49,7 +49,8 @@ def train_here(
         # Before the states are restored: its window of metrics goes on, too.
         session.stateful["meter"] = seen = Observer(session, display)
         session.restore(states)
-        if line := announcement(devices):
+        if len(devices) > 1:
+            line = f"Let's use {len(devices)} {devices.noun}!"
             if not states:
                 session.splits.note([line])
             display.line(line)

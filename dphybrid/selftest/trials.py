@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -151,7 +151,7 @@ def came_to(data_dir: Path) -> dict[str, object]:
         "best": Path(result.best_checkpoint).name,
         "checkpoints": [path.name for path in there],
         "sums": [read_state(path).digests for path in there],
-        "splits": [row.model_dump() for row in splits.rows],
+        "splits": [asdict(row) for row in splits.rows],
         "lines": splits.lines,
         "leftovers": sorted(path.name for path in folder.rglob(".*") if path.name != ".lock"),
         "prepared": read_json(next(data_dir.glob("prepared/*/manifest.json")))["arrays"],

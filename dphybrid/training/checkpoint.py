@@ -196,21 +196,21 @@ def newest_whole_checkpoint(folder: Path) -> Path | None:
     Later ones that are damaged are named and put aside (`step-N.damaged`, until there is a new checkpoint of
     that step or a later one). Raises UserError when every one is damaged.
     """
-    there, damaged = complete_checkpoints(folder), []
-    for path in reversed(there):
+    damaged: dict[Path, UserError] = {}
+    for path in reversed(complete_checkpoints(folder)):
         try:
             verify_checkpoint(path)
         except UserError as error:
-            damaged.append((path, error))
+            damaged[path] = error
             continue
-        for other, why in damaged:
+        for other, why in damaged.items():
             print(f"Note: left out a damaged checkpoint: {why}", file=sys.stderr, flush=True)
             aside = other.with_name(f"{other.name}.damaged")
             shutil.rmtree(aside, ignore_errors=True)
             other.rename(aside)
         return path
     if damaged:
-        reasons = "; ".join(str(error) for _, error in damaged)
+        reasons = "; ".join(map(str, damaged.values()))
         raise UserError(f"{folder}: no checkpoint is whole ({reasons}); start a new run")
     return None
 
@@ -225,9 +225,8 @@ def load_weights(path: Path, model: nn.Module, mapped: bool = False, skip: Conta
     tables = find_tables(model)
     blocks = read_tensors(path / "blocks.safetensors")
     wanted = dense_state(model)
-    problems = [f"missing {name}" for name in wanted.keys() - blocks.keys()] + [
-        f"unexpected {name}" for name in blocks.keys() - wanted.keys()
-    ]
+    problems = [f"missing {name}" for name in wanted.keys() - blocks.keys()]
+    problems += [f"unexpected {name}" for name in blocks.keys() - wanted.keys()]
     problems += [
         f"{name} is {tuple(blocks[name].shape)} in the file and {tuple(wanted[name].shape)} in the model"
         for name in wanted.keys() & blocks.keys()
@@ -254,22 +253,15 @@ def dense_state(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and buffers of the blocks by portable name, as references."""
     weights = {id(table.weight) for table in find_tables(model).values()}
     rows = {name for name, weight in model.named_parameters(remove_duplicate=False) if id(weight) in weights}
-    return {
-        key: value
-        for key, value in model.state_dict().items()
-        if key not in rows and isinstance(value, Tensor)
-    }
+    values = {key: value for key, value in model.state_dict().items() if key not in rows}
+    return {key: value for key, value in values.items() if isinstance(value, Tensor)}
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints, oldest first: by number, as names of seven digits sort before those of
     six."""
-    there = [
-        path
-        for path in folder.glob("step-*")
-        if _STEP.fullmatch(path.name) and (path / "state.json").is_file()
-    ]
-    return sorted(there, key=step_of)
+    there = (page.parent for page in folder.glob("step-*/state.json") if page.is_file())
+    return sorted((path for path in there if _STEP.fullmatch(path.name)), key=step_of)
 
 
 def way_on(folder: Path) -> str:
@@ -318,12 +310,9 @@ def flatten_optimizer(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[st
     one, each with its number before the names."""
     tensors: dict[str, Tensor] = {}
     if "optimizers" in state:
-        pages = []
-        for number, one in enumerate(state["optimizers"]):
-            own, page = flatten_optimizer(one)
-            tensors |= {f"{number}/{name}": tensor for name, tensor in own.items()}
-            pages.append(page)
-        return tensors, {"optimizers": pages}
+        parts = [flatten_optimizer(one) for one in state["optimizers"]]
+        named = {f"{number}/{name}": own[name] for number, (own, _) in enumerate(parts) for name in own}
+        return named, {"optimizers": [page for _, page in parts]}
     numbers: dict[str, Any] = {}
     for index, entries in state["state"].items():
         for key, value in entries.items():

@@ -5,7 +5,7 @@ import statistics
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ NOT_A_STEP = ("evaluate", "checkpoint", "log", "profile", "callbacks")
 WARM_UP_STEPS = 5
 """First steps of an attempt, timed apart: they make caches, threads and kernels."""
 
+_NO_LABEL = nullcontext()
 _RECENT_STEPS = 1000
 """So many steps make the running median."""
 
@@ -39,8 +40,7 @@ class StageClock:
     def __init__(self, new_event: Callable[[], torch.cuda.Event] | None = None) -> None:
         self._new_event = new_event
         self._totals: dict[str, float] = {}
-        self._stack: list[str] = []
-        self._labels: list[AbstractContextManager[object] | None] = []
+        self._stack: list[tuple[str, AbstractContextManager[object]]] = []
         self._since = 0.0
         self._marks: list[tuple[str | None, torch.cuda.Event]] = []
         self._window: dict[str, float] = {}
@@ -76,7 +76,7 @@ class StageClock:
             return
         now = time.perf_counter()
         if self._stack:
-            stage = self._stack[-1]
+            stage, _ = self._stack[-1]
             self._totals[stage] = self._totals.get(stage, 0.0) + now - self._since
         self._since = now
 
@@ -92,17 +92,13 @@ class StageClock:
 
     def enter(self, stage: str) -> None:
         self._switch(stage)
-        self._stack.append(stage)
-        label = labelled(stage) if profiler_looks_on() else None
-        self._labels.append(label)
-        if label is not None:
-            label.__enter__()
+        label = labelled(stage) if profiler_looks_on() else _NO_LABEL
+        self._stack.append((stage, label))
+        label.__enter__()
 
     def leave(self) -> None:
-        label = self._labels.pop()
-        if label is not None:
-            label.__exit__(None, None, None)
-        self._switch(self._stack[-2] if len(self._stack) > 1 else None)
+        self._stack[-1][1].__exit__(None, None, None)
+        self._switch(self._stack[-2][0] if len(self._stack) > 1 else None)
         self._stack.pop()
 
     def stage(self, name: str) -> "_Stage":

@@ -29,8 +29,7 @@ Batch = dict[str, Tensor]
 TrainStep = Callable[["Session", Batch], tuple[Tensor, Tensor]]
 """`loop.train_step`: from a session and a batch to the batch's summed loss and its number of terms."""
 
-_EACH, _EVERY = 10, 100
-"""Skipped steps that are told: the first ten, then each hundredth."""
+_EACH, _EVERY = 10, 100  # skipped steps that are told: the first ten, then each hundredth
 
 
 class Engine:

@@ -53,8 +53,8 @@ def not_finite(
     """
     found: list[str] = []
 
-    def look(stage: str, tensors: Iterable[tuple[str, Tensor, Tensor | None]]) -> bool:
-        """Note the first bad entry of each tensor. ids_U: what its rows are called."""
+    def look(stage: str, tensors: Iterable[Rows]) -> bool:
+        """Note the first bad entry of each tensor."""
         bad = []
         for name, tensor, ids_U in tensors:
             if (at := first_bad(tensor)) is not None:
@@ -67,22 +67,17 @@ def not_finite(
 
     tables = find_tables(model)
     rows = {name: got for name, table in tables.items() if (got := table.row_gradients()) is not None}
-    weights = {id(table.weight) for table in tables.values()}
-    parameters = {name: p for name, p in model.named_parameters() if id(p) not in weights}
+    touched: list[Rows] = []
+    gradients: list[Rows] = []
+    for name, (ids_U, grads_UD) in rows.items():
+        touched.append((f"table {name} row {{row}}", tables[name].settled()[ids_U], ids_U))
+        gradients.append((f"the gradient of table {name} row {{row}}", grads_UD, ids_U))
+    blocks: list[Rows] = [(f"parameter {name}", value, None) for name, value in _blocks(model)]
+    gradients += [(f"the gradient of {what}", p.grad, None) for what, p, _ in blocks if p.grad is not None]
     look("data", [(f"{name} of the batch's sample {{row}}", value, None) for name, value in batch.items()])
-    touched = [(name, tables[name].settled()[ids_U], ids_U) for name, (ids_U, _) in rows.items()]
-    weight = look("lookup", [(f"table {name} row {{row}}", values, ids_U) for name, values, ids_U in touched])
-    weight |= look("forward", [(f"parameter {name}", value, None) for name, value in parameters.items()])
+    weight = look("lookup", touched)
+    weight |= look("forward", blocks)
     look("loss", [("the loss", loss, None)])
-    gradients: list[tuple[str, Tensor, Tensor | None]] = [
-        (f"the gradient of table {name} row {{row}}", grads_UD, ids_U)
-        for name, (ids_U, grads_UD) in rows.items()
-    ]
-    gradients += [
-        (f"the gradient of parameter {name}", value.grad, None)
-        for name, value in parameters.items()
-        if value.grad is not None
-    ]
     look("backward", gradients)
     if not found and clipped:
         found.append("clip: the gradients' norm is infinite, each of them is finite")
@@ -117,10 +112,7 @@ def _tensors(
     for what, tensor, ids_U in rows:
         yield what, tensor, ids_U, True
     names: dict[Tensor, str] = {}
-    weights = {id(table.weight) for table in find_tables(model).values()}
-    for name, parameter in model.named_parameters():
-        if id(parameter) in weights:
-            continue  # one of the rows
+    for name, parameter in _blocks(model):
         names[parameter] = name
         yield f"parameter {name}", parameter, None, True
     for name, buffer in model.named_buffers():
@@ -129,6 +121,12 @@ def _tensors(
         for key, state in states.items():
             if isinstance(state, Tensor):
                 yield f"optimizer's {key} of {names.get(weight, 'a parameter')}", state, None, True
+
+
+def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters that are no table's rows, by name."""
+    weights = {id(table.weight) for table in find_tables(model).values()}
+    return ((name, value) for name, value in model.named_parameters() if id(value) not in weights)
 
 
 def first_bad(tensor: Tensor, infinite_too: bool = True) -> tuple[int, float] | None:

@@ -19,6 +19,8 @@ from dphybrid.util.errors import UserError
 Array = np.ndarray[Any, Any]
 _BINS = 10
 """Points of a calibration figure, each of as many rows."""
+_CALIBRATION = "Calibration, a tenth of the validation rows a point"
+_OBSERVED = "predicted_against_observed"
 _SHOWN_ROWS = 400
 """Rows of a figure that shows single ones, evenly spaced."""
 _SHOWN_CLASSES = 12
@@ -33,6 +35,7 @@ class LabelTask(Task):
     label's own units or as probabilities.
     """
 
+    reads: tuple[str, ...] = ("logits", "labels_B")
     label: Label
     loss: Callable[[Tensor, Tensor], Tensor]
     link: Callable[[Tensor], Tensor]
@@ -67,15 +70,10 @@ def _binary(label: Label) -> LabelTask:
     def charts(outputs: dict[str, Tensor]) -> list[Chart | Confusion]:
         probabilities_B = torch.sigmoid(outputs["logits"].double()).numpy()
         shares = _binned(probabilities_B, outputs["labels_B"].double().numpy(), outputs)
-        return [_calibration("mean probability", "share of rows that are 1", shares)]
+        return [_chart("calibration", _CALIBRATION, ("mean probability", "share of rows that are 1"), shares)]
 
     return LabelTask(
-        BINARY.metric,
-        BINARY.higher_is_better,
-        BINARY.compute,
-        BINARY.reads,
-        charts,
-        "log_loss",
+        **(vars(BINARY) | {"prediction": "", "chosen_by": "log_loss", "charts": charts}),
         label=label,
         loss=cross_entropy_of_two,
         link=lambda logits_B: torch.sigmoid(logits_B.float()),
@@ -107,20 +105,20 @@ def _multiclass(label: Label) -> LabelTask:
         highest_B, found_B = probabilities_BC.max(1)
         right_B = (found_B == labels_B).double().numpy()
         shares = _binned(highest_B.numpy(), right_B, outputs)
+        axes = ("mean probability of the class found", "share of rows it is right for")
         return [
             _confusion(label.classes, labels_B.numpy(), found_B.numpy(), sample_weights(outputs)),
-            _calibration("mean probability of the class found", "share of rows it is right for", shares),
+            _chart("calibration", _CALIBRATION, axes, shares),
         ]
 
     return LabelTask(
-        "accuracy",
-        True,
-        compute,
-        ("logits", "labels_B"),
-        charts,
-        "log_loss",
+        metric="accuracy",
+        higher_is_better=True,
+        compute=compute,
+        charts=charts,
+        chosen_by="log_loss",
         label=label,
-        loss=_cross_entropy,
+        loss=lambda logits_BC, labels_B: F.cross_entropy(logits_BC, labels_B.long(), reduction="none"),
         link=lambda logits_BC: torch.softmax(logits_BC.float(), dim=1),
     )
 
@@ -147,26 +145,26 @@ def _regression(label: Label) -> LabelTask:
         def shown(values_B: Array) -> list[tuple[float, float]]:
             return list(zip(predicted_B[every].tolist(), values_B[every].tolist(), strict=True))
 
+        title, left = (
+            "Predicted against observed, validation rows",
+            "What the predictions leave, validation rows",
+        )
+        rest = _chart(
+            "residuals", left, ("predicted", "observed - predicted"), shown(observed_B - predicted_B)
+        )
         return [
-            Chart(
-                name="predicted_against_observed",
-                title="Predicted against observed, validation rows",
-                xlabel="predicted",
-                ylabel="observed",
-                points=shown(observed_B),
-            ),
-            Chart(
-                name="residuals",
-                title="What the predictions leave, validation rows",
-                xlabel="predicted",
-                ylabel="observed - predicted",
-                points=shown(observed_B - predicted_B),
-                line="zero",
-            ),
+            _chart(_OBSERVED, title, ("predicted", "observed"), shown(observed_B)),
+            rest.model_copy(update={"line": "zero"}),
         ]
 
     return LabelTask(
-        "rmse", False, compute, ("logits", "labels_B"), charts, label=label, loss=_squared_error, link=link
+        metric="rmse",
+        higher_is_better=False,
+        compute=compute,
+        charts=charts,
+        label=label,
+        loss=lambda logits_B, labels_B: F.mse_loss(logits_B, labels_B.to(logits_B.dtype), reduction="none"),
+        link=link,
     )
 
 
@@ -186,29 +184,20 @@ def _counts(label: Label) -> LabelTask:
     def charts(outputs: dict[str, Tensor]) -> list[Chart | Confusion]:
         predicted_B = link(outputs["logits"]).numpy()
         counts_B = label.scale * outputs["labels_B"].double().numpy()
+        means = _binned(predicted_B, counts_B, outputs)
+        spread = _binned(predicted_B, (counts_B - predicted_B) ** 2, outputs)
+        title = "Predicted against observed, a tenth of the validation rows a point"
+        wide = "Spread of the counts: on the line for Poisson's, above it for more"
         return [
-            Chart(
-                name="predicted_against_observed",
-                title="Predicted against observed, a tenth of the validation rows a point",
-                xlabel="mean prediction",
-                ylabel="mean count",
-                points=_binned(predicted_B, counts_B, outputs),
-            ),
-            Chart(
-                name="spread",
-                title="Spread of the counts: on the line for Poisson's, above it for more",
-                xlabel="mean prediction",
-                ylabel="mean squared error",
-                points=_binned(predicted_B, (counts_B - predicted_B) ** 2, outputs),
-            ),
+            _chart(_OBSERVED, title, ("mean prediction", "mean count"), means),
+            _chart("spread", wide, ("mean prediction", "mean squared error"), spread),
         ]
 
     return LabelTask(
-        "poisson_deviance",
-        False,
-        compute,
-        ("logits", "labels_B"),
-        charts,
+        metric="poisson_deviance",
+        higher_is_better=False,
+        compute=compute,
+        charts=charts,
         label=label,
         loss=_poisson,
         link=link,
@@ -228,23 +217,14 @@ def cross_entropy_of_two(logits_B: Tensor, labels_B: Tensor) -> Tensor:
     return F.binary_cross_entropy_with_logits(logits_B, labels_B.to(logits_B.dtype), reduction="none")
 
 
-def _cross_entropy(logits_BC: Tensor, labels_B: Tensor) -> Tensor:
-    return F.cross_entropy(logits_BC, labels_B.long(), reduction="none")
-
-
-def _squared_error(logits_B: Tensor, labels_B: Tensor) -> Tensor:
-    return F.mse_loss(logits_B, labels_B.to(logits_B.dtype), reduction="none")
-
-
 def _poisson(logits_B: Tensor, labels_B: Tensor) -> Tensor:
     """Half the deviance, over the mean count: the negative log likelihood, but for what no model changes."""
     labels_B = labels_B.to(logits_B.dtype)
     return torch.exp(logits_B) - labels_B * logits_B + torch.xlogy(labels_B, labels_B) - labels_B
 
 
-def _calibration(xlabel: str, ylabel: str, points: list[tuple[float, float]]) -> Chart:
-    title = "Calibration, a tenth of the validation rows a point"
-    return Chart(name="calibration", title=title, xlabel=xlabel, ylabel=ylabel, points=points)
+def _chart(name: str, title: str, axes: tuple[str, str], points: list[tuple[float, float]]) -> Chart:
+    return Chart(name=name, title=title, xlabel=axes[0], ylabel=axes[1], points=points)
 
 
 def _confusion(classes: Sequence[str], labels_B: Array, found_B: Array, weights_B: Array | None) -> Confusion:
@@ -275,12 +255,10 @@ def _confusion(classes: Sequence[str], labels_B: Array, found_B: Array, weights_
 
 def _binned(predicted_B: Array, observed_B: Array, outputs: dict[str, Tensor]) -> list[tuple[float, float]]:
     """Return means of both of rows sorted by prediction, in `_BINS` parts of as many."""
-    weights_B = sample_weights(outputs)
+    weights_B = outputs["weight"].double().numpy() if "weight" in outputs else np.ones(len(predicted_B))
     parts = np.array_split(np.argsort(predicted_B, kind="stable"), min(_BINS, len(predicted_B)))
-    return [
-        (
-            float(np.average(predicted_B[rows], weights=None if weights_B is None else weights_B[rows])),
-            float(np.average(observed_B[rows], weights=None if weights_B is None else weights_B[rows])),
-        )
-        for rows in parts
-    ]
+
+    def means(values_B: Array) -> list[float]:
+        return [float(np.average(values_B[rows], weights=weights_B[rows])) for rows in parts]
+
+    return list(zip(means(predicted_B), means(observed_B), strict=True))

@@ -71,16 +71,12 @@ def out_of_memory_report(
 ) -> str:
     """Return what used the memory when step `step` with a batch of `rows` rows did not fit, in lines for
     people."""
-    weights = sum(p.numel() * p.element_size() for p in dense_parameters(model))
-    state = sum(
-        value.numel() * value.element_size()
-        for entries in (optimizer.state.values() if optimizer else ())
-        for value in entries.values()
-        if isinstance(value, Tensor)
-    )
+    weights = sum(parameter.nbytes for parameter in dense_parameters(model))
+    entries = [value for state in (optimizer.state if optimizer else {}).values() for value in state.values()]
+    state = sum(value.nbytes for value in entries if isinstance(value, Tensor))
+    why = str(error).partition("\n")[0] or "no details"
     lines = [
-        f"out of memory in step {step} with a batch of {rows} rows: "
-        f"{str(error).splitlines()[0] if str(error) else 'no details'}",
+        f"out of memory in step {step} with a batch of {rows} rows: {why}",
         f"  blocks {_gib(weights)}, their gradients as much, optimizer state {_gib(state)}; the rest is "
         "activations and copies of blocks",
     ]
@@ -115,15 +111,15 @@ def make_states(optimizer: torch.optim.Optimizer, batch_size: int, model: nn.Mod
 def _take_empty_step(optimizer: torch.optim.Optimizer) -> None:
     """One step with a learning rate, decay and gradients of zero, which changes no parameter and is not
     counted."""
-    stilled = ("lr", "weight_decay")
-    before = [{key: group[key] for key in stilled if key in group} for group in optimizer.param_groups]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for group, values in zip(optimizer.param_groups, before, strict=True):
+    groups, stilled = optimizer.param_groups, ["lr", "weight_decay"]
+    before = [{key: group[key] for key in stilled if key in group} for group in groups]
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    for group, values in zip(groups, before, strict=True):
         group.update(dict.fromkeys(values, 0.0))
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    for group, values in zip(optimizer.param_groups, before, strict=True):
+    for group, values in zip(groups, before, strict=True):
         group.update(values)
     for parameter in parameters:
         parameter.grad = None

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch._C._profiler import _ExperimentalConfig
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from dphybrid.embedding import RowPipeline
 from dphybrid.training.clock import NOT_A_STEP, StepTimes, timed_parts
@@ -26,19 +26,14 @@ class _StepProfiler:
     def before(self, step: int) -> None:
         """Step `step` (counted from 1) is about to run."""
         if self._running is None and step in self._steps:
-            activities = [ProfilerActivity.CPU] + (
-                [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-            )
-            self._running = profile(
-                activities=activities,
-                record_shapes=True,
-                experimental_config=_ExperimentalConfig(profile_all_threads=True),
-            )
+            # torch's default activities: all that this machine has
+            every_thread = _ExperimentalConfig(profile_all_threads=True)
+            self._running = profile(record_shapes=True, experimental_config=every_thread)
             self._running.start()
 
     def after(self, step: int) -> None:
         """Step `step` has run."""
-        if self._running is not None and step + 1 not in self._steps:
+        if step + 1 not in self._steps:
             self.stop()
 
     def stop(self) -> None:
@@ -49,11 +44,8 @@ class _StepProfiler:
         running.stop()
         path = self._folder / f"trace-steps-{self._steps[0]}-{self._steps[-1]}.json.gz"
         running.export_chrome_trace(str(path))
-        print(
-            f"Profile of steps {self._steps[0]} to {self._steps[-1]}: {path} (opens in "
-            "https://ui.perfetto.dev)",
-            flush=True,
-        )
+        which = f"steps {self._steps[0]} to {self._steps[-1]}"
+        print(f"Profile of {which}: {path} (opens in https://ui.perfetto.dev)", flush=True)
         self._record(path, "profile")
 
 
@@ -129,11 +121,8 @@ class Observer:
         if not self._added:
             return
         losses, weights = (torch.stack(values).tolist() for values in zip(*self._added, strict=True))
-        self._added, loss, weight = [], 0.0, 0.0
-        for added, terms in zip(losses, weights, strict=True):
-            loss, weight = loss + added, weight + terms
-        self._loss += loss
-        self._weight += weight
+        self._added, loss, weight = [], sum(losses), sum(weights)
+        self._loss, self._weight = self._loss + loss, self._weight + weight
         progress = self._session.trained.progress
         progress.epoch_loss += loss
         progress.epoch_weight += weight
@@ -168,9 +157,8 @@ class Observer:
             metrics |= {f"perf/step_ms_{name}": value for name, value in self.times.window().items()}
             metrics |= {f"timing/{stage}_ms": 1e3 * total / self._steps for stage, total in window.items()}
             if self.pipeline is not None and self.pipeline.tables:
-                metrics |= {
-                    f"embedding/{name}": value for name, value in self.pipeline.counters(self._steps).items()
-                }
+                counters = self.pipeline.counters(self._steps)
+                metrics |= {f"embedding/{name}": value for name, value in counters.items()}
             metrics |= session.engine.measured()
             session.tracker.log_metrics(metrics, step)
         self._note = "no loss" if loss is None else f"loss {loss:.4g}"

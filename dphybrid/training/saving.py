@@ -173,17 +173,16 @@ class CheckpointWriter:
         copies, beside = self._copies()
         check_finite(self._trained.model, self._trained.dense, _named(copies), step, self._folder)
         files, optimizer_page = self._dense()
-        own: dict[str, Stateful] = {"progress": self._trained.progress, "generators": Generators()}
         # State dicts refer to what training goes on changing.
-        states = {name: copy.deepcopy(one.state_dict()) for name, one in {**own, **stateful}.items()}
+        states = {name: copy.deepcopy(one.state_dict()) for name, one in stateful.items()}
         partly = bool(copies) and all(copied.ids_U is not None for copied in copies.values())
         self._since_full = self._since_full + 1 if partly else 0
         page = CheckpointState(
             since_full=self._since_full,
-            progress=Progress(**states.pop("progress")),
+            progress=copy.deepcopy(self._trained.progress),
             config=dict(config),
             optimizer=optimizer_page,
-            generators=states.pop("generators"),
+            generators=Generators().state_dict(),
             record=states,
             **facts,
         )
@@ -199,14 +198,8 @@ class CheckpointWriter:
             written = self._write(final, base, copies, files, page)
             now = time.perf_counter()
             stalled = stall_s if beside else now - start
-            cost = SavingCosts(
-                count=1,
-                full=not partly,
-                written_bytes=written,
-                stall_s=stalled,
-                longest_stall_s=stalled,
-                write_s=now - began,
-            )
+            cost = SavingCosts(count=1, full=not partly, written_bytes=written, write_s=now - began)
+            cost = cost.model_copy(update={"stall_s": stalled, "longest_stall_s": stalled})
             # a new object: training may read the old one meanwhile
             self.costs += cost
             then(cost)
@@ -225,30 +218,26 @@ class CheckpointWriter:
         if self._since_full + 1 < self._full_every and self._latest is not None and self._latest.is_dir():
             changed = self._changes.rows() if self._changes is not None else {}
         parts: dict[str, _Copied] = {}
+        everything, partly = 0, 0.0
         for name, table in find_tables(self._trained.model).items():
             by_row, states = {"weight": table.settled()}, {}
             if rows is not None and name in rows.tables:
                 by_row, states = by_row | rows.row_states(name), rows.states_of(name)
             whole = {key: state.clone() for key, state in states.items() if key not in by_row}
-            parts[name] = _Copied(changed.get(name), by_row, whole)
-        everything, partly = 0, 0.0
-        for part in parts.values():
-            size = sum(tensor.nbytes for tensor in part.by_row.values())
-            everything += size
-            partly += size if part.ids_U is None else size * len(part.ids_U) / len(part.by_row["weight"])
-        if any(part.ids_U is None for part in parts.values()) or partly > _WORTH_IT * everything:
+            parts[name] = _Copied(None, by_row, whole)
+            everything += (size := sum(tensor.nbytes for tensor in by_row.values()))
+            ids_U = changed.get(name)
+            partly += math.inf if ids_U is None else size * len(ids_U) / len(by_row["weight"])
+        if partly > _WORTH_IT * everything:
             changed, partly = {}, everything
         # Half of what is free: the training goes on beside the copies, and its batches need room, too.
         if self._in_place or partly > available_memory_bytes() / 2:
-            return {name: _Copied(None, part.by_row, part.whole) for name, part in parts.items()}, False
-        return {
-            name: _Copied(
-                ids_U := changed.get(name),
-                {key: _copied(rows, ids_U) for key, rows in part.by_row.items()},
-                part.whole,
-            )
-            for name, part in parts.items()
-        }, True
+            return parts, False
+        for name, part in parts.items():
+            ids_U = changed.get(name)
+            copied = {key: _copied(tensor, ids_U) for key, tensor in part.by_row.items()}
+            parts[name] = _Copied(ids_U, copied, part.whole)
+        return parts, True
 
     def _dense(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         """Return copies of what else a checkpoint holds, by file, and the page of the blocks' optimizer."""
@@ -305,9 +294,8 @@ class CheckpointWriter:
             return sum(stat.st_size for stat in found if stat.st_nlink == 1)
 
     def _copied_encoder(self, encoder: Path, partial: Path) -> dict[str, str]:
-        copied = {
-            f"encoder/{name}": digest for name, digest in copy_files(encoder, partial / "encoder").items()
-        }
+        sums = copy_files(encoder, partial / "encoder")
+        copied = {f"encoder/{name}": digest for name, digest in sums.items()}
         for name, digest in copied.items():
             if self._encoder_sums.get(name, digest) != digest:
                 raise UserError(
@@ -361,13 +349,9 @@ def prune_checkpoints(folder: Path, config: CheckpointConfig, best: Sequence[int
     stays, too: damage to a file never takes them all.
     """
     there = complete_checkpoints(folder)
-    wanted = {
-        path
-        for place, path in enumerate(there)
-        if place >= len(there) - config.keep_last
-        or step_of(path) in best
-        or (config.keep_every > 0 and step_of(path) % config.keep_every == 0)
-    }
+    wanted = {*there[-config.keep_last :], *(path for path in there if step_of(path) in best)}
+    if config.keep_every:
+        wanted |= {path for path in there if step_of(path) % config.keep_every == 0}
     files = {}  # the same for checkpoints that share a full one's files
     for path in there:
         tables = sorted((path / "tables").glob("*.safetensors"))

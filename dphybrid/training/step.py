@@ -72,11 +72,10 @@ class Step:
         try:
             found = self._change(batch, loss.detach(), chosen)
         except RuntimeError as error:
-            told = self._report(error, batch)
             # Some parameters may have changed already: this step cannot be taken again.
             raise UserError(
-                f"{told}\nThe update itself ran out of memory; a smaller batch does not "
-                f"help. Lower the model's sizes or take train.optimizer=sgd, and {self.session.way_on()}"
+                f"{self._report(error, batch)}\nThe update itself ran out of memory; a smaller batch does "
+                f"not help. Lower the model's sizes or take train.optimizer=sgd, and {self.session.way_on()}"
             ) from error
         if found:
             self.session.skip_or_stop(found)
@@ -125,12 +124,12 @@ class Step:
         self, batch: Batch, loss: Tensor, chosen: Mapping[str, torch.optim.Optimizer]
     ) -> NotFinite | None:
         """Clip, then update blocks and rows. Returns what is not finite; then nothing was updated."""
-        trained, clock, config = self.session.trained, self.session.clock, self.session.config.train
+        trained, clock, norm = self.session.trained, self.session.clock, self.session.config.train.clip_norm
         with clock.stage("clip"):
             parameters = [p for one in chosen.values() for group in one.param_groups for p in group["params"]]
             # One number for all gradients: one wait a device. Which one is bad is looked up later.
-            clips = config.clip_norm > 0
-            size = clip_grad_norm_(parameters, config.clip_norm) if clips else gradient_sum(parameters)
+            clips = norm > 0
+            size = clip_grad_norm_(parameters, norm) if clips else gradient_sum(parameters)
             sound = math.isfinite(size) and math.isfinite(loss)
         if not sound and (found := not_finite(trained.model, batch, loss, clipped=clips)):
             return found

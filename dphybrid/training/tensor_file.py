@@ -55,13 +55,8 @@ def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     offset = 0
     # Sorted: the same tensors give the same file, however they came to be.
     for name, tensor in sorted(tensors.items()):
-        end = offset + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
+        place = [offset, offset := offset + tensor.nbytes]
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
     head = json.dumps(header, separators=(",", ":")).encode()
     # So that mapped tensors begin at a multiple of eight bytes.
     head += b" " * (-len(head) % 8)
@@ -141,14 +136,14 @@ def mapped_tensor(path: Path, name: str, like: Tensor, sums: str) -> Tensor:
     blocks.check(np.array([0, path.stat().st_size - 1]))  # the header, and that nothing is cut off
     entries, data = _header(path)
     entry = entries[name]
-    if tuple(entry["shape"]) != tuple(like.shape) or entry["dtype"] != _NAMES[like.dtype]:
+    there, wanted = (entry["dtype"], *entry["shape"]), (_NAMES[like.dtype], *like.shape)
+    if there != wanted:
         raise UserError(
-            f"{path}: {name} is {entry['dtype']} {tuple(entry['shape'])}, the model's table is "
-            f"{_NAMES[like.dtype]} {tuple(like.shape)}; was it trained on other data?"
+            f"{path}: {name} is {there}, the model's table is {wanted}; was it trained on other data?"
         )
-    start = data + entry["data_offsets"][0]
+    start, stop = (data + offset for offset in entry["data_offsets"])
     # Copy on write: changed rows are laid over it, the file stays as it is.
-    raw = np.memmap(path, np.uint8, "c", start, (entry["data_offsets"][1] - entry["data_offsets"][0],))
+    raw = np.memmap(path, np.uint8, "c", start, (stop - start,))
     row_bytes = len(raw) // like.shape[0]
 
     def check_read(ids_N: Tensor) -> None:
@@ -211,14 +206,10 @@ def read_table(checkpoint: Path, table: str, name: str, target: Tensor) -> None:
     """Fill `target` in place with the weight or the state `name` of a table, slice by slice. Raises UserError
     when shapes differ."""
     read_into(table_file(checkpoint, table), name, target)
-    ids_U = changed_rows(checkpoint, table)
-    if ids_U is None:
-        return
-    file = changed_file(checkpoint, table)
-    if rows_of(name) in tensor_shapes(file):
-        read_into(file, rows_of(name), target, ids_U)
-    else:
-        read_into(file, name, target)
+    if (ids_U := changed_rows(checkpoint, table)) is not None:
+        file = changed_file(checkpoint, table)
+        by_row = rows_of(name) in tensor_shapes(file)
+        read_into(file, rows_of(name) if by_row else name, target, ids_U if by_row else None)
 
 
 def mapped_weight(checkpoint: Path, table: str, like: Tensor, sums: str) -> Tensor:
@@ -226,7 +217,6 @@ def mapped_weight(checkpoint: Path, table: str, like: Tensor, sums: str) -> Tens
     rows, and what lies on their pages, are in memory at once. Raises UserError when shape or type differ from
     those of `like`."""
     weight = mapped_tensor(table_file(checkpoint, table), "weight", like, sums)
-    ids_U = changed_rows(checkpoint, table)
-    if ids_U is not None:
+    if (ids_U := changed_rows(checkpoint, table)) is not None:
         read_into(changed_file(checkpoint, table), rows_of("weight"), weight, ids_U)
     return weight

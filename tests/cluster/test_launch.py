@@ -117,7 +117,7 @@ def test_a_foreign_folder_to_meet_in_is_refused(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "ranks").symlink_to(tmp_path / "elsewhere")
     with refused("is a link or another user"):
-        run_ranks(1, (PATIENT, str(tmp_path)), tmp_path, {}, 0, StopRequest())
+        run_ranks(1, (PATIENT, str(tmp_path)), tmp_path, {}, 0, StopRequest(), Meeting())
 
 
 def test_the_address_is_the_one_towards_the_others_or_the_named_one() -> None:

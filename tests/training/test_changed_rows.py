@@ -157,27 +157,20 @@ def test_a_checkpoint_needs_no_other_folder_and_another_full_one_stays(tmp_path:
     assert newest_whole_checkpoint(tmp_path) == tmp_path / "step-000008"
 
 
-def by_hand(trained: Trained) -> None:
-    trained.model.words.settled()[299] = 7.0
+CHANGES: dict[str, Callable[[Trained], object]] = {
+    "by hand": lambda trained: trained.model.words.settled().index_fill_(0, torch.tensor([299]), 7.0),
+    "loaded again": lambda trained: trained.model.load_state_dict(new("adam").model.state_dict()),
+    "most rows": lambda trained: step(trained, 400),
+}
 
 
-def loaded_again(trained: Trained) -> None:
-    trained.model.load_state_dict(new("adam").model.state_dict())
-
-
-def most_rows(trained: Trained) -> None:
-    step(trained, 400)
-
-
-@pytest.mark.parametrize("change", [by_hand, loaded_again, most_rows])
-def test_what_no_update_has_changed_or_is_too_much_is_written_whole(
-    change: Callable[[Trained], None], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_no_update_has_changed_or_is_too_much_is_written_whole(change: str, tmp_path: Path) -> None:
     trained = new("adam")
     with CheckpointWriter(tmp_path, trained, full_every=5) as writer:
         for number, since_full in enumerate((0, 1, 0, 1)):
             if number == 2:
-                change(trained)
+                CHANGES[change](trained)
             step(trained)
             path = writer.save({}, {})
             writer.wait()
@@ -207,23 +200,10 @@ def test_a_disk_without_links_gets_copies_and_a_full_memory_or_a_folder_that_is_
             torch.testing.assert_close(everything(loaded(path, "adam")), everything(trained), rtol=0, atol=0)
 
 
-OPTIONS = [
-    "recipe=ctr",
-    f"data.path={CLICKS}",
-    "data.label=clicked",
-    "data.buckets=400",
-    "model.dim=2",
-    "model.hidden=4",
-    "model.layers=1",
-    "train.batch_size=4",
-    "train.epochs=2",
-    "train.clip_norm=0",
-    "table.optimizer=adagrad",
-    "checkpoint.full_every=100",
-    "checkpoint.keep_every=1",
-    "checkpoint.every_steps=3",
-    "devices=cpu*2",
-]
+OPTIONS = ["recipe=ctr", f"data.path={CLICKS}", "data.label=clicked", "data.buckets=400", "devices=cpu*2"]
+OPTIONS += ["model.dim=2", "model.hidden=4", "model.layers=1", "train.batch_size=4", "train.epochs=2"]
+OPTIONS += ["train.clip_norm=0", "table.optimizer=adagrad", "checkpoint.full_every=100"]
+OPTIONS += ["checkpoint.keep_every=1", "checkpoint.every_steps=3"]
 
 
 def test_all_that_reads_checkpoints_reads_changed_rows(
@@ -258,7 +238,7 @@ def test_all_that_reads_checkpoints_reads_changed_rows(
     assert torch.equal(find_tables(started[0].trained.model)["table"].weight, table.weight)
 
 
-def test_the_training_ends_with_what_the_writing_thread_failed_with(
+def test_the_training_ends_with_what_the_writing_thread_failed_with_and_a_stop_waits_for_it(
     data_dir: Path, unrecorded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full_disk = OSError(errno.ENOSPC, "No space left on device")
@@ -271,23 +251,18 @@ def test_the_training_ends_with_what_the_writing_thread_failed_with(
     monkeypatch.setattr("dphybrid.training.saving.write_tensors", write)
     with refused("No space left on device; make room on its disk.*--resume"):
         run_with(*OPTIONS, run_name="run")
-    there = complete_checkpoints(data_dir / "runs" / "run" / "checkpoints")
-    assert [path.name for path in there] == ["step-000003"]
-    monkeypatch.setattr("dphybrid.training.saving.write_tensors", write_tensors)
-    run_with(*OPTIONS, resume="run")
+    folder = data_dir / "runs" / "run" / "checkpoints"
+    assert [path.name for path in complete_checkpoints(folder)] == ["step-000003"]
 
-
-def test_a_stop_waits_for_the_checkpoint_it_names(
-    data_dir: Path, unrecorded: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
     def slowly(path: Path, *given: Any) -> str:
         time.sleep(0.2)
         return write_tensors(path, *given)
 
+    # And a stop waits for the checkpoint that it names.
     monkeypatch.setattr("dphybrid.training.saving.write_tensors", slowly)
     with stopping_after(5) as stop, pytest.raises(Interrupted, match="step-000005 goes on with --resume"):
-        run_with(*OPTIONS, run_name="run", stop=stop)
-    verify_checkpoint(data_dir / "runs" / "run" / "checkpoints" / "step-000005")
+        run_with(*OPTIONS, resume="run", stop=stop)
+    verify_checkpoint(folder / "step-000005")
 
 
 def test_a_damaged_best_checkpoint_is_named_with_what_takes_its_place(
