@@ -1,6 +1,7 @@
 """The comparison of a batch unsplit with itself split names the module that computes across the batch."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -41,24 +42,25 @@ class BatchSecond(nn.Module):
         return self.attention(x[:, None], x[:, None], x[:, None])[0][:, 0]
 
 
+ACROSS: list[Callable[[Tensor], Tensor]] = [
+    lambda x: x.softmax(0),
+    lambda x: (x - x.mean(0)) / x.std(0),
+    lambda x: x.sort(0).values,
+    lambda x: x.cumsum(0),
+    lambda x: x.flip(0),
+    lambda x: x + torch.arange(len(x))[:, None],
+    lambda x: torch.zeros_like(x).index_add_(0, torch.arange(len(x)) % 2, x),
+]
+
+
 @pytest.mark.parametrize("devices", ["cpu", "cpu*3"])
 @pytest.mark.parametrize(
     ("make", "module", "what"),
     [
-        (lambda: Head(lambda x: x.softmax(0)), "1", "what it gives to 1.after"),
-        (lambda: Head(lambda x: (x - x.mean(0)) / x.std(0)), "1", "what it gives to 1.after"),
-        (lambda: Head(lambda x: x.sort(0).values), "1", "what it gives to 1.after"),
-        (lambda: Head(lambda x: x.cumsum(0)), "1", "what it gives to 1.after"),
-        (lambda: Head(lambda x: x.flip(0)), "1", "what it gives to 1.after"),
-        (lambda: Head(lambda x: x + torch.arange(len(x))[:, None]), "1", "what it gives to 1.after"),
-        (
-            lambda: Head(lambda x: torch.zeros_like(x).index_add_(0, torch.arange(len(x)) % 2, x)),
-            "1",
-            "what it gives to 1.after",
-        ),
+        *((partial(Head, function), "1", "what it gives to 1.after") for function in ACROSS),
         (Contrastive, "1", "its output"),
         (BatchSecond, "1.attention", "its output"),
-        (lambda: nn.Softmax(0), "1", "its output"),
+        (partial(nn.Softmax, 0), "1", "its output"),
     ],
 )
 def test_the_module_that_computes_across_the_batch_is_named(

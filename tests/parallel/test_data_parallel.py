@@ -9,32 +9,26 @@ from torch import nn
 
 from dphybrid.parallel import (
     DataParallel,
-    current_replica,
     parallel_apply,
     resolve_devices,
     split_plan,
     split_sizes,
 )
-from tests.conftest import SHARED
-
-REFERENCE = SHARED / "reference" / "split_shapes.json"
 
 
-@pytest.mark.parametrize("devices", [1, 2, 3, 8])
-def test_splits_are_those_of_the_reference(devices: int) -> None:
-    if not REFERENCE.is_file():
-        pytest.skip("the reference table is not here")
-    expected = json.loads(REFERENCE.read_text())["by_devices"][str(devices)]
-    wrapped = DataParallel(nn.Linear(5, 2).double(), f"cpu*{devices}")
-    for batch, rows in zip(torch.randn(100, 5, dtype=torch.float64).split(30), expected, strict=True):
+@pytest.mark.parametrize(
+    ("devices", "full", "last"),
+    [(1, [30], [10]), (2, [15, 15], [5, 5]), (3, [10] * 3, [4, 4, 2]), (8, [4] * 7 + [2], [2] * 5)],
+)
+def test_splits_are_those_of_pytorchs_tutorial(devices: int, full: list[int], last: list[int]) -> None:
+    wrapped = DataParallel(nn.Linear(5, 2), f"cpu*{devices}")
+    for batch, rows in zip(torch.randn(100, 5).split(30), [full] * 3 + [last], strict=True):
         wrapped(batch)
         assert wrapped.last_split is not None
-        assert [size[0] for size in wrapped.last_split.input_sizes] == rows
-        assert [size[0] for size in wrapped.last_split.output_sizes] == rows
+        assert wrapped.last_split.input_sizes == tuple((count, 5) for count in rows)
+        assert wrapped.last_split.output_sizes == tuple((count, 2) for count in rows)
     assert [split.count for split in wrapped.splits()] == [3, 1]
-    assert json.loads(json.dumps(asdict(wrapped.splits()[1])))["input_sizes"] == [
-        [count, 5] for count in expected[-1]
-    ]
+    assert json.loads(json.dumps(asdict(wrapped.splits()[1])))["input_sizes"] == [[n, 5] for n in last]
 
 
 def test_split_sizes_are_those_of_chunk() -> None:
@@ -44,21 +38,10 @@ def test_split_sizes_are_those_of_chunk() -> None:
 
 
 def test_state_dict_keys_are_those_of_the_bare_module() -> None:
-    bare = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
-    wrapped = nn.Sequential(
-        nn.Linear(3, 3), DataParallel(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), "cpu*2")
-    )
-    assert list(wrapped.state_dict()) == list(bare.state_dict())
-    wrapped.load_state_dict(bare.state_dict())
-    bare.load_state_dict(wrapped.state_dict())
-    with_prefix = {
-        key.replace("1.", "1.module.", 1) if key.startswith("1.") else key: value
-        for key, value in bare.state_dict().items()
-    }
-    wrapped.load_state_dict(with_prefix)
-    alone = DataParallel(nn.Linear(2, 2), "cpu*2")
-    assert list(alone.state_dict()) == ["weight", "bias"]
-    alone.load_state_dict(nn.Linear(2, 2).state_dict())
+    bare, inner = (nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)) for _ in range(2))
+    wrapped = nn.Sequential(DataParallel(inner, "cpu*2"))
+    assert list(wrapped.state_dict()) == [f"0.{key}" for key in bare.state_dict()]
+    bare.load_state_dict(wrapped[0].state_dict())
 
 
 def test_an_empty_batch_runs_once() -> None:
@@ -93,18 +76,6 @@ def test_threads_see_the_callers_modes() -> None:
     with torch.inference_mode(), torch.autocast("cpu", dtype=torch.float16):
         parallel_apply([Look(), Look()], [(torch.ones(1),)] * 2, [{}] * 2, devices, mode="threads")
     assert seen == [(False, True, torch.float16)] * 2
-
-
-def test_a_failing_replica_says_where() -> None:
-    class Fails(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if current_replica() == (2, 3):
-                raise KeyError("lost")
-            return x
-
-    with pytest.raises(KeyError, match="lost") as caught:
-        DataParallel(Fails(), "cpu*3")(torch.ones(9, 1))
-    assert caught.value.__notes__ == ["in replica 2 of 3 on cpu[2]"]
 
 
 def test_the_plan_names_idle_devices_and_a_better_batch_size() -> None:

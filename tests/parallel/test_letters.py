@@ -4,7 +4,6 @@ name."""
 import dataclasses
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -14,52 +13,12 @@ from torch.nn import functional as F
 from dphybrid.parallel import DataParallel, Whole, compare_split, device_count
 from dphybrid.parallel.check import check_module
 from dphybrid.util.errors import UserError
-from tests.parallel.zoo import Does
+from tests.parallel.zoo import Does, Mirrored
 
 X = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
 
 
-# P: outputs and inputs of classes that mirror their items as attributes
-
-
-class Mirrored(dict):  # type: ignore[type-arg]
-    def __init__(self, **items: Any) -> None:
-        super().__init__(items)
-        vars(self).update(items)
-
-
-class Itself(dict):  # type: ignore[type-arg]
-    def __init__(self, **items: Any) -> None:
-        super().__init__(items)
-        self.__dict__ = self
-
-
-class Listed(list):  # type: ignore[type-arg]
-    def __init__(self, logits: Any) -> None:
-        super().__init__([logits])
-        self.logits = logits
-
-
-class Pair(tuple):  # type: ignore[type-arg]
-    logits: Any
-
-    def __new__(cls, logits: Any) -> "Pair":
-        pair = super().__new__(cls, (logits, -logits))
-        pair.logits = logits
-        return pair
-
-
-@pytest.mark.parametrize("kind", [Mirrored, Itself, Listed, Pair])
-def test_p_attributes_that_mirror_items_are_joined_and_split_with_them(kind: Any) -> None:
-    out = DataParallel(Does(lambda x: kind(logits=2 * x)), "cpu*2")(X)
-    item = out["logits"] if isinstance(out, dict) else out[0]
-    assert type(out) is kind
-    assert item is out.logits
-    assert torch.equal(out.logits, 2 * X)
-    seen: list[int] = []
-    region = DataParallel(Does(lambda given: (seen.append(len(given.logits)), given.logits)[1]), "cpu*2")
-    assert torch.equal(region(kind(logits=X)), X)
-    assert seen.count(4) == 2
+# P: outputs of classes that mirror their items as attributes
 
 
 def test_p_a_tensor_beside_an_outputs_items_is_refused() -> None:

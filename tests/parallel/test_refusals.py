@@ -1,6 +1,7 @@
 """The page's list of what DataParallel refuses: each line is refused, in the words that it quotes."""
 
 import re
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,13 @@ PACKED = pack_sequence([torch.ones(3, 2), torch.ones(2, 2)])
 
 
 class Carrier:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class Slotted:
+    __slots__ = ("x",)
+
     def __init__(self, x: Tensor) -> None:
         self.x = x
 
@@ -129,19 +137,41 @@ def test_it_is_refused_as_the_page_says(what: str) -> None:
         assert words in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "told"),
-    [
-        (lambda: DataParallel(nn.Linear, TWO), "a type is not a module"),  # type: ignore[arg-type]
-        (lambda: DataParallel(nn.Linear(3, 3), 63), "cuda:63 is not here"),  # type: ignore[arg-type]
-        (lambda: gives(1, 1), "output: an int cannot be joined"),
-        (
-            lambda: DataParallel(nn.Linear(3, 3), TWO).rows(nn.Embedding(9, 3), torch.arange(8)),  # type: ignore[arg-type]
-            "an Embedding is not a table; give a HostEmbedding",
-        ),
-    ],
-)
-def test_a_slip_in_a_call_is_told_in_plain_words(wrong: Callable[[], object], told: str) -> None:
+def chance(function: Callable[[Tensor], Any], features: int = 3) -> None:
+    """Eight samples in two shares of four: where the module mixes rows, four features tell by chance."""
+    DataParallel(Does(function), TWO)(torch.randn(8, features))
+
+
+FURTHER: list[tuple[Callable[[], object], str]] = [
+    (lambda: DataParallel(nn.Linear, TWO), "a type is not a module"),  # type: ignore[arg-type]
+    (lambda: wraps(devices=63), "cuda:63 is not here"),
+    (lambda: gives(1, 1), "output: an int cannot be joined"),
+    (
+        lambda: DataParallel(nn.Linear(3, 3), TWO).rows(nn.Embedding(9, 3), torch.arange(8)),  # type: ignore[arg-type]
+        "an Embedding is not a table; give a HostEmbedding",
+    ),
+    (lambda: takes([Carrier(X)]), "input 0[0]: a Carrier carries tensors"),
+    (lambda: takes(Slotted(X)), "input 0: a Slotted carries tensors"),
+    (lambda: takes({X, -X}), "input 0: a set carries tensors"),
+    (lambda: takes(map(torch.neg, X)), "input 0: a map can be read once only"),
+    (lambda: takes(nn.Linear(2, 2)), "input 0: a Linear carries tensors"),
+    (lambda: takes((lambda x: lambda: x)(X)), "input 0: a function carries tensors"),
+    (lambda: takes(types.MappingProxyType({"x": X})), "carries tensors"),
+    (lambda: chance(lambda x: x.new_zeros(4, len(x), 5) + x.sum()), "(4, 5, 5) for a share of 5 samples"),
+    (lambda: chance(Tensor.t, 4), "output: size (4, 5) for a share of 5 samples"),
+    (lambda: chance(lambda x: torch.stack([x] * 4)), "size (4, 5, 3) for a share of 5 samples"),
+    (lambda: chance(lambda x: torch.arange(4.0)), "size (4,) for a share of 5 samples"),
+    (lambda: chance(lambda x: x.mean(0), 4), "size (4,) for a share of 5 samples"),
+    (lambda: chance(lambda x: x.t() @ x, 4), "size (4, 4) for a share of 5 samples"),
+    (
+        lambda: chance(lambda x: {"a": x, "b": (x, x.mean(0))}, 4),
+        "output['b'][1]: size (4,) for a share of 5",
+    ),
+]
+
+
+@pytest.mark.parametrize(("wrong", "told"), FURTHER)
+def test_a_slip_is_told_in_plain_words(wrong: Callable[[], object], told: str) -> None:
     with pytest.raises(UserError, match=re.escape(told)):
         wrong()
 
