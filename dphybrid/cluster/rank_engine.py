@@ -61,6 +61,11 @@ class _SpreadWriter(CheckpointWriter):
         return Path(path)
 
 
+def _shares(rows: int, size: int) -> list[int]:
+    """Return how many of so many rows each rank gets."""
+    return [len(range(rows)[part_of(rows, (rank, size))]) for rank in range(size)]
+
+
 class RankEngine(ClusterEngine):
     """Training as one of `cluster.ranks` processes. ranks: this process among them."""
 
@@ -179,7 +184,7 @@ class RankEngine(ClusterEngine):
                 value.copy_(blocks[name])
         if dense is not None and trained.dense is not None:
             trained.dense.load_state_dict(dense)
-        vars(trained.progress).update(vars(progress))
+        trained.progress.become(progress)
         return result
 
     def measured(self) -> Mapping[str, float]:
@@ -198,9 +203,7 @@ class RankEngine(ClusterEngine):
 
     def split(self, split: Split) -> Split:
         number, size = self.part
-        sizes = [
-            len(range(self._batch_rows)[part_of(self._batch_rows, (rank, size))]) for rank in range(size)
-        ]
+        sizes = _shares(self._batch_rows, size)
         if len(split.input_sizes) != 1 or split.input_sizes[0][:1] != (sizes[number],):
             return split  # a block that is given something else than the batch's rows
 
@@ -249,19 +252,14 @@ class RankEngine(ClusterEngine):
             if not bool(torch.isfinite(value).all())
         ]
         rows = sorted({row for row in self.ranks.all_told(self.table.bad_gradient()) if row is not None})
-        found = [
-            f"the loss is {loss}",
-            *weights[:1],
-            *bad[:2],
-            *[f"the gradient of row {r}" for r in rows[:2]],
-        ]
+        found = [f"the loss is {loss}", *weights[:1], *bad[:2]]
+        found += [f"the gradient of row {row}" for row in rows[:2]]
         return NotFinite("; ".join(found) + ": no finite numbers", weight=bool(weights))
 
     def _gathered(self, values: Tensor, rows: int, batch_size: int) -> Tensor:
         size, sizes = self.ranks.size, []
         for start in range(0, rows, batch_size):
-            count = min(batch_size, rows - start)
-            sizes.append([len(range(count)[part_of(count, (rank, size))]) for rank in range(size)])
+            sizes.append(_shares(min(batch_size, rows - start), size))
         if not self.ranks.leads:
             dist.send(values.contiguous(), 0)
             return values

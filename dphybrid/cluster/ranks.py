@@ -24,11 +24,10 @@ class LostRanks(RuntimeError):
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all. local_rank, local_size: among those of its machine. device: of its blocks."""
+    """This process among all. local_size: how many its machine has. device: of its blocks."""
 
     rank: int
     size: int
-    local_rank: int
     local_size: int
     device: torch.device
 
@@ -74,11 +73,10 @@ def joined(
         torch.cuda.set_device(device)
     limit = timedelta(seconds=timeout_s)
     with _lost():
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        rank, size, local_rank, local_size = (int(os.environ[name]) for name in names)
+        rank, size, local_size = (int(os.environ[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
         store = _all_here(os.environ[STORE], size, wait_s or timeout_s, look)
         dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=size)
-        yield Ranks(rank, size, local_rank, local_size, device)
+        yield Ranks(rank, size, local_size, device)
         dist.destroy_process_group()  # a rank that fails leaves without waiting for the others
 
 

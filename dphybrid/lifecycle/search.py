@@ -169,6 +169,7 @@ def _study(folder: Path, sweep: str, seed: int, task: Task) -> optuna.Study:
     # a sampler draws anew after each start: of the same seed it would draw the first trials again
     study.sampler = optuna.samplers.TPESampler(seed=seed + len(study.trials))
     again = {trial.user_attrs.get(_CELL) for trial in study.get_trials(states=(TrialState.WAITING,))}
+    # Optuna leaves the trials of a killed process RUNNING for ever.
     for trial in study.get_trials(states=(TrialState.RUNNING, TrialState.FAIL)):
         name = trial.user_attrs.get(_CELL)
         if trial.state == TrialState.RUNNING:

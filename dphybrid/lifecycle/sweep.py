@@ -26,7 +26,6 @@ from dphybrid.util.stop import StopRequest
 Reports = Mapping[str, Report | str]
 """What each run of a sweep came to, by name: its report, or why there is none."""
 SWEEP_TAG = "dphybrid.sweep"
-_RESULTS = "sweep.json"
 MAX_CELLS = 256
 PRUNED = "pruned"
 """Begins the words about a run that a search ended early."""
@@ -97,16 +96,14 @@ def make_cell(config: ExperimentConfig, values: Mapping[str, object], name: str,
 def _differing(chosen: Mapping[str, str]) -> str:
     """Return what tells a cell apart, for its name: `-cpux8-b512-lr0.01`."""
     short = {"devices": "", "train.batch_size": "b"}
-    words = (
-        short.get(name, name.rpartition(".")[2]) + value.replace("*", "x") for name, value in chosen.items()
-    )
-    return "".join(f"-{re.sub(r'[^A-Za-z0-9._+-]', '', word)}" for word in words)[:80]
+    words = (short.get(name, name.rpartition(".")[2]) + value for name, value in chosen.items())
+    return "".join(f"-{re.sub(r'[^A-Za-z0-9._+-]', '', word.replace('*', 'x'))}" for word in words)[:80]
 
 
 def _text(value: object) -> str:
-    return (
-        ",".join(map(str, value)) if isinstance(value, list | tuple) else "" if value is None else str(value)
-    )
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    return "" if value is None else str(value)
 
 
 def run_cell(
@@ -122,30 +119,29 @@ def run_cell(
     `folder`/NAME.log.
 
     stop: is handed on to the cell's process, which writes a checkpoint. enough: is asked again and again
-    whether to end that process, too. Raises CellFailed with the end of its
-    output.
+    whether to end that process, too. Raises CellFailed with the end of its output.
     """
     report = folder / f"{cell.name}.json"
-    if not report.is_file():
-        if stop.pending:
-            raise CellFailed(f"{cell.name}: not run, {stop.reason}", final=True)
-        page, log = folder / f"{cell.name}.config.json", folder / f"{cell.name}.log"
-        write_text(page, cell.config.model_dump_json(indent=1))
-        argv = [sys.executable, "-m", "dphybrid", "train", "--config", str(page), "--report", str(report)]
-        for name, value in {**tags, SWEEP_TAG: sweep}.items():
-            argv += ["--tag", f"{name}={value}"]
-        # A cell that was cut off goes on from its checkpoint, under the name that its place gives it.
-        known = (settings.runs_dir / cell.name / "run.json").is_file()
-        argv += ["--resume", cell.name] if known else ["--run-name", cell.name]
-        with log.open("ab") as stream:
-            child = subprocess.Popen(argv, stdout=stream, stderr=stream)
-            _wait(child, lambda: stop.pending or enough())
-        if child.returncode:
-            lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            raise CellFailed(
-                f"{cell.name} ended with {child.returncode}: {' | '.join(lines[-3:])} ({log})",
-                final=child.returncode == 2 or stop.pending,
-            )
+    if report.is_file():
+        return Report.read(report)
+    if stop.pending:
+        raise CellFailed(f"{cell.name}: not run, {stop.reason}", final=True)
+    page, log = folder / f"{cell.name}.config.json", folder / f"{cell.name}.log"
+    write_text(page, cell.config.model_dump_json(indent=1))
+    argv = [sys.executable, "-m", "dphybrid", "train", "--config", str(page), "--report", str(report)]
+    for name, value in {**tags, SWEEP_TAG: sweep}.items():
+        argv += ["--tag", f"{name}={value}"]
+    # A cell that was cut off goes on from its checkpoint, under the name that its place gives it.
+    known = (settings.runs_dir / cell.name / "run.json").is_file()
+    argv += ["--resume", cell.name] if known else ["--run-name", cell.name]
+    with log.open("ab") as stream:
+        child = subprocess.Popen(argv, stdout=stream, stderr=stream)
+        _wait(child, lambda: stop.pending or enough())
+    if code := child.returncode:
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        told = f"{cell.name} ended with {code}: {' | '.join(lines[-3:])} ({log})"
+        # 2: the config is wrong; another try would say so again.
+        raise CellFailed(told, final=code == 2 or stop.pending)
     return Report.read(report)
 
 
@@ -160,11 +156,11 @@ def _wait(child: "subprocess.Popen[bytes]", ends: Callable[[], bool]) -> None:
         time.sleep(0.2)
     if child.poll() is None:
         child.terminate()
-        try:
-            child.wait(END_S)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
+    try:
+        child.wait(END_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
 
 
 def begin_sweep(sweep: str, cells: Sequence[Cell], settings: Settings, at_once: int = 0) -> tuple[Path, int]:
@@ -220,8 +216,7 @@ def write_sweep(folder: Path, cells: Sequence[Cell], reports: Reports) -> tuple[
             {"failed": done} if isinstance(done, str) else {"failed": "", **done.metrics, "run": done.run_url}
         )
         rows.append({"cell": cell.name, **cell.values, **told})
-    file = folder / _RESULTS
-    write_json(file, rows)
+    write_json(file := folder / "sweep.json", rows)
     return rows, file
 
 

@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 from collections.abc import Container, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -92,12 +92,9 @@ class Progress:
     skipped: int = 0
     history: list[dict[str, float]] = field(default_factory=list)
 
-    def state_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        # In place: the training keeps this very object.
-        vars(self).update(vars(Progress(**state)))
+    def become(self, other: "Progress") -> None:
+        """Take over how far another one is, in place: a training keeps its own object."""
+        vars(self).update(vars(other))
 
 
 class CheckpointState(Page):
@@ -171,7 +168,7 @@ def load_checkpoint(path: Path, trained: Trained) -> CheckpointState:
         swap(trained.dense)
     if trained.rows is not None:
         _load_row_states(path, trained.rows, find_tables(trained.model))
-    trained.progress.load_state_dict(page.progress.state_dict())
+    trained.progress.become(page.progress)
     Generators().load_state_dict(page.generators)
     return page
 

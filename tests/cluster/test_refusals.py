@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,15 +57,12 @@ def test_what_has_no_counterpart_is_refused_before_data_is_prepared(
     assert not (tmp_path / "data").exists()
 
 
-def test_a_rank_has_one_device_of_its_own(tmp_path: Path) -> None:
+def test_each_rank_has_one_device_and_its_rows_in_memory(tmp_path: Path) -> None:
+    settings = settings_in(tmp_path / "data")
     with refused("are 1, and each rank has one"):
-        ClusterEngine(config()).check(False, settings_in(tmp_path), "cuda:0", (), 0)
-
-
-def test_tables_in_files_are_refused_before_data_is_prepared(tmp_path: Path) -> None:
-    settings = settings_in(tmp_path / "data").model_copy(update={"table_storage": "mmap"})
+        ClusterEngine(config()).check(False, settings, "cuda:0", (), 0)
     with refused("DPHYBRID_TABLE_STORAGE=mmap"):
-        prepare_data(config("data.path=nowhere.csv", "data.label=0"), settings)
+        prepare_data(config(), settings.model_copy(update={"table_storage": "mmap"}))
     assert not (tmp_path / "data").exists()
 
 
@@ -134,10 +132,8 @@ print("found:", *[name for name in heavy if name in sys.modules])
 
 
 def test_parts_of_a_table_start_with_the_bits_of_the_whole() -> None:
-    tables = {"a": 70_000, "b": 66_000}
-    whole = HostEmbeddingCollection(
-        tables, 4, padding={"b": 3}, std={"a": 0.5, "b": 2.0}, seed=3, name="both"
-    ).flat
+    given: dict[str, Any] = {"padding": {"b": 3}, "std": {"a": 0.5, "b": 2.0}, "seed": 3, "name": "both"}
+    whole = HostEmbeddingCollection({"a": 70_000, "b": 66_000}, 4, **given).flat
     for first, last in ((0, 136_000), (0, 10), (65_000, 70_005), (131_000, 136_000)):
         part = torch.empty(last - first, 4)
         whole.start.write(part, first)

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,28 +52,12 @@ def test_slices_rows_and_checks_reach_their_owners(tmp_path: Path) -> None:
     changed = -torch.ones(4, 3)
     write_tensors(tmp_path / "in.safetensors", {"weight": weight, "sum": total})
     write_tensors(tmp_path / "changed.safetensors", {"rows": changed})
-    ranks = []
-    for rank in range(3):
-        own = {
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": 3,
-            "LOCAL_WORLD_SIZE": 3,
-            STORE: tmp_path / "store",
-        }
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, "-c", RANK, str(tmp_path)],
-                cwd=REPOSITORY,
-                env={
-                    **os.environ,
-                    **{name: str(value) for name, value in own.items()},
-                    "GLOO_SOCKET_IFNAME": "lo",
-                },
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        )
+    shared = {**os.environ, STORE: str(tmp_path / "store"), "GLOO_SOCKET_IFNAME": "lo"}
+    shared |= {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
+    program: dict[str, Any] = {"args": [sys.executable, "-c", RANK, str(tmp_path)], "cwd": REPOSITORY}
+    program |= {"stdout": subprocess.PIPE, "text": True}
+    places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(3)]
+    ranks = [subprocess.Popen(env=shared | place, **program) for place in places]
     said = [rank.communicate(timeout=120)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0, 0]
     expected = weight.clone()

@@ -40,7 +40,11 @@ def test_damaged_neighbours_are_named_and_left_out(
             run_with(*TOY, resume=page.parent.name)
 
 
-def test_a_running_run_is_not_run_twice(data_dir: Path) -> None:
+def test_a_running_run_is_not_run_twice_and_a_wrong_name_is_told_before_all(data_dir: Path) -> None:
+    for name in ("../x", "a/b", " ", ".x"):
+        with refused("use a plain name without slashes"):
+            run_with(*TOY, run_name=name)
+    assert not (data_dir / "prepared").exists()
     run_with(*TOY, run_name="mine")
     before = (data_dir / "runs/mine/run.json").read_bytes()
     with (
@@ -50,13 +54,6 @@ def test_a_running_run_is_not_run_twice(data_dir: Path) -> None:
         run_with(*TOY, "train.epochs=2", resume="mine")
     assert (data_dir / "runs/mine/run.json").read_bytes() == before
     assert run_with(*TOY, "train.epochs=2", resume="mine").run_name == "mine"
-
-
-def test_a_wrong_name_is_told_before_data_is_prepared(data_dir: Path) -> None:
-    for name in ("../x", "a/b", " ", ".x"):
-        with refused("use a plain name without slashes"):
-            run_with(*TOY, run_name=name)
-    assert not (data_dir / "prepared").exists()
 
 
 def test_verify_names_the_damaged_file(data_dir: Path) -> None:

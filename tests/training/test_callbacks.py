@@ -75,13 +75,8 @@ def test_paths_of_callbacks_are_checked_before_data_is_read(
         train(tracking="none", train={"callbacks": ["told:wrong"]})
     with refused("callbacks: 'told:tell' is not a function"):
         train(tracking="none", callbacks=["told:tell"])
-    assert load_config(None, ["train.callbacks=told:tell,told:wrong"]).train.callbacks == (
-        "told:tell",
-        "told:wrong",
-    )
-
-
-def test_what_is_no_number_is_refused_with_its_name() -> None:
+    both = load_config(None, ["train.callbacks=told:tell,told:wrong"]).train.callbacks
+    assert both == ("told:tell", "told:wrong")
     seen = EpochEnd("run", 1, 1, 1, 0.0, {}, True, torch.nn.Linear(1, 1))
     with refused(r"'loss' is a Tensor; return numbers \(of a tensor, .item\(\)\)"):
         call_back([lambda epoch: {"loss": torch.ones(())}], seen)  # type: ignore[dict-item]

@@ -1,6 +1,7 @@
 """Labels of every kind from the table to predictions: what was planted is found, and a weight counts rows."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +26,9 @@ from tests.commands import command, models_of
 from tests.refusing import refused
 
 KINDS = ["red", "green", "blue"]
-VALUES: dict[str, Any] = {
-    "devices": "cpu",
-    "tracking": "none",
-    "quiet": True,
-    "epochs": 5,
-    "batch_size": 32,
-    "buckets": 8,
-    "model": {"dim": 4, "hidden": 16, "layers": 1, "dropout": 0.0},
-    "table": {"lr": 0.1},
-    "train": {"lr": 0.02},
-}
+MODEL = {"dim": 4, "hidden": 16, "layers": 1, "dropout": 0.0}
+VALUES: dict[str, Any] = {"devices": "cpu", "tracking": "none", "quiet": True, "epochs": 5, "batch_size": 32}
+VALUES |= {"buckets": 8, "model": MODEL, "table": {"lr": 0.1}, "train": {"lr": 0.02}}
 
 
 def rows(num_rows: int = 600) -> pl.DataFrame:
@@ -74,7 +67,7 @@ def recorded_outputs(run: Any) -> Any:
 
 @pytest.mark.pictures
 def test_classes(data_dir: Path, tmp_path: Path) -> None:
-    run = trained("kind", tracking=None, devices="cpu*2", model=VALUES["model"] | {"kind": "deepfm"})
+    run = trained("kind", tracking=None, devices="cpu*2", model=MODEL | {"kind": "deepfm"})
     assert run.metrics.keys() == {"accuracy", "macro_f1", "log_loss"}
     assert run.metrics["accuracy"] > 0.95
     assert run.metrics["macro_f1"] > 0.95
@@ -137,7 +130,7 @@ def test_a_number_and_the_run_goes_on(data_dir: Path, tmp_path: Path) -> None:
 
 def test_counts_with_weights_by_dlrm(data_dir: Path) -> None:
     heavy = rows().with_columns(often=pl.lit(2.5)).drop("kind", "size")
-    values = VALUES | {"model": VALUES["model"] | {"kind": "dlrm"}}
+    values = VALUES | {"model": MODEL | {"kind": "dlrm"}}
     run = dphybrid.train(heavy, label="visits", task="counts", weight="often", **values)
     assert run.metrics.keys() == {"poisson_deviance", "mae"}
     counts = rows()["visits"].to_numpy()
@@ -150,19 +143,20 @@ def test_counts_with_weights_by_dlrm(data_dir: Path) -> None:
     assert run.config.data.model_dump()["weight"] == "often"
 
 
+def of_label(
+    task: str, offset: float = 0.0, scale: float = 1.0, classes: Sequence[str] = ()
+) -> dict[str, Any]:
+    return {"label": {"task": task, "classes": list(classes), "offset": offset, "scale": scale}}
+
+
+LABELS = {"binary": {}, "multiclass": of_label("multiclass", classes="abc")}
+LABELS |= {"regression": of_label("regression", 40.0, 8.0), "counts": of_label("counts", 0.0, 3.0)}
+
+
 @pytest.mark.parametrize("kind", ["wide-deep", "deepfm", "dlrm"])
-@pytest.mark.parametrize(
-    "label",
-    [
-        {},
-        {"task": "multiclass", "classes": ["a", "b", "c"], "offset": 0.0, "scale": 1.0},
-        {"task": "regression", "classes": [], "offset": 40.0, "scale": 8.0},
-        {"task": "counts", "classes": [], "offset": 0.0, "scale": 3.0},
-    ],
-    ids=lambda label: label.get("task", "binary"),
-)
-def test_a_weight_of_two_is_the_row_twice(kind: Any, label: dict[str, Any]) -> None:
-    facts: dict[str, Any] = {"num_ids": [5, 7], "num_dense": 3} | ({"label": label} if label else {})
+@pytest.mark.parametrize("label", LABELS)
+def test_a_weight_of_two_is_the_row_twice(kind: Any, label: str) -> None:
+    facts: dict[str, Any] = {"num_ids": [5, 7], "num_dense": 3} | LABELS[label]
     options = CtrModelConfig(kind=kind, dim=4, hidden=8, layers=1, dropout=0.0, dtype="float64")
     torch.manual_seed(0)
     model = build_ctr(ModelContext(resolve_devices("cpu"), facts, options, seed=0)).double()
@@ -181,7 +175,7 @@ def test_a_weight_of_two_is_the_row_twice(kind: Any, label: dict[str, Any]) -> N
     one["weight"] = torch.tensor([2, 1, 1])
     two = {n: values[[0, 0, 1, 2]] for n, values in one.items()} | {"weight": torch.ones(4)}
     assert task.compute(one) == pytest.approx(task.compute(two), rel=1e-6)
-    if task.charts is not None and label:
+    if task.charts is not None and LABELS[label]:
         for once, doubled in zip(task.charts(one), task.charts(two), strict=True):
             if isinstance(once, Confusion):
                 assert once == doubled
@@ -189,7 +183,7 @@ def test_a_weight_of_two_is_the_row_twice(kind: Any, label: dict[str, Any]) -> N
 
 def test_the_losses_are_those_of_torch_and_the_metrics_those_of_scikit_learn() -> None:
     torch.manual_seed(1)
-    facts = {"label": {"task": "counts", "classes": [], "offset": 0.0, "scale": 4.0}}
+    facts = of_label("counts", 0.0, 4.0)
     logits_B, counts_B = torch.randn(50, dtype=torch.float64), torch.poisson(torch.full((50,), 3.0))
     task, labels_B = label_task(facts), counts_B / 4
     expected = torch.nn.functional.poisson_nll_loss(logits_B, labels_B, reduction="none")
@@ -199,7 +193,7 @@ def test_the_losses_are_those_of_torch_and_the_metrics_those_of_scikit_learn() -
     rate_B = task.link(logits_B).numpy()
     deviance = metrics.mean_poisson_deviance(counts_B, rate_B)
     assert found["poisson_deviance"] == pytest.approx(deviance, rel=1e-6)
-    facts = {"label": {"task": "regression", "classes": [], "offset": 10.0, "scale": 4.0}}
+    facts = of_label("regression", 10.0, 4.0)
     weights_B = torch.rand(50)
     found = label_task(facts).compute({"logits": logits_B, "labels_B": labels_B, "weight": weights_B})
     given, weights = (10 + 4 * labels_B.double(), 10 + 4 * logits_B), weights_B.double()
@@ -208,8 +202,7 @@ def test_the_losses_are_those_of_torch_and_the_metrics_those_of_scikit_learn() -
 
 
 def test_of_many_classes_the_frequent_ones_are_shown_and_the_others_together() -> None:
-    names = [f"c{number}" for number in range(30)]
-    facts = {"label": {"task": "multiclass", "classes": names, "offset": 0.0, "scale": 1.0}}
+    facts = of_label("multiclass", classes=[f"c{number}" for number in range(30)])
     random = np.random.default_rng(0)
     labels_B = random.integers(0, 30, 500) * random.integers(0, 2, 500)  # half of them are c0
     logits_BC = torch.from_numpy(random.normal(size=(500, 30)) + 3 * np.eye(30)[labels_B])
@@ -247,12 +240,8 @@ def test_a_recipe_that_learns_two_classes_refuses_others(data_dir: Path) -> None
         with refused(words):
             trained("kind", **more)
     assert not list(load_settings().runs_dir.glob("kind/checkpoints/*"))
-
-
-def test_a_model_that_gives_one_logit_for_classes_is_told() -> None:
-    facts = {"label": {"task": "multiclass", "classes": ["a", "b", "c"], "offset": 0.0, "scale": 1.0}}
     with refused("has 3 classes, and the model gives logits of shape"):
-        label_task(facts).compute({"logits": torch.zeros(4), "labels_B": torch.zeros(4)})
+        label_task(LABELS["multiclass"]).compute({"logits": torch.zeros(4), "labels_B": torch.zeros(4)})
 
 
 def test_binary_runs_have_a_calibration(data_dir: Path) -> None:

@@ -52,9 +52,6 @@ def test_a_batch_in_parts_gives_the_same_steps(data_dir: Path, capsys: pytest.Ca
     assert "going on with each batch in 4 parts" in shown
     for name, tensor in whole.items():
         torch.testing.assert_close(parts[name], tensor, rtol=1e-9, atol=1e-12)
-
-
-def test_parts_that_do_not_fit_either_are_told(data_dir: Path) -> None:
     with refused(r"out of memory in step 5 .*(?s:.)*4 parts already; lower train.batch_size"):
         train(data_dir, "none", 3)
 

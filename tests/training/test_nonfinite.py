@@ -152,22 +152,16 @@ def test_a_skipped_step_changes_neither_blocks_nor_buffers_nor_rows_and_is_count
     assert (metrics["train/steps_skipped"], metrics["summary/steps_skipped"]) == (1, 1)
 
 
-@pytest.fixture
-def small() -> tuple[nn.Module, HostEmbedding]:
-    model = nn.ModuleDict({"words": HostEmbedding(9, 2, name="words"), "linear": nn.Linear(2, 1)})
-    table = model["words"]
-    row_optimizer("sgd", {"words": table}, lr=0.1)
-    return model, table
-
-
 def backward(model: nn.Module, table: HostEmbedding, factor: float = 1.0) -> torch.Tensor:
     loss: torch.Tensor = model.get_submodule("linear")(table(torch.tensor([3, 5]))).sum() * factor
     loss.backward()
     return loss.detach()
 
 
-def test_what_is_no_number_is_named_by_its_stage(small: tuple[nn.Module, HostEmbedding]) -> None:
-    model, table = small
+def test_what_is_no_number_is_named_by_its_stage() -> None:
+    model = nn.ModuleDict({"words": HostEmbedding(9, 2, name="words"), "linear": nn.Linear(2, 1)})
+    table = model["words"]
+    row_optimizer("sgd", {"words": table}, lr=0.1)
     loss = backward(model, table)
     batch = {"dense_BN": torch.tensor([[0.0], [math.inf]]), "ids_B": torch.tensor([3, 5])}
     found = not_finite(model, batch, loss, clipped=False)
@@ -177,9 +171,9 @@ def test_what_is_no_number_is_named_by_its_stage(small: tuple[nn.Module, HostEmb
     found = not_finite(model, {}, loss, clipped=False)
     assert (found.text, found.weight) == ("lookup: table words row 5 is nan", True)
 
-
-def test_gradients_whose_norm_alone_overflows_are_told(small: tuple[nn.Module, HostEmbedding]) -> None:
-    model, table = small
+    model.zero_grad()
+    with torch.no_grad():
+        table.settled()[5, 1] = 0.0
     loss = backward(model, table, 1e30)
     assert clip_grad_norm_(model.parameters(), 1.0) == math.inf
     found = not_finite(model, {}, loss, clipped=True)

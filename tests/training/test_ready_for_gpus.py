@@ -96,14 +96,9 @@ def cuda_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
         return call
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    for name, answer in {
-        "init": None,
-        "device_count": 1,
-        "get_device_properties": uuid,
-        "set_device": None,
-        "get_rng_state_all": [torch.zeros(2, dtype=torch.uint8)],
-        "set_rng_state": None,
-    }.items():
+    answers: dict[str, object] = {"init": None, "device_count": 1, "get_device_properties": uuid}
+    answers |= {"set_device": None, "set_rng_state": None, "get_rng_state_all": [torch.ByteTensor([0, 0])]}
+    for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, record(name, answer))
     return calls
 
@@ -267,9 +262,7 @@ def test_lower_precision_reaches_every_replica_and_neither_rows_nor_parameters(m
     assert not torch.is_autocast_enabled("cpu")
     with lower_precision("float32", region), torch.no_grad():
         assert region(table(torch.arange(6))).dtype == torch.float32
-
-
-def test_thousands_of_losses_add_up() -> None:
+    # Thousands of losses add up.
     assert summed(torch.ones(4097, dtype=torch.bfloat16)).item() == 4097
     assert summed(torch.ones(3, dtype=torch.float64)).dtype == torch.float64
 
@@ -297,8 +290,5 @@ def test_a_run_in_bfloat16_learns_the_same(data_dir: Path, unrecorded: None) -> 
     rounded = run_with(*values, "train.precision=bfloat16", "train.deterministic=true").metrics
     assert rounded != plain
     assert rounded == pytest.approx(plain, abs=0.02)
-
-
-def test_two_number_formats_at_once_are_refused() -> None:
     with refused(r"train.precision=bfloat16 is for model.dtype=float32, not float64"):
         build_config({"recipe": "ctr", "model": {"dtype": "float64"}, "train": {"precision": "bfloat16"}})

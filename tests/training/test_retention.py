@@ -18,20 +18,13 @@ def make(folder: Path, steps: list[int]) -> list[Path]:
     return complete_checkpoints(folder)
 
 
-def test_newest_best_and_each_nth_stay(tmp_path: Path) -> None:
-    make(tmp_path, [10, 20, 30, 40, 50, 60, 70])
-    kept = prune_checkpoints(tmp_path, CheckpointConfig(keep_last=2, keep_every=30), best=[20])
-    assert [step_of(path) for path in kept] == [20, 30, 60, 70]
-    assert len(list(tmp_path.iterdir())) == 4
-
-
-def test_checkpoints_are_in_the_order_of_their_steps_beyond_six_digits(tmp_path: Path) -> None:
-    make(tmp_path, [999_990, 999_995, 1_000_000, 1_000_005])
-    (tmp_path / "step-1000007.damaged").mkdir()
-    there = [step_of(path) for path in complete_checkpoints(tmp_path)]
-    assert there == [999_990, 999_995, 1_000_000, 1_000_005]
-    kept = prune_checkpoints(tmp_path, CheckpointConfig(keep_last=2), best=[999_995])
-    assert [step_of(path) for path in kept] == [999_995, 1_000_000, 1_000_005]
+def test_newest_best_and_each_nth_stay_beyond_six_digits_too(tmp_path: Path) -> None:
+    steps = [999_970, 999_980, 999_990, 999_995, 1_000_000, 1_000_005]
+    assert [step_of(path) for path in make(tmp_path, steps)] == steps
+    (tmp_path / "step-1000007.damaged").mkdir()  # damaged after the newest one: it stays
+    kept = prune_checkpoints(tmp_path, CheckpointConfig(keep_last=2, keep_every=999_990), best=[999_980])
+    assert [step_of(path) for path in kept] == [999_980, 999_990, 1_000_000, 1_000_005]
+    assert len(list(tmp_path.iterdir())) == 5
 
 
 def test_best_follows_the_task_and_leaves_out_what_is_no_number() -> None:
@@ -54,23 +47,16 @@ def test_a_loss_chooses_where_the_metric_is_the_same() -> None:
 def test_the_best_of_those_that_are_there_is_taken(tmp_path: Path) -> None:
     there = make(tmp_path, [1, 2, 3, 5])
     rows = [(1, 0.5), (2, 0.7), (4, 0.9), (5, 0.6)]
-    progress = Progress(
-        history=[{"step": step, f"{VALIDATION}{BINARY.metric}": value} for step, value in rows], best_step=4
-    )
+    history = [{"step": step, f"{VALIDATION}{BINARY.metric}": value} for step, value in rows]
+    progress = Progress(history=history, best_step=4)
     assert best_checkpoint(there, progress, BINARY) == tmp_path / "step-000002"
     assert best_checkpoint(there[2:3], progress, BINARY) == tmp_path / "step-000003"
     assert best_checkpoint([], progress, BINARY) is None
 
 
 def test_what_goes_from_disk_goes_from_the_record(data_dir: Path) -> None:
-    overrides = [
-        "recipe=hybrid",
-        "train.epochs=3",
-        "checkpoint.every_steps=50",
-        "checkpoint.keep_every=100",
-        "checkpoint.keep_last=1",
-    ]
-    report = run_with(*overrides)
+    kept = ["checkpoint.every_steps=50", "checkpoint.keep_every=100", "checkpoint.keep_last=1"]
+    report = run_with("recipe=hybrid", "train.epochs=3", *kept)
     folder = Path(report.best_checkpoint).parent
     on_disk = {step_of(path) for path in complete_checkpoints(folder)}
     assert {100, 200, 300, 400} < on_disk

@@ -15,27 +15,17 @@ def of_ctr(rows: int, **train: Any) -> tuple[ExperimentConfig, list[str]]:
     return find_recipe("ctr").sized(build_config({"recipe": "ctr", "train": train}), rows, NO_IDS)
 
 
-@pytest.mark.parametrize(
-    ("rows", "batch_size", "epochs", "patience"),
-    [
-        (5, 32, 200, 20),
-        (300, 32, 200, 20),
-        (1000, 32, 125, 12),
-        (6000, 256, 167, 16),
-        (26_000, 512, 78, 7),
-        (10**8, 512, 10, 3),
-    ],
-)
+SIZES = [(5, 32, 200, 20), (300, 32, 200, 20), (1000, 32, 125, 12), (6000, 256, 167, 16)]
+SIZES += [(26_000, 512, 78, 7), (10**8, 512, 10, 3)]
+
+
+@pytest.mark.parametrize(("rows", "batch_size", "epochs", "patience"), SIZES)
 def test_they_follow_the_rows(rows: int, batch_size: int, epochs: int, patience: int) -> None:
     config, lines = of_ctr(rows)
     assert (config.train.batch_size, config.train.epochs) == (batch_size, epochs)
     assert config.train.patience == patience
-    assert [line.partition("=")[0] for line in lines] == [
-        "train.batch_size",
-        "train.epochs",
-        "train.patience",
-        "table.lr",
-    ]
+    names = ["train.batch_size", "train.epochs", "train.patience", "table.lr"]
+    assert [line.partition("=")[0] for line in lines] == names
     assert lines[0].startswith(f"train.batch_size={batch_size}: {rows:,} training rows / 32")
     assert find_recipe("ctr").sized(config, rows, NO_IDS) == (config, [])
 
@@ -67,12 +57,9 @@ def test_rows_of_many_values_learn_faster_the_more_rows_a_value_has(
     assert lines[-1] == f"table.lr={found.table.lr:g}: {share:g} x train.lr{told}"
 
 
-@pytest.mark.parametrize(("epochs", "share"), [(3, 5.0), (50, 0.1875), (125, 0.03), (500, 0.03)])
-def test_rows_learn_faster_in_fewer_epochs_than_the_data_asks_for(epochs: int, share: float) -> None:
-    config, _ = of_ctr(1000, epochs=epochs)
-    assert config.table.lr == pytest.approx(share * config.train.lr)
-
-
-def test_rows_of_a_network_with_a_linear_part_are_not_slow() -> None:
+def test_rows_learn_faster_in_fewer_epochs_than_the_data_asks_for_or_beside_a_linear_part() -> None:
+    for epochs, share in ((3, 5.0), (50, 0.1875), (125, 0.03), (500, 0.03)):
+        config, _ = of_ctr(1000, epochs=epochs)
+        assert config.table.lr == pytest.approx(share * config.train.lr)
     config = build_config({"recipe": "ctr", "model": {"kind": "deepfm"}})
     assert find_recipe("ctr").sized(config, 1000, NO_IDS)[0].table.lr == config.train.lr

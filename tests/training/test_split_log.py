@@ -99,6 +99,7 @@ def test_a_model_that_computes_across_the_batch_does_not_train(
     plain = run_with(*QUIET, "model.factory=split_models:alone", "devices=cpu*3")
     assert checked.metrics == plain.metrics, "the check changes no number"
     assert checked.splits == plain.splits
+    assert checked.splits[0].device == "cpu[0]"
 
 
 def test_replicas_are_not_compiled(unrecorded: None) -> None:
