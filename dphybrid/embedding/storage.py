@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dphybrid.embedding.native import fill_normal
+from dphybrid.embedding import native
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import sync, temporary
 
@@ -72,7 +72,7 @@ def _check_fits(num_bytes: int, what: str, folder: Path | None) -> None:
         free, remedy = shutil.disk_usage(folder).free, "choose another folder or a smaller table"
         place = f"{folder} has {free / GIB:.3g} GiB free"
     if num_bytes > free * (1 - _KEEP_FREE_SHARE):
-        raise UserError(f"{what} {num_bytes / GIB:.3g} GiB, {place}; {remedy}")
+        raise UserError(f"{what}, {place}; {remedy}")
 
 
 _NEW_ROWS: ContextVar[Literal["filled", "unfilled", "deferred"]] = ContextVar("new_rows", default="filled")
@@ -102,47 +102,77 @@ def unfilled_rows() -> AbstractContextManager[None]:
     return _new_rows("unfilled")
 
 
+@dataclass
+class StartValues:
+    """What a table's rows start from, so that any part of them can be drawn without the rest.
+
+    scales: factors on the rows first to below last, one after the other; 0 for rows that start as zeros.
+    """
+
+    std: float
+    seed: int
+    scales: list[tuple[int, int, float]] = field(default_factory=list)
+
+    def write(self, rows_VD: Tensor, first: int) -> None:
+        """Put the rows from `first` on into rows_VD, with the bits that they have in a whole table."""
+        native.fill_normal(rows_VD, self.std, self.seed, first)
+        for begin, end, factor in self.scales:
+            part = rows_VD[max(begin - first, 0) : max(end - first, 0)]
+            part.copy_(part * factor if factor else torch.zeros_like(part))
+
+
 def open_rows(
-    num_rows: int, dim: int, dtype: torch.dtype, storage: str, path: Path | None, name: str
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    storage: str,
+    path: Path | None,
+    name: str,
+    start: "StartValues",
 ) -> tuple[Tensor, bool]:
-    """Return (weight of shape (num_rows, dim), whether it must still be filled).
+    """Return (the rows of a table, whether they were filled with start values now).
 
     storage: "memory", or "mmap": the file `path`, made when absent, opened as it is when it has the right
     size; where `path` is a folder, a file without a name in it, gone with the process. Raises UserError, with
-    the numbers, when the table would not fit or the file has another size.
+    the numbers, when the table would not fit or the file is another table's.
     """
-    fill = _NEW_ROWS.get() == "filled"
-    if _NEW_ROWS.get() == "deferred":
-        # one value, seen as all: the shape without the memory
-        return torch.zeros((), dtype=dtype, device="cpu").expand(num_rows, dim), False
-    size = num_rows * dim * dtype.itemsize
-    shape = f"table {name!r}: {num_rows:,} rows x {dim} of {dtype} are"
-    if storage == "memory":
-        if path is not None:
-            raise UserError(f"table {name!r}: a path, {path}, goes with storage mmap only")
-        _check_fits(size, shape, None)
-        return zero_rows((num_rows, dim), dtype), fill
-    if storage != "mmap":
+    kind, size = _NEW_ROWS.get(), math.prod(shape) * dtype.itemsize
+    if kind == "deferred":  # one value, seen as all: the shape without the memory
+        return torch.zeros((), dtype=dtype, device="cpu").expand(shape), False
+    if storage not in ("memory", "mmap"):
         raise UserError(f"table {name!r}: storage={storage!r}; use memory or mmap")
-    if path is None:
-        raise UserError(f"table {name!r}: storage mmap needs the path of a file or folder")
-    if path.is_dir():
-        _check_fits(size, shape, path)
-        return _zero_file(path, (num_rows, dim), dtype), fill
-    fresh = not path.exists()
-    if fresh:
-        _check_fits(size, shape, path.parent)
-    elif path.stat().st_size != size:
+    if (path is None) != (storage == "memory"):
         raise UserError(
-            f"{shape} {size / GIB:.3g} GiB, the file {path} has {path.stat().st_size / GIB:.3g} GiB; was it "
-            "made for another table?"
+            f"table {name!r}: storage={storage!r} with path={path}; mmap needs the path of a file or folder, "
+            "memory has none"
         )
-    layout, told = path.with_name(f"{path.name}.layout"), f"{num_rows} x {dim} of {dtype}\n"
-    if fresh:
-        layout.write_text(told, encoding="utf-8")
-    elif layout.exists() and (found := layout.read_text(encoding="utf-8")) != told:
-        raise UserError(f"{shape} wanted, {path} holds {found.strip()}; was it made for another table?")
-    return _map_file(temporary(path) if fresh else path, (num_rows, dim), dtype), fresh
+    what = f"table {name!r}: {shape[0]:,} rows x {shape[1]} of {dtype} are {size / GIB:.3g} GiB"
+    if path is None or path.is_dir():
+        _check_fits(size, what, path)
+        rows_VD = _zeros(path, shape, dtype)
+        if kind == "filled":
+            start.write(rows_VD, 0)
+        return rows_VD, kind == "filled"
+    layout, told = path.with_name(f"{path.name}.layout"), f"{shape[0]} x {shape[1]} of {dtype}\n"
+    if path.exists():
+        found, has = layout.read_text(encoding="utf-8") if layout.exists() else told, path.stat().st_size
+        if (found, has) != (told, size):
+            raise UserError(
+                f"{what}, {path} holds {found.strip()} in {has / GIB:.3g} GiB; was it made for another table?"
+            )
+        return _map_file(path, shape, dtype), False
+    _check_fits(size, what, path.parent)
+    layout.write_text(told, encoding="utf-8")
+    # under a temporary name until it is filled: a file with its name is one with all its rows
+    part = temporary(path)
+    try:
+        rows_VD = _map_file(part, shape, dtype)
+        start.write(rows_VD, 0)
+        sync(part)
+        part.rename(path)
+        sync(path.parent)
+    finally:
+        part.unlink(missing_ok=True)
+    return rows_VD, True
 
 
 def open_states(
@@ -166,15 +196,12 @@ def open_states(
         for file in files.values():  # of an earlier table of this name: its moments are not this one's
             file.unlink(missing_ok=True)
     missing = [state for state in wanted if state not in files or not files[state].exists()]
-    _check_fits(
-        sum(sizes[state] for state in missing),
-        f"table {name!r}: the optimizer's states of its rows are",
-        folder,
-    )
+    size = sum(sizes[state] for state in missing)
+    _check_fits(size, f"table {name!r}: the optimizer's states of its rows are {size / GIB:.3g} GiB", folder)
     states = {}
     for state, (shape, dtype) in wanted.items():
         if not files:
-            states[state] = zero_rows(shape, dtype) if folder is None else _zero_file(folder, shape, dtype)
+            states[state] = _zeros(folder, shape, dtype)
             continue
         file = files[state]
         if state not in missing and file.stat().st_size != sizes[state]:
@@ -191,40 +218,11 @@ def _map_file(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.from_file(str(path), shared=True, size=math.prod(shape), dtype=dtype).view(shape)
 
 
-def _zero_file(folder: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return zeros in a file without a name: gone with the process, however that ends."""
+def _zeros(folder: Path | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return zeros in memory or, with a folder, in a file without a name there: gone with the process,
+    however that ends."""
+    if folder is None:
+        return zero_rows(shape, dtype)
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".rows-") as file:
         # mapped before the name goes: the mapping keeps the file until the process ends
         return _map_file(Path(file.name), shape, dtype)
-
-
-@contextmanager
-def finished_file(path: Path) -> Iterator[None]:
-    """Give the file that the block fills its final name, by which it is complete, or remove it when the block
-    is left early."""
-    try:
-        yield
-        sync(temporary(path))
-        temporary(path).rename(path)
-        sync(path.parent)
-    finally:
-        temporary(path).unlink(missing_ok=True)
-
-
-@dataclass
-class StartValues:
-    """What a table's rows start from, so that any part of them can be drawn without the rest.
-
-    scales: factors on the rows first to below last, one after the other; 0 for rows that start as zeros.
-    """
-
-    std: float
-    seed: int
-    scales: list[tuple[int, int, float]] = field(default_factory=list)
-
-    def write(self, rows_VD: Tensor, first: int) -> None:
-        """Put the rows from `first` on into rows_VD, with the bits that they have in a whole table."""
-        fill_normal(rows_VD, self.std, self.seed, first)
-        for begin, end, factor in self.scales:
-            part = rows_VD[max(begin - first, 0) : max(end - first, 0)]
-            part.copy_(part * factor if factor else torch.zeros_like(part))

@@ -5,7 +5,6 @@ Letters: N ids of a lookup, U unique rows of it, B samples, D width of a row.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from numbers import Integral
@@ -20,14 +19,7 @@ from dphybrid.embedding.ahead import LookupsAhead
 from dphybrid.embedding.gradients import Links, RowsInfo, info_of, is_captured, merged, rows_op
 from dphybrid.embedding.lookup import Counters, no_row, whole_numbers
 from dphybrid.embedding.replicas import DeviceRows, SizesOf
-from dphybrid.embedding.storage import (
-    StartValues,
-    deferred_rows,
-    finished_file,
-    open_rows,
-    open_states,
-    zero_rows,
-)
+from dphybrid.embedding.storage import StartValues, deferred_rows, open_rows, open_states, zero_rows
 from dphybrid.util.errors import UserError
 
 
@@ -82,15 +74,10 @@ class HostEmbedding(nn.Module):
         self._links = Links()
         self._info = RowsInfo(name, num_rows, [] if padding_idx is None else [padding_idx])
         self._placed: tuple[Sequence[torch.device], SizesOf] | None = None
-        rows_VD, self._fresh = open_rows(num_rows, dim, dtype, storage, path, name)
-        # under a temporary name until it is filled: a file with its name is one with all its rows
-        named = self._fresh and path is not None and not path.is_dir()
-        with finished_file(path) if named and path is not None else nullcontext():
-            if self._fresh:
-                native.fill_normal(rows_VD, std, seed)
-            self.weight = nn.Parameter(rows_VD, requires_grad=not freeze)
-            if padding_idx is not None:
-                self.scale_start(padding_idx, padding_idx + 1, 0.0)
+        if padding_idx is not None:
+            self.start.scales.append((padding_idx, padding_idx + 1, 0.0))
+        rows_VD, self._fresh = open_rows((num_rows, dim), dtype, storage, path, name, self.start)
+        self.weight = nn.Parameter(rows_VD, requires_grad=not freeze)
 
     @classmethod
     def from_pretrained(
