@@ -98,10 +98,10 @@ def test_setting_up_waits_for_a_server_that_was_just_started(tmp_path: Path) -> 
     make_env(tmp_path)
     port, env = free_port(), tmp_path / "workstation.env"
     env.write_text(re.sub(r"API_URL=.*", f"API_URL=http://127.0.0.1:{port}", env.read_text()))
-    # Stands for the set-up command, and is python for all else.
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\n[ "$1" = -m ] && echo "set up" || exec {sys.executable} "$@"\n')
-    python.chmod(0o700)
+    (tmp_path / "python").symlink_to(sys.executable)
+    command = tmp_path / "dphybrid"
+    command.write_text('#!/bin/sh\n[ "$1" = deploy ] && echo "set up"\n')
+    command.chmod(0o700)
     server = f"sleep 2; exec {sys.executable} -m http.server {port} --bind 127.0.0.1"
     with subprocess.Popen(["sh", "-c", server], stderr=subprocess.DEVNULL) as late:
         done = run("setup", tmp_path)

@@ -177,6 +177,8 @@ MANY = json.dumps({"train.seed": list(range(380))}, separators=(",", ":"))
         (f'{SEARCH} {{"train.lr":{{"low":0.1}}}}', "give low and high"),
         (f'{SEARCH} {{"train.lr":{{"low":0.1,"high":1,"log":true,"step":0.1}}}}', "step"),
         ("plan --rows 9 --batch-size -3", "both must be at least 1"),
+        ("sweep --recipe toy", r"needs fields and their values; give --grid '{\"train.lr\": \[0.01, 0.1\]"),
+        ("sweep --recipe toy --trials 2", r"fields to search in; give --grid '{\"train.lr\": {\"low\": 1e-4"),
         ("sweep --recipe toy --grid {}", "grid: give at least one field"),
         ("sweep --recipe toy --grid train.lr=1", "not valid JSON"),
         ('sweep --recipe toy --grid {"train.lr":{"low":1,"high":2}}', "a range needs --trials"),

@@ -10,11 +10,10 @@ import shutil
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from dphybrid.cli.parser import Parser
+from dphybrid.cli.parser import Parser, prefect_part
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.gpus import Inventory, lease_folder, visible
 from dphybrid.gpus.leases import shared_folder_fault
@@ -24,7 +23,7 @@ from dphybrid.util.text import masked, without_credentials
 _PINS = "pip install 'prefect>=3.8.8,<3.10' 'fastapi>=0.139,<0.151' 'sqlalchemy>=2.0,<2.1'"
 _ANSWER_S = 5.0
 
-Check = tuple[bool, str]
+_Check = tuple[bool, str]
 """Whether it passed, and what was found, with its remedy."""
 
 
@@ -43,7 +42,7 @@ def run(_: argparse.Namespace) -> int:
     return 0 if passed else 1
 
 
-def _checks(settings: Settings) -> Iterator[Check]:
+def _checks(settings: Settings) -> Iterator[_Check]:
     yield from _gpus(settings)
     yield _leases(settings)
     yield from _prefect()
@@ -51,7 +50,7 @@ def _checks(settings: Settings) -> Iterator[Check]:
     yield from _data_folder(settings)
 
 
-def _gpus(settings: Settings) -> Iterator[Check]:
+def _gpus(settings: Settings) -> Iterator[_Check]:
     import torch
 
     gpus, threads = torch.cuda.device_count(), torch.get_num_threads()
@@ -67,7 +66,7 @@ def _gpus(settings: Settings) -> Iterator[Check]:
         yield True, f"NVML: no GPUs ({inventory.reason or 'none is visible'})"
 
 
-def _leases(settings: Settings) -> Check:
+def _leases(settings: Settings) -> _Check:
     try:
         folder = lease_folder(settings.lease_dir)
     except UserError as error:
@@ -78,33 +77,33 @@ def _leases(settings: Settings) -> Check:
     return True, f"leases are kept in {folder}"
 
 
-def _prefect() -> Iterator[Check]:
+def _prefect() -> Iterator[_Check]:
     if find_spec("prefect") is None:
         yield True, "Prefect: not installed (pip install 'dphybrid[flows]' runs flows)"
         return
-    try:  # by name: nothing in this package may need Prefect
-        checks = import_module("dphybrid.orchestration.doctor").checks
+    try:
+        checks = prefect_part("doctor").checks
     except Exception as error:  # noqa: BLE001 - incompatible versions fail in many ways when imported
         why = f"{type(error).__name__}: {error}"
         yield False, f"Prefect's server cannot be imported: {why}; remedy: {_PINS}"
     else:
-        yield from checks()
+        yield from checks(_ask)
 
 
-def _mlflow_server(settings: Settings) -> Check:
+def _mlflow_server(settings: Settings) -> _Check:
     url = settings.mlflow_uri
     if not url or not url.startswith("http"):
         return True, "MLflow server: none is set (MLFLOW_TRACKING_URI)"
     user, password = (os.environ.get(f"MLFLOW_TRACKING_{name}") for name in ("USERNAME", "PASSWORD"))
     page = f"{url.rstrip('/')}/api/2.0/mlflow/experiments/search?max_results=1"
-    answer = ask(page, f"{user}:{password}" if user else None)
+    answer = _ask(page, f"{user}:{password}" if user else None)
     if isinstance(answer, str):
         remedy = "correct MLFLOW_TRACKING_URI, _USERNAME or _PASSWORD, or start it"
         return False, f"MLflow server {url}: {answer}; remedy: {remedy}"
     return True, f"MLflow server {url}: answers"
 
 
-def _data_folder(settings: Settings) -> Iterator[Check]:
+def _data_folder(settings: Settings) -> Iterator[_Check]:
     place = folder = settings.data_dir
     while not place.exists():
         place = place.parent
@@ -120,7 +119,7 @@ def _data_folder(settings: Settings) -> Iterator[Check]:
         yield True, f"data folder: {folder} is closed to others"
 
 
-def ask(url: str, auth: str | None) -> Any:
+def _ask(url: str, auth: str | None) -> Any:
     """Ask a server for `url`, with `auth` as USER:PASSWORD; return its answer, or what is wrong, as text."""
     url, own = without_credentials(url)
     auth = auth or own

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from dphybrid.cli.flags import recipe_of, recipes_text
 from dphybrid.cli.parser import Parser, run_cli
-from dphybrid.util.errors import UserError
 from dphybrid.util.importing import kept_from_gc
 
 COMMANDS = [
     *("prepare", "plan", "init", "train", "compare", "ui", "predict", "export", "sweep", "rollback", "sync"),
-    *("check", "new", "devices", "doctor", "verify", "selftest", "validate", "completion"),
+    *("check", "new", "devices", "doctor", "verify", "selftest", "worker", "deploy", "validate"),
+    "completion",
 ]
 """Modules of this package, in the order of the help.
 
@@ -22,15 +22,6 @@ A module's docstring is its page of help: the first paragraph is the sentence, t
 flags. `flags(parser)` adds the flags. `run(args)` does the work and returns the exit code; heavy imports wait
 there.
 """
-
-_ELSEWHERE = {
-    "worker": ("dphybrid.orchestration.worker", "take training runs from a Prefect work pool, politely"),
-    "deploy": (
-        "dphybrid.orchestration.setup",
-        "set a Prefect server up: pool, queues, deployments, automation; or bring it up to date",
-    ),
-}
-"""Commands with parsers of their own beside Prefect, by name: nothing here may import Prefect."""
 
 
 def make_parser(argv: Sequence[str] = ()) -> Parser:
@@ -57,20 +48,8 @@ def make_parser(argv: Sequence[str] = ()) -> Parser:
         command.recipe = recipe
         module.flags(command)
         command.set_defaults(run=module.run)
-    for name, (_, sentence) in _ELSEWHERE.items():
-        subparsers.add_parser(name, help=sentence)
     parser.commands = subparsers.choices
     return parser
-
-
-def _run_elsewhere(command: str, argv: Sequence[str]) -> int:
-    try:
-        module = import_module(_ELSEWHERE[command][0])
-    except ModuleNotFoundError:  # `run_cli` names the extra
-        raise
-    except ImportError as error:
-        raise UserError(f"Prefect cannot be imported ({error}); see `dphybrid doctor`") from error
-    return int(module.main(argv))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,8 +60,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.path.append(str(Path.cwd()))
 
     def run() -> int:
-        if given and given[0] in _ELSEWHERE:
-            return _run_elsewhere(given[0], given[1:])
         with kept_from_gc():  # also a recipe of one's own
             args = make_parser(given).parse_args(given)
         code: int = args.run(args)

@@ -7,7 +7,9 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 from dphybrid.config.settings import load_settings, misspelt_settings
@@ -98,6 +100,17 @@ def at_least_one(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: give an integer from 1 on")
     return int(text)
+
+
+def prefect_part(name: str) -> ModuleType:
+    """Return a module of `dphybrid.orchestration`, by name: no other command may need Prefect. Raises
+    UserError where Prefect cannot be imported."""
+    try:
+        return import_module(f"dphybrid.orchestration.{name}")
+    except ModuleNotFoundError:  # `run_cli` names the extra
+        raise
+    except ImportError as error:
+        raise UserError(f"Prefect cannot be imported ({error}); see `dphybrid doctor`") from error
 
 
 def run_cli(function: Callable[[], int | None]) -> int:

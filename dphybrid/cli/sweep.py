@@ -14,17 +14,19 @@ import argparse
 import json
 import shlex
 from collections.abc import Mapping
+from datetime import datetime
 from typing import Any
 
 from dphybrid.cli.flags import add_experiment_flags, config_from_args
 from dphybrid.cli.parser import Parser, at_least_one
 from dphybrid.util.errors import UserError
+from dphybrid.util.stop import StopRequest, stop_signals
 
 
 def flags(parser: Parser) -> None:
     """Add the command's flags."""
     add = parser.add_argument
-    add("--grid", required=True, metavar="JSON", help='field -> values: {"train.batch_size": [256, 512]}')
+    add("--grid", metavar="JSON", help='field -> values: {"train.batch_size": [256, 512]}')
     trials = "search with Optuna: runs in all; a field may then be a range, {low, high, log or step}"
     add("--trials", type=at_least_one, default=0, metavar="N", help=trials)
     add("--no-prune", action="store_true", help="train each run of a search to its end")
@@ -34,16 +36,22 @@ def flags(parser: Parser) -> None:
     add_experiment_flags(parser, parser.recipe)
 
 
-def read_grid(text: str) -> dict[str, Any]:
-    """Return the grid that a flag gives. Raises UserError for text that is not a JSON object."""
+def _read_grid(text: str | None, searched: bool) -> dict[str, Any]:
+    """Return the grid that a flag gives. Raises UserError, with an example, for none and for what is no JSON
+    object. searched: with --trials, where a field may also have a range."""
+    example = '{"train.lr": {"low": 1e-4, "high": 0.1, "log": true}, "train.batch_size": [256, 512]}'
+    example = example if searched else '{"train.lr": [0.01, 0.1], "train.batch_size": [256, 512]}'
+    if text is None:
+        what = (
+            "--trials needs the fields to search in" if searched else "a sweep needs fields and their values"
+        )
+        raise UserError(f"{what}; give --grid '{example}'")
     try:
         grid = json.loads(text)
     except ValueError as error:
-        raise UserError(
-            f'--grid {text}: not valid JSON ({error}); write {{"train.batch_size": [256, 512]}}'
-        ) from error
+        raise UserError(f"--grid {text}: not valid JSON ({error}); write '{example}'") from error
     if not isinstance(grid, dict):
-        raise UserError(f'--grid {text}: not a JSON object; write {{"train.batch_size": [256, 512]}}')
+        raise UserError(f"--grid {text}: not a JSON object; write '{example}'")
     return grid
 
 
@@ -58,14 +66,11 @@ def _line(row: Mapping[str, object], served: bool) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Run a sweep; 1 when a run failed."""
-    from datetime import datetime
-
-    from dphybrid.lifecycle.sweep import failures, make_grid, run_grid, sweep_folder, write_sweep
-    from dphybrid.util.stop import StopRequest, stop_signals
-
+    grid, stop = _read_grid(args.grid, bool(args.trials)), StopRequest()
     config, settings, *_ = config_from_args(args)
     name = args.sweep or f"sweep-{datetime.now():%m%d-%H%M%S}"
-    grid, stop = read_grid(args.grid), StopRequest()
+    from dphybrid.lifecycle.sweep import failures, make_grid, run_grid, sweep_folder, write_sweep
+
     with stop_signals(stop):
         if args.trials:
             from dphybrid.lifecycle.search import Search, search

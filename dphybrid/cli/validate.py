@@ -1,10 +1,9 @@
 """Check deployments more closely than Prefect's server does."""
 
 import argparse
-import importlib
 from pathlib import Path
 
-from dphybrid.cli.parser import Parser
+from dphybrid.cli.parser import Parser, prefect_part
 
 
 def flags(parser: Parser) -> None:
@@ -15,8 +14,7 @@ def flags(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check the deployments of a prefect.yaml."""
-    # By name: nothing in this package may need Prefect, and the check needs the flows.
-    checks = importlib.import_module("dphybrid.orchestration.validate")
+    checks = prefect_part("validate")
     for line in checks.check_prefect_yaml(checks.deployments_file(args.file)):
         print(line)
     return 0

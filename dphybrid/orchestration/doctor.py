@@ -2,17 +2,17 @@
 fit together."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
+from typing import Any
 
 import prefect.server.api.server  # noqa: F401 - a broken set of versions fails here
 from prefect.settings.models.root import Settings
 
-from dphybrid.cli.doctor import Check, ask
 
-
-def checks() -> Iterator[Check]:
-    """Yield each check's outcome and line."""
+def checks(ask: Callable[[str, str | None], Any]) -> Iterator[tuple[bool, str]]:
+    """Yield for each check whether it passed, and its line. ask: returns a server's answer to (url,
+    USER:PASSWORD), or what is wrong, as text."""
     here, sqlalchemy = version("prefect"), version("sqlalchemy")
     yield True, f"prefect {here} with fastapi {version('fastapi')}: the server can start"
     if tuple(int(part) for part in sqlalchemy.split(".")[:2]) >= (2, 1):

@@ -21,7 +21,6 @@ from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_CLI_WRAP_LINES, PREFECT_UI_URL, temporary_settings
 
-from dphybrid.cli.parser import Parser, run_cli
 from dphybrid.orchestration.forms import form_of
 from dphybrid.orchestration.queueing import ENDINGS, SILENT, SILENT_FOR, reaching_server
 from dphybrid.orchestration.validate import (
@@ -139,7 +138,7 @@ def call_prefect(*argv: str) -> None:
         sys.argv = before
 
 
-def _write(file: Path) -> None:
+def write(file: Path) -> None:
     """Write the package's deployments, and beside them Prefect's settings. Raises UserError."""
     for path, packaged in ((file, PACKAGED), (file.with_name("prefect.toml"), PACKAGED.with_suffix(".toml"))):
         try:
@@ -163,54 +162,22 @@ def _what_next(file: Path, api: str) -> str:
     return "\n".join([*lines, f"        With PREFECT_PLUGINS_ENABLED=true, {short} alone names it, too."])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Set the server up; return the exit code."""
-    parser = Parser(
-        prog="dphybrid deploy",
-        description="Set a Prefect server up for dphybrid, or bring it up to date.",
-    )
-    parser.add_argument("--pool", default="gpu", help="work pool (gpu)")
-    parser.add_argument(
-        "--host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="a workstation that gets a queue of its own; repeat",
-    )
-    parser.add_argument(
-        "--file", type=Path, help="deployments (the prefect.yaml of this folder, or else the package's own)"
-    )
-    parser.add_argument(
-        "--write",
-        action="store_true",
-        help="write the package's prefect.yaml and prefect.toml here, to be changed, and stop",
-    )
-    args = parser.parse_args(argv)
+def deploy(pool: str, hosts: Sequence[str], file: Path | None) -> None:
+    """Set the server up. hosts: workstations that get queues of their own. file: a prefect.yaml; None: the
+    one here, or the package's."""
+    file = deployments_file(file)
+    if file == PACKAGED:
+        print("Deployments: the package's own; `dphybrid deploy --write` puts them here, to be changed")
+    check_prefect_yaml(file)
 
-    def run() -> int:
-        if args.write:
-            _write(args.file or Path("prefect.yaml"))
-            return 0
-        file = deployments_file(args.file)
-        if file == PACKAGED:
-            print("Deployments: the package's own; `dphybrid deploy --write` puts them here, to be changed")
-        check_prefect_yaml(file)
+    async def make() -> None:
+        async with get_client() as client:
+            queues = await _make_queues(client, pool, hosts)
+        print(f"Queues of pool {pool}, by priority: {', '.join(queues)}")
+        print(f"Automation {_AUTOMATION!r}: {await _upsert_automation()}")
 
-        async def make() -> None:
-            async with get_client() as client:
-                queues = await _make_queues(client, args.pool, args.host)
-            print(f"Queues of pool {args.pool}, by priority: {', '.join(queues)}")
-            print(f"Automation {_AUTOMATION!r}: {await _upsert_automation()}")
-
-        with reaching_server() as address:
-            asyncio.run(make())
-            call_prefect("--no-prompt", "deploy", "--all", "--prefect-file", str(file))
-            asyncio.run(_give_forms(file))
-        print(_what_next(file, address))
-        return 0
-
-    return run_cli(run)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    with reaching_server() as address:
+        asyncio.run(make())
+        call_prefect("--no-prompt", "deploy", "--all", "--prefect-file", str(file))
+        asyncio.run(_give_forms(file))
+    print(_what_next(file, address))

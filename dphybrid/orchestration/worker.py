@@ -12,8 +12,6 @@ import logging
 import os
 import re
 import signal
-import socket
-import sys
 import warnings
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -31,7 +29,6 @@ from prefect.settings import (
 )
 from prefect.workers.process import ProcessJobConfiguration, ProcessWorker, ProcessWorkerResult
 
-from dphybrid.cli.parser import Parser, run_cli
 from dphybrid.config.settings import load_settings
 from dphybrid.gpus import Inventory, visible
 from dphybrid.orchestration.queueing import (
@@ -246,26 +243,16 @@ def _signal_runs(number: int, but: Collection[int] = ()) -> set[int]:
     return got
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the worker; return the exit code."""
-    parser = Parser(
-        prog="dphybrid worker",
-        description="Take training runs from a Prefect work pool, politely.",
-    )
-    parser.add_argument("--pool", default="gpu", help="work pool (gpu)")
-    parser.add_argument(
-        "--name",
-        default=socket.gethostname().split(".")[0],
-        help="name of this worker and its own queue (the host's)",
-    )
-    parser.add_argument("--limit", type=int, default=0, metavar="N", help="runs at once (as many as GPUs)")
-    parser.add_argument(
-        "--queue", action="append", metavar="NAME", help="queues to work off (its own, urgent, any, night)"
-    )
-    parser.add_argument("--wait", action="store_true", help="let runs end at the first SIGTERM")
-    args = parser.parse_args(argv)
+def run(pool: str, name: str, limit: int, queues: Sequence[str] | None, wait: bool) -> int:
+    """Run the worker of that name; return the exit code.
 
-    def run() -> int:
+    limit: runs at once; 0: one for each GPU. queues: those to work off; None: its own and the shared ones.
+    wait: let runs end at the first signal.
+    """
+    # What nobody has set otherwise; the runs' processes get it, too.
+    with temporary_settings(
+        set_defaults={PREFECT_WORKER_QUERY_SECONDS: _QUERY_S, PREFECT_FLOWS_HEARTBEAT_FREQUENCY: _HEARTBEAT_S}
+    ):
         every_s = PREFECT_FLOWS_HEARTBEAT_FREQUENCY.value()
         if every_s is None or 3 * every_s > SILENT_FOR.total_seconds():
             raise UserError(
@@ -274,26 +261,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         # so that a finished run can tell it after a long outage
         os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "9")
-        queues = args.queue or [args.name, *SHARED_QUEUES]
+        queues = queues or [name, *SHARED_QUEUES]
         with reaching_server():
-            asyncio.run(_make_queues(args.pool, queues))
+            asyncio.run(_make_queues(pool, queues))
         # One run for each GPU, or one on the CPU: more would wait here before an urgent one.
         gpus = visible(Inventory(load_settings().nvml).read(), os.environ.get("CUDA_VISIBLE_DEVICES"))
         worker = DrainingWorker(
-            work_pool_name=args.pool,
+            work_pool_name=pool,
             work_queues=queues,
-            name=args.name,
-            limit=args.limit or max(1, len(gpus)),
+            name=name,
+            limit=limit or max(1, len(gpus)),
             create_pool_if_not_found=False,
         )
-        return asyncio.run(work(worker, args.pool, args.wait))
-
-    # What nobody has set otherwise; the runs' processes get it, too.
-    with temporary_settings(
-        set_defaults={PREFECT_WORKER_QUERY_SECONDS: _QUERY_S, PREFECT_FLOWS_HEARTBEAT_FREQUENCY: _HEARTBEAT_S}
-    ):
-        return run_cli(run)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        return asyncio.run(work(worker, pool, wait))

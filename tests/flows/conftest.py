@@ -6,7 +6,7 @@ import pytest
 from prefect.logging.handlers import APILogHandler
 from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_DATABASE_CONNECTION_URL, temporary_settings
 
-from dphybrid.orchestration import setup
+from dphybrid.cli.main import main
 from dphybrid.orchestration.embedded import in_this_process, start_server
 from tests.fake_nvml import gpu, write_state
 from tests.flows.servers import REPOSITORY, Team
@@ -27,7 +27,7 @@ def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
         team.start_server()
         with temporary_settings({PREFECT_API_URL: team.api}):
             hosts = ("--host", "one", "--host", "two")
-            assert setup.main([*hosts, "--file", str(REPOSITORY / "prefect.yaml")]) == 0, team.logs()
+            assert main(["deploy", *hosts, "--file", str(REPOSITORY / "prefect.yaml")]) == 0, team.logs()
         yield team
     finally:
         team.end()

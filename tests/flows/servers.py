@@ -129,7 +129,7 @@ class Team:
 
     def start_worker(self, name: str, *more: str, **env: str) -> "subprocess.Popen[bytes]":
         return self.start(
-            [sys.executable, "-m", "dphybrid.orchestration.worker", "--name", name, *more],
+            [sys.executable, "-m", "dphybrid", "worker", "--name", name, *more],
             f"{name}.log",
             **env,
         )

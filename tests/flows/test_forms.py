@@ -4,15 +4,14 @@ With DPHYBRID_SCREENSHOTS set to a folder, the pages are kept there as pictures 
 """
 
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from dphybrid.flows.train_hybrid import train_hybrid
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from dphybrid.cli.main import main
 from dphybrid.config.experiment import flatten
-from dphybrid.orchestration import setup, worker
 from dphybrid.orchestration.forms import FEW, experiment, form_of
 from dphybrid.orchestration.setup import call_prefect
 from dphybrid.recipes.configs import field_types
@@ -38,12 +37,12 @@ def test_what_prefect_says_of_a_failed_deploy_keeps_its_lines_whole(tmp_path: Pa
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:9/api", "127.0.0.1:4200/api"])
-@pytest.mark.parametrize("program", [setup, worker])
+@pytest.mark.parametrize("command", ["deploy", "worker"])
 def test_an_address_without_a_server_is_told_in_a_line(
-    program: ModuleType, address: str, data_dir: Path, capsys: pytest.CaptureFixture[str]
+    command: str, address: str, data_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with temporary_settings({PREFECT_API_URL: address}):
-        assert program.main([]) == 2
+        assert main([command]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"error: PREFECT_API_URL={address}: no Prefect server answers there (" in line
 

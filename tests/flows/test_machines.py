@@ -117,7 +117,7 @@ def folder(team: Team) -> Iterator[Path]:
     yield folder
     write_state(team.gpus, [gpu(number) for number in range(4)])
     for child in team.started:
-        if "dphybrid.orchestration.worker" in child.args:  # type: ignore[operator]
+        if "worker" in child.args:  # type: ignore[operator]
             kill_tree(child)
     ended = [f"flow_runs/{run['id']}" for flow in (RUN, "join-hybrid") for run in team.runs_of(flow)]
     for path in [*ended, *own]:  # a killed run would be begun again

@@ -26,7 +26,7 @@ LONG = [*SHORT, "train.epochs=20", "train.patience=0", "devices=auto*1"]
 def no_workers_left(team: Team) -> Iterator[None]:
     yield
     for child in team.started:
-        if "dphybrid.orchestration.worker" in child.args:  # type: ignore[operator]
+        if "worker" in child.args:  # type: ignore[operator]
             kill_tree(child)
 
 
