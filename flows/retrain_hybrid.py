@@ -7,11 +7,9 @@ validation rows -> promote or keep.
 import sys
 from collections.abc import Sequence
 
-import httpx
 from prefect import flow, runtime
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State
-from prefect.exceptions import PrefectException
 
 from dphybrid.cli.flags import add_experiment_flags, config_from_args, recipe_of
 from dphybrid.cli.parser import run_cli
@@ -22,13 +20,13 @@ from dphybrid.lifecycle.retrain import CHAMPION_TAG, Decision, Plan, judge, plan
 from dphybrid.orchestration.embedded import in_this_process
 from dphybrid.orchestration.forms import experiment
 from dphybrid.orchestration.queueing import ended, too_late
+from dphybrid.orchestration.shown import not_needed
 from dphybrid.orchestration.steps import FLOW_RUN_TAG, prepare, step, trained
 from dphybrid.orchestration.supervised import supervised
 from dphybrid.recipes.configs import AnyExperiment, build_config
 from dphybrid.recipes.registry import OF_TABLES
 from dphybrid.run.folder import find_tagged_run, read_run
 from dphybrid.util.stop import StopRequest
-from dphybrid.util.text import masked
 
 
 @step("plan")
@@ -131,12 +129,8 @@ def _decided(planned: Plan, decision: Decision) -> State:
         for name, value in decision.champion.items()
     )
     table = f"\n\n| validation | champion | challenger |\n|---|---|---|\n{rows}" if rows else ""
-    try:
+    with not_needed("Prefect's artifact could not be written; the decision is in MLflow's registry"):
         create_markdown_artifact(f"{state}: {text}{table}", key="decision", description=planned.model)
-    except (httpx.HTTPError, PrefectException) as error:
-        print(
-            masked(f"Prefect's artifact could not be written ({error}); the decision is in MLflow's registry")
-        )
     return ended(state, text)
 
 

@@ -11,13 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import httpx
 from prefect import flow, runtime, task
 from prefect.artifacts import create_link_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext, TaskRunContext
-from prefect.exceptions import PrefectException, TerminationSignal
+from prefect.exceptions import TerminationSignal
 from prefect.states import Completed, Failed
 from prefect.task_runners import ThreadPoolTaskRunner
 
@@ -36,14 +35,13 @@ from dphybrid.lifecycle.sweep import (
 )
 from dphybrid.orchestration.forms import experiment
 from dphybrid.orchestration.queueing import too_late
-from dphybrid.orchestration.shown import show_run
+from dphybrid.orchestration.shown import not_needed, show_run
 from dphybrid.orchestration.supervised import supervised, watched_flow_run
 from dphybrid.recipes.configs import AnyExperiment, build_config
 from dphybrid.run.train import Report
 from dphybrid.tracking.compare import log_comparison, read_runs, write_comparison
 from dphybrid.tracking.opening import embedded_uri
 from dphybrid.util.stop import StopRequest
-from dphybrid.util.text import masked
 
 if TYPE_CHECKING:
     from dphybrid.lifecycle.search import Search  # imports optuna, which a grid does not need
@@ -193,13 +191,11 @@ def _reported(sweep: str, cells: list[Cell], reports: Reports, folder: Path, set
         page = write_comparison(read_runs(uri, run_ids), folder / "comparison", next(iter(cells[0].values)))
         _, address = log_comparison(uri, settings.experiment, settings.mlflow_dir, page, run_ids, sweep)
         print(f"Comparison: {page.absolute().as_uri()}, and in MLflow: {address}", flush=True)
-    try:
+    with not_needed(f"Prefect's artifact could not be written; the results are in {folder}"):
         create_table_artifact(rows, key="sweep", description=f"Sweep {sweep}")
         if address:
             text = f"Comparison of {sweep}, among the artifacts of its MLflow run"
             create_link_artifact(address, link_text=text, key="comparison", description=text)
-    except (httpx.HTTPError, PrefectException) as error:
-        print(masked(f"Prefect's artifact could not be written ({error}); the results are in {folder}"))
     if failed := failures(reports):
         told = "\n".join(failed.values())
         print(told, flush=True)

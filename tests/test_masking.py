@@ -1,12 +1,9 @@
 """Addresses without their secrets."""
 
-import inspect
-from types import SimpleNamespace
-
 import httpx
 import pytest
 
-from dphybrid.orchestration import steps
+from dphybrid.orchestration.shown import not_needed
 from dphybrid.util.text import masked
 
 
@@ -37,17 +34,9 @@ def test_user_and_password_are_not_shown(text: str, shown: str | None) -> None:
     assert masked(text) == (text if shown is None else shown)
 
 
-def test_an_error_of_prefects_client_shows_no_password(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refused(*_: object, **__: object) -> None:
-        address = httpx.Request("POST", "http://bob:s3cret@h:4200/api/artifacts")
+def test_an_error_of_prefects_client_shows_no_password(capsys: pytest.CaptureFixture[str]) -> None:
+    address = httpx.Request("POST", "http://bob:s3cret@h:4200/api/artifacts")
+    with not_needed("no artifact"):
         httpx.Response(401, request=address).raise_for_status()
-
-    run = SimpleNamespace(experiment=lambda: None)
-    monkeypatch.setattr(steps, "read_run", lambda *_: run)
-    monkeypatch.setattr(steps.job, "report_run", lambda *_: SimpleNamespace(text="", metrics={}))
-    monkeypatch.setattr(steps, "create_table_artifact", refused)
-    inspect.unwrap(steps.report)("folder")
     said = capsys.readouterr().out
-    assert "could not be written (Client error '401 Unauthorized' for url 'http://***@h:4200" in said
+    assert "Note: no artifact (Client error '401 Unauthorized' for url 'http://***@h:4200" in said

@@ -5,7 +5,6 @@ ticket can use: otherwise runs that need one GPU would overtake a run that needs
 cannot be served now, because of other people's processes, holds nobody up.
 """
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 from pydantic import BaseModel, Field, ValidationError
 
 from dphybrid.gpus.inventory import Gpu, Inventory, Policy, busy_reason, visible
-from dphybrid.gpus.leases import Lease, find_holder, locked_page, try_lease, user_name
+from dphybrid.gpus.leases import Lease, find_holder, locked_page, try_lease
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.locks import lock
 
@@ -97,7 +96,7 @@ def acquire(
             continue
         # closed hours are no time in which a GPU was seen to be free
         search.free_since.clear()
-        with _ticket(folder, eligible, wanted.least, run) as number:
+        with _ticket(folder, eligible, wanted.least) as number:
             while not closed():
                 lease, why = search.look(number)
                 if lease:
@@ -191,22 +190,16 @@ def _kept_for(ahead: Sequence[_Ticket], ready: Sequence[Gpu], leased: set[str]) 
 
 
 @contextmanager
-def _ticket(folder: Path, eligible: Sequence[Gpu], least: int, run: str) -> Iterator[str]:
+def _ticket(folder: Path, eligible: Sequence[Gpu], least: int) -> Iterator[str]:
     # The time since the machine's start, which setting its clock does not change; no ticket survives a start.
     name = f"{time.monotonic_ns():020d}-{os.getpid()}.ticket"
-    page = {
-        "uuids": [gpu.uuid for gpu in eligible],
-        "least": least,
-        "run": run,
-        "user": user_name(),
-        "pid": os.getpid(),
-    }
+    page = _Ticket(uuids=frozenset(gpu.uuid for gpu in eligible), least=least)
     hidden = folder / f".{name}"
     handle = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         os.fchmod(handle, 0o644)
         lock(handle, wait=True)
-        os.write(handle, json.dumps(page).encode())
+        os.write(handle, page.model_dump_json().encode())
         hidden.rename(folder / name)  # seen only when locked
         yield name
     finally:

@@ -16,26 +16,34 @@ from dphybrid.util.text import as_markdown, masked
 _TELL_EVERY_S = 2.0
 
 
+@contextmanager
+def not_needed(what: str) -> Iterator[None]:
+    """Tell that the server did not take what the block gives it, and go on: `what` is lost then, and where it
+    is to be found."""
+    try:
+        yield
+    except UNREACHABLE as error:
+        print(masked(f"Note: {what} ({error})"), flush=True)
+
+
+@not_needed("Prefect does not show the run's name and link")
 def show_run(flow_run_id: str, name: str, tags: Sequence[str], address: str) -> None:
     """Give a flow run the name of its run, more tags, and a link to `address`, where MLflow shows it ("": not
     recorded by a server). A server that does not answer is reported and does not stop the training."""
-    try:
-        with get_client(sync_client=True) as client:
-            run = client.read_flow_run(UUID(flow_run_id))
-            # what is left out is overwritten
-            client.update_flow_run(run.id, name=name, tags=sorted({*run.tags, *tags}))
-            if address:
-                text = f"[MLflow run {as_markdown(name)}]({address})"
-                link = ArtifactCreate(
-                    key="mlflow-run",
-                    type="markdown",
-                    data=text,
-                    description="Report, curves, splits and checkpoints in MLflow",
-                    flow_run_id=run.id,
-                )
-                client.create_artifact(link)
-    except UNREACHABLE as error:
-        print(masked(f"Note: Prefect does not show the run's name and link ({error})"), flush=True)
+    with get_client(sync_client=True) as client:
+        run = client.read_flow_run(UUID(flow_run_id))
+        # what is left out is overwritten
+        client.update_flow_run(run.id, name=name, tags=sorted({*run.tags, *tags}))
+        if address:
+            text = f"[MLflow run {as_markdown(name)}]({address})"
+            link = ArtifactCreate(
+                key="mlflow-run",
+                type="markdown",
+                data=text,
+                description="Report, curves, splits and checkpoints in MLflow",
+                flow_run_id=run.id,
+            )
+            client.create_artifact(link)
 
 
 @contextmanager

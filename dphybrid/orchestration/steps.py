@@ -9,19 +9,17 @@ from contextlib import ExitStack, nullcontext, suppress
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-import httpx
 from prefect import runtime, task
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
-from prefect.exceptions import PrefectException
 from prefect.states import Cancelled
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import load_settings
 from dphybrid.orchestration.machines import gathered, other_workers, over_machines
 from dphybrid.orchestration.queueing import UNREACHABLE, shown_waiting
-from dphybrid.orchestration.shown import show_run, shown_progress
+from dphybrid.orchestration.shown import not_needed, show_run, shown_progress
 from dphybrid.orchestration.supervised import watched_flow_run
 from dphybrid.run import train as job
 from dphybrid.run.experiment import Experiment
@@ -30,7 +28,6 @@ from dphybrid.run.leasing import giving_way, leased_devices
 from dphybrid.run.report import attached
 from dphybrid.util.files import disk_errors_told
 from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
-from dphybrid.util.text import masked
 
 FLOW_RUN_TAG = "prefect.flow_run_id"
 
@@ -125,26 +122,14 @@ def report(run_folder: str) -> job.Report:
     run = read_run(run_folder, load_settings())
     done = job.report_run(run, run.experiment())
     print(done.text, flush=True)
-    try:
-        _publish(done)
-    except (httpx.HTTPError, PrefectException) as error:
-        print(masked(f"Prefect's artifacts could not be written ({error}); the report is in {run_folder}"))
+    with not_needed(f"Prefect's artifacts could not be written; the report is in {run_folder}"):
+        metrics = [{"metric": name, "value": value} for name, value in done.metrics.items()]
+        create_table_artifact(metrics, key="metrics", description="Validation metrics")
+        if done.splits:
+            rows = [row.table_row() for row in done.splits]
+            create_table_artifact(rows, key="splits", description="What each replica got of a batch")
+        create_markdown_artifact(f"```\n{done.text.strip()}\n```", key="result", description=done.run_name)
     return done
-
-
-def _publish(done: job.Report) -> None:
-    create_table_artifact(
-        [{"metric": name, "value": value} for name, value in done.metrics.items()],
-        key="metrics",
-        description="Validation metrics",
-    )
-    if done.splits:
-        create_table_artifact(
-            [row.table_row() for row in done.splits],
-            key="splits",
-            description="What each replica got of a batch",
-        )
-    create_markdown_artifact(f"```\n{done.text.strip()}\n```", key="result", description=done.run_name)
 
 
 def trained(
