@@ -261,14 +261,14 @@ def run(pool: str, name: str, limit: int, queues: Sequence[str] | None, wait: bo
             )
         # so that a finished run can tell it after a long outage
         os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "9")
-        queues = queues or [name, *SHARED_QUEUES]
+        wanted = list(queues or [name, *SHARED_QUEUES])
         with reaching_server():
-            asyncio.run(_make_queues(pool, queues))
+            asyncio.run(_make_queues(pool, wanted))
         # One run for each GPU, or one on the CPU: more would wait here before an urgent one.
         gpus = visible(Inventory(load_settings().nvml).read(), os.environ.get("CUDA_VISIBLE_DEVICES"))
         worker = DrainingWorker(
             work_pool_name=pool,
-            work_queues=queues,
+            work_queues=wanted,
             name=name,
             limit=limit or max(1, len(gpus)),
             create_pool_if_not_found=False,
