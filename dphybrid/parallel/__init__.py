@@ -1,7 +1,7 @@
 """Blocks on several devices, real or virtual: splits that are exact and on record. Needs torch alone."""
 
 from dphybrid.parallel.applying import current_replica, parallel_apply
-from dphybrid.parallel.comparison import compare_split, refuse_split_differences
+from dphybrid.parallel.check import compare_split, refuse_split_differences
 from dphybrid.parallel.data_parallel import (
     DataParallel,
     compile_regions,

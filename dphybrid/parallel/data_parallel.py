@@ -5,6 +5,7 @@ One class, as in torch: what subclasses may override, and what a call needs, in 
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,14 +14,7 @@ from torch import Tensor, nn
 from dphybrid.parallel.applying import parallel_apply
 from dphybrid.parallel.devices import Devices, resolve_devices
 from dphybrid.parallel.gathering import Join, as_device, gather
-from dphybrid.parallel.nests import (
-    Parts,
-    Whole,
-    batch_rows,
-    is_marked,
-    map_tensors,
-    parts,
-)
+from dphybrid.parallel.nests import Parts, Whole, batch_rows, is_marked, joined, map_tensors, parts
 from dphybrid.parallel.probing import Trial, note_shares, refuse_chance_rows, refuse_shared_inputs
 from dphybrid.parallel.replication import refuse_unsuitable, replicate, replicate_modules, under_functorch
 from dphybrid.parallel.scattering import Places, RowSource, place, scatter_kwargs, split
@@ -127,25 +121,20 @@ class DataParallel(nn.DataParallel):
                 return self.gather(outputs, self.output_device)
             # an overridden scatter knows its sizes alone: outputs are joined then without being checked
             join = Join(self._target, self.dim, sizes)
-            joined = join(list(outputs), "output")
+            output = join(list(outputs), "output")
         if trial is not None:
             # each output once in each mode
             seen = {(self.training, leaf) for leaf in join.leaves}
             if not seen <= record.settled:
                 refuse_chance_rows(trial, outputs[0], join.leaves)
                 record.settled |= seen
-        return joined
+        return output
 
     def with_wholes(self, kwargs: dict[str, object]) -> dict[str, object]:
         """Return the keyword arguments, those named in `whole` marked as such; rows in parts are joined for
         it."""
-        home, dim = self.devices.home, self.dim
-        return {
-            name: Whole(value.joined(home, dim) if isinstance(value, Parts) else value)
-            if name in self.whole
-            else value
-            for name, value in kwargs.items()
-        }
+        wholes = {name: kwargs[name] for name in self.whole & kwargs.keys()}
+        return kwargs | {name: Whole(joined(v, self.devices.home, self.dim)) for name, v in wholes.items()}
 
     @outside_of_graphs
     def rows(self, table: RowSource, ids: Tensor) -> Tensor | Parts:
@@ -346,15 +335,11 @@ def compile_regions(model: nn.Module, **options: Any) -> list[str]:
                 f"({block.devices.text}), and replicas cannot be compiled; use one device, or do not compile"
             )
     for block in blocks.values():
-        block.module._compiled_call_impl = torch.compile(_caller(block.module), **options)
+        block.module._compiled_call_impl = torch.compile(partial(_call, block.module), **options)
     return list(blocks)
 
 
-def _caller(module: nn.Module) -> Callable[..., object]:
-    """A function of ours around the call: `module.compile()` leaves modules of torch's own classes, such as
-    nn.Sequential, as they are."""
-
-    def call(*args: object, **kwargs: object) -> object:
-        return module._call_impl(*args, **kwargs)
-
-    return call
+def _call(module: nn.Module, *args: object, **kwargs: object) -> object:
+    # A function of ours: `module.compile()` leaves modules of torch's own classes, such as nn.Sequential, as
+    # they are.
+    return module._call_impl(*args, **kwargs)
