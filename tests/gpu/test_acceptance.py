@@ -21,6 +21,10 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
+TWO = pytest.param(
+    "cuda:0,cuda:1",
+    marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+)
 REFERENCE = {
     1: [[30], [10]],
     2: [[15, 15], [5, 5]],
@@ -64,9 +68,10 @@ def test_auto_takes_the_gpus_and_cpu_modules_move_there() -> None:
         resolve_devices(f"cuda:{torch.cuda.device_count()}")
 
 
-def test_one_gpu_equals_the_cpu() -> None:
-    x = torch.randn(30, 5, dtype=torch.float64)
-    close(step(DataParallel(mlp(), "cuda:0"), x), step(mlp(), x))
+@pytest.mark.parametrize("devices", ["cuda:0", TWO])
+def test_gpus_compute_as_the_cpu(devices: str) -> None:
+    x = torch.randn(31, 5, dtype=torch.float64)
+    close(step(DataParallel(mlp(), devices), x), step(mlp(), x))
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 8])
@@ -195,17 +200,12 @@ def test_files_are_the_same_for_every_kind_of_device() -> None:
 
 
 @pytest.mark.parametrize("kind", [nn.Dropout, Dropout])
-def test_dropout_masks_are_independent_and_repeat(kind: type[nn.Module]) -> None:
-    wrapped = DataParallel(kind(0.5), "cuda:0*2")
+@pytest.mark.parametrize("devices", ["cuda:0*2", TWO])
+def test_dropout_masks_are_independent_and_repeat(devices: str, kind: type[nn.Module]) -> None:
+    wrapped = DataParallel(kind(0.5), devices)
     x = torch.ones(200, 8, device="cuda:0")
     torch.manual_seed(3)
     first = wrapped(x)
     assert not torch.equal(first[:100], first[100:])
     torch.manual_seed(3)
     assert torch.equal(wrapped(x), first)
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_gpus_of_their_own_compute_as_the_cpu() -> None:
-    x = torch.randn(31, 5, dtype=torch.float64)
-    close(step(DataParallel(mlp(), "cuda:0,cuda:1"), x), step(mlp(), x))

@@ -44,7 +44,7 @@ def calls(layer: nn.Module) -> Callable[[Any], Any]:
         (lambda: nn.Dropout(), False, ["masks differ", "dphybrid.parallel.Dropout"]),
         (lambda: nn.TransformerEncoderLayer(4, 2, 8), True, ["self_attn", "batch_first=True"]),
         (zoo.mlp_batchnorm, False, ["BatchNorm1d", "GroupNorm"]),
-        (zoo.tied, False, ["table", "output", "HostEmbedding"]),
+        (zoo.Tied, False, ["table", "output", "HostEmbedding"]),
         (lambda: DataParallel(nn.Linear(2, 2), "cpu*2"), True, ["is data-parallel itself"]),
         (lambda: nn.LazyLinear(3), True, ["without a size"]),
     ],
@@ -60,7 +60,7 @@ def test_the_checker_names_place_and_remedy(
 
 
 @pytest.mark.parametrize(
-    "make", [m for m in zoo.SHAPES if m not in (zoo.mlp_batchnorm, zoo.tied)], ids=lambda f: f.__name__
+    "make", [m for m in zoo.SHAPES if m not in (zoo.mlp_batchnorm, zoo.Tied)], ids=lambda f: f.__name__
 )
 def test_the_checker_raises_no_false_alarm(make: Callable[[], nn.Module]) -> None:
     assert check_module(make()) == []

@@ -97,10 +97,6 @@ class Capsules(nn.Module):
         return capsules_BJD
 
 
-def capsules() -> nn.Module:
-    return Capsules()
-
-
 def weight_norm() -> nn.Module:
     return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 4)), nn.Linear(4, 3))
 
@@ -121,10 +117,6 @@ class Listed(nn.Module):
         return x + self.named["shift"]
 
 
-def parameter_list() -> nn.Module:
-    return Listed()
-
-
 class Tied(nn.Module):
     """A table used twice, first for its rows and then as the output layer."""
 
@@ -138,19 +130,15 @@ class Tied(nn.Module):
         return self.output(F.relu(self.table(x.abs().long() % 11).sum(1)))
 
 
-def tied() -> nn.Module:
-    return Tied()
-
-
-SHAPES = {
+SHAPES: dict[Callable[[], nn.Module], tuple[int, ...]] = {
     mlp_batchnorm: (6,),
     lstm: (4, 6),
     gru: (4, 6),
     transformer: (4, 6),
     cnn: (1, 6, 6),
-    capsules: (6, 6),
+    Capsules: (6, 6),
     weight_norm: (6,),
     spectral_norm: (6,),
-    parameter_list: (6,),
-    tied: (6,),
+    Listed: (6,),
+    Tied: (6,),
 }
