@@ -16,7 +16,7 @@ from dphybrid.recipes.registry import find_recipe, recipe_names
 
 if TYPE_CHECKING:
     from dphybrid.embedding import DeclaresIds
-    from dphybrid.recipes.context import ModelContext, build_from_config, build_model
+    from dphybrid.recipes.context import ModelContext
     from dphybrid.training.metrics import Task
     from dphybrid.training.step import Step
 
@@ -25,8 +25,6 @@ _NEED_TORCH = {
     "ModelContext": "dphybrid.recipes.context",
     "Step": "dphybrid.training.step",
     "Task": "dphybrid.training.metrics",
-    "build_from_config": "dphybrid.recipes.context",
-    "build_model": "dphybrid.recipes.context",
 }
 
 
@@ -46,8 +44,6 @@ __all__ = [
     "Recipe",
     "Step",
     "Task",
-    "build_from_config",
-    "build_model",
     "find_recipe",
     "recipe_names",
 ]

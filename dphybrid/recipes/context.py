@@ -1,22 +1,17 @@
 """The context from which a recipe's `build`, or a user's factory, builds a model."""
 
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import nn
 
 from dphybrid.config import ExperimentConfig, ModelConfig
 from dphybrid.data.batches import Dataset
 from dphybrid.embedding import HostEmbedding
 from dphybrid.parallel import Devices
-from dphybrid.recipes.recipe import Recipe
-from dphybrid.recipes.registry import find_recipe
-from dphybrid.util.errors import UserError, suggestion, type_text
-from dphybrid.util.importing import import_callable
+from dphybrid.util.errors import UserError, suggestion
 
 Options = TypeVar("Options", bound=ModelConfig)
 
@@ -42,6 +37,20 @@ class ModelContext(Generic[Options]):
     table_folder: Path | None = None
     rows: Dataset | None = None
     data: Any = None
+
+    @staticmethod
+    def of(
+        config: ExperimentConfig,
+        info: dict[str, Any],
+        devices: Devices,
+        table_folder: Path | None = None,
+        rows: Dataset | None = None,
+    ) -> "ModelContext[Any]":
+        """Return the context of an experiment. table_folder: is made when it is not there."""
+        if table_folder is not None:
+            table_folder.mkdir(parents=True, exist_ok=True)
+        dtype, seed = config.table.dtype, config.train.seed
+        return ModelContext(devices, info, config.model, seed, dtype, table_folder, rows, config.data)
 
     def num_ids(self, *names: str) -> int:
         """Return the rows that one table needs for the ids of these arrays, columns or vocabularies together.
@@ -75,50 +84,3 @@ class ModelContext(Generic[Options]):
             storage="memory" if self.table_folder is None else "mmap",
             path=self.table_folder,
         )
-
-
-_Factory = Callable[[ModelContext[Any]], nn.Module]
-
-
-def build_from_config(
-    config: ExperimentConfig,
-    info: dict[str, Any],
-    devices: Devices,
-    table_folder: Path | None = None,
-    rows: Dataset | None = None,
-    recipe: Recipe | None = None,
-) -> nn.Module:
-    """Build the model of an experiment; see `ModelContext` for the rest and `build_model` for the errors.
-
-    table_folder: is made when it is not there. recipe: the config's, where it was found before.
-    """
-    if table_folder is not None:
-        table_folder.mkdir(parents=True, exist_ok=True)
-    context = ModelContext(
-        devices, info, config.model, config.train.seed, config.table.dtype, table_folder, rows, config.data
-    )
-    return build_model(recipe or config.recipe, context)
-
-
-def build_model(recipe: Recipe | str, context: ModelContext[Any]) -> nn.Module:
-    """Build the model with torch's generator seeded, so that equal configs start from equal weights.
-
-    recipe: the recipe, or its name.
-
-    Raises UserError when the factory cannot be imported or returns something else than a module.
-    """
-    recipe = find_recipe(recipe) if isinstance(recipe, str) else recipe
-    path = context.options.factory
-    factory: _Factory = import_callable(path, "model.factory") if path else recipe.build
-    torch.manual_seed(context.seed)
-    default = torch.get_default_dtype()
-    # Modules make their parameters in torch's default type, so factories need not name one.
-    torch.set_default_dtype(context.dtype)
-    try:
-        model = factory(context)
-    finally:
-        torch.set_default_dtype(default)
-    if not isinstance(model, nn.Module):
-        where = f"model.factory={path!r}" if path else f"recipe {recipe.key}: build"
-        raise UserError(f"{where}: returned {type_text(model)}; return a torch.nn.Module")
-    return model

@@ -3,11 +3,11 @@ other."""
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,9 +16,6 @@ from dphybrid.data.batches import Array
 from dphybrid.data.store import Content, Progress, Source
 from dphybrid.data.vocabulary import Vocabulary, write_vocabularies
 from dphybrid.util.errors import UserError, type_text
-
-if TYPE_CHECKING:
-    from dphybrid.recipes.recipe import Recipe
 
 Given = Any
 """A split: a mapping of arrays or tensors with samples on dim 0, a DataFrame (polars, pandas) of numbers, or
@@ -31,9 +28,10 @@ _TUPLE_NAMES = ("inputs_B", "labels_B")
 
 @dataclass(frozen=True)
 class GivenSource(Source):
-    """What a recipe's `rows` returns, read once."""
+    """What a recipe's `rows` returns, read once. name: of the recipe."""
 
-    recipe: "Recipe"
+    name: str
+    rows: Callable[[Any, int], Any]
     data: Any
     seed: int
 
@@ -45,13 +43,13 @@ class GivenSource(Source):
     def _given(self) -> tuple[Given, Given, Mapping[str, Vocabulary]]:
         """What rows() returned; without vocabularies there are none. Raises UserError for anything else."""
         # Asked once: `rows` may draw numbers, and the digest must be of what is kept.
-        given: Any = self.recipe.rows(self.data, self.seed)
+        given: Any = self.rows(self.data, self.seed)
         if isinstance(given, tuple) and len(given) == 2:
             given = (*given, {})
         vocabularies = given[2] if isinstance(given, tuple) and len(given) == 3 else None
         if not isinstance(vocabularies, Mapping):
             raise UserError(
-                f"recipe {self.recipe.name}: rows() returned {type_text(given)}; return (training "
+                f"recipe {self.name}: rows() returned {type_text(given)}; return (training "
                 "split, validation split), and vocabularies by name as a third where there are some"
             )
         return given
@@ -60,7 +58,7 @@ class GivenSource(Source):
     def splits(self) -> tuple[dict[str, Array], dict[str, Array]]:
         """The arrays of the training and of the validation split. Raises UserError where they do not fit
         together."""
-        where = f"recipe {self.recipe.name}"
+        where = f"recipe {self.name}"
         train, valid = (
             _as_arrays(split, f"{where}, {name} split")
             for name, split in zip(("training", "validation"), self._given[:2], strict=True)
@@ -94,7 +92,7 @@ class GivenSource(Source):
         num_train, num_valid = (len(next(iter(split.values()))) for split in (train, valid))
         arrays = {name: np.concatenate([train[name], valid[name]]) for name in train}
         shapes = ", ".join(f"{name} {tuple(array.shape[1:])} {array.dtype}" for name, array in arrays.items())
-        lines = [f"  {self.recipe.name}: {num_train:,} samples to train, {num_valid:,} to validate: {shapes}"]
+        lines = [f"  {self.name}: {num_train:,} samples to train, {num_valid:,} to validate: {shapes}"]
         vocabularies = self._given[2]
         sizes = {name: len(vocabulary) for name, vocabulary in vocabularies.items()}
         lines += [f"  vocabulary {name}: {size:,} rows" for name, size in sizes.items()]

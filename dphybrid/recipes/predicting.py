@@ -14,21 +14,22 @@ from dphybrid.data.table.files import find_files, read_files
 from dphybrid.data.table.frames import Written, as_frame, table_target, write_frames
 from dphybrid.data.table.rows import Rejected, Rows
 from dphybrid.data.vocabulary import read_vocabularies
-from dphybrid.recipes.recipe import Recipe
 from dphybrid.util.errors import UserError, counted, type_text
 
 
 class RowsPredictor:
-    """A trained model of an own recipe, with its vocabularies."""
+    """A trained model of an own recipe, with its vocabularies. recipe: its name; ask: its `predict`."""
 
-    def __init__(self, recipe: Recipe, checkpoint: Path, model: nn.Module, batch_size: int) -> None:
-        self.recipe, self.checkpoint, self.batch_size = recipe, checkpoint, batch_size
+    def __init__(
+        self, recipe: str, ask: Callable[..., object], checkpoint: Path, model: nn.Module, batch_size: int
+    ) -> None:
+        self._recipe, self._ask, self.checkpoint, self.batch_size = recipe, ask, checkpoint, batch_size
         self.vocabularies = read_vocabularies(checkpoint)
         self._model = model.eval()
 
     def __repr__(self) -> str:
         place = f"{self.checkpoint.parent.parent.name or '.'}/{self.checkpoint.name}"
-        return f"<Predictor of recipe {self.recipe.name}, {place}>"
+        return f"<Predictor of recipe {self._recipe}, {place}>"
 
     def predict(self, rows: object) -> pl.DataFrame:
         """Return what the recipe's `predict` does, for `batch_size` rows at a time. rows: a frame (polars,
@@ -38,10 +39,10 @@ class RowsPredictor:
 
     @torch.inference_mode()
     def _predicted(self, rows: pl.DataFrame) -> pl.DataFrame:
-        found: object = self.recipe.predict(self._model, rows, self.vocabularies)
+        found = self._ask(self._model, rows, self.vocabularies)
         if not isinstance(found, pl.DataFrame):
             raise UserError(
-                f"recipe {self.recipe.name}: predict returned {type_text(found)}; return a polars DataFrame"
+                f"recipe {self._recipe}: predict returned {type_text(found)}; return a polars DataFrame"
             )
         return found
 
@@ -66,7 +67,7 @@ class RowsPredictor:
         done, rejected = Written(table_target(out)), list[Rejected]()
         named = {name: value for name, value in reading.items() if name in READING_FIELDS}
         if odd := reading.keys() - named.keys():
-            raise UserError(f"{min(odd)}: is not an option of recipe {self.recipe.name}'s predictions")
+            raise UserError(f"{min(odd)}: is not an option of recipe {self._recipe}'s predictions")
         data = TableDataConfig(path=str(path), **named)
 
         def frames() -> Iterator[pl.DataFrame]:
@@ -87,7 +88,7 @@ class RowsPredictor:
         predicted = self.predict(rows)
         if odd := [name for name in keep if name not in chunk.names or len(predicted) != len(rows)]:
             raise UserError(
-                f"--keep {odd[0]}: {chunk.file} has no such column, or recipe {self.recipe.name} does "
+                f"--keep {odd[0]}: {chunk.file} has no such column, or recipe {self._recipe} does "
                 f"not give one prediction a row; columns: {', '.join(chunk.names)}"
             )
         return predicted.with_columns(rows[name] for name in keep)

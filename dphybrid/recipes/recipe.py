@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -19,7 +20,8 @@ from dphybrid.config import (
     TrainConfig,
 )
 from dphybrid.config.experiment import sized
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, type_text
+from dphybrid.util.importing import import_callable
 
 # The command line and the forms look at recipes, too: torch and polars wait until work begins.
 if TYPE_CHECKING:
@@ -36,6 +38,16 @@ if TYPE_CHECKING:
     from dphybrid.training.step import Step
 
 S = TypeVar("S", bound=Section)
+
+
+def imported(path: str) -> Any:
+    """Return a method that calls the function `package.module:NAME` and imports it only then."""
+    module, _, name = path.partition(":")
+
+    def call(_recipe: "Recipe", *given: Any) -> Any:
+        return getattr(import_module(module), name)(*given)
+
+    return call
 
 
 class Recipe:
@@ -87,7 +99,7 @@ class Recipe:
         UserError."""
         from dphybrid.recipes.given import GivenSource
 
-        return GivenSource(self, data, seed)
+        return GivenSource(self.name, self.rows, data, seed)
 
     def dataset(self, prepared: "Prepared", part: str) -> "Dataset":
         """Return a split of the prepared data ("train", "valid", "test") as samples by number."""
@@ -130,6 +142,27 @@ class Recipe:
         not.
         """
         raise UserError(f"recipe {self.name}: define build(context)")
+
+    def new_model(self, context: "ModelContext[Any]") -> "nn.Module":
+        """Build the model, or that of the user's `model.factory`, with torch's generator seeded, so that
+        equal configs start from equal weights. Raises UserError when the factory cannot be imported or
+        returns something else than a module."""
+        import torch
+
+        path = context.options.factory
+        factory = import_callable(path, "model.factory") if path else self.build
+        torch.manual_seed(context.seed)
+        default = torch.get_default_dtype()
+        # Modules make their parameters in torch's default type, so factories need not name one.
+        torch.set_default_dtype(context.dtype)
+        try:
+            model: object = factory(context)
+        finally:
+            torch.set_default_dtype(default)
+        if not isinstance(model, torch.nn.Module):
+            where = f"model.factory={path!r}" if path else f"recipe {self.key}: build"
+            raise UserError(f"{where}: returned {type_text(model)}; return a torch.nn.Module")
+        return model
 
     def fixed(self, model: "nn.Module") -> None:
         """Compute once what depends on the weights alone: the model predicts from now on, to the same bits,
@@ -198,7 +231,7 @@ class Recipe:
             self.predict(None, None, {})  # type: ignore[arg-type]
         from dphybrid.recipes.predicting import RowsPredictor
 
-        return RowsPredictor(self, checkpoint, build(), batch_size)
+        return RowsPredictor(self.name, self.predict, checkpoint, build(), batch_size)
 
     def recognises(self, data: Mapping[str, object]) -> str | None:
         """Say why these values of the data section call for this recipe, or None. Asked only when no recipe

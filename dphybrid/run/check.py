@@ -11,7 +11,7 @@ from dphybrid.config.settings import Settings
 from dphybrid.data import batches
 from dphybrid.parallel import compare_split, find_data_parallel, resolve_devices
 from dphybrid.parallel.check import Finding, check_module
-from dphybrid.recipes.context import build_from_config
+from dphybrid.recipes.context import ModelContext
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.util.errors import UserError, failure_text, type_text
 from dphybrid.util.importing import import_callable
@@ -36,7 +36,8 @@ def check_target(
         data = recipe.prepare(config.data, settings.prepared_dir, config.train.seed)
         if target is not None:
             config = config.model_copy(update={"model": config.model.model_copy(update={"factory": target})})
-        build = partial(build_from_config, config, data.info, resolve_devices("cpu"))
+        context = ModelContext.of(config, data.info, resolve_devices("cpu"))
+        build = partial(recipe.new_model, context)
         model = build() if target is None else _made(target, build)
         if find_data_parallel(model):
             samples = recipe.training_rows(data.dataset("train"), data.info, config.model)

@@ -12,7 +12,7 @@ from dphybrid.config.settings import Settings
 from dphybrid.data import Dataset, Prepared
 from dphybrid.embedding.storage import deferred_rows, unfilled_rows
 from dphybrid.parallel import Devices, resolve_devices
-from dphybrid.recipes.context import build_from_config
+from dphybrid.recipes.context import ModelContext
 from dphybrid.recipes.recipe import Recipe
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.training.engine import Engine
@@ -53,7 +53,8 @@ class Experiment:
     def build(self, devices: Devices, rows: Dataset | None = None) -> nn.Module:
         """Build the model with its start values. rows: what it may look at; see `ModelContext`."""
         folder = self.settings.table_folder
-        return build_from_config(self.config, self.data.info, devices, folder, rows, self.recipe)
+        context = ModelContext.of(self.config, self.data.info, devices, folder, rows)
+        return self.recipe.new_model(context)
 
     def unfilled(self, devices: str, mapped: bool = False) -> nn.Module:
         """Build the model for weights that are there: its rows get no start values.

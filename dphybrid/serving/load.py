@@ -8,7 +8,8 @@ from dphybrid.config.settings import Settings, load_settings
 from dphybrid.embedding.storage import deferred_rows, unfilled_rows
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes.configs import stored_config
-from dphybrid.recipes.context import build_from_config
+from dphybrid.recipes.context import ModelContext
+from dphybrid.recipes.registry import find_recipe
 from dphybrid.run.folder import all_runs, read_run
 from dphybrid.run.pages import ResultPage
 from dphybrid.tracking.loader import checkpoint_folder
@@ -32,7 +33,8 @@ def model_from_checkpoint(
     state = verify_checkpoint(Path(folder), mapped)
     config = stored_config(state.config, Path(folder) / "state.json", settings or load_settings())
     with deferred_rows() if mapped else unfilled_rows():
-        model = build_from_config(config, state.info, resolve_devices(devices))
+        context = ModelContext.of(config, state.info, resolve_devices(devices))
+        model = find_recipe(config.recipe).new_model(context)
     load_weights(Path(folder), model, mapped)
     return model.eval()
 

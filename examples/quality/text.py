@@ -19,7 +19,7 @@ from dphybrid.config.settings import load_settings
 from dphybrid.data import batches
 from dphybrid.embedding import DeclaresIds, RowPipeline, clip_grad_norm_, row_optimizer
 from dphybrid.parallel import resolve_devices
-from dphybrid.recipes import build_from_config, find_recipe
+from dphybrid.recipes import ModelContext, find_recipe
 from dphybrid.recipes.configs import load_config
 from dphybrid.recipes.text.model import IGNORED
 from dphybrid.training.optimizers import make_dense_optimizer
@@ -59,9 +59,10 @@ def text(path: Path | None, turns: int, keep: Keep) -> None:
     loops: with Adam, and as pytorch/examples' word_language_model trains (SGD at 20, clipping at 0.25)."""
     config = load_config(None, ["recipe=text", "devices=cpu", *([f"data.path={path}"] if path else [])])
     tell("text: preparing")
+    recipe = find_recipe("text")
     with contextlib.redirect_stdout(sys.stderr):
-        data = find_recipe("text").prepare(config.data, load_settings().prepared_dir, 0)
-    model = build_from_config(config, data.info, resolve_devices("cpu"))
+        data = recipe.prepare(config.data, load_settings().prepared_dir, 0)
+    model = recipe.new_model(ModelContext.of(config, data.info, resolve_devices("cpu")))
     dense = make_dense_optimizer(model, config.train)
     rows = row_optimizer(config.table.optimizer, model, lr=config.table.lr)
     assert dense is not None

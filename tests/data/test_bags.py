@@ -13,7 +13,7 @@ from dphybrid.data.table.cells import PADDING_ID
 from dphybrid.data.table.encoder import Encoder, old_ids
 from dphybrid.data.table.kinds import Bag, Text
 from dphybrid.parallel import resolve_devices
-from dphybrid.recipes import ModelContext, build_model
+from dphybrid.recipes import ModelContext, find_recipe
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.start import warm_start
 from dphybrid.run.train import Report
@@ -176,7 +176,7 @@ def test_only_items_of_a_bag_are_trained_and_devices_agree(quiet: Path) -> None:
 def test_a_pooled_row_is_the_mean_of_the_items_rows(quiet: Path) -> None:
     config = load_config(None, ["recipe=ctr", "model.dim=4", "model.dropout=0"])
     info = {"num_ids": [5, 6, 7], "num_dense": 0, "num_bags": 2}
-    model = build_model("ctr", ModelContext(resolve_devices("cpu*2"), info, config.model, 0))
+    model = find_recipe("ctr").new_model(ModelContext(resolve_devices("cpu*2"), info, config.model, 0))
     weight = model.table.flat.weight
     model.region.probe = False  # whose extra forward the hook below would see, too
     seen = []
@@ -233,7 +233,9 @@ def test_a_grown_model_answers_as_before(quiet: Path) -> None:
     assert {*now.categories[0].learned} - {*earlier.categories[0].learned} == {"s10", "s11"}
     assert grown.arrays["bags_BFL"][:, 0].max() == now.bags[0].num_ids - 1 > earlier.bags[0].num_ids
     config = load_config(None, ["recipe=ctr", *SIZES])
-    model = build_model("ctr", ModelContext(resolve_devices("cpu"), grown.info, config.model, 1)).eval()
+    model = (
+        find_recipe("ctr").new_model(ModelContext(resolve_devices("cpu"), grown.info, config.model, 1)).eval()
+    )
     warm_start(Path(report.best_checkpoint), model, grown)
     champion = model_from_checkpoint(report.best_checkpoint).eval()
     ids_BF, bags_BFL = (np.array(grown.arrays[name]) for name in ("ids_BF", "bags_BFL"))

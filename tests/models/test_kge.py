@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from dphybrid.data import Prepared, batches
 from dphybrid.parallel import resolve_devices
-from dphybrid.recipes import ModelContext, build_model
+from dphybrid.recipes import ModelContext, find_recipe
 from dphybrid.recipes.kge import KgeDataConfig, KgeModelConfig
 from dphybrid.recipes.kge.model import TripleModel
 from tests.commands import run_with
@@ -38,7 +38,7 @@ def graph(folder: Path, num_entities: int = 30, num_triples: int = 120, **values
 
 def model_for(data: Prepared, kind: str, devices: str = "cpu") -> TripleModel:
     options = KgeModelConfig(kind=kind, dim=6, penalty=0.0, dtype="float64")  # type: ignore[arg-type]
-    model = build_model("kge", ModelContext(resolve_devices(devices), data.info, options, 1))
+    model = find_recipe("kge").new_model(ModelContext(resolve_devices(devices), data.info, options, 1))
     with torch.no_grad():  # fresh rows are so small that all their scores are equal
         model.entities.weight.mul_(200)
         model.region.module.relations.weight.mul_(1000)
@@ -146,7 +146,10 @@ def test_the_penalty_follows_the_triples_an_entity_and_belongs_to_the_checkpoint
     data = graph(tmp_path)
     rows, options = data.dataset("train"), KgeModelConfig(dim=6, penalty=0.3, dtype="float64")
     context = ModelContext(resolve_devices("cpu"), data.info, options, 1, rows=rows)
-    model, loaded = build_model("kge", context), build_model("kge", replace(context, rows=None))
+    model, loaded = (
+        find_recipe("kge").new_model(context),
+        find_recipe("kge").new_model(replace(context, rows=None)),
+    )
     loaded.load_state_dict(model.state_dict())
     (batch, *_) = batches(rows, 10, seed=0, epoch=0, shuffle=True)
     entities, relations = (model.entities.weight.detach(), model.region.module.relations.weight.detach())
@@ -181,4 +184,4 @@ def test_wrong_options_are_told(tmp_path: Path) -> None:
     data = graph(tmp_path)
     options = KgeModelConfig(kind="complex", dim=7)
     with refused("even"):
-        build_model("kge", ModelContext(resolve_devices("cpu"), data.info, options, 0))
+        find_recipe("kge").new_model(ModelContext(resolve_devices("cpu"), data.info, options, 0))

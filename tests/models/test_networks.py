@@ -15,7 +15,7 @@ from dphybrid.data import batches
 from dphybrid.data.batches import ArrayDataset
 from dphybrid.parallel import find_data_parallel, resolve_devices
 from dphybrid.parallel.check import check_module
-from dphybrid.recipes import ModelContext, build_model, find_recipe
+from dphybrid.recipes import ModelContext, find_recipe
 from dphybrid.recipes.configs import load_config
 from dphybrid.recipes.ctr.model import DLRM, DeepFM, Sizes, WideDeep
 from dphybrid.recipes.text.model import IGNORED, AdaptiveSoftmax
@@ -57,7 +57,9 @@ def model_of(recipe: str, kind: str, devices: str = "cpu", **values: object) -> 
     sizes = {"dim": 6, "hidden": 8, "layers": 1, "dropout": 0.0, "dtype": "float64"} | values
     sizes = {name: value for name, value in (sizes | {"kind": kind}).items() if name in options.model_fields}
     info, rows = (INFO | OTHERS)[recipe], ROWS if recipe in INFO else None
-    return build_model(recipe, ModelContext(resolve_devices(devices), info, options(**sizes), 3, rows=rows))
+    return find_recipe(recipe).new_model(
+        ModelContext(resolve_devices(devices), info, options(**sizes), 3, rows=rows)
+    )
 
 
 @pytest.mark.parametrize(
@@ -201,7 +203,7 @@ def test_text_reaches_the_perplexity_of_plain_torch(unrecorded: None, tmp_path: 
     settings = load_settings()
     data = prepare("text", config.data, settings.prepared_dir, config.train.seed)
     context = ModelContext(resolve_devices("cpu"), data.info, config.model, config.train.seed)
-    start = build_model("text", context)
+    start = find_recipe("text").new_model(context)
     plain = PlainLanguageModel(data.info["num_words"], 8, 16)
     with torch.no_grad():
         plain.words.weight.copy_(start.words.weight)  # type: ignore[union-attr, arg-type]

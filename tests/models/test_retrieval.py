@@ -18,7 +18,7 @@ from dphybrid.api.run import TrainedRun
 from dphybrid.data import Prepared, batches
 from dphybrid.embedding import row_optimizer, sampled_softmax
 from dphybrid.parallel import resolve_devices
-from dphybrid.recipes import ModelContext, build_model
+from dphybrid.recipes import ModelContext, find_recipe
 from dphybrid.recipes.retrieval import RetrievalDataConfig, RetrievalModelConfig
 from dphybrid.recipes.retrieval.model import RetrievalModel, recall_and_ndcg
 from dphybrid.run.pages import ResultPage
@@ -54,7 +54,7 @@ def small(folder: Path, **values: object) -> Prepared:
 def model_for(data: Prepared, devices: str = "cpu", **values: object) -> RetrievalModel:
     sizes = {"dim": 4, "hidden": 6, "layers": 1, "dtype": "float64"} | values
     options = RetrievalModelConfig(**sizes)  # type: ignore[arg-type]
-    return build_model("retrieval", ModelContext(resolve_devices(devices), data.info, options, 1))
+    return find_recipe("retrieval").new_model(ModelContext(resolve_devices(devices), data.info, options, 1))
 
 
 class PlainTower(nn.Module):

@@ -201,14 +201,14 @@ from pathlib import Path
 from dphybrid.recipes.configs import build_config
 from dphybrid.embedding import find_tables
 from dphybrid.serving.load import model_from_checkpoint
-from dphybrid.recipes import ModelContext, build_model
+from dphybrid.recipes import ModelContext, find_recipe
 from dphybrid.parallel import resolve_devices
 from dphybrid.training.checkpoint import Progress, Trained
 from tests.training.saving import save_checkpoint
 config, folder = build_config({"recipe": "ctr"}), Path(sys.argv[1])
 info = {"num_ids": [4_000_000], "num_dense": 0}
 if len(sys.argv) > 2:
-    model = build_model("ctr", ModelContext(resolve_devices("cpu"), info, config.model, 0))
+    model = find_recipe("ctr").new_model(ModelContext(resolve_devices("cpu"), info, config.model, 0))
     trained = Trained(model, None, None, Progress())
     save_checkpoint(folder, trained, config.model_dump(mode="json"), {"info": info})
 else:

@@ -9,16 +9,11 @@ from pydantic import Field
 
 from dphybrid.config import ExperimentConfig, ModelConfig
 from dphybrid.config.tables import TableDataConfig
-from dphybrid.recipes.recipe import Recipe
+from dphybrid.recipes.recipe import Recipe, imported
 from dphybrid.util.files import given_path
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
     from dphybrid.data.batches import Dataset
-    from dphybrid.data.store import Prepared, Source
-    from dphybrid.recipes.context import ModelContext
-    from dphybrid.training.metrics import Task
 
 _SLOW_ROWS, _FAST_ROWS = 0.03, 5.0
 """Share of the learning rate that rows learn at in a training as long as the data asks for, and at most."""
@@ -77,6 +72,14 @@ class Ctr(Recipe):
         "average": 0.99,
     }
     tabular = True
+    source = imported("dphybrid.data.table.source:open_source")
+    build = imported("dphybrid.recipes.ctr.model:build_ctr")
+    fixed = imported("dphybrid.recipes.ctr.numbers:fix_numbers")
+    for_many_rows = imported("dphybrid.recipes.ctr.model:for_many_rows")
+    task = imported("dphybrid.training.label_tasks:label_task")
+    baselines = imported("dphybrid.recipes.ctr.baselines:baselines")
+    floor = imported("dphybrid.recipes.ctr.baselines:floor")
+    doubts = imported("dphybrid.recipes.ctr.baselines:leaks")
 
     @property
     def data(self) -> type[TableDataConfig]:  # type: ignore[override]
@@ -85,11 +88,6 @@ class Ctr(Recipe):
         from dphybrid.data.table.kinds import table_config
 
         return table_config()
-
-    def source(self, data: TableDataConfig, seed: int) -> "Source":
-        from dphybrid.data.table.source import open_source
-
-        return open_source(data, seed)
 
     def sized(
         self, config: ExperimentConfig, num_rows: int, info: Mapping[str, Any]
@@ -119,41 +117,6 @@ class Ctr(Recipe):
         from dphybrid.recipes.ctr.model import some_unknown
 
         return DrawnDataset(rows, some_unknown(info, model.unknown)) if model.unknown else rows
-
-    def build(self, context: "ModelContext[CtrModelConfig]") -> "nn.Module":
-        from dphybrid.recipes.ctr.model import build_ctr
-
-        return build_ctr(context)
-
-    def fixed(self, model: "nn.Module") -> None:
-        from dphybrid.recipes.ctr.numbers import fix_numbers
-
-        fix_numbers(model)
-
-    def for_many_rows(self, model: "nn.Module") -> "nn.Module":
-        from dphybrid.recipes.ctr.model import for_many_rows
-
-        return for_many_rows(model)
-
-    def task(self, info: Mapping[str, object]) -> "Task":
-        from dphybrid.training.label_tasks import label_task
-
-        return label_task(info)
-
-    def baselines(self, data: "Prepared") -> dict[str, dict[str, float]]:
-        from dphybrid.recipes.ctr.baselines import baselines
-
-        return baselines(data)
-
-    def floor(self, data: "Prepared") -> "dict[str, Tensor]":
-        from dphybrid.recipes.ctr.baselines import floor
-
-        return floor(data)
-
-    def doubts(self, data: "Prepared") -> list[str]:
-        from dphybrid.recipes.ctr.baselines import leaks
-
-        return leaks(data)
 
     def recognises(self, data: Mapping[str, object]) -> str | None:
         if data.get("label") not in (None, ""):

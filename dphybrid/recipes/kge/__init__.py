@@ -7,15 +7,11 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from dphybrid.config import DataConfig, ModelConfig
-from dphybrid.recipes.recipe import Recipe
+from dphybrid.recipes.recipe import Recipe, imported
 from dphybrid.util.files import given_path
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from dphybrid.data.batches import Dataset
-    from dphybrid.data.store import Prepared, Source
-    from dphybrid.recipes.context import ModelContext
+    from dphybrid.data.store import Prepared
     from dphybrid.training.metrics import Task
 
 
@@ -67,21 +63,9 @@ class Kge(Recipe):
     batches = (256, 4096)
     table = {"optimizer": "lazy-adagrad", "lr": 0.2}
     train = {"epochs": 36, "batch_size": 0, "lr": 0.01, "clip_norm": 0.0, "patience": 0}
-
-    def source(self, data: KgeDataConfig, seed: int) -> "Source":
-        from dphybrid.recipes.kge.data import open_source
-
-        return open_source(data, seed)
-
-    def dataset(self, prepared: "Prepared", part: str) -> "Dataset":
-        from dphybrid.recipes.kge.data import part_of
-
-        return part_of(part, prepared.arrays, prepared.info)
-
-    def build(self, context: "ModelContext[KgeModelConfig]") -> "nn.Module":
-        from dphybrid.recipes.kge.model import build_kge
-
-        return build_kge(context)
+    source = imported("dphybrid.recipes.kge.data:open_source")
+    dataset = imported("dphybrid.recipes.kge.data:part_of")
+    build = imported("dphybrid.recipes.kge.model:build_kge")
 
     def task(self, info: Mapping[str, object]) -> "Task":
         from dphybrid.training.metrics import RANKING

@@ -10,14 +10,13 @@ answers of a question, H those of all, V entities.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dphybrid.data.batches import Array, ArrayDataset, Dataset, Draw, DrawnDataset, Draws, lists_of
-from dphybrid.data.store import Content, Progress, Source
+from dphybrid.data.store import Content, Prepared, Progress, Source
 from dphybrid.data.table.rows import SHOWN, Rejected, check_rejected
 from dphybrid.recipes.kge import KgeDataConfig, files_of
 from dphybrid.util.errors import UserError
@@ -59,8 +58,9 @@ def _known_answers(triples_B3: Array, num_entities: int, num_relations: int) -> 
     }
 
 
-def part_of(name: str, arrays: dict[str, Array], info: dict[str, Any]) -> Dataset:
+def part_of(prepared: Prepared, name: str) -> Dataset:
     """Return a part of prepared triples: with negatives to train, with the known answers to rank."""
+    arrays, info = prepared.arrays, prepared.info
     triples_B3 = arrays[f"{name}_triples"]
     rows = ArrayDataset(dict(zip(_COLUMNS, triples_B3.T, strict=True)), np.arange(len(triples_B3)))
     if name == "train":

@@ -11,7 +11,7 @@ met, L items of a user.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import polars as pl
@@ -20,7 +20,7 @@ from polars.selectors import by_name
 from torch import Tensor
 
 from dphybrid.data.batches import Array, Dataset, Draw, DrawnDataset, Draws, lists_of
-from dphybrid.data.store import Content, Progress, source_digests
+from dphybrid.data.store import Content, Prepared, Progress, source_digests
 from dphybrid.data.table.cells import read_times
 from dphybrid.data.table.files import find_files, partitions, read_files
 from dphybrid.data.table.rows import Rejected, Rows, check_rejected
@@ -309,8 +309,9 @@ def _long(array: Array) -> Tensor:
     return torch.from_numpy(array.astype(np.int64))
 
 
-def part_of(name: str, arrays: Mapping[str, Array], info: Mapping[str, Any]) -> Dataset:
+def part_of(prepared: Prepared, name: str) -> Dataset:
     """Return a part of prepared interactions."""
+    arrays = prepared.arrays
     if name == "train":
-        return DrawnDataset(_PairDataset(arrays), _candidates(arrays, info["negatives"]))
+        return DrawnDataset(_PairDataset(arrays), _candidates(arrays, prepared.info["negatives"]))
     return _HeldDataset(arrays)

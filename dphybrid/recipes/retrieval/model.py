@@ -11,7 +11,8 @@ items, H held-out items of a user, S items that a user has met, K places of a li
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -165,8 +166,9 @@ def recall_and_ndcg(found_BK: Tensor, held_B: Tensor, cutoffs: Sequence[int]) ->
     return out
 
 
-def recommending(cutoffs: Sequence[int]) -> Task:
+def recommending(info: Mapping[str, Any]) -> Task:
     """Return the task: the first cutoff's NDCG decides."""
+    cutoffs = info["cutoffs"]
 
     def compute(outputs: dict[str, Tensor]) -> dict[str, float]:
         return {

@@ -63,8 +63,12 @@ class _Recommended(Written):
 class Recommender:
     """A trained two-tower model with the names of its users and items, and what each user has met."""
 
-    def __init__(self, checkpoint: Path, config: ExperimentConfig, model: nn.Module, batch_size: int) -> None:
-        """checkpoint: folder whose weights `model` has. Raises UserError for a model of another kind."""
+    def __init__(
+        self, checkpoint: Path, config: ExperimentConfig, build: Callable[[], nn.Module], batch_size: int
+    ) -> None:
+        """checkpoint: folder whose weights the built model has. Raises UserError for a model of another
+        kind."""
+        model = build()
         if not isinstance(model, RetrievalModel):
             raise UserError(
                 f"{checkpoint}: its model is {type_text(model)} of model.factory, which cannot "

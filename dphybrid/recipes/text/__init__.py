@@ -7,14 +7,9 @@ from typing import TYPE_CHECKING, Literal, Self
 from pydantic import Field, model_validator
 
 from dphybrid.config import DataConfig, ModelConfig
-from dphybrid.recipes.recipe import Recipe
+from dphybrid.recipes.recipe import Recipe, imported
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from dphybrid.data.batches import Dataset
-    from dphybrid.data.store import Prepared, Source
-    from dphybrid.recipes.context import ModelContext
     from dphybrid.training.metrics import Task
 
 
@@ -70,21 +65,9 @@ class Text(Recipe):
     data = TextDataConfig
     model = TextModelConfig
     one_process = True
-
-    def source(self, data: TextDataConfig, seed: int) -> "Source":
-        from dphybrid.recipes.text.data import open_source
-
-        return open_source(data, seed)
-
-    def dataset(self, prepared: "Prepared", part: str) -> "Dataset":
-        from dphybrid.recipes.text.data import WindowDataset
-
-        return WindowDataset(prepared.arrays[f"{part}_tokens"], prepared.info["window"])
-
-    def build(self, context: "ModelContext[TextModelConfig]") -> "nn.Module":
-        from dphybrid.recipes.text.model import build_text
-
-        return build_text(context)
+    source = imported("dphybrid.recipes.text.data:open_source")
+    dataset = imported("dphybrid.recipes.text.data:part_of")
+    build = imported("dphybrid.recipes.text.model:build_text")
 
     def task(self, info: Mapping[str, object]) -> "Task":
         from dphybrid.training.metrics import LANGUAGE_MODEL

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dphybrid.data.batches import Array, Dataset
-from dphybrid.data.store import Content, Progress, source_digests
+from dphybrid.data.store import Content, Prepared, Progress, source_digests
 from dphybrid.embedding.softmax import IGNORED
 from dphybrid.recipes.text import TextDataConfig
 from dphybrid.util.errors import UserError, counted
@@ -57,6 +57,11 @@ class WindowDataset(Dataset):
             np.int64
         )
         return {"ids_BT": torch.from_numpy(ids_BT), "targets_BT": torch.from_numpy(targets_BT)}
+
+
+def part_of(prepared: Prepared, name: str) -> Dataset:
+    """Return a part of prepared text."""
+    return WindowDataset(prepared.arrays[f"{name}_tokens"], prepared.info["window"])
 
 
 def tokenize(text: str) -> list[str]:

@@ -52,14 +52,20 @@ class DigitsModelConfig(ModelConfig):
 
 
 class _Small(Recipe):
-    """Arrays that `draw` makes, and the model of the recipe's name. num_rows: to train, to validate."""
+    """Arrays that `draw` makes, and the model of the recipe's name. num_rows: to train, to validate.
+    widths: of the features and of the answers, a linear map of them and noise."""
 
     prints_shapes = True
     num_rows = (100, 100)
+    widths = (5, 2)
 
     def draw(self, random: "np.random.Generator", rows: int) -> "Arrays":
         """Return arrays by name, samples on dim 0."""
-        raise NotImplementedError
+        inputs, outputs = self.widths
+        x_BI = random.standard_normal((rows, inputs), dtype="float32")
+        planted_IO = random.standard_normal((inputs, outputs), dtype="float32")
+        noise_BO = 0.1 * random.standard_normal((rows, outputs), dtype="float32")
+        return {"x_BI": x_BI, "y_BO": x_BI @ planted_IO + noise_BO}
 
     def rows(self, data: DataConfig, seed: int) -> "tuple[Arrays, Arrays]":
         import numpy as np
@@ -101,9 +107,6 @@ class Toy(_Small):
         "print_splits": "each",
     }
 
-    def draw(self, random: "np.random.Generator", rows: int) -> "Arrays":
-        return _linear(random, rows, 5, 2)
-
 
 class Blocks(_Small):
     """One data-parallel block between two that are not."""
@@ -112,9 +115,7 @@ class Blocks(_Small):
     summary = "The tutorial's three layers, of which only the middle one is data-parallel."
     model = BlocksModelConfig
     train = {**_PLAIN, "epochs": 20, "batch_size": 30, "lr": 0.01, "log_every": 4}
-
-    def draw(self, random: "np.random.Generator", rows: int) -> "Arrays":
-        return _linear(random, rows, 10, 20)
+    widths = (10, 20)
 
 
 class Hybrid(_Small):
@@ -172,13 +173,3 @@ class Digits(_Small):
         order = random.permutation(len(found.target))[:rows]
         x_BCHW = (found.images[order, None] / 16).astype("float32")
         return {"x_BCHW": x_BCHW, "labels_B": found.target[order].astype("int64")}
-
-
-def _linear(random: "np.random.Generator", rows: int, inputs: int, outputs: int) -> "Arrays":
-    """Draw rows whose answers are a linear map of their features, and noise."""
-    x_BI = random.standard_normal((rows, inputs), dtype="float32")
-    planted_IO = random.standard_normal((inputs, outputs), dtype="float32")
-    return {
-        "x_BI": x_BI,
-        "y_BO": x_BI @ planted_IO + 0.1 * random.standard_normal((rows, outputs), dtype="float32"),
-    }
