@@ -15,7 +15,7 @@ from dphybrid.tracking.writer import least_is_best
 Rows = Sequence[tuple[RunFacts, Sequence[RunFacts]]]
 Figure = dict[str, Any]
 
-_COLOURS = qualitative.Dark24  # more of them than a step has stages
+_COLOURS = (*qualitative.T10, *qualitative.Bold)  # more of them than a step has stages
 _LAYOUT: Figure = {
     "margin": {"l": 55, "r": 15, "t": 35, "b": 45},
     "font": {"size": 13},

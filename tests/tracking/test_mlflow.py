@@ -4,7 +4,7 @@ import json
 import resource
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -161,41 +161,34 @@ def test_the_report_is_text_whatever_columns_are_called(finished: tuple[Report, 
     assert "&lt;script&gt;alert(1)&lt;/script&gt; | `x` ?[31m  categorical      12  a |" in page
 
 
-def test_the_splits_are_a_table_and_plain_lines(
+def test_splits_figures_config_and_report_are_artifacts(
     finished: tuple[Report, MlflowClient], tmp_path: Path
 ) -> None:
     report, client = finished
 
-    def fetched(name: str) -> str:
-        return Path(client.download_artifacts(report.run_id, name, str(tmp_path))).read_text()
+    def fetched(name: str) -> bytes:
+        return Path(client.download_artifacts(report.run_id, name, str(tmp_path))).read_bytes()
 
-    table = json.loads(fetched("split_shapes.json"))
-    assert table["columns"][:2] == ["where", "split"]
-    keys = [row[0] for row in table["data"]]
-    assert len(set(keys)) == len(keys)
-    assert table["data"][0][:2] == ["split 1 / replica 0 / network.region", "[22, 10] -> [22, 10]"]
-    lines = fetched("splits.txt").splitlines()
-    assert lines == report.split_lines
-    assert lines[0] == "Let's use 3 devices!"
-    logged = json.loads(client.get_run(report.run_id).data.tags["mlflow.loggedArtifacts"])
-    assert {"path": "split_shapes.json", "type": "table"} in logged
-
-
-def test_figures_config_and_report_are_artifacts(finished: tuple[Report, MlflowClient]) -> None:
-    report, client = finished
     names = {item.path for item in client.list_artifacts(report.run_id)}
     assert {"Report.html", "config.json", "report.json", "splits.txt"} <= names
     assert min(names) == "Report.html"
-    picture = client.download_artifacts(report.run_id, "figures/rows_per_replica.png")
-    assert Path(picture).read_bytes().startswith(b"\x89PNG")
-    note = client.get_run(report.run_id).data.tags["mlflow.note.content"]
+    assert fetched("figures/rows_per_replica.png").startswith(b"\x89PNG")
+    lines = fetched("splits.txt").decode().splitlines()
+    assert lines == report.split_lines
+    assert lines[0] == "Let's use 3 devices!"
+    table = json.loads(fetched("split_shapes.json"))
+    assert table["columns"][:2] == ["where", "split"]
+    assert table["data"][0][:2] == ["split 1 / replica 0 / network.region", "[22, 10] -> [22, 10]"]
+    assert len({row[0] for row in table["data"]}) == len(table["data"])
+    tags = client.get_run(report.run_id).data.tags
+    assert {"path": "split_shapes.json", "type": "table"} in json.loads(tags["mlflow.loggedArtifacts"])
     for words in (
         "How batches were split",
         "Where time went",
         "dphybrid.load_model(",
         "dphybrid train --recipe hybrid --devices 'cpu*3'",
     ):
-        assert words in note
+        assert words in tags["mlflow.note.content"]
 
 
 def test_checkpoints_are_models_that_load_back(
@@ -225,19 +218,15 @@ def test_metrics_of_many_threads_and_names_all_arrive(tmp_path: Path) -> None:
 
     def log(number: int) -> None:
         for step in range(300):
-            tracker.log_metrics({f"thread {number}/name {i}": float(step) for i in range(5)}, step)
+            tracker.log_metrics({f"thread {number}/{name}": float(step) for name in "abcde"}, step)
 
-    threads = [threading.Thread(target=log, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(log, range(4)))
     tracker.finish("FINISHED")
     client = MlflowClient(tracker.tracking_uri)
-    for number in range(4):
-        for i in range(5):
-            history = client.get_metric_history(run_id, f"thread {number}/name {i}")
-            assert sorted(point.step for point in history) == list(range(300))
+    for name in (f"thread {number}/{name}" for number in range(4) for name in "abcde"):
+        steps = [point.step for point in client.get_metric_history(run_id, name)]
+        assert sorted(steps) == list(range(300))
 
 
 def test_processes_that_make_the_store_at_once_all_succeed(tmp_path: Path) -> None:
