@@ -68,7 +68,7 @@ class Sender:
             wanted = self._asked
             self._wake.set()
             return self._empty.wait_for(
-                lambda: self._answered >= wanted or not self._thread.is_alive(), timeout_s
+                lambda: self._answered >= wanted or self._closed or not self._thread.is_alive(), timeout_s
             ) and (self._answered >= wanted)
 
     def close(self, timeout_s: float) -> bool:

@@ -41,9 +41,9 @@ def test_a_checkpoint_removed_before_it_was_sent_takes_no_point_with_it(tmp_path
     run_id = tracker.start("run", {}, {}, "")
     tracker.flush()
     tracker.close()
-    tracker.attach(run_id)
     with (tmp_path / "store" / "spool" / f"{run_id}.lock").open("w") as held:
         assert lock(held.fileno())  # nobody sends meanwhile
+        tracker.attach(run_id)
         for step in (1, 2):
             tracker.log_metrics({"valid/auc": 0.5 * step}, step)
             kept = card(tmp_path, step)
