@@ -59,7 +59,7 @@ def _worth_another_try(_task: Any, _run: Any, state: State) -> bool:
     retry_condition_fn=_worth_another_try,
     retry_delay_seconds=1,
 )
-def train_cell(cell: Cell, sweep: str, tags: dict[str, str], stop: StopRequest) -> Report:
+def _train_cell(cell: Cell, sweep: str, tags: dict[str, str], stop: StopRequest) -> Report:
     """Train one cell in a process of its own."""
     settings = load_settings()
     context = TaskRunContext.get()
@@ -159,7 +159,7 @@ def _swept(
     reports: dict[str, Report | str] = {}
     with watched_flow_run(runtime.flow_run.id, stop), runner, _passing_on_the_end(stop):
         train, shared = (
-            train_cell.with_options(retries=retries),
+            _train_cell.with_options(retries=retries),
             {"sweep": sweep, "tags": _tags(), "stop": stop},
         )
         futures = [runner.submit(train, {"cell": cell, **shared}) for cell in cells]

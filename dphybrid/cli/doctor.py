@@ -105,6 +105,7 @@ def _mlflow_server(settings: Settings) -> _Check:
 
 def _data_folder(settings: Settings) -> Iterator[_Check]:
     place = folder = settings.data_dir
+    # a folder that is not there yet is judged by the one in which it will be made
     while not place.exists():
         place = place.parent
     if not os.access(place, os.W_OK):

@@ -22,6 +22,7 @@ from dphybrid.util.text import masked
 def recipe_of(argv: Sequence[str]) -> str:
     """Return the recipe that a command line means, for the flags that it offers; mistakes are left for
     `load_config`."""
+    # argparse comes too late: the recipe says which flags it has to know.
     given: dict[str, str] = {}
     if list(argv[:2]) == ["check", "recipe"]:
         given["recipe"] = next((text for text in argv[2:3] if not text.startswith("-")), "")

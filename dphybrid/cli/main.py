@@ -37,6 +37,7 @@ def make_parser(argv: Sequence[str] = ()) -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"dphybrid {version('dphybrid')}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
+    # All of them, whichever is meant: help, completion and hints need every name, and no module imports much.
     for name in COMMANDS:
         module = import_module(f"dphybrid.cli.{name}")
         sentence, _, page = (module.__doc__ or "").partition("\n\n")

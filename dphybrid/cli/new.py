@@ -63,6 +63,7 @@ def _check(name: str) -> None:
 
 def _sample(file: str, name: str, title: str) -> str:
     """Return a file of the sample for a package of that name."""
+    # found, not imported: the sample's recipe would bring torch
     spec = importlib.util.find_spec(f"dphybrid.recipes.{_PACKAGE}")
     assert spec is not None
     assert spec.origin is not None

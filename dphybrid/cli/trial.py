@@ -114,7 +114,7 @@ def check_recipe(config: ExperimentConfig, settings: Settings) -> Iterator[Found
 def _found(name: str, check: Callable[[], str]) -> Found:
     """Run a check; what it says counts as not tried where it begins so."""
     try:
-        with redirect_stdout(StringIO()):
+        with redirect_stdout(StringIO()):  # each check trains, which prints a page
             words = check()
     except UserError as error:
         return Found(name, False, " ".join(str(error).split()))

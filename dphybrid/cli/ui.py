@@ -68,6 +68,7 @@ def _free_port(wanted: int | None) -> int:
     is taken."""
     for port in [wanted] if wanted is not None else range(_FIRST_PORT, _LAST_PORT + 1):
         with socket.socket() as probe:
+            # as the server does: a port whose last connection ended a moment ago is free
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(("127.0.0.1", port))

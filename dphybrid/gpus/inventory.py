@@ -17,7 +17,7 @@ from dphybrid.config.settings import Settings
 from dphybrid.util.errors import UserError
 
 GIB = 2**30
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Inventory:
             processes=tuple(_process(int(found.pid), found.usedGpuMemory) for found in running),
         )
 
-    def _ask(self, question: Callable[[], T]) -> T | None:
+    def _ask(self, question: Callable[[], _T]) -> _T | None:
         """Return the answer, or None where the GPU does not support the question or this user may not ask."""
         nvml = self._nvml
         try:
@@ -232,6 +232,7 @@ def visible(units: Iterable[Gpu], names: str | None) -> list[Gpu]:
     if names is None:
         return units
     chosen: list[Gpu] = []
+    # A beginning of a UUID is enough for CUDA, if no other has it.
     for name in (part.strip() for part in names.split(",")):
         if name.isdigit():
             matching = [unit for unit in units if unit.index == int(name)][:1]

@@ -134,6 +134,7 @@ class _Search:
             else:
                 self.free_since.setdefault(gpu.uuid, now)
         ready = [g for g in eligible if now - self.free_since.get(g.uuid, now + 1) >= self.policy.window_s]
+        # names begin with a time of fixed width, so the smaller name is the older ticket
         ahead = [ticket for name, ticket in _tickets(self.folder).items() if name < number]
         kept = _kept_for(ahead, ready, leased)
         if lease := self._take([gpu for gpu in ready if gpu.uuid not in kept]):
@@ -146,6 +147,7 @@ class _Search:
         wanted = self.wanted
         if len(mine) < wanted.least:
             return None
+        # CUDA gives a process one MIG device: all that are free are the whole GPUs, or one device.
         whole = [gpu for gpu in mine if not gpu.is_mig] or mine[:1]
         chosen = mine[: wanted.least] if wanted.numbers or wanted.count else whole[: wanted.at_most or None]
         lease = try_lease(self.folder, chosen, self.run)

@@ -206,6 +206,7 @@ def gathered(
         wait_s=settings.cluster_wait_s,
         versions=versions(),
     )
+    # Before the others are called: who does not find it there sees another folder.
     write_text(folder / SEAT, seat.model_dump_json())
     followers = _Followers(seat, starts)
     try:

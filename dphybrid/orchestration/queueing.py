@@ -183,13 +183,26 @@ def queue_lost_runs(pool: str) -> list[str]:
                     continue
                 if not pending and run.state.message != SILENT:
                     continue  # it crashed by itself, or was queued too often
-                state = after_death(run, "it did not begin" if pending else SILENT)
+                state = None if pending else _waiting_before(client, run)
+                state = state or after_death(run, "it did not begin" if pending else SILENT)
                 if state is not None:
                     client.set_flow_run_state(run.id, state, force=True)
                     lines.append(f"flow run {run.name}: {state.message}")
     except UNREACHABLE:
         pass
     return lines
+
+
+def _waiting_before(client: SyncPrefectClient, run: FlowRun) -> State | None:
+    """Return the state, once more, of a run that had gone back to the queue before it was thought dead.
+
+    Of a run that a schedule planned, Prefect's automations see no state for up to 15 minutes: each event
+    waits for the one before it, and of the planning there is none.
+    """
+    *_, before, _ = [None, *client.read_flow_run_states(run.id)]
+    if before is None or before.type != StateType.SCHEDULED:
+        return None
+    return AwaitingRetry(scheduled_time=before.state_details.scheduled_time, message=before.message)
 
 
 def too_late(limit_min: float) -> State | None:

@@ -34,17 +34,17 @@ FLOW_RUN_TAG = "prefect.flow_run_id"
 # Around the steps, too, not around all of them alone: Prefect logs the traceback of what leaves a task.
 _disk_errors_told = disk_errors_told("then go on with --resume")
 
-P = ParamSpec("P")
-R = TypeVar("R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
-def step(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def step(name: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Make a function a Prefect task, called as the function is. An interruption goes on from it, too, and
     its state is Cancelled then, where Prefect would log a crash."""
 
-    def made(work: Callable[P, R]) -> Callable[P, R]:
+    def made(work: Callable[_P, _R]) -> Callable[_P, _R]:
         @wraps(work)
-        def ending(*args: P.args, **named: P.kwargs) -> "R | State[Any]":
+        def ending(*args: _P.args, **named: _P.kwargs) -> "_R | State[Any]":
             try:
                 return work(*args, **named)
             except Interrupted as interruption:
@@ -53,12 +53,12 @@ def step(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         as_task = task(name=name, cache_policy=NO_CACHE)(ending)
 
         @wraps(work)
-        def call(*args: P.args, **named: P.kwargs) -> R:
+        def call(*args: _P.args, **named: _P.kwargs) -> _R:
             done: Any = as_task(*args, **named)
             if isinstance(done, State):
                 interruption: Any = done.data
                 raise interruption.result  # done.result() would raise another: its event loop's own
-            result: R = done
+            result: _R = done
             return result
 
         return call

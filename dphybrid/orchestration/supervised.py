@@ -165,4 +165,4 @@ def _leave(flow_run_id: str, reason: str, later: bool, ending: str | None) -> No
         )
         os._exit(128 + signal.SIGTERM)
     if state is not None:
-        raise Pause(state=state)
+        raise Pause(state=state)  # after which Prefect sets no state of its own, and the process ends with 0

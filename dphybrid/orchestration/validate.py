@@ -36,7 +36,7 @@ def _check_parameters(
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {plain_words(e)}" for e in error.errors())
         raise UserError(f"{where}: {wrong}") from error
-    except Exception as error:
+    except Exception as error:  # names and types that do not fit come as errors of Prefect's own
         raise UserError(f"{where}: {error}") from error
     check_values(values, where, entrypoint if will_run else "")
 

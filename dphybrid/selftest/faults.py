@@ -68,7 +68,7 @@ class Faults:
                 torn()
             if self.mode in ("unsynced", "lost"):
                 self._lose()
-            os._exit(KILLED)
+            os._exit(KILLED)  # no `finally`, no buffer is flushed: as by kill -9
 
     def written(self, handle: int) -> None:
         """Note that a file has content that was not fsynced."""

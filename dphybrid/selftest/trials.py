@@ -227,6 +227,7 @@ class Trials:
     def once(self, modes: tuple[str, ...], chosen: random.Random) -> str:
         """Break a random run at a random place, in one of these ways, and resume it; return what differs from
         an undisturbed one, or an empty text. modes: none to kill it after a random time."""
+        # Everything random comes from `chosen`, in one order: --seed repeats it.
         name = chosen.choice(list(RUNS))
         _, whole, seconds = self._undisturbed(name)
         fault: dict[str, Any]

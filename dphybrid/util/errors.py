@@ -37,6 +37,7 @@ def suggestion(word: str, known: Sequence[str]) -> str:
 
 def failure_text(error: Exception) -> str:
     """Return what an error of somebody's own code says, with the line of theirs that it comes from."""
+    # The last frame is often torch's or ours; people look for the last line of their own.
     frames, package = traceback.extract_tb(error.__traceback__), str(Path(__file__).parent.parent)
     own = [f for f in frames if not f.filename.startswith(package) and "site-packages" not in f.filename]
     place = (own or frames)[-1]

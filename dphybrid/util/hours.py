@@ -52,6 +52,7 @@ def parse_training_hours(text: str) -> _TrainingHours:
             raise UserError(f"training hours {text!r}: cannot read {item!r}; {_HELP}")
         begin, end = (_minutes(match[name] or "0:00", text) for name in ("begin", "end"))
         first, last = (_DAYS.index(day) for day in days)
+        # 20:00-20:00, and a day without hours, are 24 hours
         length = (end - begin) % _DAY or _DAY
         spans += [((first + offset) % 7 * _DAY + begin, length) for offset in range((last - first) % 7 + 1)]
     return _TrainingHours(tuple(spans))

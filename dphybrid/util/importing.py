@@ -63,6 +63,7 @@ def check_import(path: str, place: str, packages: str | None = None) -> None:
     packages: names separated by commas, for a file that somebody else wrote. None: this process's rule, which
     allows any package unless a worker started it.
     """
+    # From the environment: a run's own processes (ranks, cells of a sweep) inherit the worker's rule.
     packages = os.environ.get(ONLY) if packages is None else packages
     module = path.partition(":")[0]
     if packages is None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK
+_NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK
 """Flags of `os.open`: follow no link, and wait for nothing."""
 
 
@@ -28,7 +28,7 @@ class FileLock:
         """Take the lock; return False when another process or thread holds it and `wait` is not set. Never
         follows a symbolic link."""
         while self._handle is None:
-            handle = os.open(self.path, os.O_RDWR | os.O_CREAT | NO_LINK, self._mode)
+            handle = os.open(self.path, os.O_RDWR | os.O_CREAT | _NO_LINK, self._mode)
             try:
                 if not lock(handle, wait):
                     return False
@@ -63,7 +63,7 @@ def locked(path: Path) -> Iterator[None]:
 def is_held(path: Path) -> bool:
     """Return whether some process or thread holds the lock on `path` now."""
     try:
-        handle = os.open(path, os.O_RDONLY | NO_LINK)
+        handle = os.open(path, os.O_RDONLY | _NO_LINK)
     except FileNotFoundError:
         return False
     try:

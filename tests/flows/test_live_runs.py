@@ -4,6 +4,7 @@ import asyncio
 import os
 import sys
 from contextlib import nullcontext
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +13,21 @@ from uuid import uuid4
 import httpx
 import pytest
 from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.states import AwaitingRetry, Crashed, Running
 from prefect.workers.process import ProcessWorker, ProcessWorkerResult
 
 from dphybrid.orchestration import queueing, supervised, worker
 from dphybrid.orchestration.plugin import refuse_wrong_parameters
-from dphybrid.orchestration.queueing import BEGUN, HOME, MAX_RUNS, STARTED_BY, after_death, lives_elsewhere
+from dphybrid.orchestration.queueing import (
+    BEGUN,
+    HOME,
+    MAX_RUNS,
+    SILENT,
+    STARTED_BY,
+    after_death,
+    lives_elsewhere,
+    queue_lost_runs,
+)
 from dphybrid.orchestration.worker import GuardedConfiguration, check_job
 from dphybrid.util.importing import ONLY
 from dphybrid.util.stop import StopRequest
@@ -100,6 +111,24 @@ def test_a_worker_queues_a_run_again_whose_process_died(
     assert done.status_code == 0  # or Prefect would call the run crashed
     assert [state.name for state in client.states] == ["AwaitingRetry"] * queued
     assert run.labels[BEGUN] == 2
+
+
+def test_a_run_that_waited_when_it_was_thought_dead_waits_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, when = dead_run(StateType.CRASHED), datetime(2030, 1, 1, tzinfo=UTC)
+    run.state = Crashed(message=SILENT)
+    states = [Running(), AwaitingRetry(scheduled_time=when, message="GPU 0 is wanted"), run.state]
+    given: list[State] = []
+    client = SimpleNamespace(
+        read_flow_runs=lambda **_: [run],
+        read_flow_run_states=lambda _: states,
+        set_flow_run_state=lambda _id, state, force: given.append(state),
+    )
+    monkeypatch.setattr(queueing, "get_client", lambda **_: nullcontext(client))
+    assert queue_lost_runs("gpu") == ["flow run run: GPU 0 is wanted"]
+    del states[1]
+    assert queue_lost_runs("gpu") == [f"flow run run: {SILENT}; queued again"]
+    assert given[0].state_details.scheduled_time == when
+    assert [state.name for state in given] == ["AwaitingRetry"] * 2
 
 
 def test_a_run_that_is_cancelled_in_prefect_is_asked_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
