@@ -57,11 +57,9 @@ class RowOptimizer(EagerOptimizer):
         known = self.of.numbers
         if foreign := sorted(numbers.keys() - known.keys() - {"weight_decay"}):
             raise TypeError(f"{type(self).__name__} got an unexpected keyword argument {foreign[0]!r}")
+        groups: list[Any] = listed(params)
         if isinstance(params, Mapping):  # one group a table
-            groups: list[Any] = [{"params": [entry]} for entry in named_weights(list(params.items()))]
-        else:
-            groups = listed(params)
-            groups = groups if groups and isinstance(groups[0], dict) else named_weights(groups)
+            groups = [{"params": [entry]} for entry in named_weights(groups)]
         if not groups:
             raise UserError("row optimizer: there is no table; give it the tables of a model that has one")
         self._kept: dict[object, tuple[object, native.Tables]] = {}
@@ -300,11 +298,11 @@ class RowOptimizer(EagerOptimizer):
             for key, value in state_dict["state"].get(number, {}).items()
         }
         self.check_shapes({key: tuple(value.shape) for key, value in saved.items()})
-        kept, names = dict(self.state), [group["param_names"] for group in self.param_groups]
-        super().load_state_dict({**state_dict, "state": {}})
+        kept = dict(self.state)
+        # without their names, torch leaves the groups their own
+        unnamed = [{key: group[key] for key in group if key != "param_names"} for group in groups]
+        super().load_state_dict({**state_dict, "param_groups": unnamed, "state": {}})
         self.state.update(kept)
-        for group, own_names in zip(self.param_groups, names, strict=True):
-            group["param_names"] = own_names
         with torch.no_grad():
             for key, value in self.states().items():
                 value.copy_(saved[key])
