@@ -70,10 +70,8 @@ class Occurrences:
 
 def sort_ids(ids_N: Tensor, num_rows: int) -> Occurrences:
     """Return where each unique id of ids_N (int64, rows of a table of `num_rows`) occurs."""
-    found = native.arrange([native.Segment(ids_N, native.PLACES, num_rows)], num_rows, inverse=True)
-    assert found.inverse_N is not None
-    bounds_U2, places_N = found.occurrences()
-    return Occurrences(found.keys_U, found.inverse_N, places_N.int(), *_pieces(bounds_U2))
+    unique_U, inverse_N, bounds_U2, places_N = native.occurrences(ids_N, num_rows)
+    return Occurrences(unique_U, inverse_N, places_N.int(), *_pieces(bounds_U2))
 
 
 def _pieces(bounds_U2: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,6 @@ import hashlib
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -139,12 +138,13 @@ def fill_normal(rows_VD: Tensor, std: float, seed: int, first: int = 0) -> None:
         raise TypeError(f"fill_normal: first={first}")
 
 
-PLACES = torch.empty((0, 1), dtype=torch.uint8)
+_PLACES = torch.empty((0, 1), dtype=torch.uint8)
+"""Instead of gradients: their numbers are wanted, not their addresses."""
 
 
 class Segment(NamedTuple):
-    """Ids (int64) of one table; the gradient of id n is row n of rows_ND. rows_ND `PLACES`: places are
-    wanted, not addresses. first_key: rows of all tables before."""
+    """Ids (int64) of one table; the gradient of id n is row n of rows_ND. first_key: rows of all tables
+    before."""
 
     ids_N: Tensor
     rows_ND: Tensor
@@ -152,35 +152,28 @@ class Segment(NamedTuple):
     first_key: int = 0
 
 
-@dataclass
-class Arranged:
-    """Unique keys of several tables' ids, ascending, and where each one's gradients lie, in their order.
+class _Arranged(NamedTuple):
+    """What the kernel sorts and fills: unique keys of several tables' ids, ascending, and where each one's
+    gradients lie, in their order.
 
-    A key is the row's number in its table plus the rows of all tables before. call: what the kernel fills.
-    memory: keys, bounds and places, see `occurrences`. held: what addresses point to.
+    A key is the row's number in its table plus the rows of all tables before. memory: keys, bounds and
+    places. held: what addresses point to.
     """
 
     call: c.Structure
     memory: Tensor
     inverse_N: Tensor | None
-    held: object = field(repr=False)
+    held: object
 
     @property
     def keys_U(self) -> Tensor:
         """The keys."""
         return self.memory[: self.call.num_unique]
 
-    def occurrences(self) -> tuple[Tensor, Tensor]:
-        """Return (bounds_U2, places_N): from where to where in the places each key's are (int32), and the
-        places (int64)."""
-        count, unique = self.call.count, self.call.num_unique
-        bounds_U2 = self.memory[count : count + unique].view(torch.int32).view(unique, 2)
-        return bounds_U2, self.memory[2 * count : 3 * count]
-
 
 def _gradients(rows_ND: Tensor, count: int) -> tuple[int | None, int]:
     """Return (address, bytes from row to row)."""
-    if rows_ND is PLACES:
+    if rows_ND is _PLACES:
         return None, 1
     gaps = rows_ND.numel() > 0 and rows_ND.shape[-1] > 1 and rows_ND.stride(-1) != 1
     if not is_plain(rows_ND) or rows_ND.dim() != 2 or len(rows_ND) != count or gaps:
@@ -192,7 +185,7 @@ def _gradients(rows_ND: Tensor, count: int) -> tuple[int | None, int]:
 
 def _to_arrange(
     segments: Sequence[Segment], num_keys: int, frozen: Sequence[int] = (), *, inverse: bool = False
-) -> Arranged:
+) -> _Arranged:
     """Return what sorts the ids of segments, stably, with memory for the results. frozen: ascending keys to
     leave out."""
     lines, held, count = (kernels.Segment * len(segments))(), [], 0
@@ -217,10 +210,10 @@ def _to_arrange(
         len(frozen), words, None if direct else unsorted, keys, bounds, places,
         None if inverse_N is None else inverse_N.data_ptr(),
     )  # fmt: skip
-    return Arranged(call, memory, inverse_N, (lines, held, frozen_F))
+    return _Arranged(call, memory, inverse_N, (lines, held, frozen_F))
 
 
-def _refused(arranged: Arranged, segments: Sequence[Segment]) -> Exception:
+def _refused(arranged: _Arranged, segments: Sequence[Segment]) -> Exception:
     call = arranged.call
     if call.wrong_segment < 0:
         return UserError(
@@ -231,27 +224,38 @@ def _refused(arranged: Arranged, segments: Sequence[Segment]) -> Exception:
     return IndexError(f"the gradient of row {int(wrong)}, which its table lacks")
 
 
-def arrange(
+def _arrange(
     segments: Sequence[Segment], num_keys: int, frozen: Sequence[int] = (), *, inverse: bool = False
-) -> Arranged:
-    """Sort the ids of segments, stably. frozen: ascending keys to leave out.
-
-    Raises UserError when keys and places do not fit into 64 bits, IndexError for an id that is not a row.
-    """
+) -> _Arranged:
+    """Sort now; see `_to_arrange`."""
     arranged = _to_arrange(segments, num_keys, frozen, inverse=inverse)
     if not kernels.call("arrange", arranged.call):
         raise _refused(arranged, segments)
     return arranged
 
 
+def occurrences(ids_N: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return (unique_U, inverse_N, bounds_U2, places_N): the unique ids (int64), ascending; the place of each
+    id among them (int32); from where to where in places_N each one's occurrences are (int32); and these, as
+    places in ids_N (int64)."""
+    arranged = _arrange([Segment(ids_N, _PLACES, num_rows)], num_rows, inverse=True)
+    assert arranged.inverse_N is not None
+    count, unique = len(ids_N), arranged.call.num_unique
+    bounds_U2 = arranged.memory[count : count + unique].view(torch.int32).view(unique, 2)
+    return arranged.keys_U, arranged.inverse_N, bounds_U2, arranged.memory[2 * count : 3 * count]
+
+
 def sum_rows(
     segments: Sequence[Segment], frozen: Sequence[int] = (), *, gap: int = 0, squares: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (keys_U, sums_UD, squares_U): unique ids of segments of one table, ascending, and the sums of
-    their rows, in order. frozen: see `arrange`. gap: values between one sum and the next. squares: of each
-    sum's 2-norm (float64); else squares_U is empty."""
+    their rows, in order. frozen: ids, ascending, to leave out. gap: values between one sum and the next.
+    squares: of each sum's 2-norm (float64); else squares_U is empty.
+
+    Raises UserError when keys and places do not fit into 64 bits, IndexError for an id that is not a row.
+    """
     first = segments[0].rows_ND
-    arranged = arrange(segments, segments[0].num_rows, frozen)
+    arranged = _arrange(segments, segments[0].num_rows, frozen)
     keys_U, dim, dtype = arranged.keys_U, first.shape[1], first.dtype
     count = len(keys_U)
     out_UX = torch.empty((count, dim + gap), dtype=dtype, device=CPU)
@@ -312,8 +316,8 @@ class Tables:
 
 
 def update(rule: Rule, tables: Tables, segments: Sequence[Segment], frozen: Sequence[int]) -> Tensor:
-    """Change the rows and states that segments have gradients of; return their keys (see `Arranged`).
-    frozen, and what is raised: see `arrange`."""
+    """Change the rows and states that segments have gradients of; return their keys (see
+    `_Arranged`). frozen: ascending keys to leave out. Raises what `sum_rows` does."""
     arranged = _to_arrange(segments, tables.first_keys[-1], frozen)
     fix1, fix2 = corrections(*rule.betas)
     call = kernels.Update(

@@ -71,7 +71,7 @@ class RowOptimizer(EagerOptimizer):
         super().__setstate__(state)
         self._kept = {}
 
-    def state_shapes(self, num_rows: int, dim: int, real: torch.dtype) -> _Shapes:
+    def _state_shapes(self, num_rows: int, dim: int, real: torch.dtype) -> _Shapes:
         """Return shape and type of each state of a table of rows (num_rows, dim)."""
         shapes = {"row": ((num_rows,), real), "weight": ((num_rows, dim), real)}
         shapes["steps"] = ((num_rows,), torch.int32)
@@ -122,7 +122,7 @@ class RowOptimizer(EagerOptimizer):
         if not states:
             info = info_of(weight)
             num_rows = len(weight) if info is None else info.num_rows
-            wanted = self.state_shapes(num_rows, weight.shape[1], native.real_dtype(weight.dtype))
+            wanted = self._state_shapes(num_rows, weight.shape[1], native.real_dtype(weight.dtype))
             make = None if info is None else info.make_states
             states.update(
                 {key: zero_rows(shape, dtype) for key, (shape, dtype) in wanted.items()}
@@ -238,7 +238,7 @@ class RowOptimizer(EagerOptimizer):
         if kept is None or kept[0] != now:
             members = []
             for weight, states in zip(weights, own, strict=True):
-                shapes = self.state_shapes(len(weight), weight.shape[1], native.real_dtype(weight.dtype))
+                shapes = self._state_shapes(len(weight), weight.shape[1], native.real_dtype(weight.dtype))
                 fields = self.of.states.items()
                 held = {field: (states[name], *shapes[name]) for name, (field, _) in fields}
                 members.append((weight.detach(), held))
