@@ -69,12 +69,4 @@ def config_text(config: ExperimentConfig) -> str:
 
 def _toml(value: object) -> str:
     """A value as TOML writes it; no value is an empty text."""
-    if value is None:
-        return '""'
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple | list):
-        return f"[{', '.join(map(_toml, value))}]"
-    if isinstance(value, str):
-        return toml_text(value)
-    return repr(value)
+    return toml_text("" if value is None else value)

@@ -72,7 +72,7 @@ def reaching_server() -> Iterator[str]:
     except httpx.HTTPError as error:
         raise UserError(
             f"PREFECT_API_URL={address}: no Prefect server answers there ({str(error)[:200]}); start one "
-            "(`prefect server start`), or set its address, which ends in /api"
+            "(`prefect server start`: its first start takes a while), or set its address, which ends in /api"
         ) from error
 
 

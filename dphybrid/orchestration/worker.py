@@ -138,8 +138,16 @@ with warnings.catch_warnings():
 def check_job(job: ProcessJobConfiguration, deployment: "DeploymentResponse | None") -> None:
     """Raise UserError when pool, deployment or run would run other code as this worker than its settings
     allow."""
+    settings = load_settings()
     if deployment is not None:
-        _check_entrypoint(deployment.entrypoint or "", load_settings().factory_packages)
+        entrypoint = deployment.entrypoint or ""
+        # Prefect runs any Python file that a deployment names.
+        if not _ENTRYPOINT.fullmatch(entrypoint) or entrypoint.partition(":")[0].endswith(".py"):
+            raise UserError(
+                f"deployment's entrypoint {entrypoint!r}: this worker runs flows of packages alone; write "
+                "package.module:function"
+            )
+        check_import(entrypoint, "deployment's entrypoint", settings.factory_packages)
     steps = [name for step in (deployment and deployment.pull_steps) or [] for name in step]
     given = {
         "command": job.command is not None,
@@ -147,27 +155,12 @@ def check_job(job: ProcessJobConfiguration, deployment: "DeploymentResponse | No
         "working_dir": job.working_dir is not None,
         "pull_steps": any(step != _HARMLESS_STEP for step in steps),
     }
-    refused = [
-        name for name, is_given in given.items() if is_given and name not in load_settings().worker_may
-    ]
-    if refused:
+    if refused := [name for name, is_given in given.items() if is_given and name not in settings.worker_may]:
         raise UserError(
             f"this worker takes no {' and no '.join(refused)} from pool, deployment or run, for whoever "
             "sets them runs commands as its "
             f"user; set DPHYBRID_WORKER_ALLOWS={','.join(refused)} for the worker where that is wanted"
         )
-
-
-def _check_entrypoint(entrypoint: str, packages: str) -> None:
-    """Raise UserError for a flow that is no `module:function` of dphybrid or an allowed package: Prefect runs
-    any Python file that a deployment names."""
-    module = entrypoint.partition(":")[0]
-    if not _ENTRYPOINT.fullmatch(entrypoint) or module.endswith(".py"):
-        raise UserError(
-            f"deployment's entrypoint {entrypoint!r}: this worker runs flows of packages alone; write "
-            "package.module:function"
-        )
-    check_import(entrypoint, "deployment's entrypoint", packages)
 
 
 async def _make_queues(pool: str, names: Sequence[str]) -> None:
@@ -198,6 +191,8 @@ async def work(worker: DrainingWorker, pool: str, wait: bool) -> int:
         if requests > 2:
             print("Ending everything now", flush=True)
             _signal_runs(signal.SIGKILL)
+        elif not worker.num_running:
+            print("Stopping", flush=True)
         elif requests == 1 + wait:
             print(f"Stopping: {runs} to write a checkpoint and go back to the queue", flush=True)
         elif wait:

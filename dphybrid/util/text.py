@@ -37,9 +37,9 @@ def as_flags(values: Mapping[str, object]) -> str:
     return " ".join(f"--{name} {shlex.quote(text)}" for name, text in texts.items())
 
 
-def toml_text(text: str) -> str:
-    """Return a TOML basic string; JSON's escapes are among TOML's, but for the delete character."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+def toml_text(value: object) -> str:
+    """Return a text, number, truth value or list as TOML has it: as JSON, but for the delete character."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def masked(text: str) -> str:

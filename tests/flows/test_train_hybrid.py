@@ -62,29 +62,17 @@ def test_the_flow_runs_without_a_server_and_reuses_prepared_data(tmp_path: Path,
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--recipe", "txt"], ["recipe", "'txt'"]),
-        (["--train.batch-size", "-1"], ["train.batch_size"]),
-        (["--nonsense"], ["--nonsense", "--help"]),
-        (["--data.path", "nowhere.txt"], ["error: data.path=nowhere.txt: there is no such file"]),
+        (["--nonsense"], "--nonsense: there is no such flag"),
+        (["--data.path", "nowhere.txt"], "error: data.path=nowhere.txt: there is no such file\n"),
     ],
 )
 def test_wrong_flags_end_before_anything_starts(
-    argv: list[str],
-    words: list[str],
-    data_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    argv: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(train_hybrid, "in_this_process", lambda: pytest.fail("a server starts"))
-    try:
-        code = train_hybrid.main(argv)
-    except SystemExit as end:
-        code = int(end.code or 0)
-    told = capsys.readouterr().err
-    assert code == 2
-    for word in words:
-        assert word in told
-    assert "Traceback" not in told
+    with pytest.raises(SystemExit, match="2"):
+        sys.exit(train_hybrid.main(argv))
+    assert words in capsys.readouterr().err
 
 
 def run_until_signalled(folder: Path, options: list[str], number: int) -> tuple[int, str]:
