@@ -88,6 +88,7 @@ def _on(place: torch.device, stream: "torch.cuda.Stream | None" = None) -> ExitS
 @contextmanager
 def seeded(gpu: torch.device, seed: int) -> Iterator[None]:
     """While the block runs, a GPU draws by this seed; its generator then goes on as if it had not."""
+    # Kernels take their numbers when they are launched, here: no stream needs to be waited for.
     generator = torch.cuda.default_generators[gpu.index or 0]
     state = generator.get_state()
     generator.manual_seed(seed)

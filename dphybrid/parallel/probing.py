@@ -17,9 +17,8 @@ import io
 import random
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,7 +31,8 @@ from dphybrid.parallel.replication import throwaway
 from dphybrid.parallel.scattering import split
 from dphybrid.util.errors import UserError
 
-_NONE: Mapping[int, Tensor] = MappingProxyType({})
+_Swap = tuple[Tensor, Tensor] | None
+"""An input, and what all replicas get in its place, unsplit."""
 
 
 class Trial:
@@ -47,11 +47,11 @@ class Trial:
         self.module, self.given, self.dim, self.home, self.sizes = module, given, dim, home, sizes
 
     @torch.no_grad()
-    def __call__(self, rows: int, *, training: bool = True, instead: Mapping[int, Tensor] = _NONE) -> object:
+    def __call__(self, rows: int, *, training: bool = True, swap: _Swap = None) -> object:
         """Return what the module makes of so many samples. training: as the module is, else in evaluation
-        mode. instead: tensors in the place of those with these ids, unsplit."""
+        mode."""
         given = joined(self.given, self.home, self.dim)
-        given = map_leaves(lambda v: Whole(instead[id(v)]) if id(v) in instead else v, given)
+        given = map_leaves(lambda v: Whole(swap[1]) if swap and v is swap[0] else v, given)
         ((args, kwargs),) = split(given, [self.home], [rows], self.dim)
         # a module that prints its shares, as the tutorials' do, would print one that no batch has
         silent = redirect_stdout(io.StringIO())
@@ -126,7 +126,7 @@ def refuse_shared_inputs(trial: Trial) -> None:
     found = list({id(t): (path, t) for path, t in input_tensors(*trial.given) if t.dim()}.values())
     if len(found) < 2:
         return
-    expected = _first_output(trial, _NONE)
+    expected = _first_output(trial)
     for path, tensor in found[1:]:  # the first one is the batch itself
         if not (tensor.is_floating_point() or tensor.dtype == torch.bool) or tensor.is_sparse:
             continue
@@ -136,7 +136,7 @@ def refuse_shared_inputs(trial: Trial) -> None:
             other = tensor.detach().narrow(trial.dim, 0, 2).clone()
             row = other.select(trial.dim, 1)
             row.copy_(~row if row.dtype == torch.bool else row + 1)
-        changed = _first_output(trial, {id(tensor): other})
+        changed = _first_output(trial, (tensor, other))
         if changed and (not expected or not _equal(expected, changed)):
             raise UserError(
                 f"{path}: size {tuple(tensor.shape)} has as many rows as there are samples by chance: "
@@ -156,11 +156,11 @@ def note_shares(error: Exception, trial: Trial) -> None:
     )
 
 
-def _first_output(trial: Trial, instead: Mapping[int, Tensor]) -> list[Tensor]:
+def _first_output(trial: Trial, swap: _Swap = None) -> list[Tensor]:
     """Return the first of two samples' part of each output; nothing where the module fails."""
     dim = trial.dim
     try:
-        output = trial(2, training=False, instead=instead)
+        output = trial(2, training=False, swap=swap)
     except Exception:  # noqa: BLE001 # whatever it is, the module cannot be asked
         return []
     tensors = [t for _, t in tensors_of(output) if -t.dim() <= dim < t.dim() and t.layout is torch.strided]
