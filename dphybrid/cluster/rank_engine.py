@@ -109,6 +109,7 @@ class RankEngine(ClusterEngine):
             own = [float(loss.detach()), float(weight.detach()), num_rows(batch)]
             sent, self.table.bytes_sent = self.table.bytes_sent, 0.0
             sums = self.ranks.sum(torch.tensor([*own, session.stop.pending, sent]).double())
+            # With the loss, in one message: all ranks stop after the same step, or wait for each other.
             self._asked, self._batch_rows = bool(sums[3] > 0), int(sums[2])
             self._bytes, self._steps = self._bytes + float(sums[4]), self._steps + 1
         with clock.stage("backward"):

@@ -177,7 +177,7 @@ def compare_on_validation_rows(run: Run, min_gain: float) -> Decision:
         warm = Path(config.train.warm_start)
         name = "the champion's"
         before = _outputs_of(run, experiment, lambda network: warm_start(warm, network, experiment.data))
-    verify_checkpoint(best)
+    verify_checkpoint(best)  # a damaged challenger must not take the champion's place
     after = _outputs_of(run, experiment, lambda network: load_weights(best, network))
     champion, challenger, metric = task.compute(before), task.compute(after), task.metric
     gains = bootstrap_gains(before, after, task, config.train.seed)
@@ -222,6 +222,7 @@ def bootstrap_gains(
     random = np.random.default_rng(seed)
     gains: list[float] = []
     while len(gains) < _NUM_RESAMPLES:
+        # The same rows for both: how hard they are cancels out.
         rows = torch.from_numpy(random.integers(0, num_rows, num_rows))
         try:
             drawn = ({name: values[rows] for name, values in out.items()} for out in (champion, challenger))

@@ -259,6 +259,7 @@ def go_on_later(
         flush=True,
     )
     before()
+    # Nothing of this program is imported while it waits.
     code = "import sys, time, os; time.sleep(float(sys.argv[1])); os.execv(sys.argv[2], sys.argv[2:])"
     resume = ["--resume", interruption.run] if interruption.run else []
     again = [sys.executable, *sys.orig_argv[1:], *resume]

@@ -75,6 +75,7 @@ def build_trained(experiment: Experiment, devices: Devices, done: Path | None) -
         make_states(trained.dense, config.train.batch_size, model)
     for optimizer in blocks.values() if config.train.average else ():
         keep_average(optimizer, config.train.average)
+    # Once more: masks of dropout must not follow from how many start values were drawn.
     torch.manual_seed(config.train.seed)
     return trained
 
@@ -162,7 +163,6 @@ def make_session(
             "recipe": config.recipe,
             "info": data.info,
         },
-        dataset=(data.path.name, data.digest),
         saver=saver,
         profile_steps=experiment.settings.profile_steps if engine.leads else range(0),
         engine=engine,

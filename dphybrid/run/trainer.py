@@ -62,6 +62,7 @@ def train_here(
             with system_metrics(tracker, started, devices.gpu_uuids) as system, saver:
                 train(session, seen)
         finally:
+            # Of an interrupted run, too: its page names the checkpoint from which it goes on.
             result = _result_of(session, seen.times, system)
             if engine.leads:
                 _keep_outcome(run, session.splits, tracker, result)

@@ -169,6 +169,7 @@ def load_checkpoint(path: Path, trained: Trained) -> CheckpointState:
     if trained.rows is not None:
         _load_row_states(path, trained.rows, find_tables(trained.model))
     trained.progress.become(page.progress)
+    # Last: nothing above may draw from them any more.
     Generators().load_state_dict(page.generators)
     return page
 

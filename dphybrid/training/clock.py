@@ -92,6 +92,7 @@ class StageClock:
 
     def enter(self, stage: str) -> None:
         self._switch(stage)
+        # Asked each time: a profile begins and ends between steps, and its labels cost microseconds.
         label = labelled(stage) if profiler_looks_on() else _NO_LABEL
         self._stack.append((stage, label))
         label.__enter__()

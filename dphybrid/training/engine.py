@@ -153,10 +153,10 @@ class Recorder(Protocol):
 class Session:
     """Everything one training run works with.
 
-    facts: what else goes into each checkpoint's page; saver writes them. dataset: name and digest of the
-    data. engine: who trains. profile_steps: steps to record in detail. callbacks: the user's own functions,
-    called after each epoch. take: the recipe's `step`, from a `Step` and a batch to the summed loss and its
-    number of terms. stateful: what a checkpoint holds besides `trained`, by name.
+    facts: what else goes into each checkpoint's page; saver writes them. engine: who trains.
+    profile_steps: steps to record in detail. callbacks: the user's own functions, called after each epoch.
+    take: the recipe's `step`, from a `Step` and a batch to the summed loss and its number of terms.
+    stateful: what a checkpoint holds besides `trained`, by name.
     """
 
     config: ExperimentConfig
@@ -171,7 +171,6 @@ class Session:
     checkpoints: Path
     saver: CheckpointWriter
     facts: Mapping[str, Any]
-    dataset: tuple[str, str]
     engine: Engine
     take: Callable[..., tuple[Tensor, Tensor]]
     profile_steps: range = range(0)

@@ -35,6 +35,7 @@ def gradient_sum(parameters: Iterable[Tensor]) -> float:
     sums: dict[torch.device, list[Tensor]] = {}
     for grad in grads:
         values = grad._values() if grad.is_sparse else grad
+        # Where this sum alone overflows, `not_finite` looks at each gradient and finds nothing.
         sums.setdefault(values.device, []).append(values.sum().double())
     return sum(float(torch.stack(parts).sum()) for parts in sums.values())
 

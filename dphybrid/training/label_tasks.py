@@ -125,6 +125,7 @@ def _multiclass(label: Label) -> LabelTask:
 
 def _regression(label: Label) -> LabelTask:
     def link(logits_B: Tensor) -> Tensor:
+        # In float64: of a large offset, float32 has no digits left for the rest.
         return label.offset + label.scale * logits_B.double()
 
     def compute(outputs: dict[str, Tensor]) -> dict[str, float]:

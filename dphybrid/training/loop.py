@@ -200,7 +200,8 @@ def keep_checkpoints(session: Session, progress: Progress) -> None:
         session.checkpoints, config, best_steps(progress, session.task, config.keep_best)
     )
     cards = checkpoint_cards(kept, session.config.recipe, progress.best_step)
-    session.tracker.log_checkpoints(cards, session.dataset)
+    data = Path(session.facts["prepared"]).name, session.facts["data_digest"]
+    session.tracker.log_checkpoints(cards, data)
 
 
 def _batches_of_epoch(session: Session) -> Iterator[dict[str, Tensor]]:

@@ -123,6 +123,7 @@ def _take_empty_step(optimizer: torch.optim.Optimizer) -> None:
         group.update(values)
     for parameter in parameters:
         parameter.grad = None
+        # Adam's bias correction counts from here.
         if isinstance(step := optimizer.state[parameter].get("step"), torch.Tensor):
             step.zero_()
 

@@ -282,6 +282,7 @@ class CheckpointWriter:
                     continue
                 assert base is not None
                 _link(base / key, file)
+                # Not read again: it has the sums with which it was written.
                 sums[key] = read_state(base).block_sums[key]
                 changed = {rows_of(part): rows for part, rows in copied.by_row.items()}
                 file = changed_file(partial, name)

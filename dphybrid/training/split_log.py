@@ -94,6 +94,7 @@ class SplitLog:
 
     def note(self, lines: Sequence[str]) -> None:
         """Keep lines for the record."""
+        # Each checkpoint's page has them: those of a long run must not fill it.
         self.lines += lines[: max(0, _MAX_LINES - len(self.lines))]
 
     def rows(self) -> list[SplitRow]:
