@@ -98,15 +98,13 @@ def report_run(run: Run, experiment: Experiment) -> Report:
     report.write(run.folder / "report.json")
     tracker.log_summary(_summary(result, splits, experiment.config))
     if run.page.run_id:  # else nobody sees them
-        pictures = _pictures(table, evaluated.charts)
+        facts, pictures = _facts(run, experiment, report)
         for name, picture in pictures.items():
             tracker.log_figure(name, picture)
         tracker.log_file(run.folder / "report.json", "")
         tracker.log_text("config.json", experiment.config.model_dump_json(indent=1))
-        facts = report.model_dump() | _facts(table, experiment, result, evaluated)
-        values = experiment.config.model_dump(mode="json")
-        tracker.log_text(REPORT_PAGE, run_report_html(facts, values, pictures, run.page.links))
-        tracker.set_description(run_report_markdown(facts, values, run.page.links))
+        tracker.log_text(REPORT_PAGE, run_report_html(facts, pictures))
+        tracker.set_description(run_report_markdown(facts))
     tracker.finish("FINISHED")
     return report
 
@@ -115,12 +113,7 @@ def report_page(run: Run) -> str:
     """Return the report of a finished run as a page of HTML that needs nothing else. Raises UserError when
     the run has not ended, or its data is gone."""
     report = Report.read(run.folder / "report.json")
-    result, table = ResultPage.read(run.folder / "result.json"), [row.table_row() for row in report.splits]
-    evaluated = MetricsPage.read(run.folder / "metrics.json")
-    experiment = run.experiment()
-    facts = report.model_dump() | _facts(table, experiment, result, evaluated)
-    values = experiment.config.model_dump(mode="json")
-    return run_report_html(facts, values, _pictures(table, evaluated.charts), run.page.links)
+    return run_report_html(*_facts(run, run.experiment(), report))
 
 
 def _closing_words(report: Report) -> str:
@@ -186,17 +179,20 @@ def _pictures(table: Table, charts: Sequence[Chart | Confusion]) -> dict[str, by
     return pictures
 
 
-def _facts(
-    table: Table, experiment: Experiment, result: ResultPage, evaluated: MetricsPage
-) -> dict[str, object]:
-    """Return what the run's page tells besides the report."""
-    return {
+def _facts(run: Run, experiment: Experiment, report: Report) -> tuple[dict[str, object], dict[str, bytes]]:
+    """Return what the run's page tells, the report and more, and its pictures by name."""
+    table = [row.table_row() for row in report.splits]
+    charts = MetricsPage.read(run.folder / "metrics.json").charts
+    facts = report.model_dump() | {
         "splits": table,
-        "history": result.history,
-        "charts": [chart.model_dump() for chart in evaluated.charts],
+        "history": ResultPage.read(run.folder / "result.json").history,
+        "charts": [chart.model_dump() for chart in charts],
         "tabular": experiment.recipe.tabular,
+        "config": experiment.config.model_dump(mode="json"),
         "given": flatten(given_values(experiment.config)),
+        "links": run.page.links,
         "data_name": experiment.data.path.name,
         "data_source": experiment.source,
         "data_lines": experiment.data.describe().splitlines(),
     }
+    return facts, _pictures(table, charts)

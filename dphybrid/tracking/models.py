@@ -131,17 +131,10 @@ class CheckpointModels:
             self._remove(model)
             return
         self._client.log_outputs(self._run_id, [LoggedModelOutput(model.model_id, step=card["step"])])
-        named = {"dataset_name": dataset[0], "dataset_digest": dataset[1][:36]} if dataset else {}
+        named = {"model_id": model.model_id, "run_id": self._run_id}
+        named |= {"dataset_name": dataset[0], "dataset_digest": dataset[1][:36]} if dataset else {}
         points = [
-            Metric(
-                point.key,
-                point.value,
-                point.timestamp,
-                point.step,
-                model_id=model.model_id,
-                run_id=self._run_id,
-                **named,
-            )
+            Metric(**dict(point) | named)
             for name, value in card["metrics"].items()
             if (point := self._point(safe_name(name), value, card["step"])) is not None
         ]

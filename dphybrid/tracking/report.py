@@ -26,21 +26,22 @@ _MOST_LINES = 36
 """Lines about the data that MLflow's page of a run shows; it takes 8,000 characters in all."""
 
 
-def run_report_markdown(report: Page, config: Page, links: Mapping[str, str] | None = None) -> str:
+def run_report_markdown(report: Page) -> str:
     """Return the report in Markdown: result, baselines, split and largest stages first, then the data, all
     splits and times.
 
-    report: the fields of `dphybrid.run.pages.Report`, and given (flags), data_name, data_source, data_lines;
-    for the page history and charts, too (of `ResultPage` and `MetricsPage`).
-    links: name -> address, such as the flow run's.
+    report: the fields of `dphybrid.run.pages.Report`, and config, given (flags), tabular, data_name,
+    data_source, data_lines and links (name -> address, such as the flow run's); for the page history and
+    charts, too (of `ResultPage` and `MetricsPage`).
     """
+    config = report["config"]
     results = ", ".join(f"{as_markdown(name)} **{value:.4f}**" for name, value in report["metrics"].items())
     where = f"batch {config['train']['batch_size']}, seed {config['train']['seed']}"
     first = [f"**{config['recipe']}** on `{report['devices']}`, {where}: {results}"]
     first += [f"Baselines: {as_markdown(report['beside'])}"] if report["beside"] else []
     first += [f"{name}: {line}" for name, line in first_facts(report).items()]
     parts = ["  \n".join(first)]  # MLflow's page shows about four lines of it
-    parts.append(" · ".join(f"[{as_markdown(name)}]({address})" for name, address in (links or {}).items()))
+    parts.append(" · ".join(f"[{as_markdown(name)}]({address})" for name, address in report["links"].items()))
     parts += [f"> **Note:** {as_markdown(warning)}" for warning in report["warnings"]]
     parts += (
         [f"> **Not registered as** {as_markdown(report['not_registered'])}"]
@@ -68,24 +69,15 @@ def run_report_markdown(report: Page, config: Page, links: Mapping[str, str] | N
     return "\n\n".join(part for part in parts if part)
 
 
-def run_report_html(
-    report: Page,
-    config: Page,
-    pictures: Mapping[str, bytes],
-    links: Mapping[str, str] | None = None,
-) -> str:
+def run_report_html(report: Page, pictures: Mapping[str, bytes]) -> str:
     """Return the report as a page that needs nothing else. pictures: file name -> PNG; the rest as for
     `run_report_markdown`."""
     page = rendered(
         "report.html",
         title=report["run_name"],
         report=report,
-        config=config,
-        links={
-            name: address
-            for name, address in (links or {}).items()
-            if address.startswith(("http://", "https://"))
-        },
+        config=report["config"],
+        links={name: to for name, to in report["links"].items() if to.startswith(("http://", "https://"))},
         curves=_curves(report["history"]),
         stages=_stages(report),
         first_facts=first_facts(report),

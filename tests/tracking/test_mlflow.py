@@ -141,19 +141,20 @@ def test_the_report_is_text_whatever_columns_are_called(finished: tuple[Report, 
         "data_lines": lines,
         "history": [{"step": 1, odd: 2.0}, {"step": 5, odd: 1.0}],
         "charts": [],
+        "config": json.loads(Path(client.download_artifacts(report.run_id, "config.json")).read_text()),
+        "links": {"a [link]": "http://127.0.0.1/x"},
     }
-    config = json.loads(Path(client.download_artifacts(report.run_id, "config.json")).read_text())
-    text = run_report_markdown(facts, config, {"a [link]": "http://127.0.0.1/x"})
+    text = run_report_markdown(facts)
     assert text.splitlines()[0].startswith("**hybrid** on `cpu*3`, batch 64, seed 0: mse **")
     assert "predictor = " not in text
-    assert "predictor = dphybrid.load(" in run_report_markdown(facts | {"tabular": True}, config, {})
+    assert "predictor = dphybrid.load(" in run_report_markdown(facts | {"tabular": True})
     blocks = text.split("\n```")  # between them, what is no block of code
     assert "<script>" not in "".join(blocks[::2])
     assert "column       role         table rows  values such as" in blocks[1]
     assert "<script>alert(1)</script> | `x` ?[31m  categorical      12  a | b, <b>c</b>` ` `" in blocks[1]
     assert "\x1b" not in text
     figures = {"figures/rows_per_replica.png": b"png"}
-    page = run_report_html(facts, config, figures, {"bad": "javascript:alert(1)"})
+    page = run_report_html(facts | {"links": {"bad": "javascript:alert(1)"}}, figures)
     assert "<script" not in page
     assert "javascript:" not in page
     assert "\x1b" not in page
