@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 from dphybrid.config import ExperimentConfig, flatten
@@ -53,10 +54,15 @@ def attached(run: Run, settings: Settings) -> Tracker:
 
 def report_run(run: Run, experiment: Experiment) -> Report:
     """Write the report of a trained and evaluated run, end its MLflow run, and return the report."""
+    # Closed whatever happens, so that a run that goes on in this process can send its records.
+    with closing(attached(run, experiment.settings)) as tracker:
+        return _reported(run, experiment, tracker)
+
+
+def _reported(run: Run, experiment: Experiment, tracker: Tracker) -> Report:
     settings, engine = experiment.settings, experiment.engine
     result, splits = ResultPage.read(run.folder / "result.json"), SplitsPage.read(run.folder / "splits.json")
     evaluated = MetricsPage.read(run.folder / "metrics.json")
-    tracker = attached(run, settings)
     table = [row.table_row() for row in splits.rows]
     replicas = engine.num_parts(result.devices, in_first_split=sum(row.number == 1 for row in splits.rows))
     warnings = balance_warnings(table, replicas, result.system, result.stages)
