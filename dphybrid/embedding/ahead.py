@@ -171,6 +171,6 @@ class LookupsAhead:
         for _, _, changed in changes:
             self._mark.index_fill_(0, changed, 1)
         places = [self._mark.index_select(0, unique_U).nonzero().squeeze(1) for unique_U in uniques]
-        for _, _, changed in changes:
+        for _, _, changed in changes:  # not all rows: a pass over a large table takes longer than the step
             self._mark.index_fill_(0, changed, 0)
         return places

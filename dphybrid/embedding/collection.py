@@ -51,6 +51,7 @@ class HostEmbeddingCollection(nn.Module):
         self.starts = dict(zip(tables, starts[:-1], strict=True))
         self._starts_F = torch.tensor(starts[:-1])
         self._num_rows_F = torch.tensor(list(tables.values()))
+        # drawn with 1 where stds differ: a table's own is then a factor on its rows
         self.flat = make(starts[-1], dim, std=1.0 if isinstance(std, Mapping) else std, name=name, **options)
         if isinstance(std, Mapping):
             for table, start in self.starts.items():
@@ -142,7 +143,7 @@ def listed(params: Any) -> list[object]:
 
 def named_weights(params: list[object]) -> list[tuple[str, Tensor]]:
     """Return weights, each once, by name. Raises UserError for what is not a table's."""
-    named: dict[int, tuple[str, Tensor]] = {}
+    named: dict[int, tuple[str, Tensor]] = {}  # by identity: a weight of two tables is updated once
     for entry in params:
         name, weight = entry if isinstance(entry, tuple) else (None, entry)
         if isinstance(weight, HostEmbedding):

@@ -122,7 +122,7 @@ def whole_numbers(ids: Tensor, name: str) -> Tensor:
             f"table {name!r}: ids are a nested or sparse tensor; give ids.values(), and make the result "
             "nested with torch.nested.nested_tensor_from_jagged(rows, ids.offsets())"
         )
-    ids = ids.long()
+    ids = ids.long()  # before anything is added to them: narrow types overflow
     return ids if ids.is_cpu or ids.is_meta else ids.cpu()
 
 
@@ -131,6 +131,7 @@ def row_numbers(ids: Tensor, num_rows: int, name: str) -> Tensor:
     one that is not."""
     ids = whole_numbers(ids, name).clone()  # first: whoever owns the batch may change it meanwhile
     if ids.numel():
+        # one pass over the ids; which one is wrong is looked for where there is one
         low, high = torch.aminmax(ids)
         if int(low) < 0 or int(high) >= num_rows:
             raise no_row(ids, num_rows, name)

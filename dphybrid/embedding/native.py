@@ -41,6 +41,7 @@ def check_when_read(rows_VD: Tensor, check: Callable[[Tensor], None], memory: ob
     """Have `check(ids_N)` called for ids whose rows were read. memory: what holds the rows, as long as it
     exists. check: raises UserError when the rows are damaged."""
     _CHECKS[rows_VD.data_ptr()] = check
+    # another tensor may get the same address later
     weakref.finalize(memory, _CHECKS.pop, rows_VD.data_ptr())
 
 
@@ -320,6 +321,7 @@ def update(rule: Rule, tables: Tables, segments: Sequence[Segment], frozen: Sequ
     `_Arranged`). frozen: ascending keys to leave out. Raises what `sum_rows` does."""
     arranged = _to_arrange(segments, tables.first_keys[-1], frozen)
     fix1, fix2 = corrections(*rule.betas)
+    # threads by all ids, as the unique ones are counted within the call
     call = kernels.Update(
         team(arranged.call.count, tables.dim * tables.dtype.itemsize), c.addressof(arranged.call),
         c.addressof(tables.lines), len(tables.lines), rule.number, STORED[tables.dtype], tables.dim, rule.lr,

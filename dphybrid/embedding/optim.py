@@ -131,6 +131,7 @@ class RowOptimizer(EagerOptimizer):
             )
             if self.of.counts_updates or weight.dtype == torch.bfloat16:
                 states[_UPDATES] = torch.zeros(1, dtype=torch.int64)
+        # in each step, as anybody may put others into `state` at any time
         for key, state in states.items():
             if isinstance(state, Tensor) and state.device.type == "cuda":  # trainers move states to the model
                 states[key] = state.cpu()

@@ -78,7 +78,7 @@ def score_blocks(
     num_rows = table.num_rows if isinstance(table, HostEmbedding) else len(table)
     step = max(1, SCORES // max(1, len(queries_QD) * numbers_a_score))
     query_H, place_H = (hidden_QS := hidden_QS.to(queries_QD.device)).ge(0).nonzero(as_tuple=True)
-    row_H = hidden_QS[query_H, place_H]
+    row_H = hidden_QS[query_H, place_H]  # a list, not a mask of all scores: few rows are hidden
     for start in range(0, num_rows, step):
         rows_ND = _rows(table, torch.arange(start, min(start + step, num_rows))).to(queries_QD)
         here_H = (row_H >= start) & (row_H < start + len(rows_ND))

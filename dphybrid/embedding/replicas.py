@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map
 
 from dphybrid.embedding.lookup import Counters, Occurrences, sum_by_row
 
-_ALIGNMENT = 16
+_ALIGNMENT = 16  # a view of another type must begin at a multiple of its size
 
 SizesOf = Callable[[int], Sequence[int]]
 """From the number of rows of a batch to the rows of each replica's share."""
@@ -168,7 +168,7 @@ class Channel:
             there = torch.empty(len(memory), dtype=torch.uint8, device=self.device).copy_(memory)
             self._timed.append(1e3 * (time.perf_counter() - start))
             return there, None
-        with self._on(self._to):
+        with self._on(self._to):  # the memory there, too, belongs to the stream that writes it first
             began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             there = torch.empty(len(memory), dtype=torch.uint8, device=self.device)
             began.record(self._to)

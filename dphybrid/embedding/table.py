@@ -253,6 +253,7 @@ class HostEmbedding(nn.Module):
         back. A region takes them as `parts(...)` of `dphybrid.parallel`. Before `place_on`: one share, on the
         CPU. Raises UserError like `forward`.
         """
+        # through __call__: hooks of the table see every lookup
         rows: Tensor | list[Tensor] = self(ids, by_replica=True)
         return [rows] if isinstance(rows, Tensor) else rows  # a graph has the whole batch's
 

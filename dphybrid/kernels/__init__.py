@@ -68,16 +68,12 @@ def library() -> c.CDLL:
             compile_library(_level(), file.parent)
         except (OSError, RuntimeError) as error:
             raise UserError(f"{file} is missing and cannot be compiled: {error}; install dphybrid") from error
-    found = c.CDLL(str(file))
-    of_blocks = ("drop_out", "embed")
-    for name in ("look_up", "flatten", "arrange", "sum_rows", "update_rows", "draw_normal", *of_blocks):
-        getattr(found, name).argtypes = [c.c_void_p]
-    return found
+    return c.CDLL(str(file))
 
 
 def call(name: str, arguments: c.Structure) -> bool:
     """Call a kernel; return False where it refused its arguments and wrote nothing."""
-    return bool(getattr(library(), name)(c.addressof(arguments)))
+    return bool(getattr(library(), name)(c.byref(arguments)))
 
 
 @cache
