@@ -5,7 +5,7 @@ Tasks pass paths; the work is in `dphybrid.run.train`.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, closing, nullcontext, suppress
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -86,7 +86,11 @@ def build(
     settings = load_settings()
     experiment = Experiment.open(config, settings, prepared)
     run = job.build_run(experiment, devices, run_name=run_name, resume=resume, tags=tags, links=links)
-    address = attached(run, settings).run_url if run.page.run_id else ""
+    address = ""
+    if run.page.run_id:
+        # closed, or it would hold the record that `train` has to send
+        with closing(attached(run, settings)) as tracker:
+            address = tracker.run_url
     shown = [config.recipe, devices, *filter(None, [config.checkpoint.register_as])]
     show_run(runtime.flow_run.id, run.folder.name, shown, address)
     if address and runtime.deployment.id:

@@ -39,6 +39,7 @@ def test_the_flow_runs_without_a_server_and_reuses_prepared_data(tmp_path: Path,
     )
     assert "Reusing prepared data" in first.stdout
     assert "Task run" not in first.stdout + first.stderr  # the flow says each step itself
+    assert "does not take records" not in first.stdout + first.stderr
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["run_id"] in first.stdout
     assert report["best_checkpoint"] in first.stdout
