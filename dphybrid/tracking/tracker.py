@@ -5,6 +5,7 @@ The client with an explicit run id is used, never the fluent functions, whose ac
 
 import logging
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -41,6 +42,9 @@ class MlflowTracker(Tracker):
         self._brief = detail == "brief"
         self._experiment, self._store, self._upload_limit = experiment, store, upload_limit
         self._experiment_id = ""
+        self._outbox: Outbox | None = None
+        self._sender: Sender | None = None
+        self._opening = threading.Lock()
 
     @property
     def run_url(self) -> str:
@@ -71,7 +75,8 @@ class MlflowTracker(Tracker):
             "mlflow.note.content": description,
         }
         run = client.create_run(self._experiment_id, run_name=run_name, tags=own)
-        self._begin(str(run.info.run_id))
+        self.run_id = str(run.info.run_id)
+        self._outbox = Outbox(self._spool, self.run_id)
         self._outbox.set_destination(tracking_uri=self._uri, experiment_id=self._experiment_id)
         self.record({"op": "params", "values": as_shown(params)})
         self.set_tags(tags)
@@ -83,29 +88,39 @@ class MlflowTracker(Tracker):
         self.set_tags(tags)
 
     def attach(self, run_id: str) -> None:
-        self._begin(run_id)
+        self.run_id = run_id
+        self._outbox = Outbox(self._spool, run_id)
         self._experiment_id = self._outbox.destination().get("experiment_id", "")
 
-    def _begin(self, run_id: str) -> None:
-        self.run_id = run_id
-        self._outbox = Outbox(self._store / "spool", run_id)
-        writer = MlflowWriter(self._uri, run_id, self._upload_limit)
-        self._sender = Sender(self._outbox, writer.write, writer.beat)
+    @property
+    def _spool(self) -> Path:
+        return self._store / "spool"
+
+    def _open(self) -> tuple[Outbox, Sender]:
+        # Not before the first record: who attaches to ask for an address alone must not hold the outbox.
+        if self._outbox is None:
+            raise RuntimeError("no run: call start(), resume() or attach() first")
+        with self._opening:  # a checkpoint's thread may be first
+            if self._sender is None:
+                writer = MlflowWriter(self._uri, self.run_id, self._upload_limit)
+                self._sender = Sender(self._outbox, writer.write, writer.beat)
+            return self._outbox, self._sender
 
     def record(self, record: Record, *, content: bytes | None = None, sync: bool = False) -> None:
-        self._outbox.append(record, content=content, sync=sync)
+        self._open()[0].append(record, content=content, sync=sync)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        outbox, _ = self._open()
         try:
-            self._outbox.append_metrics(as_floats(metrics), step, self._details(metrics))
+            outbox.append_metrics(as_floats(metrics), step, self._details(metrics))
         except OSError as error:  # a full disk costs the curves some points, not the training its end
-            self._outbox.count_unkept()
+            outbox.count_unkept()
             _log.warning("metrics of step %d could not be kept: %s", step, error)
 
     def log_summary(self, metrics: Mapping[str, float]) -> None:
         # At step 0, MLflow's charts draw a bar for each run; at any other one they draw a dot on an axis of
         # steps.
-        self._outbox.append_metrics(as_floats(metrics), 0, self._details(metrics), anew=True)
+        self._open()[0].append_metrics(as_floats(metrics), 0, self._details(metrics), anew=True)
         if finals := [safe_name(name) for name in metrics if name.startswith("final/")]:
             self.record({"op": "views", "finals": finals})
 
@@ -113,37 +128,41 @@ class MlflowTracker(Tracker):
         return [name for name in metrics if self._brief and is_detail(name)]
 
     def keep(self) -> None:
-        self._outbox.sync()
+        self._open()[0].sync()
 
     def register(self, name: str, uid: str, alias: str) -> str:
+        outbox, sender = self._open()
         record = {"op": "register", "name": name, "uid": uid, "alias": alias}
         # Not by `record`: the number is how the sender names what the server refused.
-        number = self._outbox.append(record, sync=True)
-        arrived = self.flush()
-        if number in self._sender.refused:
-            return self._sender.refused[number]
+        number = outbox.append(record, sync=True)
+        arrived = sender.drain(_FINISH_WAIT_S)
+        if number in sender.refused:
+            return sender.refused[number]
         if arrived:
             return ""
         return f"{self.tracking_uri} does not take records now; `dphybrid sync` registers it when it is back"
 
     def flush(self, timeout_s: float = _FINISH_WAIT_S) -> bool:
-        return self._sender.drain(timeout_s)
+        return self._open()[1].drain(timeout_s)
 
     def close(self) -> None:
-        if self.run_id:  # else it has not begun
+        if self._sender is not None:
             self._sender.close(_CLOSE_WAIT_S)
+            self._sender = None
 
     def finish(self, status: Status) -> None:
         self.record({"op": "status", "status": status}, sync=True)
-        arrived, losses = self._sender.deliver(_FINISH_WAIT_S)
+        outbox, sender = self._open()
+        arrived, losses = sender.deliver(_FINISH_WAIT_S)
         if not arrived:
             print(
-                f"MLflow at {self.tracking_uri} does not take records now; "
-                f"{self._outbox.counts()[0]:,} are kept. `dphybrid sync` sends them when it is back.",
+                f"MLflow at {self.tracking_uri} does not take records now; {outbox.counts()[0]:,} are kept. "
+                "`dphybrid sync` sends them when it is back.",
                 flush=True,
             )
         if losses:
             print(f"Not everything was recorded: {masked(losses.text())}", flush=True)
+        self._sender = None
 
 
 def _ui_address(tracking_uri: str) -> str:
