@@ -29,7 +29,7 @@ class ChangedRows:
     def add(self, name: str, rows_U: Tensor) -> None:
         """An update changed these rows of a table, and each of its tensors' versions by one."""
         if name in self._tables:
-            self._marks[name].index_fill_(0, rows_U, 1)
+            self._marks[name].numpy()[rows_U.numpy()] = 1
             self._expected[name] = [version + 1 for version in self._expected[name]]
 
     def forget(self) -> None:
@@ -43,7 +43,7 @@ class ChangedRows:
         """Begin anew, with these rows (int64) of each table as changed."""
         self.forget()
         for name, rows_U in rows.items():
-            self._marks[name].index_fill_(0, rows_U, 1)
+            self._marks[name].numpy()[rows_U.numpy()] = 1
 
     def rows(self) -> dict[str, Tensor | None]:
         """Return the changed rows of each table (int64, ascending), None where they are not known."""
