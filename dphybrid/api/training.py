@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dphybrid.api.run import TrainedRun
-from dphybrid.config import ExperimentConfig, flatten, merge
+from dphybrid.config import ExperimentConfig, flatten, merge, nest
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.recipes.configs import Values, build_config, field_types, given_values, read_config_file
 from dphybrid.recipes.registry import OF_TABLES, find_recipe, infer_recipe, tabular_names
@@ -140,12 +140,7 @@ def experiment(
     given: by full name (`recipe`, `data.path`); None: not given. values: as `nested` takes them. Without a
     recipe the data says which one is meant. Raises UserError that names the keyword.
     """
-    base = _values_of(config)
-    top: Values = {}
-    for name, value in given.items():
-        if value is not None:
-            top = merge(top, _placed(name, value))
-    known = merge(base, top)
+    known = merge(_values_of(config), nest({n: value for n, value in given.items() if value is not None}))
     recipe = known.get("recipe") or infer_recipe(known)[0]
     places: dict[str, str] = {}
     chosen = merge(known, nested(values, recipe, places))
@@ -171,7 +166,7 @@ def nested(values: Mapping[str, object], recipe: str, places: dict[str, str] | N
     """
     fields = field_types(recipe)
     sections = {name.partition(".")[0] for name in fields if "." in name}
-    out: Values = {}
+    placed: Values = {}
     for keyword, value in values.items():
         name = keyword.replace("__", ".").replace("-", "_")
         if name in sections:
@@ -185,8 +180,8 @@ def nested(values: Mapping[str, object], recipe: str, places: dict[str, str] | N
         for full, inner in found.items():
             if places is not None:
                 places[full] = f"{keyword}="
-            out = merge(out, _placed(full, _plain(inner)))
-    return out
+            placed[full] = _plain(inner)
+    return nest(placed)
 
 
 def _full_name(keyword: str, name: str, fields: Mapping[str, object], recipe: str) -> str:
@@ -201,14 +196,6 @@ def _full_name(keyword: str, name: str, fields: Mapping[str, object], recipe: st
     hint = suggestion(name, sorted({full.rpartition(".")[2] for full in fields}))
     hint = hint if "did you mean" in hint else "; `dphybrid train --help --recipe " + recipe + "` lists them"
     raise UserError(f"{keyword}: recipe {recipe} has no value of that name{hint}")
-
-
-def _placed(name: str, value: object) -> Values:
-    *sections, leaf = name.split(".")
-    out: Values = {leaf: value}
-    for section in reversed(sections):
-        out = {section: out}
-    return out
 
 
 def _plain(value: object) -> object:

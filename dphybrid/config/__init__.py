@@ -13,6 +13,7 @@ from dphybrid.config.experiment import (
     fields_of,
     flatten,
     merge,
+    nest,
 )
 
 __all__ = [
@@ -28,4 +29,5 @@ __all__ = [
     "fields_of",
     "flatten",
     "merge",
+    "nest",
 ]

@@ -271,6 +271,15 @@ def flatten(values: dict[str, object], prefix: str = "") -> dict[str, object]:
     return flat
 
 
+def nest(flat: Mapping[str, object]) -> dict[str, Any]:
+    """Return values under dotted names as nested ones: what `flatten` is given."""
+    out: dict[str, Any] = {}
+    for name, value in flat.items():
+        section, dot, rest = name.partition(".")
+        out = merge(out, {section: nest({rest: value}) if dot else value})
+    return out
+
+
 def sized(
     config: ExperimentConfig, num_rows: int, batches: int, largest: int
 ) -> tuple[ExperimentConfig, list[str]]:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, BeforeValidator, ValidationError, WithJsonSchema
 
-from dphybrid.config import ExperimentConfig, Section, fields_of, flatten, merge
+from dphybrid.config import ExperimentConfig, Section, fields_of, flatten, merge, nest
 from dphybrid.config.settings import Settings
 from dphybrid.recipes.registry import BUILT_IN, DEFAULT, find_recipe, infer_recipe, recipe_names
 from dphybrid.util.errors import UserError, nearest, plain_words, type_text
@@ -67,22 +67,18 @@ def _explain_unknown(name: str, recipe: str) -> str:
 
 def parse_overrides(overrides: list[str]) -> Values:
     """Turn `["train.lr=0.1"]` into nested texts. Raises UserError for a text without `=`."""
-    nested: Values = {}
+    given: dict[str, str] = {}
     for text in overrides:
         name, equals, value = text.partition("=")
         name = name.strip().replace("-", "_")
         if not equals or not name:
             raise UserError(f"override {text!r}: expected name=value, as in train.batch_size=512")
-        *sections, leaf = name.split(".")
-        place = nested
-        for section in sections:
-            place = place.setdefault(section, {})
-            if not isinstance(place, dict):
-                raise UserError(
-                    f"override {text!r}: {section} was given a value of its own before; give one of the two"
-                )
-        place[leaf] = value.strip()
-    return nested
+        given[name] = value.strip()
+    if twice := [name for name in given if any(other.startswith(f"{name}.") for other in given)]:
+        raise UserError(
+            f"override {twice[0]}={given[twice[0]]}: is a section of other overrides; leave it out"
+        )
+    return nest(given)
 
 
 def read_config_file(path: Path) -> Values:

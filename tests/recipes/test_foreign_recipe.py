@@ -10,7 +10,7 @@ import torch
 
 import dphybrid
 from dphybrid.data import batches
-from dphybrid.recipes import find_recipe
+from dphybrid.recipes import Recipe, find_recipe
 from dphybrid.recipes.configs import load_config
 from dphybrid.recipes.registry import announced
 from tests.commands import command
@@ -97,38 +97,26 @@ def test_mistakes_of_a_recipe_are_told(package: Path, data_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ("{'a': [1, 2]}, {'b': [1]}", ["training split has ['a']", "['b']"]),
-        ("{'a': ['x']}, {'a': ['y']}", ["'a'", "give numbers"]),
-        ("{'a': [1, 2], 'b': [1]}, {'a': [1], 'b': [1]}", ["samples", "same number"]),
-        ("[1, 2]", ["returned a list", "training split, validation split"]),
-        ("{'a': [[1, 2]]}, {'a': [[1, 2, 3]]}", ["(2,) in training and (3,) in validation"]),
-        ("{}, {}", ["no samples"]),
+        (({"a": [1, 2]}, {"b": [1]}), ["training split has ['a']", "['b']"]),
+        (({"a": ["x"]}, {"a": ["y"]}), ["'a'", "give numbers"]),
+        (({"a": [1, 2], "b": [1]}, {"a": [1], "b": [1]}), ["samples", "same number"]),
+        ([1, 2], ["returned a list", "training split, validation split"]),
+        (({"a": [[1, 2]]}, {"a": [[1, 2, 3]]}), ["(2,) in training and (3,) in validation"]),
+        (({}, {}), ["no samples"]),
     ],
 )
-def test_rows_that_do_not_fit_are_told(
-    rows: str, words: list[str], tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = f"mistaken_{abs(hash(rows))}"
-    (tmp_path / f"{name}.py").write_text(
-        "from dphybrid.recipes import Recipe\n\n\nclass R(Recipe):\n    name = 'r'\n\n    def rows(self, "
-        f"data, seed):\n        return {rows}\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    told = command("prepare", "--recipe", f"{name}:R", ends=2)
-    for word in words:
-        assert word in told
+def test_rows_that_do_not_fit_are_told(rows: Any, words: list[str], tmp_path: Path) -> None:
+    recipe = Recipe()
+    recipe.name, recipe.rows = "r", lambda data, seed: rows  # type: ignore[method-assign]
+    with refused_with(words):
+        recipe.prepare(recipe.data(), tmp_path, 0)
 
 
-def test_a_recipe_that_lacks_a_part_says_which(
-    tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "half_made.py").write_text(
-        "from dphybrid.recipes import Recipe\n\n\nclass R(Recipe):\n    name = 'half'\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    recipe = find_recipe("half_made:R")
+def test_a_recipe_that_lacks_a_part_says_which(tmp_path: Path) -> None:
+    recipe = Recipe()
+    recipe.name = "half"
     for part, ask in (
-        ("rows", lambda: recipe.prepare(recipe.data(), data_dir, 0)),
+        ("rows", lambda: recipe.prepare(recipe.data(), tmp_path, 0)),
         ("build", lambda: recipe.build(None)),  # type: ignore[arg-type]
         ("task", lambda: recipe.task({})),
     ):
