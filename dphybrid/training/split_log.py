@@ -64,6 +64,7 @@ class SplitLog:
         self._blocks = find_data_parallel(model)
         self._each, self._short = each, short
         self._seen: dict[tuple[object, ...], list[SplitRow]] = {}
+        self._latest: dict[tuple[object, ...], Split] = {}
         self.lines: list[str] = []
 
     def after_step(self, step: int) -> list[str]:
@@ -74,21 +75,22 @@ class SplitLog:
             if (split := block.last_split) is None:
                 continue
             split, where = self._whole(split), name or "model"
-            sizes, shapes = _rows(split), _shapes(split)
+            sizes = _rows(split)
             key = (where, *sizes, *split.devices)
             if self._each or key not in self._seen:
                 fresh += split.lines()
                 if len(split.devices) > 1:
                     printed.append(_short_line(name, split))
             if key not in self._seen:
-                number, shares = len(self._seen) + 1, zip(split.devices, sizes, shapes, strict=True)
+                number, shares = len(self._seen) + 1, zip(split.devices, sizes, _shapes(split), strict=True)
                 self._seen[key] = [
                     SplitRow(number, replica, where, device, rows, sum(sizes), shape, shape, step, step, 0)
                     for replica, (device, rows, shape) in enumerate(shares)
                 ]
-            # In place: nearly every step repeats a split.
-            for row, shape in zip(self._seen[key], shapes, strict=True):
-                row.latest_shape, row.last_step, row.steps = shape, step, row.steps + 1
+            # Nearly every step repeats a split: its shapes become text when somebody asks.
+            self._latest[key] = split
+            for row in self._seen[key]:
+                row.last_step, row.steps = step, row.steps + 1
         self.note(fresh)
         return printed if self._short else fresh
 
@@ -99,6 +101,9 @@ class SplitLog:
 
     def rows(self) -> list[SplitRow]:
         """Return a row for each replica of each split."""
+        for key, split in self._latest.items():
+            for row, shape in zip(self._seen[key], _shapes(split), strict=True):
+                row.latest_shape = shape
         return [row for rows in self._seen.values() for row in rows]
 
     def state_dict(self) -> dict[str, Any]:
@@ -107,7 +112,7 @@ class SplitLog:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what a checkpoint kept."""
-        self.lines, self._seen = list(state["lines"]), {}
+        self.lines, self._seen, self._latest = list(state["lines"]), {}, {}
         by_split: dict[int, list[SplitRow]] = {}
         for values in state["rows"]:
             row = SplitRow(**values)
