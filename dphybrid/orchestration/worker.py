@@ -30,7 +30,6 @@ from prefect.settings import (
 from prefect.workers.process import ProcessJobConfiguration, ProcessWorker, ProcessWorkerResult
 
 from dphybrid.config.settings import load_settings
-from dphybrid.gpus import Inventory, visible
 from dphybrid.orchestration.queueing import (
     BEGUN,
     HOME,
@@ -241,7 +240,7 @@ def _signal_runs(number: int, but: Collection[int] = ()) -> set[int]:
 def run(pool: str, name: str, limit: int, queues: Sequence[str] | None, wait: bool) -> int:
     """Run the worker of that name; return the exit code.
 
-    limit: runs at once; 0: one for each GPU. queues: those to work off; None: its own and the shared ones.
+    limit: runs at once. queues: those to work off; None: its own and the shared ones.
     wait: let runs end at the first signal.
     """
     # What nobody has set otherwise; the runs' processes get it, too.
@@ -259,13 +258,11 @@ def run(pool: str, name: str, limit: int, queues: Sequence[str] | None, wait: bo
         wanted = list(queues or [name, *SHARED_QUEUES])
         with reaching_server():
             asyncio.run(_make_queues(pool, wanted))
-        # One run for each GPU, or one on the CPU: more would wait here before an urgent one.
-        gpus = visible(Inventory(load_settings().nvml).read(), os.environ.get("CUDA_VISIBLE_DEVICES"))
         worker = DrainingWorker(
             work_pool_name=pool,
             work_queues=wanted,
             name=name,
-            limit=limit or max(1, len(gpus)),
+            limit=limit,
             create_pool_if_not_found=False,
         )
         return asyncio.run(work(worker, pool, wait))
