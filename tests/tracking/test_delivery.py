@@ -183,6 +183,8 @@ def test_a_file_that_is_gone_when_it_is_sent_is_refused_and_told(tmp_path: Path)
     outbox.release()
     (tmp_path / "gone.txt").unlink()
     tracker.attach(run_id)
+    assert outbox.hold()  # who attaches, to ask for an address alone, sends nothing yet
+    outbox.release()
     tracker.finish("FINISHED")
     run = MlflowClient(tracker.tracking_uri).get_run(run_id)
     assert run.info.status == "FINISHED"
