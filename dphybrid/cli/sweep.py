@@ -37,8 +37,8 @@ def flags(parser: Parser) -> None:
 
 
 def _read_grid(text: str | None, searched: bool) -> dict[str, Any]:
-    """Return the grid that a flag gives. Raises UserError, with an example, for none and for what is no JSON
-    object. searched: with --trials, where a field may also have a range."""
+    """Return the grid that a flag gives. Raises UserError with an example when there is none, or when it is
+    not a JSON object. searched: with --trials, where a field may also have a range."""
     example = '{"train.lr": {"low": 1e-4, "high": 0.1, "log": true}, "train.batch_size": [256, 512]}'
     example = example if searched else '{"train.lr": [0.01, 0.1], "train.batch_size": [256, 512]}'
     if text is None:

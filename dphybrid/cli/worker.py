@@ -26,7 +26,7 @@ def flags(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the worker until it is told to end."""
+    """Run the worker until signals stop it."""
     # One run for each GPU, or one on the CPU: more would wait here before an urgent one.
     gpus = visible(Inventory(load_settings().nvml).read(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     limit = args.limit or max(1, len(gpus))

@@ -129,7 +129,7 @@ def whole_numbers(ids: Tensor, name: str) -> Tensor:
 def row_numbers(ids: Tensor, num_rows: int, name: str) -> Tensor:
     """Return a copy of the ids as `whole_numbers` does, all of them rows of the table. Raises UserError for
     one that is not."""
-    ids = whole_numbers(ids, name).clone()  # first: whoever owns the batch may change it meanwhile
+    ids = whole_numbers(ids, name).clone()  # before the check: the owner of the batch may change it
     if ids.numel():
         # one pass over the ids; which one is wrong is looked for where there is one
         low, high = torch.aminmax(ids)

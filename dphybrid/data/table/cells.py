@@ -16,8 +16,8 @@ Array = np.ndarray
 MISSING_ID, UNKNOWN_ID, FIRST_ID = 0, 1, 2
 PADDING_ID = -1
 """Behind the last item of a bag."""
-_FEW = 64
-"""Rows up to which Python looks whether there is anything to clean: polars' engine takes as long to start."""
+FEW = 64
+"""Rows up to which Python reads cells itself: polars' engine takes as long to start."""
 _MAX_DEVIATION = 100.0
 """Standard deviations at which a number is cut off, so that one absurd value cannot drown a batch."""
 _WORD = r"\w+(?:['’]\w+)*"
@@ -39,7 +39,7 @@ def clean(columns: Iterable[pl.Series], missing: Iterable[str]) -> list[pl.Serie
     marks = [text for text in none if text[-1:].isdigit() or text in ("inf", "-inf")]
     names: dict[pl.DataType, list[str]] = {}
     for cells in frame.get_columns():
-        if len(frame) > _FEW or not _is_clean(cells, none, marks):
+        if len(frame) > FEW or not _is_clean(cells, none, marks):
             names.setdefault(cells.dtype, []).append(cells.name)
     if not names:
         return frame.get_columns()
@@ -162,7 +162,7 @@ def signed_log(numbers_B: Array) -> Array:
 
 def bucket_ids(numbers_B: Array, edges: Sequence[float]) -> Array:
     """Return the bucket (B,) of numbers: 0 for nan, then by size."""
-    if len(edges) < 2**6 < len(numbers_B):  # to compare with each edge takes a sixth of a search then
+    if len(edges) < 64 and len(numbers_B) > FEW:  # to compare with each edge takes a sixth of a search then
         place_B: Array = np.ones(len(numbers_B), np.uint8)
         for edge in edges:
             place_B += (numbers_B >= edge).view(np.uint8)

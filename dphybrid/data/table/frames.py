@@ -13,6 +13,7 @@ import polars as pl
 from polars.io.plugins import register_io_source
 from polars.selectors import by_name  # names as they are: `*` is a pattern elsewhere
 
+from dphybrid.data.table.cells import FEW
 from dphybrid.data.table.rows import check_types
 from dphybrid.util.errors import UserError, counted, type_text
 from dphybrid.util.files import check_target, make_folder, sync, temporary, write_text
@@ -21,9 +22,8 @@ PART_ROWS = 2**20
 """Rows of a file that a frame is written to."""
 _ROW_GROUP = 2**17
 _WRITTEN = (".parquet", ".csv")
-_FEW = 64
 _PLAIN = {"object", "str", "string", "int64", "float64", "bool"}
-"""Types of pandas that mean the same to Python, which copies up to `_FEW` rows in a third of Arrow's time."""
+"""Types of pandas that mean the same to Python, which copies up to `FEW` rows in a third of Arrow's time."""
 KINDS = (
     "a polars DataFrame or LazyFrame, a pandas DataFrame, an Arrow table, a dict of columns, a list of "
     "records, or a path"
@@ -63,7 +63,7 @@ def _from_pandas(frame: Any, where: str) -> pl.DataFrame:
     names = [str(name) for name in frame.columns]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(f"{where}: has two columns named {twice[0]!r}; rename one")
-    if 0 < len(frame) <= _FEW and set(map(str, frame.dtypes)) <= _PLAIN:
+    if 0 < len(frame) <= FEW and set(map(str, frame.dtypes)) <= _PLAIN:
         columns = zip(*frame.to_numpy(object, na_value=None).tolist(), strict=True)
         found = [pl.Series(name, cells, strict=False) for name, cells in zip(names, columns, strict=True)]
         return pl.DataFrame([c.cast(pl.String) if c.dtype == pl.Null else c for c in found])

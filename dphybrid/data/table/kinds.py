@@ -17,6 +17,7 @@ from pydantic import Field, create_model
 from dphybrid.config.experiment import Names
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.table.cells import (
+    FEW,
     FIRST_ID,
     MISSING_ID,
     UNKNOWN_ID,
@@ -49,8 +50,6 @@ _ROW_GAPS = 0.05
 _BUCKET_ROWS = 128
 """Training rows for each bucket that nobody asked for, at least: rows of fewer are learnt by heart."""
 _MOST = 2**31 - 1
-_FEW = 64
-"""Texts up to which a dict is faster than the start of polars' engine."""
 
 
 class Ignore(Column):
@@ -284,7 +283,7 @@ class Category(Column):
 
     def ids_of(self, texts: pl.Series) -> Array:
         """Return the id (B,) of each text (None: no value)."""
-        if self.hash_buckets or len(texts) < _FEW:
+        if self.hash_buckets or len(texts) <= FEW:
             return ids_of(texts.to_list(), self._known, FIRST_ID + len(self.learned), self.hash_buckets)
         return texts.to_frame().select(self._expression).to_series().to_numpy()
 

@@ -71,20 +71,17 @@ class TableSource(Source):
         }
 
     @cached_property
-    def _stamps(self) -> list[tuple[int, int]]:
-        return file_stamps(self.files)
-
-    @cached_property
-    def plan(self) -> Plan:
-        """What the first rows say. Raises UserError when they do not fit."""
-        data, _ = self.data, self._stamps  # of before this look
+    def first_look(self) -> tuple[list[tuple[int, int]], Plan]:
+        """The files' stamps before they were opened, and what their first rows say. Raises UserError when
+        these do not fit."""
+        data, stamps = self.data, file_stamps(self.files)
         if self.base and data.task == "auto":
             data = data.model_copy(update={"task": self.base.encoder.label.task})
-        return Plan.of(next(read_jobs(self.files[:1], data))(), data, self.schema)
+        return stamps, Plan.of(next(read_jobs(self.files[:1], data))(), data, self.schema)
 
     def read(self, progress: Progress, scratch: Path) -> Content:
-        plan = self.plan
-        check_unchanged(self.files, self._stamps)
+        stamps, plan = self.first_look
+        check_unchanged(self.files, stamps)
         if self.base:
             self.base.encoder.check_forms(plan.columns)
         table = read_table(plan, self.files, self.held_files, scratch / "rows", progress)
@@ -199,7 +196,7 @@ def open_source(data: TableDataConfig, seed: int) -> TableSource:
         )
     source = TableSource(data, seed, files, held)
     with reading_files():
-        source.plan  # noqa: B018 - looks at the first rows
+        _ = source.first_look
     return source
 
 
