@@ -99,6 +99,7 @@ def test_plan_knows_the_rows_of_prepared_data(data_dir: Path) -> None:
 
 LABEL = "--data.label y"
 WRONG = {
+    "": "",
     "--help": "",
     "train --epochs 3": "--epochs: there is no such flag",
     "train --data.path nowhere.txt": "data.path=nowhere.txt: there is no such file",
@@ -110,7 +111,7 @@ WRONG = {
     f"train --data.path . {LABEL}": "data.path",
     f"train --data.path ok.csv {LABEL} --resume nobody": "--resume nobody: there is no such run",
 }
-"""Command -> how its error begins; only ctr's kinds of columns, in those from the fourth on, need polars."""
+"""Command -> how its error begins; only ctr's kinds of columns, in those from the fifth on, need polars."""
 
 
 def test_help_and_what_is_wrong_import_nothing_heavy(tmp_path: Path, data_dir: Path) -> None:
@@ -130,7 +131,7 @@ def test_help_and_what_is_wrong_import_nothing_heavy(tmp_path: Path, data_dir: P
         assert (f"error: {words}" in page) == bool(words), page
         code, *heavy = ended.split()[1:]
         assert code == ("2" if words else "0")
-        assert heavy == [] or (number >= 3 and heavy == ["polars"]), (words, heavy)
+        assert heavy == [] or (number >= 4 and heavy == ["polars"]), (words, heavy)
     assert len(pages) == 2 * len(WRONG) + 1
 
 

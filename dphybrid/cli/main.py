@@ -55,7 +55,7 @@ def make_parser(argv: Sequence[str] = ()) -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code: 0, 2 for wrong input, 130 when interrupted."""
-    given = sys.argv[1:] if argv is None else argv
+    given = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         # recipes and models of your own, as `python -m` finds them; last, so that nothing is shadowed
         sys.path.append(str(Path.cwd()))

@@ -20,13 +20,11 @@ def flags(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Send what waits for MLflow; 1 when something still waits or was lost."""
-    from dphybrid.tracking.opening import embedded_uri
     from dphybrid.tracking.sync import sync
 
-    settings = load_settings()
-    uri = settings.mlflow_uri or embedded_uri(settings.mlflow_dir)
-    limit, arrived = settings.upload_limit_mib * 2**20, list[bool]()
-    for line, is_whole in sync(settings.mlflow_dir, uri, settings.experiment, limit, wait_s=args.wait):
+    settings, arrived = load_settings(), list[bool]()
+    where = settings.mlflow_dir, settings.mlflow_uri, settings.experiment
+    for line, is_whole in sync(*where, settings.upload_limit_mib * 2**20, wait_s=args.wait):
         print(masked(line), flush=True)
         arrived.append(is_whole)
     if not arrived:

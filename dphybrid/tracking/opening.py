@@ -89,6 +89,20 @@ def _in_files(tracking_uri: str | None) -> bool:
 def store_to_read(tracking_uri: str | None, store: Path) -> str:
     """Return where runs are read from. Raises UserError when a server does not answer, and when nothing is
     recorded there yet."""
+    uri = recorded_in(tracking_uri, store)
+    if uri is None:
+        raise UserError(
+            f"{store}: no run is recorded there yet; train one first, or set DPHYBRID_TRACKING_URI or "
+            "DPHYBRID_DATA_DIR"
+        )
+    if tracking_uri is not None:
+        _check(tracking_uri)
+    return uri
+
+
+def recorded_in(tracking_uri: str | None, store: Path) -> str | None:
+    """Return the server or database with the runs' records, None where the embedded one is not made yet.
+    Raises UserError where runs are not recorded in MLflow."""
     os.environ.update(_QUIET | os.environ)
     if tracking_uri == "none":
         raise UserError(
@@ -99,14 +113,8 @@ def store_to_read(tracking_uri: str | None, store: Path) -> str:
             "runs are recorded in files (runs/NAME/record in the data folder), and this reads MLflow; pip "
             "install 'dphybrid[mlflow]' and unset DPHYBRID_TRACKING_URI=files to record there"
         )
-    if tracking_uri is None and not (store / "mlflow.db").is_file():
-        raise UserError(
-            f"{store}: no run is recorded there yet; train one first, or set DPHYBRID_TRACKING_URI or "
-            "DPHYBRID_DATA_DIR"
-        )
-    if tracking_uri is not None:
-        _check(tracking_uri)
-    return tracking_uri or embedded_uri(store)
+    made = tracking_uri is not None or (store / "mlflow.db").is_file()
+    return tracking_uri or embedded_uri(store) if made else None
 
 
 def store_to_write(tracking_uri: str | None, store: Path) -> str:

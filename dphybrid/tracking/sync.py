@@ -11,6 +11,7 @@ from mlflow.entities import ViewType
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
+from dphybrid.tracking.opening import embedded_uri, recorded_in
 from dphybrid.tracking.outbox import Outbox, outboxes
 from dphybrid.tracking.sender import Sender
 from dphybrid.tracking.writer import HEARTBEAT_TAG, PID_TAG, MlflowWriter
@@ -23,26 +24,30 @@ _MAY_COME_LATE = ("metrics", "params", "file", "table", "dataset", "register")
 
 
 def sync(
-    store: Path, tracking_uri: str, experiment: str, upload_limit: int, *, wait_s: float = 60.0
+    store: Path, tracking_uri: str | None, experiment: str, upload_limit: int, *, wait_s: float = 60.0
 ) -> Iterator[tuple[str, bool]]:
     """Send the outboxes in `store` and end orphaned runs of `experiment`; yield lines for people, and whether
     all records of that run have arrived.
 
-    wait_s: how long each outbox may take.
+    tracking_uri: as `open_tracker` takes it. wait_s: how long each outbox may take. Raises UserError where
+    runs are not recorded in MLflow.
     """
+    uri = recorded_in(tracking_uri, store)
     spool, waiting = store / "spool", set[str]()
     for outbox in outboxes(spool):
         if not any(outbox.counts()):
             continue
         try:
-            arrived = yield from _send(outbox, tracking_uri, upload_limit, wait_s)
+            arrived = yield from _send(outbox, uri or embedded_uri(store), upload_limit, wait_s)
         except OSError as error:  # one that cannot be read holds up none of the others
             arrived = False
             yield f"{outbox.run_id}: kept ({type(error).__name__}: {error})", False
         if not arrived:
             waiting.add(outbox.run_id)
+    if uri is None:  # asking the client would make its database
+        return
     try:
-        for run_id in _end_orphans(spool, tracking_uri, experiment, waiting):
+        for run_id in _end_orphans(spool, uri, experiment, waiting):
             yield f"{run_id}: its process is gone; ended as KILLED", True
     except (MlflowException, OSError) as error:
         yield f"orphaned runs: kept ({str(error).splitlines()[0][:200]})", False

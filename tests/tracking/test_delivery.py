@@ -158,6 +158,16 @@ def test_sync_tells_of_damage_with_its_exit_code_and_sends_the_others(data_dir: 
     assert f"{runs[2]}: everything sent" in command("sync")
 
 
+def test_sync_makes_no_database_and_takes_no_other_record_for_one(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "Nothing to do" in command("sync")
+    assert not list(data_dir.rglob("mlflow.db"))
+    for place, told in (("none", "tracking is none"), ("files", "runs are recorded in files")):
+        monkeypatch.setenv("DPHYBRID_TRACKING_URI", place)
+        assert told in command("sync", ends=2)
+
+
 def test_records_whose_run_is_not_at_the_server_are_kept(data_dir: Path) -> None:
     store = load_settings().mlflow_dir
     tracker = open_tracker(None, "dphybrid", store)
