@@ -25,8 +25,8 @@ class HostEmbeddingCollection(nn.Module):
     dim: width of all rows. padding: name -> id that stays zero and is never trained. std: of the start
     values, one for all or name -> std.
     options: what else `HostEmbedding` takes (seed, dtype, storage, path). make: makes the flat table from
-    (num_rows, dim, name=, std=, and the options). Row optimizers and `RowPipeline` see `flat` alone, which
-    `find_tables` names as the collection is named; give the pipeline `flat_ids(...)`.
+    (num_rows, dim, name=, std=, scales=, and the options). Row optimizers and `RowPipeline` see `flat` alone,
+    which `find_tables` names as the collection is named; give the pipeline `flat_ids(...)`.
     """
 
     def __init__(
@@ -51,17 +51,18 @@ class HostEmbeddingCollection(nn.Module):
         self.starts = dict(zip(tables, starts[:-1], strict=True))
         self._starts_F = torch.tensor(starts[:-1])
         self._num_rows_F = torch.tensor(list(tables.values()))
-        # drawn with 1 where stds differ: a table's own is then a factor on its rows
-        self.flat = make(starts[-1], dim, std=1.0 if isinstance(std, Mapping) else std, name=name, **options)
+        padding_rows = [
+            self.starts[table] + self._known(table, row) for table, row in (padding or {}).items()
+        ]
+        scales = [(row, row + 1, 0.0) for row in padding_rows]
         if isinstance(std, Mapping):
-            for table, start in self.starts.items():
-                self.flat.scale_start(start, start + tables[table], std[table])
-        self._padding = {
-            table: self.starts[table] + self._known(table, row) for table, row in (padding or {}).items()
-        }
-        for row in self._padding.values():
-            self.flat.scale_start(row, row + 1, 0.0)
-        self.flat.freeze_rows(list(self._padding.values()))
+            if missing := [table for table in tables if table not in std]:
+                raise UserError(f"collection {name!r}: std has no value for table {missing[0]!r}; give one")
+            # drawn with 1: a table's own is then a factor on its rows
+            scales += [(start, start + tables[table], std[table]) for table, start in self.starts.items()]
+            std = 1.0
+        self.flat = make(starts[-1], dim, std=std, scales=scales, name=name, **options)
+        self.flat.freeze_rows(padding_rows)
 
     def _known(self, table: str, row: int) -> int:
         if not 0 <= row < self.num_rows.get(table, 0):

@@ -118,7 +118,8 @@ class StartValues:
         native.fill_normal(rows_VD, self.std, self.seed, first)
         for begin, end, factor in self.scales:
             part = rows_VD[max(begin - first, 0) : max(end - first, 0)]
-            part.copy_(part * factor if factor else torch.zeros_like(part))
+            # in place: a copy of a large table's rows might not fit beside them
+            part.mul_(factor) if factor else part.zero_()
 
 
 def open_rows(

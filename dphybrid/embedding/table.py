@@ -32,10 +32,11 @@ class HostEmbedding(nn.Module):
 
     num_embeddings, embedding_dim: shape of the table, also its `num_rows` and `dim`. padding_idx: a row that
     stays zero and is never trained by a row optimizer; counts from the end when negative. std: of the normal
-    start values. seed: start of those values. name: for messages. dtype: float32, float64, or bfloat16 (rows
-    and gradients are float32 then, and updates are rounded stochastically). storage: "memory", or "mmap" with
-    the file `path`, which outlives the process and, once there, is opened as it is; or with a folder as
-    `path`, for a file that is gone with the process. freeze: is not trained.
+    start values. scales: (first, last, factor)s, on the start values of the rows first to below last. seed:
+    start of those values. name: for messages. dtype: float32, float64, or bfloat16 (rows and gradients are
+    float32 then, and updates are rounded stochastically). storage: "memory", or "mmap" with the file `path`,
+    which outlives the process and, once there, is opened as it is; or with a folder as `path`, for a file
+    that is gone with the process. freeze: is not trained.
 
     Raises UserError, with the numbers, when the table would not fit. What else nn.Embedding takes (max_norm,
     ...) a table does not do.
@@ -50,6 +51,7 @@ class HostEmbedding(nn.Module):
         padding_idx: int | None = None,
         *,
         std: float = 0.1,
+        scales: Sequence[tuple[int, int, float]] = (),
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
         name: str = "table",
@@ -69,7 +71,7 @@ class HostEmbedding(nn.Module):
         if dtype not in native.STORED:
             raise UserError(f"table {name!r}: dtype={dtype}; use float32, float64 or bfloat16")
         self.num_rows, self.dim, self.padding_idx, self.name = num_rows, dim, padding_idx, name
-        self.start, self._path = StartValues(std, seed), path
+        self.start, self._path = StartValues(std, seed, list(scales)), path
         self.out_dtype = native.real_dtype(dtype)
         self._links = Links()
         self._info = RowsInfo(name, num_rows, [] if padding_idx is None else [padding_idx])
@@ -161,14 +163,6 @@ class HostEmbedding(nn.Module):
     def map_rows(self, rows_VD: Tensor) -> None:
         """Take rows that lie in a file, which are not trained."""
         self.weight = nn.Parameter(rows_VD, requires_grad=False)
-
-    def scale_start(self, first: int, last: int, factor: float) -> None:
-        """Multiply the start values of the rows first to below last; rows that were in a file stay."""
-        self.start.scales.append((first, last, factor))
-        if self._fresh and factor:
-            self.settled()[first:last] *= factor
-        elif self._fresh:
-            self.settled()[first:last] = 0.0
 
     def freeze_rows(self, rows: Sequence[int]) -> None:
         """Have row optimizers leave these rows as they are."""

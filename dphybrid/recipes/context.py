@@ -67,8 +67,9 @@ class ModelContext(Generic[Options]):
     def dtype(self) -> torch.dtype:
         return torch.float64 if self.options.dtype == "float64" else torch.float32
 
-    def table(self, num_rows: int, dim: int, *, name: str, std: float = 0.1) -> HostEmbedding:
-        """Return a host table as config and settings want it. Raises UserError when it does not fit."""
+    def table(self, num_rows: int, dim: int, *, name: str, std: float = 0.1, **options: Any) -> HostEmbedding:
+        """Return a host table as config and settings want it. options: what else `HostEmbedding` takes.
+        Raises UserError when it does not fit."""
         if self.table_dtype == "bfloat16" and self.dtype != torch.float32:
             raise UserError(
                 "table.dtype=bfloat16: its rows are looked up as float32; use model.dtype=float32, not "
@@ -83,4 +84,5 @@ class ModelContext(Generic[Options]):
             name=name,
             storage="memory" if self.table_folder is None else "mmap",
             path=self.table_folder,
+            **options,
         )

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from dphybrid.embedding import (
     RowOptimizer,
     RowSGD,
     find_tables,
+    storage,
 )
 from dphybrid.embedding.storage import open_states
 
@@ -48,6 +50,30 @@ def test_a_file_outlives_its_table(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match="made for another table"):
             HostEmbedding(num_rows, dim, dtype=dtype, storage="mmap", path=path)
+
+
+def test_a_collections_file_has_all_its_start_values_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own: dict[str, Any] = {"std": {"a": 0.5, "b": 0.01}, "padding": {"b": 2}, "seed": 3}
+    path, unnamed = tmp_path / "rows", list[bytes]()
+
+    def note(file: Path) -> None:
+        if file != tmp_path:
+            unnamed.append(file.read_bytes())
+            assert not path.exists()
+
+    monkeypatch.setattr(storage, "sync", note)
+    filed = HostEmbeddingCollection({"a": 40, "b": 60}, 4, storage="mmap", path=path, **own)
+    kept = HostEmbeddingCollection({"a": 40, "b": 60}, 4, **own)
+    assert torch.equal(filed.flat.weight, kept.flat.weight)
+    assert unnamed == [path.read_bytes()] == [kept.flat.settled().numpy().tobytes()]
+    one = HostEmbedding(100, 4, std=1.0, seed=3).settled()
+    assert torch.equal(kept.weight_of("a"), 0.5 * one[:40])
+    assert torch.equal(kept.weight_of("b")[2], torch.zeros(4))
+    assert torch.equal(kept.weight_of("b")[3:], 0.01 * one[43:])
+    with pytest.raises(ValueError, match="std has no value for table 'b'"):
+        HostEmbeddingCollection({"a": 40, "b": 60}, 4, std={"a": 0.5})
 
 
 @pytest.mark.parametrize("kind", [RowAdagrad, LazyAdam])
