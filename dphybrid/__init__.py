@@ -42,5 +42,6 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(_PLACES[name]), name)
 
 
+# Without it, notebooks would offer none of these names before their first use.
 def __dir__() -> list[str]:
     return [*globals(), *_PLACES]

@@ -11,7 +11,7 @@ from prefect import flow, runtime
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State
 
-from dphybrid.cli.flags import add_experiment_flags, config_from_args, recipe_of
+from dphybrid.cli.flags import add_experiment_flags, config_from_args
 from dphybrid.cli.parser import run_cli
 from dphybrid.cli.train import flow_parser
 from dphybrid.config import ExperimentConfig
@@ -136,11 +136,10 @@ def _decided(planned: Plan, decision: Decision) -> State:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the flow in this process; return the exit code."""
-    parser = flow_parser(
-        "retrain_hybrid", "Train a registered model on when data has arrived; promote it if it is better."
-    )
     given = sys.argv[1:] if argv is None else argv
-    add_experiment_flags(parser, recipe_of(given))
+    sentence = "Train a registered model on when data has arrived; promote it if it is better."
+    parser = flow_parser("retrain_hybrid", sentence, given)
+    add_experiment_flags(parser)
     add = parser.add_argument
     add("--min-new-rows", type=int, default=1, metavar="N", help="new rows that are worth a training (1)")
     gain = "gain that the whole 95 %% interval must exceed (0)"
@@ -149,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(given)
 
     def run() -> int:
-        config, *_ = config_from_args(args)
+        config, _ = config_from_args(args)
         with in_this_process():
             retrain_hybrid.with_options(log_prints=False)(
                 config=config,

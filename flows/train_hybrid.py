@@ -12,7 +12,7 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 from pydantic import Field
 
-from dphybrid.cli.flags import add_train_flags, config_from_args, recipe_of
+from dphybrid.cli.flags import add_train_flags, config_from_args
 from dphybrid.cli.parser import run_cli
 from dphybrid.cli.train import flow_parser
 from dphybrid.config.settings import load_settings
@@ -88,17 +88,17 @@ def train_hybrid(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the flow in this process; return the exit code."""
-    parser = flow_parser("train_hybrid", "Train a hybrid model as a Prefect flow, in this process.")
     given = sys.argv[1:] if argv is None else argv
-    add_train_flags(parser, recipe_of(given))
+    parser = flow_parser("train_hybrid", "Train a hybrid model as a Prefect flow, in this process.", given)
+    add_train_flags(parser)
     args = parser.parse_args(given)
 
     def run() -> int:
-        config, _, resume, report_path = config_from_args(args)
+        config, _ = config_from_args(args)
         with in_this_process() as stop_server:
             try:
                 done = train_hybrid.with_options(log_prints=False)(
-                    config=config, run_name=args.run_name, resume=resume
+                    config=config, run_name=args.run_name, resume=args.resume
                 )
             except Interrupted as interruption:
                 if interruption.requeue:
@@ -107,8 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                     go_on_later(interruption, load_settings(), stop_server)
                 raise
         assert not isinstance(done, State)  # only a scheduled run can be skipped
-        if report_path:
-            done.write(report_path)
+        if args.report:
+            done.write(args.report)
         return 0
 
     return run_cli(run)

@@ -28,9 +28,7 @@ def command(*argv: str, ends: int = 0) -> str:
 def python(*argv: str | Path, ends: int | None = 0, **options: Any) -> "subprocess.CompletedProcess[str]":
     """Run this Python in a process of its own; what it prints is text. ends: its exit code; None: any."""
     done = subprocess.run([sys.executable, *argv], capture_output=True, text=True, check=False, **options)
-    assert ends is None or done.returncode == ends, (
-        f"ended with {done.returncode}: {done.stdout}{done.stderr}"
-    )
+    assert ends in (None, done.returncode), f"ended with {done.returncode}: {done.stdout}{done.stderr}"
     return done
 
 

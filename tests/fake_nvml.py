@@ -35,14 +35,8 @@ def write_state(file: Path, gpus: list[dict[str, Any]], **more: Any) -> None:
 
 def gpu(number: int, **more: Any) -> dict[str, Any]:
     """A free GPU of 80 GiB."""
-    return {
-        "uuid": f"GPU-{number:08d}-fake",
-        "total_gib": 80,
-        "free_gib": 79.5,
-        "load": 0,
-        "processes": [],
-        **more,
-    }
+    free = {"total_gib": 80, "free_gib": 79.5, "load": 0, "processes": []}
+    return {"uuid": f"GPU-{number:08d}-fake", **free, **more}
 
 
 def _raise(name: str) -> None:

@@ -58,7 +58,7 @@ def test_help_lists_the_recipes_with_their_sentences() -> None:
 def test_bash_completes_commands_flags_recipes_and_runs(tmp_path: Path) -> None:
     (tmp_path / "data" / "runs" / "first-run").mkdir(parents=True)
     (tmp_path / "c.bash").write_text(script("bash", make_parser()))
-    told = """t() {
+    ask = """t() {
       COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=(); _shtab_dphybrid
       echo $(printf '%s\\n' "${COMPREPLY[@]}" | sort -u)
     }
@@ -73,11 +73,9 @@ def test_bash_completes_commands_flags_recipes_and_runs(tmp_path: Path) -> None:
         "t dphybrid completion f": "fish",
     }
     environment = os.environ | {"DPHYBRID_DATA_DIR": str(tmp_path / "data")}
-    program = f". {tmp_path / 'c.bash'}\n{told}" + "\n".join(asked)
-    done = subprocess.run(
-        ["bash", "-c", program], capture_output=True, text=True, check=True, env=environment
-    )
-    assert done.stdout.splitlines() == list(asked.values())
+    program = f". {tmp_path / 'c.bash'}\n{ask}" + "\n".join(asked)
+    told = subprocess.check_output(["bash", "-c", program], text=True, env=environment)
+    assert told.splitlines() == list(asked.values())
 
 
 @pytest.mark.parametrize(("shell", "word"), [("zsh", "#compdef dphybrid"), ("fish", "-l data.label")])
@@ -101,7 +99,7 @@ LABEL = "--data.label y"
 WRONG = {
     "": "",
     "--help": "",
-    "train --epochs 3": "--epochs: there is no such flag",
+    "train --epochs 3": "--epochs: there is no such field",
     "train --data.path nowhere.txt": "data.path=nowhere.txt: there is no such file",
     "train --recipe ctr": "data.path",
     "train --data.path ok.csv": "data.label is not set",

@@ -8,23 +8,16 @@ import sys
 import time
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dphybrid.gpus import (
-    Inventory,
-    LeaseTimeoutError,
-    Policy,
-    Wanted,
-    acquire,
-    asked_by,
-    busy_reason,
-    find_holder,
-    lease_folder,
-    try_lease,
-    visible,
-)
+from dphybrid.config.settings import Settings
+from dphybrid.gpus import waiting
+from dphybrid.gpus.inventory import Inventory, busy_reason, visible
+from dphybrid.gpus.leases import asked_by, find_holder, lease_folder, try_lease
+from dphybrid.gpus.waiting import Wanted
 from dphybrid.util.hours import parse_training_hours
 from tests.commands import python
 from tests.conftest import REPOSITORY
@@ -32,7 +25,18 @@ from tests.fake_nvml import gpu, write_state
 from tests.refusing import refused
 from tests.waiting import patience, wait_until
 
-AT_ONCE = Policy(window_s=0.0)
+NORMAL = Settings()
+
+
+SOON = {"gpu_window_s": 0, "gpu_poll_s": 0.01, "gpu_wait_s": 0}
+
+
+def acquire(
+    wanted: Wanted, fake: Inventory, folder: Path, run: str, on_wait: Any = print, **more: Any
+) -> Any:
+    """Lease GPUs that are free now, or with more settings."""
+    settings = Settings(**SOON | {"lease_dir": folder} | more)
+    return waiting.acquire(wanted, fake, settings, run=run, on_wait=on_wait)
 
 
 @pytest.fixture
@@ -40,6 +44,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Four free GPUs; returns the file that describes them."""
     file = tmp_path / "nvml.json"
     monkeypatch.setenv("FAKE_NVML", str(file))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     write_state(file, [gpu(number) for number in range(4)])
     return file
 
@@ -66,17 +71,15 @@ def stranger() -> Any:
     os.kill(pid, signal.SIGKILL)
 
 
-def test_gpus_are_read_with_memory_load_processes_and_owners(
-    machine: Path, fake: Inventory, stranger: int
-) -> None:
+def test_gpus_have_memory_load_processes_and_owners(machine: Path, fake: Inventory, stranger: int) -> None:
     write_state(machine, [gpu(0, free_gib=42, load=70, processes=[[stranger, 38]]), gpu(1)])
     first, second = fake.read()
     assert (first.label, first.utilisation, first.free_bytes) == ("GPU 0", 70, 42 * 2**30)
     (process,) = first.processes
     assert process.command == "sleep"
     assert abs(process.since.timestamp() - time.time()) < 60
-    assert busy_reason(first, Policy()).startswith(f"GPU 0: 38.0 GiB taken by {process.owner} since ")
-    assert busy_reason(second, Policy()) is None
+    assert busy_reason(first, NORMAL).startswith(f"GPU 0: 38.0 GiB taken by {process.owner} since ")
+    assert busy_reason(second, NORMAL) is None
 
 
 @pytest.mark.parametrize("name", ["LIBRARY_NOT_FOUND", "DRIVER_NOT_LOADED", "NO_PERMISSION"])
@@ -93,26 +96,29 @@ def test_what_nvml_does_not_tell_and_gpus_that_fail(machine: Path, fake: Invento
     write_state(machine, [*odd, gpu(2, processes=[[os.getpid(), None]])])
     hidden, lost, own = fake.read()
     assert hidden.utilisation is None
-    assert busy_reason(hidden, Policy()) is None
-    assert "lost" in str(busy_reason(lost, Policy())).lower()
-    assert busy_reason(own, Policy()) is None
+    assert busy_reason(hidden, NORMAL) is None
+    assert "lost" in str(busy_reason(lost, NORMAL)).lower()
+    assert busy_reason(own, NORMAL) is None
 
 
 def test_memory_of_unseen_processes_and_load_make_a_gpu_busy(machine: Path, fake: Inventory) -> None:
     write_state(machine, [gpu(0, free_gib=60), gpu(1, load=50), gpu(2, processes=[[2**22 + 1, 1]])])
     unseen, loaded, other_container = fake.read()
-    assert "20.0 of 80.0 GiB" in str(busy_reason(unseen, Policy()))
-    assert "50 % load" in str(busy_reason(loaded, Policy()))
-    assert "somebody" in str(busy_reason(other_container, Policy()))
+    assert "20.0 of 80.0 GiB" in str(busy_reason(unseen, NORMAL))
+    assert "50 % load" in str(busy_reason(loaded, NORMAL))
+    assert "somebody" in str(busy_reason(other_container, NORMAL))
 
 
-def test_cuda_visible_devices_chooses_orders_and_stops_at_the_first_unknown_name(fake: Inventory) -> None:
+def test_cuda_visible_devices_chooses_orders_and_stops_at_the_first_unknown_name(
+    fake: Inventory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     units = fake.read()
 
-    def chosen(names: str | None) -> list[int]:
-        return [unit.index for unit in visible(units, names)]
+    def chosen(names: str) -> list[int]:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names)
+        return [unit.index for unit in visible(units)]
 
-    assert chosen(None) == [0, 1, 2, 3]
+    assert visible(units) == list(units)
     assert chosen("") == []
     assert chosen("2,0") == [2, 0]
     assert chosen("1,-1,2") == [1]
@@ -122,17 +128,16 @@ def test_cuda_visible_devices_chooses_orders_and_stops_at_the_first_unknown_name
 
 
 def test_mig_devices_are_units_and_one_run_gets_one(machine: Path, fake: Inventory, folder: Path) -> None:
-    parts = [
-        {"uuid": f"MIG-{i}", "total_gib": 10, "free_gib": 10, "load": 0, "processes": []} for i in range(2)
-    ]
+    part = {"total_gib": 10, "free_gib": 10, "load": 0, "processes": []}
+    parts = [{"uuid": f"MIG-{number}", **part} for number in range(2)]
     write_state(machine, [gpu(0, mig=[parts[0], None, parts[1]]), gpu(1)])
     assert [unit.label for unit in fake.read()] == ["GPU 0 MIG 0", "GPU 0 MIG 2", "GPU 1"]
-    with acquire(Wanted(), fake, folder, run="a", policy=AT_ONCE) as whole:
+    with acquire(Wanted(), fake, folder, run="a") as whole:
         assert [unit.uuid for unit in whole.gpus] == [gpu(1)["uuid"]]
-        with acquire(Wanted(count=1), fake, folder, run="b", policy=AT_ONCE, poll_s=0.01) as part:
+        with acquire(Wanted(count=1), fake, folder, run="b") as part:
             assert [unit.uuid for unit in part.gpus] == ["MIG-0"]
     with refused("not split by MIG"):
-        acquire(Wanted(count=2), fake, folder, run="c", policy=AT_ONCE)
+        acquire(Wanted(count=2), fake, folder, run="c")
 
 
 def test_a_lease_keeps_others_out_and_says_who_holds_it(fake: Inventory, folder: Path) -> None:
@@ -142,8 +147,8 @@ def test_a_lease_keeps_others_out_and_says_who_holds_it(fake: Inventory, folder:
         holder = find_holder(folder, units[0].uuid)
         assert (holder.run, holder.pid) == ("mine", os.getpid())
         assert find_holder(folder, units[2].uuid) is None  # a refused lease leaves nothing locked
-        with pytest.raises(LeaseTimeoutError, match="run mine since"):
-            acquire(Wanted(numbers=(0,)), fake, folder, run="x", policy=AT_ONCE, poll_s=0.01)
+        with refused("run mine since"):
+            acquire(Wanted(numbers=(0,)), fake, folder, run="x")
         assert len(lease.gpus) == 2
     assert find_holder(folder, units[0].uuid) is None
 
@@ -164,22 +169,23 @@ def test_a_forked_child_does_not_keep_a_gpu(fake: Inventory, folder: Path) -> No
 
 
 def test_auto_takes_all_that_are_free_and_counts_are_exact(
-    machine: Path, fake: Inventory, folder: Path, stranger: int
+    machine: Path, fake: Inventory, folder: Path, stranger: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_state(machine, [gpu(0), gpu(1, processes=[[stranger, 1]]), gpu(2), gpu(3)])
-    with acquire(Wanted(), fake, folder, run="all", policy=AT_ONCE) as lease:
+    with acquire(Wanted(), fake, folder, run="all") as lease:
         assert [unit.index for unit in lease.gpus] == [0, 2, 3]
-    with acquire(Wanted(at_most=2), fake, folder, run="two", policy=AT_ONCE) as lease:
+    with acquire(Wanted(at_most=2), fake, folder, run="two") as lease:
         assert [unit.index for unit in lease.gpus] == [0, 2]
-    with acquire(Wanted(count=1), fake, folder, run="one", policy=AT_ONCE, names="3,2") as lease:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,2")
+    with acquire(Wanted(count=1), fake, folder, run="one") as lease:
         assert [unit.index for unit in lease.gpus] == [3]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     told: list[str] = []
-    soon = {"policy": AT_ONCE, "timeout_s": 0.1, "poll_s": 0.02, "on_wait": told.append}
-    with pytest.raises(LeaseTimeoutError, match=r"4 GPUs did not come free .* GPU 1: 1.0 GiB taken by "):
-        acquire(Wanted(count=4), fake, folder, run="four", **soon)
+    with refused("4 GPUs did not come free .* GPU 1: 1.0 GiB taken by "):
+        acquire(Wanted(count=4), fake, folder, "four", told.append, gpu_wait_s=0.1)
     assert len(told) == 1
     with refused("5 GPUs wanted, 4 are here"):
-        acquire(Wanted(count=5), fake, folder, run="five", policy=AT_ONCE)
+        acquire(Wanted(count=5), fake, folder, run="five")
     assert not list(folder.glob("*.ticket"))
 
 
@@ -194,22 +200,25 @@ def test_a_gpu_must_be_free_over_the_whole_window(machine: Path, fake: Inventory
             write_state(machine, [gpu(0, load=90 * (looks % 2)), gpu(1)])
             return super().read()
 
-    often = {"policy": Policy(window_s=0.2), "poll_s": 0.02}
-    with acquire(Wanted(count=1), Flickering("tests.fake_nvml"), folder, run="a", **often) as lease:
+    flickering = Flickering("tests.fake_nvml")
+    with acquire(Wanted(count=1), flickering, folder, "a", gpu_window_s=0.2, gpu_poll_s=0.02) as lease:
         assert [unit.index for unit in lease.gpus] == [1]
 
 
-def test_nothing_starts_outside_the_hours_and_no_ticket_is_held_then(fake: Inventory, folder: Path) -> None:
+def test_nothing_starts_outside_the_hours_and_no_ticket_is_held_then(
+    fake: Inventory, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     answers = iter(["training hours begin at 20:00", "training hours begin at 20:00"])
     seen: list[list[Path]] = []
 
-    def closed() -> str | None:
+    def closed_reason(_: datetime) -> str | None:
         seen.append(list(folder.glob("*.ticket")))
         return next(answers, None)
 
+    hours = SimpleNamespace(closed_reason=closed_reason)
+    monkeypatch.setattr(waiting, "parse_training_hours", lambda _: hours)
     told: list[str] = []
-    soon = {"policy": AT_ONCE, "timeout_s": 5, "poll_s": 0.01, "on_wait": told.append}
-    acquire(Wanted(), fake, folder, run="a", closed=closed, **soon).release()
+    acquire(Wanted(), fake, folder, "a", told.append, gpu_wait_s=5).release()
     assert told == ["training hours begin at 20:00"]
     assert seen[:2] == [[], []]
 
@@ -261,7 +270,9 @@ def test_devices_shows_a_table_and_asks_a_run_to_give_way(
 RUN = """
 import json, os, sys, time
 from pathlib import Path
-from dphybrid.gpus import Inventory, Policy, Wanted, acquire
+from dphybrid.config.settings import Settings
+from dphybrid.gpus.inventory import Inventory
+from dphybrid.gpus.waiting import Wanted, acquire
 folder, count, hold_s, log = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
 def note(what, lease):
     gpus = [gpu.index for gpu in lease.gpus]
@@ -269,8 +280,9 @@ def note(what, lease):
     handle = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(handle, line.encode())
     os.close(handle)
-with acquire(Wanted(count=count), Inventory("tests.fake_nvml"), folder, run=f"run{os.getpid()}",
-             policy=Policy(window_s=0.0), timeout_s=90, poll_s=0.03) as lease:
+settings = Settings(lease_dir=folder, gpu_window_s=0, gpu_wait_s=90, gpu_poll_s=0.03)
+fake, run = Inventory("tests.fake_nvml"), f"run{os.getpid()}"
+with acquire(Wanted(count=count), fake, settings, run=run, on_wait=print) as lease:
     note("took", lease)
     time.sleep(hold_s)
     note("gave", lease)
@@ -278,9 +290,8 @@ with acquire(Wanted(count=count), Inventory("tests.fake_nvml"), folder, run=f"ru
 
 
 def start(folder: Path, count: int, hold_s: float, log: Path) -> "subprocess.Popen[bytes]":
-    return subprocess.Popen(
-        [sys.executable, "-c", RUN, str(folder), str(count), str(hold_s), str(log)], cwd=REPOSITORY
-    )
+    argv = [sys.executable, "-c", RUN, str(folder), str(count), str(hold_s), str(log)]
+    return subprocess.Popen(argv, cwd=REPOSITORY)
 
 
 def read_log(log: Path) -> list[dict[str, Any]]:

@@ -46,9 +46,8 @@ def script(name: str, *arguments: str, **more: str) -> "subprocess.CompletedProc
     """Call a script of infra/ without the caller's own settings."""
     own = ("PREFECT_", "MLFLOW_", "DPHYBRID_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(own)} | more
-    return subprocess.run(
-        [INFRA / name, *arguments], capture_output=True, text=True, check=False, env=environment
-    )
+    argv = [INFRA / name, *arguments]
+    return subprocess.run(argv, capture_output=True, text=True, check=False, env=environment)
 
 
 def test_files_agree_are_made_once_and_hold_the_secrets_of_one_service(tmp_path: Path) -> None:

@@ -15,14 +15,8 @@ from dphybrid.util.text import masked
         ("mysql://bob:s3c/r?et@db/mlflow", "mysql://***@db/mlflow"),
         ("mysql://bob:123/45@db/mlflow", "mysql://***@db/mlflow"),
         ("https://token@host/path", "https://***@host/path"),
-        (
-            "at 'http://u:p@h:5000': away, and postgresql://a:b@c/d too",
-            "at 'http://***@h:5000': away, and postgresql://***@c/d too",
-        ),
-        (
-            "postgresql://db/mlflow?user=bob&password=s3cret&sslmode=require",
-            "postgresql://db/mlflow?user=bob&password=***&sslmode=require",
-        ),
+        ("at 'http://u:p@h:5', and mysql://a:b@c/d too", "at 'http://***@h:5', and mysql://***@c/d too"),
+        ("mysql://db/x?user=bob&password=s3cret&ssl=1", "mysql://db/x?user=bob&password=***&ssl=1"),
         ("http://h/p?api_key=abc;x=1", "http://h/p?api_key=***;x=1"),
         ("sqlite:////data/mlflow.db", "sqlite:////data/mlflow.db"),
         ("http://127.0.0.1:5000/#/experiments/1/runs/a?workflowType=machine_learning", None),

@@ -89,9 +89,7 @@ def commands(deployed: bool) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_page_from_a_messy_table_to_predictions(
-    data_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_from_a_messy_table_to_predictions(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_visits(Path("visits.csv"), 1500, 0)
     answers = write_visits(Path("new.csv"), 300, 1)
     told = {}

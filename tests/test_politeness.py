@@ -13,7 +13,7 @@ import torch
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import load_settings
-from dphybrid.gpus import ask_for, find_holder
+from dphybrid.gpus.leases import ask_for, find_holder
 from dphybrid.recipes.configs import build_config
 from dphybrid.run import leasing
 from dphybrid.run.leasing import expected_devices, leased_devices, reason_to_yield
@@ -115,9 +115,8 @@ class Driver:
     def look(self) -> int:
         if self.seen is None:
             names = os.environ.get("CUDA_VISIBLE_DEVICES")
-            self.seen = (
-                self.uuids if names is None else [uuid for uuid in names.split(",") if uuid in self.uuids]
-            )
+            named = self.uuids if names is None else names.split(",")
+            self.seen = [uuid for uuid in named if uuid in self.uuids]
         return len(self.seen)
 
     def init(self) -> None:

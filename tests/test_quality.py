@@ -13,9 +13,7 @@ from examples.quality import tables, text
 from examples.quality.retrieval import RECOMMENDERS, by_scores, ndcg
 
 
-def test_models_are_compared_on_the_same_rows(
-    data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_models_see_the_same_rows(data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("sklearn")
     draw = random.Random(0)
     lines = ["size,kind,clicked"]
@@ -60,7 +58,7 @@ def test_recommenders_find_planted_groups(data_dir: Path, tmp_path: Path) -> Non
     assert 0 < scores["retrieval, as it comes"] <= 1
 
 
-def test_text_is_compared_at_equal_steps(
+def test_text_is_compared_after_equal_steps(
     data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw = random.Random(0)

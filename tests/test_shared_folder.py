@@ -10,18 +10,16 @@ import pytest
 
 from dphybrid.cli.main import main
 from dphybrid.config.settings import Settings, load_settings
-from dphybrid.gpus import (
-    Inventory,
-    Policy,
-    Wanted,
-    acquire,
+from dphybrid.gpus.inventory import Inventory
+from dphybrid.gpus.leases import (
     ask_for,
     asked_by,
     find_holder,
     lease_folder,
+    shared_folder_fault,
     try_lease,
 )
-from dphybrid.gpus.leases import shared_folder_fault
+from dphybrid.gpus.waiting import Wanted, acquire
 from dphybrid.recipes.configs import build_config
 from dphybrid.run.folder import LOCK, running
 from dphybrid.run.train import prepare_data
@@ -56,8 +54,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def take(folder: Path, count: int) -> list[str]:
-    soon = {"policy": Policy(window_s=0), "poll_s": 0.01}
-    with acquire(Wanted(count=count), Inventory("tests.fake_nvml"), folder, run="mine", **soon) as lease:
+    soon = Settings(lease_dir=folder, gpu_window_s=0, gpu_poll_s=0.01)
+    fake = Inventory("tests.fake_nvml")
+    with acquire(Wanted(count=count), fake, soon, run="mine", on_wait=print) as lease:
         return [unit.label for unit in lease.gpus]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dphybrid.config.settings import load_settings
-from dphybrid.gpus import ask_for, find_holder
+from dphybrid.gpus.leases import ask_for, find_holder
 from dphybrid.recipes.configs import build_config
 from dphybrid.run import leasing, start, trainer
 from dphybrid.run import train as job

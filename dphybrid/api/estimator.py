@@ -55,6 +55,7 @@ class _HybridEstimator(BaseEstimator):
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         """Return the parameters by name, the recipe's values that were given among them."""
         # scikit-learn's convention: a name that ends in _ is what `fit` has learnt.
+        # From attributes, as a recipe's values are no arguments of the constructor.
         return {name: value for name, value in vars(self).items() if name[0] != "_" and name[-1] != "_"}
 
     def set_params(self, **params: Any) -> Self:
@@ -74,9 +75,7 @@ class _HybridEstimator(BaseEstimator):
         labels = np.asarray(y.to_numpy() if hasattr(y, "to_numpy") else y)
         labels = column_or_1d(labels, warn=True)
         if len(labels) != len(frame):
-            raise ValueError(
-                f"X has {len(frame)} rows and y {len(labels)} labels; inconsistent numbers of samples"
-            )
+            raise ValueError(f"inconsistent numbers of samples: X has {len(frame)}, y {len(labels)}")
         if sample_weight is None:
             return frame, labels
         weights_B = column_or_1d(np.asarray(sample_weight), dtype=np.float64)
@@ -186,6 +185,7 @@ class HybridClassifier(ClassifierMixin, _HybridEstimator):
         if len(classes) < 2:
             raise ValueError("y has one class; give labels of two classes at least")
         task = "auto" if len(classes) == 2 else "multiclass"
+        # Numbers stand for the classes: a text such as "NA" would be read as no value.
         target_B = number_B.astype(np.int8 if len(classes) <= 128 else np.int32)
         self._train(frame, target_B, number_B, task)
         self.classes_ = classes

@@ -30,6 +30,7 @@ class TrainedRun:
         from dphybrid.run.folder import read_run
 
         self.folder = Path(folder)
+        # Kept: where the run's code may come from is decided when it is opened.
         self._settings = settings or load_settings()
         self._run: Run = read_run(self.folder, self._settings)
 
@@ -64,6 +65,7 @@ class TrainedRun:
         from dphybrid.run.folder import LOCK
         from dphybrid.util.locks import is_held
 
+        # The lock, not a page: a process that was killed cannot write that it stopped.
         if is_held(self.folder / LOCK):
             return "running"
         return "finished" if (self.folder / "report.json").is_file() else "stopped"
@@ -151,6 +153,7 @@ class TrainedRun:
 
     def __getstate__(self) -> dict[str, object]:
         """What a pickle keeps: where the run is, not its model."""
+        # Both are read again from the folder; a pickled table could be larger than memory.
         return {name: value for name, value in vars(self).items() if name not in ("model", "predictor")}
 
     def __repr__(self) -> str:
@@ -219,6 +222,7 @@ class Runs(list[TrainedRun]):
         """Return name, recipe, devices, status, start and metrics, a row a run."""
         import polars as pl
 
+        # Of all rows: recipes have other metrics, and a run that has not ended none.
         return pl.DataFrame([_row(run) for run in self], infer_schema_length=None)
 
     def __repr__(self) -> str:

@@ -11,8 +11,15 @@ from typing import TYPE_CHECKING
 from dphybrid.api.run import TrainedRun
 from dphybrid.config import ExperimentConfig, flatten, merge, nest
 from dphybrid.config.settings import Settings, load_settings
-from dphybrid.recipes.configs import Values, build_config, field_types, given_values, read_config_file
-from dphybrid.recipes.registry import OF_TABLES, find_recipe, infer_recipe, tabular_names
+from dphybrid.recipes.configs import (
+    Values,
+    build_config,
+    explain_unknown,
+    field_types,
+    given_values,
+    read_config_file,
+)
+from dphybrid.recipes.registry import OF_TABLES, find_recipe, infer_recipe
 from dphybrid.util.errors import UserError, suggestion, type_text
 from dphybrid.util.files import make_folder, naming
 
@@ -62,6 +69,7 @@ def train(
     """
     settings = load_settings()
     if tracking is not None:
+        # Not model_copy, which checks nothing.
         settings = Settings.model_validate({**settings.model_dump(), "tracking_uri": tracking})
     tables = {place: table for place, table in (("path", data), ("valid_path", valid)) if table is not None}
     framed = {place: table for place, table in tables.items() if not isinstance(table, str | Path)}
@@ -75,12 +83,11 @@ def train(
         "data.label": None if label is None else str(label),
         **{f"data.{place}": _AWAITED if framed else str(table) for place, table in tables.items()},
     }
+    # Before frames are written: a wrong value leaves no files behind.
     checked = experiment(config, given, values)
     for callback in callbacks:
         if not callable(callback):
-            raise UserError(
-                f"callbacks: {callback!r} is not a function; train={{'callbacks': [...]}} takes paths"
-            )
+            raise UserError(f"callbacks: {callback!r} is no function; train__callbacks takes import paths")
     if framed:
         checked = _with_frames(checked, framed, settings)
     from dphybrid.run.train import run_job  # after the checks: torch takes its time
@@ -106,7 +113,7 @@ def _with_frames(
     if not (named or find_recipe(config.recipe).tabular):
         raise UserError(
             f"data: is {type_text(next(iter(framed.values())))}, and recipe {config.recipe} reads no "
-            f"tables; {', '.join(tabular_names())} does; give this one a path, or name recipe={OF_TABLES!r}"
+            f"tables; {OF_TABLES} does; give this one a path, or name recipe={OF_TABLES!r}"
         )
     from dphybrid.data.table.frames import as_frame, check_frame, save_frame
 
@@ -117,15 +124,13 @@ def _with_frames(
         columns = check_frame(frame, names[place], ignored[place])
         for field, column in named:
             if column not in columns:
-                raise UserError(
-                    f"{field}={column!r}: {names[place]} has no such column{suggestion(column, columns)}"
-                )
+                near = suggestion(column, columns)
+                raise UserError(f"{field}={column!r}: {names[place]} has no such column{near}")
     with naming(settings.data_dir):
         make_folder(settings.data_dir, mode=0o700)
-    saved = {
-        place: str(save_frame(frame, settings.data_dir / "frames", names[place], ignored[place]))
-        for place, frame in frames.items()
-    }
+    folder, saved = settings.data_dir / "frames", {}
+    for place, frame in frames.items():
+        saved[place] = str(save_frame(frame, folder, names[place], ignored[place]))
     gone = {field: () for field, _ in named if field == "ignore"}  # the files do not have them
     return build_config(merge(given_values(config), {"data": saved | gone}))
 
@@ -171,9 +176,7 @@ def nested(values: Mapping[str, object], recipe: str, places: dict[str, str] | N
         name = keyword.replace("__", ".").replace("-", "_")
         if name in sections:
             if not isinstance(value, Mapping):
-                raise UserError(
-                    f"{keyword}={value!r}: is a section; give its values as {keyword}={{'name': value}}"
-                )
+                raise UserError(f"{keyword}={value!r}: is a section; give {keyword}={{'name': value}}")
             found = {f"{name}.{key}": inner for key, inner in flatten(dict(value)).items()}
         else:
             found = {_full_name(keyword, name, fields, recipe): value}
@@ -188,14 +191,9 @@ def _full_name(keyword: str, name: str, fields: Mapping[str, object], recipe: st
     if name in fields or "." in name:
         return name  # an unknown dotted name is explained where all values are checked
     same = [full for full in fields if full.rpartition(".")[2] == name]
-    if len(same) == 1:
-        return same[0]
-    if same:
-        ways = ", ".join(full.replace(".", "__") for full in same)
-        raise UserError(f"{keyword}: could be {' or '.join(same)}; say which: {ways}")
-    hint = suggestion(name, sorted({full.rpartition(".")[2] for full in fields}))
-    hint = hint if "did you mean" in hint else "; `dphybrid train --help --recipe " + recipe + "` lists them"
-    raise UserError(f"{keyword}: recipe {recipe} has no value of that name{hint}")
+    if len(same) != 1:
+        raise UserError(f"{keyword}: {explain_unknown(name, recipe)} In full it is section__name")
+    return same[0]
 
 
 def _plain(value: object) -> object:

@@ -46,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
 def _check_recipe(args: argparse.Namespace, places: list[str]) -> int:
     if len(places) != 1:
         raise UserError("check recipe: name one, as NAME or package.module:NAME")
+    # As --recipe sets it: flags go over this recipe's values.
     vars(args)["config.recipe"] = places[0]
     config, breaks = given_config(args), 0
     from dphybrid.cli.trial import check_recipe

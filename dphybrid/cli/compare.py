@@ -42,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("name runs to compare, or --experiment NAME, or --sweep ID (see --help)")
     if args.runs and args.sweep is not None:
         raise UserError(f"--sweep {args.sweep}: names all runs to compare; give it, or {' '.join(args.runs)}")
+    # People name a page; a folder called page.html would puzzle them.
     if args.out.suffix in (".html", ".htm") or (args.out.exists() and not args.out.is_dir()):
         raise UserError(f"--out {args.out}: name a folder, for index.html")
     uri = store_to_read(settings.mlflow_uri, settings.mlflow_dir)

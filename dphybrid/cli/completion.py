@@ -41,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
 def script(shell: str, parser: Parser) -> str:
     """Return the script that a shell is to read. parser: the whole command's."""
     for command in (parser.commands or {}).values():
+        # A shell completes without knowing what --recipe says.
         if any(action.dest == "config.recipe" for action in command.actions):
             _add_other_recipes(command)
         for action in command.actions:

@@ -1,16 +1,15 @@
 """Show the GPUs: memory, load, who uses them, which run has leased them."""
 
 import argparse
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dphybrid.cli.parser import Parser
-from dphybrid.config.settings import load_settings
-from dphybrid.gpus import Gpu, Inventory, Policy, ask_for, busy_reason, find_holder, lease_folder, visible
-from dphybrid.gpus.inventory import GIB, describe_process
+from dphybrid.config.settings import Settings, load_settings
+from dphybrid.gpus.inventory import GIB, Gpu, Inventory, busy_reason, describe_process, visible
+from dphybrid.gpus.leases import ask_for, find_holder, lease_folder
 from dphybrid.util.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     """Show the GPUs, or ask a run to give way."""
     from rich.console import Console
 
-    settings, names = load_settings(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    settings = load_settings()
     inventory = Inventory(settings.nvml)
     units = inventory.read()
     if not units and args.ask is None:
@@ -35,30 +34,30 @@ def run(args: argparse.Namespace) -> int:
         return 0
     folder = lease_folder(settings.lease_dir)
     if args.ask is not None:
-        chosen = visible(units, names)
+        chosen = visible(units)
         if not 0 <= args.ask < len(chosen):
             raise UserError(f"--ask {args.ask}: there is no cuda:{args.ask}; {len(chosen)} GPUs are visible")
         print(ask_for(folder, chosen[args.ask]))
         return 0
     if args.live:
-        _show_live(inventory, names, folder, Policy.of(settings))
-    Console().print(_table(units, names, folder, Policy.of(settings)))
+        _show_live(inventory, folder, settings)
+    Console().print(_table(units, folder, settings))
     return 0
 
 
-def _table(units: Sequence[Gpu], names: str | None, folder: Path, policy: Policy) -> "Table":
-    """Return the table of all units; those that CUDA_VISIBLE_DEVICES=`names` hides are dim and have no device
+def _table(units: Sequence[Gpu], folder: Path, settings: Settings) -> "Table":
+    """Return the table of all units; those that CUDA_VISIBLE_DEVICES hides are dim and have no device
     name."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
     for title in ("device", "GPU", "name", "free", "load", "state"):
         table.add_column(title, justify="right" if title in ("free", "load") else "left")
-    numbers = {unit.uuid: number for number, unit in enumerate(visible(units, names))}
+    numbers = {unit.uuid: number for number, unit in enumerate(visible(units))}
     for unit in units:
         number = numbers.get(unit.uuid)
         holder = find_holder(folder, unit.uuid)
-        busy = busy_reason(unit, policy)
+        busy = busy_reason(unit, settings)
         state = [holder.text()] if holder else []
         if unit.processes:
             state += [describe_process(process) for process in unit.processes]
@@ -76,14 +75,13 @@ def _table(units: Sequence[Gpu], names: str | None, folder: Path, policy: Policy
     return table
 
 
-def _show_live(
-    inventory: Inventory, names: str | None, folder: Path, policy: Policy, every_s: float = 1.0
-) -> None:
+def _show_live(inventory: Inventory, folder: Path, settings: Settings) -> None:
     """Show the table until Ctrl-C."""
     from rich.console import Console
     from rich.live import Live
 
+    # Rich's own thread would only draw old readings again.
     with Live(console=Console(), auto_refresh=False, screen=False) as live:
         while True:
-            live.update(_table(inventory.read(), names, folder, policy), refresh=True)
-            time.sleep(every_s)
+            live.update(_table(inventory.read(), folder, settings), refresh=True)
+            time.sleep(1)

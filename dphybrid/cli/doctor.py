@@ -15,8 +15,8 @@ from typing import Any
 
 from dphybrid.cli.parser import Parser, prefect_part
 from dphybrid.config.settings import Settings, load_settings
-from dphybrid.gpus import Inventory, lease_folder, visible
-from dphybrid.gpus.leases import shared_folder_fault
+from dphybrid.gpus.inventory import Inventory, visible
+from dphybrid.gpus.leases import lease_folder, shared_folder_fault
 from dphybrid.util.errors import UserError
 from dphybrid.util.text import masked, without_credentials
 
@@ -56,7 +56,7 @@ def _gpus(settings: Settings) -> Iterator[_Check]:
     gpus, threads = torch.cuda.device_count(), torch.get_num_threads()
     yield True, f"torch {torch.__version__}, {gpus} GPUs, {threads} CPU threads (DPHYBRID_THREADS sets them)"
     inventory = Inventory(settings.nvml)
-    if units := visible(inventory.read(), os.environ.get("CUDA_VISIBLE_DEVICES")):
+    if units := visible(inventory.read()):
         names = ", ".join(sorted({unit.name for unit in units}))
         yield True, f"NVML: {len(units)} GPUs are visible ({names})"
     elif gpus:
@@ -93,6 +93,7 @@ def _prefect() -> Iterator[_Check]:
 def _mlflow_server(settings: Settings) -> _Check:
     url = settings.mlflow_uri
     if not url or not url.startswith("http"):
+        # A database is not asked: its client takes seconds to import.
         return True, "MLflow server: none is set (MLFLOW_TRACKING_URI)"
     user, password = (os.environ.get(f"MLFLOW_TRACKING_{name}") for name in ("USERNAME", "PASSWORD"))
     page = f"{url.rstrip('/')}/api/2.0/mlflow/experiments/search?max_results=1"

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -10,13 +9,11 @@ from typing import Any, Literal, get_args, get_origin
 from dphybrid.cli.parser import Parser, field_of
 from dphybrid.config import ExperimentConfig, merge
 from dphybrid.config.settings import Settings, load_settings
-from dphybrid.config.tables import READING_FIELDS, TableDataConfig
 from dphybrid.recipes.configs import field_types, load_config, parse_overrides, read_config_file
 from dphybrid.recipes.registry import BUILT_IN, DEFAULT, find_recipe, infer_recipe, recipe_names
 from dphybrid.run.folder import named_run
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import check_target, given_path
-from dphybrid.util.text import masked
 
 
 def recipe_of(argv: Sequence[str]) -> str:
@@ -36,6 +33,7 @@ def recipe_of(argv: Sequence[str]) -> str:
         values = merge(values, parse_overrides([f"{name}={value}" for name, value in given.items()]))
         name = values.get("recipe") or _recipe_of_run(resume) or infer_recipe(values)[0]
         return find_recipe(name).key
+    # TypeError: a recipe that is a list, in a file, is no key of `find_recipe`'s cache.
     except (UserError, OSError, TypeError):
         return DEFAULT
 
@@ -47,27 +45,12 @@ def _recipe_of_run(name: str) -> str | None:
         return None
 
 
-def recipes_text() -> str:
-    """Return the recipes for a help page, each with its sentence."""
-    names = recipe_names()
-    wide = max(map(len, names)) + 2
-    lines = []
-    for name in names:
-        try:
-            summary = find_recipe(name).summary
-        except UserError as error:  # of another package, which cannot be imported now
-            summary = f"cannot be used: {error}"
-        first, *rest = textwrap.wrap(summary, 100 - wide - 2) or [""]
-        lines += [f"  {name:<{wide}}{first}", *(" " * (wide + 2) + line for line in rest)]
-    return "\n".join(
-        ["recipes (`dphybrid train --recipe NAME`, `--help --recipe NAME` for its values):", *lines]
-    )
-
-
-def _add_flag(
+def add_flag(
     group: "argparse._ActionsContainer", name: str, kind: Any, sentence: str, note: str = ""
 ) -> None:
     """Add the flag of a config's field. kind: its type, which says what a value looks like."""
+    # No `type`: pydantic reads the text by the same bounds, and with the same words, as in a file.
+    # SUPPRESS: only what was given is in the namespace, or these defaults would overrule a file's values.
     group.add_argument(
         f"--{name.replace('_', '-')}",
         dest=f"config.{name}",
@@ -77,14 +60,11 @@ def _add_flag(
     )
 
 
-def add_config_flags(parser: argparse.ArgumentParser, recipe: str | None = None) -> None:
-    """Add one flag a field of the config (`--train.batch-size N`), grouped by section, and `--config FILE`.
-
-    recipe: whose fields; None for the parser's own.
-    """
-    if isinstance(parser, Parser):
-        recipe = parser.recipe = recipe or parser.recipe
-    recipe = recipe or DEFAULT
+def add_config_flags(parser: Parser) -> None:
+    """Add one flag a field of the config of the parser's recipe (`--train.batch-size N`), grouped by section,
+    and `--config FILE`."""
+    recipe = parser.recipe
+    # For --resume without a name: the newest run of this recipe.
     parser.set_defaults(meant=recipe)
     config = "TOML (or JSON) file with the values to set; flags override it"
     parser.add_argument("--config", type=Path, metavar="FILE", help=config)
@@ -97,20 +77,7 @@ def add_config_flags(parser: argparse.ArgumentParser, recipe: str | None = None)
         note = "" if shown in (None, "") else f" ({recipe}: {shown})"
         if name == "recipe":
             note = f" [{', '.join(recipe_names())}]"
-        _add_flag(groups[section], name, kind, sentence, note)
-
-
-def add_reading_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that say how new files are written, where not as those of training."""
-    for name in READING_FIELDS:
-        field = TableDataConfig.model_fields[name]
-        _add_flag(parser, f"data.{name}", field.annotation, f"{field.description} (as in training)")
-
-
-def reading_from_args(args: argparse.Namespace) -> dict[str, str]:
-    """Return what was given of `add_reading_flags`, by field of the data section."""
-    prefix = "config.data."
-    return {key.removeprefix(prefix): value for key, value in vars(args).items() if key.startswith(prefix)}
+        add_flag(groups[section], name, kind, sentence, note)
 
 
 def choices_text(kind: object) -> str:
@@ -120,14 +87,11 @@ def choices_text(kind: object) -> str:
 
 def overrides_from_args(args: argparse.Namespace) -> list[str]:
     """Return the flags that were given as override texts."""
-    return [
-        f"{key.removeprefix('config.')}={value}"
-        for key, value in vars(args).items()
-        if key.startswith("config.")
-    ]
+    given = {key: value for key, value in vars(args).items() if key.startswith("config.")}
+    return [f"{key.removeprefix('config.')}={value}" for key, value in given.items()]
 
 
-def add_train_flags(parser: argparse.ArgumentParser, recipe: str | None = None) -> None:
+def add_train_flags(parser: Parser) -> None:
     """Add the flags of a training command: the config's, and those of the run."""
     add = parser.add_argument
     resume = "go on with a run (name or MLflow id) and its values; alone: the newest of this recipe"
@@ -137,29 +101,31 @@ def add_train_flags(parser: argparse.ArgumentParser, recipe: str | None = None) 
     add("--report", type=Path, metavar="FILE", help="write the run's report as JSON")
     profile = "steps to record with torch's profiler, such as 20-24 (opens in Perfetto)"
     add("--profile", metavar="FIRST-LAST", help=profile)
-    add_experiment_flags(parser, recipe)
+    add_experiment_flags(parser)
 
 
-def add_experiment_flags(parser: argparse.ArgumentParser, recipe: str | None = None) -> None:
+def add_experiment_flags(parser: Parser) -> None:
     """Add the config's flags, and where it is recorded: all that a command needs which makes several runs, or
     names them itself."""
-    parser.set_defaults(**{name: parser.get_default(name) for name in ("resume", "report", "profile")})
+    parser.set_defaults(resume=None, report=None, profile=None)
     tracking = "MLflow server or database; none: record nothing (default: DPHYBRID_TRACKING_URI)"
     parser.add_argument("--tracking", metavar="URI", help=tracking)
-    add_config_flags(parser, recipe)
+    add_config_flags(parser)
 
 
-def config_from_args(args: argparse.Namespace) -> tuple[ExperimentConfig, Settings, str | None, Path | None]:
-    """Return (config, settings, resume, report path). Raises UserError."""
-    report: Path | None = args.report
-    if report is not None:
-        check_target(report, f"--report {report}")
+def config_from_args(args: argparse.Namespace) -> tuple[ExperimentConfig, Settings]:
+    """Return config and settings; `args.resume` becomes the name of the run that it means. Raises
+    UserError."""
+    if args.report is not None:
+        check_target(args.report, f"--report {args.report}")
     for name, value in (("DPHYBRID_TRACKING_URI", args.tracking), ("DPHYBRID_PROFILE", args.profile)):
         if value is not None:
             os.environ[name] = value  # a setting: the flow's tasks read it, too
-    settings = load_settings()
-    run = None if args.resume is None else named_run(settings, args.resume, args.meant)
-    return data_config(args, run.config if run else None), settings, run.folder.name if run else None, report
+    settings, base = load_settings(), None
+    if args.resume is not None:
+        run = named_run(settings, args.resume, args.meant)
+        args.resume, base = run.folder.name, run.config
+    return data_config(args, base), settings
 
 
 def given_config(args: argparse.Namespace, base: ExperimentConfig | None = None) -> ExperimentConfig:
@@ -184,14 +150,3 @@ def data_config(args: argparse.Namespace, base: ExperimentConfig | None = None) 
         if recipe.tabular:
             recipe.source(config.data, config.train.seed)
     return config
-
-
-def tags_from_args(args: argparse.Namespace) -> dict[str, str]:
-    """Return the tags that were given. Raises UserError for one without a value."""
-    tags = {}
-    for text in args.tag:
-        name, equals, value = text.partition("=")
-        if not equals or not name:
-            raise UserError(f"--tag {text}: write NAME=VALUE")
-        tags[name] = masked(value)
-    return tags

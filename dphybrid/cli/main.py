@@ -2,13 +2,16 @@
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
-from dphybrid.cli.flags import recipe_of, recipes_text
+from dphybrid.cli.flags import recipe_of
 from dphybrid.cli.parser import Parser, run_cli
+from dphybrid.recipes.registry import find_recipe, recipe_names
+from dphybrid.util.errors import UserError
 from dphybrid.util.importing import kept_from_gc
 
 COMMANDS = [
@@ -32,7 +35,7 @@ def make_parser(argv: Sequence[str] = ()) -> Parser:
         prog="dphybrid",
         description="Hybrid models: tables in host memory, dense blocks data-parallel on GPUs, every split "
         "on record.",
-        epilog=recipes_text(),
+        epilog=_recipes_text(),
         formatter_class=raw,
     )
     parser.add_argument("--version", action="version", version=f"dphybrid {version('dphybrid')}")
@@ -43,14 +46,30 @@ def make_parser(argv: Sequence[str] = ()) -> Parser:
         sentence, _, page = (module.__doc__ or "").partition("\n\n")
         sentence = " ".join(sentence.split()).rstrip(".")
         shown = sentence[0].lower() + sentence[1:]
-        command = subparsers.add_parser(
-            name, help=shown, description=f"{sentence}.", epilog=page, formatter_class=raw
-        )
+        command = subparsers.add_parser(name, help=shown, description=f"{sentence}.", epilog=page)
+        command.formatter_class = raw
+        # Before `flags`, which adds those of this recipe.
         command.recipe = recipe
         module.flags(command)
         command.set_defaults(run=module.run)
     parser.commands = subparsers.choices
     return parser
+
+
+def _recipes_text() -> str:
+    """Return the recipes for a help page, each with its sentence."""
+    names = recipe_names()
+    wide = max(map(len, names)) + 2
+    lines = []
+    for name in names:
+        try:
+            summary = find_recipe(name).summary
+        except UserError as error:  # of another package, which cannot be imported now
+            summary = f"cannot be used: {error}"
+        first, *rest = textwrap.wrap(summary, 100 - wide - 2) or [""]
+        lines += [f"  {name:<{wide}}{first}", *(" " * (wide + 2) + line for line in rest)]
+    title = "recipes (`dphybrid train --recipe NAME`, `--help --recipe NAME` for its values):"
+    return "\n".join([title, *lines])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

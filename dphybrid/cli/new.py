@@ -38,7 +38,10 @@ def flags(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the package into a new folder NAME."""
     name: str = args.name
-    _check(name)
+    if not re.fullmatch(r"[a-z][a-z0-9_]*(?<!_)", name) or keyword.iskeyword(name):
+        raise UserError(f"new recipe {name!r}: use small letters, digits and underscores, as in film_ratings")
+    if name in recipe_names() or Path(name).exists() or importlib.util.find_spec(name) is not None:
+        raise UserError(f"new recipe {name}: a recipe, file or package here has that name; take another")
     folder, title = Path(name), "".join(word.capitalize() for word in name.split("_"))
     texts = {place.format(name): _sample(file, name, title) for place, file in _PLACES.items()}
     with making(folder) as partial:
@@ -51,21 +54,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check(name: str) -> None:
-    """Raise UserError for a name that no package or recipe can have here."""
-    if not re.fullmatch(r"[a-z][a-z0-9_]*(?<!_)", name) or keyword.iskeyword(name):
-        raise UserError(f"new recipe {name!r}: use small letters, digits and underscores, as in film_ratings")
-    if name in recipe_names() or Path(name).exists() or importlib.util.find_spec(name) is not None:
-        raise UserError(
-            f"new recipe {name}: a recipe, a file here or an installed package has that name; take another"
-        )
-
-
 def _sample(file: str, name: str, title: str) -> str:
     """Return a file of the sample for a package of that name."""
     # found, not imported: the sample's recipe would bring torch
     spec = importlib.util.find_spec(f"dphybrid.recipes.{_PACKAGE}")
     assert spec is not None
     assert spec.origin is not None
+    # Its lint marks are for this project's rules.
     text = Path(spec.origin).with_name(file).read_text(encoding="utf-8")
     return re.sub(r"  # noqa: \w+", "", text).replace(_PACKAGE, name).replace(_CLASS, title)

@@ -3,7 +3,6 @@
 import argparse
 import atexit
 import gc
-import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -13,9 +12,9 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from dphybrid.config.settings import load_settings, misspelt_settings
-from dphybrid.recipes.configs import recipes_with
-from dphybrid.recipes.registry import recipe_names
-from dphybrid.util.errors import UserError, nearest, suggestion
+from dphybrid.recipes.configs import explain_unknown
+from dphybrid.recipes.registry import DEFAULT, recipe_names
+from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.importing import missing_extra
 from dphybrid.util.text import masked
 
@@ -27,7 +26,7 @@ class Parser(argparse.ArgumentParser):
     """argparse, but wrong flags end in one message that says what was meant. recipe: whose values it offers
     as flags."""
 
-    recipe: str | None = None
+    recipe: str = DEFAULT
     commands: "dict[str, Parser] | None" = None
 
     def __init__(self, **options: Any) -> None:
@@ -40,6 +39,7 @@ class Parser(argparse.ArgumentParser):
         return list(self._actions)
 
     def parse_args(self, args: Any = None, namespace: object = None) -> Any:
+        # argparse hands what a command does not know up to the whole command, whose flags are others.
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
             (self.commands or {}).get(vars(found).get("command", ""), self).refuse(unknown)
@@ -47,9 +47,7 @@ class Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         if self.usage is None and len(self._option_string_actions) > _MANY_FLAGS:
-            places = "".join(
-                f" [{action.metavar or action.dest}]" for action in self._get_positional_actions()
-            )
+            places = "".join(f" [{one.metavar or one.dest}]" for one in self._get_positional_actions())
             self.usage = f"%(prog)s [--NAME VALUE ...]{places}"
         return super().format_help()
 
@@ -61,18 +59,10 @@ class Parser(argparse.ArgumentParser):
             name = "--recipe" if "--recipe" in known and unknown[0] in recipe_names() else name
             self.error(f"unexpected {' '.join(unknown)!r}; write {name} {unknown[0]}")
         flag = flags[0].partition("=")[0]
-        if "--config" in known and "." in flag and (others := recipes_with(field_of(flag))):
-            self.error(f"{flag}: recipe {self.recipe} does not use it; it is a value of {', '.join(others)}")
-        section = [name for name in known if name.startswith(f"{flag}.")]
-        same = [name for name in known if flag.lstrip("-") == name.rpartition(".")[2]]
-        same += [name for name in section if name.endswith(".path")]
-        if section and not same:
-            self.error(
-                f"{flag}: there is no such flag; did you mean {', '.join(section[:4])} or another one?"
-            )
-        group = [name for name in known if "." in flag and name.startswith(flag[: flag.rfind(".") + 1])]
-        hint = f"; did you mean {same[0]}?" if same else nearest(flag, known)
-        self.error(f"{flag}: there is no such flag{hint or (group and '; known: ' + ', '.join(group)) or ''}")
+        if "--config" in known:  # most of its flags are fields
+            name, names = flag.lstrip("-"), [text.lstrip("-") for text in known]
+            self.error(f"{flag}: {explain_unknown(name, self.recipe, names)}")
+        self.error(f"{flag}: there is no such flag{suggestion(flag, known)}")
 
     def _check_value(self, action: argparse.Action, value: str) -> None:
         """argparse's own check of choices, whose message would have to be taken apart to say more."""
@@ -84,9 +74,7 @@ class Parser(argparse.ArgumentParser):
         self.error(f"{value!r}: there is no such command{suggestion(value, known)}")
 
     def error(self, message: str) -> NoReturn:
-        message = re.sub(r"^argument (\S+): ", r"\1 ", message)
-        for kind, noun in {"int": "an integer", "float": "a number"}.items():  # as Python calls them
-            message = message.replace(f"invalid {kind} value:", f"needs {noun}, not")
+        # Without argparse's usage, which repeats all flags: the mistake would scroll away.
         self.exit(2, f"error: {message}\nSee `{self.prog} --help`.\n")
 
 
@@ -137,12 +125,15 @@ def run_cli(function: Callable[[], int | None]) -> int:
         # Only `Interrupted` carries a signal's number; shells report 128 + that number, and Ctrl-C is 2.
         return 128 + (vars(interruption).get("signal_number") or 2)
     except BrokenPipeError:
+        # Python flushes standard output once more at its end, and would print this error again.
         sys.stderr.close()
         return 141
     except OSError as error:
+        # No file: not the user's doing, and its traceback is needed.
         if error.filename is None:
             raise
         path, folder = Path(str(error.filename)), load_settings().data_dir
+        # A folder above the data folder, too: it may be what could not be made.
         own = path.is_relative_to(folder) or folder.is_relative_to(path)
         where = f"; DPHYBRID_DATA_DIR={folder} must be a folder that you can write" if own else ""
         print(masked(f"error: {path}: {error.strerror}{where}"), file=sys.stderr)

@@ -60,6 +60,7 @@ def _prepared(recipe: Recipe, config: ExperimentConfig, settings: Settings) -> "
     seed = config.train.seed
     source = recipe.source(config.data, seed)
     prepared = find_prepared(recipe.name, source, settings.prepared_dir, seed, recipe.dataset)
+    # Made-up data takes no time; files may take hours, and this command is to be quick.
     if prepared is None and not config.data.model_dump().get("path"):
         prepared = recipe.prepare(config.data, settings.prepared_dir, seed)
     if prepared is None:

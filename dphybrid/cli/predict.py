@@ -15,9 +15,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from dphybrid.cli.flags import add_reading_flags, check_data_path, reading_from_args
+from dphybrid.cli.flags import add_flag, check_data_path
 from dphybrid.cli.parser import Parser, at_least_one
 from dphybrid.config.settings import load_settings
+from dphybrid.config.tables import READING_FIELDS, TableDataConfig
 from dphybrid.util.errors import UserError
 
 
@@ -37,12 +38,16 @@ def flags(parser: Parser) -> None:
     threshold = "also write the predicted one of two classes: positive from this probability on"
     add("--threshold", type=float, metavar="P", help=threshold)
     add("--top", type=int, metavar="K", help="items for each user, of a model that recommends (10)")
-    add_reading_flags(parser)
+    for name in READING_FIELDS:  # all else is as the checkpoint says
+        field = TableDataConfig.model_fields[name]
+        add_flag(parser, f"data.{name}", field.annotation, f"{field.description} (as in training)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Score the rows of new files."""
-    given: dict[str, Any] = reading_from_args(args)
+    prefix = "config.data."
+    given: dict[str, Any] = {k.removeprefix(prefix): v for k, v in vars(args).items() if k.startswith(prefix)}
+    # Before the imports below, which take seconds.
     check_data_path(args.path)
     from dphybrid.serving.load import find_checkpoint
     from dphybrid.serving.predict import Predictor, open_predictor, print_predictions

@@ -16,7 +16,7 @@ from dphybrid.cli.parser import Parser
 from dphybrid.config import flatten
 from dphybrid.config.settings import load_settings
 from dphybrid.recipes.configs import given_values
-from dphybrid.recipes.registry import find_recipe, tabular_names
+from dphybrid.recipes.registry import OF_TABLES, find_recipe
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import check_target
 from dphybrid.util.text import as_flags
@@ -35,8 +35,7 @@ def run(args: argparse.Namespace) -> int:
         check_target(schema, f"--schema {schema}")
     config = data_config(args)
     if schema is not None and not find_recipe(config.recipe).tabular:
-        others = ", ".join(tabular_names())
-        raise UserError(f"--schema {schema}: recipe {config.recipe} has no columns; {others} has")
+        raise UserError(f"--schema {schema}: recipe {config.recipe} has no columns; {OF_TABLES} has")
     from dphybrid.run.build import prepare_data
 
     folder = prepare_data(config, load_settings()).data.path

@@ -19,45 +19,37 @@ from typing import Any
 
 from dphybrid.cli.flags import add_experiment_flags, config_from_args
 from dphybrid.cli.parser import Parser, at_least_one
-from dphybrid.util.errors import UserError
 from dphybrid.util.stop import StopRequest, stop_signals
 
 
 def flags(parser: Parser) -> None:
     """Add the command's flags."""
     add = parser.add_argument
-    add("--grid", metavar="JSON", help='field -> values: {"train.batch_size": [256, 512]}')
+    grid = 'field -> values: {"train.batch_size": [256, 512]}'
+    add("--grid", required=True, type=_grid, metavar="JSON", help=grid)
     trials = "search with Optuna: runs in all; a field may then be a range, {low, high, log or step}"
     add("--trials", type=at_least_one, default=0, metavar="N", help=trials)
     add("--no-prune", action="store_true", help="train each run of a search to its end")
     add("--sweep", metavar="NAME", help="name of the sweep; one used before goes on")
     at_once = "runs at the same time (0: as many as GPUs allow)"
     add("--at-once", type=int, default=0, metavar="N", help=at_once)
-    add_experiment_flags(parser, parser.recipe)
+    add_experiment_flags(parser)
 
 
-def _read_grid(text: str | None, searched: bool) -> dict[str, Any]:
-    """Return the grid that a flag gives. Raises UserError with an example when there is none, or when it is
-    not a JSON object. searched: with --trials, where a field may also have a range."""
-    example = '{"train.lr": {"low": 1e-4, "high": 0.1, "log": true}, "train.batch_size": [256, 512]}'
-    example = example if searched else '{"train.lr": [0.01, 0.1], "train.batch_size": [256, 512]}'
-    if text is None:
-        what = (
-            "--trials needs the fields to search in" if searched else "a sweep needs fields and their values"
-        )
-        raise UserError(f"{what}; give --grid '{example}'")
+def _grid(text: str) -> dict[str, Any]:
     try:
         grid = json.loads(text)
     except ValueError as error:
-        raise UserError(f"--grid {text}: not valid JSON ({error}); write '{example}'") from error
+        raise argparse.ArgumentTypeError(f"{text}: not valid JSON ({error})") from error
     if not isinstance(grid, dict):
-        raise UserError(f"--grid {text}: not a JSON object; write '{example}'")
+        raise argparse.ArgumentTypeError(f"{text}: not a JSON object of fields and their values")
     return grid
 
 
 def _line(row: Mapping[str, object], served: bool) -> str:
     """Return a run's row of the results as a line. served: the address of its page in MLflow answers."""
     facts = {name: value for name, value in row.items() if name not in ("cell", "failed", "run")}
+    # Metrics are floats, the grid's values texts.
     metrics = ", ".join(f"{key} {value:.4f}" for key, value in facts.items() if isinstance(value, float))
     values = ", ".join(f"{key}={value}" for key, value in facts.items() if not isinstance(value, float))
     address = f"  {row['run']}" if served and row.get("run") else ""
@@ -66,8 +58,8 @@ def _line(row: Mapping[str, object], served: bool) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Run a sweep; 1 when a run failed."""
-    grid, stop = _read_grid(args.grid, bool(args.trials)), StopRequest()
-    config, settings, *_ = config_from_args(args)
+    stop = StopRequest()
+    config, settings = config_from_args(args)
     name = args.sweep or f"sweep-{datetime.now():%m%d-%H%M%S}"
     from dphybrid.lifecycle.sweep import failures, make_grid, run_grid, sweep_folder, write_sweep
 
@@ -75,14 +67,15 @@ def run(args: argparse.Namespace) -> int:
         if args.trials:
             from dphybrid.lifecycle.search import Search, search
 
-            what = Search(grid, args.trials, not args.no_prune)
+            what = Search(args.grid, args.trials, not args.no_prune)
             cells, reports = search(what, config, name, settings, stop, args.at_once)
         else:
-            cells = make_grid(config, grid, name, settings)
+            cells = make_grid(config, args.grid, name, settings)
             reports = run_grid(cells, name, settings, stop, args.at_once)
     rows, file = write_sweep(sweep_folder(name, settings), cells, reports)
     for row in rows:
         print(_line(row, f"{settings.mlflow_uri}".startswith("http")))
     print(f"Results: {file}\nCompare: dphybrid compare --sweep {shlex.quote(name)}")
+    # Last: what was trained is shown before the command ends as interrupted.
     stop.obey(f"with runs left; --sweep {name} goes on")
     return 1 if failures(reports) else 0

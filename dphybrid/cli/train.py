@@ -16,53 +16,57 @@ Data, checkpoints and the MLflow store lie under DPHYBRID_DATA_DIR (~/.dphybrid)
 """
 
 import argparse
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from dphybrid.cli.flags import add_train_flags, config_from_args, tags_from_args
+from dphybrid.cli.flags import add_train_flags, config_from_args, recipe_of
 from dphybrid.cli.parser import Parser
 from dphybrid.util.importing import kept_from_gc
-
-if TYPE_CHECKING:
-    from dphybrid.run.pages import Report
+from dphybrid.util.text import masked
 
 
-def flow_parser(name: str, description: str) -> Parser:
-    """Return the parser of `python -m dphybrid.flows.NAME`, whose help ends as that of `dphybrid train`."""
-    return Parser(
+def flow_parser(name: str, description: str, argv: Sequence[str]) -> Parser:
+    """Return the parser of `python -m dphybrid.flows.NAME`, whose help ends as that of `dphybrid train`.
+    argv: says which recipe is meant."""
+    parser = Parser(
         prog=f"python -m dphybrid.flows.{name}",
         description=description,
         epilog=(__doc__ or "").partition("\n\n")[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.recipe = recipe_of(argv)
+    return parser
 
 
 def flags(parser: Parser) -> None:
     """Add the command's flags."""
     add_train_flags(parser)
     tag = "a tag for the MLflow run; may be repeated"
-    parser.add_argument("--tag", action="append", default=[], metavar="NAME=VALUE", help=tag)
+    parser.add_argument("--tag", action="append", type=_tag, default=[], metavar="NAME=VALUE", help=tag)
 
 
 def run(args: argparse.Namespace) -> int:
     """Train; a run that gives its GPUs back takes its place in the queue again."""
-    config, settings, resume, report_path = config_from_args(args)
+    config, settings = config_from_args(args)
     with kept_from_gc():
         from dphybrid.run.leasing import go_on_later
         from dphybrid.run.train import run_job
         from dphybrid.util.stop import Interrupted
 
     try:
-        report = run_job(config, settings, run_name=args.run_name, resume=resume, tags=tags_from_args(args))
+        report = run_job(config, settings, run_name=args.run_name, resume=args.resume, tags=dict(args.tag))
     except Interrupted as interruption:
         if interruption.requeue:
             go_on_later(interruption, settings)
         raise
-    _show(report, report_path)
+    print(report.text)
+    if args.report:
+        report.write(args.report)
     return 0
 
 
-def _show(report: "Report", path: Path | None) -> None:
-    print(report.text)
-    if path:
-        report.write(path)
+def _tag(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise argparse.ArgumentTypeError(f"{text}: write NAME=VALUE")
+    # Addresses are among the tags that people give.
+    return name, masked(value)

@@ -172,17 +172,13 @@ class _Trial:
     def _evaluate(self) -> str:
         experiment = self.experiment
         task, valid = experiment.task, experiment.data.dataset("valid")
-        outputs = validation_outputs(
-            experiment.build(resolve_devices("cpu")), valid, experiment.config.train.batch_size, task
-        )
+        model, batch_size = experiment.build(resolve_devices("cpu")), experiment.config.train.batch_size
+        outputs = validation_outputs(model, valid, batch_size, task)
         if missing := [name for name in task.reads if name not in outputs]:
-            raise UserError(
-                f"the task reads {missing[0]!r}, which neither batches nor the model's outputs have"
-            )
+            raise UserError(f"the task reads {missing[0]!r}, which neither batches nor outputs have")
         if odd := [name for name, value in outputs.items() if len(value) != len(valid)]:
-            raise UserError(
-                f"{odd[0]} has {len(outputs[odd[0]])} rows for {len(valid)} samples; return one for each"
-            )
+            found = len(outputs[odd[0]])
+            raise UserError(f"{odd[0]} has {found} rows for {len(valid)} samples; return as many")
         metrics = task.compute(outputs)
         if task.metric not in metrics:
             raise UserError(f"compute returns {sorted(metrics)}, not the deciding metric {task.metric!r}")
@@ -197,6 +193,7 @@ class _Trial:
         experiment = replace(self.experiment, config=values, engine=_TrialEngine(values, stop_after))
         resume = name if (self.settings.runs_dir / name).is_dir() else None
         run = build_run(experiment, "cpu*2", run_name=name, resume=resume)
+        # RowPipeline says by a warning why it prefetches nothing.
         with closing_run(run, self.settings), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             result = train_run(run, experiment, StopRequest())
@@ -254,6 +251,7 @@ class _Trial:
             )["loss"]
             for devices in ("cpu", "cpu*2")
         ]
+        # Wide enough for sums in another order; what computes across the batch is far beyond.
         if not torch.allclose(losses[0], losses[1], rtol=1e-3, atol=1e-4):
             raise UserError(
                 f"losses differ by {float((losses[0] - losses[1]).abs().max()):.3g} between one and two "
@@ -274,7 +272,5 @@ class _Trial:
             return "not tried: give the recipe an `example`, columns of some rows to predict"
         first, second = predictor.predict(rows), predictor.predict(rows)
         if repr(first) != repr(second):
-            raise UserError(
-                "predicting the same rows twice gives two answers; draw nothing in evaluation mode"
-            )
+            raise UserError("the same rows twice get two answers; draw nothing in evaluation mode")
         return f"{len(first)} predictions of {len(next(iter(rows.values())))} rows"

@@ -48,12 +48,11 @@ def verify_places(places: Sequence[str], settings: Settings) -> Iterator[tuple[s
             found.append(folder)
             continue
         run = folder if folder.is_dir() else settings.runs_dir / place
+        # A run without checkpoints yet is no damage, unless it was named.
         of_run = complete_checkpoints(run / "checkpoints")
         if not of_run and places:
             there = ", ".join(path.name for path in runs) or "none"
-            raise UserError(
-                f"{place}: no prepared folder, no checkpoint and no run with checkpoints; runs: {there}"
-            )
+            raise UserError(f"{place}: no prepared folder, checkpoint or run with checkpoints; runs: {there}")
         found += of_run
     for folder in found:
         check = verify_checkpoint if (folder / "state.json").is_file() else verify_prepared

@@ -5,12 +5,11 @@ At Ctrl-C or SIGTERM it takes no more runs, and its runs write checkpoints and g
 """
 
 import argparse
-import os
 import socket
 
 from dphybrid.cli.parser import Parser, prefect_part
 from dphybrid.config.settings import load_settings
-from dphybrid.gpus import Inventory, visible
+from dphybrid.gpus.inventory import Inventory, visible
 
 
 def flags(parser: Parser) -> None:
@@ -28,7 +27,7 @@ def flags(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the worker until signals stop it."""
     # One run for each GPU, or one on the CPU: more would wait here before an urgent one.
-    gpus = visible(Inventory(load_settings().nvml).read(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    gpus = visible(Inventory(load_settings().nvml).read())
     limit = args.limit or max(1, len(gpus))
     code: int = prefect_part("worker").run(args.pool, args.name, limit, args.queue, args.wait)
     return code

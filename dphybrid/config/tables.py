@@ -5,7 +5,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from dphybrid.config.experiment import DataConfig, Names
+from dphybrid.config import DataConfig, Names
 
 NO_VALUE = (
     *("?", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN", "<NA>"),
@@ -73,6 +73,7 @@ class TableDataConfig(DataConfig):
     @classmethod
     def role_fields(cls) -> dict[str, str]:
         """Return the fields that list columns of a kind, each with the kind's role."""
+        # By what the kinds of columns, in a room above, leave on their fields.
         extras = ((name, field.json_schema_extra) for name, field in cls.model_fields.items())
         return {name: str(extra["role"]) for name, extra in extras if isinstance(extra, dict)}
 

@@ -57,26 +57,6 @@ class Gpu:
         return self.parent is not None
 
 
-@dataclass(frozen=True)
-class Policy:
-    """When a GPU is free: all of this must hold over `window_s` seconds.
-
-    free_share: share of its memory that must be free. max_utilisation: per cent. ignore: commands whose
-    processes do not count, such as those of the desktop.
-    """
-
-    free_share: float = 0.9
-    max_utilisation: int = 10
-    window_s: float = 2.0
-    ignore: tuple[str, ...] = ("Xorg", "Xwayland", "gnome-shell")
-
-    @classmethod
-    def of(cls, settings: Settings) -> "Policy":
-        """Return the policy that the settings say."""
-        ignored = tuple(name.strip() for name in settings.gpu_ignore.split(",") if name.strip())
-        return cls(settings.gpu_free_share, settings.gpu_max_load, settings.gpu_window_s, ignored)
-
-
 class Inventory:
     """Reads the GPUs through a module with NVML's functions (nvidia-ml-py's `pynvml`, or one that stands in
     for it).
@@ -88,9 +68,7 @@ class Inventory:
         try:
             self._nvml: Any = importlib.import_module(module)
         except ImportError as error:
-            raise UserError(
-                f"DPHYBRID_NVML={module!r}: cannot be imported ({error}); the usual one is pynvml"
-            ) from error
+            raise UserError(f"DPHYBRID_NVML={module!r}: cannot be imported ({error}); use pynvml") from error
         self.reason = ""
         self._open = False
 
@@ -132,9 +110,8 @@ class Inventory:
             except nvml.NVMLError_NotFound:
                 continue  # slots are numbered with gaps
             uuid = nvml.nvmlDeviceGetUUID(handle)
-            units.append(
-                self._unit(handle, Gpu(index, f"GPU {index} MIG {number}", uuid, parent=parent_uuid))
-            )
+            device = Gpu(index, f"GPU {index} MIG {number}", uuid, parent=parent_uuid)
+            units.append(self._unit(handle, device))
         return units
 
     def _unit(self, handle: object, unit: Gpu) -> Gpu:
@@ -180,55 +157,50 @@ def _is_own(pid: int) -> bool:
         return False
 
 
-def foreign_processes(gpu: Gpu, policy: Policy) -> list[Process]:
+def foreign_processes(gpu: Gpu, settings: Settings) -> list[Process]:
     """Return the processes on a GPU that are neither ours nor ignored."""
-    return [p for p in gpu.processes if p.command not in policy.ignore and not _is_own(p.pid)]
+    ignored = [name.strip() for name in settings.gpu_ignore.split(",")]
+    return [p for p in gpu.processes if p.command not in ignored and not _is_own(p.pid)]
 
 
 def describe_process(process: Process) -> str:
     """Return `38.0 GiB taken by ann since 09:12 (python, pid 4711)`."""
     memory = "memory" if process.memory_bytes is None else f"{process.memory_bytes / GIB:.1f} GiB"
     since = "" if process.since is None else f" since {clock_time(process.since)}"
-    what = (
-        f"{process.command}, pid {process.pid}"
-        if process.command
-        else f"pid {process.pid} of another container"
-    )
+    pid = f"pid {process.pid}"
+    what = f"{process.command}, {pid}" if process.command else f"{pid} of another container"
     return f"{memory} taken by {process.owner or 'somebody'}{since} ({what})"
 
 
 def clock_time(moment: datetime) -> str:
     """Return 09:12, with the date when it was not today."""
-    return moment.strftime(
-        "%H:%M" if moment.date() == datetime.now(moment.tzinfo).date() else "%Y-%m-%d %H:%M"
-    )
+    today = moment.date() == datetime.now(moment.tzinfo).date()
+    return moment.strftime("%H:%M" if today else "%Y-%m-%d %H:%M")
 
 
-def busy_reason(gpu: Gpu, policy: Policy) -> str | None:
+def busy_reason(gpu: Gpu, settings: Settings) -> str | None:
     """Return why a GPU is not free at this moment, or None. Leases are another matter."""
     if gpu.fault:
         return f"{gpu.label}: {gpu.fault}; `nvidia-smi` may say more"
-    if foreign := foreign_processes(gpu, policy):
+    if foreign := foreign_processes(gpu, settings):
         return f"{gpu.label}: " + ", ".join(describe_process(process) for process in foreign)
-    if gpu.free_bytes < policy.free_share * gpu.total_bytes:
+    if gpu.free_bytes < settings.gpu_free_share * gpu.total_bytes:
         used = (gpu.total_bytes - gpu.free_bytes) / GIB
-        return (
-            f"{gpu.label}: {used:.1f} of {gpu.total_bytes / GIB:.1f} GiB in use by processes that cannot "
-            "be seen from here"
-        )
-    if gpu.utilisation is not None and gpu.utilisation > policy.max_utilisation:
+        of = f"{used:.1f} of {gpu.total_bytes / GIB:.1f} GiB"
+        return f"{gpu.label}: {of} in use by processes that cannot be seen from here"
+    if gpu.utilisation is not None and gpu.utilisation > settings.gpu_max_load:
         return f"{gpu.label}: at {gpu.utilisation} % load"
     return None
 
 
-def visible(units: Iterable[Gpu], names: str | None) -> list[Gpu]:
-    """Return the units that CUDA_VISIBLE_DEVICES=`names` leaves, in its order (None: all); as in CUDA, the
-    first unknown name ends the list.
+def visible(units: Iterable[Gpu]) -> list[Gpu]:
+    """Return the units that CUDA_VISIBLE_DEVICES leaves, in its order (unset: all); as in CUDA, the first
+    unknown name ends the list.
 
     A number names a GPU in NVML's order (CUDA_DEVICE_ORDER=PCI_BUS_ID), or the first MIG device of one in MIG
     mode.
     """
-    units = list(units)
+    units, names = list(units), os.environ.get("CUDA_VISIBLE_DEVICES")
     if names is None:
         return units
     chosen: list[Gpu] = []

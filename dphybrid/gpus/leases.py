@@ -127,9 +127,8 @@ def lease_folder(wanted: Path) -> Path:
                     f"{folder}` as root"
                 )
             return folder
-    raise UserError(
-        f"DPHYBRID_LEASE_DIR={str(wanted)!r}: cannot be written; run `install -d -m 1777 {wanted}` as root"
-    )
+    command = f"install -d -m 1777 {wanted}"
+    raise UserError(f"DPHYBRID_LEASE_DIR={str(wanted)!r}: cannot be written; run `{command}` as root")
 
 
 def shared_folder_fault(folder: Path) -> str | None:
@@ -162,7 +161,7 @@ def try_lease(folder: Path, gpus: Sequence[Gpu], run: str) -> Lease | None:
             os.close(handle)
         return None
     pid, since = os.getpid(), datetime.now().astimezone()
-    page = {"pid": pid, "user": user_name(), "run": run, "since": since.isoformat()}
+    page = {"pid": pid, "user": _user_name(), "run": run, "since": since.isoformat()}
     for handle in handles:
         _write_page(handle, json.dumps(page))
     return Lease(gpus, handles, folder, _mark(pid, since))
@@ -192,13 +191,11 @@ def ask_for(folder: Path, gpu: Gpu) -> str:
     except OSError as error:
         raise UserError(f"{error}; remove it") from error
     try:
-        _write_page(handle, f"{_mark(holder.pid, holder.since)} {user_name()}")
+        _write_page(handle, f"{_mark(holder.pid, holder.since)} {_user_name()}")
     finally:
         os.close(handle)
-    return (
-        f"{gpu.label} is {holder.text()}; asked to give way (it will unless its DPHYBRID_YIELD_TO_OTHERS "
-        "is never)"
-    )
+    asked = "asked to give way (it will unless its DPHYBRID_YIELD_TO_OTHERS is never)"
+    return f"{gpu.label} is {holder.text()}; {asked}"
 
 
 def asked_by(lease: Lease) -> str | None:
@@ -224,7 +221,7 @@ def locked_page(file: Path) -> str | None:
         return None
 
 
-def user_name() -> str:
+def _user_name() -> str:
     """Return the name of this process's user."""
     try:
         return pwd.getpwuid(os.getuid()).pw_name

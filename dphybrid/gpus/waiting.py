@@ -10,21 +10,21 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 
 from pydantic import BaseModel, Field, ValidationError
 
-from dphybrid.gpus.inventory import Gpu, Inventory, Policy, busy_reason, visible
-from dphybrid.gpus.leases import Lease, find_holder, locked_page, try_lease
+from dphybrid.config.settings import Settings
+from dphybrid.gpus.inventory import Gpu, Inventory, busy_reason, visible
+from dphybrid.gpus.leases import Lease, find_holder, lease_folder, locked_page, try_lease
 from dphybrid.util.errors import UserError, counted
+from dphybrid.util.hours import parse_training_hours
 from dphybrid.util.locks import lock
+from dphybrid.util.stop import StopRequest
 
 _BIRTH_S = 60.0
 """A hidden ticket older than this was left by a process that died while making it."""
-
-
-class LeaseTimeoutError(UserError):
-    """The GPUs did not come free within the time limit."""
 
 
 @dataclass(frozen=True)
@@ -54,33 +54,33 @@ class _Ticket(BaseModel):
 def acquire(
     wanted: Wanted,
     inventory: Inventory,
-    folder: Path,
+    settings: Settings,
     *,
     run: str,
-    policy: Policy = Policy(),  # noqa: B008 - frozen
-    names: str | None = None,
-    timeout_s: float = 0.0,
-    poll_s: float = 1.0,
-    on_wait: Callable[[str], None] = lambda reason: None,
-    closed: Callable[[], str | None] = lambda: None,
-    on_look: Callable[[], None] = lambda: None,
+    on_wait: Callable[[str], None],
+    stop: StopRequest | None = None,
 ) -> Lease:
-    """Wait until the GPUs are free by `policy` and leased to no one, and lease them.
+    """Wait until the GPUs are free, training hours are open and nobody has leased them; lease them.
 
-    folder: of `lease_folder`. run: shown to others. names: CUDA_VISIBLE_DEVICES. timeout_s counts from the
-    call; 0 still allows for the policy's window. on_wait is told why, when the reason changes. closed: why
-    nothing may start now (outside training hours), or None. on_look is called before each look, and ends the
-    waiting by raising. Raises UserError for GPUs that are not there, LeaseTimeoutError with the reasons.
+    run: shown to others. on_wait is told why, when the reason changes. stop: ends the waiting, too. Raises
+    UserError for GPUs that are not there or did not come free in time; Interrupted.
     """
+    window_s, poll_s, timeout_s = settings.gpu_window_s, settings.gpu_poll_s, settings.gpu_wait_s
     # at least two windows: a GPU that is free now must be seen to stay so
-    deadline = time.monotonic() + max(timeout_s, 2 * policy.window_s + 2 * poll_s)
-    search, told = _Search(wanted, inventory, folder, run, policy, names), ""
+    deadline = time.monotonic() + max(timeout_s, 2 * window_s + 2 * poll_s)
+    hours, told = parse_training_hours(settings.training_hours), ""
+    search = _Search(wanted, inventory, lease_folder(settings.lease_dir), run, settings)
+
+    # This machine's clock, as people wrote the hours by it.
+    def closed() -> str | None:
+        return hours.closed_reason(datetime.now())
 
     def wait(why: str) -> None:
         nonlocal told
-        on_look()
+        if stop:
+            stop.obey()
         if time.monotonic() >= deadline:
-            raise LeaseTimeoutError(
+            raise UserError(
                 f"{counted(wanted.least, 'GPU')} did not come free within {timeout_s:.0f} s: "
                 f"{why or 'another run was faster'}; try later, raise DPHYBRID_GPU_WAIT_S, or use devices=cpu"
             )
@@ -96,7 +96,7 @@ def acquire(
             continue
         # closed hours are no time in which a GPU was seen to be free
         search.free_since.clear()
-        with _ticket(folder, eligible, wanted.least) as number:
+        with _ticket(search.folder, eligible, wanted.least) as number:
             while not closed():
                 lease, why = search.look(number)
                 if lease:
@@ -106,19 +106,18 @@ def acquire(
 
 @dataclass(frozen=True)
 class _Search:
-    """What `acquire` was given, and what its looks have found. free_since: UUID -> since when it has been
-    free."""
+    """What `acquire` was given, and what its looks have found. folder: of the leases. free_since: UUID ->
+    since when it has been free."""
 
     wanted: Wanted
     inventory: Inventory
     folder: Path
     run: str
-    policy: Policy
-    names: str | None
+    settings: Settings
     free_since: dict[str, float] = field(default_factory=dict)
 
     def units(self) -> list[Gpu]:
-        return visible(self.inventory.read(), self.names)
+        return visible(self.inventory.read())
 
     def look(self, number: str) -> tuple[Lease | None, str]:
         """Look once, and take what is ours to take; return (lease, why not). number: of our ticket."""
@@ -128,12 +127,13 @@ class _Search:
             holder = find_holder(self.folder, gpu.uuid)
             if holder:
                 leased.add(gpu.uuid)
-            if reason := f"{gpu.label}: {holder.text()}" if holder else busy_reason(gpu, self.policy):
+            if reason := f"{gpu.label}: {holder.text()}" if holder else busy_reason(gpu, self.settings):
                 reasons.append(reason)
                 self.free_since.pop(gpu.uuid, None)
             else:
                 self.free_since.setdefault(gpu.uuid, now)
-        ready = [g for g in eligible if now - self.free_since.get(g.uuid, now + 1) >= self.policy.window_s]
+        window_s = self.settings.gpu_window_s
+        ready = [g for g in eligible if now - self.free_since.get(g.uuid, now + 1) >= window_s]
         # names begin with a time of fixed width, so the smaller name is the older ticket
         ahead = [ticket for name, ticket in _tickets(self.folder).items() if name < number]
         kept = _kept_for(ahead, ready, leased)
@@ -156,7 +156,7 @@ class _Search:
         # Under the locks once more: between the look and the lock another run may have come and gone, or
         # somebody begun.
         now = {gpu.uuid: gpu for gpu in self.units()}
-        if all(gpu.uuid in now and busy_reason(now[gpu.uuid], self.policy) is None for gpu in chosen):
+        if all(gpu.uuid in now and busy_reason(now[gpu.uuid], self.settings) is None for gpu in chosen):
             return lease
         lease.release()
         return None
@@ -164,9 +164,8 @@ class _Search:
 
 def _eligible(wanted: Wanted, units: Sequence[Gpu]) -> list[Gpu]:
     if missing := [number for number in wanted.numbers if number >= len(units)]:
-        raise UserError(
-            f"devices: cuda:{missing[0]} is not here; {len(units)} GPUs are visible (see `dphybrid devices`)"
-        )
+        there = f"{len(units)} GPUs are visible (see `dphybrid devices`)"
+        raise UserError(f"devices: cuda:{missing[0]} is not here; {there}")
     chosen = [units[number] for number in wanted.numbers] or list(units)
     if wanted.least > 1 and not wanted.numbers:
         chosen = [unit for unit in chosen if not unit.is_mig]  # CUDA gives a process one MIG device

@@ -14,7 +14,7 @@ from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
 from dphybrid.data import open_prepared, source_digest
 from dphybrid.recipes.configs import AnyExperiment, apply_overrides, stored_config
-from dphybrid.recipes.registry import find_recipe, tabular_names
+from dphybrid.recipes.registry import OF_TABLES, find_recipe
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import Run, read_run
 from dphybrid.run.pages import ResultPage
@@ -68,9 +68,7 @@ class Plan(BaseModel):
 def open_registry(settings: Settings) -> Registry:
     """Return the model registry in force. Raises UserError where nothing is recorded."""
     if settings.mlflow_uri == "none":
-        raise UserError(
-            "retraining needs MLflow's model registry, and tracking is none; unset it, or name a server"
-        )
+        raise UserError("retraining needs MLflow's registry, and tracking is none; name a server")
     return Registry(store_to_write(settings.mlflow_uri, settings.mlflow_dir))
 
 
@@ -81,14 +79,11 @@ def plan_retraining(config: ExperimentConfig, settings: Settings, event: str = "
     """
     model = config.checkpoint.register_as
     if model is None:
-        raise UserError(
-            "checkpoint.register_as is not set; retraining needs the name of the model in MLflow's registry"
-        )
+        raise UserError("checkpoint.register_as is not set; name the model in MLflow's registry")
     recipe = find_recipe(config.recipe)
     if not recipe.tabular:
         raise UserError(
-            f"recipe={config.recipe}: only tables (recipe {', '.join(tabular_names())}) can grow and be "
-            "retrained; train others anew"
+            f"recipe={config.recipe}: only tables ({OF_TABLES}) can be retrained; train others anew"
         )
     registry = open_registry(settings)
     newest, champion = registry.newest(model), registry.champion(model)
@@ -163,13 +158,14 @@ def reason_to_wait(prepared: str, min_new_rows: int, event: str = "") -> str | N
     return f"{counted(len(arrays['new_rows']), 'new row')}, min_new_rows is {max(1, min_new_rows)}"
 
 
-def compare_on_validation_rows(run: Run, min_gain: float) -> Decision:
+def _compare(run: Run, min_gain: float) -> Decision:
     """Return the comparison of a run's best checkpoint, on the run's validation rows, with the checkpoint it
     started from; of a first model with the recipe's floor, which the whole interval must beat."""
     experiment = run.experiment()
     config, task = experiment.config, experiment.task
     best = Path(ResultPage.read(run.folder / "result.json").best_checkpoint)
     if config.train.warm_start is None:
+        # Against a constant, any gain that is sure will do.
         name, min_gain, before = "a constant prediction's", 0.0, experiment.recipe.floor(experiment.data)
         if before is None:
             return Decision(promoted=True, why="new: there is no champion to compare it with")
@@ -255,7 +251,7 @@ def judge(run_folder: str, settings: Settings, min_gain: float = 0.0) -> Decisio
             f"the model of run {run.folder.name} is not registered as {model!r} yet; run `dphybrid sync`, "
             "then start the retraining again"
         )
-    decision = compare_on_validation_rows(run, min_gain)
+    decision = _compare(run, min_gain)
     registry.decide(challenger, decision.promoted, decision.why)
     decision.write(run.folder / "decision.json")
     return decision

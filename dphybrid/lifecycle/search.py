@@ -116,6 +116,7 @@ def search(
     for a space that is not allowed, data that cannot be used, and as `begin_sweep` does.
     """
     what.check(config, settings)
+    # Which values come is not known yet; how many runs, and their devices, is.
     cells_of_all = [make_cell(config, {}, sweep, settings)] * what.trials
     folder, workers = begin_sweep(sweep, cells_of_all, settings, at_once)
     recipe = find_recipe(config.recipe)
@@ -162,6 +163,7 @@ def _study(folder: Path, sweep: str, seed: int, task: Task) -> optuna.Study:
     study = optuna.create_study(
         study_name=sweep,
         storage=f"sqlite:///{folder / 'study.db'}",
+        # Of fewer than three runs a median says nothing, and of a first epoch little.
         pruner=optuna.pruners.MedianPruner(n_startup_trials=3, n_warmup_steps=1),
         direction="maximize" if task.higher_is_better else "minimize",
         load_if_exists=True,

@@ -128,15 +128,18 @@ def run_cell(
         raise CellFailed(f"{cell.name}: not run, {stop.reason}", final=True)
     page, log = folder / f"{cell.name}.config.json", folder / f"{cell.name}.log"
     write_text(page, cell.config.model_dump_json(indent=1))
+    # A process a run: CUDA's memory, and a crash, end with it.
     argv = [sys.executable, "-m", "dphybrid", "train", "--config", str(page), "--report", str(report)]
     for name, value in {**tags, SWEEP_TAG: sweep}.items():
         argv += ["--tag", f"{name}={value}"]
     # A cell that was cut off goes on from its checkpoint, under the name that its place gives it.
     known = (settings.runs_dir / cell.name / "run.json").is_file()
     argv += ["--resume", cell.name] if known else ["--run-name", cell.name]
+    # Appended: another try keeps what the one before has said.
     with log.open("ab") as stream:
         child = subprocess.Popen(argv, stdout=stream, stderr=stream)
         _wait(child, lambda: stop.pending or enough())
+    # The log's last lines: the cell's own error message, or its traceback's end.
     if code := child.returncode:
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         told = f"{cell.name} ended with {code}: {' | '.join(lines[-3:])} ({log})"
@@ -171,9 +174,7 @@ def begin_sweep(sweep: str, cells: Sequence[Cell], settings: Settings, at_once: 
     """
     check_run_name(sweep, "--sweep")
     if at_once < 0:
-        raise UserError(
-            f"at_once={at_once}: give the number of runs at a time, or 0 for as many as GPUs allow"
-        )
+        raise UserError(f"at_once={at_once}: give the number of runs, or 0 for as many as GPUs allow")
     folder = sweep_folder(sweep, settings)
     for cell in cells:
         page = folder / f"{cell.name}.config.json"
@@ -202,6 +203,7 @@ def run_grid(
         except CellFailed as failure:
             return str(failure)
 
+    # Threads only wait for processes here.
     with ThreadPoolExecutor(workers) as pool:
         return dict(zip([cell.name for cell in cells], pool.map(train, cells), strict=True))
 
@@ -212,10 +214,9 @@ def write_sweep(folder: Path, cells: Sequence[Cell], reports: Reports) -> tuple[
     rows = []
     for cell in cells:
         done = reports.get(cell.name, "not run")
-        told = (
-            {"failed": done} if isinstance(done, str) else {"failed": "", **done.metrics, "run": done.run_url}
-        )
-        rows.append({"cell": cell.name, **cell.values, **told})
+        row: dict[str, Any] = {"cell": cell.name, **cell.values, "failed": ""}
+        more = {"failed": done} if isinstance(done, str) else {**done.metrics, "run": done.run_url}
+        rows.append(row | more)
     write_json(file := folder / "sweep.json", rows)
     return rows, file
 

@@ -5,10 +5,11 @@ value, place and remedy.
 same code.
 """
 
+import difflib
 import json
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -18,7 +19,7 @@ from pydantic import BaseModel, BeforeValidator, ValidationError, WithJsonSchema
 from dphybrid.config import ExperimentConfig, Section, fields_of, flatten, merge, nest
 from dphybrid.config.settings import Settings
 from dphybrid.recipes.registry import BUILT_IN, DEFAULT, find_recipe, infer_recipe, recipe_names
-from dphybrid.util.errors import UserError, nearest, plain_words, type_text
+from dphybrid.util.errors import UserError, plain_words, type_text
 from dphybrid.util.files import read_small_text
 from dphybrid.util.importing import check_import
 
@@ -52,17 +53,23 @@ def recipes_with(name: str) -> list[str]:
     return [recipe for recipe in BUILT_IN if name in field_types(recipe)]
 
 
-def _explain_unknown(name: str, recipe: str) -> str:
-    """Return why a recipe's config has no such field, and what to do."""
-    if others := recipes_with(name):
+def explain_unknown(name: str, recipe: str, known: Sequence[str] = ()) -> str:
+    """Return why a recipe's config has no such field, and which one may be meant. known: the names that there
+    are, as flags have them; none: the fields."""
+    # Of names with a section alone: to look at all recipes imports polars, for ctr's kinds of columns.
+    if "." in name and (others := recipes_with(name.replace("-", "_"))):
         return f"recipe {recipe} does not use it; it is a value of {', '.join(others)}"
-    known = field_types(recipe)
-    ending = [full for full in known if full.rpartition(".")[2] == name.rpartition(".")[2]]
-    if ending:
-        return f"there is no such field; did you mean {ending[0]!r}?"
-    section = name.rpartition(".")[0]
-    siblings = [full for full in known if full.rpartition(".")[0] == section] or list(known)
-    return f"there is no such field{nearest(name, list(known)) or '; known: ' + ', '.join(siblings)}"
+    (section, _, leaf), known = name.rpartition("."), known or list(field_types(recipe))
+    meant = [full for full in known if full.rpartition(".")[2] == leaf or full.startswith(f"{name}.")]
+    there = [full for full in known if full.rpartition(".")[0] == section] or known
+    if not meant:
+        # Last parts alone: with `train.` before it, every name of that section would be near.
+        names = there if section else known
+        near = difflib.get_close_matches(leaf, [full.rpartition(".")[2] for full in names], n=1)
+        meant = [full for full in names if full.rpartition(".")[2] in near]
+    if meant:
+        return f"there is no such field; did you mean {' or '.join(map(repr, meant[:4]))}?"
+    return f"there is no such field; known: {', '.join(there)}"
 
 
 def parse_overrides(overrides: list[str]) -> Values:
@@ -75,9 +82,7 @@ def parse_overrides(overrides: list[str]) -> Values:
             raise UserError(f"override {text!r}: expected name=value, as in train.batch_size=512")
         given[name] = value.strip()
     if twice := [name for name in given if any(other.startswith(f"{name}.") for other in given)]:
-        raise UserError(
-            f"override {twice[0]}={given[twice[0]]}: is a section of other overrides; leave it out"
-        )
+        raise UserError(f"override {twice[0]}={given[twice[0]]}: is a section of others; leave it out")
     return nest(given)
 
 
@@ -86,20 +91,8 @@ def read_config_file(path: Path) -> Values:
     try:
         text = read_small_text(path)
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except OSError as error:
-        raise UserError(
-            f"--config {path}: {error.strerror or error}; give the path of a TOML file"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"--config {path}: not a text file ({error.reason} at byte {error.start}); give a TOML file"
-        ) from error
-    except RecursionError as error:
-        raise UserError(
-            f"--config {path}: is nested too deeply; a config has sections with values"
-        ) from error
-    except ValueError as error:  # tomllib and json errors both say where; a path with a NUL byte is one, too
-        raise UserError(f"--config {path}: cannot be read: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:  # a path with a NUL byte is a ValueError
+        raise UserError(f"--config {path}: cannot be read ({error}); give a TOML file") from error
     if not isinstance(values, dict):
         raise UserError(f"--config {path}: expected sections like [train], found {type_text(values)}")
     return values
@@ -114,40 +107,32 @@ def build_config(values: Values, places: dict[str, str] | None = None) -> Experi
     """
     places = places or {}
     name = values.get("recipe")
+    # Here, too, for Python and forms; `load_config` has said why before it calls this.
     if name is None:
         name = infer_recipe(values)[0]
     if not isinstance(name, str):
         raise UserError(f"recipe = {name!r}: expected a name such as {', '.join(recipe_names())}")
     recipe = find_recipe(name)
-    texts_to_none = _nones(values, name)
+    # TOML has no null, and flags and overrides are texts.
+    optional = {name for name, (kind, _, _) in field_types(name).items() if type(None) in get_args(kind)}
     try:
-        return recipe.config_class.model_validate({**texts_to_none, "recipe": name})
+        return recipe.config_class.model_validate({**_nones(values, optional), "recipe": name})
     except ValidationError as error:
         raise UserError("\n".join(_explain(item, places, name) for item in error.errors())) from error
 
 
-def _nones(values: Values, recipe: str) -> Values:
-    """Return the values with the texts "" and "none" as None where a field may be None."""
-    # TOML has no null, and flags and overrides are texts.
-    optional = {name for name, (kind, _, _) in field_types(recipe).items() if type(None) in get_args(kind)}
-
-    def walk(inner: Values, prefix: str) -> Values:
-        out: Values = {}
-        for key, value in inner.items():
-            if isinstance(value, dict):
-                out[key] = walk(value, f"{prefix}{key}.")
-            else:
-                empty = (
-                    isinstance(value, str)
-                    and value.strip().lower() in ("", "none")
-                    and f"{prefix}{key}" in optional
-                )
-                out[key] = None if empty else value
-        return out
-
-    return walk(
-        {k: v.model_dump(exclude_unset=True) if isinstance(v, Section) else v for k, v in values.items()}, ""
-    )
+def _nones(values: Values, optional: Collection[str], prefix: str = "") -> Values:
+    """Return the values with the texts "" and "none" as None in the fields that may be None."""
+    out: Values = {}
+    for key, value in values.items():
+        if isinstance(value, Section):
+            value = value.model_dump(exclude_unset=True)
+        if isinstance(value, dict):
+            value = _nones(value, optional, f"{prefix}{key}.")
+        elif f"{prefix}{key}" in optional and str(value).strip().lower() in ("", "none"):
+            value = None
+        out[key] = value
+    return out
 
 
 def as_config(value: object) -> Any:
@@ -155,9 +140,8 @@ def as_config(value: object) -> Any:
     return build_config(value) if isinstance(value, dict) else value
 
 
-_ANY_OBJECT = WithJsonSchema(
-    {"type": "object", "title": "Experiment", "additionalProperties": True}, mode="validation"
-)
+_SCHEMA = {"type": "object", "title": "Experiment", "additionalProperties": True}
+_ANY_OBJECT = WithJsonSchema(_SCHEMA, mode="validation")
 AnyExperiment = Annotated[ExperimentConfig, BeforeValidator(as_config), _ANY_OBJECT]
 """An experiment of any recipe, as a field or parameter: mappings are validated by their recipe's class, which
 no one schema could do."""
@@ -186,6 +170,7 @@ def _check_code(
 
     known: values of a config that the user gave; code that it names as well is the user's choice.
     """
+    # Links are followed first: one in the own folder may lead to somebody else's page.
     place, roots = page.resolve(), (settings.runs_dir, settings.mlflow_dir)
     # its user's own runs wrote it, or recorded it in the embedded store
     if any(place.is_relative_to(root.resolve()) for root in roots) and place.stat().st_uid == os.getuid():
@@ -194,9 +179,8 @@ def _check_code(
     for field in _CODE_FIELDS:
         for path in _named(config, field):
             if path not in chosen:
-                check_import(
-                    path, f"{page}: none of your own runs wrote it; {field}", settings.factory_packages
-                )
+                where = f"{page}: none of your own runs wrote it; {field}"
+                check_import(path, where, settings.factory_packages)
 
 
 def _named(config: Mapping[str, object], field: str) -> list[str]:
@@ -235,9 +219,8 @@ def load_config(
     """
     from_file = read_config_file(file) if file else {}
     from_flags = parse_overrides(overrides)
-    places = dict.fromkeys(flatten(from_file), str(file)) | {
-        name: f"--{name.replace('_', '-')}" for name in flatten(from_flags)
-    }
+    places = dict.fromkeys(flatten(from_file), str(file))
+    places |= {name: f"--{name.replace('_', '-')}" for name in flatten(from_flags)}
     values = merge(from_file, from_flags)
     if base and values.get("recipe", base.recipe) == base.recipe:
         values = merge({name: v for name, v in given_values(base).items() if name != "cluster"}, values)
@@ -262,7 +245,7 @@ def _explain(item: Any, places: dict[str, str], recipe: str) -> str:
     place = places.get(name)
     where = f" (from {place})" if place else ""
     if item["type"] == "extra_forbidden":
-        return f"{name}{where}: {_explain_unknown(name, recipe)}"
+        return f"{name}{where}: {explain_unknown(name, recipe)}"
     message = plain_words(item)
     if item["type"] in ("model_type", "dict_type", "model_attributes_type"):
         message = f"is a section: write [{name}] and its values below"

@@ -61,6 +61,7 @@ class ModelContext(Generic[Options]):
                 f"num_ids: {unknown[0]!r} is neither an array of whole numbers nor a vocabulary"
                 f"{suggestion(unknown[0], list(known))}"
             )
+        # The largest, not the sum: names that share a table share its rows' numbers.
         return max(int(known[name]) for name in names)
 
     @property
@@ -71,10 +72,8 @@ class ModelContext(Generic[Options]):
         """Return a host table as config and settings want it. options: what else `HostEmbedding` takes.
         Raises UserError when it does not fit."""
         if self.table_dtype == "bfloat16" and self.dtype != torch.float32:
-            raise UserError(
-                "table.dtype=bfloat16: its rows are looked up as float32; use model.dtype=float32, not "
-                f"{self.options.dtype}"
-            )
+            better = f"use model.dtype=float32, not {self.options.dtype}"
+            raise UserError(f"table.dtype=bfloat16: its rows are looked up as float32; {better}")
         return HostEmbedding(
             num_rows,
             dim,

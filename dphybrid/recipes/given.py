@@ -64,10 +64,8 @@ class GivenSource(Source):
             for name, split in zip(("training", "validation"), self._given[:2], strict=True)
         )
         if train.keys() != valid.keys():
-            raise UserError(
-                f"{where}: the training split has {sorted(train)}, the validation split {sorted(valid)}; "
-                "give both the same"
-            )
+            named = f"the training split has {sorted(train)}, the validation split {sorted(valid)}"
+            raise UserError(f"{where}: {named}; give both the same")
         for name in train:
             if train[name].shape[1:] != valid[name].shape[1:]:
                 raise UserError(
@@ -123,31 +121,26 @@ def _as_arrays(given: Given, where: str) -> dict[str, Array]:
                 "on dim 0 (recipe ctr reads texts)"
             )
         arrays[str(name)] = np.ascontiguousarray(
+            # numpy's default, seldom meant; a model in float64 converts it back.
             array.astype(np.float32) if array.dtype == np.float64 else array
         )
     lengths = {name: len(array) for name, array in arrays.items()}
     if not lengths or len(set(lengths.values())) > 1 or not min(lengths.values()):
-        raise UserError(
-            f"{where}: the arrays have {lengths or 'no'} samples; give each the same number, one or more"
-        )
+        raise UserError(f"{where}: {lengths or 'no'} samples; give each array the same number, one or more")
     return arrays
 
 
 def _items(dataset: object, where: str) -> dict[str, Array]:
     """Read a map-style Dataset sample by sample."""
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise UserError(
-            f"{where}: is {type_text(dataset)}; give a dict of arrays, a DataFrame or a map-style Dataset"
-        )
+        raise UserError(f"{where}: is {type_text(dataset)}; give arrays, a DataFrame or a map-style Dataset")
     columns: dict[str, list[Any]] = {}
     for number in range(len(dataset)):
         sample = dataset[number]
         if isinstance(sample, tuple | list):
             sample = dict(zip(_TUPLE_NAMES, sample, strict=len(sample) == len(_TUPLE_NAMES)))
         if not isinstance(sample, Mapping):
-            raise UserError(
-                f"{where}: sample {number} is {type_text(sample)}; give dicts, or tuples (input, label)"
-            )
+            raise UserError(f"{where}: sample {number} is {type_text(sample)}; give dicts or (input, label)")
         for name, value in sample.items():
             columns.setdefault(str(name), []).append(np.asarray(value))
     try:

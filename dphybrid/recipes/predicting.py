@@ -35,15 +35,15 @@ class RowsPredictor:
         """Return what the recipe's `predict` does, for `batch_size` rows at a time. rows: a frame (polars,
         pandas, Arrow), a dict of columns or a list of records. Raises UserError as `predict` does."""
         frame = as_frame(rows, "the rows").lazy().collect()
+        # An empty frame has no slices, and its answer's columns are wanted all the same.
         return pl.concat(map(self._predicted, frame.iter_slices(self.batch_size) if len(frame) else [frame]))
 
     @torch.inference_mode()
     def _predicted(self, rows: pl.DataFrame) -> pl.DataFrame:
         found = self._ask(self._model, rows, self.vocabularies)
         if not isinstance(found, pl.DataFrame):
-            raise UserError(
-                f"recipe {self._recipe}: predict returned {type_text(found)}; return a polars DataFrame"
-            )
+            what = f"recipe {self._recipe}: predict returned {type_text(found)}"
+            raise UserError(f"{what}; return a polars DataFrame")
         return found
 
     def predict_file(
@@ -64,6 +64,7 @@ class RowsPredictor:
         """
         if threshold is not None:
             raise UserError("--threshold: is of recipes that read tables; this recipe's predict decides")
+        # Before any work: a target that cannot be written ends here.
         done, rejected = Written(table_target(out)), list[Rejected]()
         named = {name: value for name, value in reading.items() if name in READING_FIELDS}
         if odd := reading.keys() - named.keys():

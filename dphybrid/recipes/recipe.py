@@ -1,5 +1,6 @@
 """A recipe: one object that describes one kind of experiment, so that no other code needs its name."""
 
+import math
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
@@ -19,7 +20,6 @@ from dphybrid.config import (
     TableConfig,
     TrainConfig,
 )
-from dphybrid.config.experiment import sized
 from dphybrid.util.errors import UserError, type_text
 from dphybrid.util.importing import import_callable
 
@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from dphybrid.training.step import Step
 
 S = TypeVar("S", bound=Section)
+
+_SMALLEST = 32
+STEPS, _FEWEST, _MOST = 4000, 10, 200
+"""Of a training that leaves its batch size or its epochs to the data."""
 
 
 def imported(path: str) -> Any:
@@ -90,9 +94,7 @@ class Recipe:
         The simple way to bring data: everything is read here and kept as a prepared folder, the vocabularies
         in each checkpoint, too. seed: for a random split.
         """
-        raise UserError(
-            f"recipe {self.name}: define rows(data, seed), or source(data, seed) and dataset(prepared, part)"
-        )
+        raise UserError(f"recipe {self.name}: define rows(data, seed), or source and dataset")
 
     def source(self, data: Any, seed: int) -> "Source":
         """Return where the samples come from, opened but not read; see `dphybrid.data.store.Source`. Raises
@@ -127,9 +129,33 @@ class Recipe:
     def sized(
         self, config: ExperimentConfig, num_rows: int, info: Mapping[str, Any]
     ) -> tuple[ExperimentConfig, list[str]]:
-        """Return the config with what it leaves to the data, and lines that say so with the arithmetic.
-        num_rows: of the training split. info: facts about the prepared data."""
-        return sized(config, num_rows, *self.batches)
+        """Return the config with what it leaves to the data, where batch size or epochs are 0 (patience -1),
+        and lines that say so with the arithmetic. num_rows: of the training split. info: facts about the
+        prepared data.
+
+        Batches by `batches`, rounded to a power of two within 32 and the largest; epochs for 4,000 steps,
+        within 10 and 200; patience of a tenth of the epochs, 3 or more.
+        """
+        train, lines, (batches, largest) = config.train, [], self.batches
+        batch_size, epochs, patience = train.batch_size, train.epochs, train.patience
+        if not batch_size:
+            wanted = 2 ** round(math.log2(max(1.0, num_rows / batches)))
+            batch_size = min(max(wanted, _SMALLEST), largest)
+            lines.append(
+                f"train.batch_size={batch_size}: {num_rows:,} training rows / {batches}, rounded to a power "
+                f"of two, within {_SMALLEST} and {largest}"
+            )
+        steps = math.ceil(num_rows / batch_size)
+        if not epochs:
+            epochs = min(max(round(STEPS / steps), _FEWEST), _MOST)
+            within = f"within {_FEWEST} and {_MOST}"
+            lines.append(f"train.epochs={epochs}: {STEPS:,} steps / {steps:,} an epoch, {within}")
+        if patience < 0:
+            patience = max(3, epochs // 10)
+            lines.append(f"train.patience={patience}: a tenth of the epochs, 3 or more")
+        found = {"batch_size": batch_size, "epochs": epochs, "patience": patience}
+        sized = config.model_copy(update={"train": train.model_copy(update=found)}) if lines else config
+        return sized, lines
 
     def build(self, context: "ModelContext[Any]") -> "nn.Module":
         """Return the model: batch (dict of CPU tensors, samples on dim 0) -> dict with
@@ -150,6 +176,7 @@ class Recipe:
         import torch
 
         path = context.options.factory
+        # Before the seed is set, as an import may draw numbers.
         factory = import_callable(path, "model.factory") if path else self.build
         torch.manual_seed(context.seed)
         default = torch.get_default_dtype()
@@ -225,6 +252,7 @@ class Recipe:
         checkpoint: its folder, with the files of the prepared data's `encoder/`. build: makes its filled
         model.
         """
+        # `serving` is above this room: it makes its own predictor for tables.
         if self.tabular:
             return None
         if not self.predicts:
@@ -264,14 +292,14 @@ class Recipe:
             "train": _with_defaults(TrainConfig, self.train),
             "checkpoint": _with_defaults(CheckpointConfig, self.checkpoint),
         }
+        # With a default each: `{"recipe": NAME}` alone is a whole config.
         fields: dict[str, Any] = {name: (kind, kind()) for name, kind in sections.items()}
         # A copy: all recipes' classes share the field of the class above them.
         named = copy(ExperimentConfig.model_fields["recipe"])
         named.default = self.key or self.name
         fields["recipe"] = (Literal[self.key or self.name], named)
-        return create_model(
-            f"{type(self).__name__}Config", __base__=ExperimentConfig, __doc__=self.summary, **fields
-        )
+        name = f"{type(self).__name__}Config"
+        return create_model(name, __base__=ExperimentConfig, __doc__=self.summary, **fields)
 
 
 def _with_defaults(section: type[S], defaults: Mapping[str, object]) -> type[S]:

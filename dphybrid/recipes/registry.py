@@ -25,7 +25,8 @@ BUILT_IN = {
     "toy": "dphybrid.recipes.tutorial:Toy",
 }
 DEFAULT = "text"
-OF_TABLES = "ctr"  # of a table in memory, where none is given
+OF_TABLES = "ctr"
+"""The one that reads tables: of a frame, where none is given, and for messages."""
 GROUP = "dphybrid.recipes"
 """Entry-point group by which an installed package announces recipes: NAME = "package.module:CLASS"."""
 
@@ -55,6 +56,7 @@ def find_recipe(name: str) -> Recipe:
             f"recipe = {name!r}: unknown recipe{near}; known are "
             f"{', '.join(map(repr, recipe_names()))}, and your own as package.module:NAME"
         )
+    # A built-in or announced name was chosen by who installed it; a path is the config's own word.
     if path == name:
         check_import(path, "recipe")
     module, attribute = import_module_of(path, "recipe")
@@ -63,14 +65,10 @@ def find_recipe(name: str) -> Recipe:
         found = found()
     if not isinstance(found, Recipe):
         there = [key for key, value in vars(module).items() if isinstance(value, Recipe) or _is_recipe(value)]
-        raise UserError(
-            f"recipe = {name!r}: {module.__name__} has no recipe {attribute!r}; it has "
-            f"{', '.join(there) or 'none'}"
-        )
+        it_has = f"it has {', '.join(there) or 'none'}"
+        raise UserError(f"recipe = {name!r}: {module.__name__} has no recipe {attribute!r}; {it_has}")
     if not found.name.strip() or any(sign in found.name for sign in "/: "):
-        raise UserError(
-            f"recipe = {name!r}: its name is {found.name!r}; give it one without blanks, slashes or colons"
-        )
+        raise UserError(f"recipe = {name!r}: is named {found.name!r}; leave out blanks, slashes and colons")
     # A copy: an object that several names lead to has a key for each of them.
     recipe = copy(found)
     recipe.key = name
@@ -79,11 +77,6 @@ def find_recipe(name: str) -> Recipe:
 
 def _is_recipe(value: object) -> TypeGuard[type[Recipe]]:
     return isinstance(value, type) and issubclass(value, Recipe) and value is not Recipe
-
-
-def tabular_names() -> list[str]:
-    """Return the names of the recipes whose samples are rows of a table."""
-    return [name for name in BUILT_IN if find_recipe(name).tabular]
 
 
 def infer_recipe(values: Mapping[str, object]) -> tuple[str, str]:

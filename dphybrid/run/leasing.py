@@ -13,8 +13,9 @@ import torch
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
-from dphybrid.gpus import Gpu, Inventory, Lease, Policy, Wanted, acquire, asked_by, lease_folder, visible
-from dphybrid.gpus.inventory import GIB, describe_process, foreign_processes
+from dphybrid.gpus.inventory import GIB, Gpu, Inventory, describe_process, foreign_processes, visible
+from dphybrid.gpus.leases import Lease, asked_by
+from dphybrid.gpus.waiting import Wanted, acquire
 from dphybrid.parallel import before_cuda_starts, resolve_devices
 from dphybrid.util.device_spec import DeviceSpec, parse_device_spec
 from dphybrid.util.errors import UserError
@@ -63,7 +64,7 @@ def expected_devices(config: ExperimentConfig, settings: Settings) -> str:
 def num_at_once(configs: Sequence[ExperimentConfig], settings: Settings) -> int:
     """Return how many runs could hold leases at the same time: GPUs by the fewest that one of these takes; 1
     on the CPU."""
-    units = visible(Inventory(settings.nvml).read(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    units = visible(Inventory(settings.nvml).read())
     specs = [wanted_spec(config, settings) for config in configs]
     if not units or any("cpu" in spec.names for spec in specs):
         return 1
@@ -85,7 +86,7 @@ def leased_devices(
 
     run: shown to others. replicas: how many devices a resumed run had, so that `auto` takes as many again and
     the result keeps its bits; fewer where the machine has fewer. on_wait is told why it waits. stop: ends the
-    waiting, too. Raises UserError, LeaseTimeoutError, Interrupted.
+    waiting, too. Raises UserError, Interrupted.
     """
     spec, inventory = wanted_spec(config, settings), Inventory(settings.nvml)
     units = _units(spec, settings, inventory)
@@ -103,20 +104,8 @@ def leased_devices(
         numbers=tuple(sorted({int(name.split(":")[1]) for name in spec.names})),
         at_most=settings.max_gpus,
     )
-    hours = parse_training_hours(settings.training_hours)
-    lease = acquire(
-        wanted,
-        inventory,
-        lease_folder(settings.lease_dir),
-        run=run,
-        policy=Policy.of(settings),
-        names=os.environ.get("CUDA_VISIBLE_DEVICES"),
-        timeout_s=settings.gpu_wait_s,
-        poll_s=settings.gpu_poll_s,
-        on_wait=on_wait or (lambda reason: print(f"Waiting for GPUs: {reason}", flush=True)),
-        closed=lambda: hours.closed_reason(datetime.now()),
-        on_look=stop.obey if stop else lambda: None,
-    )
+    tell = on_wait or (lambda reason: print(f"Waiting for GPUs: {reason}", flush=True))
+    lease = acquire(wanted, inventory, settings, run=run, on_wait=tell, stop=stop)
     with lease:
         print(f"Leased: {', '.join(gpu.label for gpu in lease.gpus)}", flush=True)
         if settings.nvml != REAL_NVML:
@@ -136,7 +125,7 @@ def _units(spec: DeviceSpec, settings: Settings, inventory: Inventory) -> list[G
     """The units to choose from; none where the CPU was asked for, or torch could not use a GPU."""
     if "cpu" in spec.names or (settings.nvml == REAL_NVML and not torch.cuda.device_count()):
         return []
-    return visible(inventory.read(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return visible(inventory.read())
 
 
 def _virtual(spec: DeviceSpec, count: int) -> str:
@@ -235,7 +224,7 @@ def reason_to_yield(devices: _LeasedDevices, settings: Settings, now: datetime) 
 
 def _crowded(gpu: Gpu, settings: Settings) -> str | None:
     # Processes of other containers have numbers that could be our own, so only those seen here count.
-    others = [process for process in foreign_processes(gpu, Policy.of(settings)) if process.owner]
+    others = [process for process in foreign_processes(gpu, settings) if process.owner]
     if not others:
         return None
     if settings.yield_to_others == "always":

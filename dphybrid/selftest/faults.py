@@ -49,6 +49,7 @@ class Faults:
     def install(self) -> None:
         """Put this layer under the process, which is one of its own: nothing takes it away again."""
         self._kept.mkdir(exist_ok=True)
+        # For good: a hook cannot be removed.
         sys.addaudithook(self._audited)  # comes before the operation, and may raise in its place
         # Python audits neither fsync nor writes.
         vars(os)["fsync"] = self._synced

@@ -60,7 +60,7 @@ def write_clicks(folder: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Ended:
+class _Ended:
     """How a run ended.
 
     code: 0 done, 1 an unexpected exception, 2 a UserError, 137 killed by the layer of faults, -9 from
@@ -82,7 +82,7 @@ def run_trial(
     kill_after_s: float | None = None,
     recorded: bool = False,
     slow_s: float = 0.0,
-) -> Ended:
+) -> _Ended:
     """Start a run in `data_dir`, or resume the one there, and break file operation `target` (0: none).
 
     mode: one of `faults.MODES`. kill_after_s: send SIGKILL after so many seconds. recorded: track in the
@@ -106,7 +106,7 @@ def run_trial(
     text = log.read_text(encoding="utf-8") if log.is_file() else ""
     counted = re.search(r"^operations (\d+)$", text, re.MULTILINE)
     unsafe = re.findall(r"^unsafe (.*)$", text, re.MULTILINE)
-    return Ended(child.exitcode or 0, int(counted[1]) if counted else 0, unsafe, text)
+    return _Ended(child.exitcode or 0, int(counted[1]) if counted else 0, unsafe, text)
 
 
 def _work(
@@ -222,7 +222,7 @@ class Trials:
 
     def __init__(self, root: Path, tell: Callable[[str], None]) -> None:
         self._root, self._tell = root, tell
-        self._known: dict[str, tuple[dict[str, object], Ended, float]] = {}
+        self._known: dict[str, tuple[dict[str, object], _Ended, float]] = {}
 
     def once(self, modes: tuple[str, ...], chosen: random.Random) -> str:
         """Break a random run at a random place, in one of these ways, and resume it; return what differs from
@@ -252,7 +252,7 @@ class Trials:
         differing = [key for key in expected if found[key] != expected[key]]
         return f"{name}, {what}: after --resume other {', '.join(differing)}" if differing else ""
 
-    def _undisturbed(self, name: str) -> tuple[dict[str, object], Ended, float]:
+    def _undisturbed(self, name: str) -> tuple[dict[str, object], _Ended, float]:
         if name not in self._known:
             with self._folder() as data_dir:
                 begun = time.monotonic()
@@ -263,7 +263,7 @@ class Trials:
             self._tell(f"{name}: {ended.operations} file operations, {seconds:.1f} s undisturbed")
         return self._known[name]
 
-    def _run(self, name: str, data_dir: Path, **fault: Any) -> Ended:
+    def _run(self, name: str, data_dir: Path, **fault: Any) -> _Ended:
         return run_trial(data_dir, [text.format(folder=self._root) for text in RUNS[name]], **fault)
 
     @contextmanager
@@ -282,8 +282,7 @@ def table(kinds: list[Kind]) -> str:
     rows = [("fault", "how", "trials", "shown, with 95 % confidence")]
     rows += [(kind.fault, kind.how, str(kind.tried), kind.shown) for kind in kinds]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "| " + " | ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)) + " |" for row in rows
-    ]
+    padded = ([text.ljust(width) for text, width in zip(row, widths, strict=True)] for row in rows)
+    lines = [f"| {' | '.join(row)} |" for row in padded]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
     return "\n".join(lines)

@@ -29,7 +29,7 @@ from dphybrid.data.table.files import find_files, read_files
 from dphybrid.data.table.frames import Written, as_frame, table_target, write_frames
 from dphybrid.data.table.rows import Rejected, Rows
 from dphybrid.recipes.configs import build_config, stored_config
-from dphybrid.recipes.registry import find_recipe, tabular_names
+from dphybrid.recipes.registry import OF_TABLES, find_recipe
 from dphybrid.serving.load import find_checkpoint, model_from_checkpoint
 from dphybrid.training.checkpoint import read_state
 from dphybrid.training.label_tasks import label_task
@@ -76,7 +76,7 @@ class Predictor:
         if not (self.folder / "encoder").is_dir():
             raise UserError(
                 f"{folder}: a checkpoint of recipe {config.recipe} without an encoder; predictions need one "
-                f"of a recipe that reads tables ({', '.join(tabular_names())})"
+                f"of a recipe that reads tables ({OF_TABLES})"
             )
         # checks the encoder, too
         self.model = _model(self.folder, config.recipe, devices, settings)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from dphybrid.util.errors import UserError
 
+# At most nine digits: Python refuses to read thousands of them as a number.
 _ITEM = re.compile(r"(?P<kind>cpu|cuda)(?::(?P<index>\d{1,9}))?(?:\*(?P<count>\d{1,9}))?")
 _HELP = (
     "use auto, auto*2 (two free GPUs), cpu, cpu*8 (eight virtual devices), cuda:0, cuda:0,cuda:1 or "

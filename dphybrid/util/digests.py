@@ -82,6 +82,7 @@ class BlockSums:
 def file_block_sums(path: Path) -> str:
     """Return the `BlockSums` of a file in hex."""
     sums, piece = BlockSums(), memoryview(bytearray(_PIECE_BYTES))
+    # Into one buffer, instead of a new one for each piece.
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(piece):
             sums.update(piece[:count])

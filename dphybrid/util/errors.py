@@ -21,18 +21,10 @@ class UserError(ValueError):
         return masked(super().__str__())
 
 
-def nearest(word: str, known: Sequence[str]) -> str:
-    """Return `; did you mean 'x'?` for the nearest known word, or nothing where none is near."""
-    # Of `train.amp` only `amp` is compared, with the names of `train`: with it, each of them would be near.
-    section = word[: word.rfind(".") + 1]
-    names = [name.removeprefix(section) for name in known if name.startswith(section)]
-    close = difflib.get_close_matches(word.removeprefix(section) if names else word, names or known, n=1)
-    return f"; did you mean {(section if names else '') + close[0]!r}?" if close else ""
-
-
 def suggestion(word: str, known: Sequence[str]) -> str:
-    """Return what `nearest` does, else `; known: ...`."""
-    return nearest(word, known) or f"; known: {', '.join(known) or 'none'}"
+    """Return `; did you mean 'x'?` for the nearest known word, else `; known: ...`."""
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known) or 'none'}"
 
 
 def failure_text(error: Exception) -> str:
@@ -46,6 +38,7 @@ def failure_text(error: Exception) -> str:
 
 def plain_words(item: Mapping[str, Any]) -> str:
     """Return what one of pydantic's errors says, without Python's names of types."""
+    # "Input should be greater than 0", but the name of the field stands before it here.
     text = re.sub(r"^\w+ should ", "must ", item["msg"].removeprefix("Value error, "))
     text = re.sub(r"(be a valid \w+)(,| or) .*", r"\1", text)
     return text.replace("a valid boolean", "true or false").replace("Field required", "is missing")

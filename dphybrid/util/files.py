@@ -124,7 +124,9 @@ def making(final: Path) -> Iterator[Path]:
             make_folder(final.parent)
             partial.mkdir()
             yield partial
-            _sync_tree(partial)
+            # In one order: `dphybrid selftest --seed` counts the operations.
+            for path in (*sorted(partial.rglob("*")), partial):
+                sync(path)
             # a folder cannot replace one that holds files, so it takes two renames
             if final.exists():
                 final.rename(before)
@@ -143,6 +145,7 @@ def making(final: Path) -> Iterator[Path]:
 def make_folder(folder: Path, mode: int = 0o777) -> None:
     """Make a folder, and those above it, for good; one that is there stays as it is. mode: who may enter the
     folder itself."""
+    # One by one: `mkdir(parents=True)` would leave the entries of those above unsynced.
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(mode, exist_ok=True)
@@ -155,6 +158,7 @@ def own_folder(folder: Path) -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
         raise UserError(f"{folder}: is a link or another user's; remove it: only this user may enter it")
+    # One that was there has any mode.
     folder.chmod(0o700)
     return folder
 
@@ -217,13 +221,6 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _sync_tree(folder: Path) -> None:
-    """Have the disk keep a folder and everything in it."""
-    for path in sorted(folder.rglob("*")):
-        sync(path)
-    sync(folder)
 
 
 @contextmanager

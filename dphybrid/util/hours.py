@@ -37,9 +37,8 @@ class _TrainingHours:
         now = moment.weekday() * _DAY + moment.hour * 60 + moment.minute
         wait = timedelta(minutes=min((begin - now) % (7 * _DAY) for begin, _ in self.spans))
         begin = moment.replace(second=0, microsecond=0) + wait
-        return f"training hours begin at {begin:%H:%M}" + (
-            "" if begin.date() == moment.date() else f" on {begin:%Y-%m-%d}"
-        )
+        day = "" if begin.date() == moment.date() else f" on {begin:%Y-%m-%d}"
+        return f"training hours begin at {begin:%H:%M}{day}"
 
 
 def parse_training_hours(text: str) -> _TrainingHours:

@@ -38,9 +38,7 @@ def missing_extra(error: ModuleNotFoundError) -> UserError:
     package = (error.name or "").partition(".")[0]
     if package not in _EXTRAS:
         raise error
-    return UserError(
-        f"this needs {package}, which is not installed: pip install 'dphybrid[{_EXTRAS[package]}]'"
-    )
+    return UserError(f"needs {package}, which is missing: pip install 'dphybrid[{_EXTRAS[package]}]'")
 
 
 @contextmanager
@@ -81,6 +79,7 @@ def check_import(path: str, place: str, packages: str | None = None) -> None:
 def import_module_of(path: str, place: str) -> tuple[ModuleType, str]:
     """Import the module of `package.module:NAME`, whatever package it is of; return it and NAME. place: the
     field, for messages. Raises UserError that says which part is missing."""
+    # A relative name would depend on who imports.
     module_name, _, attribute = path.partition(":")
     if not module_name or module_name.startswith(".") or not attribute:
         raise UserError(f"{place} = {path!r}: write package.module:NAME")

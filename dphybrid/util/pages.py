@@ -16,6 +16,7 @@ class Page(BaseModel):
     """The fields that a subclass declares, as a file."""
 
     VERSION: ClassVar[int] = 1
+    # Metrics may be NaN or infinite, for which JSON has no words of its own.
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
 
     version: int = VERSION
@@ -27,10 +28,8 @@ class Page(BaseModel):
         if not isinstance(values, dict) or values.pop(_SUM, None) != value_digest(values):
             raise UserError(f"{path}: is damaged or was changed by hand (its values do not have its {_SUM})")
         if values.get("version", 1) > cls.VERSION:
-            raise UserError(
-                f"{path}: has version {values['version']}, this dphybrid reads up to {cls.VERSION}; update "
-                "dphybrid"
-            )
+            later = f"has version {values['version']}, this dphybrid reads up to {cls.VERSION}"
+            raise UserError(f"{path}: {later}; update dphybrid")
         try:
             return cls.model_validate(values)
         except ValidationError as error:

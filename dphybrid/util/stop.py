@@ -83,6 +83,7 @@ def stop_signals(stop: StopRequest, at_once: bool = False) -> Iterator[None]:
     at_once: the first one raises Interrupted, too, for blocks that lose nothing by it. Outside the main
     thread Python allows no signal handlers; there nothing is changed.
     """
+    # Such as a run of an application, or of a search with threads.
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -39,6 +39,7 @@ def as_flags(values: Mapping[str, object]) -> str:
 
 def toml_text(value: object) -> str:
     """Return a text, number, truth value or list as TOML has it: as JSON, but for the delete character."""
+    # JSON's texts, numbers and lists are TOML's, too.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

@@ -71,20 +71,14 @@ def commands() -> list[str]:
         for line in code.replace("\\\n", " ").split("\n")
     ]
     inline = re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", EVERYTHING, flags=re.DOTALL | re.MULTILINE))
-    parts = [
-        part.strip().removeprefix("$ ")
-        for text in (*lines, *inline)
-        for part in " ".join(text.split()).split("&&")
-    ]
-    return sorted(
-        {part for part in parts if re.match(r"dphybrid |python -m (?:flows|dphybrid|benchmarks)[ .]", part)}
-    )
+    joined = " && ".join(" ".join(text.split()) for text in (*lines, *inline))
+    parts = [part.strip().removeprefix("$ ") for part in joined.split("&&")]
+    ours = re.compile(r"dphybrid |python -m (?:flows|dphybrid|benchmarks)[ .]")
+    return sorted({part for part in parts if ours.match(part)})
 
 
 @pytest.mark.parametrize("command", commands())
-def test_a_command_is_one_that_there_is(
-    command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_command_is_there(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(REPOSITORY))
     monkeypatch.chdir(tmp_path)
     words = shlex.split(command, comments=True)
@@ -122,9 +116,8 @@ def test_files_and_names_are_where_it_says() -> None:
     assert len(paths) > 20
     assert [path for path in paths if "NAME" not in path and not (REPOSITORY / path).exists()] == []
     for entry in re.findall(r"^(?:\||\d+\. ).*(?:\n   .*)*", PAGES["where.md"], flags=re.MULTILINE):
-        files = [
-            REPOSITORY / path for path in re.findall(r"`(dphybrid/[\w/]+\.py)`", entry) if "NAME" not in path
-        ]
+        named = re.findall(r"`(dphybrid/[\w/]+\.py)`", entry)
+        files = [REPOSITORY / path for path in named if "NAME" not in path]
         there = "\n".join(file.read_text(encoding="utf-8") for file in files)
         for name in (
             re.findall(r"`([A-Z_][\w.]*|kinds|options|has_header|update_kernel|inferred_role)`", entry)

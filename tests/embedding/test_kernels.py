@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from dphybrid.config.experiment import TableConfig
+from dphybrid.config import TableConfig
 from dphybrid.embedding import (
     HostEmbedding,
     RowOptimizer,

@@ -197,7 +197,7 @@ class Team:
 
     def holders(self) -> dict[str, int]:
         """GPU -> process that holds its lease now, found by trying the kernel's locks."""
-        from dphybrid.gpus import find_holder
+        from dphybrid.gpus.leases import find_holder
 
         pages = json.loads(self.gpus.read_text())["gpus"]
         return {gpu["uuid"]: holder.pid for gpu in pages if (holder := find_holder(self.leases, gpu["uuid"]))}

@@ -11,7 +11,7 @@ from dphybrid.flows.train_hybrid import train_hybrid
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from dphybrid.cli.main import main
-from dphybrid.config.experiment import flatten
+from dphybrid.config import flatten
 from dphybrid.orchestration.forms import FEW, experiment, form_of
 from dphybrid.orchestration.setup import call_prefect
 from dphybrid.recipes.configs import field_types

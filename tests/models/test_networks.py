@@ -24,14 +24,9 @@ from tests.commands import run_with
 from tests.preparing import prepare
 from tests.refusing import refused
 
-INFO = {
-    "ctr": {"num_ids": [5, 7, 4], "num_dense": 2},
-    "text": {"num_words": 60},
-}
-KINDS = {
-    recipe: get_args(find_recipe(recipe).model.model_fields["kind"].annotation)
-    for recipe in ("ctr", "text", "kge")
-}
+INFO = {"ctr": {"num_ids": [5, 7, 4], "num_dense": 2}, "text": {"num_words": 60}}
+CONFIGS = {recipe: find_recipe(recipe).model for recipe in ("ctr", "text", "kge")}
+KINDS = {recipe: get_args(model.model_fields["kind"].annotation) for recipe, model in CONFIGS.items()}
 RECIPES = [(recipe, kind) for recipe in INFO for kind in KINDS[recipe]]
 OTHERS = {
     "kge": {"num_entities": 30, "num_relations": 3},
@@ -57,9 +52,8 @@ def model_of(recipe: str, kind: str, devices: str = "cpu", **values: object) -> 
     sizes = {"dim": 6, "hidden": 8, "layers": 1, "dropout": 0.0, "dtype": "float64"} | values
     sizes = {name: value for name, value in (sizes | {"kind": kind}).items() if name in options.model_fields}
     info, rows = (INFO | OTHERS)[recipe], ROWS if recipe in INFO else None
-    return find_recipe(recipe).new_model(
-        ModelContext(resolve_devices(devices), info, options(**sizes), 3, rows=rows)
-    )
+    context = ModelContext(resolve_devices(devices), info, options(**sizes), 3, rows=rows)
+    return find_recipe(recipe).new_model(context)
 
 
 @pytest.mark.parametrize(
@@ -154,11 +148,6 @@ def test_an_adaptive_softmax_is_a_distribution_over_all_words() -> None:
         AdaptiveSoftmax(8, 60)
     model = model_of("text", "gru", output="adaptive", hidden=16)
     assert torch.isfinite(model(batch_of("text"))["loss"]).all()
-
-
-def test_digits_are_learnt(unrecorded: None) -> None:
-    report = run_with("recipe=digits", "train.epochs=3", "devices=cpu*2")
-    assert report.metrics["accuracy"] > 0.94
 
 
 @pytest.mark.parametrize("kind", KINDS["ctr"])

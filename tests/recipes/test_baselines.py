@@ -72,12 +72,8 @@ def test_they_are_there_for_every_kind_of_label(label: str, task: str, metric: s
 def test_a_column_that_gives_the_label_away_is_named(label: str, leaking: list[str], tmp_path: Path) -> None:
     frame = table()
     kind = thirds(frame)
-    more = {
-        "clicked": {},
-        "score": {"twice": 2 * frame["score"] + 1},
-        "kind": {"kind": kind, "copy": "a " + kind},
-    }
-    frame = frame.with_columns(**more[label])
+    more = {"score": {"twice": 2 * frame["score"] + 1}, "kind": {"kind": kind, "copy": "a " + kind}}
+    frame = frame.with_columns(**more.get(label, {}))
     if label != "clicked":
         frame = frame.drop("clicked", *(["score", "price"] if label == "kind" else []))
     said = find_recipe("ctr").doubts(prepared(frame, tmp_path, label))

@@ -129,7 +129,7 @@ def found_in(name: str) -> dict[str, Found]:
     [
         ("FailsToRead", "prepare", "KeyError: 'ratings' (test_check_recipe.py, line"),
         ("OtherData", "prepare twice", "draw from the seed alone"),
-        ("NoSuchOutput", "evaluate", "reads 'stars', which neither batches nor the model's outputs have"),
+        ("NoSuchOutput", "evaluate", "reads 'stars', which neither batches nor outputs have"),
         ("FailsInTraining", "train", "RuntimeError: the shapes do not fit (test_check_recipe.py, line"),
         ("DrawsUnseeded", "train twice", "dphybrid.data.DrawnDataset"),
         ("Counts", "resume", "keep what changes in training in parameters, buffers or optimizers"),

@@ -19,9 +19,7 @@ from dphybrid.recipes.ctr.numbers import (
     quantile_bins,
     sample_dense,
 )
-from dphybrid.run.train import Report
 from dphybrid.serving.load import load_model
-from dphybrid.serving.predict import Predictor
 from tests.commands import run_with
 
 
@@ -76,9 +74,8 @@ def test_bins_of_long_data_come_from_runs_over_all_of_it() -> None:
     rows = ArrayDataset({"dense_BN": np.arange(num_rows, dtype=np.float32)[:, None]}, np.arange(num_rows))
     sampled_B = sample_dense(rows)[:, 0]
     assert (len(sampled_B), sampled_B[0], sampled_B[-1]) == (RUNS * RUN_ROWS, 0, num_rows - 1)
-    assert np.quantile(sampled_B, [0.25, 0.5, 0.75]) == pytest.approx(
-        np.array([0.25, 0.5, 0.75]) * num_rows, rel=0.02
-    )
+    quarters = np.array([0.25, 0.5, 0.75])
+    assert np.quantile(sampled_B, quarters) == pytest.approx(quarters * num_rows, rel=0.02)
 
 
 def test_a_field_of_a_factorization_machine_is_the_sum_over_a_numbers_pieces() -> None:
@@ -90,16 +87,8 @@ def test_a_field_of_a_factorization_machine_is_the_sum_over_a_numbers_pieces() -
     for b in range(4):
         summed_ND = (dense_BX[b, :, None] * pieces.dense_ND).detach().view(2, 3, 5).sum(1)
         whole.load_state_dict({**state, "dense_ND": summed_ND})
-        torch.testing.assert_close(
-            whole(rows_BFD[b : b + 1], torch.ones(1, 2).double())[0], pieces(rows_BFD, dense_BX)[b]
-        )
-
-
-def trained(file: Path, epochs: int, name: str, resume: str | None = None) -> Report:
-    data = ["recipe=ctr", f"data.path={file}", "data.label=clicked", "data.buckets=2", "data.numeric=one"]
-    model = ["model.hidden=16", "model.dim=4", "model.bins=6", "devices=cpu*2"]
-    train = ["train.batch_size=64", "train.schedule=constant", f"train.epochs={epochs}"]
-    return run_with(*data, *model, *train, run_name=name, resume=resume)
+        found = whole(rows_BFD[b : b + 1], torch.ones(1, 2).double())[0]
+        torch.testing.assert_close(found, pieces(rows_BFD, dense_BX)[b])
 
 
 def test_bins_belong_to_the_checkpoint(data_dir: Path, tmp_path: Path, unrecorded: None) -> None:
@@ -109,31 +98,18 @@ def test_bins_belong_to_the_checkpoint(data_dir: Path, tmp_path: Path, unrecorde
     frame = frame.with_columns(
         price=pl.when(pl.int_range(900) % 11 != 0).then("price"), clicked=pl.col("price").is_between(4, 8)
     )
-    file = tmp_path / "clicks.csv"
-    frame.write_csv(file)
-    whole = trained(file, 3, "whole")
-    trained(file, 1, "broken")
-    resumed = trained(file, 3, "broken", resume="broken")
-    assert resumed.digests == whole.digests
-
-    model = load_model("whole")
-    edges_NE = model.state_dict()["region.network.numbers.edges_NE"]
+    frame.write_csv(tmp_path / "clicks.csv")
+    values = ["recipe=ctr", f"data.path={tmp_path}/clicks.csv", "data.label=clicked", "data.buckets=2"]
+    values += ["data.numeric=one", "model.hidden=16", "model.dim=4", "model.bins=6", "devices=cpu*2"]
+    run_with(*values, "train.epochs=1", run_name="whole")
+    edges_NE = load_model("whole").state_dict()["region.network.numbers.edges_NE"]
     (prepared,) = (data_dir / "prepared").glob("ctr-*[0-9a-f]")
     dense_BN = np.load(prepared / "dense_BN.npy")
     train_BN = dense_BN[np.load(prepared / "train_rows.npy")]
-    valid_rows = np.load(prepared / "valid_rows.npy")
     np.testing.assert_array_equal(edges_NE, quantile_bins(train_BN, 6))
     missing_B = np.arange(900) % 11 == 0
     assert (dense_BN[missing_B, 0] == 0).all()  # without a value: the mean's pieces, and the indicator
     assert dense_BN[:, 1].tolist() == missing_B.tolist()
-
-    scores_B = Predictor(whole.best_checkpoint).predict(frame)
-    with torch.inference_mode():
-        arrays = {name: np.load(prepared / f"{name}.npy")[valid_rows] for name in ("ids_BF", "dense_BN")}
-        batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        batch |= {"ids_BF": batch["ids_BF"].long(), "labels_B": torch.zeros(len(valid_rows))}
-        expected_B = torch.sigmoid(model.eval()(batch)["logits"])
-    np.testing.assert_allclose(scores_B[valid_rows], expected_B, rtol=1e-5)
 
 
 def test_embedded_bins_are_the_number_and_a_layer_of_each_columns_own() -> None:

@@ -29,9 +29,7 @@ def test_packages_are_allowed_by_their_whole_names(path: str, packages: str, all
         check_import(path, "a file", packages)
 
 
-def test_a_workers_run_imports_from_named_packages_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_workers_run_imports_from_named_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = tmp_path / "ran"
     (tmp_path / "foreign_models.py").write_text(f"open({str(ran)!r}, 'w')\ndef make(context): pass\n")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 from pydantic import ConfigDict
 
-from dphybrid.config.experiment import Section
+from dphybrid.config import Section
 from dphybrid.config.tables import TableDataConfig
 
 Array = np.ndarray

@@ -14,7 +14,7 @@ import numpy as np
 import polars as pl
 from pydantic import Field, create_model
 
-from dphybrid.config.experiment import Names
+from dphybrid.config import Names
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.table.cells import (
     FEW,

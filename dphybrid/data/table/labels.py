@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, Self
 import numpy as np
 import polars as pl
 
-from dphybrid.config.experiment import Section
+from dphybrid.config import Section
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array
 from dphybrid.data.table.cells import read_numbers

@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 from pydantic import Field
 
-from dphybrid.config.experiment import Section
+from dphybrid.config import Section
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.table.cells import plain_numbers, read_numbers, read_times, signed_log
 from dphybrid.data.table.column import Array, Sample

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from dphybrid.config import ExperimentConfig, ModelConfig
 from dphybrid.config.tables import TableDataConfig
-from dphybrid.recipes.recipe import Recipe, imported
+from dphybrid.recipes.recipe import STEPS, Recipe, imported
 from dphybrid.util.files import given_path
 
 if TYPE_CHECKING:
@@ -92,8 +92,6 @@ class Ctr(Recipe):
     def sized(
         self, config: ExperimentConfig, num_rows: int, info: Mapping[str, Any]
     ) -> tuple[ExperimentConfig, list[str]]:
-        from dphybrid.config.experiment import STEPS
-
         found, lines = super().sized(config, num_rows, info)
         if found.table.lr:
             return found, lines
@@ -125,10 +123,7 @@ class Ctr(Recipe):
         if path.lower().endswith(_ENDINGS):
             return f"data.path={path} is a table"
         folder = given_path(path, "data.path")
-        if (
-            path
-            and folder.is_dir()
-            and any(file.name.lower().endswith(_ENDINGS) for file in folder.iterdir())
-        ):
+        there = folder.iterdir() if path and folder.is_dir() else ()
+        if any(file.name.lower().endswith(_ENDINGS) for file in there):
             return f"data.path={path} is a folder of tables"
         return None

@@ -54,6 +54,7 @@ def _constant_outputs(
     weights_B = train.get("weights_B", torch.ones_like(labels_B)).double()
     if task.label.task in ("binary", "multiclass"):
         counts_C = torch.bincount(labels_B.long(), weights_B, minlength=max(2, task.num_outputs))
+        # A class that these rows lack has a logarithm, too.
         logits_C = (counts_C + 1e-3).log()
         constant = logits_C if task.num_outputs > 1 else logits_C[1] - logits_C[0]
     else:
@@ -87,6 +88,7 @@ def _linear(
                 return found
             if found.dim() == 1:  # two of the classes alone
                 found = torch.stack([-found, found], 1)
+            # scikit-learn leaves out classes that its rows lack; they get as good as no chance.
             logits_BC = torch.full((len(found), task.num_outputs), -30.0)
             logits_BC[:, torch.from_numpy(classes).long()] = found
             return logits_BC

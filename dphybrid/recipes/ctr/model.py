@@ -70,6 +70,7 @@ class _Mlp(nn.Module):
         self.deep = s.network(s.num_columns * s.dim + s.num_dense)
 
     def forward(self, rows_BFD: Tensor, dense_BN: Tensor) -> Tensor:
+        # squeeze: (B, 1) becomes (B,), and the logits of several classes stay as they are.
         return self.deep(torch.cat([rows_BFD.flatten(1), dense_BN], dim=1)).squeeze(1)
 
 
@@ -106,9 +107,8 @@ class DeepFM(nn.Module):
             numbers_BND = dense_BN[:, :, None] * self.dense_ND
         else:
             by_number = (-1, self.pieces)
-            numbers_BND = torch.einsum(
-                "bnk,nkd->bnd", dense_BN.unflatten(1, by_number), self.dense_ND.unflatten(0, by_number)
-            )
+            dense_BNK, rows_NKD = dense_BN.unflatten(1, by_number), self.dense_ND.unflatten(0, by_number)
+            numbers_BND = torch.einsum("bnk,nkd->bnd", dense_BNK, rows_NKD)
         fields_BVD = torch.cat([rows_BFD, numbers_BND], dim=1)
         linear_B, vectors_BVD = fields_BVD[:, :, 0].sum(1), fields_BVD[:, :, 1:]
         # The sum over pairs is half of (square of the sum - sum of the squares).
@@ -191,15 +191,14 @@ class _ClickRegion(nn.Module):
         if shares_BGL is not None:
             bags, items = shares_BGL.shape[1:]
             rows_BFD, bag_BND = rows_BFD.split([rows_BFD.shape[1] - bags * items, bags * items], dim=1)
-            pooled_BGD = (bag_BND.unflatten(1, (bags, items)) * shares_BGL.to(bag_BND.dtype)[..., None]).sum(
-                2
-            )
+            shares_BGL1 = shares_BGL.to(bag_BND.dtype)[..., None]
+            pooled_BGD = (bag_BND.unflatten(1, (bags, items)) * shares_BGL1).sum(2)
             rows_BFD = torch.cat([rows_BFD, pooled_BGD], dim=1)
         logits = self.network(rows_BFD, dense_BN.to(rows_BFD.dtype))
         return self.loss(logits, labels_B), logits
 
 
-class ClickModel(nn.Module):
+class _ClickModel(nn.Module):
     """Looks the columns' rows up in a table each and hands them to the region. num_bags: of the last columns,
     a row's ids are bags."""
 
@@ -240,7 +239,7 @@ class _Folded(nn.Module):
     """batch -> logits of a trained mlp. What a row adds to the first hidden layer (of width H) is computed
     once and looked up, in a fifth of the product's time. The sum has another order, so last bits differ."""
 
-    def __init__(self, model: ClickModel, network: _Mlp, numbers: nn.Module) -> None:
+    def __init__(self, model: _ClickModel, network: _Mlp, numbers: nn.Module) -> None:
         super().__init__()
         first, *rest = network.deep
         assert isinstance(first, nn.Linear)
@@ -272,7 +271,7 @@ class _Folded(nn.Module):
 
 def for_many_rows(model: nn.Module) -> nn.Module:
     """Return what gives the logits of many rows faster: of an mlp on the CPU; else the model."""
-    assert isinstance(model, ClickModel)
+    assert isinstance(model, _ClickModel)
     network: Any = model.region.module.network
     plain = network.network if isinstance(network, OnNumbers) else network
     if model.num_bags or model.region.devices.home.type != "cpu" or not isinstance(plain, _Mlp):
@@ -281,7 +280,7 @@ def for_many_rows(model: nn.Module) -> nn.Module:
         return _Folded(model, plain, nn.Identity() if plain is network else network.numbers)
 
 
-def build_ctr(context: ModelContext[CtrModelConfig]) -> ClickModel:
+def build_ctr(context: ModelContext[CtrModelConfig]) -> _ClickModel:
     o = context.options
     num_ids, num_dense = [int(n) for n in context.info["num_ids"]], int(context.info["num_dense"])
     if o.kind in ("wide-deep", "deepfm") and o.dim < 2:
@@ -289,22 +288,17 @@ def build_ctr(context: ModelContext[CtrModelConfig]) -> ClickModel:
     embeds = bool(num_dense) and o.numbers == "embedded"
     pieces = 1 + o.bin_width if embeds else 1  # inputs that a number becomes
     task = label_task(context.info)
-    network = _NETWORKS[o.kind](
-        Sizes(
-            len(num_ids), o.dim, num_dense * pieces, o.hidden, o.layers, o.dropout, task.num_outputs, pieces
-        )
-    )
+    widths = (len(num_ids), o.dim, num_dense * pieces, o.hidden, o.layers)
+    network = _NETWORKS[o.kind](Sizes(*widths, o.dropout, task.num_outputs, pieces))
     if embeds:
         network = OnNumbers(network, EmbeddedBins(bins_of(context.rows, num_dense, o.bins), o.bin_width))
     # Products of tiny rows would be next to nothing for long; rows that learn slowly are told apart at once.
     std = {"dlrm": 0.1, "mlp": 0.05}.get(o.kind, 0.01)
-    names = [str(column["name"]) for column in context.info.get("columns", [])] or map(
-        str, range(len(num_ids))
-    )
-    tables = dict(zip(names, num_ids, strict=True))
+    columns = context.info.get("columns") or [{"name": number} for number in range(len(num_ids))]
+    tables = {str(column["name"]): size for column, size in zip(columns, num_ids, strict=True)}
     table = HostEmbeddingCollection(tables, o.dim, name="table", std=std, make=context.table)
     region = DataParallel(_ClickRegion(network, task.loss), context.devices)
-    return ClickModel(table, region, int(context.info.get("num_bags", 0)))
+    return _ClickModel(table, region, int(context.info.get("num_bags", 0)))
 
 
 def some_unknown(info: Mapping[str, Any], share: float) -> Draw:

@@ -61,6 +61,7 @@ class Kge(Recipe):
     model = KgeModelConfig
     one_process = True
     batches = (256, 4096)
+    # As Lacroix et al. 2018 train: Adagrad, and no clipping.
     table = {"optimizer": "lazy-adagrad", "lr": 0.2}
     train = {"epochs": 36, "batch_size": 0, "lr": 0.01, "clip_norm": 0.0, "patience": 0}
     source = imported("dphybrid.recipes.kge.data:open_source")
@@ -74,6 +75,7 @@ class Kge(Recipe):
 
     def doubts(self, data: "Prepared") -> list[str]:
         num_relations, num_triples = data.info["num_relations"], len(self.dataset(data, "train"))
+        # A graph has few relations; a table's second column has about as many values as rows.
         if num_relations <= max(20, num_triples / 10):
             return []
         return [

@@ -47,15 +47,13 @@ def _questions(triples_B3: Array, num_entities: int, num_relations: int) -> Arra
 def _known_answers(triples_B3: Array, num_entities: int, num_relations: int) -> dict[str, Array]:
     """Return the answers that are known from any part, by question: those of keys[q], which are sorted, are
     answers[starts[q] : starts[q + 1]]."""
+    # Column by column: the forward questions of all triples, then the backward ones, as their answers.
     asked_X = _questions(triples_B3, num_entities, num_relations).ravel(order="F")
     answers_X = triples_B3[:, [2, 0]].ravel(order="F")
     pairs = np.unique(np.stack([asked_X, answers_X], axis=1), axis=0)
     keys, starts = np.unique(pairs[:, 0], return_index=True)
-    return {
-        "keys": keys,
-        "starts": np.append(starts, len(pairs)),
-        "answers": np.ascontiguousarray(pairs[:, 1]),
-    }
+    answers = np.ascontiguousarray(pairs[:, 1])
+    return {"keys": keys, "starts": np.append(starts, len(pairs)), "answers": answers}
 
 
 def part_of(prepared: Prepared, name: str) -> Dataset:
@@ -114,14 +112,11 @@ class _TripleSource(Source):
         if "valid" not in parts:
             order = np.random.default_rng(self.seed).permutation(num_rows)
             held = min(max(1, round(num_rows * self.data.valid_fraction)), num_rows - 1)
-            parts = {
-                "train": parts["train"][np.sort(order[held:])],
-                "valid": parts["train"][np.sort(order[:held])],
-            }
+            valid, train = (parts["train"][np.sort(rows)] for rows in (order[:held], order[held:]))
+            parts = {"train": train, "valid": valid}
         if empty := [part for part, triples in parts.items() if not len(triples)]:
-            raise UserError(
-                f"data.path={self.data.path}: the {empty[0]} part has no triples; give a file with some"
-            )
+            raise UserError(f"data.path={self.data.path}: the {empty[0]} part has no triples; give some")
+        # Their rows stay start values; they are evaluated all the same, as published results do, and told.
         seen = np.zeros(len(entities), dtype=bool)
         seen[parts["train"][:, [0, 2]]] = True
         lines = [f"  triples from {self.data.path}: {len(entities):,} entities, {len(relations):,} relations"]
@@ -132,11 +127,8 @@ class _TripleSource(Source):
                 else f", {len(triples) / len(entities):.3g} an entity"
             )
             lines.append(f"  {part}: {len(triples):,} triples{known}")
-        info = {
-            "num_entities": len(entities),
-            "num_relations": len(relations),
-            "num_negatives": self.data.negatives,
-        }
+        info = {"num_entities": len(entities), "num_relations": len(relations)}
+        info["num_negatives"] = self.data.negatives
         arrays = {f"{part}_triples": triples for part, triples in parts.items()}
         arrays |= _known_answers(np.concatenate(list(parts.values())), len(entities), len(relations))
         extra = {"entities": list(entities), "relations": list(relations)}
@@ -144,63 +136,44 @@ class _TripleSource(Source):
 
     def _triples(self, file: Path, rejected: list[Rejected]) -> Iterator[list[str]]:
         """Yield the triples of a file; other lines that are not blank go to `rejected`."""
-        separator: str | None = {"auto": "\t", "tab": "\t", "\\t": "\t"}.get(
-            self.data.delimiter, self.data.delimiter
-        )
+        given = self.data.delimiter
+        separator: str | None = "\t" if given in ("auto", "tab", "\\t") else given
         try:
             # -sig: a byte-order mark would become part of the first head.
             with file.open(encoding="utf-8-sig") as stream:
                 for number, line in enumerate(stream, start=1):
-                    if number == 1 and self.data.delimiter == "auto" and "\t" not in line:
+                    if number == 1 and given == "auto" and "\t" not in line:
                         separator = "," if line.count(",") == 2 else None  # None: any blanks
                     cells = [cell.strip() for cell in line.split(separator)]
                     if len(cells) == 3 and all(cells):
                         if number > 1 or " ".join(cells).lower() not in _HEADERS:
                             yield cells
                     elif line.strip():
-                        reason = (
-                            f"{len(cells)} values, expected head, relation and tail"
-                            if len(cells) != 3
-                            else "an empty value"
-                        )
-                        rejected.append(
-                            Rejected(
-                                file=str(file), line=number, reason=reason, text=line[:SHOWN].rstrip("\n")
-                            )
-                        )
+                        why = f"{len(cells)} values, expected head, relation and tail"
+                        why, text = why if len(cells) != 3 else "an empty value", line[:SHOWN].rstrip("\n")
+                        rejected.append(Rejected(file=str(file), line=number, reason=why, text=text))
         except UnicodeDecodeError as error:
             raise UserError(
-                f"data.path: {file} is not UTF-8 text (byte {error.start}); save it as UTF-8"
+                f"data.path: {file} is not UTF-8 text (byte {error.start}); convert it"
             ) from error
 
 
 def open_source(data: KgeDataConfig, seed: int) -> _TripleSource:
     """Find the files. Raises UserError for a missing path and a folder without a train file."""
     if data.path is None:
-        raise UserError(
-            "data.path is not set; recipe kge needs a file of triples, or a folder with train.txt and "
-            "valid.txt"
-        )
+        raise UserError("data.path is not set; give a file of triples, or a folder with train.txt")
     root = given_path(data.path, "data.path")
     if root.is_file():
         return _TripleSource(data, seed, {"train": root})
     if not root.is_dir():
-        raise UserError(
-            f"data.path={data.path}: there is no such file or folder; give a file of triples, or a folder "
-            "with train.txt"
-        )
+        raise UserError(f"data.path={data.path}: no such file or folder; give triples")
     parts: dict[str, Path] = {}
     for part in _PARTS:
         found = files_of(root, part)
         if len(found) > 1:
-            raise UserError(
-                f"data.path={data.path}: holds {found[0].name} and {found[1].name}; leave one of them"
-            )
+            raise UserError(f"data.path={data.path}: holds {found[0].name} and {found[1].name}; leave one")
         if found:
             parts[part] = found[0]
     if "train" not in parts:
-        raise UserError(
-            f"data.path={data.path}: the folder has no train.txt (or .tsv, .csv); name the files train, "
-            "valid and test"
-        )
+        raise UserError(f"data.path={data.path}: the folder has no train.txt (or .tsv, .csv)")
     return _TripleSource(data, seed, parts)

@@ -42,11 +42,8 @@ def _moduli(rows: Tensor) -> Tensor:
 
 _STD = 1e-3
 """Of start values: what is left of larger ones in the end is noise."""
-_QUERIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "distmult": torch.mul,
-    "complex": _complex_product,
-    "rotate": _rotation,
-}
+_Query = Callable[[Tensor, Tensor], Tensor]
+_QUERIES: dict[str, _Query] = {"distmult": torch.mul, "complex": _complex_product, "rotate": _rotation}
 """Kind -> the query (..., D) of an entity and a relation, whose dot product with an entity is the score."""
 
 
@@ -161,11 +158,8 @@ class TripleModel(nn.Module):
             numbers_a_score=self.entities.dim if self.kind == "rotate" else 1,
         )
         loss_B = ranked.loss_Q.view(-1, 2).sum(1)
-        return {
-            "loss": loss_B,
-            "weight": torch.full_like(loss_B, 2.0),
-            "ranks_B2": ranked.ranks_Q.view(-1, 2),
-        }
+        weight_B = torch.full_like(loss_B, 2.0)
+        return {"loss": loss_B, "weight": weight_B, "ranks_B2": ranked.ranks_Q.view(-1, 2)}
 
 
 def build_kge(context: ModelContext[KgeModelConfig]) -> TripleModel:

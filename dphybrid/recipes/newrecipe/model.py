@@ -27,6 +27,7 @@ class Network(nn.Module):
         dim = context.options.dim
         self.users = context.table(context.num_ids("user"), dim, name="users")
         self.items = context.table(context.num_ids("item"), dim, name="items")
+        # What is in here runs on the devices, each with its share of the batch.
         self.region = DataParallel(nn.Bilinear(dim, dim, 1), context.devices)
 
     def table_ids(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -35,6 +36,7 @@ class Network(nn.Module):
 
     def ratings(self, users_B: Tensor, items_B: Tensor) -> Tensor:
         """Return the predicted ratings (B,)."""
+        # Each device gets the rows of its own samples.
         rows = self.region.rows(self.users, users_B), self.region.rows(self.items, items_B)
         rating_B: Tensor = self.region(*rows).squeeze(1)
         return rating_B
@@ -42,6 +44,7 @@ class Network(nn.Module):
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the loss of each sample, its number of terms, and what the metrics read."""
         rating_B = self.ratings(batch["user_B"], batch["item_B"])
+        # A loss a sample: a mean of devices' means would be wrong where shares differ in size.
         loss_B = (rating_B - batch["rating_B"].to(rating_B)).square()
         return {"loss": loss_B, "weight": torch.ones_like(loss_B), "predicted": rating_B}
 

@@ -28,6 +28,7 @@ def read(data: Data, seed: int) -> tuple[Any, Any, dict[str, Vocabulary]]:
     random = np.random.default_rng(seed)
     frame = _made_up(random) if data.path is None else _ratings(Path(data.path))
     is_valid = pl.Series(random.permutation(len(frame)) < max(1, round(data.valid_fraction * len(frame))))
+    # Vocabularies of the training rows alone: validation meets unknown users, as predictions do.
     train = frame.filter(~is_valid)
     vocabularies = {name: Vocabulary.fit(train[name]) for name in ("user", "item")}
 

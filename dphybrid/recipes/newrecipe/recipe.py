@@ -36,6 +36,7 @@ class NewRecipe(Recipe):
     def predict(self, model: Any, rows: pl.DataFrame, vocabularies: Mapping[str, Vocabulary]) -> pl.DataFrame:
         if missing := [name for name in vocabularies if name not in rows.columns]:
             raise UserError(f"the rows have no column {missing[0]!r}; columns: {', '.join(rows.columns)}")
+        # Values that training did not meet get the row of the unknown one.
         ids = {name: torch.from_numpy(words.ids(rows[name])) for name, words in vocabularies.items()}
         return rows.select("user", "item").with_columns(
             rating=model.ratings(ids["user"], ids["item"]).numpy()

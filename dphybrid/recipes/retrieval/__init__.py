@@ -4,8 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from dphybrid.config import DataConfig, ModelConfig
-from dphybrid.config.experiment import Names
+from dphybrid.config import DataConfig, ModelConfig, Names
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.recipes.recipe import Recipe, imported
 

@@ -33,7 +33,7 @@ last."""
 _TOKEN = re.compile(r"<unk>|\w+|[^\w\s]")
 
 
-class WindowDataset(Dataset):
+class _WindowDataset(Dataset):
     """Windows of T tokens without overlap; the target of a token is the next one. Each epoch but the first
     starts at another token."""
 
@@ -43,25 +43,24 @@ class WindowDataset(Dataset):
     def __len__(self) -> int:
         return -(-(len(self.tokens) - 1) // self.window)
 
-    def at_epoch(self, seed: int, epoch: int) -> "WindowDataset":
+    def at_epoch(self, seed: int, epoch: int) -> "_WindowDataset":
         # 1: apart from the numbers that shuffle this epoch.
         offset = int(np.random.default_rng([seed, epoch, 1]).integers(0, len(self.tokens))) if epoch else 0
-        return WindowDataset(self.tokens, self.window, offset)
+        return _WindowDataset(self.tokens, self.window, offset)
 
     def fetch(self, index_B: Array) -> dict[str, Tensor]:
         count = len(self.tokens)
         step_BT = index_B[:, None] * self.window + np.arange(self.window)
         place_BT = (self.offset + step_BT) % count
         ids_BT = self.tokens[place_BT].astype(np.int64)
-        targets_BT = np.where(step_BT < count - 1, self.tokens[(place_BT + 1) % count], IGNORED).astype(
-            np.int64
-        )
+        next_BT = self.tokens[(place_BT + 1) % count].astype(np.int64)
+        targets_BT = np.where(step_BT < count - 1, next_BT, IGNORED)
         return {"ids_BT": torch.from_numpy(ids_BT), "targets_BT": torch.from_numpy(targets_BT)}
 
 
 def part_of(prepared: Prepared, name: str) -> Dataset:
     """Return a part of prepared text."""
-    return WindowDataset(prepared.arrays[f"{name}_tokens"], prepared.info["window"])
+    return _WindowDataset(prepared.arrays[f"{name}_tokens"], prepared.info["window"])
 
 
 def tokenize(text: str) -> list[str]:
@@ -80,11 +79,8 @@ class _TextSource:
 
     @property
     def options(self) -> dict[str, object]:
-        names = (
-            [file.relative_to(self.root).as_posix() for file in self.files]
-            if self.root and self.root.is_dir()
-            else []
-        )
+        folder = self.root if self.root and self.root.is_dir() else None
+        names = [file.relative_to(folder).as_posix() for file in self.files if folder]
         return self.data.model_dump(mode="json", exclude={"path"}) | {"files": names}
 
     def digests(self, progress: Progress) -> list[bytes]:
@@ -121,11 +117,13 @@ class _TextSource:
         train = [document for i, document in enumerate(documents) if i not in held]
         valid = [document for i, document in enumerate(documents) if i in held]
         counts = Counter(word for _, words in train for word in words)
+        # By frequency, as adaptive softmax needs it; ties by name, so that the same text gives the same ids.
         kept = sorted(
             (word for word, count in counts.items() if count >= self.data.min_count and word != _UNKNOWN),
             key=lambda w: (-counts[w], w),
         )
         vocabulary = {word: number for number, word in enumerate([_UNKNOWN, END, *kept])}
+        # One long row of tokens, an <end> after each document: windows may cross documents.
         train_tokens, valid_tokens = (
             np.array([n for _, ws in part for n in (*(vocabulary.get(w, 0) for w in ws), 1)], np.int32)
             for part in (train, valid)
@@ -165,6 +163,7 @@ def held_out(documents: list[list[str]], fraction: float, seed: int) -> tuple[se
     sizes = [len(words) for words in documents]
     wanted = fraction * sum(sizes)
     shares = _repeated_shares(documents)
+    # At random: files of a folder often come in an order, by date say.
     order = [int(number) for number in np.random.default_rng(seed).permutation(len(documents))]
     alone = [number for number in order if shares[number] <= _MAX_REPEATED]
     held: set[int] = set()
@@ -217,10 +216,7 @@ def _read(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"data.path: {file} is not UTF-8 text (byte {error.start}); convert it, or leave it out of the "
-            "folder"
-        ) from error
+        raise UserError(f"data.path: {file} is not UTF-8 text (byte {error.start}); leave it out") from error
 
 
 def open_source(data: TextDataConfig, seed: int) -> _TextSource:
@@ -229,19 +225,14 @@ def open_source(data: TextDataConfig, seed: int) -> _TextSource:
         return _TextSource(data, seed, (), None)
     root = given_path(data.path, "data.path")
     if not root.exists():
-        raise UserError(
-            f"data.path={data.path}: there is no such file or folder; give a text file or a folder of them"
-        )
+        raise UserError(f"data.path={data.path}: no such file or folder; give a text file or a folder")
     if root.is_file():
         files = [root]
     else:
-        files = sorted(
-            file for file in root.rglob("*") if file.suffix.lower() in _TEXT_SUFFIXES and file.is_file()
-        )
+        there = (file for file in root.rglob("*") if file.suffix.lower() in _TEXT_SUFFIXES)
+        files = sorted(file for file in there if file.is_file())
         if not files:
-            raise UserError(
-                f"data.path={data.path}: the folder holds no text files ({', '.join(_TEXT_SUFFIXES)})"
-            )
+            raise UserError(f"data.path={data.path}: holds no text files ({', '.join(_TEXT_SUFFIXES)})")
     if not any(file.stat().st_size for file in files):
         raise UserError(f"data.path={data.path}: is empty; give a file with text")
     return _TextSource(data, seed, tuple(files), root)

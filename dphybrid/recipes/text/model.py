@@ -29,9 +29,8 @@ class Recurrent(nn.Module):
     def __init__(self, kind: str, dim: int, hidden: int, layers: int, dropout: float) -> None:
         super().__init__()
         network = {"lstm": nn.LSTM, "gru": nn.GRU}[kind]
-        self.network = nn.ModuleList(
-            network(dim if n == 0 else hidden, hidden, batch_first=True) for n in range(layers)
-        )
+        widths = [dim] + [hidden] * (layers - 1)
+        self.network = nn.ModuleList(network(width, hidden, batch_first=True) for width in widths)
         self.dropout = Dropout(dropout)
         self.register_state_dict_post_hook(_with_layered_names)
         self.register_load_state_dict_pre_hook(_with_own_names)
@@ -74,9 +73,8 @@ class _CausalTransformer(nn.Module):
             hidden, heads, 4 * hidden, dropout, batch_first=True, norm_first=True
         )
         layer.dropout, layer.dropout1, layer.dropout2 = (Dropout(dropout) for _ in range(3))
-        self.network = nn.TransformerEncoder(
-            layer, layers, norm=nn.LayerNorm(hidden), enable_nested_tensor=False
-        )
+        norm = nn.LayerNorm(hidden)
+        self.network = nn.TransformerEncoder(layer, layers, norm, enable_nested_tensor=False)
 
     def forward(self, rows_BTD: Tensor) -> Tensor:
         hidden_BTH = self.enter(rows_BTD)
@@ -95,7 +93,7 @@ def _positions(steps: int, hidden: int, device: torch.device | None = None) -> T
     return torch.cat([angle_TH.sin(), angle_TH.cos()], dim=1)[:, :hidden]
 
 
-class FullSoftmax(nn.Module):
+class _FullSoftmax(nn.Module):
     """(hidden_BTH, targets_BT) -> loss_BT, 0 where there is no target."""
 
     def __init__(self, hidden: int, num_words: int) -> None:
@@ -105,9 +103,8 @@ class FullSoftmax(nn.Module):
         nn.init.zeros_(self.layer.bias)
 
     def forward(self, hidden_BTH: Tensor, targets_BT: Tensor) -> Tensor:
-        loss_X = linear_cross_entropy(
-            hidden_BTH.flatten(0, 1), self.layer.weight, targets_BT.flatten(), self.layer.bias
-        )
+        hidden_XH, layer = hidden_BTH.flatten(0, 1), self.layer
+        loss_X = linear_cross_entropy(hidden_XH, layer.weight, targets_BT.flatten(), layer.bias)
         return loss_X.view_as(targets_BT)
 
 
@@ -130,10 +127,8 @@ class AdaptiveSoftmax(nn.Module):
 
     def forward(self, hidden_BTH: Tensor, targets_BT: Tensor) -> Tensor:
         known_BT = targets_BT != IGNORED
-        score_BT = self.layer(hidden_BTH.flatten(0, 1), targets_BT.clamp(min=0).flatten()).output.view_as(
-            targets_BT
-        )
-        return torch.where(known_BT, -score_BT, 0.0)
+        score_X = self.layer(hidden_BTH.flatten(0, 1), targets_BT.clamp(min=0).flatten()).output
+        return torch.where(known_BT, -score_X.view_as(targets_BT), 0.0)
 
 
 class _LanguageRegion(nn.Module):
@@ -177,7 +172,7 @@ def build_text(context: ModelContext[TextModelConfig]) -> _TextModel:
         network = _CausalTransformer(o.dim, o.hidden, o.layers, o.heads, o.dropout)
     else:
         network = Recurrent(o.kind, o.dim, o.hidden, o.layers, o.dropout)
-    output = (AdaptiveSoftmax if o.output == "adaptive" else FullSoftmax)(o.hidden, num_words)
+    output = (AdaptiveSoftmax if o.output == "adaptive" else _FullSoftmax)(o.hidden, num_words)
     region = _LanguageRegion(network, output, o.dropout)
     words = context.table(num_words, o.dim, name="words")
     return _TextModel(words, DataParallel(region, context.devices))

@@ -71,11 +71,10 @@ class _Small(Recipe):
         import numpy as np
 
         first, second = self.num_rows
+        # 7: apart from the numbers that shuffle the epochs.
         arrays = self.draw(np.random.default_rng([seed, 7]), first + second)
-        train, valid = (
-            {n: a[part] for n, a in arrays.items()} for part in (slice(first), slice(first, None))
-        )
-        return train, valid
+        train = {name: array[:first] for name, array in arrays.items()}
+        return train, {name: array[first:] for name, array in arrays.items()}
 
     def build(self, context: "ModelContext[Any]") -> "nn.Module":
         from dphybrid.recipes.tutorial import model
@@ -92,10 +91,7 @@ class Toy(_Small):
     """The tutorial's first model."""
 
     name = "toy"
-    summary = (
-        "The tutorial's linear layer, all of it data-parallel, which prints its shapes from inside "
-        "each replica."
-    )
+    summary = "The tutorial's linear layer, all data-parallel: each replica prints its shapes."
     train = {
         **_PLAIN,
         "epochs": 1,
@@ -157,9 +153,7 @@ class Digits(_Small):
     """Handwritten digits."""
 
     name = "digits"
-    summary = (
-        "Handwritten digits of 8 x 8 pixels, which come with scikit-learn: two convolutions, without a table."
-    )
+    summary = "Handwritten digits of 8 x 8 pixels, of scikit-learn: two convolutions, without a table."
     model = DigitsModelConfig
     one_process = True
     prints_shapes = False

@@ -45,9 +45,11 @@ class Supervised(nn.Module):
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         input_B = batch[self.input_key]
+        # Ids stay whole numbers.
         if input_B.is_floating_point():
             input_B = input_B.to(self.dtype)
         output_BO = self.network(input_B)
+        # The loss stands outside of the region, on the device where its outputs are gathered.
         target_B = batch[self.target_key].to(output_BO.device, non_blocking=True)
         loss_B = self.loss(output_BO, target_B)
         return {"loss": loss_B, "weight": torch.ones_like(loss_B), self.output_key: output_BO}
@@ -126,12 +128,8 @@ def build_hybrid(context: ModelContext[HybridModelConfig]) -> Supervised:
 def build_convnet(context: ModelContext[ConvnetModelConfig]) -> Supervised:
     """Conv2d(3, 64, 3, padding=1) -> ReLU -> Linear(64 * 32 * 32, 10), cross-entropy."""
     hidden = context.options.hidden
-    network = nn.Sequential(
-        nn.Conv2d(3, hidden, 3, padding=1),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(hidden * 32 * 32, _CLASSES),
-    )
+    convolution, last = nn.Conv2d(3, hidden, 3, padding=1), nn.Linear(hidden * 32 * 32, _CLASSES)
+    network = nn.Sequential(convolution, nn.ReLU(), nn.Flatten(), last)
     return Supervised(DataParallel(network, context.devices), _IMAGES, _cross_entropy, context.dtype)
 
 

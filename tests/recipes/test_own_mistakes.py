@@ -1,0 +1,57 @@
+"""What is wrong about a recipe of one's own is told: its name, its data, the parts that it lacks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dphybrid.recipes import Recipe
+from dphybrid.recipes.configs import load_config
+from tests.refusing import refused, refused_with
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("examples.own_recipe:Nothing", ["no recipe 'Nothing'", "Ratings"]),
+        ("examples.nowhere:Ratings", ["no module named 'examples.nowhere'"]),
+        ("examples.own_recipe:share_right", ["no recipe 'share_right'"]),
+        (
+            "examples.own_recipe:Ratings data.num_ratings=0",
+            ["data.num_ratings = '0'", "than or equal to 100"],
+        ),
+    ],
+)
+def test_mistakes_of_a_recipe_are_told(path: str, words: list[str]) -> None:
+    with refused_with(words):
+        load_config(None, f"recipe={path}".split())
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (({"a": [1, 2]}, {"b": [1]}), ["training split has ['a']", "['b']"]),
+        (({"a": ["x"]}, {"a": ["y"]}), ["'a'", "give numbers"]),
+        (({"a": [1, 2], "b": [1]}, {"a": [1], "b": [1]}), ["samples", "same number"]),
+        ([1, 2], ["returned a list", "training split, validation split"]),
+        (({"a": [[1, 2]]}, {"a": [[1, 2, 3]]}), ["(2,) in training and (3,) in validation"]),
+        (({}, {}), ["no samples"]),
+    ],
+)
+def test_rows_that_do_not_fit_are_told(rows: Any, words: list[str], tmp_path: Path) -> None:
+    recipe = Recipe()
+    recipe.name, recipe.rows = "r", lambda data, seed: rows  # type: ignore[method-assign]
+    with refused_with(words):
+        recipe.prepare(recipe.data(), tmp_path, 0)
+
+
+def test_a_recipe_that_lacks_a_part_says_which(tmp_path: Path) -> None:
+    recipe = Recipe()
+    recipe.name = "half"
+    for part, ask in (
+        ("rows", lambda: recipe.prepare(recipe.data(), tmp_path, 0)),
+        ("build", lambda: recipe.build(None)),  # type: ignore[arg-type]
+        ("task", lambda: recipe.task({})),
+    ):
+        with refused(rf"recipe half: define {part}\("):
+            ask()
