@@ -9,7 +9,7 @@
 
 #include "rows.c"
 
-enum { ROWS = 3000, WIDTH = 48, IDS = 20000, THREADS = 16 };
+enum { ROWS = 3000, WIDEST = 64, IDS = 20000, THREADS = 16 };
 
 struct work {
     task *task;
@@ -43,9 +43,9 @@ static void add(const void *memory, size_t bytes)
         digest = (digest ^ ((const unsigned char *)memory)[n]) * 1099511628211u;
 }
 
-static void train(struct team team, int64_t stored, int64_t rule, int twice)
+static void train(struct team team, int64_t stored, int64_t rule, int64_t width, int twice)
 {
-    static _Alignas(64) double rows[ROWS * WIDTH], grads[IDS * WIDTH], mean[ROWS * WIDTH], square[ROWS * WIDTH];
+    static _Alignas(64) double rows[ROWS * WIDEST], grads[IDS * WIDEST], mean[ROWS * WIDEST], square[ROWS * WIDEST];
     static int64_t ids[IDS], flat[IDS], keys[IDS], places[IDS];
     static uint64_t words[2 * IDS];
     static int32_t bounds[2 * IDS], inverse[IDS], steps[ROWS];
@@ -53,42 +53,45 @@ static void train(struct team team, int64_t stored, int64_t rule, int twice)
     memset(mean, 0, sizeof mean), memset(square, 0, sizeof square), memset(steps, 0, sizeof steps);
     for (int64_t n = 0; n < IDS; n++)
         ids[n] = (int64_t)(mixed((uint64_t)n) % ROWS * (mixed((uint64_t)n) % 7) / 7);
-    struct draw draw = {team, rows, ROWS * WIDTH, 0, stored, 1, 0.1};
-    struct lookup lookup = {team, ids, IDS, rows, ROWS, WIDTH, stored, grads, flat, 0};
-    struct segment segment = {flat, IDS, 0, ROWS, (const char *)grads, WIDTH * REAL_BYTES[stored], NULL, IDS};
+    struct draw draw = {team, rows, ROWS * width, 0, stored, 1, 0.1};
+    struct lookup lookup = {team, ids, IDS, rows, ROWS, width, stored, grads, flat, 0};
+    struct segment segment = {flat, IDS, 0, ROWS, (const char *)grads, width * REAL_BYTES[stored]};
     struct arrange arranged = {.segments = &segment, .num_segments = 1, .count = IDS, .num_keys = ROWS, .words = words,
                                .keys = keys, .bounds = bounds, .places = places, .inverse = inverse};
     struct table table = {0, ROWS, rows, mean, square, steps, 1, 7};
     if (!draw_normal(&draw) || !look_up(&lookup) || !arrange(&arranged))
         abort();
-    static double sums[ROWS * WIDTH], squares[ROWS];
-    struct sums sum = {team, &arranged, WIDTH, stored == BFLOAT16 ? FLOAT32 : stored, sums, WIDTH, squares};
-    struct update update = {team, &arranged, &table, 1, rule, stored, WIDTH, 0.1, 0.01, 1e-8, 0.9, 0.99, fix, fix, 1};
+    static double sums[ROWS * WIDEST], squares[ROWS];
+    struct sums sum = {team, &arranged, width, stored == BFLOAT16 ? FLOAT32 : stored, sums, width, squares};
+    struct update update = {team, &arranged, &table, 1, rule, stored, width, 0.1, 0.01, 1e-8, 0.9, 0.99, fix, fix, 1};
     if (!sum_rows(&sum))
         abort();
-    int64_t count = arranged.num_unique, block = block_of(WIDTH * STORED_BYTES[stored]);
+    int64_t count = arranged.num_unique, block = block_of(width * STORED_BYTES[stored]);
     if (twice) { /* the first block's rows again, as the second block's */
         memcpy(keys + block, keys, (size_t)MIN(block, count - block) * sizeof *keys);
-        run(&team, BY_TYPE(updates, stored, WIDTH), &update, count, block);
+        run(&team, BY_TYPE(updates, stored, width), &update, count, block);
     } else if (!update_rows(&update))
         abort();
-    struct dropout drop = {team, grads, grads, IDS, WIDTH, 5, stored == BFLOAT16 ? FLOAT32 : stored, 1, 1u << 30, 4.0 / 3};
+    struct dropout drop = {team, grads, grads, IDS, width, 5, stored == BFLOAT16 ? FLOAT32 : stored, 1, 1u << 30, 4.0 / 3};
     static float numbers[IDS * 2], edges[2 * 3], bins[2 * 4 * 2 * 3], pieces[IDS * 2 * 4];
     struct bins embedded = {team, numbers, numbers, edges, bins, bins, bins, bins, pieces, IDS, 2, 4, 3};
     if (!drop_out(&drop) || !embed(&embedded))
         abort();
-    add(grads, (size_t)(IDS * WIDTH * REAL_BYTES[stored]));
+    add(grads, (size_t)(IDS * width * REAL_BYTES[stored]));
     add(squares, (size_t)count * sizeof *squares);
-    add(rows, (size_t)(ROWS * WIDTH * STORED_BYTES[stored]));
+    add(rows, (size_t)(ROWS * width * STORED_BYTES[stored]));
     add(square, sizeof square);
 }
 
 int main(int count, char **words)
 {
     struct team team = {parallel, count > 1 ? atoi(words[1]) : 1};
+    /* single values; vectors, in a loop of any length and in one of 64 */
+    const int64_t widths[] = {5, 48, WIDEST};
     for (int64_t stored = 0; stored < STORED_TYPES; stored++)
         for (int64_t rule = SGD; rule <= ADAMW; rule++)
-            train(team, stored, rule, count > 2);
+            for (int k = count > 2; k < 3; k++) /* all rows of 5 are one block, which two threads cannot share */
+                train(team, stored, rule, widths[k], count > 2);
     printf("%016llx\n", (unsigned long long)digest);
     return 0;
 }

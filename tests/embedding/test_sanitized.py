@@ -4,6 +4,7 @@ ThreadSanitizer: no two threads write the same memory; and for another processor
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -132,6 +133,17 @@ def test_aarch64_is_built_from_the_same_source(tmp_path: Path, monkeypatch: pyte
     header = compile_library("aarch64", tmp_path).read_bytes()[:20]
     assert header.startswith(b"\x7fELF")
     assert int.from_bytes(header[18:20], "little") == 183, "the number of aarch64 in ELF files"
+
+
+@pytest.mark.parametrize("level", levels()[1:])
+def test_wider_vectors_compute_the_same_bits(level: str, tmp_path: Path) -> None:
+    if (gcc := shutil.which("gcc")) is None:
+        pytest.skip("no gcc")
+    narrow, wide = (built([gcc], tmp_path / name, f"-march={name}") for name in (levels()[0], level))
+    done = subprocess.run([wide, "1"], capture_output=True, text=True, check=False)
+    if done.returncode == -signal.SIGILL:
+        pytest.skip(f"this processor is below {level}")
+    assert done.stdout == digest(narrow, "4")
 
 
 def test_aarch64_computes_the_same_bits(tmp_path: Path) -> None:
