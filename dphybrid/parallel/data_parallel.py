@@ -218,6 +218,12 @@ class DataParallel(nn.DataParallel):
             self._record = kept
 
     @property
+    def last_sizes(self) -> Key | None:
+        """The replicas' input and output sizes of the latest forward, one object as long as they repeat, or
+        None before the first."""
+        return self._record.last
+
+    @property
     def last_split(self) -> Split | None:
         """The split of the latest forward, or None before the first."""
         last = self._record.last

@@ -5,7 +5,7 @@ import statistics
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,6 @@ NOT_A_STEP = ("evaluate", "checkpoint", "log", "profile", "callbacks")
 WARM_UP_STEPS = 5
 """First steps of an attempt, timed apart: they make caches, threads and kernels."""
 
-_NO_LABEL = nullcontext()
 _RECENT_STEPS = 1000
 """So many steps make the running median."""
 
@@ -40,7 +39,8 @@ class StageClock:
     def __init__(self, new_event: Callable[[], torch.cuda.Event] | None = None) -> None:
         self._new_event = new_event
         self._totals: dict[str, float] = {}
-        self._stack: list[tuple[str, AbstractContextManager[object]]] = []
+        self._stack: list[tuple[str, AbstractContextManager[object] | None]] = []
+        self._running: str | None = None
         self._since = 0.0
         self._marks: list[tuple[str | None, torch.cuda.Event]] = []
         self._window: dict[str, float] = {}
@@ -66,7 +66,7 @@ class StageClock:
         self._totals, self._window = dict(state["totals"]), dict(state["window"])
 
     def _switch(self, following: str | None) -> None:
-        """End the stage on top of the stack and begin `following`."""
+        """End the stage that runs, and begin `following`."""
         if self._new_event is not None:
             event = self._new_event()
             event.record()
@@ -75,10 +75,9 @@ class StageClock:
                 self._read_marks()
             return
         now = time.perf_counter()
-        if self._stack:
-            stage, _ = self._stack[-1]
-            self._totals[stage] = self._totals.get(stage, 0.0) + now - self._since
-        self._since = now
+        if (ended := self._running) is not None:
+            self._totals[ended] = self._totals.get(ended, 0.0) + now - self._since
+        self._running, self._since = following, now
 
     def _read_marks(self) -> None:
         if len(self._marks) < 2:
@@ -89,18 +88,6 @@ class StageClock:
                 self._totals[stage] = self._totals.get(stage, 0.0) + 1e-3 * begin.elapsed_time(end)
         # The last mark begins the stage that still runs.
         del self._marks[:-1]
-
-    def enter(self, stage: str) -> None:
-        self._switch(stage)
-        # Asked each time: a profile begins and ends between steps, and its labels cost microseconds.
-        label = labelled(stage) if profiler_looks_on() else _NO_LABEL
-        self._stack.append((stage, label))
-        label.__enter__()
-
-    def leave(self) -> None:
-        self._stack[-1][1].__exit__(None, None, None)
-        self._switch(self._stack[-2][0] if len(self._stack) > 1 else None)
-        self._stack.pop()
 
     def stage(self, name: str) -> "_Stage":
         """Return a context manager that counts the block's time under `name`."""
@@ -124,10 +111,20 @@ class _Stage:
         self._clock, self._name = clock, name
 
     def __enter__(self) -> None:
-        self._clock.enter(self._name)
+        clock, label = self._clock, None
+        clock._switch(self._name)
+        # Asked each time: a profile begins and ends between steps, and its labels cost microseconds.
+        if profiler_looks_on():
+            label = labelled(self._name)
+            label.__enter__()
+        clock._stack.append((self._name, label))
 
     def __exit__(self, *_: object) -> None:
-        self._clock.leave()
+        clock = self._clock
+        label = clock._stack.pop()[1]
+        if label is not None:
+            label.__exit__(None, None, None)
+        clock._switch(clock._stack[-1][0] if clock._stack else None)
 
 
 class StepTimes:
@@ -179,21 +176,18 @@ def _percentile(values: Sequence[float], share: float) -> float:
 
 @contextmanager
 def timed_parts(clock: StageClock, model: nn.Module) -> Iterator[None]:
-    """While the block runs, count table lookups of `model` as stage `lookup`, and the work of its
-    data-parallel blocks as `scatter`, `replicate`, `forward` and `gather`.
+    """While the block runs, count table lookups of `model` as stage `lookup`, and what its data-parallel
+    blocks do around their modules as `scatter`, `replicate`, `host_to_device` and `gather`.
 
     Only in training mode: an evaluation is one stage.
     """
-    blocks = list(find_data_parallel(model).values())
-    timed = [*((table, "lookup") for table in find_tables(model).values()), *((b, "forward") for b in blocks)]
+    blocks, lookup = list(find_data_parallel(model).values()), clock.stage("lookup")
     handles: list[Any] = []
-    for part, stage in timed:
+    for table in find_tables(model).values():
         handles += [
-            part.register_forward_pre_hook(
-                lambda module, _, stage=stage: clock.enter(stage) if module.training else None
-            ),
-            part.register_forward_hook(
-                lambda module, *_: clock.leave() if module.training else None, always_call=True
+            table.register_forward_pre_hook(lambda table, _: lookup.__enter__() if table.training else None),
+            table.register_forward_hook(
+                lambda table, *_: lookup.__exit__() if table.training else None, always_call=True
             ),
         ]
     for block in blocks:

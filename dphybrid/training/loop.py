@@ -80,7 +80,8 @@ def train(session: Session, seen: Observer) -> None:
 def train_step(session: Session, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Take one step, as the recipe says; return the batch's summed loss and its number of terms, still on
     their device. Raises UserError as `Step.update` does."""
-    loss, weight = session.take(Step(session), batch)
+    with session.clock.stage("forward"):  # but for what the step's own stages are
+        loss, weight = session.take(Step(session), batch)
     return loss, weight
 
 

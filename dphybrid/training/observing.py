@@ -110,7 +110,7 @@ class Observer:
             # Losses wait on their device, so that no step waits for it; not too many of them.
             if len(self._added) == 1024:
                 self.settle()
-            for line in session.splits.after_step(step):
+            for line in session.splits.after_step(step, rows):
                 self.line(line)
             self._display.advance(self._note)
         if step % session.config.train.log_every == 0:

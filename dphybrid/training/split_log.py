@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from dphybrid.parallel import Split, find_data_parallel
+from dphybrid.parallel.splits import Key
 from dphybrid.util.errors import counted
 
 _MAX_LINES = 2000
@@ -65,34 +66,45 @@ class SplitLog:
         self._each, self._short = each, short
         self._seen: dict[tuple[object, ...], list[SplitRow]] = {}
         self._latest: dict[tuple[object, ...], Split] = {}
+        self._now: dict[str, tuple[Key, int, list[SplitRow]]] = {}
         self.lines: list[str] = []
 
-    def after_step(self, step: int) -> list[str]:
-        """Note the latest split of every block; return the lines to print."""
-        fresh: list[str] = []
+    def after_step(self, step: int, rows: int) -> list[str]:
+        """Note the latest split of every block; return the lines to print. rows: of the whole batch."""
         printed: list[str] = []
         for name, block in self._blocks.items():
-            if (split := block.last_split) is None:
+            if (sizes := block.last_sizes) is None:
                 continue
-            split, where = self._whole(split), name or "model"
-            sizes = _rows(split)
-            key = (where, *sizes, *split.devices)
-            if self._each or key not in self._seen:
-                fresh += split.lines()
-                if len(split.devices) > 1:
-                    printed.append(_short_line(name, split))
-            if key not in self._seen:
-                number, shares = len(self._seen) + 1, zip(split.devices, sizes, _shapes(split), strict=True)
-                self._seen[key] = [
-                    SplitRow(number, replica, where, device, rows, sum(sizes), shape, shape, step, step, 0)
-                    for replica, (device, rows, shape) in enumerate(shares)
-                ]
-            # Nearly every step repeats a split: its shapes become text when somebody asks.
-            self._latest[key] = split
-            for row in self._seen[key]:
-                row.last_step, row.steps = step, row.steps + 1
-        self.note(fresh)
-        return printed if self._short else fresh
+            # Nearly every step repeats a split, whose sizes are one object then.
+            before, batch_rows, shares = self._now.get(name, (None, 0, []))
+            if self._each or sizes is not before or rows != batch_rows:
+                split = block.last_split
+                assert split is not None
+                shares, lines = self._noted(name, self._whole(split), step)
+                printed += lines
+                self._now[name] = sizes, rows, shares
+            for share in shares:
+                share.last_step, share.steps = step, share.steps + 1
+        return printed
+
+    def _noted(self, name: str, split: Split, step: int) -> tuple[list[SplitRow], list[str]]:
+        """Return the rows of a block's split, which is new or another one than before, and the lines to
+        print."""
+        where, sizes, lines = name or "model", _rows(split), list[str]()
+        key = (where, *sizes, *split.devices)
+        if self._each or key not in self._seen:
+            self.note(lines := split.lines())
+            if self._short:
+                lines = [_short_line(name, split)] if len(split.devices) > 1 else []
+        if key not in self._seen:
+            number, shares = len(self._seen) + 1, zip(split.devices, sizes, _shapes(split), strict=True)
+            self._seen[key] = [
+                SplitRow(number, replica, where, device, rows, sum(sizes), shape, shape, step, step, 0)
+                for replica, (device, rows, shape) in enumerate(shares)
+            ]
+        # Its shapes become text when somebody asks.
+        self._latest[key] = split
+        return self._seen[key], lines
 
     def note(self, lines: Sequence[str]) -> None:
         """Keep lines for the record."""
@@ -112,7 +124,7 @@ class SplitLog:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what a checkpoint kept."""
-        self.lines, self._seen, self._latest = list(state["lines"]), {}, {}
+        self.lines, self._seen, self._latest, self._now = list(state["lines"]), {}, {}, {}
         by_split: dict[int, list[SplitRow]] = {}
         for values in state["rows"]:
             row = SplitRow(**values)

@@ -70,7 +70,7 @@ class Step:
             self._divide(report)
             return self.update(batch, losses, of)
         try:
-            found = self._change(batch, loss.detach(), chosen)
+            found = self._change(batch, loss, chosen)
         except RuntimeError as error:
             # Some parameters may have changed already: this step cannot be taken again.
             raise UserError(
@@ -82,7 +82,7 @@ class Step:
             for buffer, before in buffers:
                 buffer.copy_(before)
             return torch.zeros_like(loss), torch.zeros_like(weight)
-        return loss.detach(), weight.detach()
+        return loss, weight
 
     def _optimizers(self, names: str | Sequence[str]) -> dict[str, torch.optim.Optimizer]:
         there = self.session.trained.named
@@ -104,7 +104,7 @@ class Step:
         count = trained.progress.micro_batches
         sums: list[tuple[Tensor, Tensor]] = []
         for part in micro_batches(batch, count) if count > 1 else [batch]:
-            with clock.stage("forward"), lower_precision(self.session.config.train.precision, trained.model):
+            with lower_precision(self.session.config.train.precision, trained.model):
                 outputs = losses(part)
             with clock.stage("loss"):
                 loss, weight = (summed(outputs[name]) for name in ("loss", "weight"))

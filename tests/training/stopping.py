@@ -16,10 +16,10 @@ def stopping_after(step: int) -> Iterator[StopRequest]:
     """Yield a request to give to a training, which is made after this step of it."""
     stop, after_step = StopRequest(), SplitLog.after_step
 
-    def asking(self: SplitLog, now: int) -> list[str]:
+    def asking(self: SplitLog, now: int, rows: int) -> list[str]:
         if now == step:
             stop.ask("a test")
-        return after_step(self, now)
+        return after_step(self, now, rows)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SplitLog, "after_step", asking)

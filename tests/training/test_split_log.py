@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dphybrid.parallel import DataParallel, resolve_devices
+from dphybrid.parallel import DataParallel, Split, resolve_devices
 from dphybrid.training.split_log import SplitLog
 from tests.commands import run_with
 from tests.refusing import refused
@@ -23,9 +23,9 @@ def test_four_hundred_lengths_are_one_split_with_its_first_and_latest_shape() ->
     printed = []
     for step in range(1, 401):
         block(torch.ones(8, step))
-        printed += log.after_step(step)
+        printed += log.after_step(step, 8)
     block(torch.ones(5, 7))
-    short = log.after_step(401)
+    short = log.after_step(401, 5)
     assert len(printed) == 3
     assert short[-1] == "Outside: input size torch.Size([5, 7]) output_size torch.Size([5])"
     assert len(log.rows()) == 4
@@ -37,13 +37,30 @@ def test_four_hundred_lengths_are_one_split_with_its_first_and_latest_shape() ->
     assert first.table_row()["where"] == "split 1 / replica 0 / model"
 
 
+def test_equal_parts_of_other_batches_are_other_splits() -> None:
+    block, whole = DataParallel(Summed(), resolve_devices("cpu")), [9]
+
+    def spread(split: Split) -> Split:
+        return Split(((4,), (whole[0] - 4,)), ((4,), (whole[0] - 4,)), ("rank 0", "rank 1"))
+
+    log = SplitLog(block, each=False, whole=spread)
+    for step, rows in enumerate([9, 9, 8, 9], start=1):
+        whole[0] = rows
+        block(torch.ones(4, 2))  # of nine rows and of eight, the first of two processes has four
+        log.after_step(step, rows)
+    assert [(row.rows, row.batch_rows, row.steps, row.last_step) for row in log.rows()] == [
+        *((4, 9, 3, 4), (5, 9, 3, 4)),
+        *((4, 8, 1, 3), (4, 8, 1, 3)),
+    ]
+
+
 def test_a_restored_log_goes_on_as_if_nothing_had_been() -> None:
     block = DataParallel(Summed(), resolve_devices("cpu*2"))
     whole, before, after = (SplitLog(block, each=False) for _ in range(3))
     for step, rows in enumerate([8, 8, 5, 8, 3], start=1):
         block(torch.ones(rows, 2))
-        whole.after_step(step)
-        (before if step <= 3 else after).after_step(step)
+        whole.after_step(step, rows)
+        (before if step <= 3 else after).after_step(step, rows)
         if step == 3:
             after.load_state_dict(before.state_dict())
     assert after.rows() == whole.rows()
@@ -55,8 +72,8 @@ def test_the_short_form_is_a_line_a_split_and_none_for_one_device() -> None:
         block = DataParallel(Summed(), resolve_devices(devices))
         log, whole = SplitLog(block, each=False, short=True), SplitLog(block, each=False)
         block(torch.ones(5, 2))
-        assert log.after_step(1) == expected
-        assert log.lines == whole.after_step(1)
+        assert log.after_step(1, 5) == expected
+        assert log.lines == whole.after_step(1, 5)
 
 
 QUIET = ["recipe=toy", "train.epochs=1", "train.print_splits=new"]
