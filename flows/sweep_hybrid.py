@@ -8,7 +8,6 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefect import flow, runtime, task
@@ -27,6 +26,7 @@ from dphybrid.lifecycle.sweep import (
     CellFailed,
     Reports,
     begin_sweep,
+    compare_sweep,
     failures,
     make_grid,
     run_cell,
@@ -39,8 +39,6 @@ from dphybrid.orchestration.shown import not_needed, show_run
 from dphybrid.orchestration.supervised import supervised, watched_flow_run
 from dphybrid.recipes.configs import AnyExperiment, build_config
 from dphybrid.run.train import Report
-from dphybrid.tracking.compare import log_comparison, read_runs, write_comparison
-from dphybrid.tracking.opening import embedded_uri
 from dphybrid.util.stop import StopRequest
 
 if TYPE_CHECKING:
@@ -107,20 +105,11 @@ def sweep_hybrid(
         config: All other values, common to all trainings; a field left empty keeps the recipe's value.
         skip_if_late_min: Skip a scheduled run that starts more than this many minutes late; 0: never skip.
     """
+    given = locals()  # the form's values, by their names
     if late := too_late(skip_if_late_min):
         return late
-    chosen = experiment(
-        config,
-        overrides,
-        data_path=data_path,
-        label=label,
-        devices=devices,
-        epochs=epochs,
-        batch_size=batch_size,
-        lr=lr,
-    )
     with supervised() as stop:
-        name = sweep or _own_name()
+        chosen, name = experiment(given), sweep or _own_name()
         if trials:
             from dphybrid.lifecycle.search import Search
 
@@ -136,7 +125,7 @@ def _searched(what: "Search", config: ExperimentConfig, stop: StopRequest, sweep
     with watched_flow_run(runtime.flow_run.id, stop), _passing_on_the_end(stop):
         cells, reports = search(what, config, sweep, settings, stop, at_once, _tags())
     stop.obey("with trials left; they go on when it does")
-    return _reported(sweep, cells, reports, sweep_folder(sweep, settings), settings)
+    return _reported(sweep, cells, reports, settings)
 
 
 def _tags() -> dict[str, str]:
@@ -153,7 +142,7 @@ def _swept(
 ) -> State:
     settings = load_settings()
     cells = make_grid(config, grid, sweep, settings)
-    folder, workers = begin_sweep(sweep, cells, settings, at_once)
+    _, workers = begin_sweep(sweep, cells, settings, at_once)
     show_run(runtime.flow_run.id, sweep, [config.recipe], "")
     runner: ThreadPoolTaskRunner[Any] = ThreadPoolTaskRunner(max_workers=workers)
     reports: dict[str, Report | str] = {}
@@ -168,7 +157,7 @@ def _swept(
             result = future.state.result(raise_on_failure=False)
             reports[cell.name] = result if isinstance(result, Report) else str(result)
     stop.obey("with cells left; they go on when it does")
-    return _reported(sweep, cells, reports, folder, settings)
+    return _reported(sweep, cells, reports, settings)
 
 
 @contextmanager
@@ -181,16 +170,11 @@ def _passing_on_the_end(stop: StopRequest) -> Iterator[None]:
         raise
 
 
-def _reported(sweep: str, cells: list[Cell], reports: Reports, folder: Path, settings: Settings) -> State:
+def _reported(sweep: str, cells: list[Cell], reports: Reports, settings: Settings) -> State:
+    folder = sweep_folder(sweep, settings)
     rows, file = write_sweep(folder, cells, reports)
     print(f"Results: {file}", flush=True)
-    run_ids = [done.run_id for done in reports.values() if isinstance(done, Report) and done.run_id]
-    address = ""
-    if len(run_ids) > 1:
-        uri = settings.mlflow_uri or embedded_uri(settings.mlflow_dir)
-        page = write_comparison(read_runs(uri, run_ids), folder / "comparison", next(iter(cells[0].values)))
-        _, address = log_comparison(uri, settings.experiment, settings.mlflow_dir, page, run_ids, sweep)
-        print(f"Comparison: {page.absolute().as_uri()}, and in MLflow: {address}", flush=True)
+    address = compare_sweep(cells, reports, sweep, settings)
     with not_needed(f"Prefect's artifact could not be written; the results are in {folder}"):
         create_table_artifact(rows, key="sweep", description=f"Sweep {sweep}")
         if address:

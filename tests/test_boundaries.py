@@ -22,7 +22,7 @@ HEAVY += ["rich", "prefect.server"]
         ("dphybrid.recipes.registry", {"torch", "pydantic"}),
         ("dphybrid.cli.main", {"pydantic", "pydantic_settings"}),
         # what MLflow imports, and no torch: they only read and send records
-        ("dphybrid.tracking.compare, dphybrid.tracking.sync", {"mlflow", "polars", "pydantic"}),
+        ("dphybrid.tracking.compare_page, dphybrid.tracking.sync", {"mlflow", "polars", "pydantic"}),
         # the temporary server starts while the rest is imported, and in a process of its own
         ("flows.train_hybrid", {"prefect", "pydantic", "pydantic_settings", "rich"}),
     ],

@@ -33,7 +33,7 @@ def flags(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write a page that puts runs side by side."""
     from dphybrid.tracking import compare
-    from dphybrid.tracking.compare_facts import param_of, text_of
+    from dphybrid.tracking.compare_page import param_of, text_of, write_comparison
     from dphybrid.tracking.opening import store_to_read
 
     settings = load_settings()
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     print(text_of(runs, param_of(args.group_by, runs)))
     if args.text:
         return 0
-    page = compare.write_comparison(runs, args.out, args.group_by)
+    page = write_comparison(runs, args.out, args.group_by)
     print(f"{len(run_ids)} runs: {page.absolute().as_uri()}")
     if args.log:
         run_id, _ = compare.log_comparison(uri, experiment, settings.mlflow_dir, page, run_ids, args.sweep)

@@ -19,13 +19,15 @@ from dphybrid.recipes.configs import AnyExperiment, apply_overrides
 from dphybrid.run.folder import changed_values, check_run_name
 from dphybrid.run.leasing import expected_devices, num_at_once
 from dphybrid.run.train import Report
+from dphybrid.tracking.base import SWEEP_TAG
+from dphybrid.tracking.files import FILES
+from dphybrid.tracking.opening import embedded_uri
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.files import read_json, write_json, write_text
 from dphybrid.util.stop import StopRequest
 
 Reports = Mapping[str, Report | str]
 """What each run of a sweep came to, by name: its report, or why there is none."""
-SWEEP_TAG = "dphybrid.sweep"
 MAX_CELLS = 256
 PRUNED = "pruned"
 """Begins the words about a run that a search ended early."""
@@ -219,6 +221,24 @@ def write_sweep(folder: Path, cells: Sequence[Cell], reports: Reports) -> tuple[
         rows.append(row | more)
     write_json(file := folder / "sweep.json", rows)
     return rows, file
+
+
+def compare_sweep(cells: Sequence[Cell], reports: Reports, sweep: str, settings: Settings) -> str:
+    """Compare the runs of a sweep that MLflow has, on a page in its folder, which goes into MLflow, too;
+    return its address there, "" without two of them."""
+    done = [report for report in reports.values() if isinstance(report, Report)]
+    run_ids = [report.run_id for report in done if report.run_id and report.tracking_uri != FILES]
+    if len(run_ids) < 2:
+        return ""
+    # Late: these import MLflow, which a sweep does without.
+    from dphybrid.tracking.compare import log_comparison, read_runs
+    from dphybrid.tracking.compare_page import write_comparison
+
+    uri, folder = settings.mlflow_uri or embedded_uri(settings.mlflow_dir), sweep_folder(sweep, settings)
+    page = write_comparison(read_runs(uri, run_ids), folder / "comparison", next(iter(cells[0].values)))
+    _, address = log_comparison(uri, settings.experiment, settings.mlflow_dir, page, run_ids, sweep)
+    print(f"Comparison: {page.absolute().as_uri()}, and in MLflow: {address}", flush=True)
+    return address
 
 
 def failures(reports: Reports) -> dict[str, str]:

@@ -22,6 +22,7 @@ LEFT_OUT = "left_out.json"
 """Page in a model's folder that names the files that were too large to upload: path, bytes, sha256."""
 CHANGED_TAG = "dphybrid.changed."
 """Begins the tag of a value that a resumed run changed, `0.1 -> 0.2`: MLflow keeps params as they were."""
+SWEEP_TAG = "dphybrid.sweep"
 _MAX = 250
 _STRANGE = re.compile(r"[^\w\-./: ]")
 

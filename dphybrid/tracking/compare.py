@@ -1,9 +1,9 @@
-"""Runs side by side: finds and reads them, and writes the page that compares them; the page can go into
-MLflow, too. It is one file with its numbers and plotly in it: no server, no network."""
+"""The runs that are compared, as MLflow has them; and the page that compares them, put into MLflow."""
 
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -11,64 +11,55 @@ from typing import Any
 from mlflow.entities import Metric, ViewType
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
+from mlflow.utils import get_results_from_paginated_fn
 
-from dphybrid.tracking.base import CHANGED_TAG
-from dphybrid.tracking.compare_facts import (
-    SEED,
-    RunFacts,
-    differing,
-    ordered,
-    param_of,
-    seeds_as_one,
-    split_table,
-)
-from dphybrid.tracking.compare_page import charts, table
-from dphybrid.tracking.report import rendered
+from dphybrid.tracking.base import CHANGED_TAG, SWEEP_TAG
 from dphybrid.tracking.tracker import find_experiment, run_address
 from dphybrid.tracking.writer import RESULT, run_path, view_path
 from dphybrid.util.errors import UserError
 
-MAX_RUNS = 256
+_MAX_RUNS = 256
 """More runs than this make no readable page; a sweep has no more cells."""
 _NEWEST_RUNS = 24
 """How many runs of an experiment are compared where none are named."""
 
+_PAGE = 1000
 _MAX_POINTS, _MAX_VALUE = 600, 1e308
 """Points of a curve that the page keeps; what MLflow makes of an infinite value is larger than the other."""
 
-SWEEP_TAG, _KIND_TAG, _REPLICAS_TAG = "dphybrid.sweep", "dphybrid.kind", "dphybrid.replicas"
+_KIND_TAG, _REPLICAS_TAG = "dphybrid.kind", "dphybrid.replicas"
 _COMPARISONS = "{} comparisons"
 """Name of the experiment that holds the comparisons of another one's runs, so that they do not stand among
 the trainings."""
 
 
-def write_comparison(runs: Sequence[RunFacts], folder: Path, group_by: str) -> Path:
-    """Write the comparison of runs into `folder` and return its page. Raises UserError for a param that no
-    run has."""
-    from plotly.offline import get_plotlyjs
+@dataclass(frozen=True)
+class RunFacts:
+    """What a comparison needs of one run, or of several that differ in their seed alone.
 
-    param = param_of(group_by, runs)
-    runs = ordered(runs, param)
-    rows = [(run, [run]) for run in runs] if param == SEED else seeds_as_one(runs)
-    replicas, splits = split_table(runs)
-    tables = [table(rows, param)]
-    if len(rows) < len(runs):
-        tables.append(table([(run, [run]) for run in runs], param))
-    text = rendered(
-        "page.html",
-        title=f"{len(runs)} runs by {param}",
-        made=datetime.now().strftime("%Y-%m-%d %H:%M"),
-        tables=tables,
-        differ=len(differing(runs)) > 0,
-        charts=charts(rows, param),
-        replicas=replicas,
-        splits=splits,
-        plotly=get_plotlyjs(),
-    )
-    folder.mkdir(parents=True, exist_ok=True)
-    page = folder / "index.html"
-    page.write_text(text, encoding="utf-8")
-    return page
+    curves: metric -> points (step, seconds since the start, value). stages_ms: stage -> milliseconds of an
+    average step. spread: metric -> standard deviation over the seeds.
+    """
+
+    run_id: str
+    name: str
+    status: str
+    started: datetime
+    params: Mapping[str, str]
+    metrics: Mapping[str, float]
+    splits: Mapping[tuple[int, str], str]
+    stages_ms: Mapping[str, float] = field(default_factory=dict)
+    curves: Mapping[str, list[tuple[float, float, float]]] = field(default_factory=dict)
+    url: str = ""
+    replicas: int = 1
+    spread: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def samples_per_s(self) -> float | None:
+        return self.metrics.get("summary/samples_per_s_median")
+
+    def value(self, param: str) -> str:
+        return self.params.get(param, "not set")
 
 
 def read_runs(store_uri: str, run_ids: Sequence[str]) -> list[RunFacts]:
@@ -78,8 +69,8 @@ def read_runs(store_uri: str, run_ids: Sequence[str]) -> list[RunFacts]:
     if len(unique) < 2:
         there = f"there is one: {unique[0]}" if unique else "there are none that have finished"
         raise UserError(f"a comparison needs at least two runs, and {there}")
-    if len(unique) > MAX_RUNS:
-        raise UserError(f"{len(unique)} runs make no readable page; name at most {MAX_RUNS}")
+    if len(unique) > _MAX_RUNS:
+        raise UserError(f"{len(unique)} runs make no readable page; name at most {_MAX_RUNS}")
     return [_read_run(client, store_uri, run_id) for run_id in unique]
 
 
@@ -89,6 +80,7 @@ def _read_run(client: MlflowClient, store_uri: str, run_id: str) -> RunFacts:
     except MlflowException as error:
         raise UserError(f"run {run_id!r}: cannot be read ({str(error).splitlines()[0][:200]})") from error
     metrics = dict(run.data.metrics)
+    # More than six panels are no page to read, and each curve is a call to the server.
     chosen = [name for name in metrics if name == "train/loss" or name.startswith("valid/")][:6]
     begin, tags = run.info.start_time, run.data.tags.items()
     changed = {tag[len(CHANGED_TAG) :]: both for tag, both in tags if tag.startswith(CHANGED_TAG)}
@@ -146,7 +138,14 @@ def find_runs(
     if found is None:
         there = ", ".join(e.name for e in client.search_experiments(view_type=ViewType.ACTIVE_ONLY)) or "none"
         raise UserError(f"experiment {experiment!r}: is not at {store_uri}; there: {there}")
-    runs = sorted(client.search_runs([found.experiment_id]), key=lambda run: run.info.start_time)
+    # Page by page: MLflow gives a thousand at most, and the run that is wanted may be an older one.
+    every = get_results_from_paginated_fn(
+        lambda count, token: client.search_runs(
+            [found.experiment_id], "", max_results=count, page_token=token
+        ),
+        _PAGE,
+    )
+    runs = sorted(every, key=lambda run: run.info.start_time)
     runs = [run for run in runs if run.data.tags.get(_KIND_TAG) != "summary"]
     if wanted:
         ids = [run.info.run_id for run in runs]
@@ -164,7 +163,7 @@ def find_runs(
             there = ", ".join(sorted(known)) or "none"
             raise UserError(f"--sweep {sweep}: not in experiment {experiment!r}; sweeps there: {there}")
         runs = [run for run in runs if run.data.tags.get(SWEEP_TAG) == sweep]
-    newest = MAX_RUNS if sweep is not None else _NEWEST_RUNS
+    newest = _MAX_RUNS if sweep is not None else _NEWEST_RUNS
     return [run.info.run_id for run in runs if run.info.status == "FINISHED"][-newest:]
 
 

@@ -1,22 +1,39 @@
-"""What the page of a comparison shows: a table, and charts as plotly's figures, each a dict of JSON.
+"""A comparison of runs: what differs, speed against a baseline run, splits; as text for a terminal, and as a
+page, one file with its numbers and plotly in it: no server, no network.
 
-A row is a run, or several that differ in their seed alone, beside its members.
+A row of a table is a run, or several that differ in their seed alone, beside its members.
 """
 
+import difflib
 import html
+import statistics
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from plotly.colors import qualitative
 
-from dphybrid.tracking.compare_facts import DEVICES, RunFacts, as_number, overview, speeds
+from dphybrid.tracking.compare import RunFacts
+from dphybrid.tracking.report import rendered
 from dphybrid.tracking.writer import least_is_best
+from dphybrid.util.errors import UserError
+from dphybrid.util.text import printable
 
-Rows = Sequence[tuple[RunFacts, Sequence[RunFacts]]]
-Figure = dict[str, Any]
+_Cell = tuple[str, float | None]
+"""What a table shows of a run, and the number behind it, where it is one."""
 
+_DEVICES, _SEED = "devices", "train.seed"
+_FIRST_PARAMS = ("recipe", _DEVICES, "train.batch_size")
+_NOT_CONFIG = ("size.", "split.")
+_SAME_SPEED = (_SEED, "checkpoint.register_as")
+"""What may differ between runs without being a reason for another baseline."""
+
+_Figure = dict[str, Any]
 _COLOURS = (*qualitative.T10, *qualitative.Bold)  # more of them than a step has stages
-_LAYOUT: Figure = {
+_LAYOUT: _Figure = {
     "margin": {"l": 55, "r": 15, "t": 35, "b": 45},
     "font": {"size": 13},
     "hovermode": "closest",
@@ -25,26 +42,239 @@ _LAYOUT: Figure = {
 _BEST_COLUMNS = {"samples/s": max, "step p50, ms": min}
 _VIRTUAL = " Virtual devices share their hardware: they show what splitting costs, not what more GPUs bring."
 
+_Rows = Sequence[tuple[RunFacts, Sequence[RunFacts]]]
 
-def table(rows: Rows, param: str) -> Figure:
+
+@dataclass(frozen=True)
+class _Speed:
+    """A run's speed against that of its baseline. efficiency: a device, None where runs differ in something
+    else than devices.
+
+    among: what else differs between runs, and is the same in these.
+    """
+
+    ratio: float
+    efficiency: float | None
+    among: str = ""
+
+
+def param_of(group_by: str, runs: Sequence[RunFacts]) -> str:
+    """Return the param that runs are grouped by. Raises UserError for one that no run has."""
+    params = {param for run in runs for param in run.params}
+    if group_by not in params:
+        near = difflib.get_close_matches(group_by, params, 3) or [_DEVICES]
+        raise UserError(f"--group-by {group_by}: no run has such a param; near: {', '.join(near)}")
+    return group_by
+
+
+def _differing(runs: Sequence[RunFacts]) -> list[str]:
+    """Return the params that differ between runs: devices first, the seed last. Left out are those that
+    follow from another one, and between recipes those that one of them lacks."""
+    sets = [{name for name in run.params if not name.startswith(_NOT_CONFIG)} for run in runs]
+    recipes = {run.value("recipe") for run in runs}
+    names = sorted(set.intersection(*sets) if len(recipes) > 1 else set().union(*sets))
+    found = [name for name in names if len({run.value(name) for run in runs}) > 1]
+    return sorted(found, key=lambda name: (name == _SEED, name != _DEVICES))
+
+
+def _ordered(runs: Sequence[RunFacts], param: str) -> list[RunFacts]:
+    """Return runs by their value of `param`: fewest devices first, then by number, then by text."""
+
+    def order(run: RunFacts) -> tuple[int, float, str, datetime]:
+        value = run.value(param)
+        return (run.replicas if param == _DEVICES else 0, _as_number(value) or 0.0, value, run.started)
+
+    return sorted(runs, key=order)
+
+
+def _speeds(runs: Sequence[RunFacts], param: str) -> dict[str, _Speed]:
+    """Return run id -> speed. The baseline is the first value of `param` among runs that agree in all else
+    that differs; a run without a partner that has another value has no speed-up."""
+    found = {}
+    names = [name for name in _differing(runs) if name != param and name not in _SAME_SPEED]
+    for same, members in _grouped(_ordered(runs, param), names).items():
+        among = ", ".join(f"{name}={value}" for name, value in zip(names, same, strict=True))
+        first = members[0].value(param)
+        timed = {run.run_id: (run, run.samples_per_s) for run in members if run.samples_per_s}
+        base = [speed for run, speed in timed.values() if run.value(param) == first]
+        if base and len(base) < len(timed):
+            for run_id, (run, speed) in timed.items():
+                ratio = speed / statistics.median(base)
+                fair = ratio * members[0].replicas / run.replicas if param == _DEVICES else None
+                found[run_id] = _Speed(ratio, fair, among)
+    return found
+
+
+def _grouped(runs: Sequence[RunFacts], params: Sequence[str]) -> dict[tuple[str, ...], list[RunFacts]]:
+    groups: dict[tuple[str, ...], list[RunFacts]] = {}
+    for run in runs:
+        groups.setdefault(tuple(map(run.value, params)), []).append(run)
+    return groups
+
+
+def _seeds_as_one(runs: Sequence[RunFacts]) -> list[tuple[RunFacts, list[RunFacts]]]:
+    """Return runs that differ in their seed alone as one, beside its members: with the medians of times and
+    speeds, and the means of the other metrics."""
+    names = [name for name in _differing(runs) if name != _SEED]
+    return [
+        (members[0] if len(members) == 1 else _merged([*values, f"{len(members)} seeds"], members), members)
+        for values, members in _grouped(runs, names).items()
+    ]
+
+
+def _merged(words: Sequence[str], members: Sequence[RunFacts]) -> RunFacts:
+    numbers = {
+        name: [run.metrics[name] for run in members if name in run.metrics]
+        for name in dict.fromkeys(name for run in members for name in run.metrics)
+    }
+    return replace(
+        members[0],
+        name=" · ".join(words),
+        url="",
+        params={**members[0].params, _SEED: words[-1]},
+        metrics={
+            name: (statistics.median if name.startswith("summary/") else statistics.fmean)(values)
+            for name, values in numbers.items()
+        },
+        spread={name: statistics.stdev(values) for name, values in numbers.items() if len(values) > 1},
+        stages_ms={
+            stage: statistics.fmean(run.stages_ms.get(stage, 0.0) for run in members)
+            for stage in dict.fromkeys(stage for run in members for stage in run.stages_ms)
+        },
+    )
+
+
+def _overview(runs: Sequence[RunFacts], param: str) -> dict[str, list[_Cell]]:
+    """Return a table's columns by title, with a cell for each run: its name, differing values, metrics and
+    speed."""
+    speed = _speeds(runs, param)
+    found = [speed.get(run.run_id) for run in runs]
+    finals = sorted({name for run in runs for name in run.metrics if name.startswith("final/")})
+    none: _Cell = ("", None)
+    columns: dict[str, list[_Cell]] = {
+        "run": [(run.name, None) for run in runs],
+        **{
+            name: [(run.value(name), _as_number(run.value(name))) for run in runs]
+            for name in _differing(runs)
+        },
+        **{name.removeprefix("final/"): [_cell(run, name) for run in runs] for name in finals},
+        "samples/s": [_cell(run, "summary/samples_per_s_median") for run in runs],
+        "speed-up": [
+            (f"{own.ratio:.2f}", own.ratio) if own else ("-", None) if run.samples_per_s else none
+            for run, own in zip(runs, found, strict=True)
+        ],
+        "efficiency": [
+            (f"{own.efficiency:.0%}", own.efficiency) if own and own.efficiency is not None else none
+            for own in found
+        ],
+        "step p50, ms": [_cell(run, "summary/step_ms_p50") for run in runs],
+        "step p95, ms": [_cell(run, "summary/step_ms_p95") for run in runs],
+        "training, s": [_cell(run, "summary/train_s") for run in runs],
+        "status": [("" if run.status == "FINISHED" else run.status.lower(), None) for run in runs],
+    }
+    return {title: cells for title, cells in columns.items() if any(text for text, _ in cells)}
+
+
+def _cell(run: RunFacts, metric: str) -> _Cell:
+    spread = f" ±{run.spread[metric]:.2g}" if metric in run.spread else ""
+    return _number(run.metrics.get(metric)) + spread, run.metrics.get(metric)
+
+
+def _split_table(runs: Sequence[RunFacts]) -> tuple[list[str], dict[tuple[str, ...], list[str]]]:
+    """Return the replicas, and, by their shapes in and out of the first, that is the full, batch, the runs
+    that were split so."""
+    places = sorted({place for run in runs for place in run.splits})
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for run in runs:
+        alike.setdefault(tuple(run.splits.get(place, "") for place in places), []).append(run.name)
+    return [f"replica {replica} / {block}" for replica, block in places], alike
+
+
+def text_of(runs: Sequence[RunFacts], param: str) -> str:
+    """Return a comparison for a terminal: the overview, what all runs share, and the largest stages of
+    each."""
+    runs = _ordered(runs, param)
+    table = _overview(runs, param)
+    leaves = [name.rpartition(".")[2] for name in table]
+    columns = []
+    for (name, cells), leaf in zip(table.items(), leaves, strict=True):
+        texts = [leaf if leaves.count(leaf) == 1 else name, *(printable(text) for text, _ in cells)]
+        width = max(map(len, texts))
+        is_left = all(value is None for _, value in cells)
+        columns.append([text.ljust(width) if is_left else text.rjust(width) for text in texts])
+    lines = ["  ".join(line).rstrip() for line in zip(*columns, strict=True)]
+    facts, unequal = runs[0].params, _differing(runs)
+    common = [name for name in _FIRST_PARAMS if name in facts and name not in unequal]
+    notes = [f"the same in all: {', '.join(f'{n} {printable(facts[n])}' for n in common)}"] if common else []
+    if "speed-up" in table:
+        notes.append(f"speed-up: relative to the first value of {param}, runs equal in all else but the seed")
+    for run in runs:
+        total = sum(run.stages_ms.values())
+        largest = sorted(run.stages_ms.items(), key=lambda item: -item[1])[:4]
+        if total:
+            shares = ", ".join(f"{stage} {ms / total:.0%}" for stage, ms in largest)
+            notes.append(f"{printable(run.name)}: {_number(total)} ms a step: {shares}")
+    return "\n".join([*lines, "", *notes]).rstrip()
+
+
+def _as_number(value: str) -> float | None:
+    try:
+        return float(value)  # MLflow keeps params as texts
+    except ValueError:
+        return None
+
+
+def _number(value: float | None) -> str:
+    """Return a number with four digits that count, or nothing."""
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def write_comparison(runs: Sequence[RunFacts], folder: Path, group_by: str) -> Path:
+    """Write the comparison of runs into `folder` and return its page. Raises UserError for a param that no
+    run has."""
+    from plotly.offline import get_plotlyjs
+
+    param = param_of(group_by, runs)
+    runs = _ordered(runs, param)
+    rows = [(run, [run]) for run in runs] if param == _SEED else _seeds_as_one(runs)
+    replicas, splits = _split_table(runs)
+    tables = [_table(rows, param)]
+    if len(rows) < len(runs):
+        tables.append(_table([(run, [run]) for run in runs], param))
+    text = rendered(
+        "page.html",
+        title=f"{len(runs)} runs by {param}",
+        made=datetime.now().strftime("%Y-%m-%d %H:%M"),
+        tables=tables,
+        differ=len(_differing(runs)) > 0,
+        charts=_charts(rows, param),
+        replicas=replicas,
+        splits=splits,
+        plotly=get_plotlyjs(),
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    page = folder / "index.html"
+    page.write_text(text, encoding="utf-8")
+    return page
+
+
+def _table(rows: _Rows, param: str) -> _Figure:
     """Return the table of runs: its titles, and for each row its colour, link, members and cells (text, is it
     a number, is it the best)."""
     runs = [run for run, _ in rows]
-    texts = overview(runs, param)
+    columns = _overview(runs, param)
     finals = {name.removeprefix("final/") for run in runs for name in run.metrics if "final/" in name}
     best = {name: (min if least_is_best(name) else max) for name in finals} | _BEST_COLUMNS
-    columns = {}
-    for title in texts[0]:
-        numbers = [as_number(row[title]) for row in texts]
-        known = [value for value in numbers if value is not None]
-        winner = best[title](known) if title in best and len(known) > 1 else None
-        columns[title] = [
-            (row[title], value is not None, value is not None and value == winner)
-            for row, value in zip(texts, numbers, strict=True)
-        ]
-    cells = zip(*columns.values(), strict=True)
+    shown = []
+    for title, cells in columns.items():
+        known = [(value, text) for text, value in cells if value is not None]
+        # By its text: of numbers that look the same none is better.
+        _, winner = best[title](known) if title in best and len(known) > 1 else (None, None)
+        shown.append([(text, value is not None, text == winner) for text, value in cells])
     return {
-        "titles": {title: any(is_number for _, is_number, _ in made) for title, made in columns.items()},
+        "titles": {title: any(value is not None for _, value in cells) for title, cells in columns.items()},
         "rows": [
             {
                 "colour": colour,
@@ -52,15 +282,15 @@ def table(rows: Rows, param: str) -> Figure:
                 "members": ", ".join(member.name for member in members),
                 "cells": own,
             }
-            for (run, members), colour, own in zip(rows, _colours(runs, param), cells, strict=True)
+            for (run, members), colour, *own in zip(rows, _colours(runs, param), *shown, strict=True)
         ],
     }
 
 
-def charts(rows: Rows, param: str) -> dict[str, tuple[str, str, Figure]]:
+def _charts(rows: _Rows, param: str) -> dict[str, tuple[str, str, _Figure]]:
     """Return the page's charts by id: title, note and figure."""
     runs = [run for run, _ in rows]
-    virtual = _VIRTUAL if param == DEVICES and any("*" in run.value(DEVICES) for run in runs) else ""
+    virtual = _VIRTUAL if param == _DEVICES and any("*" in run.value(_DEVICES) for run in runs) else ""
     made = {
         "speed": (
             "Speed",
@@ -86,7 +316,7 @@ def _colours(runs: Sequence[RunFacts], param: str) -> list[str]:
     return [_COLOURS[place % len(_COLOURS)] for place in places]
 
 
-def _figure(data: list[Figure], **layout: Any) -> Figure:
+def _figure(data: list[_Figure], **layout: Any) -> _Figure:
     return {"data": data, "layout": _LAYOUT | layout} if data else {}
 
 
@@ -95,17 +325,17 @@ def _plain(text: object) -> str:
     return html.escape(str(text), quote=False)
 
 
-def _speed(runs: Sequence[RunFacts], param: str) -> Figure:
+def _speed(runs: Sequence[RunFacts], param: str) -> _Figure:
     """Draw the speed-up against the values of `param`: a line for each combination of the other values."""
-    speed = speeds(runs, param)
+    speed = _speeds(runs, param)
     series: dict[str, list[RunFacts]] = {}
     for run in runs:
         if run.run_id in speed:
             series.setdefault(speed[run.run_id].among or "measured", []).append(run)
     if len({run.value(param) for members in series.values() for run in members}) < 2:
         return {}
-    scaling = param == DEVICES
-    traces: list[Figure] = [
+    scaling = param == _DEVICES
+    traces: list[_Figure] = [
         {
             "name": _plain(among),
             "x": [run.replicas if scaling else _plain(run.value(param)) for run in members],
@@ -117,27 +347,26 @@ def _speed(runs: Sequence[RunFacts], param: str) -> Figure:
         }
         for place, (among, members) in enumerate(series.items())
     ]
-    axis: Figure = {"title": {"text": _plain(param)}, "type": "category"}
+    axis: _Figure = {"title": {"text": _plain(param)}, "type": "category"}
     if scaling:
         counts = sorted({count for trace in traces for count in trace["x"]})
         ideal = {"name": "ideal", "x": counts, "y": [count / counts[0] for count in counts], "mode": "lines"}
         traces.append(ideal | {"line": {"dash": "dash", "color": "#999"}, "hoverinfo": "skip"})
-        axis = {"title": {"text": DEVICES}, "tickvals": counts}
+        axis = {"title": {"text": _DEVICES}, "tickvals": counts}
     y = {"title": {"text": "speed-up"}, "rangemode": "tozero"}
     return _figure(traces, xaxis=axis, yaxis=y, showlegend=True, legend={"orientation": "h", "y": -0.3})
 
 
-def _stages(runs: Sequence[RunFacts]) -> Figure:
+def _stages(runs: Sequence[RunFacts]) -> _Figure:
     """Draw a stacked bar a run, the largest stage first."""
     timed = [run for run in runs if run.stages_ms]
-    totals = {stage: 0.0 for run in timed for stage in run.stages_ms}
+    totals: Any = Counter()
     for run in timed:
-        for stage, ms in run.stages_ms.items():
-            totals[stage] += ms
-    stages = sorted((stage for stage in totals if totals[stage] > 0), key=lambda stage: -totals[stage])
+        totals.update(run.stages_ms)
+    stages = [stage for stage, ms in totals.most_common() if ms > 0]
     names = [_plain(run.name[:36]) for run in timed]
     places = list(range(len(timed)))
-    traces: list[Figure] = [
+    traces: list[_Figure] = [
         {
             "type": "bar",
             "orientation": "h",
@@ -156,34 +385,32 @@ def _stages(runs: Sequence[RunFacts]) -> Figure:
     return _figure(traces, barmode="stack", height=240 + 34 * len(timed), yaxis=axis, legend=legend)
 
 
-def _curves(rows: Rows, param: str) -> Figure:
+def _curves(rows: _Rows, param: str) -> _Figure:
     """Draw a panel a metric and in it a curve a run, over steps or seconds."""
     names = sorted({name for _, members in rows for run in members for name in run.curves}, reverse=True)
-    steps: list[list[float]] = []
-    seconds: list[list[float]] = []
-    traces: list[Figure] = []
-    for (row, members), colour in zip(rows, _colours([run for run, _ in rows], param), strict=True):
-        listed = False
-        for number, name in enumerate(names, start=1):
-            for points in (run.curves[name] for run in members if run.curves.get(name)):
-                steps.append([point[0] for point in points])
-                seconds.append([point[1] for point in points])
-                label = _plain(row.name)
-                traces.append(
-                    {
-                        "x": steps[-1],
-                        "y": [point[2] for point in points],
-                        "xaxis": f"x{number}",
-                        "yaxis": f"y{number}",
-                        "name": label,
-                        "legendgroup": row.run_id,
-                        "showlegend": not listed,
-                        "line": {"color": colour, "width": 2},
-                        "mode": "lines+markers" if len(points) < 30 else "lines",
-                        "hovertemplate": f"{label}<br>%{{x}}: %{{y:.5g}}<extra></extra>",
-                    }
-                )
-                listed = True
+    drawn = [
+        (row, colour, number, points)
+        for (row, members), colour in zip(rows, _colours([run for run, _ in rows], param), strict=True)
+        for number, name in enumerate(names, start=1)
+        for points in (run.curves[name] for run in members if run.curves.get(name))
+    ]
+    steps, seconds = ([[point[place] for point in points] for *_, points in drawn] for place in (0, 1))
+    listed = [row.run_id for row, *_ in drawn]
+    traces: list[_Figure] = [
+        {
+            "x": steps[place],
+            "y": [point[2] for point in points],
+            "xaxis": f"x{number}",
+            "yaxis": f"y{number}",
+            "name": _plain(row.name),
+            "legendgroup": row.run_id,
+            "showlegend": listed.index(row.run_id) == place,  # a row's first curve stands for all of them
+            "line": {"color": colour, "width": 2},
+            "mode": "lines+markers" if len(points) < 30 else "lines",
+            "hovertemplate": f"{_plain(row.name)}<br>%{{x}}: %{{y:.5g}}<extra></extra>",
+        }
+        for place, (row, colour, number, points) in enumerate(drawn)
+    ]
     columns, lines = min(2, len(names)), -(-len(names) // 2)
     axes = {f"yaxis{n}": {"title": {"text": _plain(name)}} for n, name in enumerate(names, start=1)}
     types = {kind: {f"yaxis{n}.type": kind for n in range(1, len(names) + 1)} for kind in ("linear", "log")}
@@ -202,7 +429,7 @@ def _curves(rows: Rows, param: str) -> Figure:
     )
 
 
-def _buttons(x: float, method: str, choices: dict[str, Figure]) -> Figure:
+def _buttons(x: float, method: str, choices: dict[str, _Figure]) -> _Figure:
     buttons = [{"label": label, "method": method, "args": [values]} for label, values in choices.items()]
     place = {"x": x, "y": 1.0, "xanchor": "left", "yanchor": "bottom", "pad": {"b": 15}}
     return {"type": "buttons", "direction": "left", "showactive": True, "buttons": buttons} | place

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from dphybrid.config.settings import load_settings
-from dphybrid.lifecycle.sweep import begin_sweep, make_grid
+from dphybrid.lifecycle.sweep import begin_sweep, compare_sweep, make_grid
 from dphybrid.recipes.configs import build_config
 from dphybrid.run.leasing import num_at_once
+from dphybrid.run.pages import Report
 from flows.sweep_hybrid import sweep_hybrid
 from tests.fake_nvml import gpu, write_state
 from tests.flows.servers import REPOSITORY
@@ -51,6 +52,8 @@ def test_a_grid_has_a_cell_for_each_combination(data_dir: Path) -> None:
     other = make_grid(config, {"train.epochs": [1, 2], "table.lr": [0.1, 0.2]}, "s", settings)
     with refused(r"--sweep s: its run s-1-epochs1-lr0.1 .*\(train.seed: 0 -> 3\)"):
         begin_sweep("s", other, settings)
+    in_files = {name: Report.model_construct(run_id=name, tracking_uri="files") for name in "ab"}
+    assert compare_sweep(grid, in_files, "s", settings) == ""  # MLflow has none of them
 
 
 @pytest.mark.slow

@@ -14,7 +14,8 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from dphybrid.run.train import Report
-from dphybrid.tracking.compare import read_runs, write_comparison
+from dphybrid.tracking.compare import read_runs
+from dphybrid.tracking.compare_page import write_comparison
 from tests.commands import run_with
 from tests.conftest import LONG, own_settings
 from tests.tracking.conftest import MlflowServer
@@ -105,24 +106,6 @@ def test_the_page_of_a_run_explains_it(seen: Seen) -> None:
     ):
         assert words in text, words
     assert page.locator("table").filter(has_text="replica 7").count() >= 1
-
-
-def test_splits_and_figures_open_as_table_and_pictures(seen: Seen) -> None:
-    report = seen.reports[2]
-    base = report.run_url.partition("?")[0]
-    page = seen.open(
-        f"{base}/artifacts/split_shapes.json?workflowType=machine_learning", "split_table", "first_step"
-    )
-    assert page.get_by_text("split 1 / replica 3 / network.region").first.is_visible()
-    page = seen.open(
-        f"{base}/artifacts/figures?workflowType=machine_learning", "figures", "rows_per_replica.png"
-    )
-    page.get_by_text("rows_per_replica.png").first.click()
-    picture = page.locator("img[src^='blob:'], img[src^='data:'], img[src*='artifact']").first
-    picture.wait_for(timeout=WAIT_MS)
-    page.wait_for_timeout(1000)
-    seen.keep(page, "figure")
-    assert picture.evaluate("image => image.naturalWidth") > 300
 
 
 @pytest.mark.parametrize(

@@ -13,18 +13,8 @@ from dphybrid.config.settings import Settings, load_settings
 from dphybrid.lifecycle.sweep import MAX_CELLS
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import Report, run_job
-from dphybrid.tracking.compare import find_runs, read_runs, write_comparison
-from dphybrid.tracking.compare_facts import (
-    RunFacts,
-    Speed,
-    differing,
-    ordered,
-    overview,
-    seeds_as_one,
-    speeds,
-    split_table,
-    text_of,
-)
+from dphybrid.tracking.compare import RunFacts, find_runs, read_runs
+from dphybrid.tracking.compare_page import text_of, write_comparison
 from tests.commands import command
 from tests.conftest import own_settings
 from tests.refusing import refused
@@ -61,82 +51,85 @@ def facts(name: str, on: str, speed: float | None, **params: str) -> RunFacts:
     )
 
 
+def rows_of(runs: list[RunFacts], param: str) -> list[str]:
+    """The lines of the table for a terminal, with a blank between words."""
+    table = text_of(runs, param).partition("\n\n")[0]
+    return [" ".join(line.split()) for line in table.splitlines()]
+
+
+def many(*runs: str) -> list[RunFacts]:
+    """Runs by their name, devices, speed ("-": not measured) and params."""
+    given = [run.split() for run in runs]
+    return [
+        facts(name, on, None if speed == "-" else float(speed), **dict(param.split("=") for param in params))
+        for name, on, speed, *params in given
+    ]
+
+
 @pytest.mark.parametrize(
-    ("runs", "shown"),
+    ("runs", "param", "shown"),
     [
         (
-            [("cpu*4", 300.0, "1"), ("cpu", 100.0, "1"), ("cpu*2", 150.0, "1"), ("cpu*4", None, "1")],
-            ["1.00 100%", "1.50 75%", "3.00 75%", ""],
+            many("a cpu*4 300", "b cpu 100", "c cpu*2 150", "d cpu*4 -"),
+            "devices",
+            ["b cpu 100 1.00 100%", "c cpu*2 150 1.50 75%", "a cpu*4 300 3.00 75%", "d cpu*4"],
         ),
         # a baseline that was not measured, beside one that was
         (
-            [("cpu", None, "1"), ("cpu", 3.0, "2"), ("cpu*2", 5.0, "1"), ("cpu*2", 6.0, "2")],
-            ["", "1.00 100%", "-", "2.00 100%"],
+            many("a cpu - lr=1", "b cpu 3 lr=2", "c cpu*2 5 lr=1", "d cpu*2 6 lr=2"),
+            "devices",
+            ["a cpu 1", "b cpu 2 3 1.00 100%", "c cpu*2 1 5 -", "d cpu*2 2 6 2.00 100%"],
         ),
         # no partner that differs in devices alone
-        ([("cpu", 5.0, "1"), ("cpu*2", 9.0, "2")], ["-", "-"]),
+        (many("a cpu 5 lr=1", "b cpu*2 9 lr=2"), "devices", ["a cpu 1 5 -", "b cpu*2 2 9 -"]),
+        # each batch size has its own baseline, the median of its seeds
+        (
+            many(
+                *("a cpu 72 batch=64 train.seed=0", "b cpu 74 batch=64 train.seed=2"),
+                *("c cpu*2 36 batch=64 train.seed=0", "d cpu*2 260 batch=512 train.seed=0"),
+                *("e cpu 130 batch=512 train.seed=0",),
+            ),
+            "devices",
+            [
+                *("a cpu 64 0 72 0.99 99%", "b cpu 64 2 74 1.01 101%", "e cpu 512 0 130 1.00 100%"),
+                *("c cpu*2 64 0 36 0.49 25%", "d cpu*2 512 0 260 2.00 100%"),
+            ],
+        ),
+        # by another value, in the order of numbers, without an efficiency
+        (
+            many("a cpu 100 batch=100", "b cpu 20 batch=20", "c cpu 4 batch=3"),
+            "batch",
+            ["c 3 4 1.00", "b 20 20 5.00", "a 100 100 25.00"],
+        ),
     ],
 )
 def test_speed_up_and_efficiency_are_against_the_fewest_devices_of_runs_equal_in_all_else(
-    runs: list[tuple[str, float | None, str]], shown: list[str]
+    runs: list[RunFacts], param: str, shown: list[str]
 ) -> None:
-    given = [facts(str(number), on, speed, lr=lr) for number, (on, speed, lr) in enumerate(runs)]
-    rows = overview(ordered(given, "devices"), "devices")
-    assert [f"{row['speed-up']} {row.get('efficiency', '')}".strip() for row in rows] == shown
-
-
-def test_each_combination_of_the_other_values_has_its_own_baseline() -> None:
-    measured = {("cpu", "64"): 72.0, ("cpu*2", "64"): 36.0, ("cpu", "512"): 128.0, ("cpu*2", "512"): 256.0}
-    runs = [
-        facts(
-            f"{on} b{size} s{seed}", on, speed + seed, **{"train.batch_size": size, "train.seed": str(seed)}
-        )
-        for (on, size), speed in measured.items()
-        for seed in (0, 2)
-    ]
-    found = speeds(runs, "devices")
-    assert {name: found[name].ratio for name in ("cpu b64 s0", "cpu*2 b64 s0", "cpu*2 b512 s2")} == {
-        "cpu b64 s0": 72 / 73,  # the baseline is the median of the seeds
-        "cpu*2 b64 s0": 36 / 73,
-        "cpu*2 b512 s2": 2.0,
-    }
-    assert found["cpu*2 b512 s2"].efficiency == 1.0
-    by_batch = speeds(runs, "train.batch_size")
-    assert by_batch["cpu b512 s0"] == Speed(128 / 73, None, "devices=cpu")
-    assert by_batch["cpu*2 b512 s0"] == Speed(256 / 37, None, "devices=cpu*2")
-
-
-def test_values_are_in_their_order_and_only_what_differs_is_a_difference() -> None:
-    runs = [facts(size, "cpu", None, **{"train.batch_size": size}) for size in ("100", "20", "3")]
-    assert [run.name for run in ordered(runs, "train.batch_size")] == ["3", "20", "100"]
-    one = facts("a", "cpu", 1.0, same="1", lr="0.1", **{"train.seed": "1", "size.table_rows": "3"})
-    two = facts(
-        "b", "cpu*2", 1.0, same="1", lr="0.2", only="x", **{"train.seed": "2", "size.table_rows": "4"}
-    )
-    assert differing([one, two]) == ["devices", "lr", "only", "train.seed"]
+    assert rows_of(runs, param)[1:] == shown
 
 
 def test_the_text_is_a_table_with_what_differs_and_a_line_of_stages_a_run() -> None:
-    second = facts("second\x1b[31m", "cpu*2", 150.0, recipe="toy")
+    second = facts("second\x1b[31m", "cpu*2", 150.0, recipe="toy", **{"size.table_rows": "4"})
     runs = [
         dataclasses.replace(second, stages_ms={"forward": 3.0, "lookup": 1.0}),
-        facts("first", "cpu", 100.0, recipe="toy"),
+        facts("first", "cpu", 100.0, recipe="toy", only="x", **{"size.table_rows": "3"}),
     ]
     lines = text_of(runs, "devices").splitlines()
     assert [line.split() for line in lines[:3]] == [
-        ["run", "devices", "samples/s", "speed-up", "efficiency"],
-        ["first", "cpu", "100", "1.00", "100%"],
-        ["second?[31m", "cpu*2", "150", "1.50", "75%"],
+        ["run", "devices", "only", "samples/s", "speed-up"],
+        ["first", "cpu", "x", "100", "-"],
+        ["second?[31m", "cpu*2", "not", "set", "150", "-"],
     ]
     assert "the same in all: recipe toy" in lines
     assert lines[-1] == "second?[31m: 4 ms a step: forward 75%, lookup 25%"
     # columns that end alike keep their sections
     names = ("train.lr", "table.lr", "model.dim")
     runs = [facts(value, "cpu", 1.0, **dict.fromkeys(names, value)) for value in ("1", "2")]
-    assert text_of(runs, "devices").split()[:4] == ["run", "dim", "table.lr", "train.lr"]
+    assert rows_of(runs, "devices")[0].startswith("run dim table.lr train.lr ")
 
 
-def test_runs_that_differ_in_their_seed_alone_are_one_row_of_means() -> None:
+def test_runs_that_differ_in_their_seed_alone_are_one_row_of_means(tmp_path: Path) -> None:
     runs = [
         dataclasses.replace(
             facts(f"{lr}-{seed}", "cpu", None, lr=lr, **{"train.seed": str(seed)}),
@@ -145,12 +138,12 @@ def test_runs_that_differ_in_their_seed_alone_are_one_row_of_means() -> None:
         for lr in ("0.1", "0.2")
         for seed in (0, 1, 2)
     ]
-    rows = seeds_as_one([*runs, facts("alone", "cpu", 5.0, lr="0.3")])
-    assert [len(members) for _, members in rows] == [3, 3, 1]
-    found = overview([run for run, _ in rows], "lr")
-    assert [row["run"] for row in found] == ["0.1 · 3 seeds", "0.2 · 3 seeds", "alone"]
-    assert found[0]["auc"] == "0.801 ±0.001"
-    assert found[0]["samples/s"].startswith("1,010 ±")  # the median
+    page = write_comparison([*runs, facts("alone", "cpu", 5.0, lr="0.3")], tmp_path, "lr").read_text()
+    means, each = re.findall(r"<tbody>(.*?)</tbody>", page, flags=re.DOTALL)
+    cells = [re.sub(r"<[^>]*>|\s+", " ", row).split() for row in means.split("</tr>")][:-1]
+    assert [row[:4] for row in cells[:2]] == [[lr, "·", "3", "seeds"] for lr in ("0.1", "0.2")]
+    assert cells[0][-5:-2] == ["0.801", "±0.001", "1,010"]  # of speeds the median
+    assert (len(cells), cells[2][0], each.count("<tr>")) == (3, "alone", 7)
 
 
 def test_the_page_holds_all_of_a_sweep(sweep: tuple[list[Report], Settings, Path], tmp_path: Path) -> None:
@@ -163,11 +156,10 @@ def test_the_page_holds_all_of_a_sweep(sweep: tuple[list[Report], Settings, Path
         assert {"forward", "backward", "lookup"} <= set(run.stages_ms)
         assert len(run.curves["valid/mse"]) == 2
         assert all(seconds >= 0 for _, seconds, _ in run.curves["train/loss"])
-    replicas, splits = split_table(runs)
-    assert replicas == [f"replica {i} / network.region" for i in range(8)]
-    assert sorted(shapes[7] for shapes in splits) == ["", "", "[8, 10] -> [8, 10]"]
     text = write_comparison(runs, tmp_path / "out", "devices").read_text()
     assert len(text) > 3e6  # plotly is in it
+    last = text.partition("<td>replica 7 / network.region</td>")[2].partition("</tr>")[0]
+    assert re.findall("<td>(.*?)</td>", last) == ["", "", "[8, 10] -&gt; [8, 10]"]
     assert re.findall(r'(?:src|href)="([^"]*)"', text.partition("<script>")[0]) == [
         html.escape(report.run_url) for report in reports if report.run_url.startswith("http")
     ]
@@ -206,6 +198,7 @@ def test_the_command_finds_runs_by_name_and_logs_its_page_in_an_experiment_of_it
     assert client.get_experiment(run.info.experiment_id).name == "dphybrid comparisons"
     text = command("compare", reports[0].run_name, reports[2].run_id, "--text")
     assert re.search(rf"{reports[2].run_name} +cpu\*8 ", text)
+    monkeypatch.setattr("dphybrid.tracking.compare._PAGE", 2)  # older runs are on a later page
     every = find_runs(reports[0].tracking_uri, "dphybrid")
     assert every == [report.run_id for report in reports]  # the page's own run is none of them
 
