@@ -75,20 +75,11 @@ def retrain_hybrid(
         event: Reason to retrain even without new data; it is recorded with the run.
         skip_if_late_min: Skip a scheduled run that starts more than this many minutes late; 0: never skip.
     """
+    given = locals()  # the form's values, by their names
     if late := too_late(skip_if_late_min):
         return late
-    few = {
-        "data_path": data_path,
-        "label": label,
-        "register_as": register_as,
-        "devices": devices,
-        "epochs": epochs,
-        "batch_size": batch_size,
-        "lr": lr,
-    }
-    chosen = experiment(config, overrides, **few)
     with supervised() as stop:
-        return _retrained(chosen, stop, min_new_rows, min_gain, event)
+        return _retrained(experiment(given), stop, min_new_rows, min_gain, event)
 
 
 def _retrained(

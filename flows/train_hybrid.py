@@ -62,27 +62,14 @@ def train_hybrid(
         machines: Names of the workers to use; empty: any that are online.
         skip_if_late_min: Skip a scheduled run that starts more than this many minutes late; 0: never skip.
     """
+    given = locals()  # the form's values, by their names
     if late := too_late(skip_if_late_min):
         return late
     with supervised() as stop:  # which first says that the run lives: imports take long on a busy machine
         with kept_from_gc():
             from dphybrid.orchestration.steps import trained
         return trained(
-            experiment(
-                config,
-                overrides,
-                data_path=data_path,
-                label=label,
-                devices=devices,
-                epochs=epochs,
-                batch_size=batch_size,
-                lr=lr,
-            ),
-            stop,
-            run_name=run_name,
-            resume=resume,
-            nodes=nodes,
-            machines=machines,
+            experiment(given), stop, run_name=run_name, resume=resume, nodes=nodes, machines=machines
         )
 
 

@@ -31,6 +31,7 @@ def in_this_process() -> Iterator[Callable[[], None]]:
     server = start_server()
     with kept_from_gc():  # what every flow needs, and takes long, while the server starts
         import dphybrid.orchestration.steps  # noqa: F401
+    # Here as well, while the server starts: both take seconds.
     import_mlflow(load_settings().mlflow_uri)
     # only a standing server reads it, at a second's cost
     updates: dict[object, object] = {PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}

@@ -6,7 +6,7 @@ shows, and an empty field keeps the recipe's value.
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from prefect import Flow
@@ -31,15 +31,19 @@ FEW = {
 _WITH_ASTERISK = re.compile(r"[^\s,;()]*\*[^\s,;()]*[^\s,;:().]")
 
 
-def experiment(config: object, overrides: Sequence[str] = (), **few: object) -> ExperimentConfig:
-    """Return the experiment that a flow's parameters describe: the config, the few values over it, the
-    overrides over both.
+def experiment(parameters: Mapping[str, Any]) -> ExperimentConfig:
+    """Return the experiment that a flow's parameters describe: `config`, the few values of `FEW` over it,
+    `overrides` over both.
 
-    few: by the names in `FEW`; None or "": as the config says. Raises UserError for values that the recipe
-    does not use, or that are wrong.
+    Of the few, None or "" is as the config says. Raises UserError for values that the recipe does not use, or
+    that are wrong.
     """
-    given = [f"{FEW[name]}={value}" for name, value in few.items() if value not in (None, "")]
-    return apply_overrides(as_config(config or {}), [*given, *overrides])
+    few = [
+        f"{field}={parameters[name]}" for name, field in FEW.items() if parameters.get(name) not in (None, "")
+    ]
+    return apply_overrides(
+        as_config(parameters.get("config") or {}), [*few, *(parameters.get("overrides") or [])]
+    )
 
 
 def form_of(flow: Flow[..., object], recipe: str) -> ParameterSchema:

@@ -17,10 +17,6 @@ from prefect.plugins import register_hook
 PREFECT_PLUGIN_API_REQUIRES = ">=0.1,<1"
 
 
-class _AmbiguousDeploymentError(ValueError):
-    """Several flows have a deployment of the name."""
-
-
 @register_hook
 def setup_environment(*, ctx: Any) -> None:  # noqa: ARG001 - the hook's signature
     """Extend the client's look-up by name."""
@@ -47,8 +43,7 @@ def setup_environment(*, ctx: Any) -> None:  # noqa: ARG001 - the hook's signatu
 
 
 async def _full_name(client: Any, name: str) -> str:
-    """Return FLOW/DEPLOYMENT for a bare deployment name. Raises _AmbiguousDeploymentError when several flows
-    have one."""
+    """Return FLOW/DEPLOYMENT for a bare deployment name. Raises ValueError when several flows have one."""
     from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName
 
     found = await client.read_deployments(
@@ -56,7 +51,7 @@ async def _full_name(client: Any, name: str) -> str:
     )
     flows = sorted([(await client.read_flow(deployment.flow_id)).name for deployment in found])
     if len(flows) > 1:
-        raise _AmbiguousDeploymentError(
+        raise ValueError(
             f"deployment {name!r} exists for several flows; say which: "
             f"{', '.join(f'{flow}/{name}' for flow in flows)}"
         )

@@ -79,6 +79,7 @@ async def _give_forms(file: Path) -> None:
             flow = load_flow(deployment.entrypoint)
             if "config" not in flow.parameters.properties:
                 continue
+            # Afterwards: Prefect's command gives a deployment its flow's form, the same for all recipes.
             there = await client.read_deployment_by_name(f"{flow.name}/{deployment.name}")
             recipe = (there.parameters.get("config") or {}).get("recipe", DEFAULT)
             form = form_of(flow, recipe).model_dump(exclude_unset=True)

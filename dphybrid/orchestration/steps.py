@@ -89,7 +89,7 @@ def build(
     address = ""
     if run.page.run_id:
         # closed, or it would hold the record that `train` has to send
-        with closing(attached(run, settings)) as tracker:
+        with closing(attached(run)) as tracker:
             address = tracker.run_url
     shown = [config.recipe, devices, *filter(None, [config.checkpoint.register_as])]
     show_run(runtime.flow_run.id, run.folder.name, shown, address)
@@ -179,9 +179,9 @@ def trained(
             all_tags |= {"dphybrid.nodes": str(nodes), "dphybrid.other_machines": ", ".join(others)}
         with giving_way(devices, settings, stop), stop_signals(stop):
             folder = build(config, prepared, devices.text, run_name, resume, all_tags, _links())
-            with job.closing_run(read_run(folder, settings), settings):
+            with job.closing_run(read_run(folder, settings)):
                 train(folder, stop, others)
-        with job.closing_run(read_run(folder, settings), settings):
+        with job.closing_run(read_run(folder, settings)):
             evaluate(folder)
             stop.obey("after its evaluation")
             return report(folder)

@@ -15,7 +15,7 @@ from prefect import Flow
 from prefect.client.schemas.schedules import CronSchedule
 from pydantic import BaseModel, ValidationError
 
-from dphybrid.orchestration.forms import FEW, experiment
+from dphybrid.orchestration.forms import experiment
 from dphybrid.orchestration.machines import check_nodes
 from dphybrid.recipes.configs import apply_overrides
 from dphybrid.util.errors import UserError, plain_words
@@ -48,8 +48,7 @@ def check_values(parameters: Mapping[str, Any], where: str, entrypoint: str = ""
     Raises UserError that names `where` and the field.
     """
     try:
-        few = {name: parameters.get(name) for name in FEW}
-        config = experiment(parameters.get("config"), parameters.get("overrides") or [], **few)
+        config = experiment(parameters)
         if entrypoint.endswith("retrain_hybrid:retrain_hybrid") and config.checkpoint.register_as is None:
             raise UserError("checkpoint.register_as is not set; name the registered model to retrain")
         check_nodes(config, parameters.get("nodes") or 1)

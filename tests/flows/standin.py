@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from dphybrid.cluster.launch import OUTCOME, Outcome, asked_from_outside
+from dphybrid.cluster.launch import OUTCOME, Outcome, asked_from_outside, reason_outside
 from dphybrid.cluster.ranks import LostRanks, joined
 from dphybrid.util.stop import StopRequest
 
@@ -23,7 +23,9 @@ def main(folder: Path) -> None:
             mine = [stop.pending, ranks.leads and (folder / "enough").exists()]
             asked, enough = ranks.sum(torch.tensor(mine).double()).tolist()
         if ranks.leads:
-            outcome = Outcome(state="stopped" if asked else "trained", words="stopped by somebody")
+            # not this rank's own request: another one may have seen the file first
+            words = f"stopped by {reason_outside()}"
+            outcome = Outcome(state="stopped" if asked else "trained", words=words)
             outcome.write(folder / OUTCOME)
         torch.distributed.barrier()
 

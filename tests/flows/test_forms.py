@@ -80,10 +80,17 @@ def test_no_switch_is_on_unless_asked_for(recipe: str) -> None:
 
 def test_the_few_values_go_over_the_config_and_overrides_over_both() -> None:
     config = {"recipe": "ctr", "train": {"epochs": 2, "batch_size": 64}}
-    few = {"data_path": "a.csv", "label": "Liked?", "epochs": 3, "devices": "cpu*2"}
-    assert experiment(config, **few).train.epochs == 3
-    found = experiment(config, ["train.epochs=4", "devices=cpu"], **few)
+    given = {
+        "config": config,
+        "data_path": "a.csv",
+        "label": "Liked?",
+        "epochs": 3,
+        "devices": "cpu*2",
+        "lr": "",
+    }
+    assert experiment(given).train.epochs == 3
+    found = experiment(given | {"overrides": ["train.epochs=4", "devices=cpu"]})
     assert (found.recipe, found.train.epochs, found.train.batch_size, found.devices) == ("ctr", 4, 64, "cpu")
     assert (found.data.path, found.data.label) == ("a.csv", "Liked?")  # type: ignore[attr-defined]
     with refused(r"data\.label.*ctr"):
-        experiment({"recipe": "text"}, label="clicked")
+        experiment({"config": {"recipe": "text"}, "label": "clicked"})

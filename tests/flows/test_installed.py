@@ -57,17 +57,10 @@ def test_a_wheel_brings_the_flows_beside_a_foreign_folder_of_their_name(tmp_path
 
 def test_the_doctor_tells_a_broken_prefect(tmp_path: Path) -> None:
     (tmp_path / "fastapi").mkdir()
-    (tmp_path / "fastapi" / "__init__.py").write_text(
-        "raise TypeError('Body() got an unexpected keyword argument')"
-    )
-    done = python(
-        "-m",
-        "dphybrid",
-        "doctor",
-        ends=1,
-        cwd=tmp_path,
-        env=environment(tmp_path, PYTHONPATH=f"{tmp_path}:{REPOSITORY}"),
-    )
+    broken = "raise TypeError('Body() got an unexpected keyword argument')"
+    (tmp_path / "fastapi" / "__init__.py").write_text(broken)
+    own = environment(tmp_path, PYTHONPATH=f"{tmp_path}:{REPOSITORY}")
+    done = python("-m", "dphybrid", "doctor", ends=1, cwd=tmp_path, env=own)
     assert "BAD  Prefect's server cannot be imported: TypeError: Body() got" in done.stdout
     assert "pip install 'prefect>=" in done.stdout
     assert "ok   MLflow server" in done.stdout

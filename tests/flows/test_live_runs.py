@@ -151,58 +151,41 @@ def test_a_process_knows_when_its_run_lives_elsewhere(monkeypatch: pytest.Monkey
 
 SHELL = [{"prefect.deployments.steps.run_shell_script": {"script": "id"}}]
 HARMLESS = [{"prefect.deployments.steps.set_working_directory": {"directory": "/tmp"}}]
+OWN = "dphybrid.flows.train_hybrid:train_hybrid"
+ELSEWHERE = ["/home/eve/evil.py:flow", "evil.py:flow", "dphybrid/../evil.py:flow", "dphybrid.py:flow"]
+ELSEWHERE += ["dphybrid.evil", ""]
 
 
 @pytest.mark.parametrize(
-    ("job", "steps", "field"),
+    ("job", "steps", "entrypoint", "packages", "words"),
     [
-        ({}, [], ""),
-        ({}, HARMLESS, ""),
-        ({"command": "sh -c id"}, [], "command"),
-        ({"env": {"PYTHONPATH": "/tmp"}}, [], "env"),
-        ({"working_dir": "/tmp"}, None, "working_dir"),
-        ({}, SHELL, "pull_steps"),
+        ({}, [], OWN, "", ""),
+        ({}, HARMLESS, OWN, "", ""),
+        ({"command": "sh -c id"}, [], OWN, "", "no command .*DPHYBRID_WORKER_ALLOWS=command"),
+        ({"env": {"PYTHONPATH": "/tmp"}}, [], OWN, "", "no env .*DPHYBRID_WORKER_ALLOWS=env"),
+        ({"working_dir": "/tmp"}, None, OWN, "", "no working_dir .*DPHYBRID_WORKER_ALLOWS=working_dir"),
+        ({}, SHELL, OWN, "", "no pull_steps .*DPHYBRID_WORKER_ALLOWS=pull_steps"),
+        ({}, None, "mine.flows:nightly", "others, mine", ""),
+        ({}, None, "mine.flows:nightly", "", "entrypoint .*would run code of package 'mine'"),
+        *(({}, None, place, "evil", "entrypoint .*flows of packages alone") for place in ELSEWHERE),
     ],
 )
-def test_a_worker_takes_no_commands_unless_it_is_set_to(
-    job: dict[str, Any], steps: Any, field: str, monkeypatch: pytest.MonkeyPatch
+def test_a_worker_takes_no_commands_and_runs_flows_of_named_packages_alone_unless_it_is_set_to(
+    job: dict[str, Any],
+    steps: Any,
+    entrypoint: str,
+    packages: str,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    given = GuardedConfiguration(**job)
-    deployment = SimpleNamespace(pull_steps=steps, entrypoint="dphybrid.flows.train_hybrid:train_hybrid")
+    given: Any = GuardedConfiguration(**job), SimpleNamespace(pull_steps=steps, entrypoint=entrypoint)
     monkeypatch.delenv("DPHYBRID_WORKER_ALLOWS", raising=False)
-    if not field:
-        check_job(given, deployment)  # type: ignore[arg-type]
-        return
-    with refused(f"no {field} .*DPHYBRID_WORKER_ALLOWS={field}"):
-        check_job(given, deployment)  # type: ignore[arg-type]
-    monkeypatch.setenv("DPHYBRID_WORKER_ALLOWS", field)
-    check_job(given, deployment)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("entrypoint", "packages", "words"),
-    [
-        ("dphybrid.flows.train_hybrid:train_hybrid", "", ""),
-        ("mine.flows:nightly", "others, mine", ""),
-        ("mine.flows:nightly", "", "would run code of package 'mine'"),
-        ("/home/eve/evil.py:flow", "mine", "flows of packages alone"),
-        ("evil.py:flow", "evil", "flows of packages alone"),
-        ("dphybrid/../evil.py:flow", "", "flows of packages alone"),
-        ("dphybrid.py:flow", "", "flows of packages alone"),
-        ("dphybrid.evil", "", "flows of packages alone"),
-        ("", "", "flows of packages alone"),
-    ],
-)
-def test_a_worker_runs_flows_of_named_packages_alone(
-    entrypoint: str, packages: str, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setenv("DPHYBRID_FACTORY_PACKAGES", packages)
-    job, deployment = GuardedConfiguration(), SimpleNamespace(pull_steps=None, entrypoint=entrypoint)
-    if not words:
-        check_job(job, deployment)  # type: ignore[arg-type]
-        return
-    with refused(f"deployment's entrypoint .*{words}"):
-        check_job(job, deployment)  # type: ignore[arg-type]
+    with refused(words) if words else nullcontext():
+        check_job(*given)
+    if "ALLOWS=" in words:
+        monkeypatch.setenv("DPHYBRID_WORKER_ALLOWS", words.rpartition("=")[2])
+        check_job(*given)
 
 
 class OneDeployment:
