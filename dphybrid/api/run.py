@@ -84,10 +84,10 @@ class TrainedRun:
         trained."""
         import polars as pl
 
-        from dphybrid.run.pages import SplitsPage
+        from dphybrid.run.pages import ResultPage
 
-        page = SplitsPage.read(self._trained("splits.json"))
-        return pl.DataFrame([row.table_row() for row in page.rows], infer_schema_length=None)
+        splits = ResultPage.read(self._trained("result.json")).splits
+        return pl.DataFrame([row.table_row() for row in splits], infer_schema_length=None)
 
     @property
     def history(self) -> "pl.DataFrame":

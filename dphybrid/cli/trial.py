@@ -194,7 +194,7 @@ class _Trial:
         resume = name if (self.settings.runs_dir / name).is_dir() else None
         run = build_run(experiment, "cpu*2", run_name=name, resume=resume)
         # RowPipeline says by a warning why it prefetches nothing.
-        with closing_run(run, self.settings), warnings.catch_warnings(record=True) as caught:
+        with closing_run(run), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             result = train_run(run, experiment, StopRequest())
         told = [str(one.message) for one in caught if str(one.message).startswith("RowPipeline: ")]

@@ -152,6 +152,7 @@ def run_ranks(
     """
     logs = own_folder(folder / "ranks")  # ranks meet there
     for old in [*logs.glob("*.store"), *logs.glob("*.stop")]:
+        # The first machine alone: another one would remove what it has just written.
         if meeting.node == 0 and not old.name.startswith(meeting.job):
             old.unlink(missing_ok=True)
     start = _Starts(count, module, logs, environment, meeting, stop)
@@ -232,6 +233,7 @@ class _Starts:
         environment = {**self.environment, **{name: str(value) for name, value in values.items()}}
         log = self.logs / f"rank-{rank}.start-{attempt}.log"
         with log.open("wb") if local else open(os.devnull, "wb") as file:
+            # A terminal is handed on, so that the rank draws its bar there; a flow run's log takes lines.
             piped = None if sys.stdout.isatty() else subprocess.PIPE
             # A session of its own: a terminal's Ctrl-C reaches this process alone, which hands it on.
             return subprocess.Popen(
@@ -275,6 +277,7 @@ def _end(ranks: Sequence["subprocess.Popen[bytes]"], number: int | None, wait_s:
 
 
 def _name_of(pid: int) -> str:
+    # The kernel gives a number again: by its start another process is told apart.
     return f"{pid}:{psutil.Process(pid).create_time()}"
 
 

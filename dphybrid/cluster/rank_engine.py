@@ -21,7 +21,7 @@ from dphybrid.embedding import dense_parameters
 from dphybrid.parallel import Devices, Split, resolve_devices
 from dphybrid.training.checkpoint import Trained, dense_state
 from dphybrid.training.engine import Session, TrainStep
-from dphybrid.training.finite import NotFinite, first_bad, kept_buffers
+from dphybrid.training.finite import NotFinite, kept_buffers
 from dphybrid.training.memory import num_rows
 from dphybrid.training.metrics import Task
 from dphybrid.training.saving import CheckpointWriter
@@ -55,6 +55,7 @@ class _SpreadWriter(CheckpointWriter):
                     path = str(super().save(*given, **more))
                 except (UserError, OSError) as error:  # a full disk, say
                     problem = str(error)
+        # As text: raised on rank 0 alone, it would leave the others waiting in their next message.
         path, problem = self._ranks.told((path, problem))
         if problem:
             raise UserError(problem)
@@ -83,7 +84,7 @@ class RankEngine(ClusterEngine):
         """Spread the one table of a model that was built without rows over all ranks. Raises UserError when
         it does not fit."""
         config = self.config
-        self.table = spread_table(model, self.ranks, config.table, config.train.batch_size, first_bad)
+        self.table = spread_table(model, self.ranks, config.table, config.train.batch_size)
         self._parameters = [parameter for parameter in dense_parameters(model) if parameter.requires_grad]
 
     def obey(self, stop: StopRequest, when: str) -> None:
@@ -171,6 +172,7 @@ class RankEngine(ClusterEngine):
                     result = load()
                 except UserError as error:
                     problem = str(error)
+        # As text, to all: an exception of rank 0 alone would leave the others waiting.
         if problem := self.ranks.told(problem):
             raise UserError(problem)
         # no checkpoint: each rank draws its own rows, and nothing travels

@@ -96,6 +96,7 @@ def _lost() -> Iterator[None]:
 def _all_here(path: str, size: int, wait_s: float, look: Callable[[], None]) -> dist.Store:
     """Return the store in which the ranks exchange their addresses: a file, which no network reaches."""
     store, deadline = dist.FileStore(path, size), time.monotonic() + wait_s
+    # Whoever is last says so to all; torch's own waiting could not be interrupted by `look`.
     if store.add("begun", 1) == size:
         store.set("all", "begun")
     while not store.check(["all"]):

@@ -5,7 +5,7 @@ the others `serve`. Rank 0 tells all of them what comes next, so that no one wai
 takes, whatever the size of the table.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from math import prod
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dphybrid.cluster.ranks import Ranks
+from dphybrid.training.finite import first_bad
 
 
 class _Op(IntEnum):
@@ -26,10 +27,6 @@ class _Op(IntEnum):
     PUT = 4
 
 
-FindBad = Callable[[Tensor], tuple[int, float] | None]
-"""`finite.first_bad`."""
-
-
 class Spread:
     """A table's rows and their states, spread over all ranks.
 
@@ -37,10 +34,8 @@ class Spread:
     one after its last. All in the order of rows.
     """
 
-    def __init__(
-        self, ranks: Ranks, pieces: Sequence[Tensor], bounds: Sequence[tuple[int, int]], find_bad: FindBad
-    ) -> None:
-        self._ranks, self._pieces, self.bounds, self._find_bad = ranks, list(pieces), list(bounds), find_bad
+    def __init__(self, ranks: Ranks, pieces: Sequence[Tensor], bounds: Sequence[tuple[int, int]]) -> None:
+        self._ranks, self._pieces, self.bounds = ranks, list(pieces), list(bounds)
         self.num_rows = max(stop for _, stop in bounds)
 
     def tensors(self) -> list["_SpreadTensor"]:
@@ -127,7 +122,7 @@ class Spread:
         return min(bad, default=None)
 
     def _bad(self, number: int) -> tuple[int, float] | None:
-        at = self._find_bad(self._pieces[number])
+        at = first_bad(self._pieces[number])
         return None if at is None else (at[0] + self.bounds[self._ranks.rank][0], at[1])
 
     def _owners(self, number: int, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
@@ -139,6 +134,7 @@ class Spread:
                 yield owner, first - first_row * width, last - first_row * width, first - start
 
     def _tell(self, *command: int) -> list[int]:
+        # Always five numbers: the others do not know yet what the command is.
         box = torch.tensor([*command, *[0] * (5 - len(command))])
         dist.broadcast(box, 0)
         return [int(value) for value in box]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dphybrid.cluster.ranks import Ranks
 from dphybrid.cluster.sharding import RowShards
-from dphybrid.cluster.spread import FindBad, Spread
+from dphybrid.cluster.spread import Spread
 from dphybrid.config import TableConfig
 from dphybrid.embedding import HostEmbedding, find_tables
 from dphybrid.embedding.lookup import Occurrences, row_numbers, sort_ids
@@ -36,9 +36,8 @@ class _SpreadTable(HostEmbedding):
     lookup.
     """
 
-    def __init__(
-        self, table: HostEmbedding, ranks: Ranks, config: TableConfig, batch_rows: int, find_bad: FindBad
-    ) -> None:
+    def __init__(self, table: HostEmbedding, ranks: Ranks, config: TableConfig, batch_rows: int) -> None:
+        # Not HostEmbedding's own, which would make the rows that lie with all ranks.
         nn.Module.__init__(self)
         self.num_rows, self.dim, self.name = table.num_rows, table.dim, table.name
         self.padding_idx, self.start = table.padding_idx, table.start
@@ -51,7 +50,7 @@ class _SpreadTable(HostEmbedding):
         self._shards = shards
         pieces = [shards.rows_VD] + ([] if shards.sum_V is None else [shards.sum_V])
         bounds = ranks.all_told((shards.first, shards.first + len(shards.rows_VD)))
-        self.spread = Spread(ranks, pieces, bounds, find_bad)
+        self.spread = Spread(ranks, pieces, bounds)
         whole = self.spread.tensors()
         self._rows: object = whole[0]
         self.weight = nn.Parameter(torch.empty(0, self.dim), requires_grad=False)
@@ -144,12 +143,10 @@ class _SpreadTable(HostEmbedding):
         self._shards.update(lookup.rows_UD, grads_UD, on_gradient)
 
 
-def spread_table(
-    model: nn.Module, ranks: Ranks, config: TableConfig, batch_rows: int, find_bad: FindBad
-) -> _SpreadTable:
+def spread_table(model: nn.Module, ranks: Ranks, config: TableConfig, batch_rows: int) -> _SpreadTable:
     """Put a spread table into the place of a model's one table; return it."""
     ((name, table),) = find_tables(model).items()
-    spread = _SpreadTable(table, ranks, config, batch_rows, find_bad)
+    spread = _SpreadTable(table, ranks, config, batch_rows)
     for module in list(model.modules()):
         for child, held in list(module.named_children()):
             if held is table:

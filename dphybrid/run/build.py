@@ -116,6 +116,7 @@ def build_run(
         was = previous.config.model_dump(mode="json") | {"devices": previous.page.devices}
         changed = changed_values(was, config.model_copy(update={"devices": devices.text}))
         given |= {f"{CHANGED_TAG}{name}": both for name, both in changed.items()}
+    # A new run gets its id from the server; one that goes on has an outbox, which sends when that is back.
     tracker = open_run_tracker(settings, must_answer=not (previous and previous.page.run_id))
     if count := waiting(settings.mlflow_dir / "spool"):
         print(f"Records of {counted(count, 'earlier run')} wait; `dphybrid sync` sends them", flush=True)
@@ -201,6 +202,7 @@ def _recorded(
     else:
         values = {**flatten(page.config), "devices": shown, **facts}
         values |= {f"split.{name}": value for name, value in data.manifest.split.items()}
+        # MLflow keeps params as texts; a list stands there as its flag takes it.
         texts = {name: value if isinstance(value, list) else [value] for name, value in values.items()}
         params = {name: ",".join(map(str, value)) for name, value in texts.items()}
         what = f"`{config.recipe}` on prepared data `{data.path.name}`"
@@ -248,5 +250,6 @@ def _environment_tags() -> dict[str, str]:
 
 
 def _git(*words: str) -> str:
+    # The commit of dphybrid's own sources, wherever the run was started.
     command = ["git", "-C", str(Path(__file__).parent), *words]  # the user's own git
     return subprocess.check_output(command, stderr=subprocess.PIPE, encoding="utf-8", timeout=10).strip()

@@ -80,6 +80,7 @@ class Experiment:
 def choose_engine(config: ExperimentConfig) -> Engine:
     """Return what trains: this process, or the processes of a cluster."""
     if config.cluster.several:
+        # Late: a run of one process never imports the cluster's half.
         from dphybrid.cluster.engine import ClusterEngine
 
         return ClusterEngine(config)

@@ -75,6 +75,7 @@ class Run:
         return self.folder / "checkpoints"
 
 
+# Another value of these would not fit the checkpoint, or give it other rows and batches.
 _FIXED = (
     "recipe",
     "model.",
@@ -112,6 +113,7 @@ def find_run(experiment: "Experiment", which: str) -> Run:
     """
     settings, config, data = experiment.settings, experiment.config, experiment.data
     run = named_run(settings, which, config.recipe)
+    # For a message before GPUs are waited for; what keeps two processes apart is `running`.
     with _own(run.folder):
         held = is_held(run.folder / LOCK)
     if held:

@@ -58,6 +58,7 @@ def expected_devices(config: ExperimentConfig, settings: Settings) -> str:
     if not units:
         return resolve_devices(spec.text).text
     count = spec.count or min(len(units), settings.max_gpus or len(units))
+    # Of stand-in GPUs leases are real, and torch computes on as many virtual devices.
     return _virtual(spec, count) if settings.nvml != REAL_NVML else resolve_devices(spec.text).text
 
 

@@ -10,7 +10,8 @@ from dphybrid.util.pages import Page
 
 class ResultPage(Page):
     """`result.json`: the results of training. checkpoint: the latest one. step_ms: of the steps with a full
-    batch, whose number is steps_timed. stages: seconds. saving: what the checkpoints cost."""
+    batch, whose number is steps_timed. stages: seconds. saving: what the checkpoints cost. splits: what each
+    replica got; split_lines: as they were printed."""
 
     checkpoint: str
     best_checkpoint: str
@@ -26,6 +27,8 @@ class ResultPage(Page):
     steps_per_epoch: int
     steps_skipped: int = 0
     saving: SavingCosts = SavingCosts()
+    splits: list[SplitRow]
+    split_lines: list[str]
 
 
 class MetricsPage(Page):
@@ -35,13 +38,6 @@ class MetricsPage(Page):
     metrics: dict[str, float]
     beside: str = ""
     charts: list[Chart | Confusion] = Field(default_factory=list)
-
-
-class SplitsPage(Page):
-    """`splits.json`: what each replica got. lines: as they were printed."""
-
-    rows: list[SplitRow]
-    lines: list[str]
 
 
 class Report(Page):

@@ -10,7 +10,7 @@ from dphybrid.config.settings import Settings
 from dphybrid.recipes.configs import given_values
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import Run
-from dphybrid.run.pages import MetricsPage, Report, ResultPage, SplitsPage
+from dphybrid.run.pages import MetricsPage, Report, ResultPage
 from dphybrid.tracking import Tracker, open_tracker
 from dphybrid.tracking.report import (
     REPORT_PAGE,
@@ -27,9 +27,6 @@ from dphybrid.training.clock import NOT_A_STEP
 from dphybrid.training.metrics import Chart, Confusion
 from dphybrid.training.saving import checkpoint_uid
 
-Table = list[dict[str, object]]
-"""Splits as MLflow, figures and pages show them."""
-
 
 def open_run_tracker(settings: Settings, must_answer: bool) -> Tracker:
     """Return the tracker that the settings name. must_answer: raise UserError when its server does not answer
@@ -45,9 +42,9 @@ def open_run_tracker(settings: Settings, must_answer: bool) -> Tracker:
     )
 
 
-def attached(run: Run, settings: Settings) -> Tracker:
+def attached(run: Run) -> Tracker:
     """Return a tracker that goes on recording a run; its server need not answer now."""
-    tracker = open_run_tracker(settings, must_answer=False)
+    tracker = open_run_tracker(run.settings, must_answer=False)
     tracker.attach(run.page.run_id)
     return tracker
 
@@ -55,16 +52,18 @@ def attached(run: Run, settings: Settings) -> Tracker:
 def report_run(run: Run, experiment: Experiment) -> Report:
     """Write the report of a trained and evaluated run, end its MLflow run, and return the report."""
     # Closed whatever happens, so that a run that goes on in this process can send its records.
-    with closing(attached(run, experiment.settings)) as tracker:
+    with closing(attached(run)) as tracker:
         return _reported(run, experiment, tracker)
 
 
 def _reported(run: Run, experiment: Experiment, tracker: Tracker) -> Report:
     settings, engine = experiment.settings, experiment.engine
-    result, splits = ResultPage.read(run.folder / "result.json"), SplitsPage.read(run.folder / "splits.json")
-    evaluated = MetricsPage.read(run.folder / "metrics.json")
-    table = [row.table_row() for row in splits.rows]
-    replicas = engine.num_parts(result.devices, in_first_split=sum(row.number == 1 for row in splits.rows))
+    result, evaluated = (
+        ResultPage.read(run.folder / "result.json"),
+        MetricsPage.read(run.folder / "metrics.json"),
+    )
+    table = [row.table_row() for row in result.splits]
+    replicas = engine.num_parts(result.devices, in_first_split=sum(row.number == 1 for row in result.splits))
     warnings = balance_warnings(table, replicas, result.system, result.stages)
     if result.steps_skipped:
         warnings.insert(
@@ -72,6 +71,7 @@ def _reported(run: Run, experiment: Experiment, tracker: Tracker) -> Report:
             f"{result.steps_skipped} of {result.steps} steps were skipped, as their loss or gradients were "
             "no finite numbers",
         )
+    # `dphybrid ui` finds this store by itself; of another database MLflow's own command is told.
     embedded = tracker.tracking_uri.startswith("sqlite") and settings.mlflow_uri is None
     name, not_registered = experiment.config.checkpoint.register_as or "", ""
     if name:
@@ -90,8 +90,8 @@ def _reported(run: Run, experiment: Experiment, tracker: Tracker) -> Report:
         latest_checkpoint=result.checkpoint,
         registered_as="" if not_registered else name,
         not_registered=f"{name}: {not_registered}" if not_registered else "",
-        splits=splits.rows,
-        split_lines=splits.lines,
+        splits=result.splits,
+        split_lines=result.split_lines,
         stages=result.stages,
         stages_ms=_stages_ms(result),
         step_ms=result.step_ms,
@@ -102,7 +102,7 @@ def _reported(run: Run, experiment: Experiment, tracker: Tracker) -> Report:
     )
     report = report.model_copy(update={"text": _closing_words(report)})
     report.write(run.folder / "report.json")
-    tracker.log_summary(_summary(result, splits, experiment.config))
+    tracker.log_summary(_summary(result, experiment.config))
     if run.page.run_id:  # else nobody sees them
         facts, pictures = _facts(run, experiment, report)
         for name, picture in pictures.items():
@@ -150,11 +150,11 @@ def _stages_ms(result: ResultPage) -> dict[str, float]:
     )
 
 
-def _summary(result: ResultPage, splits: SplitsPage, config: ExperimentConfig) -> dict[str, float]:
+def _summary(result: ResultPage, config: ExperimentConfig) -> dict[str, float]:
     total = sum(result.stages.values())
     summary = {f"timing_share/{stage}_pct": 100 * seconds / total for stage, seconds in result.stages.items()}
     summary |= {f"timing_mean/{stage}_ms": value for stage, value in _stages_ms(result).items()}
-    if rows := [row.rows for row in splits.rows if row.number == 1]:
+    if rows := [row.rows for row in result.splits if row.number == 1]:
         summary |= {
             "split/replicas_used": len(rows),
             "split/rows_max": max(rows),
@@ -170,7 +170,7 @@ def _summary(result: ResultPage, splits: SplitsPage, config: ExperimentConfig) -
     return summary | {"summary/train_s": total}
 
 
-def _pictures(table: Table, charts: Sequence[Chart | Confusion]) -> dict[str, bytes]:
+def _pictures(table: list[dict[str, object]], charts: Sequence[Chart | Confusion]) -> dict[str, bytes]:
     pictures = {}
     if any(row["replica"] for row in table):
         pictures["figures/rows_per_replica.png"] = rows_per_replica_figure(table)

@@ -50,6 +50,7 @@ def begin(run: Run, experiment: Experiment) -> Devices:
 def newest_checkpoint(run: Run) -> Path | None:
     """Return the checkpoint from which a run goes on, None for a new run; see `newest_whole_checkpoint`."""
     make_folder(run.checkpoints)
+    # What a killed process had begun to write; nobody else runs this run now.
     clear_leftovers(run.folder)
     clear_leftovers(run.checkpoints)
     return newest_whole_checkpoint(run.checkpoints)
@@ -73,6 +74,7 @@ def build_trained(experiment: Experiment, devices: Devices, done: Path | None) -
     trained = Trained(model, dense, rows, Progress(), blocks)
     if devices.home.type == "cuda" and trained.dense is not None:
         make_states(trained.dense, config.train.batch_size, model)
+    # After `make_states`, whose empty step would count as the average's first.
     for optimizer in blocks.values() if config.train.average else ():
         keep_average(optimizer, config.train.average)
     # Once more: masks of dropout must not follow from how many start values were drawn.
@@ -129,6 +131,7 @@ def warm_start(checkpoint: Path, model: nn.Module, data: Prepared) -> None:
             )
         before = torch.empty(shape, dtype=rows_VD.dtype)
         read_table(checkpoint, name, "weight", before)
+        # out: a third copy of the table might not fit.
         torch.index_select(before, 0, sources_V, out=rows_VD)
 
 

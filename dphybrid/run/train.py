@@ -2,7 +2,7 @@
 them in turn.
 
 The flow and the command line share them. A run is a folder: `run.json` (what it is), `checkpoints/`,
-`result.json`, `splits.json`, `splits.txt`, `report.json`; its MLflow run holds the same for people to
+`result.json`, `splits.txt`, `report.json`; its MLflow run holds the same for people to
 compare.
 """
 
@@ -44,6 +44,8 @@ def run_job(
     before those that train.callbacks names. Raises UserError before work starts, Interrupted on request.
     """
     stop = stop or StopRequest()
+    # What prepares or waits for GPUs loses nothing when it is cut off. A training finishes its step first:
+    # thus `stop_signals` once more, below.
     with stop_signals(stop, at_once=True), ExitStack() as held:
         experiment = prepare_data(config, settings, callbacks, run_name=run_name)
         stop.obey("before it was built")
@@ -54,16 +56,16 @@ def run_job(
         with giving_way(devices, settings, stop), stop_signals(stop):
             all_tags = devices.tags | (tags or {})
             run = build_run(experiment, devices.text, run_name=run_name, resume=resume, tags=all_tags)
-            with closing_run(run, settings):
+            with closing_run(run):
                 train_run(run, experiment, stop, callbacks)
         # Outside of the inner handler of signals: an evaluation has no step to finish, and ends at once.
-        with closing_run(run, settings):
+        with closing_run(run):
             evaluate_run(run, experiment)
             return report_run(run, experiment)
 
 
 @contextmanager
-def closing_run(run: Run, settings: Settings) -> Iterator[None]:
+def closing_run(run: Run) -> Iterator[None]:
     """End the MLflow run as KILLED when the block is interrupted, with the run's name in the Interrupted, and
     as FAILED when it fails.
 
@@ -75,7 +77,8 @@ def closing_run(run: Run, settings: Settings) -> Iterator[None]:
         except BaseException as error:
             if isinstance(error, Interrupted):
                 error.run = run.folder.name
-            attached(run, settings).finish("FAILED" if isinstance(error, Exception) else "KILLED")
+            # Interrupted is a KeyboardInterrupt: asked to end, which is no failure.
+            attached(run).finish("FAILED" if isinstance(error, Exception) else "KILLED")
             raise
 
 
@@ -125,7 +128,7 @@ def evaluate_run(run: Run, experiment: Experiment) -> dict[str, float]:
     baselines = experiment.recipe.baselines(data) or own
     page = MetricsPage(metrics=metrics, charts=list(charts), beside=_beside(metrics, baselines, task))
     page.write(run.folder / "metrics.json")
-    with closing(attached(run, experiment.settings)) as tracker:
+    with closing(attached(run)) as tracker:
         tracker.log_summary({f"final/{name}": value for name, value in metrics.items()})
         for which, values in baselines.items():
             where = f"baseline/{which.replace(' ', '_')}"

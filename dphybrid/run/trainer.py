@@ -1,4 +1,4 @@
-"""The training of a built run in this process; its results, as `result.json` and `splits.json`."""
+"""The training of a built run in this process; its results, as `result.json`."""
 
 from collections.abc import Sequence
 from contextlib import closing
@@ -9,7 +9,7 @@ from pathlib import Path
 from dphybrid.data import num_batches
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import Run
-from dphybrid.run.pages import ResultPage, SplitsPage
+from dphybrid.run.pages import ResultPage
 from dphybrid.run.report import attached
 from dphybrid.run.start import begin, build_trained, fill, make_session, newest_checkpoint
 from dphybrid.tracking import Tracker
@@ -22,7 +22,6 @@ from dphybrid.training.engine import Session
 from dphybrid.training.loop import keep_checkpoints, train
 from dphybrid.training.observing import Observer
 from dphybrid.training.saving import best_checkpoint
-from dphybrid.training.split_log import SplitLog
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import write_text
 from dphybrid.util.stop import StopRequest
@@ -33,6 +32,7 @@ def train_here(
 ) -> ResultPage:
     """Train a built run; return what `result.json` holds. Raises as `run.train.train_run`."""
     engine = experiment.engine
+    # Each file against its checksum: what a disk has damaged since the preparation would train another model.
     experiment.recipe.open(experiment.data.path, verified=True)
     devices = begin(run, experiment)
     done = newest_checkpoint(run) if engine.leads else None
@@ -43,14 +43,16 @@ def train_here(
     states = engine.read(trained, partial(fill, trained, experiment, saver, done) if fills else None) or {}
     engine.obey(stop, f"after step {trained.progress.step}; it goes on with --resume")
     # The plain Tracker drops what it gets: only one process of a run records.
-    record = attached(run, experiment.settings) if engine.leads else Tracker()
+    record = attached(run) if engine.leads else Tracker()
     with closing(record) as tracker, Display() as display:
         session = make_session(run, experiment, devices, trained, saver, tracker, stop, callbacks)
         # Before the states are restored: its window of metrics goes on, too.
         session.stateful["meter"] = seen = Observer(session, display)
         session.restore(states)
         if len(devices) > 1:
+            # Word for word as PyTorch's tutorials on data parallelism print it.
             line = f"Let's use {len(devices)} {devices.noun}!"
+            # A resumed run has it from its checkpoint.
             if not states:
                 session.splits.note([line])
             display.line(line)
@@ -65,7 +67,7 @@ def train_here(
             # Of an interrupted run, too: its page names the checkpoint from which it goes on.
             result = _result_of(session, seen.times, system)
             if engine.leads:
-                _keep_outcome(run, session.splits, tracker, result)
+                _keep_outcome(run, tracker, result)
     stop.obey("after its last step; it goes on with --resume")
     return result
 
@@ -92,6 +94,8 @@ def _result_of(session: Session, times: StepTimes, system: dict[str, float]) -> 
         saving=session.saver.costs,
         steps_per_epoch=num_batches(session.train_data, session.config.train.batch_size),
         steps_skipped=progress.skipped,
+        splits=session.splits.rows(),
+        split_lines=session.splits.lines,
     )
 
 
@@ -105,13 +109,10 @@ def _step_ms_before(page: Path, step: int) -> dict[str, float]:
     return before.step_ms if before.steps == step else {}
 
 
-def _keep_outcome(run: Run, splits: SplitLog, tracker: Tracker, result: ResultPage) -> None:
-    """Write the results, and what each replica got of a batch, as it was printed and as a table; record the
-    latter."""
-    rows = splits.rows()
-    text = "\n".join(splits.lines) + "\n"
+def _keep_outcome(run: Run, tracker: Tracker, result: ResultPage) -> None:
+    """Write the results; record what each replica got of a batch, as it was printed and as a table."""
+    text = "\n".join(result.split_lines) + "\n"
     write_text(run.folder / "splits.txt", text)
-    SplitsPage(rows=rows, lines=splits.lines).write(run.folder / "splits.json")
     result.write(run.folder / "result.json")
     tracker.log_text("splits.txt", text)
-    tracker.log_table("split_shapes.json", [row.table_row() for row in rows])
+    tracker.log_table("split_shapes.json", [row.table_row() for row in result.splits])

@@ -27,7 +27,7 @@ from dphybrid.config.settings import Settings, load_settings
 from dphybrid.data.table import source as _source
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.folder import all_runs
-from dphybrid.run.pages import Report, ResultPage, SplitsPage
+from dphybrid.run.pages import Report, ResultPage
 from dphybrid.run.train import run_job
 from dphybrid.selftest.faults import ERRORS, KILLED, Faults
 from dphybrid.training.checkpoint import complete_checkpoints, read_state
@@ -142,7 +142,6 @@ def came_to(data_dir: Path) -> dict[str, object]:
     """Return what a finished run holds that must not depend on interruptions."""
     (folder,) = (path.parent for path in data_dir.glob("runs/*/report.json"))
     report, result = Report.read(folder / "report.json"), ResultPage.read(folder / "result.json")
-    splits = SplitsPage.read(folder / "splits.json")
     there = complete_checkpoints(folder / "checkpoints")
     return {
         "metrics": report.metrics,
@@ -151,8 +150,8 @@ def came_to(data_dir: Path) -> dict[str, object]:
         "best": Path(result.best_checkpoint).name,
         "checkpoints": [path.name for path in there],
         "sums": [read_state(path).digests for path in there],
-        "splits": [asdict(row) for row in splits.rows],
-        "lines": splits.lines,
+        "splits": [asdict(row) for row in result.splits],
+        "lines": result.split_lines,
         "leftovers": sorted(path.name for path in folder.rglob(".*") if path.name != ".lock"),
         "prepared": read_json(next(data_dir.glob("prepared/*/manifest.json")))["arrays"],
     }

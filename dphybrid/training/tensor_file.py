@@ -80,14 +80,14 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     return {name: tuple(entry["shape"]) for name, entry in _header(path)[0].items()}
 
 
-def stored_tensor(path: Path, name: str) -> Tensor:
+def _stored_tensor(path: Path, name: str) -> Tensor:
     """Read one tensor of a file into memory."""
     with safe_open(path, framework="pt") as file:
         tensor: Tensor = file.get_tensor(name)
         return tensor
 
 
-def read_into(path: Path, name: str, target: Tensor, ids_U: Tensor | None = None) -> None:
+def _read_into(path: Path, name: str, target: Tensor, ids_U: Tensor | None = None) -> None:
     """Fill `target` (V, ...) in place from the tensor `name` of a file, slice by slice, or its rows ids_U
     (ascending). Raises UserError when shapes differ."""
     entries, start = _header(path)
@@ -98,7 +98,7 @@ def read_into(path: Path, name: str, target: Tensor, ids_U: Tensor | None = None
             "on other data?"
         )
     if not shape:
-        target.copy_(stored_tensor(path, name))
+        target.copy_(_stored_tensor(path, name))
         return
     dtype = _DTYPES[entries[name]["dtype"]]
     row_bytes = dtype.itemsize * math.prod(shape[1:])
@@ -125,7 +125,7 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
     return entries, 8 + length
 
 
-def mapped_tensor(path: Path, name: str, like: Tensor, sums: str) -> Tensor:
+def _mapped_tensor(path: Path, name: str, like: Tensor, sums: str) -> Tensor:
     """Return the tensor `name` (V, ...) of the file, mapped into memory. The first lookup that reads a block
     of the file checks it, and raises UserError when it is damaged (`embedding.native`).
 
@@ -153,6 +153,7 @@ def mapped_tensor(path: Path, name: str, like: Tensor, sums: str) -> Tensor:
             blocks.check(first_N + within)
 
     found = torch.from_numpy(raw).view(like.dtype).view(like.shape)
+    # As long as `raw` is in memory, which `found` holds.
     check_when_read(found, check_read, raw)
     return found
 
@@ -170,6 +171,7 @@ class _Blocks:
 
     def check(self, places_N: np.ndarray) -> None:
         """Raise UserError when the block under one of these bytes is damaged."""
+        # Once all are checked, a lookup costs nothing more.
         if self._whole.all():
             return
         blocks_N = places_N // BLOCK
@@ -199,24 +201,24 @@ def changed_file(checkpoint: Path, table: str) -> Path:
 def changed_rows(checkpoint: Path, table: str) -> Tensor | None:
     """Return the numbers of the rows changed since the last full checkpoint, None in a full one."""
     file = changed_file(checkpoint, table)
-    return stored_tensor(file, IDS) if file.is_file() else None
+    return _stored_tensor(file, IDS) if file.is_file() else None
 
 
 def read_table(checkpoint: Path, table: str, name: str, target: Tensor) -> None:
     """Fill `target` in place with the weight or the state `name` of a table, slice by slice. Raises UserError
     when shapes differ."""
-    read_into(table_file(checkpoint, table), name, target)
+    _read_into(table_file(checkpoint, table), name, target)
     if (ids_U := changed_rows(checkpoint, table)) is not None:
         file = changed_file(checkpoint, table)
         by_row = rows_of(name) in tensor_shapes(file)
-        read_into(file, rows_of(name) if by_row else name, target, ids_U if by_row else None)
+        _read_into(file, rows_of(name) if by_row else name, target, ids_U if by_row else None)
 
 
 def mapped_weight(checkpoint: Path, table: str, like: Tensor, sums: str) -> Tensor:
     """Return the rows of a table mapped into memory: what is read of them is loaded and checked then. Changed
     rows, and what lies on their pages, are in memory at once. Raises UserError when shape or type differ from
     those of `like`."""
-    weight = mapped_tensor(table_file(checkpoint, table), "weight", like, sums)
+    weight = _mapped_tensor(table_file(checkpoint, table), "weight", like, sums)
     if (ids_U := changed_rows(checkpoint, table)) is not None:
-        read_into(changed_file(checkpoint, table), rows_of("weight"), weight, ids_U)
+        _read_into(changed_file(checkpoint, table), rows_of("weight"), weight, ids_U)
     return weight

@@ -116,7 +116,7 @@ def test_a_run_that_has_not_ended_says_so(run: TrainedRun, tmp_path: Path) -> No
     (begun / "run.json").write_bytes((run.folder / "run.json").read_bytes())
     other = TrainedRun(begun)
     assert (other.status, other.metrics) == ("stopped", {})
-    with refused(r"is stopped and has no splits\.json yet; .*resume='begun'"):
+    with refused(r"is stopped and has no result\.json yet; .*resume='begun'"):
         _ = other.splits
 
 

@@ -26,7 +26,7 @@ from tests.conftest import REPOSITORY
 from tests.refusing import refused
 from tests.waiting import patience, wait_until
 
-PATIENT, STANDIN = "tests.cluster.patient", "tests.flows.standin"
+STANDIN = "tests.flows.standin"
 pytestmark = pytest.mark.slow
 
 
@@ -53,12 +53,13 @@ def test_a_request_reaches_the_rank_whose_lines_are_this_processes_own(
     stop = StopRequest()
 
     def look() -> None:
-        if (tmp_path / "begun").exists():
+        if started(tmp_path, 0):
             stop.ask("a test")
 
-    meeting, program = Meeting(look=look), (PATIENT, str(tmp_path))
-    assert run_ranks(1, program, tmp_path, rank_environment({}), 0, stop, meeting) == 0
-    assert "asked by a test" in capsys.readouterr().out
+    meeting, program = Meeting(look=look), (STANDIN, str(tmp_path))
+    assert run_ranks(2, program, tmp_path, rank_environment({}), 0, stop, meeting) == 0
+    assert "rank 0 of 2" in capsys.readouterr().out
+    assert Outcome.read(tmp_path / OUTCOME) == Outcome(state="stopped", words="stopped by a test")
     assert not list((tmp_path / "ranks").glob("*.stop"))
 
 
@@ -117,7 +118,7 @@ def test_a_foreign_folder_to_meet_in_is_refused(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "ranks").symlink_to(tmp_path / "elsewhere")
     with refused("is a link or another user"):
-        run_ranks(1, (PATIENT, str(tmp_path)), tmp_path, {}, 0, StopRequest(), Meeting())
+        run_ranks(1, (STANDIN, str(tmp_path)), tmp_path, {}, 0, StopRequest(), Meeting())
 
 
 def test_the_address_is_the_one_towards_the_others_or_the_named_one() -> None:

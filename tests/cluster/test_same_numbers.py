@@ -1,6 +1,5 @@
 """Several ranks compute what one process with as many virtual devices does, and share its checkpoints."""
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -191,10 +190,3 @@ def test_from_two_ranks_to_four_to_one(four: Launched) -> None:
         tensors_of(alone)["tables/table.safetensors:weight"],
         atol=1e-3,
     )
-
-
-def test_a_page_of_ranks_names_them_and_one_of_a_process_does_not(tmp_path: Path) -> None:
-    settings = settings_in(tmp_path)
-    with_ranks, without = built(settings, "two", ["cluster.ranks=2"]), built(settings, "one", [])
-    assert json.loads(Path(with_ranks, "run.json").read_text())["config"]["cluster"] == {"ranks": 2}
-    assert "cluster" not in json.loads(Path(without, "run.json").read_text())["config"]

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from dphybrid.cluster.launch import STORE
-from dphybrid.training.tensor_file import write_tensors
+from dphybrid.training.tensor_file import IDS, changed_file, rows_of, table_file, write_tensors
 from tests.conftest import REPOSITORY
 
 RANK = """
@@ -20,22 +20,20 @@ from pathlib import Path
 import torch
 from dphybrid.cluster.ranks import joined
 from dphybrid.cluster.spread import Spread
-from dphybrid.training.finite import first_bad
 from dphybrid.training import tensor_file
-from dphybrid.training.tensor_file import read_into, write_tensors
+from dphybrid.training.tensor_file import read_table, write_tensors
 
 tensor_file._SLICE_BYTES = 64  # slices that end within rows, and within ranks
 folder = Path(sys.argv[1])
 with joined(60, torch.device("cpu")) as ranks:
     first, last = [(0, 4), (4, 4), (4, 11)][ranks.rank]  # the second has none
     rows, sums = torch.zeros(last - first, 3), torch.zeros(last - first)
-    spread = Spread(ranks, [rows, sums], ranks.all_told((first, last)), first_bad)
+    spread = Spread(ranks, [rows, sums], ranks.all_told((first, last)))
     if ranks.leads:
         weight, total = spread.tensors()
         with spread.served():
-            read_into(folder / "in.safetensors", "weight", weight)
-            read_into(folder / "in.safetensors", "sum", total)
-            read_into(folder / "changed.safetensors", "rows", weight, torch.tensor([1, 3, 4, 10]))
+            read_table(folder, "in", "weight", weight)
+            read_table(folder, "in", "sum", total)
             write_tensors(folder / "out.safetensors", {"weight": weight, "sum": total})
             assert weight.first_bad() is None and total.first_bad()[0] == 9
     else:
@@ -50,8 +48,11 @@ def test_slices_rows_and_checks_reach_their_owners(tmp_path: Path) -> None:
     weight, total = torch.arange(33.0).view(11, 3), torch.arange(11.0)
     total[9] = torch.nan
     changed = -torch.ones(4, 3)
-    write_tensors(tmp_path / "in.safetensors", {"weight": weight, "sum": total})
-    write_tensors(tmp_path / "changed.safetensors", {"rows": changed})
+    for name in ("tables", "changed"):
+        (tmp_path / name).mkdir()
+    write_tensors(table_file(tmp_path, "in"), {"weight": weight, "sum": total})
+    rows = {IDS: torch.tensor([1, 3, 4, 10]), rows_of("weight"): changed, "sum": total}
+    write_tensors(changed_file(tmp_path, "in"), rows)
     shared = {**os.environ, STORE: str(tmp_path / "store"), "GLOO_SOCKET_IFNAME": "lo"}
     shared |= {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
     program: dict[str, Any] = {"args": [sys.executable, "-c", RANK, str(tmp_path)], "cwd": REPOSITORY}

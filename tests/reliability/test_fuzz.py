@@ -26,7 +26,7 @@ from dphybrid.orchestration.validate import check_prefect_yaml
 from dphybrid.recipes.configs import field_types, load_config
 from dphybrid.recipes.registry import BUILT_IN
 from dphybrid.run.folder import RunPage
-from dphybrid.run.pages import MetricsPage, Report, ResultPage, SplitsPage
+from dphybrid.run.pages import MetricsPage, Report, ResultPage
 from dphybrid.run.train import prepare_data
 from dphybrid.tracking.outbox import Outbox
 from dphybrid.tracking.sender import Sender
@@ -101,8 +101,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     root = tmp_path_factory.mktemp("fuzz")
     write_files(root)
     pl.read_csv(root / "clicks.csv").write_parquet(root / "clicks.parquet")
-    (root / "config.toml").write_bytes(CONFIG)
-    (root / "schema.toml").write_bytes(SCHEMA)
     with pytest.MonkeyPatch.context() as patch:
         own_settings(patch, root / "data", TRACKING_URI="none")
         patch.chdir(root)
@@ -194,21 +192,14 @@ def test_deeply_nested_files(folder: Path, name: str, content: bytes) -> None:
 
 
 @pytest.mark.slow
-@given(config=broken(CONFIG))
-@fuzzed(50)
-def test_config_files(folder: Path, config: bytes) -> None:
+@given(config=broken(CONFIG), schema=broken(SCHEMA))
+@fuzzed(40)
+def test_config_and_schema_files(folder: Path, config: bytes, schema: bytes) -> None:
     (folder / "broken.toml").write_bytes(config)
-    prepared(folder, folder / "broken.toml", f"data.path={folder}/clicks.csv", "data.label=clicked")
-
-
-@pytest.mark.slow
-@given(schema=broken(SCHEMA))
-@fuzzed(25)
-def test_schema_files(folder: Path, schema: bytes) -> None:
-    (folder / "broken.toml").write_bytes(schema)
-    prepared(
-        folder, None, f"data.path={folder}/clicks.csv", "recipe=ctr", f"data.schema_file={folder}/broken.toml"
-    )
+    (folder / "schema.toml").write_bytes(schema)
+    clicks = f"data.path={folder}/clicks.csv"
+    prepared(folder, folder / "broken.toml", clicks, "data.label=clicked")
+    prepared(folder, None, clicks, "recipe=ctr", f"data.schema_file={folder}/schema.toml")
 
 
 @pytest.mark.slow
@@ -236,7 +227,6 @@ PAGES: dict[str, Any] = {
     "run.json": RunPage,
     "result.json": ResultPage,
     "metrics.json": MetricsPage,
-    "splits.json": SplitsPage,
     "report.json": Report,
     "checkpoints/step-*/state.json": CheckpointState,
 }

@@ -34,7 +34,7 @@ from dphybrid.training.checkpoint import (
 )
 from dphybrid.training.engine import Session
 from dphybrid.training.saving import CheckpointWriter, prune_checkpoints
-from dphybrid.training.tensor_file import stored_tensor, write_tensors
+from dphybrid.training.tensor_file import read_tensors, table_file, write_tensors
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import Interrupted
 from tests.commands import models_of, run_with
@@ -219,7 +219,7 @@ def test_all_that_reads_checkpoints_reads_changed_rows(
     whole = load_model("run")
     assert list(verify_places(["run"], load_settings()))[-1][1]
     (table,) = find_tables(whole).values()
-    base = stored_tensor(folder / "tables" / "table.safetensors", "weight")
+    base = read_tensors(table_file(folder, "table"))["weight"]
     assert not torch.equal(table.weight, base)
     mapped = next(iter(find_tables(model_from_checkpoint(folder, mapped=True)).values()))
     assert torch.equal(mapped.weight, table.weight)

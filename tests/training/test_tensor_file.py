@@ -12,7 +12,7 @@ import torch
 from dphybrid.embedding import HostEmbedding
 from dphybrid.embedding.native import check_when_read
 from dphybrid.embedding.storage import deferred_rows
-from dphybrid.training.tensor_file import mapped_tensor, write_tensors
+from dphybrid.training.tensor_file import mapped_weight, table_file, write_tensors
 from dphybrid.util.digests import BLOCK, file_block_sums
 from tests.refusing import refused
 from tests.reliability.damages import damage
@@ -22,6 +22,7 @@ NUM_ROWS, DIM = 3000, 100  # 400 bytes a row: rows lie across the blocks' border
 
 
 def written(file: Path) -> tuple[torch.Tensor, str]:
+    file.parent.mkdir()
     weight = torch.randn(NUM_ROWS, DIM, generator=torch.Generator().manual_seed(0))
     sums = write_tensors(file, {"state": torch.arange(7), "weight": weight})
     assert sums == file_block_sums(file)
@@ -31,7 +32,7 @@ def written(file: Path) -> tuple[torch.Tensor, str]:
 def mapped(file: Path, sums: str) -> HostEmbedding:
     with deferred_rows():
         table = HostEmbedding(NUM_ROWS, DIM)
-    table.map_rows(mapped_tensor(file, "weight", table.settled(), sums))
+    table.map_rows(mapped_weight(file.parents[1], file.stem, table.settled(), sums))
     return table
 
 
@@ -78,7 +79,7 @@ WHOLES: dict[str, Callable[[HostEmbedding], object]] = {
 
 def rotten(tmp_path: Path) -> tuple[HostEmbedding, torch.Tensor, list[int]]:
     """Return a table with a damaged block, its rows as they were, and the rows that lie there."""
-    file = tmp_path / "table.safetensors"
+    file = table_file(tmp_path, "table")
     weight, sums = written(file)
     whole = file.read_bytes()
     start = len(whole) - weight.nbytes
@@ -133,7 +134,7 @@ HEADERS: list[Callable[[bytes], bytes]] = [
 def test_a_damaged_header_and_another_size_are_told(
     tmp_path: Path, content: Callable[[bytes], bytes]
 ) -> None:
-    file = tmp_path / "table.safetensors"
+    file = table_file(tmp_path, "table")
     _, sums = written(file)
     damage(file, content(file.read_bytes()))
     with refused(r"table\.safetensors: is damaged .*use another checkpoint"):

@@ -126,20 +126,6 @@ def test_a_checkpoint_of_another_shape_or_a_damaged_one_is_named(data_dir: Path,
         model_from_checkpoint(data_dir / "runs")
 
 
-def test_a_factory_of_no_model_is_told(
-    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "mine.py").write_text("def wrong(context): return 3\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for factory, words in (
-        ("mine:wrong", "returned an int"),
-        ("mine:absent", "has no function 'absent'"),
-        ("mine", "package.module:NAME"),
-    ):
-        with refused(words):
-            run_with("recipe=toy", f"model.factory={factory}")
-
-
 def test_schedules_end_at_a_hundredth() -> None:
     assert learning_rate_factor("constant", 0.9) == 1.0
     for schedule in ("cosine", "linear"):
