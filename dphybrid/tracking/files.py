@@ -96,6 +96,7 @@ class FileTracker(Tracker):
             self._write()
         elif content is not None:
             write_bytes(self._place(record["folder"], record["name"]), content)
+        # What lies in the run's folder is beside the record already.
         elif op == "file" and not (path := Path(record["path"])).is_relative_to(own):
             shutil.copy(path, self._place(record["folder"], path.name))
 

@@ -1,16 +1,17 @@
 """Checkpoints of a run as LoggedModels, marked best or latest; and registered models, whose champion is given
 and taken back."""
 
-import contextlib
 import json
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import unquote, urlparse
 
 from mlflow.entities import LoggedModel, LoggedModelOutput, Metric
@@ -33,6 +34,7 @@ _FORMER_TAG = "dphybrid.former_champions"
 _PAGE = 100
 _CHECKPOINT_TYPE = "dphybrid-checkpoint"
 _UID_TAG, _ROLE_TAG, _STEP_TAG = "dphybrid.uid", "dphybrid.role", "dphybrid.step"
+_T = TypeVar("_T")
 
 
 class CheckpointModels:
@@ -51,6 +53,7 @@ class CheckpointModels:
         """
         there = self._logged()
         wanted = {card["uid"]: card for card in record["kept"]}
+        # New ones before old ones go: who is killed in between leaves one too many, never none.
         for uid, card in wanted.items():
             model = there.get(uid)
             if model is None and (Path(card["folder"]) / "state.json").is_file():
@@ -195,7 +198,8 @@ class CheckpointModels:
             (target / LEFT_OUT).write_text(json.dumps(left_out, indent=1), encoding="utf-8")
 
     def _remove(self, model: LoggedModel) -> None:
-        with contextlib.suppress(OSError):  # the folder may never have been made
+        # The files first: of a model that is gone nobody would know where they lie.
+        with suppress(OSError):  # the folder may never have been made
             get_artifact_repository(model.artifact_location, tracking_uri=self._uri).delete_artifacts()
         self._client.delete_logged_model(model.model_id)
 
@@ -276,16 +280,12 @@ class Registry:
 
     def newest(self, name: str) -> Version | None:
         """Return the version made last, or None."""
-        versions: list[ModelVersion] = []
-        with self._answering():
-            versions = _versions_of(self._client, name)
+        versions = self._asked(lambda: _versions_of(self._client, name))
         return self.version(name, str(max(int(v.version) for v in versions))) if versions else None
 
     def version(self, name: str, number: str) -> Version:
         """Return a version. Raises UserError when there is none of that number."""
-        found: ModelVersion | None = None
-        with self._answering():
-            found = self._client.get_model_version(name, number)
+        found = self._asked(lambda: self._client.get_model_version(name, number))
         if found is None:
             raise UserError(
                 f"registered model {name!r} has no version {number}; it has {self._numbers(name)}"
@@ -299,10 +299,14 @@ class Registry:
     def decide(self, version: Version, promote: bool, why: str) -> None:
         """Write down why a version was promoted or not; if so, it is the champion from now on. A first
         version, which is registered as the champion, is none any more when it was not promoted."""
+        now, name = self.champion(version.name), version.name
+        is_champion = now is not None and now.number == version.number
         if promote:
-            self._change(version, why)
-        elif (now := self.champion(version.name)) is not None and now.number == version.number:
-            self._client.delete_registered_model_alias(version.name, _CHAMPION)
+            if now is not None and not is_champion:
+                self._set_former(name, [*self._former(name), now.number])
+            self._client.set_registered_model_alias(name, _CHAMPION, version.number)
+        elif is_champion:
+            self._client.delete_registered_model_alias(name, _CHAMPION)
         self._add_decision(version, why)
 
     def roll_back(self, name: str, to: str | None = None) -> tuple[Version, Version]:
@@ -335,16 +339,8 @@ class Registry:
         decisions = f"{version.decision}; {why}" if version.decision else why
         self._client.set_model_version_tag(version.name, version.number, _DECISION_TAG, decisions[-5000:])
 
-    def _change(self, version: Version, why: str) -> None:
-        now = self.champion(version.name)
-        if now is not None and now.number != version.number:
-            self._set_former(version.name, [*self._former(version.name), now.number])
-        self._client.set_registered_model_alias(version.name, _CHAMPION, version.number)
-
     def _model(self, name: str) -> RegisteredModel | None:
-        with self._answering():
-            return self._client.get_registered_model(name)
-        return None
+        return self._asked(lambda: self._client.get_registered_model(name))
 
     def _former(self, name: str) -> list[str]:
         model = self._model(name)
@@ -354,15 +350,13 @@ class Registry:
     def _set_former(self, name: str, numbers: list[str]) -> None:
         self._client.set_registered_model_tag(name, _FORMER_TAG, ",".join(numbers))
 
-    @contextlib.contextmanager
-    def _answering(self) -> Iterator[None]:
-        """Raise UserError when the server does not answer in the block, which ends where it says that
-        something is not there."""
+    def _asked(self, ask: Callable[[], _T]) -> _T | None:
+        """Return the server's answer, None where it says that something is not there. Raises UserError when
+        it does not answer."""
         try:
-            yield
+            return ask()
         except MlflowException as error:
-            if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
-                raise UserError(
-                    f"MLflow's model registry at {self.uri} does not answer: "
-                    f"{str(error).splitlines()[0][:200]}"
-                ) from error
+            if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+                return None
+            told = str(error).splitlines()[0][:200]
+            raise UserError(f"MLflow's model registry at {self.uri} does not answer: {told}") from error

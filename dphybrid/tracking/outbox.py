@@ -27,6 +27,7 @@ from dphybrid.util.errors import counted
 from dphybrid.util.locks import FileLock
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"))  # made once: a record is written at each step
+# _WAIT_S: how long SQLite waits for another process's transaction.
 _PRIVATE, _WAIT_S, _VERSION = 0o600, 30.0, 2
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _SCHEMA = """
@@ -78,6 +79,7 @@ class Outbox:
         self.run_id = run_id
         self.path = folder / f"{run_id}.db"
         self._database: sqlite3.Connection | None = None
+        # Reentrant: `_do` closes the file, too, while it holds it.
         self._lock = threading.RLock()
         self._earlier: dict[str, int] | None = None
         self._noted: Counter[str] = Counter()
@@ -108,6 +110,7 @@ class Outbox:
         add those of an earlier attempt, too.
         """
         with self._lock:
+            # Once, before this attempt's first line: its own steps must not count as an earlier one's.
             if self._earlier is None:
                 self._earlier = self._do(lambda it: dict(it.execute("SELECT * FROM steps")))
         earlier = {} if anew else self._earlier
@@ -250,7 +253,9 @@ class Outbox:
     def _try(self, work: Callable[[sqlite3.Connection], _T], sync: bool) -> _T:
         if self._database is None:
             self._database = self._opened()
+        # With a write-ahead log, NORMAL outlives the process. FULL waits for the disk: too long for a step.
         self._database.execute(f"PRAGMA synchronous = {'FULL' if sync else 'NORMAL'}")
+        # IMMEDIATE takes the lock for writing at once: a later one might not get it in mid transaction.
         self._database.execute("BEGIN IMMEDIATE")
         with self._database:  # commits, or rolls back
             if self._noted:
@@ -274,6 +279,7 @@ class Outbox:
             os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, _PRIVATE))
         # Before it is opened: one that takes its place in between counts as gone, and is opened again.
         self._file, self._asides = _identity(self.path), len(self._damaged())
+        # Transactions begin in `_try`, not where Python's module would; threads take turns by `_lock`.
         database = sqlite3.connect(self.path, timeout=_WAIT_S, isolation_level=None, check_same_thread=False)
         database.text_factory = lambda content: content.decode(errors="replace")  # of a damaged file
         try:

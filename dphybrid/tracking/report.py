@@ -77,6 +77,7 @@ def run_report_html(report: Page, pictures: Mapping[str, bytes]) -> str:
         title=report["run_name"],
         report=report,
         config=report["config"],
+        # Anybody may have given an address: `javascript:` would run on the page.
         links={name: to for name, to in report["links"].items() if to.startswith(("http://", "https://"))},
         curves=_curves(report["history"]),
         stages=_stages(report),
@@ -173,13 +174,13 @@ def first_facts(report: Page) -> dict[str, str]:
     return facts
 
 
-def _table(rows: Any, columns: tuple[str, ...], more: str = "`split_shapes.json`") -> str:
+def _table(rows: Any, columns: tuple[str, ...]) -> str:
     if not rows:
         return "nothing recorded"
     lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
     lines += ["| " + " | ".join(str(row[column]) for column in columns) + " |" for row in list(rows)[:24]]
     if len(rows) > 24:
-        lines.append(f"\n{len(rows) - 24} more in {more}.")
+        lines.append(f"\n{len(rows) - 24} more in `split_shapes.json`.")
     return "\n".join(lines)
 
 

@@ -151,6 +151,7 @@ class Sender:
                 self._write(records)
                 return
             except (Refused, *_WRONG) as error:
+                # Libraries have their own: in `requests`, an answer that is no JSON is a ValueError.
                 if not isinstance(error, Refused) and type(error).__module__ != "builtins":
                     raise
                 if len(records) > 1:  # one of them spoils the others

@@ -70,6 +70,7 @@ def system_metrics(
         with watching(sample, every_s, "dphybrid-system"):
             yield means
     finally:
+        # A run that is shorter than the first interval has one sample, too.
         sample()
 
 
@@ -78,6 +79,7 @@ def nvml_reader(gpus: Sequence[str]) -> Callable[[], list[_GpuReading]]:
     tell is left out."""
     if not gpus:
         return list
+    # Here: a machine without GPUs needs no NVML.
     import pynvml
 
     try:

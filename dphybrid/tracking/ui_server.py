@@ -121,6 +121,7 @@ def main() -> None:
 
     def end_with_parent() -> None:
         sys.stdin.buffer.read()
+        # Not sys.exit: that would end this thread alone.
         os._exit(0)
 
     threading.Thread(target=end_with_parent, daemon=True).start()

@@ -21,6 +21,7 @@ from dphybrid.tracking.models import CheckpointModels
 from dphybrid.tracking.sender import Refused
 
 HEARTBEAT_TAG, PID_TAG = "dphybrid.heartbeat", "dphybrid.pid"
+# What MLflow's server takes: entries of a call, characters of a value.
 _MAX_METRICS, _MAX_PAIRS, _MAX_PARAM, _MAX_TAG = 1000, 100, 6000, 8000
 _LOSSES_TAG = "dphybrid.lost_records"
 _LOSSES_LINE = "> **Not everything was recorded:**"
@@ -196,6 +197,7 @@ def write_views(client: MlflowClient, experiment_id: str, finals: Sequence[str])
     names = list(dict.fromkeys(name for name in (*known, *finals) if name))
     if names == known and _VIEW_TAG + SPEED in tags:
         return
+    # 5,000 characters are what MLflow takes as an experiment's tag.
     client.set_experiment_tag(experiment_id, _FINALS_TAG, "\n".join(names)[:5000])
     metrics = [f"metrics.`{name}`" for name in names[:3]]  # so that recipe and devices stay in view
     order = ("attributes.start_time", False)

@@ -63,5 +63,6 @@ def call_back(callbacks: Sequence[Callback], seen: EpochEnd) -> dict[str, float]
                 raise UserError(
                     f"{where}: {name!r} is {type_text(value)}; return numbers (of a tensor, .item())"
                 )
+            # A prefix of their own: no callback takes the name of a metric of the training.
             logged[f"own/{name}"] = float(value)
     return logged

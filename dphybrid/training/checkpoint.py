@@ -62,6 +62,7 @@ class Generators:
 
         torch.set_rng_state(as_tensor(state["torch"]))
         if torch.cuda.is_initialized():
+            # A run may go on with fewer GPUs than it had.
             for index, text in enumerate(state["cuda"][: torch.cuda.device_count()]):
                 torch.cuda.set_rng_state(as_tensor(text), index)
 
@@ -181,6 +182,7 @@ def verify_checkpoint(path: Path, mapped: bool = False) -> CheckpointState:
     mapped: leave out the tables' files, whose blocks are checked when they are looked up.
     """
     page = read_state(path)
+    # No name starts with one of an empty tuple.
     later = "tables/" if mapped else ()
     blocks = {name: sums for name, sums in page.block_sums.items() if not name.startswith(later)}
     verify_files(path, {"sha256": page.sha256, "block_sums": blocks}, REMEDY)
@@ -201,6 +203,7 @@ def newest_whole_checkpoint(folder: Path) -> Path | None:
         except UserError as error:
             damaged[path] = error
             continue
+        # Only now: where no checkpoint is whole, none is moved, and somebody may still mend one.
         for other, why in damaged.items():
             print(f"Note: left out a damaged checkpoint: {why}", file=sys.stderr, flush=True)
             aside = other.with_name(f"{other.name}.damaged")
@@ -252,6 +255,7 @@ def dense_state(model: nn.Module) -> dict[str, Tensor]:
     weights = {id(table.weight) for table in find_tables(model).values()}
     rows = {name for name, weight in model.named_parameters(remove_duplicate=False) if id(weight) in weights}
     values = {key: value for key, value in model.state_dict().items() if key not in rows}
+    # A module's `get_extra_state` may put other things there.
     return {key: value for key, value in values.items() if isinstance(value, Tensor)}
 
 

@@ -92,6 +92,7 @@ class Engine:
 
     def new_tables(self, filled: bool) -> AbstractContextManager[None]:
         """Return the context in which a model is built. filled: from a checkpoint, afterwards."""
+        # Start values that a checkpoint replaces would cost a pass over the table.
         return unfilled_rows() if filled else nullcontext()
 
     def place(self, model: nn.Module) -> None:
@@ -135,6 +136,7 @@ class Engine:
         return {}
 
 
+# A protocol, as training does not import tracking.
 class Recorder(Protocol):
     """Where a training records what it does; `dphybrid.tracking.Tracker` is one, and says what each takes."""
 

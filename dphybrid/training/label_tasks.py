@@ -231,6 +231,7 @@ def _chart(name: str, title: str, axes: tuple[str, str], points: list[tuple[floa
 def _confusion(classes: Sequence[str], labels_B: Array, found_B: Array, weights_B: Array | None) -> Confusion:
     """Return the rows by class and class found, of the classes with most rows and of the others together."""
     counts_CC = np.zeros((len(classes), len(classes)))
+    # add.at, as pairs of classes repeat: `+=` would count each of them once.
     np.add.at(counts_CC, (labels_B, found_B), 1.0 if weights_B is None else weights_B)
     of_class_C, right_C = counts_CC.sum(1), counts_CC.diagonal()
     names = list(classes)
@@ -257,6 +258,7 @@ def _confusion(classes: Sequence[str], labels_B: Array, found_B: Array, weights_
 def _binned(predicted_B: Array, observed_B: Array, outputs: dict[str, Tensor]) -> list[tuple[float, float]]:
     """Return means of both of rows sorted by prediction, in `_BINS` parts of as many."""
     weights_B = outputs["weight"].double().numpy() if "weight" in outputs else np.ones(len(predicted_B))
+    # stable: of equal predictions the same rows make a point each time.
     parts = np.array_split(np.argsort(predicted_B, kind="stable"), min(_BINS, len(predicted_B)))
 
     def means(values_B: Array) -> list[float]:

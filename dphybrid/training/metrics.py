@@ -67,6 +67,7 @@ def constant_prediction(outputs: dict[str, Tensor], task: Task) -> dict[str, dic
         return {}
     predicted = outputs[task.prediction]
     mean = predicted.double().mean(0).to(predicted.dtype).expand_as(predicted)
+    # NaN: a metric of the losses drops out below.
     no_loss_B = torch.full_like(outputs["loss"], torch.nan)
     metrics = task.compute(outputs | {task.prediction: mean, "loss": no_loss_B})
     known = {name: value for name, value in metrics.items() if math.isfinite(value)}

@@ -25,6 +25,7 @@ _AVERAGE, STEPS = "average", "averaged_steps"
 
 def learning_rate_factor(schedule: str, done: float) -> float:
     """Return the factor on the learning rates when the share `done` (0..1) of all steps is behind us."""
+    # Not 0: the last steps would cost time and train nothing.
     floor = 0.01
     if schedule == "cosine":
         return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
@@ -84,6 +85,7 @@ def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
             ]
             steps = group[STEPS] = group.get(STEPS, 0) + 1
             if averages:
+                # One call for all parameters, as torch's optimizers do.
                 torch._foreach_lerp_(averages, parameters, 1 - min(decay, (1 + steps) / (10 + steps)))
 
     optimizer.register_step_post_hook(follow)

@@ -104,6 +104,7 @@ class CheckpointWriter:
         self._changes = trained.rows.track_changes() if trained.rows is not None and not in_place else None
         self._latest: Path | None = None
         self._since_full = 0
+        # One thread: a checkpoint links files of the one before, which must be there by then.
         self._thread = ThreadPoolExecutor(1, "dphybrid-checkpoint")
         self._writing: Future[None] | None = None
         self.costs = SavingCosts()
@@ -119,6 +120,7 @@ class CheckpointWriter:
         except Exception as failure:
             if error is None or error is failure:
                 raise
+            # The training's own error goes on; this one is told beside it.
             print(f"Note: the newest checkpoint could not be written: {failure}", file=sys.stderr, flush=True)
         finally:
             self._thread.shutdown()
@@ -389,4 +391,5 @@ def checkpoint_cards(kept: Sequence[Path], recipe: str, best_step: int | None) -
 
 def checkpoint_uid(path: Path) -> str:
     """Return a name that differs when the checkpoint's content does."""
+    # state.json has the checksums of all other files.
     return f"{path.name}-{file_digest(path / 'state.json')[:12]}"
