@@ -75,7 +75,9 @@ class _HybridEstimator(BaseEstimator):
         labels = np.asarray(y.to_numpy() if hasattr(y, "to_numpy") else y)
         labels = column_or_1d(labels, warn=True)
         if len(labels) != len(frame):
-            raise ValueError(f"inconsistent numbers of samples: X has {len(frame)}, y {len(labels)}")
+            raise ValueError(
+                f"X has {len(frame)} rows and y {len(labels)} labels; inconsistent numbers of samples"
+            )
         if sample_weight is None:
             return frame, labels
         weights_B = column_or_1d(np.asarray(sample_weight), dtype=np.float64)
