@@ -13,6 +13,7 @@ from pandas._libs.parsers import STR_NA_VALUES
 from dphybrid.config.tables import NO_VALUE
 from dphybrid.data.table import delimited
 from dphybrid.data.table.cells import read_numbers
+from dphybrid.data.table.column import Sample
 from dphybrid.data.table.encoder import Encoder
 from dphybrid.data.table.kinds import KINDS, Time
 from dphybrid.data.table.numbers import notation_of
@@ -73,8 +74,8 @@ def test_numbers_in_other_notations(
     data = TableDataConfig(decimal=decimal, thousands=thousands)  # type: ignore[arg-type]
     plainly = [text.replace(thousands, "").replace(decimal, ".") for text in numbers]
     for texts, expected in ((numbers, [float(text) for text in plainly]), (others, [None] * len(others))):
-        cells = pl.Series(texts)
-        assert read_numbers(cells, *notation_of(cells, data)).to_list() == expected
+        sample = Sample("n", pl.Series(texts), len(texts), whole=True, data=data)
+        assert read_numbers(sample.cells, *notation_of(sample)[0]).to_list() == expected
 
 
 def test_the_schema_shows_every_option_and_reads_back(tmp_path: Path) -> None:

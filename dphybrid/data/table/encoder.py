@@ -165,10 +165,9 @@ class Encoder:
         page = {"version": ENCODER_VERSION, "columns": columns, **self.label.facts()}
         (folder / "encoder.json").write_text(json.dumps(page, indent=1, ensure_ascii=False), encoding="utf-8")
         # Values may be millions: as JSON they would take seconds to read for each prediction.
-        texts = [c.learned.to_list() for c in self.columns if isinstance(c, Category)]
-        pl.DataFrame({"values": pl.Series(texts, dtype=pl.List(pl.String))}).write_parquet(
-            folder / "vocabularies.parquet"
-        )
+        texts = [c.learned.implode() for c in self.columns if isinstance(c, Category)]
+        values = pl.concat([pl.Series([], dtype=pl.List(pl.String)), *texts])
+        pl.DataFrame({"values": values}).write_parquet(folder / "vocabularies.parquet")
 
     @classmethod
     def load(cls, folder: Path) -> "Encoder":

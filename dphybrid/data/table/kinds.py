@@ -124,7 +124,7 @@ class Numeric(Numbers):
 
     @classmethod
     def told(cls, sample: Sample) -> dict[str, Any]:
-        return dict(zip(("decimal", "thousands"), notation_of(sample.cells, sample.data), strict=True))
+        return dict(zip(("decimal", "thousands"), notation_of(sample)[0], strict=True))
 
     def read(self, cells: pl.Series) -> pl.Series:
         return read_numbers(cells, self.decimal, self.thousands)

@@ -184,7 +184,8 @@ def label_of_texts(name: str, values: list[str], data: TableDataConfig, typed: b
     _check_values(name, values, data)
     cells = pl.Series(values, dtype=pl.String)
     # The first rows were too few to tell: by now all values are known.
-    numbers = read_numbers(cells, *((".", "") if typed else notation_of(cells, data)))
+    sample = Sample(name, cells, len(cells), whole=True, data=data)
+    numbers = read_numbers(cells, *((".", "") if typed else notation_of(sample)[0]))
     if data.task == "auto" and not numbers.null_count() and _too_many_for_classes(numbers):
         return _Regression(name=name), numbers.to_numpy()
     if len(values) > _MAX_CLASSES:

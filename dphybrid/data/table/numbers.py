@@ -44,20 +44,27 @@ def no_numbers(cells: pl.Series, numbers: pl.Series) -> pl.Series:
     return odd & ~cells.cast(pl.String).str.to_lowercase().is_in(_INFINITE) if odd.any() else odd
 
 
-def notation_of(cells: pl.Series, data: TableDataConfig) -> tuple[str, str]:
+@lru_cache(maxsize=1)  # several kinds ask in turn
+def notation_of(sample: Sample) -> tuple[tuple[str, str], pl.Series]:
     """Return the signs before decimals and between groups of three digits (empty: none) of a column's
-    numbers: as the config says, else as most of its cells are read."""
+    numbers, as the config says, else as most of its cells are read; and the cells that are no numbers
+    then."""
+    cells, data = sample.cells, sample.data
+
+    def others(signs: tuple[str, str]) -> pl.Series:
+        return cells.filter(no_numbers(cells, read_numbers(cells, *signs)))
+
     fits = [
         (decimal, thousands)
         for decimal, thousands in _NOTATIONS
         if data.decimal in ("auto", decimal) and data.thousands in ("auto", thousands)
     ]
-    if len(fits) == 1 or cells.dtype != pl.String:
-        return fits[0]
-    odd = cells.filter(no_numbers(cells, read_numbers(cells, *fits[0])))
-    if not len(odd) or not odd.head(_FEW).str.contains(_WITH_MARKS).all():
-        return fits[0]
-    return min(fits, key=lambda signs: int(no_numbers(cells, read_numbers(cells, *signs)).sum()))
+    odd = others(fits[0])
+    if len(fits) == 1 or cells.dtype != pl.String or not len(odd):
+        return fits[0], odd
+    if not odd.head(_FEW).str.contains(_WITH_MARKS).all():
+        return fits[0], odd
+    return min(((signs, others(signs)) for signs in fits), key=lambda found: len(found[1]))
 
 
 def has_leading_zeros(cells: pl.Series) -> bool:
@@ -71,8 +78,7 @@ def why_no_number(sample: Sample) -> str | None:
     cells = sample.cells
     if cells.dtype.is_float():
         return None
-    signs = notation_of(cells, sample.data)
-    odd = cells.filter(no_numbers(cells, read_numbers(cells, *signs)))
+    signs, odd = notation_of(sample)
     if len(odd):
         few = len(odd) <= FEW_OTHERS * len(cells)
         return f"{odd[0]!r} is not a number; data.missing can name it" if few else _other_kind(odd)
@@ -165,13 +171,14 @@ def _has_heavy_tail(known: Array) -> bool:
 
 
 def bucket_edges(known: Array, num_buckets: int) -> Array:
-    """Return at most `num_buckets` - 1 edges at quantiles, sorted.
+    """Return at most `num_buckets` - 1 edges at quantiles of sorted numbers, sorted.
 
     A value that would fill whole buckets gets one of its own, and the rest share the others.
     """
     shares = np.linspace(0, 1, num_buckets + 1)[1:-1]
-    distinct, counts = np.unique(known, return_counts=True)
-    large = distinct[counts * num_buckets > len(known)]
+    # By hand, as np.unique would sort them again.
+    starts = np.flatnonzero(np.append(True, known[1:] != known[:-1]))
+    large = known[starts[np.diff(starts, append=len(known)) * num_buckets > len(known)]]
     rest = known[~np.isin(known, large)] if len(large) else known
     if not len(large) or not len(rest):
         return np.unique(np.quantile(known, shares))
