@@ -39,6 +39,19 @@ def gpu(number: int, **more: Any) -> dict[str, Any]:
     return {"uuid": f"GPU-{number:08d}-fake", **free, **more}
 
 
+def stand_in(patch: Any, folder: Path, count: int, **settings: object) -> Path:
+    """Let this process, and those that it starts, find so many free GPUs; return the file that describes
+    them."""
+    file = folder / "nvml.json"
+    found = {"NVML": __name__, "LEASE_DIR": folder / "leases", "GPU_WINDOW_S": 0} | settings
+    for name, value in {f"DPHYBRID_{name}": value for name, value in found.items()}.items():
+        patch.setenv(name, str(value))
+    patch.setenv("FAKE_NVML", str(file))
+    patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    write_state(file, [gpu(number) for number in range(count)])
+    return file
+
+
 def _raise(name: str) -> None:
     raise NVMLError(getattr(pynvml, f"NVML_ERROR_{name}"))
 

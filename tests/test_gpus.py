@@ -21,7 +21,7 @@ from dphybrid.gpus.waiting import Wanted
 from dphybrid.util.hours import parse_training_hours
 from tests.commands import python
 from tests.conftest import REPOSITORY
-from tests.fake_nvml import gpu, write_state
+from tests.fake_nvml import gpu, stand_in, write_state
 from tests.refusing import refused
 from tests.waiting import patience, wait_until
 
@@ -42,11 +42,7 @@ def acquire(
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Four free GPUs; returns the file that describes them."""
-    file = tmp_path / "nvml.json"
-    monkeypatch.setenv("FAKE_NVML", str(file))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    write_state(file, [gpu(number) for number in range(4)])
-    return file
+    return stand_in(monkeypatch, tmp_path, 4)
 
 
 @pytest.fixture
@@ -244,12 +240,7 @@ def test_devices_shows_a_table_and_asks_a_run_to_give_way(
     machine: Path, folder: Path, fake: Inventory, stranger: int
 ) -> None:
     write_state(machine, [gpu(0, processes=[[stranger, 38]], free_gib=41), gpu(1), gpu(2)])
-    env = os.environ | {
-        "DPHYBRID_NVML": "tests.fake_nvml",
-        "DPHYBRID_LEASE_DIR": str(folder),
-        "CUDA_VISIBLE_DEVICES": "1,0",
-        "COLUMNS": "160",
-    }
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": "1,0", "COLUMNS": "160"}
 
     def devices(*argv: str) -> str:
         return python("-m", "dphybrid", "devices", *argv, cwd=REPOSITORY, env=env).stdout

@@ -19,7 +19,7 @@ from dphybrid.run import leasing
 from dphybrid.run.leasing import expected_devices, leased_devices, reason_to_yield
 from tests.commands import command
 from tests.conftest import REPOSITORY
-from tests.fake_nvml import gpu, write_state
+from tests.fake_nvml import gpu, stand_in, write_state
 from tests.refusing import refused
 from tests.test_gpus import stranger  # noqa: F401 - a fixture
 from tests.waiting import patience, wait_until
@@ -28,22 +28,9 @@ from tests.waiting import patience, wait_until
 @pytest.fixture
 def machine(tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Three free stand-in GPUs for this process and those it starts; returns the file that describes them."""
-    file = tmp_path / "nvml.json"
-    settings = {
-        "FAKE_NVML": str(file),
-        "PYTHONPATH": str(REPOSITORY),
-        "DPHYBRID_NVML": "tests.fake_nvml",
-        "DPHYBRID_LEASE_DIR": str(tmp_path / "leases"),
-        "DPHYBRID_GPU_WINDOW_S": "0",
-        "DPHYBRID_GPU_POLL_S": "0.05",
-        "DPHYBRID_GPU_WAIT_S": "60",
-        "DPHYBRID_REQUEUE_AFTER_S": "0",
-    }
-    for name, value in settings.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    write_state(file, [gpu(number) for number in range(3)])
-    return file
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    soon = {"GPU_POLL_S": 0.05, "GPU_WAIT_S": 60, "REQUEUE_AFTER_S": 0}
+    return stand_in(monkeypatch, tmp_path, 3, **soon)
 
 
 def config(devices: str) -> ExperimentConfig:

@@ -24,7 +24,7 @@ from dphybrid.recipes.configs import build_config
 from dphybrid.run.folder import LOCK, running
 from dphybrid.run.train import prepare_data
 from dphybrid.util.files import own_folder
-from tests.fake_nvml import gpu, write_state
+from tests.fake_nvml import stand_in
 from tests.refusing import refused
 
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give files to somebody else")
@@ -47,9 +47,7 @@ LOCKED_PAGES.append(b'{"pid": 1, "user": "\\u001b[2J", "run": 3}')
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The shared folder, beside a file of the victim's; two GPUs."""
     (tmp_path / "victim").write_text("precious")
-    monkeypatch.setenv("FAKE_NVML", str(tmp_path / "nvml.json"))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    write_state(tmp_path / "nvml.json", [gpu(number) for number in range(2)])
+    stand_in(monkeypatch, tmp_path, 2)
     return lease_folder(tmp_path / "leases")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from pydantic import BaseModel, Field, SerializeAsAny
-from torch import nn
+from torch import Tensor, nn
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
@@ -199,9 +199,7 @@ def _compare(run: Run, min_gain: float) -> Decision:
     )
 
 
-def _outputs_of(
-    run: Run, experiment: Experiment, fill: Callable[[nn.Module], None]
-) -> dict[str, torch.Tensor]:
+def _outputs_of(run: Run, experiment: Experiment, fill: Callable[[nn.Module], None]) -> dict[str, Tensor]:
     """Return the validation outputs of the model that `fill` gives its weights; its memory is free then."""
     network = experiment.unfilled(run.page.devices)
     fill(network)
@@ -210,7 +208,7 @@ def _outputs_of(
 
 
 def bootstrap_gains(
-    champion: dict[str, torch.Tensor], challenger: dict[str, torch.Tensor], task: Task, seed: int
+    champion: dict[str, Tensor], challenger: dict[str, Tensor], task: Task, seed: int
 ) -> np.ndarray:
     """Return the challenger's gain in the task's metric on `_NUM_RESAMPLES` sets of the same rows, drawn
     with replacement: the paired bootstrap (Efron 1979)."""

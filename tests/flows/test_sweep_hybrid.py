@@ -12,7 +12,7 @@ from dphybrid.recipes.configs import build_config
 from dphybrid.run.leasing import num_at_once
 from dphybrid.run.pages import Report
 from flows.sweep_hybrid import sweep_hybrid
-from tests.fake_nvml import gpu, write_state
+from tests.fake_nvml import stand_in
 from tests.flows.servers import REPOSITORY
 from tests.refusing import refused
 
@@ -65,21 +65,13 @@ def test_a_sweep_runs_at_once_tries_again_and_compares(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    file, marks = tmp_path / "nvml.json", tmp_path / "marks"
+    marks = tmp_path / "marks"
     marks.mkdir()
     (tmp_path / "swept.py").write_text(FACTORY)
-    write_state(file, [gpu(number) for number in range(3)])
+    stand_in(monkeypatch, tmp_path, 3, GPU_POLL_S=0.1)
     monkeypatch.syspath_prepend(tmp_path)
-    for name, value in {
-        "MARKS": marks,
-        "PYTHONPATH": f"{REPOSITORY}:{tmp_path}",
-        "FAKE_NVML": file,
-        "DPHYBRID_NVML": "tests.fake_nvml",
-        "DPHYBRID_LEASE_DIR": tmp_path / "leases",
-        "DPHYBRID_GPU_WINDOW_S": 0,
-        "DPHYBRID_GPU_POLL_S": 0.1,
-    }.items():
-        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MARKS", str(marks))
+    monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}:{tmp_path}")
     state = sweep_hybrid.with_options(log_prints=False)(
         grid={"model.dim": [7, 8, 9], "devices": ["auto*1"]},
         overrides=["recipe=hybrid", "train.epochs=1", "model.factory=swept:build"],
