@@ -113,6 +113,7 @@ class ClusterEngine(Engine):
 def check_installed(ranks: int) -> None:
     """Raise UserError when what the ranks run on is not there, or in versions that do not belong together."""
     found = {name: installed_version(name) for name in _NEEDED}
+    # Its build for machines without CUDA is a package of another name.
     found["fbgemm-gpu"] = found["fbgemm-gpu"] or installed_version("fbgemm-gpu-cpu")
     wrong = [
         f"{name} {found[name] or 'is missing'}, needed {prefix}*"

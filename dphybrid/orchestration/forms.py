@@ -63,6 +63,7 @@ def form_of(flow: Flow[..., object], recipe: str) -> ParameterSchema:
     shown["config"]["properties"]["recipe"] |= {"enum": [recipe], "description": find_recipe(recipe).summary}
     for position, field in enumerate(shown.values()):
         field["position"] = position
+    # Sections stand where they are used: nothing refers to a definition.
     form.properties, form.definitions = shown, {}
     return form
 

@@ -292,6 +292,7 @@ class _Followers:
             if state.type == StateType.CRASHED:
                 return Interrupted(f"stopped by the end of machine {name} ({told})", requeue=True)
             if state.is_final() or state.type == StateType.CANCELLING:
+                # At the end of a training it may be a moment ahead of the ranks here.
                 if now - self._left.setdefault(name, now) > _LEAVE_S:
                     return Interrupted(f"stopped by machine {name}, which left ({told})", requeue=True)
             elif state.name != _JOINED:

@@ -31,6 +31,7 @@ def _check_parameters(
     flow = load_flow(entrypoint)
     properties = flow.parameters.properties
     try:
+        # With its defaults: rules between two fields need both of them.
         defaults = {name: facts["default"] for name, facts in properties.items() if "default" in facts}
         values = flow.validate_parameters(defaults | {**parameters})
     except ValidationError as error:

@@ -172,6 +172,7 @@ def safe_name(name: str) -> str:
     if safe == name and len(name) <= _MAX:
         return name
     digest = hashlib.sha256(name.encode()).hexdigest()[:6]
+    # The digest keeps apart what looks the same by now: `loss(a)` and `loss[a]`.
     return f"{safe[: _MAX - 7]}-{digest}"
 
 

@@ -112,6 +112,7 @@ def _curve(history: Sequence[Metric], begin_ms: int) -> list[tuple[float, float,
 def _full_split(table: Mapping[str, Any]) -> dict[tuple[int, str], str]:
     """Return the shapes of the first split by replica and block, from a run's table of splits."""
     rows = [dict(zip(table["columns"], values, strict=True)) for values in table.get("data", [])]
+    # Splits are numbered by their first steps, and a training begins with a full batch.
     return {(row["replica"], row["block"]): row["split"] for row in rows if row["number"] == 1}
 
 

@@ -72,6 +72,7 @@ def _differing(runs: Sequence[RunFacts]) -> list[str]:
     follow from another one, and between recipes those that one of them lacks."""
     sets = [{name for name in run.params if not name.startswith(_NOT_CONFIG)} for run in runs]
     recipes = {run.value("recipe") for run in runs}
+    # Two recipes have fields that the other lacks: each of them would be a column that says nothing.
     names = sorted(set.intersection(*sets) if len(recipes) > 1 else set().union(*sets))
     found = [name for name in names if len({run.value(name) for run in runs}) > 1]
     return sorted(found, key=lambda name: (name == _SEED, name != _DEVICES))
@@ -132,6 +133,7 @@ def _merged(words: Sequence[str], members: Sequence[RunFacts]) -> RunFacts:
         name=" · ".join(words),
         url="",
         params={**members[0].params, _SEED: words[-1]},
+        # One slow run would move a mean of times.
         metrics={
             name: (statistics.median if name.startswith("summary/") else statistics.fmean)(values)
             for name, values in numbers.items()
@@ -372,6 +374,7 @@ def _stages(runs: Sequence[RunFacts]) -> _Figure:
             "orientation": "h",
             "name": _plain(stage),
             "marker": {"color": _COLOURS[number % len(_COLOURS)]},
+            # By places, not names: two runs of one name would be one bar.
             "y": places,
             "x": [run.stages_ms.get(stage, 0.0) for run in timed],
             "text": names,

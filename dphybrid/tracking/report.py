@@ -190,6 +190,7 @@ def _panels(
     """Return a figure and its panels, line by line."""
     from matplotlib.figure import Figure
 
+    # Not pyplot's: that keeps figures in a state of the whole process, and chooses a backend with windows.
     figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axes in panels:

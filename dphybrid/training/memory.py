@@ -113,6 +113,7 @@ def _take_empty_step(optimizer: torch.optim.Optimizer) -> None:
     counted."""
     groups, stilled = optimizer.param_groups, ["lr", "weight_decay"]
     before = [{key: group[key] for key in stilled if key in group} for group in groups]
+    # Gradients of zero alone would not do: AdamW's decay shrinks weights without any.
     parameters = [parameter for group in groups for parameter in group["params"]]
     for group, values in zip(groups, before, strict=True):
         group.update(dict.fromkeys(values, 0.0))
