@@ -159,8 +159,7 @@ def _is_own(pid: int) -> bool:
 
 def foreign_processes(gpu: Gpu, settings: Settings) -> list[Process]:
     """Return the processes on a GPU that are neither ours nor ignored."""
-    # without "": the name of another container's process cannot be read, and it counts
-    ignored = {name.strip() for name in settings.gpu_ignore.split(",")} - {""}
+    ignored = [name.strip() for name in settings.gpu_ignore.split(",")]
     return [p for p in gpu.processes if p.command not in ignored and not _is_own(p.pid)]
 
 
