@@ -99,7 +99,7 @@ LABEL = "--data.label y"
 WRONG = {
     "": "",
     "--help": "",
-    "train --epochs 3": "--epochs: there is no such field",
+    "train --epochs 3": "--epochs: there is no such flag",
     "train --data.path nowhere.txt": "data.path=nowhere.txt: there is no such file",
     "train --recipe ctr": "data.path",
     "train --data.path ok.csv": "data.label is not set",

@@ -3,6 +3,7 @@
 import argparse
 import atexit
 import gc
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -60,8 +61,7 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unexpected {' '.join(unknown)!r}; write {name} {unknown[0]}")
         flag = flags[0].partition("=")[0]
         if "--config" in known:  # most of its flags are fields
-            name, names = flag.lstrip("-"), [text.lstrip("-") for text in known]
-            self.error(f"{flag}: {explain_unknown(name, self.recipe, names)}")
+            self.error(f"{flag}: {explain_unknown(flag, self.recipe, known)}")
         self.error(f"{flag}: there is no such flag{suggestion(flag, known)}")
 
     def _check_value(self, action: argparse.Action, value: str) -> None:
@@ -74,6 +74,9 @@ class Parser(argparse.ArgumentParser):
         self.error(f"{value!r}: there is no such command{suggestion(value, known)}")
 
     def error(self, message: str) -> NoReturn:
+        message = re.sub(r"^argument (\S+): ", r"\1: ", message)
+        for kind, noun in {"int": "an integer", "float": "a number"}.items():  # as Python calls them
+            message = message.replace(f"invalid {kind} value:", f"give {noun}, not")
         # Without argparse's usage, which repeats all flags: the mistake would scroll away.
         self.exit(2, f"error: {message}\nSee `{self.prog} --help`.\n")
 

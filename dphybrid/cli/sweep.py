@@ -19,14 +19,16 @@ from typing import Any
 
 from dphybrid.cli.flags import add_experiment_flags, config_from_args
 from dphybrid.cli.parser import Parser, at_least_one
+from dphybrid.util.errors import UserError
 from dphybrid.util.stop import StopRequest, stop_signals
+
+_EXAMPLE = """'{"train.lr": [0.01, 0.1], "train.batch_size": [256, 512]}'"""
 
 
 def flags(parser: Parser) -> None:
     """Add the command's flags."""
     add = parser.add_argument
-    grid = 'field -> values: {"train.batch_size": [256, 512]}'
-    add("--grid", required=True, type=_grid, metavar="JSON", help=grid)
+    add("--grid", type=_grid, metavar="JSON", help=f"field -> values: {_EXAMPLE}")
     trials = "search with Optuna: runs in all; a field may then be a range, {low, high, log or step}"
     add("--trials", type=at_least_one, default=0, metavar="N", help=trials)
     add("--no-prune", action="store_true", help="train each run of a search to its end")
@@ -40,9 +42,9 @@ def _grid(text: str) -> dict[str, Any]:
     try:
         grid = json.loads(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text}: not valid JSON ({error})") from error
+        raise argparse.ArgumentTypeError(f"{text}: not valid JSON ({error}); write {_EXAMPLE}") from error
     if not isinstance(grid, dict):
-        raise argparse.ArgumentTypeError(f"{text}: not a JSON object of fields and their values")
+        raise argparse.ArgumentTypeError(f"{text}: not a JSON object; write {_EXAMPLE}")
     return grid
 
 
@@ -58,6 +60,8 @@ def _line(row: Mapping[str, object], served: bool) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Run a sweep; 1 when a run failed."""
+    if args.grid is None:
+        raise UserError(f"a sweep needs fields and their values; give --grid {_EXAMPLE}")
     stop = StopRequest()
     config, settings = config_from_args(args)
     name = args.sweep or f"sweep-{datetime.now():%m%d-%H%M%S}"

@@ -53,23 +53,27 @@ def recipes_with(name: str) -> list[str]:
     return [recipe for recipe in BUILT_IN if name in field_types(recipe)]
 
 
-def explain_unknown(name: str, recipe: str, known: Sequence[str] = ()) -> str:
-    """Return why a recipe's config has no such field, and which one may be meant. known: the names that there
-    are, as flags have them; none: the fields."""
+def explain_unknown(name: str, recipe: str, flags: Sequence[str] = ()) -> str:
+    """Return why there is no such field in a recipe's config, and which one may be meant. flags: those of a
+    command, where `name` is none of them."""
+    bare = name.lstrip("-")
     # Of names with a section alone: to look at all recipes imports polars, for ctr's kinds of columns.
-    if "." in name and (others := recipes_with(name.replace("-", "_"))):
+    if "." in bare and (others := recipes_with(bare.replace("-", "_"))):
         return f"recipe {recipe} does not use it; it is a value of {', '.join(others)}"
-    (section, _, leaf), known = name.rpartition("."), known or list(field_types(recipe))
-    meant = [full for full in known if full.rpartition(".")[2] == leaf or full.startswith(f"{name}.")]
+    what, known = ("flag", flags) if flags else ("field", list(field_types(recipe)))
+    section, leaf = name.rpartition(".")[0], bare.rpartition(".")[2]
+    # Last parts alone: with `train.` before it, every name of that section would be near.
+    ends = {full: full.lstrip("-").rpartition(".")[2] for full in known}
     there = [full for full in known if full.rpartition(".")[0] == section] or known
+    among = there if section else known
+    meant = [full for full in known if ends[full] == leaf or full.startswith(f"{name}.")]
+    meant = meant or [full for full in among if ends[full].startswith(leaf)]
     if not meant:
-        # Last parts alone: with `train.` before it, every name of that section would be near.
-        names = there if section else known
-        near = difflib.get_close_matches(leaf, [full.rpartition(".")[2] for full in names], n=1)
-        meant = [full for full in names if full.rpartition(".")[2] in near]
+        near = difflib.get_close_matches(leaf, [ends[full] for full in among], n=1)
+        meant = [full for full in among if ends[full] in near]
     if meant:
-        return f"there is no such field; did you mean {' or '.join(map(repr, meant[:4]))}?"
-    return f"there is no such field; known: {', '.join(there)}"
+        return f"there is no such {what}; did you mean {' or '.join(map(repr, meant[:4]))}?"
+    return f"there is no such {what}; known: {', '.join(there)}"
 
 
 def parse_overrides(overrides: list[str]) -> Values:

@@ -63,7 +63,7 @@ def test_the_flow_runs_without_a_server_and_reuses_prepared_data(tmp_path: Path,
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--nonsense"], "--nonsense: there is no such field"),
+        (["--nonsense"], "--nonsense: there is no such flag"),
         (["--data.path", "nowhere.txt"], "error: data.path=nowhere.txt: there is no such file\n"),
     ],
 )

@@ -115,7 +115,9 @@ class _TripleSource(Source):
             valid, train = (parts["train"][np.sort(rows)] for rows in (order[:held], order[held:]))
             parts = {"train": train, "valid": valid}
         if empty := [part for part, triples in parts.items() if not len(triples)]:
-            raise UserError(f"data.path={self.data.path}: the {empty[0]} part has no triples; give some")
+            raise UserError(
+                f"data.path={self.data.path}: the {empty[0]} part has no triples; give a file with some"
+            )
         # Their rows stay start values; they are evaluated all the same, as published results do, and told.
         seen = np.zeros(len(entities), dtype=bool)
         seen[parts["train"][:, [0, 2]]] = True
@@ -153,9 +155,8 @@ class _TripleSource(Source):
                         why, text = why if len(cells) != 3 else "an empty value", line[:SHOWN].rstrip("\n")
                         rejected.append(Rejected(file=str(file), line=number, reason=why, text=text))
         except UnicodeDecodeError as error:
-            raise UserError(
-                f"data.path: {file} is not UTF-8 text (byte {error.start}); convert it"
-            ) from error
+            where = f"data.path: {file} is not UTF-8 text (byte {error.start})"
+            raise UserError(f"{where}; save it as UTF-8") from error
 
 
 def open_source(data: KgeDataConfig, seed: int) -> _TripleSource:
@@ -166,7 +167,10 @@ def open_source(data: KgeDataConfig, seed: int) -> _TripleSource:
     if root.is_file():
         return _TripleSource(data, seed, {"train": root})
     if not root.is_dir():
-        raise UserError(f"data.path={data.path}: no such file or folder; give triples")
+        raise UserError(
+            f"data.path={data.path}: no such file or folder; give a file of triples, or a folder with "
+            "train.txt"
+        )
     parts: dict[str, Path] = {}
     for part in _PARTS:
         found = files_of(root, part)
@@ -175,5 +179,8 @@ def open_source(data: KgeDataConfig, seed: int) -> _TripleSource:
         if found:
             parts[part] = found[0]
     if "train" not in parts:
-        raise UserError(f"data.path={data.path}: the folder has no train.txt (or .tsv, .csv)")
+        raise UserError(
+            f"data.path={data.path}: the folder has no train.txt (or .tsv, .csv); name the files train, "
+            "valid and test"
+        )
     return _TripleSource(data, seed, parts)

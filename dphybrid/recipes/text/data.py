@@ -216,7 +216,8 @@ def _read(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(f"data.path: {file} is not UTF-8 text (byte {error.start}); leave it out") from error
+        where = f"data.path: {file} is not UTF-8 text (byte {error.start})"
+        raise UserError(f"{where}; save it as UTF-8, or leave it out of the folder") from error
 
 
 def open_source(data: TextDataConfig, seed: int) -> _TextSource:
