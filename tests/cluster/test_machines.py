@@ -14,7 +14,7 @@ from dphybrid.run.train import run_job
 from tests.cluster.launching import BASE, SMALL, needs_torchrec, settings_in, write_clicks
 from tests.conftest import REPOSITORY
 from tests.flows.conftest import team  # noqa: F401 - the servers, for this folder, too
-from tests.flows.servers import Team, kill_tree
+from tests.flows.servers import Team
 from tests.waiting import wait_until
 
 pytestmark = [
@@ -29,15 +29,11 @@ CLUSTER = "train-hybrid/train-cluster"
 @pytest.fixture
 def two_workers(team: Team) -> Iterator[Team]:  # noqa: F811
     slow = {"DPHYBRID_FACTORY_PACKAGES": "tests", "MORTAL_SLOW_S": "0.3"}
-    workers = []
-    for name, queues in (("one", ["any"]), ("two", [])):
-        given = [flag for queue in (name, *queues) for flag in ("--queue", queue)]
-        home = str(team.folder / f"home-{name}")
-        workers.append(team.start_worker(name, "--limit", "1", *given, PREFECT_HOME=home, **slow))
+    team.start_machine("one", 1, "any", **slow)
+    team.start_machine("two", 1, **slow)
     wait_until(lambda: len(team.post("/work_pools/gpu/workers/filter", {})) > 1, "both are known", 60)
     yield team
-    for worker in workers:
-        kill_tree(worker)
+    team.end_workers()
 
 
 def engine_of(flow_run: Any) -> psutil.Process:
@@ -70,9 +66,7 @@ def test_two_machines_train_one_run_though_one_dies_and_end_together(
     for run in (head, last["id"]):
         assert "Going on from" in (said := two_workers.lines_of(run)) or "epoch 3" in said, said
 
-    from mlflow.tracking import MlflowClient
-
-    client = MlflowClient(f"sqlite:///{two_workers.folder}/data/mlflow/mlflow.db")
+    client = two_workers.mlflow
     wanted = f"tags.`prefect.flow_run_id` = '{head}'"
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     (recorded,) = client.search_runs(experiments, filter_string=wanted)

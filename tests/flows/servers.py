@@ -134,6 +134,17 @@ class Team:
             **env,
         )
 
+    def start_machine(self, name: str, limit: int, *queues: str, **env: str) -> "subprocess.Popen[bytes]":
+        """Start a worker with a home of its own, which stands for another machine."""
+        given = [flag for queue in (name, *queues) for flag in ("--queue", queue)]
+        home = str(self.folder / f"home-{name}")
+        return self.start_worker(name, "--limit", str(limit), *given, PREFECT_HOME=home, **env)
+
+    def end_workers(self) -> None:
+        for child in self.started:
+            if "worker" in child.args:  # type: ignore[operator]
+                kill_tree(child)
+
     def command(self, *argv: str, timeout: float = 200) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(
             argv, capture_output=True, text=True, check=False, env=self.env(), cwd=REPOSITORY, timeout=timeout
@@ -165,6 +176,17 @@ class Team:
 
     def state(self, flow_run_id: UUID) -> str:
         return str(self.flow_run(flow_run_id)["state"]["name"])
+
+    def cancel(self, flow_run_id: UUID) -> None:
+        state = {"type": "CANCELLING", "name": "Cancelling"}
+        self.post(f"/flow_runs/{flow_run_id}/set_state", {"state": state})
+
+    @property
+    def mlflow(self) -> Any:
+        """A client of the runs' record."""
+        from mlflow.tracking import MlflowClient
+
+        return MlflowClient(f"sqlite:///{self.folder}/data/mlflow/mlflow.db")
 
     def runs_of(self, flow: str) -> list[dict[str, Any]]:
         """A flow's runs, newest first."""

@@ -21,7 +21,7 @@ from dphybrid.orchestration.machines import SEAT, Seat, check_nodes, over_machin
 from dphybrid.recipes.configs import apply_overrides, load_config
 from dphybrid.run.folder import RunPage
 from tests.fake_nvml import gpu, write_state
-from tests.flows.servers import Team, kill_tree
+from tests.flows.servers import Team
 from tests.refusing import refused
 from tests.waiting import patience, wait_until
 
@@ -116,20 +116,12 @@ def folder(team: Team) -> Iterator[Path]:
     write_state(team.gpus, [gpu(number) for number in range(2)])
     yield folder
     write_state(team.gpus, [gpu(number) for number in range(4)])
-    for child in team.started:
-        if "worker" in child.args:  # type: ignore[operator]
-            kill_tree(child)
+    team.end_workers()
     ended = [f"flow_runs/{run['id']}" for flow in (RUN, "join-hybrid") for run in team.runs_of(flow)]
     for path in [*ended, *own]:  # a killed run would be begun again
         team.post(f"/{path}", method="DELETE")
     shutil.rmtree(folder)
     (team.folder / "data" / "prepared" / "clicks").rmdir()
-
-
-def machine(team: Team, name: str, *queues: str) -> "subprocess.Popen[bytes]":
-    """Start a worker with a home of its own."""
-    given = [flag for queue in (name, *queues) for flag in ("--queue", queue)]
-    return team.start_worker(name, "--limit", "2", *given, PREFECT_HOME=str(team.folder / f"home-{name}"))
 
 
 def ranks_alive(folder: Path) -> int:
@@ -145,7 +137,7 @@ def both_work(team: Team, folder: Path) -> Any:
 
 
 def both_started(team: Team) -> "tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]":
-    workers = machine(team, "one", "any"), machine(team, "two")
+    workers = team.start_machine("one", 2, "any"), team.start_machine("two", 2)
 
     def known() -> set[str]:
         return {worker["name"] for worker in team.post("/work_pools/gpu/workers/filter", {})}
@@ -170,7 +162,7 @@ def test_machines_gather_and_all_end_when_the_first_is_cancelled(team: Team, fol
     missing = r"pool gpu has no worker nobody; it has .*\bone\b.*\btwo\b.*; start `dphybrid worker`"
     assert re.search(missing, team.flow_run(alone)["state"]["message"])
 
-    team.post(f"/flow_runs/{head}/set_state", {"state": {"type": "CANCELLING", "name": "Cancelling"}})
+    team.cancel(head)
     team.wait_for(head, "Cancelled", timeout_s=40)
     team.wait_for(other["id"], "Cancelled", "Left", timeout_s=20)
     wait_until(lambda: not team.holders() and not ranks_alive(folder), "nothing is held", 20)
@@ -210,7 +202,7 @@ def test_stopping_a_worker_ends_all_and_begins_anew(team: Team, folder: Path) ->
     two.send_signal(signal.SIGTERM)  # its machine is wanted for something else
     assert two.wait(patience(40)) == 0
     assert team.state(other["id"]) == "Left"
-    machine(team, "two")
+    team.start_machine("two", 2)
     again = wait_until(
         lambda: (run := both_work(team, folder)) and run["id"] != other["id"] and run, "both again", 90
     )

@@ -172,9 +172,7 @@ def test_the_command_that_deploy_prints_runs_to_completion(
     processes = [found := psutil.Process(worker.pid), *found.children(recursive=True)]
     sockets = [c for p in processes for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
     assert {socket.laddr.ip for socket in sockets} <= {"127.0.0.1"}
-    from mlflow.tracking import MlflowClient
-
-    client = MlflowClient(f"sqlite:///{team.folder}/data/mlflow/mlflow.db")
+    client = team.mlflow
     experiment = client.get_experiment_by_name("dphybrid")
     run = client.search_runs([experiment.experiment_id])[0]
     assert run.info.status == "FINISHED"

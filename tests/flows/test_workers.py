@@ -25,9 +25,7 @@ LONG = [*SHORT, "train.epochs=20", "train.patience=0", "devices=auto*1"]
 @pytest.fixture(autouse=True)
 def no_workers_left(team: Team) -> Iterator[None]:
     yield
-    for child in team.started:
-        if "worker" in child.args:  # type: ignore[operator]
-            kill_tree(child)
+    team.end_workers()
 
 
 def engines(team: Team) -> list[psutil.Process]:
@@ -51,10 +49,7 @@ def outcome(folder: Path) -> Any:
 
 
 def mlflow_run(team: Team, folder: Path) -> Any:
-    from mlflow.tracking import MlflowClient
-
-    client = MlflowClient(f"sqlite:///{team.folder}/data/mlflow/mlflow.db")
-    return client.get_run(json.loads((folder / "run.json").read_text())["run_id"])
+    return team.mlflow.get_run(json.loads((folder / "run.json").read_text())["run_id"])
 
 
 @pytest.mark.slow
@@ -122,9 +117,7 @@ def test_interrupted_runs_go_on_with_the_same_bits(team: Team) -> None:
 
             # Cancelled: the process ends within 30 s, with a checkpoint; MLflow says KILLED.
             process = psutil.Process(by_folder[folders[3]])
-            team.post(
-                f"/flow_runs/{cancelled}/set_state", {"state": {"type": "CANCELLING", "name": "Cancelling"}}
-            )
+            team.cancel(cancelled)
             process.wait(patience(30))
             team.wait_for(cancelled, "Cancelled", timeout_s=30)
             assert mlflow_run(team, folders[3]).info.status == "KILLED"
@@ -180,9 +173,7 @@ def test_training_outlives_the_server_and_its_database(team: Team) -> None:
     team.wait_for(ends_meanwhile, "Completed", timeout_s=150)
     # Prefect's own observer of cancellations is dead by now; the run's own guard is not.
     assert team.state(cancelled_after) == "Running"
-    team.post(
-        f"/flow_runs/{cancelled_after}/set_state", {"state": {"type": "CANCELLING", "name": "Cancelling"}}
-    )
+    team.cancel(cancelled_after)
     team.wait_for(cancelled_after, "Cancelled", timeout_s=60)
     assert mlflow_run(team, folders[1]).info.status == "KILLED"
     assert not team.holders()
