@@ -3,6 +3,9 @@
 With DPHYBRID_SCREENSHOTS set to a folder, the pages are kept there as pictures to look at.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from dphybrid.orchestration.forms import FEW, experiment, form_of
 from dphybrid.orchestration.setup import call_prefect
 from dphybrid.recipes.configs import field_types
 from dphybrid.recipes.registry import BUILT_IN, find_recipe
+from dphybrid.util.stop import StopRequest
 from tests.refusing import refused
 
 
@@ -94,3 +98,21 @@ def test_the_few_values_go_over_the_config_and_overrides_over_both() -> None:
     assert (found.data.path, found.data.label) == ("a.csv", "Liked?")  # type: ignore[attr-defined]
     with refused(r"data\.label.*ctr"):
         experiment({"config": {"recipe": "text"}, "label": "clicked"})
+
+
+@pytest.mark.parametrize("flow", ["train_hybrid", "retrain_hybrid", "sweep_hybrid"])
+def test_a_wrong_value_is_told_under_supervision_which_leaves_out_its_traceback(
+    flow: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, entered = import_module(f"flows.{flow}"), list[str]()
+
+    @contextmanager
+    def supervised() -> Iterator[StopRequest]:
+        entered.append(flow)
+        yield StopRequest()
+
+    monkeypatch.setattr(module, "supervised", supervised)
+    grid: dict[str, Any] = {"grid": {}} if flow == "sweep_hybrid" else {}
+    with refused("train.epoch"):
+        getattr(module, flow).fn(overrides=["train.epoch=3"], **grid)
+    assert entered == [flow]
