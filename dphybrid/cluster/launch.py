@@ -29,7 +29,7 @@ from dphybrid.util.pages import Page
 from dphybrid.util.stop import StopRequest, watching
 
 _POLL_S = 0.2
-END_S = 30.0
+_END_S = 30.0
 """Time that ranks get to end after a signal, before they are killed."""
 _NOTICE_S = 5.0
 """Time that ranks get to notice that another one has died, before they are killed."""
@@ -213,9 +213,9 @@ class _Starts:
                 time.sleep(_POLL_S)
             return next((rank.returncode for rank in ranks if rank.returncode), 0)
         finally:
-            _end(ranks, signal.SIGTERM, END_S)
+            _end(ranks, signal.SIGTERM, _END_S)
             for thread in printing:
-                thread.join(END_S)
+                thread.join(_END_S)
 
     def _start(self, local: int, attempt: int) -> "subprocess.Popen[bytes]":
         rank = self.meeting.node * self.count + local

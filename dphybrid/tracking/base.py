@@ -1,5 +1,5 @@
 """The interface of a tracker: a handful of verbs, most of which make a record. Here records are dropped, so
-the base is also the null object. And names of metrics: those that MLflow takes, and the finer ones."""
+the base is also the null object. And the names that MLflow takes."""
 
 import hashlib
 import json
@@ -174,23 +174,3 @@ def safe_name(name: str) -> str:
     digest = hashlib.sha256(name.encode()).hexdigest()[:6]
     # The digest keeps apart what looks the same by now: `loss(a)` and `loss[a]`.
     return f"{safe[: _MAX - 7]}-{digest}"
-
-
-_DETAILS = (
-    "timing/",
-    "timing_mean/",
-    "timing_share/",
-    "embedding/",
-    "split/",
-    "system/",
-    "perf/step_ms_",
-    "train/lr",
-)
-_ASKED_FOR = re.compile(r"system/(?:process_rss_mb|gpu\d+_(?:utilization_pct|memory_mb))")
-
-
-@lru_cache(maxsize=4096)
-def is_detail(name: str) -> bool:
-    """Tell whether a metric is one that few people look for: it stands in the table of details, unless all
-    are asked for."""
-    return name.startswith(_DETAILS) and _ASKED_FOR.fullmatch(name) is None

@@ -39,7 +39,7 @@ def system_metrics(
     """
     means: dict[str, float] = {}
     counts: Counter[str] = Counter()
-    read = nvml_reader(gpus)
+    read = _nvml_reader(gpus)
     own = psutil.Process()
     # The first call has nothing to compare with and returns 0.
     psutil.cpu_percent()
@@ -74,7 +74,7 @@ def system_metrics(
         sample()
 
 
-def nvml_reader(gpus: Sequence[str]) -> Callable[[], list[_GpuReading]]:
+def _nvml_reader(gpus: Sequence[str]) -> Callable[[], list[_GpuReading]]:
     """Return a function that reads the GPUs with these UUIDs through NVML. A value that a device does not
     tell is left out."""
     if not gpus:

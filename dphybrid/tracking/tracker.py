@@ -5,14 +5,16 @@ The client with an explicit run id is used, never the fluent functions, whose ac
 
 import logging
 import os
+import re
 import threading
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from dphybrid.tracking.base import Detail, Record, Status, Tracker, as_floats, as_shown, is_detail, safe_name
+from dphybrid.tracking.base import Detail, Record, Status, Tracker, as_floats, as_shown, safe_name
 from dphybrid.tracking.outbox import Outbox
 from dphybrid.tracking.sender import Sender
 from dphybrid.tracking.writer import RESULT, SPEED, MlflowWriter, run_path, view_path
@@ -23,6 +25,18 @@ _log = logging.getLogger(__name__)
 
 _FINISH_WAIT_S, _CLOSE_WAIT_S = 30.0, 5.0
 """How long the end of a run, and the end of one of its parts, wait for a server that is away."""
+
+_DETAILS = (
+    "timing/",
+    "timing_mean/",
+    "timing_share/",
+    "embedding/",
+    "split/",
+    "system/",
+    "perf/step_ms_",
+    "train/lr",
+)
+_ASKED_FOR = re.compile(r"system/(?:process_rss_mb|gpu\d+_(?:utilization_pct|memory_mb))")
 
 
 class MlflowTracker(Tracker):
@@ -125,7 +139,7 @@ class MlflowTracker(Tracker):
             self.record({"op": "views", "finals": finals})
 
     def _details(self, metrics: Mapping[str, float]) -> list[str]:
-        return [name for name in metrics if self._brief and is_detail(name)]
+        return [name for name in metrics if self._brief and _is_detail(name)]
 
     def keep(self) -> None:
         self._open()[0].sync()
@@ -196,3 +210,10 @@ def find_experiment(client: MlflowClient, tracking_uri: str, name: str, store: P
         if found is None:
             raise
         return str(found.experiment_id)
+
+
+@lru_cache(maxsize=4096)
+def _is_detail(name: str) -> bool:
+    """Tell whether a metric is one that few people look for: it stands in the table of details, unless all
+    are asked for."""
+    return name.startswith(_DETAILS) and _ASKED_FOR.fullmatch(name) is None

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 _PASSING_S = 30.0
 """Without a bar, a line of an epoch's metrics comes this long after the line before it."""
-QUIET_S = 5.0
+_QUIET_S = 5.0
 """Without a terminal, shorter preparation prints no progress."""
 
 
@@ -24,7 +24,7 @@ def preparation_progress() -> Iterator[Callable[[str, int, int], None]]:
 
         def tell(what: str, done: int, total: int) -> None:
             nonlocal told
-            if time.monotonic() - told > QUIET_S:
+            if time.monotonic() - told > _QUIET_S:
                 told = time.monotonic()
                 print(f"  {what}: {done:,} of {total:,}", flush=True)
 

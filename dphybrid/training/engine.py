@@ -137,7 +137,7 @@ class Engine:
 
 
 # A protocol, as training does not import tracking.
-class Recorder(Protocol):
+class _Recorder(Protocol):
     """Where a training records what it does; `dphybrid.tracking.Tracker` is one, and says what each takes."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None: ...
@@ -166,7 +166,7 @@ class Session:
     train_data: Dataset
     valid_data: Dataset
     task: Task
-    tracker: Recorder
+    tracker: _Recorder
     clock: StageClock
     splits: SplitLog
     stop: StopRequest

@@ -10,7 +10,7 @@ import pytest
 
 from dphybrid.parallel import split_sizes
 from dphybrid.tracking import Tracker
-from dphybrid.tracking.system import balance_warnings, nvml_reader, system_metrics
+from dphybrid.tracking.system import balance_warnings, system_metrics
 from tests import fake_nvml
 from tests.commands import run_with
 from tests.fake_nvml import gpu, write_state
@@ -110,4 +110,7 @@ def test_a_clock_set_back_gives_no_negative_seconds() -> None:
 
 def test_a_machine_without_a_driver_has_no_gpu_figures(machine: Path) -> None:
     write_state(machine, [gpu(0)], init_error="DRIVER_NOT_LOADED")
-    assert nvml_reader([gpu(0)["uuid"]])() == []
+    tracker = Collecting()
+    with system_metrics(tracker, time.time(), [gpu(0)["uuid"]]):
+        pass
+    assert not any("gpu" in name for _, values in tracker.seen for name in values)
