@@ -114,13 +114,15 @@ def _grouped(runs: Sequence[RunFacts], params: Sequence[str]) -> dict[tuple[str,
 
 
 def _seeds_as_one(runs: Sequence[RunFacts]) -> list[tuple[RunFacts, list[RunFacts]]]:
-    """Return runs that differ in their seed alone as one, beside its members: with the medians of times and
-    speeds, and the means of the other metrics."""
+    """Return runs that differ in their seed alone, or in nothing, as one, beside its members: with the
+    medians of times and speeds, and the means of the other metrics."""
     names = [name for name in _differing(runs) if name != _SEED]
-    return [
-        (members[0] if len(members) == 1 else _merged([*values, f"{len(members)} seeds"], members), members)
-        for values, members in _grouped(runs, names).items()
-    ]
+    rows = []
+    for values, members in _grouped(runs, names).items():
+        what = "seeds" if len({run.value(_SEED) for run in members}) > 1 else "runs"
+        merged = _merged([*values, f"{len(members)} {what}"], members) if len(members) > 1 else members[0]
+        rows.append((merged, members))
+    return rows
 
 
 def _merged(words: Sequence[str], members: Sequence[RunFacts]) -> RunFacts:
@@ -415,7 +417,9 @@ def _curves(rows: _Rows, param: str) -> _Figure:
         for place, (row, colour, number, points) in enumerate(drawn)
     ]
     columns, lines = min(2, len(names)), -(-len(names) // 2)
-    axes = {f"yaxis{n}": {"title": {"text": _plain(name)}} for n, name in enumerate(names, start=1)}
+    # standoff: else plotly writes a title over long tick labels
+    titles = [{"text": _plain(name), "standoff": 8} for name in names]
+    axes = {f"yaxis{n}": {"title": title, "automargin": True} for n, title in enumerate(titles, start=1)}
     types = {kind: {f"yaxis{n}.type": kind for n in range(1, len(names) + 1)} for kind in ("linear", "log")}
     menus = [
         _buttons(0.0, "restyle", {"over steps": {"x": steps}, "over seconds": {"x": seconds}}),

@@ -144,6 +144,8 @@ def test_runs_that_differ_in_their_seed_alone_are_one_row_of_means(tmp_path: Pat
     assert [row[:4] for row in cells[:2]] == [[lr, "·", "3", "seeds"] for lr in ("0.1", "0.2")]
     assert cells[0][-5:-2] == ["0.801", "±0.001", "1,010"]  # of speeds the median
     assert (len(cells), cells[2][0], each.count("<tr>")) == (3, "alone", 7)
+    same = [*(facts(f"again-{k}", "cpu", 5.0, lr="0.1") for k in (1, 2)), runs[-1]]
+    assert "0.1 · 2 runs" in write_comparison(same, tmp_path, "lr").read_text()
 
 
 def test_the_page_holds_all_of_a_sweep(sweep: tuple[list[Report], Settings, Path], tmp_path: Path) -> None:
