@@ -144,6 +144,7 @@ class Predictor:
     def _predict_path(self, path: str) -> np.ndarray:
         done, scores, rejected = Predicted(Path(path)), [self.task.nothing], list[Rejected]()
         data = self._reading(path, {})
+        encoder = self.encoder.written(data)
         for chunk in read_files(find_files(path, "path"), data, rejected):
             for first in rejected:
                 raise UserError(
@@ -151,7 +152,7 @@ class Predictor:
                     "predictions would not stand beside their rows; mend it, or use predict_file, which "
                     "names lines"
                 )
-            scores.append(self._predicted(chunk, done, data))
+            scores.append(self._predicted(chunk, done, encoder))
         _warn(done.wrong_numbers)
         return np.concatenate(scores)
 
@@ -192,6 +193,7 @@ class Predictor:
         columns = PLACE | {name: _TYPES[kind] for name, kind in label.columns.items()}
         columns |= ({} if threshold is None else {_CLASS: pl.String}) | dict.fromkeys(keep, pl.String)
         data = self._reading(path, values)
+        encoder = self.encoder.written(data)  # once: its vocabularies take time to hand to polars
         done, rejected = Predicted(target), list[Rejected]()
 
         def frames() -> Iterator[pl.DataFrame]:
@@ -201,7 +203,7 @@ class Predictor:
                         f"--keep {absent[0]}: {chunk.file} has no such column; columns: "
                         f"{', '.join(chunk.names)}"
                     )
-                predicted = self._predicted(chunk, done, data)
+                predicted = self._predicted(chunk, done, encoder)
                 file = pl.repeat(str(chunk.file), len(chunk), eager=True)
                 found = {"file": file, "line": chunk.lines, **self.task.table(predicted)}
                 if threshold is not None:
@@ -232,11 +234,9 @@ class Predictor:
         assert isinstance(read, TableDataConfig)
         return read
 
-    def _predicted(self, chunk: Rows, done: Predicted, data: TableDataConfig) -> np.ndarray:
+    def _predicted(self, chunk: Rows, done: Predicted, encoder: Encoder) -> np.ndarray:
         self._check_columns(chunk.names, str(chunk.file))
-        encoder = self.encoder.written(data.reading)
-        cells = {column.name: chunk.cells[column.name] for column in encoder.columns}
-        predicted, wrong = self._scores(cells, encoder)
+        predicted, wrong = self._scores(chunk.cells, encoder)
         done.num_rows += len(chunk)
         done.wrong_numbers += wrong
         return predicted
@@ -248,8 +248,8 @@ class Predictor:
                 f"{', '.join(names)}"
             )
 
-    def _scores(self, columns: dict[str, pl.Series], encoder: Encoder) -> tuple[np.ndarray, int]:
-        arrays, wrong = encoder.encode(columns)
+    def _scores(self, cells: Mapping[str, pl.Series], encoder: Encoder) -> tuple[np.ndarray, int]:
+        arrays, wrong = encoder.encode(cells)
         num_rows = len(arrays["ids_BF"])
         scores, model = [self.task.nothing], self.model if num_rows < _MANY_ROWS else self._for_many_rows
         with torch.no_grad():  # not inference_mode: a region copies inference tensors in each call

@@ -4,6 +4,7 @@ from datetime import date, timedelta
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -14,7 +15,9 @@ from dphybrid.data.table.cells import standardized
 from dphybrid.data.table.column import Dictionary, Sample
 from dphybrid.data.table.encoder import Encoder
 from dphybrid.data.table.kinds import KINDS, Category
+from dphybrid.data.table.labels import Label
 from dphybrid.data.table.numbers import bucket_edges, fit_scale
+from dphybrid.data.table.rows import Cells
 from tests.preparing import TableDataConfig, from_file, table_of
 from tests.refusing import refused
 
@@ -216,6 +219,47 @@ def test_categories_by_count_top_and_hash() -> None:
     assert hashed[0] == 2
     assert all(3 <= number < 7 for number in hashed[1:4])
     assert hashed[4] == 0
+
+
+class Backwards(Category):
+    """A kind of one's own, which reads a text that is learned as another one that is."""
+
+    def read(self, cells: pl.Series) -> pl.Series:
+        return super().read(cells).replace({"a": "b", "b": "a"})
+
+
+def test_a_kind_of_ones_own_reads_each_text() -> None:
+    column = Backwards(name="c", learned=pl.Series(["a", "b"]))
+    encoder = Encoder((column,), Label.of({})).written(TableDataConfig())
+    assert encoder.as_given
+    arrays, _ = encoder.encode(Cells({"c": pl.Series(["a", " b", "c"] * 100)}, ()))
+    assert arrays["ids_BF"][:3, 0].tolist() == [3, 2, 1]
+
+
+@pytest.mark.parametrize("repeats", [1, 100], ids=["few", "many"])
+@pytest.mark.parametrize("options", [{}, {"ignore_case": True}, {"hash_buckets": 5}])
+def test_texts_have_the_ids_that_they_have_when_they_are_cleaned_first(
+    options: dict[str, Any], repeats: int
+) -> None:
+    texts = ["a", " a", "b\u2003", "b", "NA", " NA ", "", " ", "B", "x", "7", None]
+    column = Category(name="c", learned=pl.Series(["a", "b", "7"]), **options)
+    encoder = Encoder((column,), Label.of({}))
+    by_hand = {"NA": 0, None: 0, "": 0, "a": 2, "b": 3, "7": 4} | (
+        {"B": 3} if "ignore_case" in options else {}
+    )
+    for missing in ("NA", "b"):
+        data = TableDataConfig(missing=(missing,))
+        cells = Cells({"c": pl.Series(texts * repeats)}, data.no_value)
+        written = encoder.written(data)
+        assert written.as_given == (missing == "NA"), "a learned text may mean no value in other files"
+        found = written.encode(cells)[0]["ids_BF"]
+        np.testing.assert_array_equal(found, encoder.encode(dict(cells))[0]["ids_BF"])
+        stripped = [(text or "").strip() for text in texts * repeats]
+        expected = [0 if text == missing else by_hand.get(text, 1) for text in stripped]
+        if not options.get("hash_buckets"):
+            assert found[:, 0].tolist() == expected
+    numbers = Cells({"c": pl.Series([7, 8, None] * repeats)}, ())
+    assert set(encoder.written(TableDataConfig()).encode(numbers)[0]["ids_BF"][:, 0][::3]) == {4}
 
 
 def test_numbers_of_any_size_come_out_finite() -> None:

@@ -8,17 +8,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import polars as pl
 
+from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array
 from dphybrid.data.store import ENCODER_VERSION, Prepared, verify_prepared
 from dphybrid.data.table.cells import FIRST_ID, MISSING_ID, bucket_ids, one_width, standardized
 from dphybrid.data.table.column import Column
 from dphybrid.data.table.kinds import Bag, Category, Numbers, kind_of
 from dphybrid.data.table.labels import Label
+from dphybrid.data.table.rows import Cells
 from dphybrid.util.errors import UserError
 
 
@@ -27,10 +30,11 @@ class Encoder:
     """Columns with what the training rows told, and the label. Saved beside a checkpoint.
 
     Arrays have the columns of numbers first (`dense_BN`, and in `ids_BF` their buckets), then categories,
-    then bags (`bags_BFL`)."""
+    then bags (`bags_BFL`). as_given: learned texts are looked up before they are cleaned."""
 
     columns: tuple[Column, ...]
     label: Label
+    as_given: bool = False
 
     @cached_property
     def numbers(self) -> list[Numbers]:
@@ -76,17 +80,27 @@ class Encoder:
     def encode(self, cells: Mapping[str, pl.Series]) -> tuple[dict[str, Array], int]:
         """Return the arrays of rows, and how many cells of numbers and times could not be read and count as
         missing. cells: those of each of `names`, stripped, None for no value."""
-        values = {column.name: column.read(cells[column.name]) for column in self.columns}
+        known: dict[str, Array] = {}
+        if self.as_given and isinstance(cells, Cells):
+            known = {c.name: c.ids_as_given(cells.given[c.name], cells.cleaned) for c in self.categories}
+        values = {c.name: c.read(cells[c.name]) for c in self.columns if c.name not in known}
         odd = (values[c.name].null_count() - cells[c.name].null_count() for c in self.numbers)
-        return self.arrays(values), sum(odd)
+        return self.arrays(values, known=known), sum(odd)
 
     def arrays(
-        self, values: Mapping[str, pl.Series], by_code: Mapping[str, Array] | None = None, longest: int = 1
+        self,
+        values: Mapping[str, pl.Series],
+        by_code: Mapping[str, Array] | None = None,
+        longest: int = 1,
+        known: Mapping[str, Array] = MappingProxyType({}),
     ) -> dict[str, Array]:
         """Return the arrays of rows whose cells were read. by_code: where texts come as codes, what
-        `ids_by_code` gave. longest: items of the arrays' bags, at least."""
+        `ids_by_code` gave. longest: items of the arrays' bags, at least. known: ids of columns that are not
+        among the values."""
 
         def ids_of(column: Category) -> Array:
+            if column.name in known:
+                return known[column.name]
             codes = values[column.name]
             return column.ids_of_codes(codes, by_code[column.name]) if by_code else column.ids(codes)
 
@@ -99,7 +113,7 @@ class Encoder:
                 dense += [np.isnan(numbers_B)] if scale.indicator else []
                 ids += [] if scale.edges is None else [bucket_ids(numbers_B, scale.edges)]
         ids += [ids_of(column) for column in self.categories]
-        num_rows = len(next(iter(values.values())))
+        num_rows, *_ = (*map(len, values.values()), *map(len, known.values()))
         arrays = {
             "ids_BF": _side_by_side(ids, num_rows, np.int32),
             "dense_BN": _side_by_side(dense, num_rows, np.float32),
@@ -115,13 +129,15 @@ class Encoder:
         # A dictionary's code 0 means no value; its texts are numbered from 1 on.
         return {c.name: np.insert(c.ids_of(texts[c.name]), 0, MISSING_ID) for c in columns}
 
-    def written(self, keys: Mapping[str, object]) -> "Encoder":
-        """Return the encoder for files with other notations: keys of columns' sections, such as decimal."""
+    def written(self, data: TableDataConfig) -> "Encoder":
+        """Return the encoder for files that are written as `data` says: with another decimal sign, say."""
         columns = (
-            c.model_copy(update={key: value for key, value in keys.items() if key in c.options()})
+            c.model_copy(update={key: value for key, value in data.reading.items() if key in c.options()})
             for c in self.columns
         )
-        return replace(self, columns=tuple(columns))
+        # A learned text may mean no value in these files, and must be cleaned then.
+        as_given = not any(column.knows(data.no_value) for column in self.categories)
+        return replace(self, columns=tuple(columns), as_given=as_given)
 
     def extended(self, newer: "Encoder") -> "Encoder":
         """Return the encoder with the values that `newer` has besides: old ids keep their meaning. Raises

@@ -9,9 +9,9 @@ import polars as pl
 
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.store import mapped
-from dphybrid.data.table.cells import clean
 from dphybrid.data.table.delimited import csv_jobs
 from dphybrid.data.table.rows import (
+    Cells,
     Job,
     Rejected,
     Rows,
@@ -144,6 +144,5 @@ def _parquet_rows(frame: pl.DataFrame, file: Path, data: TableDataConfig, start:
     nothing = pl.Series([None] * len(frame), dtype=pl.String)
     # Without their names, which a Series' own methods read as patterns, too. What `check_types` let pass and
     # cannot be read is ignored.
-    given = [nothing if is_odd(cells.dtype) else cells.alias("") for cells in frame.get_columns()]
-    columns = dict(zip(frame.columns, clean(given, data.no_value), strict=True))
-    return Rows(columns, np.arange(start, start + len(frame)), [], file)
+    given = {c.name: nothing if is_odd(c.dtype) else c.alias("") for c in frame.get_columns()}
+    return Rows(Cells(given, data.no_value), np.arange(start, start + len(frame)), [], file)

@@ -7,6 +7,7 @@ Letters: B rows, N dense columns, L items of a bag.
 """
 
 from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from functools import cache, cached_property
 from typing import Any, Literal, Self
 
@@ -286,6 +287,22 @@ class Category(Column):
         if self.hash_buckets or len(texts) <= FEW:
             return ids_of(texts.to_list(), self._known, FIRST_ID + len(self.learned), self.hash_buckets)
         return texts.to_frame().select(self._expression).to_series().to_numpy()
+
+    def knows(self, texts: Sequence[str]) -> bool:
+        """Are some of these texts learned ones?"""
+        return bool(pl.Series(texts, dtype=pl.String).is_in(self.learned.implode()).any())
+
+    def ids_as_given(self, cells: pl.Series, cleaned: Callable[[pl.Series], pl.Series]) -> Array:
+        """Return the ids (B,) of cells of which none is cleaned but those that are not learned as they are:
+        learned texts are clean."""
+        reads_otherwise = type(self) is not Category or self.ignore_case or cells.dtype != pl.String
+        if reads_otherwise or self.hash_buckets:
+            return self.ids(self.read(cleaned(cells)))
+        ids_B = np.array(self.ids_of(cells))
+        odd = np.flatnonzero(ids_B == UNKNOWN_ID)
+        if len(odd):
+            ids_B[odd] = self.ids_of(cleaned(cells.gather(odd)))
+        return ids_B
 
     def ids(self, values: pl.Series) -> Array:
         """Return the ids (B,) of what `read` gave; of a bag (B, L)."""

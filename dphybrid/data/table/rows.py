@@ -1,6 +1,6 @@
 """Rows of a table as they are read: cells, line numbers and rejected rows; and the limits of what is read."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NotRequired, TypedDict
@@ -8,7 +8,7 @@ from typing import NotRequired, TypedDict
 import polars as pl
 
 from dphybrid.data.batches import Array
-from dphybrid.data.table.cells import is_list_of_items
+from dphybrid.data.table.cells import clean, is_list_of_items
 from dphybrid.util.errors import UserError
 
 SHOWN = 500
@@ -24,6 +24,30 @@ class Rejected(TypedDict):
     line: int
     reason: str
     text: NotRequired[str]
+
+
+class Cells(Mapping[str, pl.Series]):
+    """Columns that are cleaned when they are first asked for. given: as they are; no_value: texts that mean
+    no value."""
+
+    def __init__(self, given: Mapping[str, pl.Series], no_value: Sequence[str]) -> None:
+        self.given, self._no_value = given, no_value
+        self._cleaned: dict[str, pl.Series] = {}
+
+    def __getitem__(self, name: str) -> pl.Series:
+        if name not in self._cleaned:
+            self._cleaned[name] = self.cleaned(self.given[name])
+        return self._cleaned[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.given)
+
+    def __len__(self) -> int:
+        return len(self.given)
+
+    def cleaned(self, cells: pl.Series) -> pl.Series:
+        """Return `clean` of some cells."""
+        return clean([cells], self._no_value)[0]
 
 
 @dataclass(frozen=True)
