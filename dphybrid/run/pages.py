@@ -27,8 +27,9 @@ class ResultPage(Page):
     steps_per_epoch: int
     steps_skipped: int = 0
     saving: SavingCosts = SavingCosts()
-    splits: list[SplitRow]
-    split_lines: list[str]
+    # Not in pages of before, whose models are still loaded by them.
+    splits: list[SplitRow] = Field(default_factory=list)
+    split_lines: list[str] = Field(default_factory=list)
 
 
 class MetricsPage(Page):

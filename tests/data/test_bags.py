@@ -288,3 +288,33 @@ def test_items_of_lists_may_hold_a_separator(tmp_path: Path) -> None:
         prepared = from_file(file, **given)
         (tags,) = Encoder.load(prepared.path / "encoder").bags
         assert tags.learned.to_list() == ["a|b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"label": "tags"}, "data.label='tags': holds lists; name a column of single values"),
+        ({"weight": "tags"}, "data.weight='tags': holds lists"),
+        ({"split": "key", "split_column": "tags"}, "data.split_column='tags': holds lists"),
+        *(
+            ({field: ("tags",)}, f"column 'tags' holds lists, and {role} columns single values")
+            for field, role in (
+                ("numeric", "numeric"),
+                ("times", "time"),
+                ("categorical", "categorical"),
+                ("text", "text"),
+            )
+        ),
+    ],
+)
+def test_lists_are_read_as_bags_alone(tmp_path: Path, fields: dict[str, object], message: str) -> None:
+    pl.DataFrame({"tags": [["a", "b"]] * 40, "y": [0, 1] * 20}).write_parquet(tmp_path / "x.parquet")
+    with refused(message):
+        from_file(tmp_path / "x.parquet", **{"label": "y", **fields})
+
+
+def test_a_later_file_with_lists_is_refused(tmp_path: Path) -> None:
+    for name, cells in (("a", ["u", "v"] * 20), ("b", [["u"], ["v"]] * 20)):
+        pl.DataFrame({"x": cells, "y": [0, 1] * 20}).write_parquet(tmp_path / f"{name}.parquet")
+    with refused("column 'x' holds lists, and categorical columns single values"):
+        from_file(tmp_path, label="y", min_count=1)

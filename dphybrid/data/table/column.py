@@ -11,6 +11,7 @@ from pydantic import ConfigDict
 
 from dphybrid.config import Section
 from dphybrid.config.tables import TableDataConfig
+from dphybrid.util.errors import UserError
 
 Array = np.ndarray
 
@@ -41,8 +42,8 @@ class Column(Section):
     """A column of a table. Its fields but `name` and `learned` are keys of its section in schema.toml.
 
     role: the kind's name. flag: the field of the data section that lists such columns, `flag_help` its
-    sentence. noun: what a cell must hold; None: any cell can be read. coded: its values are texts, kept as
-    codes of a dictionary; else numbers or times, kept as they are.
+    sentence. noun: what a cell must hold; None: any cell can be read. lists: cells may be lists. coded: its
+    values are texts, kept as codes of a dictionary; else numbers or times, kept as they are.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -51,6 +52,7 @@ class Column(Section):
     flag: ClassVar[str] = ""
     flag_help: ClassVar[str] = ""
     noun: ClassVar[str | None] = None
+    lists: ClassVar[bool] = False
     coded: ClassVar[bool] = False
 
     name: str
@@ -70,6 +72,20 @@ class Column(Section):
     def told(cls, sample: Sample) -> dict[str, Any]:
         """Return the keys of its section that the first cells tell, also where a person gave the kind."""
         return {}
+
+    @classmethod
+    def check(cls, name: str, cells: pl.Series) -> None:
+        """Raise UserError for lists in a column of single values."""
+        if cells.dtype == pl.List and not cls.lists:
+            raise UserError(
+                f"column {name!r} holds lists, and {cls.role} columns single values; name it in data.bags or "
+                "data.ignore, or write single values"
+            )
+
+    def values(self, cells: pl.Series) -> pl.Series:
+        """Return what `read` does of cells that were checked."""
+        self.check(self.name, cells)
+        return self.read(cells)
 
     def read(self, cells: pl.Series) -> pl.Series:
         """Return the values of stripped cells (None: no value), None also for what cannot be read."""

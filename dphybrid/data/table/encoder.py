@@ -83,7 +83,7 @@ class Encoder:
         known: dict[str, Array] = {}
         if self.as_given and isinstance(cells, Cells):
             known = {c.name: c.ids_as_given(cells.given[c.name], cells.cleaned) for c in self.categories}
-        values = {c.name: c.read(cells[c.name]) for c in self.columns if c.name not in known}
+        values = {c.name: c.values(cells[c.name]) for c in self.columns if c.name not in known}
         odd = (values[c.name].null_count() - cells[c.name].null_count() for c in self.numbers)
         return self.arrays(values, known=known), sum(odd)
 

@@ -57,6 +57,7 @@ class Ignore(Column):
     """A column that is not read."""
 
     role = "ignore"
+    lists = True
     flag = "ignore"
     flag_help = "Columns to leave out, separated by commas."
 
@@ -297,7 +298,7 @@ class Category(Column):
         learned texts are clean."""
         reads_otherwise = type(self) is not Category or self.ignore_case or cells.dtype != pl.String
         if reads_otherwise or self.hash_buckets:
-            return self.ids(self.read(cleaned(cells)))
+            return self.ids(self.values(cleaned(cells)))
         ids_B = np.array(self.ids_of(cells))
         odd = np.flatnonzero(ids_B == UNKNOWN_ID)
         if len(odd):
@@ -318,6 +319,7 @@ class Bag(Category):
     counts twice."""
 
     role = "bag"
+    lists = True
     flag = "bags"
     flag_help = (
         "Columns to read as bags: several values in a cell, such as drama|comedy, separated by commas."
@@ -365,6 +367,7 @@ class Text(Bag):
     """The lower-cased words of a free text, as a bag."""
 
     role = "text"
+    lists = False
     flag = "text"
     flag_help = "Columns to read as free text, whose words are a bag, separated by commas."
 

@@ -53,6 +53,9 @@ class Plan:
                 f"data.weight={data.weight!r}: this column is already named as label; name another one"
             )
         split = find_column(first, data.split_column, "data.split_column") if data.split_column else None
+        for name, place in ((label, "label"), (weight, "weight"), (split, "split_column")):
+            if name and first.cells[name].dtype == pl.List:
+                raise UserError(f"data.{place}={name!r}: holds lists; name a column of single values")
         taken = {label: "label"} | ({weight: "weight"} if weight else {})
         return cls(
             data,
@@ -195,7 +198,7 @@ def _encoded(plan: Plan, rows: Rows, dictionaries: Mapping[str, Dictionary]) -> 
             "for one; give files with the same columns"
         )
     cells = {name: rows.cells[column.name] for name, (_, column) in plan.read.items()}
-    values = {name: column.read(cells[name]) for name, (_, column) in plan.read.items()}
+    values = {name: column.values(cells[name]) for name, (_, column) in plan.read.items()}
     unlabelled_B = cells["label"].is_null().to_numpy()
     weightless_B = _weightless(plan, rows, values) & ~unlabelled_B
     drop_B, rejected = unlabelled_B | weightless_B, list(rows.rejected)

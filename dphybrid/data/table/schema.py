@@ -154,6 +154,7 @@ def _look(rows: Rows, sample: Sample, role: str | None, section: Mapping[str, An
     else:  # the last of KINDS claims every column
         claims = ((kind, kind.claims(sample)) for kind in KINDS)
         kind, reason = next((kind, reason) for kind, reason in claims if reason is not None)
+    kind.check(sample.name, sample.cells)
     column = kind(name=sample.name, **{**kind.told(sample), **_keys_of(kind, section)})
     if isinstance(column, Time) and (both := {*column.part_names} & {*rows.names}):
         raise UserError(
