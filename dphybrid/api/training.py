@@ -87,7 +87,9 @@ def train(
     checked = experiment(config, given, values)
     for callback in callbacks:
         if not callable(callback):
-            raise UserError(f"callbacks: {callback!r} is no function; train__callbacks takes import paths")
+            raise UserError(
+                f"callbacks: {callback!r} is not a function; train={{'callbacks': [...]}} takes import paths"
+            )
     if framed:
         checked = _with_frames(checked, framed, settings)
     from dphybrid.run.train import run_job  # after the checks: torch takes its time
