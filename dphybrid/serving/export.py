@@ -66,6 +66,7 @@ def _looked_up(model: nn.Module, answer: Callable[[str, Tensor], Tensor]) -> Ite
         rows = answer(name, ids)
         return [rows] if by_replica else rows
 
+    # On the objects, where they hide the methods of the classes until they are deleted.
     try:
         for name, table in tables.items():
             table.forward = partial(forward, name)  # type: ignore[method-assign]
@@ -89,6 +90,7 @@ class _Lookups(nn.Module):
 
         def note(_: str, ids: Tensor) -> Tensor:
             asked.append(ids)
+            # Zeros lead the trace to the next lookup; what comes after the last one is dead code here.
             return torch.zeros(*ids.shape, self._dims[len(asked) - 1])
 
         with _looked_up(self.model, note):
@@ -154,6 +156,7 @@ class _Programs:
 
     def run(self, batch: _Batch) -> Tensor:
         """Return the predictions as predict.py computes them."""
+        # Without guards, as predict.py runs them.
         asks, dense = (program.module(check_guards=False) for program in self.programs.values())
         ids = zip(self.lookups, asks(batch), strict=True)
         found: Tensor = dense(batch, [self._gathered(name, each) for name, each in ids])
@@ -175,6 +178,7 @@ class _Programs:
 def _traced(module: nn.Module, *arguments: object) -> torch.export.ExportedProgram:
     """Return the program of a module for arguments of any size."""
     dims = torch.export.Dim
+    # The batch, dim 0, must stay free, and torch fails where it would not; a size of 1 is always a constant.
     sizes = tree_map(
         lambda t: {d: dims.AUTO if d else dims.DYNAMIC for d, size in enumerate(t.shape) if size > 1},
         arguments,
@@ -253,6 +257,7 @@ def _programs(predictor: Predictor, rows: pl.DataFrame) -> _Programs:
     batch = predictor.batch(rows)
     del batch["labels_B"]
     model = _Predicting(predictor.model, predictor.task.link).eval().requires_grad_(False)
+    # One sample, too: there a traced program is most likely to differ.
     batches = [batch, {name: value[:1] for name, value in batch.items()}]
     with torch.inference_mode():
         wanted = [model(each) for each in batches]
@@ -285,6 +290,7 @@ def _write_pages(predictor: Predictor, programs: _Programs, rows: pl.DataFrame, 
         "torch": torch.__version__,
     }
     write_json(folder / "model.json", page)
+    # A row of known values and the one without any.
     shown = rows[[0, -1]]
     answer = {"rows": shown.to_dict(as_series=False), "predictions": predictor.predict(shown).tolist()}
     write_json(folder / "example.json", answer)

@@ -32,6 +32,7 @@ def model_from_checkpoint(
     """
     state = verify_checkpoint(Path(folder), mapped)
     config = stored_config(state.config, Path(folder) / "state.json", settings or load_settings())
+    # Start values would be drawn only to be overwritten.
     with deferred_rows() if mapped else unfilled_rows():
         context = ModelContext.of(config, state.info, resolve_devices(devices))
         model = find_recipe(config.recipe).new_model(context)
@@ -50,6 +51,7 @@ def find_checkpoint(which: str, settings: Settings) -> Path:
     folder = given_path(which, "run or checkpoint")
     if (folder / "state.json").is_file():
         return folder
+    # A folder here comes before a run of that name, as for any other program.
     places = [place for place in (folder, settings.runs_dir / which) if (place / "run.json").is_file()]
     runs = [] if places else all_runs(settings)
     named = [read_run(place, settings) for place in places]

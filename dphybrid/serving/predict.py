@@ -122,6 +122,7 @@ class Predictor:
         if isinstance(frame, pl.LazyFrame):
             wanted = frame.select(by_name(*self.encoder.names))  # `*` would be a pattern in a plain select
             pieces = wanted.collect_batches(chunk_size=_PIECE_ROWS, maintain_order=True)
+        # `nothing` has the answer's type and width, for frames without rows.
         scores, wrong = [self.task.nothing], 0
         for piece in pieces:
             scores_B, odd = self._scores(self._cells(piece), self.encoder)
@@ -207,6 +208,7 @@ class Predictor:
                 file = pl.repeat(str(chunk.file), len(chunk), eager=True)
                 found = {"file": file, "line": chunk.lines, **self.task.table(predicted)}
                 if threshold is not None:
+                    # The predicted class is the last one, and np.where wants it first.
                     found[_CLASS] = np.where(predicted >= threshold, *reversed(self.classes))
                 found |= {name: chunk.texts(name).cast(pl.String) for name in keep}
                 yield pl.DataFrame(found, schema=columns)
@@ -229,6 +231,8 @@ class Predictor:
         known = {"path": path, "numeric": tuple(self.encoder.names)}
         named = {*COLUMN_FIELDS, *self._data.role_fields()}
         kept = self._data.model_dump(exclude={"valid_path", "split", *named})
+        # Every column is named as numeric, so that the reader knows a header by any of them; nothing is read
+        # by that role, as the encoder has roles of its own.
         data = {**kept, **known, **values}
         read = build_config({"recipe": self._recipe, "data": data}).data
         assert isinstance(read, TableDataConfig)
@@ -299,6 +303,7 @@ def print_predictions(predictor: Any, path: str, **options: Any) -> None:
         done = predictor.predict_file(path, out, **options)
         with out.open(encoding="utf-8") as file:
             shutil.copyfileobj(file, sys.stdout)
+    # Both may go to one terminal: the note stands below the predictions.
     sys.stdout.flush()
     if done.num_rejected:
         rows = counted(done.num_rejected, "row")

@@ -106,8 +106,10 @@ def read_times(cells: pl.Series, day_first: bool) -> pl.Series:
     words = words.str.replace(r"(:\d{2})(?:\.\d+)?\s*(?:Z|[+-]\d{2}:?\d{2})?$", "$1")
     date = words.str.extract(r"^(\S+)", 1)
     time = words.str.extract(r"^\S+ (.+)$", 1).fill_null("00:00:00")
+    # One pattern then reads times with and without seconds.
     time = time.zip_with(~time.str.contains(r"^\d{1,2}:\d{2}$"), time + ":00")
     found = date.str.to_date("%Y-%m-%d", strict=False)
+    # A pattern is tried for what the ones before have left: most columns need the first alone.
     for pattern in ("%Y/%m/%d", "%Y%m%d", "%d.%m.%Y", "%d/%m/%Y" if day_first else "%m/%d/%Y"):
         if found.null_count():
             found = found.zip_with(found.is_not_null(), date.str.to_date(pattern, strict=False))
@@ -124,6 +126,7 @@ def time_parts(times: pl.Series) -> list[Array]:
     times_B = times.to_numpy()
     days_B = times_B.astype("datetime64[D]")
     none_B, day_B = np.isnat(times_B), days_B.astype(np.int64)
+    # 1970-01-01 was a Thursday.
     hour_B = (times_B - days_B).astype("timedelta64[h]").astype(np.int64)
     return [np.where(none_B, np.nan, part_B) for part_B in (hour_B, (day_B + 3) % 7 + 1, day_B)]
 
@@ -134,6 +137,7 @@ def items_of(cells: pl.Series, separator: str, most: int | None = None) -> pl.Se
     item = pl.element().str.strip_chars()
     if cells.dtype != pl.List:
         cells = cells.cast(pl.String).str.split(separator)
+    # Items of lists may be whole numbers or categories.
     items = cells.cast(pl.List(pl.String)).list.eval(item.filter(item != ""))
     return items if most is None else items.list.head(most)
 
@@ -190,6 +194,7 @@ def bag_ids(lists: pl.Series, ids_of_items: Callable[[pl.Series], Array]) -> Arr
     lengths_B = lists.list.len().fill_null(0).to_numpy().astype(np.int64)
     ids_BL = np.full((len(lists), max(1, int(lengths_B.max(initial=1)))), PADDING_ID, np.int32)
     if lengths_B.any():
+        # A mask is filled row by row, which is the order of the items.
         items = lists.filter(pl.Series(lengths_B > 0)).explode()
         ids_BL[np.arange(ids_BL.shape[1]) < lengths_B[:, None]] = ids_of_items(items)
     ids_BL[lengths_B == 0, 0] = MISSING_ID

@@ -86,6 +86,7 @@ class _TripleRegion(nn.Module):
         num_entities: int = 0,
         ids_K: Tensor | None = None,
     ) -> Tensor:
+        # The second half of the rows asks for heads.
         relations_B2D = self.relations(torch.stack([relations_B, relations_B + self.num_relations], 1))
         query_B2D = _QUERIES[self.kind](torch.stack([heads_BD, tails_BD], 1), relations_B2D)
         if asked is None or others_KD is None:
@@ -143,6 +144,7 @@ class TripleModel(nn.Module):
             num_entities=self.entities.num_rows + self.one_vs_all,
             ids_K=None if in_order else ids_K,
         )
+        # Two answers a triple.
         return {"loss": loss_B, "weight": torch.full_like(loss_B, 2.0)}
 
     def _rank(

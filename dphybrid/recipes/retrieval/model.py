@@ -121,6 +121,7 @@ class RetrievalModel(nn.Module):
             best.add(start, scores_BV)
             total_B = torch.logaddexp(total_B, scores_BV.logsumexp(1))
             place_BH = places_in(held_BH, start, scores_BV.shape[1])
+            # What another block holds has its place in the padded column, and adds 0.
             held_scores_BH += F.pad(scores_BV, (0, 1)).gather(1, place_BH)
         is_held_BH = held_BH < len(items_VE)
         loss_BH = (total_B.unsqueeze(1) - held_scores_BH) * is_held_BH

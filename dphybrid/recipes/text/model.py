@@ -72,7 +72,9 @@ class _CausalTransformer(nn.Module):
         layer = nn.TransformerEncoderLayer(
             hidden, heads, 4 * hidden, dropout, batch_first=True, norm_first=True
         )
+        # torch's own would draw other masks for another number of devices.
         layer.dropout, layer.dropout1, layer.dropout2 = (Dropout(dropout) for _ in range(3))
+        # Nested tensors are not for norm_first, of which torch would warn.
         norm = nn.LayerNorm(hidden)
         self.network = nn.TransformerEncoder(layer, layers, norm, enable_nested_tensor=False)
 

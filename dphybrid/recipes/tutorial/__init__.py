@@ -71,7 +71,6 @@ class _Small(Recipe):
         import numpy as np
 
         first, second = self.num_rows
-        # 7: apart from the numbers that shuffle the epochs.
         arrays = self.draw(np.random.default_rng([seed, 7]), first + second)
         train = {name: array[:first] for name, array in arrays.items()}
         return train, {name: array[first:] for name, array in arrays.items()}
