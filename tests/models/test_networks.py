@@ -150,6 +150,11 @@ def test_an_adaptive_softmax_is_a_distribution_over_all_words() -> None:
     assert torch.isfinite(model(batch_of("text"))["loss"]).all()
 
 
+def test_digits_are_learnt(unrecorded: None) -> None:
+    report = run_with("recipe=digits", "train.epochs=3", "devices=cpu*2")
+    assert report.metrics["accuracy"] > 0.94
+
+
 @pytest.mark.parametrize("kind", KINDS["ctr"])
 def test_clicks_are_learnt(kind: str, unrecorded: None, tmp_path: Path) -> None:
     body = "\n".join(

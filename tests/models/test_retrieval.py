@@ -147,13 +147,19 @@ def test_a_batch_in_parts_has_the_same_losses(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.cat(parts), model(batch)["loss"], rtol=1e-12, atol=1e-12)
 
 
-def test_candidates_are_drawn_by_frequency(tmp_path: Path) -> None:
+def test_candidates_are_a_function_of_seed_epoch_and_batch_and_drawn_by_frequency(tmp_path: Path) -> None:
     data = small(tmp_path, negatives=1000)
-    found = batches(data.dataset("train"), 100, seed=0, epoch=1, shuffle=True)
-    drawn = [batch["candidates_CF"][len(batch["users_BF"]) :, 0] for batch in found]
+
+    def drawn(epoch: int, start: int = 0) -> list[list[int]]:
+        found = batches(data.dataset("train"), 100, seed=0, epoch=epoch, shuffle=True, start_batch=start)
+        return [batch["candidates_CF"][len(batch["users_BF"]) :, 0].tolist() for batch in found]
+
+    assert drawn(1) == drawn(1)
+    assert drawn(1, start=2) == drawn(1)[2:]
+    assert drawn(1) != drawn(2)
     counts = np.bincount(data.arrays["train_pairs"][:, 1])
     np.testing.assert_allclose(np.exp(data.arrays["log_q_V"]), counts / counts.sum(), rtol=1e-6)
-    share = np.bincount(torch.cat(drawn), minlength=len(counts)) / 4000
+    share = np.bincount(np.concatenate(drawn(1)), minlength=len(counts)) / 4000
     np.testing.assert_allclose(share, counts / counts.sum(), atol=0.03)
     assert (np.diff(counts) <= 0).all()  # items are numbered by frequency
 

@@ -101,7 +101,10 @@ def test_bins_belong_to_the_checkpoint(data_dir: Path, tmp_path: Path, unrecorde
     frame.write_csv(tmp_path / "clicks.csv")
     values = ["recipe=ctr", f"data.path={tmp_path}/clicks.csv", "data.label=clicked", "data.buckets=2"]
     values += ["data.numeric=one", "model.hidden=16", "model.dim=4", "model.bins=6", "devices=cpu*2"]
-    run_with(*values, "train.epochs=1", run_name="whole")
+    values += ["train.schedule=constant"]
+    whole = run_with(*values, "train.epochs=2", run_name="whole")
+    run_with(*values, "train.epochs=1", run_name="broken")
+    assert run_with(*values, "train.epochs=2", resume="broken").digests == whole.digests
     edges_NE = load_model("whole").state_dict()["region.network.numbers.edges_NE"]
     (prepared,) = (data_dir / "prepared").glob("ctr-*[0-9a-f]")
     dense_BN = np.load(prepared / "dense_BN.npy")

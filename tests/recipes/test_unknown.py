@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from dphybrid.data.batches import ArrayDataset, DrawnDataset
+from dphybrid.data.batches import ArrayDataset, DrawnDataset, batches
 from dphybrid.data.table.cells import MISSING_ID, UNKNOWN_ID
 from dphybrid.recipes.ctr.model import some_unknown
 
@@ -28,3 +28,14 @@ def test_a_share_of_each_column_is_replaced_anew_in_each_epoch() -> None:
     together = ((seen[0] != 7).all(1)).float().mean().item()
     assert together == pytest.approx(0.09, abs=0.02)  # the columns are drawn apart
     assert not torch.equal(*seen)
+
+
+def test_a_row_is_replaced_alike_wherever_its_batch_begins_and_whoever_reads_it() -> None:
+    def ids(**how: object) -> torch.Tensor:
+        found = batches(some(0.3), 64, seed=1, epoch=2, shuffle=True, **how)  # type: ignore[arg-type]
+        return torch.cat([batch["ids_BF"] for batch in found])
+
+    whole = ids()
+    assert torch.equal(ids(start_batch=3), whole[192:])
+    halves = [ids(part=(rank, 2)) for rank in (0, 1)]
+    assert torch.equal(torch.cat([halves[0][:32], halves[1][:32]]), whole[:64])
