@@ -30,6 +30,8 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"))  # made once: a record is wri
 # _WAIT_S: how long SQLite waits for another process's transaction.
 _PRIVATE, _WAIT_S, _VERSION = 0o600, 30.0, 2
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+_NO_JSON = "damaged: no JSON"
+"""Why a record is not offered whose own text is damaged."""
 _SCHEMA = """
 BEGIN;
 PRAGMA user_version = {version};
@@ -50,11 +52,12 @@ _T = TypeVar("_T")
 class Losses:
     """What of a run's record does not reach the server.
 
-    refused: records that the server did not take; unkept: lines of metrics that could not be written;
-    removed: times that the file was gone; damaged: files set aside.
+    refused: records that the server did not take; unread: records that were damaged; unkept: lines of metrics
+    that could not be written; removed: times that the file was gone; damaged: files set aside.
     """
 
     refused: int = 0
+    unread: int = 0
     unkept: int = 0
     removed: int = 0
     damaged: tuple[Path, ...] = ()
@@ -64,7 +67,11 @@ class Losses:
 
     def text(self) -> str:
         """Return it for people, or nothing."""
-        counts = {"refused by the server": self.refused, "not written down (disk full?)": self.unkept}
+        counts = {
+            "refused by the server": self.refused,
+            "damaged on the disk": self.unread,
+            "not written down (disk full?)": self.unkept,
+        }
         parts = [f"{counted(n, 'record')} {what}" for what, n in counts.items() if n]
         if self.removed:
             parts.append("the outbox was removed during the run, and records that it held are missing")
@@ -141,12 +148,18 @@ class Outbox:
     def pending(self, limit: int) -> list[Record]:
         """Return up to `limit` records that have not arrived, oldest first."""
         query = "SELECT n, time_ms, op, body, content FROM records WHERE refused IS NULL ORDER BY n LIMIT ?"
-        return self._do(
-            lambda it: [
-                {"n": n, "t": time_ms, "op": op, **json.loads(body), "content": content}
-                for n, time_ms, op, body, content in it.execute(query, (limit,))
-            ]
-        )
+
+        def read(database: sqlite3.Connection) -> list[Record]:
+            found = list[Record]()
+            while not found and (rows := database.execute(query, (limit,)).fetchall()):
+                for n, time_ms, op, body, content in rows:
+                    try:
+                        found.append({"n": n, "t": time_ms, "op": op, **json.loads(body), "content": content})
+                    except (ValueError, TypeError):  # SQLite notices no damage within a value
+                        database.execute("UPDATE records SET refused = ? WHERE n = ?", (_NO_JSON, n))
+            return found
+
+        return self._do(read)
 
     def counts(self) -> tuple[int, int]:
         """Return how many records wait and how many were refused; a file that cannot be read waits. Changes
@@ -201,10 +214,11 @@ class Outbox:
     def losses(self) -> Losses:
         """Return all that the run has lost so far."""
 
-        def count(database: sqlite3.Connection) -> tuple[int, int, int]:
-            ((refused,),) = database.execute("SELECT count(refused) FROM records")
+        def count(database: sqlite3.Connection) -> tuple[int, int, int, int]:
+            query = "SELECT count(refused), count(CASE WHEN refused = ? THEN 1 END) FROM records"
+            ((refused, unread),) = database.execute(query, (_NO_JSON,))
             facts = dict(database.execute("SELECT name, value FROM facts"))
-            return refused, facts.get("unkept", 0), facts.get("removed", 0)
+            return refused - unread, unread, facts.get("unkept", 0), facts.get("removed", 0)
 
         return Losses(*self._do(count), tuple(self._damaged()))
 
@@ -234,7 +248,7 @@ class Outbox:
             try:
                 try:
                     return self._try(work, sync)
-                except (sqlite3.Error, ValueError) as error:  # a ValueError: a body that is no JSON
+                except (sqlite3.Error, ValueError) as error:  # a ValueError: another file has its name
                     if self._is_gone():
                         # A file that another process set aside is counted by its name.
                         self._noted["removed"] += len(self._damaged()) == self._asides
