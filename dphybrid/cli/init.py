@@ -56,7 +56,7 @@ def config_text(config: ExperimentConfig) -> str:
     ]
     section = ""
     fields = {name: facts for name, facts in field_types(recipe).items() if name != "recipe"}
-    # In TOML, what stands below a section belongs to it: values without one come first.
+    # TOML takes every value below a section's header for one of that section: values without one come first.
     for name, (kind, sentence, default) in sorted(fields.items(), key=lambda item: "." in item[0]):
         place, _, leaf = name.rpartition(".")
         if place != section:

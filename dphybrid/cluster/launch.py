@@ -277,7 +277,7 @@ def _end(ranks: Sequence["subprocess.Popen[bytes]"], number: int | None, wait_s:
 
 
 def _name_of(pid: int) -> str:
-    # The kernel gives a number again: by its start another process is told apart.
+    # The kernel reuses numbers; the start time tells one process from a later one.
     return f"{pid}:{psutil.Process(pid).create_time()}"
 
 

@@ -117,7 +117,9 @@ class Settings(BaseSettings):
     @property
     def profile_steps(self) -> range:
         """Steps to profile, none by default."""
-        first, _, last = (self.profile or "1-0").partition("-")
+        if self.profile is None:
+            return range(0)
+        first, _, last = self.profile.partition("-")
         return range(int(first), int(last or first) + 1)
 
     @field_validator("training_hours")
@@ -168,10 +170,10 @@ def load_settings() -> Settings:
     try:
         settings = Settings()
     except ValidationError as error:
-        told = ((str(e["loc"][0]).upper(), e["input"], plain_words(e)) for e in error.errors())
-        raise UserError(
-            "\n".join(f"{_PREFIX}{name} = {given!r}: {why}" for name, given, why in told)
-        ) from error
+        lines = [
+            f"{_PREFIX}{str(e['loc'][0]).upper()} = {e['input']!r}: {plain_words(e)}" for e in error.errors()
+        ]
+        raise UserError("\n".join(lines)) from error
     except UnicodeDecodeError as error:
         raise UserError(f"{Path('.env').absolute()}: is not UTF-8 text ({error})") from error
     if settings.data_dir.exists() and not settings.data_dir.is_dir():

@@ -62,8 +62,9 @@ def acquire(
 ) -> Lease:
     """Wait until the GPUs are free, training hours are open and nobody has leased them; lease them.
 
-    run: shown to others. on_wait is told why, when the reason changes. stop: ends the waiting, too. Raises
-    UserError for GPUs that are not there or did not come free in time; Interrupted.
+    run: the name that others see. on_wait: is called with the reason whenever it changes. stop: a request
+    that ends the waiting. Raises UserError for GPUs that are not there or did not come free in time;
+    Interrupted.
     """
     window_s, poll_s, timeout_s = settings.gpu_window_s, settings.gpu_poll_s, settings.gpu_wait_s
     # at least two windows: a GPU that is free now must be seen to stay so

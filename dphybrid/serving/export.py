@@ -90,7 +90,7 @@ class _Lookups(nn.Module):
 
         def note(_: str, ids: Tensor) -> Tensor:
             asked.append(ids)
-            # Zeros lead the trace to the next lookup; what comes after the last one is dead code here.
+            # Zeros instead of rows let the trace reach the next lookup; what follows the last is removed.
             return torch.zeros(*ids.shape, self._dims[len(asked) - 1])
 
         with _looked_up(self.model, note):

@@ -120,7 +120,7 @@ class CheckpointWriter:
         except Exception as failure:
             if error is None or error is failure:
                 raise
-            # The training's own error goes on; this one is told beside it.
+            # The training's own error is raised; this one is only mentioned.
             print(f"Note: the newest checkpoint could not be written: {failure}", file=sys.stderr, flush=True)
         finally:
             self._thread.shutdown()

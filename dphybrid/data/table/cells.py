@@ -126,8 +126,8 @@ def time_parts(times: pl.Series) -> list[Array]:
     times_B = times.to_numpy()
     days_B = times_B.astype("datetime64[D]")
     none_B, day_B = np.isnat(times_B), days_B.astype(np.int64)
-    # 1970-01-01 was a Thursday.
     hour_B = (times_B - days_B).astype("timedelta64[h]").astype(np.int64)
+    # + 3: 1970-01-01 was a Thursday.
     return [np.where(none_B, np.nan, part_B) for part_B in (hour_B, (day_B + 3) % 7 + 1, day_B)]
 
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -92,11 +91,13 @@ class Encoder:
         values: Mapping[str, pl.Series],
         by_code: Mapping[str, Array] | None = None,
         longest: int = 1,
-        known: Mapping[str, Array] = MappingProxyType({}),
+        known: Mapping[str, Array] | None = None,
     ) -> dict[str, Array]:
         """Return the arrays of rows whose cells were read. by_code: where texts come as codes, what
         `ids_by_code` gave. longest: items of the arrays' bags, at least. known: ids of columns that are not
         among the values."""
+
+        known = known or {}
 
         def ids_of(column: Category) -> Array:
             if column.name in known:

@@ -129,8 +129,11 @@ class _TripleSource(Source):
                 else f", {len(triples) / len(entities):.3g} an entity"
             )
             lines.append(f"  {part}: {len(triples):,} triples{known}")
-        info = {"num_entities": len(entities), "num_relations": len(relations)}
-        info["num_negatives"] = self.data.negatives
+        info = {
+            "num_entities": len(entities),
+            "num_relations": len(relations),
+            "num_negatives": self.data.negatives,
+        }
         arrays = {f"{part}_triples": triples for part, triples in parts.items()}
         arrays |= _known_answers(np.concatenate(list(parts.values())), len(entities), len(relations))
         extra = {"entities": list(entities), "relations": list(relations)}
@@ -151,8 +154,10 @@ class _TripleSource(Source):
                         if number > 1 or " ".join(cells).lower() not in _HEADERS:
                             yield cells
                     elif line.strip():
-                        why = f"{len(cells)} values, expected head, relation and tail"
-                        why, text = why if len(cells) != 3 else "an empty value", line[:SHOWN].rstrip("\n")
+                        why = "an empty value"
+                        if len(cells) != 3:
+                            why = f"{len(cells)} values, expected head, relation and tail"
+                        text = line[:SHOWN].rstrip("\n")
                         rejected.append(Rejected(file=str(file), line=number, reason=why, text=text))
         except UnicodeDecodeError as error:
             where = f"data.path: {file} is not UTF-8 text (byte {error.start})"
