@@ -1,10 +1,11 @@
-"""`python -m dphybrid` equals `dphybrid`."""
+"""`python -m dphybrid`: the same as the command `dphybrid`."""
 
 import sys
 
 
 def main() -> int:
-    """Run the command; Ctrl-C during its imports, which take a second, ends it without a traceback."""
+    """Run the command and return its exit code."""
+    # Imported inside the `try`: the imports take a second, and Ctrl-C then should print no traceback.
     try:
         from dphybrid.cli.main import main as command
     except KeyboardInterrupt:

@@ -1,13 +1,13 @@
-"""List what of a model differs or breaks under data parallelism, or what of a recipe does.
+"""Find what breaks or gives other results under data parallelism, in a model or in a recipe.
 
 examples:
   %(prog)s my_models:build_block              a function without arguments, or one that takes a ModelContext
   %(prog)s --recipe text                      the model of a recipe
   %(prog)s recipe my_package.my_module:Mine   a recipe: data, resume, prefetching, devices, predictions
 
-Each finding says whether it BREAKS (fails, or computes on the wrong weights, on two GPUs) or differs (other
-results than on one device), where, and the remedy. A recipe is trained on a sample of its data, stopped,
-resumed and compared, in a folder that is removed. The exit code is 1 when something breaks.
+Each finding names the place and the remedy. BREAKS: it fails, or computes with wrong weights, on two GPUs.
+differs: it gives other results than one device. A recipe is trained on a sample of its data, stopped, resumed
+and compared, in a temporary folder. The exit code is 1 when something breaks.
 """
 
 import argparse
@@ -26,12 +26,15 @@ def flags(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what of a model or a recipe differs or breaks; 1 when something breaks."""
+    """Print the findings for a model or a recipe; return 1 when one breaks, else 0."""
     target, *more = args.target or [None]
     if target == "recipe":
         return _check_recipe(args, more)
     if more:
-        raise UserError(f"check: one function at a time, not {len(more) + 1}; `check recipe` takes a recipe")
+        raise UserError(
+            f"check takes one function, not {len(more) + 1}; to check a recipe: `dphybrid check recipe NAME`"
+        )
+    # Here and not above: it imports torch, which `--help` must not wait for.
     from dphybrid.run.check import check_target
 
     breaks = 0
@@ -43,15 +46,16 @@ def run(args: argparse.Namespace) -> int:
     return 1 if breaks else 0
 
 
-def _check_recipe(args: argparse.Namespace, places: list[str]) -> int:
-    if len(places) != 1:
-        raise UserError("check recipe: name one, as NAME or package.module:NAME")
-    # As --recipe sets it: flags go over this recipe's values.
-    vars(args)["config.recipe"] = places[0]
+def _check_recipe(args: argparse.Namespace, recipes: list[str]) -> int:
+    if len(recipes) != 1:
+        raise UserError("check recipe: give one recipe, as NAME or package.module:NAME")
+    # The same as --recipe, so that other flags override this recipe's values.
+    vars(args)["config.recipe"] = recipes[0]
     config, breaks = given_config(args), 0
     from dphybrid.cli.trial import check_recipe
 
-    for found in check_recipe(config, load_settings()):
-        print(found.line(), flush=True)
-        breaks += found.holds is False
+    for result in check_recipe(config, load_settings()):
+        print(result.line(), flush=True)
+        # None, a check that was not tried, is no failure.
+        breaks += result.holds is False
     return 1 if breaks else 0

@@ -1,4 +1,4 @@
-"""Put runs side by side on a page: speed, stages, curves, differences.
+"""Compare runs on one page: speed, time of each stage, curves, different values.
 
 examples:
   %(prog)s text-cpu-1121-044553 text-cpux2-1121-045901
@@ -19,19 +19,19 @@ def flags(parser: Parser) -> None:
     """Add the command's flags."""
     add = parser.add_argument
     add("runs", nargs="*", metavar="RUN", help="MLflow ids or names of runs")
-    where = "experiment of the runs; alone: all its finished runs (the newest 24)"
+    where = "experiment of the runs; without RUN: its newest 24 finished runs"
     add("--experiment", metavar="NAME", help=where)
-    add("--sweep", metavar="ID", help="the runs of a sweep")
-    groups = "devices, or a param such as train.batch_size (devices)"
+    add("--sweep", metavar="ID", help="compare the runs of this sweep")
+    groups = "group runs by devices, or by a param such as train.batch_size (default: devices)"
     add("--group-by", default="devices", metavar="NAME", help=groups)
-    out = "where the page goes (comparison)"
+    out = "folder of the page, index.html (default: comparison)"
     add("--out", type=Path, default=Path("comparison"), metavar="FOLDER", help=out)
-    add("--text", action="store_true", help="print the comparison only, without writing a page")
-    add("--log", action="store_true", help="also log the page to MLflow, as a run of its own")
+    add("--text", action="store_true", help="only print the comparison, write no page")
+    add("--log", action="store_true", help="also log the page to MLflow, as a separate run")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write a page that puts runs side by side."""
+    """Print a comparison of runs and write it as a page."""
     from dphybrid.tracking import compare
     from dphybrid.tracking.compare_page import param_of, text_of, write_comparison
     from dphybrid.tracking.opening import store_to_read
@@ -41,10 +41,10 @@ def run(args: argparse.Namespace) -> int:
     if not args.runs and args.sweep is None and args.experiment is None:
         raise UserError("name runs to compare, or --experiment NAME, or --sweep ID (see --help)")
     if args.runs and args.sweep is not None:
-        raise UserError(f"--sweep {args.sweep}: names all runs to compare; give it, or {' '.join(args.runs)}")
-    # People name a page; a folder called page.html would puzzle them.
+        raise UserError(f"--sweep {args.sweep}: selects all its runs; leave it out, or {' '.join(args.runs)}")
+    # `--out page.html` means a file; nobody would look for the page in a folder of that name.
     if args.out.suffix in (".html", ".htm") or (args.out.exists() and not args.out.is_dir()):
-        raise UserError(f"--out {args.out}: name a folder, for index.html")
+        raise UserError(f"--out {args.out}: name a folder; the page is its index.html")
     uri = store_to_read(settings.mlflow_uri, settings.mlflow_dir)
     run_ids = compare.find_runs(uri, experiment, args.runs, args.sweep)
     runs = compare.read_runs(uri, run_ids)

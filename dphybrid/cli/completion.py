@@ -22,7 +22,7 @@ _PREAMBLE = {
     "zsh": f"_dphybrid_runs() {{ compadd -- $({_LIST}) }}",
 }
 RUNS = {"bash": "_dphybrid_runs", "zsh": "_dphybrid_runs", "fish": f"(ls {_FISH_FOLDER}/runs 2>/dev/null)"}
-"""How each shell lists the names of runs."""
+"""How each shell completes the name of a run."""
 
 
 def flags(parser: Parser) -> None:
@@ -31,7 +31,7 @@ def flags(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the shell's script."""
+    """Print the shell's completion script."""
     from dphybrid.cli.main import make_parser
 
     print(script(args.shell, make_parser()), end="")
@@ -39,9 +39,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def script(shell: str, parser: Parser) -> str:
-    """Return the script that a shell is to read. parser: the whole command's."""
+    """Return the completion script for a shell. parser: that of the whole command."""
     for command in (parser.commands or {}).values():
-        # A shell completes without knowing what --recipe says.
+        # The script is written once, whatever --recipe a command line gives later: it offers all flags.
         if any(action.dest == "config.recipe" for action in command.actions):
             _add_other_recipes(command)
         for action in command.actions:
@@ -55,7 +55,7 @@ def script(shell: str, parser: Parser) -> str:
 
 
 def _add_other_recipes(command: Parser) -> None:
-    """Add the flags of every built-in recipe to those of the default one."""
+    """Add the flags of every built-in recipe to a command that has those of the default recipe."""
     known = {flag for action in command.actions for flag in action.option_strings}
     for recipe in BUILT_IN:
         for name, (_, sentence, _) in field_types(recipe).items():

@@ -1,8 +1,8 @@
-"""Set a Prefect server up: pool, queues, deployments, automation; or bring it up to date.
+"""Set up or update a Prefect server: work pool, queues, deployments, automation.
 
 examples:
   PREFECT_API_URL=http://server:4200/api %(prog)s
-  %(prog)s --write                            the package's prefect.yaml and prefect.toml, to be changed
+  %(prog)s --write                            copy the package's prefect.yaml and prefect.toml here, to edit them
 """
 
 import argparse
@@ -14,17 +14,17 @@ from dphybrid.cli.parser import Parser, prefect_part
 def flags(parser: Parser) -> None:
     """Add the command's flags."""
     add = parser.add_argument
-    add("--pool", default="gpu", help="work pool (gpu)")
-    host = "a workstation that gets a queue of its own; repeat"
+    add("--pool", default="gpu", help="work pool (default: gpu)")
+    host = "workstation that gets its own queue; may be repeated"
     add("--host", action="append", default=[], metavar="NAME", help=host)
-    file = "deployments (the prefect.yaml of this folder, or else the package's own)"
+    file = "file with the deployments (default: prefect.yaml of this folder, else the package's)"
     add("--file", type=Path, help=file)
-    write = "write the package's prefect.yaml and prefect.toml here, to be changed, and stop"
+    write = "only copy the package's prefect.yaml and prefect.toml into this folder, to edit them"
     add("--write", action="store_true", help=write)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Set the server up, or write the files that it is set up from."""
+    """Set up the server, or write the files that describe its setup."""
     setup = prefect_part("setup")
     if args.write:
         setup.write(args.file or Path("prefect.yaml"))

@@ -1,4 +1,4 @@
-"""Show the GPUs: memory, load, who uses them, which run has leased them."""
+"""Show the GPUs: memory, load, the processes on them, the run that leases them."""
 
 import argparse
 import time
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 def flags(parser: Parser) -> None:
     """Add the command's flags."""
-    parser.add_argument("--live", action="store_true", help="go on showing them until Ctrl-C")
-    parser.add_argument("--ask", type=int, metavar="N", help="ask the run on cuda:N to give its GPUs back")
+    parser.add_argument("--live", action="store_true", help="refresh every second until Ctrl-C")
+    parser.add_argument("--ask", type=int, metavar="N", help="ask the run on cuda:N to free its GPUs")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -34,6 +34,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     folder = lease_folder(settings.lease_dir)
     if args.ask is not None:
+        # cuda:N counts the visible GPUs only, as torch does.
         chosen = visible(units)
         if not 0 <= args.ask < len(chosen):
             raise UserError(f"--ask {args.ask}: there is no cuda:{args.ask}; {len(chosen)} GPUs are visible")
@@ -46,8 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _table(units: Sequence[Gpu], folder: Path, settings: Settings) -> "Table":
-    """Return the table of all units; those that CUDA_VISIBLE_DEVICES hides are dim and have no device
-    name."""
+    """Return the table of all GPUs. Those that CUDA_VISIBLE_DEVICES hides are dim and called hidden."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -80,7 +80,7 @@ def _show_live(inventory: Inventory, folder: Path, settings: Settings) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    # Rich's own thread would only draw old readings again.
+    # No auto_refresh: Rich's thread would only redraw the last reading.
     with Live(console=Console(), auto_refresh=False, screen=False) as live:
         while True:
             live.update(_table(inventory.read(), folder, settings), refresh=True)

@@ -1,6 +1,6 @@
-"""Check versions, folders and servers.
+"""Check versions, GPUs, folders and servers.
 
-Each line says what was found and, after BAD, the remedy. The exit code is 1 when a check failed.
+Each line is one check: ok, or BAD with the remedy. The exit code is 1 when a check failed.
 """
 
 import argparse
@@ -20,11 +20,13 @@ from dphybrid.gpus.leases import lease_folder, shared_folder_fault
 from dphybrid.util.errors import UserError
 from dphybrid.util.text import masked, without_credentials
 
-_PINS = "pip install 'prefect>=3.8.8,<3.10' 'fastapi>=0.139,<0.151' 'sqlalchemy>=2.0,<2.1'"
-_ANSWER_S = 5.0
+_PINS = "pip install 'prefect>=3.8.8,<3.10' 'fastapi>=0.139,<0.151' 'sqlalchemy>=2.0.16,<2.1'"
+"""The remedy: the versions of the extra `flows` in pyproject.toml."""
+_TIMEOUT_S = 5.0
+"""How long a server may take to answer."""
 
 _Check = tuple[bool, str]
-"""Whether it passed, and what was found, with its remedy."""
+"""(whether the check passed, the finding with its remedy)"""
 
 
 def flags(parser: Parser) -> None:
@@ -32,7 +34,7 @@ def flags(parser: Parser) -> None:
 
 
 def run(_: argparse.Namespace) -> int:
-    """Print one line a check; return 0 when all passed, else 1."""
+    """Print one line per check; return 0 when all passed, else 1."""
     settings, passed = load_settings(), True
     for good, text in _checks(settings):
         passed &= good
@@ -61,6 +63,7 @@ def _gpus(settings: Settings) -> Iterator[_Check]:
         yield True, f"NVML: {len(units)} GPUs are visible ({names})"
     elif gpus:
         found = f"NVML does not show the GPUs that torch sees ({inventory.reason})"
+        # torch trains on them all the same, but nobody else sees that they are taken.
         yield False, f"{found}: they are used without leases; remedy: update the driver"
     else:
         yield True, f"NVML: no GPUs ({inventory.reason or 'none is visible'})"
@@ -93,7 +96,7 @@ def _prefect() -> Iterator[_Check]:
 def _mlflow_server(settings: Settings) -> _Check:
     url = settings.mlflow_uri
     if not url or not url.startswith("http"):
-        # A database is not asked: its client takes seconds to import.
+        # The URI of a database is not checked: MLflow's client takes seconds to import.
         return True, "MLflow server: none is set (MLFLOW_TRACKING_URI)"
     user, password = (os.environ.get(f"MLFLOW_TRACKING_{name}") for name in ("USERNAME", "PASSWORD"))
     page = f"{url.rstrip('/')}/api/2.0/mlflow/experiments/search?max_results=1"
@@ -106,7 +109,7 @@ def _mlflow_server(settings: Settings) -> _Check:
 
 def _data_folder(settings: Settings) -> Iterator[_Check]:
     place = folder = settings.data_dir
-    # a folder that is not there yet is judged by the one in which it will be made
+    # The folder may not exist yet; then its nearest existing parent decides whether it can be made.
     while not place.exists():
         place = place.parent
     if not os.access(place, os.W_OK):
@@ -114,15 +117,18 @@ def _data_folder(settings: Settings) -> Iterator[_Check]:
     free_gib = shutil.disk_usage(place).free / 2**30
     remedy = "" if free_gib > 1 else "; set DPHYBRID_DATA_DIR to a larger disk"
     yield free_gib > 1, f"{folder}: {free_gib:.1f} GiB free{remedy}"
-    # a folder that is there keeps its mode, for somebody may have meant it
+    # Reported, not corrected: the user may have opened an existing folder on purpose.
     if folder.is_dir() and folder.stat().st_mode & 0o077:
-        yield False, f"data folder: others may enter {folder}; remedy: chmod 700, unless that is meant"
+        yield False, f"data folder: others may enter {folder}; remedy: chmod 700, unless that is intended"
     else:
         yield True, f"data folder: {folder} is closed to others"
 
 
 def _ask(url: str, auth: str | None) -> Any:
-    """Ask a server for `url`, with `auth` as USER:PASSWORD; return its answer, or what is wrong, as text."""
+    """Request `url`. Return the response, or a string that says why there is none.
+
+    auth: USER:PASSWORD; None: the ones in `url`, if any.
+    """
     url, own = without_credentials(url)
     auth = auth or own
     if not url.startswith(("http://", "https://")):
@@ -130,7 +136,7 @@ def _ask(url: str, auth: str | None) -> Any:
     headers = {"Authorization": "Basic " + base64.b64encode(auth.encode()).decode()} if auth else {}
     try:
         request = urllib.request.Request(url, headers=headers)  # noqa: S310 - http, as just checked
-        return urllib.request.urlopen(request, timeout=_ANSWER_S)  # noqa: S310 - the same
+        return urllib.request.urlopen(request, timeout=_TIMEOUT_S)  # noqa: S310 - the same
     except urllib.error.HTTPError as error:
         return "refuses user and password" if error.code == 401 else f"answers {error.code}"
     except (OSError, ValueError) as error:

@@ -4,11 +4,11 @@ examples:
   %(prog)s ctr-cpu-1121-044553 --out clicks/
   %(prog)s models:/clicks@champion --out clicks/
 
-Of a model that scores rows of a table, the folder has the embedding tables (mapped into memory when they are
-read), the rest as torch.export traced it, the encoder, an example request, and predict.py, which needs torch,
-safetensors, numpy and polars. It predicts the same bits as `dphybrid.load` does on the CPU. Of recipe
-retrieval, it has the vectors of all users and items, and recommend.py.
-It is written under another name, and renamed when it is complete. README.md in it says how to use it.
+For a model that scores rows of a table, the folder holds the embedding tables (memory-mapped when read), the
+other layers as traced by torch.export, the encoder, an example request, and predict.py, which needs torch,
+safetensors, numpy and polars. It predicts the same bits as `dphybrid.load` on the CPU. For recipe retrieval,
+the folder holds the vectors of all users and items, and recommend.py.
+The folder appears under its name when it is complete. Its README.md says how to use it.
 """
 
 import argparse

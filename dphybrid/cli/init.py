@@ -1,11 +1,10 @@
-"""Write an experiment's TOML file with a sentence for each value.
+"""Write a TOML file that lists and explains every value of an experiment.
 
 examples:
   %(prog)s --recipe ctr
   %(prog)s --data.path clicks.csv --data.label clicked --out clicks.toml
 
-The file has each value with a sentence; those that are given are set, the others are comments that show
-the recipe's own.
+Values given as flags are set in the file; the others are commented out and show the recipe's default.
 """
 
 import argparse
@@ -27,7 +26,7 @@ _WIDTH = 100
 
 def flags(parser: Parser) -> None:
     """Add the command's flags."""
-    out = "file to write (experiment.toml)"
+    out = "file to write (default: experiment.toml)"
     parser.add_argument("--out", type=Path, default=Path("experiment.toml"), metavar="FILE", help=out)
     add_config_flags(parser)
 
@@ -36,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     """Write an experiment's TOML file."""
     target: Path = args.out
     if target.exists():
-        raise UserError(f"--out {target}: is there already; remove it, or name another file")
+        raise UserError(f"--out {target}: exists already; remove it, or name another file")
     check_target(target, f"--out {target}")
     config = given_config(args)
     write_text(target, config_text(config))
@@ -45,18 +44,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def config_text(config: ExperimentConfig) -> str:
-    """Return a config as a commented TOML file: what differs from the recipe as values, the rest as comments
-    that show the recipe's own. `load_config` reads the same config back."""
+    """Return a config as a commented TOML file: values that differ from the recipe's are set, the others are
+    comments. `load_config` reads the same config back."""
     recipe, given = config.recipe, flatten(given_values(config))
     lines = [
         f"# {find_recipe(recipe).summary}",
-        "# Train: dphybrid train --config FILE; flags go over it. A line without its # sets a value.",
+        "# Train: dphybrid train --config FILE (flags override it). Remove a line's # to set its value.",
         "",
         f"recipe = {_toml(recipe)}",
     ]
     section = ""
     fields = {name: facts for name, facts in field_types(recipe).items() if name != "recipe"}
-    # TOML takes every value below a section's header for one of that section: values without one come first.
+    # In TOML a header holds until the next one, so the values without a section must come first.
     for name, (kind, sentence, default) in sorted(fields.items(), key=lambda item: "." in item[0]):
         place, _, leaf = name.rpartition(".")
         if place != section:
@@ -69,5 +68,5 @@ def config_text(config: ExperimentConfig) -> str:
 
 
 def _toml(value: object) -> str:
-    """A value as TOML writes it; no value is an empty text."""
+    """Return a value as TOML. TOML has no null: None becomes an empty string."""
     return toml_text("" if value is None else value)

@@ -1,4 +1,4 @@
-"""The command `dphybrid`: collects its subcommands, each a module of this package that is named after it."""
+"""The command `dphybrid`. Each subcommand is the module of this package that has its name."""
 
 import argparse
 import sys
@@ -19,16 +19,16 @@ COMMANDS = [
     *("check", "new", "devices", "doctor", "verify", "selftest", "worker", "deploy", "validate"),
     "completion",
 ]
-"""Modules of this package, in the order of the help.
+"""The subcommands' modules, in the order of the help.
 
-A module's docstring is its page of help: the first paragraph is the sentence, the rest stands below the
-flags. `flags(parser)` adds the flags. `run(args)` does the work and returns the exit code; heavy imports wait
-there.
+A module's docstring is its help page: the first paragraph is the summary, the rest is printed below the
+flags. `flags(parser)` adds the flags. `run(args)` does the work and returns the exit code; it also makes the
+slow imports, which `--help` and completion must not wait for.
 """
 
 
 def make_parser(argv: Sequence[str] = ()) -> Parser:
-    """Return the parser of the whole command, with the flags of the recipe that the command line means."""
+    """Return the parser of the whole command, with the config flags of the recipe that `argv` selects."""
     recipe = recipe_of(argv)
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser(
@@ -40,7 +40,8 @@ def make_parser(argv: Sequence[str] = ()) -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"dphybrid {version('dphybrid')}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
-    # All of them, whichever is meant: help, completion and hints need every name, and no module imports much.
+    # All of them, not only the one in argv: help, completion and suggestions need every name, and importing
+    # these modules is quick.
     for name in COMMANDS:
         module = import_module(f"dphybrid.cli.{name}")
         sentence, _, page = (module.__doc__ or "").partition("\n\n")
@@ -48,7 +49,7 @@ def make_parser(argv: Sequence[str] = ()) -> Parser:
         shown = sentence[0].lower() + sentence[1:]
         command = subparsers.add_parser(name, help=shown, description=f"{sentence}.", epilog=page)
         command.formatter_class = raw
-        # Before `flags`, which adds those of this recipe.
+        # Before `flags`, which adds this recipe's flags.
         command.recipe = recipe
         module.flags(command)
         command.set_defaults(run=module.run)
@@ -57,14 +58,14 @@ def make_parser(argv: Sequence[str] = ()) -> Parser:
 
 
 def _recipes_text() -> str:
-    """Return the recipes for a help page, each with its sentence."""
+    """Return the list of recipes for the help page, each with its summary."""
     names = recipe_names()
     wide = max(map(len, names)) + 2
     lines = []
     for name in names:
         try:
             summary = find_recipe(name).summary
-        except UserError as error:  # of another package, which cannot be imported now
+        except UserError as error:  # announced by an installed package that cannot be imported
             summary = f"cannot be used: {error}"
         first, *rest = textwrap.wrap(summary, 100 - wide - 2) or [""]
         lines += [f"  {name:<{wide}}{first}", *(" " * (wide + 2) + line for line in rest)]
@@ -76,11 +77,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code: 0, 2 for wrong input, 130 when interrupted."""
     given = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        # recipes and models of your own, as `python -m` finds them; last, so that nothing is shadowed
+        # Finds the user's recipes and models in this folder, as `python -m` does. Last, so that a file here
+        # shadows no installed package.
         sys.path.append(str(Path.cwd()))
 
     def run() -> int:
-        with kept_from_gc():  # also a recipe of one's own
+        with kept_from_gc():  # parsing imports a user's recipe, and torch with it
             args = make_parser(given).parse_args(given)
         code: int = args.run(args)
         return code

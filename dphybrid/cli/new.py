@@ -1,10 +1,10 @@
-"""Write a package with a recipe of your own: reader, model, metrics, test.
+"""Create a package for a recipe of your own: reader, model, metrics, test.
 
 examples:
   %(prog)s recipe films
   cd films && dphybrid train --recipe films.recipe:Films
 
-The package trains at once, on made-up ratings; `pip install -e films` makes it a recipe by name.
+The package can be trained at once, on generated ratings. After `pip install -e films` it is `--recipe films`.
 """
 
 import argparse
@@ -19,29 +19,31 @@ from dphybrid.util.errors import UserError
 from dphybrid.util.files import making
 
 _PACKAGE, _CLASS = "newrecipe", "NewRecipe"
-"""What the sample package is called, and its recipe."""
+"""The names of the sample's package and recipe class; the user's names replace them."""
 _PLACES = {
     "pyproject.toml": "pyproject.toml.txt",
     "README.md": "README.md.txt",
     "tests/test_{}.py": "test_newrecipe.py.txt",
     **{f"{{}}/{name}.py": f"{name}.py" for name in ("__init__", "reader", "model", "recipe")},
 }
-"""Where each file of the sample goes; {}: the package."""
+"""Path in the new folder -> file of the sample. {}: the package's name."""
 
 
 def flags(parser: Parser) -> None:
     """Add the command's flags."""
-    parser.add_argument("kind", choices=["recipe"], help="what to write")
-    parser.add_argument("name", metavar="NAME", help="package and recipe: small letters, digits, underscores")
+    parser.add_argument("kind", choices=["recipe"], help="what to create")
+    name = "name of the package and the recipe: lower-case letters, digits, underscores"
+    parser.add_argument("name", metavar="NAME", help=name)
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the package into a new folder NAME."""
     name: str = args.name
     if not re.fullmatch(r"[a-z][a-z0-9_]*(?<!_)", name) or keyword.iskeyword(name):
-        raise UserError(f"new recipe {name!r}: use small letters, digits and underscores, as in film_ratings")
+        raise UserError(f"new recipe {name!r}: use lower-case letters, digits and underscores: film_ratings")
+    # Any module's name, not only a recipe's: the package would shadow it, or be shadowed.
     if name in recipe_names() or Path(name).exists() or importlib.util.find_spec(name) is not None:
-        raise UserError(f"new recipe {name}: a recipe, file or package here has that name; take another")
+        raise UserError(f"new recipe {name}: a recipe, file or package of that name exists; use another")
     folder, title = Path(name), "".join(word.capitalize() for word in name.split("_"))
     texts = {place.format(name): _sample(file, name, title) for place, file in _PLACES.items()}
     with making(folder) as partial:
@@ -55,11 +57,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _sample(file: str, name: str, title: str) -> str:
-    """Return a file of the sample for a package of that name."""
-    # found, not imported: the sample's recipe would bring torch
+    """Return the text of a sample file, with the names of the new package and recipe class."""
+    # Located, not imported: importing the sample's recipe would import torch.
     spec = importlib.util.find_spec(f"dphybrid.recipes.{_PACKAGE}")
     assert spec is not None
     assert spec.origin is not None
-    # Its lint marks are for this project's rules.
     text = Path(spec.origin).with_name(file).read_text(encoding="utf-8")
+    # The noqa marks answer this project's lint rules, which the user's package does not have.
     return re.sub(r"  # noqa: \w+", "", text).replace(_PACKAGE, name).replace(_CLASS, title)

@@ -20,27 +20,30 @@ from dphybrid.util.importing import missing_extra
 from dphybrid.util.text import masked
 
 _MANY_FLAGS = 30
-"""More flags than this are not repeated before the description: nobody reads forty lines of them."""
+"""With more flags than this the usage line does not list them: it would take forty lines."""
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, but wrong flags end in one message that says what was meant. recipe: whose values it offers
-    as flags."""
+    """An ArgumentParser whose errors are one message that suggests what was meant.
+
+    recipe: its config fields are the flags. commands: name -> parser of a subcommand, or None.
+    """
 
     recipe: str = DEFAULT
     commands: "dict[str, Parser] | None" = None
 
     def __init__(self, **options: Any) -> None:
-        # A part of a flag's name is no flag: what it means would change with the next field.
+        # No abbreviated flags: the next new field could make one ambiguous, or change what it means.
         super().__init__(allow_abbrev=False, **options)
 
     @property
     def actions(self) -> list[argparse.Action]:
-        """Everything that this command takes."""
+        """All flags and positional arguments of this command."""
         return list(self._actions)
 
     def parse_args(self, args: Any = None, namespace: object = None) -> Any:
-        # argparse hands what a command does not know up to the whole command, whose flags are others.
+        # argparse reports a subcommand's unknown flags on the main parser, which cannot suggest similar ones:
+        # it does not have the subcommand's flags.
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
             (self.commands or {}).get(vars(found).get("command", ""), self).refuse(unknown)
@@ -53,9 +56,9 @@ class Parser(argparse.ArgumentParser):
         return super().format_help()
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
-        """End with what is wrong about arguments that this command does not have."""
+        """Exit with an error about arguments that this command does not have."""
         flags, known = [text for text in unknown if text.startswith("-")], list(self._option_string_actions)
-        if not flags:
+        if not flags:  # a value without its flag: guess the flag
             name = "--data.path" if "--data.path" in known else "--name"
             name = "--recipe" if "--recipe" in known and unknown[0] in recipe_names() else name
             self.error(f"unexpected {' '.join(unknown)!r}; write {name} {unknown[0]}")
@@ -65,7 +68,7 @@ class Parser(argparse.ArgumentParser):
         self.error(f"{flag}: there is no such flag{suggestion(flag, known)}")
 
     def _check_value(self, action: argparse.Action, value: str) -> None:
-        """argparse's own check of choices, whose message would have to be taken apart to say more."""
+        """Replaces argparse's check of choices, whose message suggests nothing."""
         known = None if action.choices is None else [str(choice) for choice in action.choices]
         if known is None or value in known:
             return
@@ -75,9 +78,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         message = re.sub(r"^argument (\S+): ", r"\1: ", message)
-        for kind, noun in {"int": "an integer", "float": "a number"}.items():  # as Python calls them
+        # argparse names a wrong value's type as Python does.
+        for kind, noun in {"int": "an integer", "float": "a number"}.items():
             message = message.replace(f"invalid {kind} value:", f"give {noun}, not")
-        # Without argparse's usage, which repeats all flags: the mistake would scroll away.
+        # No usage, unlike argparse: it lists all flags, and the error would scroll off the screen.
         self.exit(2, f"error: {message}\nSee `{self.prog} --help`.\n")
 
 
@@ -87,31 +91,33 @@ def field_of(flag: str) -> str:
 
 
 def at_least_one(text: str) -> int:
-    """Return the integer that a flag gives. Raises ArgumentTypeError below 1."""
+    """Return the text as an integer. Raises ArgumentTypeError unless it is one of at least 1."""
     if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: give an integer from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r}: give an integer, 1 or more")
     return int(text)
 
 
 def prefect_part(name: str) -> ModuleType:
-    """Return a module of `dphybrid.orchestration`, by name: no other command may need Prefect. Raises
-    UserError where Prefect cannot be imported."""
+    """Return the module `name` of `dphybrid.orchestration`. Imported by the commands that need Prefect when
+    they run, so that the others work without it. Raises UserError when Prefect cannot be imported."""
     try:
         return import_module(f"dphybrid.orchestration.{name}")
-    except ModuleNotFoundError:  # `run_cli` names the extra
+    except ModuleNotFoundError:  # not installed: `run_cli` names the extra that installs it
         raise
     except ImportError as error:
         raise UserError(f"Prefect cannot be imported ({error}); see `dphybrid doctor`") from error
 
 
 def run_cli(function: Callable[[], int | None]) -> int:
-    """Call `function`; tell a UserError in one message with exit code 2, an interruption with 130 (128 + the
-    signal that asked for it).
+    """Call `function` and return the exit code of the process.
 
-    What the process has imported is not searched for garbage when it ends: that took two seconds.
+    A UserError is printed as one message: code 2. An interruption is 128 + the number of its signal: 130 for
+    Ctrl-C.
     """
+    # Python searches all imported modules for garbage at its end, for two seconds, unless they are frozen.
     atexit.register(gc.freeze)
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as a flow's package leaves it for the imports
+    # `dphybrid.flows` sets SIG_DFL so that Ctrl-C ends its imports without a traceback.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         try:
@@ -128,15 +134,16 @@ def run_cli(function: Callable[[], int | None]) -> int:
         # Only `Interrupted` carries a signal's number; shells report 128 + that number, and Ctrl-C is 2.
         return 128 + (vars(interruption).get("signal_number") or 2)
     except BrokenPipeError:
-        # Python flushes standard output once more at its end, and would print this error again.
+        # The reader of a pipe has ended, as in `dphybrid ... | head`. Python flushes standard output again at
+        # its end and would print this error; 141 is 128 + SIGPIPE.
         sys.stderr.close()
         return 141
     except OSError as error:
-        # No file: not the user's doing, and its traceback is needed.
+        # An OSError without a file is not the user's mistake; its traceback is needed.
         if error.filename is None:
             raise
         path, folder = Path(str(error.filename)), load_settings().data_dir
-        # A folder above the data folder, too: it may be what could not be made.
+        # Also a folder above the data folder: it may be the one that could not be made.
         own = path.is_relative_to(folder) or folder.is_relative_to(path)
         where = f"; DPHYBRID_DATA_DIR={folder} must be a folder that you can write" if own else ""
         print(masked(f"error: {path}: {error.strerror}{where}"), file=sys.stderr)

@@ -1,8 +1,8 @@
-"""Show how batches will be split, before anything runs.
+"""Show how batches will be split over the devices, before anything runs.
 
 examples:
   %(prog)s --devices 'cpu*8' --batch-size 30 --rows 100
-  %(prog)s --data.path clicks.csv --data.label clicked      rows of the data, when it is prepared
+  %(prog)s --data.path clicks.csv --data.label clicked      with the rows of the prepared data
 """
 
 import argparse
@@ -24,8 +24,8 @@ def flags(parser: Parser) -> None:
     """Add the command's flags."""
     add = parser.add_argument
     for name, default, sentence in (
-        ("--batch-size", None, "rows of a batch over all devices (default: the recipe's)"),
-        ("--rows", None, "rows of an epoch, to show the last batch too (default: of the prepared data)"),
+        ("--batch-size", None, "rows of a batch, over all devices (default: the recipe's)"),
+        ("--rows", None, "rows of an epoch, which size the last batch (default: of the prepared data)"),
     ):
         add(name, type=int, default=default, metavar="N", help=sentence)
     add_config_flags(parser)
@@ -41,10 +41,11 @@ def run(args: argparse.Namespace) -> int:
     if rows is None:
         prepared = _prepared(recipe, config, settings)
         rows = len(prepared.dataset("train"))
-        print(f"{rows:,} rows to train, of {prepared.path}")
+        print(f"{rows:,} training rows in {prepared.path}")
         config, _ = recipe.sized(config, rows, prepared.info)
     elif rows is not None and rows > 0:
-        config, _ = Recipe.sized(recipe, config, rows, {})  # without the data its facts are not known
+        # The base class's rule: a recipe's own may read facts of prepared data, which may not exist yet.
+        config, _ = Recipe.sized(recipe, config, rows, {})
     batch_size = config.train.batch_size if args.batch_size is None else args.batch_size
     if batch_size < 1 or rows < 1:
         raise UserError(f"--batch-size {batch_size} --rows {rows}: both must be at least 1")
@@ -54,18 +55,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _prepared(recipe: Recipe, config: ExperimentConfig, settings: Settings) -> "Prepared":
-    """Return the data that is prepared, or that needs no file. Raises UserError."""
+    """Return the prepared data; generated data is prepared here. Raises UserError when files are not
+    prepared."""
     from dphybrid.data.store import find_prepared
 
     seed = config.train.seed
     source = recipe.source(config.data, seed)
     prepared = find_prepared(recipe.name, source, settings.prepared_dir, seed, recipe.dataset)
-    # Made-up data takes no time; files may take hours, and this command is to be quick.
+    # Generated data takes no time. Files may take hours, and this command should be quick.
     if prepared is None and not config.data.model_dump().get("path"):
         prepared = recipe.prepare(config.data, settings.prepared_dir, seed)
     if prepared is None:
         raise UserError(
-            "--rows: the data is not prepared with these values, so its rows are not known; run `dphybrid "
-            "prepare` with them first, or give --rows N"
+            "--rows: unknown, as the data is not prepared with these values; run `dphybrid prepare` with "
+            "them first, or give --rows N"
         )
     return prepared

@@ -4,7 +4,7 @@ examples:
   %(prog)s --recipe ctr --data.path clicks.csv --data.label clicked --schema schema.toml
   %(prog)s --data.path my_texts/
 
-The prepared data is kept: training with the same values finds it made.
+The prepared data is kept: training with the same values reuses it.
 """
 
 import argparse
@@ -24,7 +24,8 @@ from dphybrid.util.text import as_flags
 
 def flags(parser: Parser) -> None:
     """Add the command's flags."""
-    parser.add_argument("--schema", type=Path, metavar="FILE", help="also write the columns' roles (ctr)")
+    schema = "also write the columns' roles to FILE (recipe ctr)"
+    parser.add_argument("--schema", type=Path, metavar="FILE", help=schema)
     add_config_flags(parser)
 
 
@@ -35,7 +36,9 @@ def run(args: argparse.Namespace) -> int:
         check_target(schema, f"--schema {schema}")
     config = data_config(args)
     if schema is not None and not find_recipe(config.recipe).tabular:
-        raise UserError(f"--schema {schema}: recipe {config.recipe} has no columns; {OF_TABLES} has")
+        raise UserError(
+            f"--schema {schema}: recipe {config.recipe} has no columns; leave it out, or use {OF_TABLES}"
+        )
     from dphybrid.run.build import prepare_data
 
     folder = prepare_data(config, load_settings()).data.path

@@ -9,7 +9,7 @@ from dphybrid.config.settings import load_settings
 def flags(parser: Parser) -> None:
     """Add the command's flags."""
     parser.add_argument("model", metavar="MODEL", help="name in MLflow's model registry")
-    parser.add_argument("--to", metavar="VERSION", help="version to go back to (the champion before)")
+    parser.add_argument("--to", metavar="VERSION", help="version to use (default: the former champion)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -18,7 +18,8 @@ def run(args: argparse.Namespace) -> int:
 
     settings = load_settings()
     store = store_to_read(settings.mlflow_uri, settings.mlflow_dir)
-    from dphybrid.tracking.models import Registry  # which imports MLflow, in seconds
+    # After `store_to_read`, which finds a wrong setting before the seconds that importing MLflow takes.
+    from dphybrid.tracking.models import Registry
 
     registry = Registry(store)
     before, now = registry.roll_back(args.model, args.to)

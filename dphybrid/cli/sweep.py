@@ -1,12 +1,12 @@
-"""Train many combinations of values, a whole grid or Optuna's choices, without Prefect.
+"""Train many combinations of values, a grid or chosen by Optuna, without Prefect.
 
 examples:
   %(prog)s --recipe toy --grid '{"train.batch_size": [64, 256], "train.lr": [0.01, 0.1]}'
   %(prog)s --data.path clicks.csv --data.label clicked --trials 30 --sweep clicks
       --grid '{"train.lr": {"low": 1e-4, "high": 0.1, "log": true}, "model.dim": [8, 16, 32]}'
 
-Each run is a process of its own; as many run at once as GPUs allow, one on the CPU. The same --sweep goes
-on with what is left. Results are in sweeps/NAME/sweep.json of the data folder;
+Each run is a separate process; as many run at once as the GPUs allow, or one on the CPU. To continue a sweep,
+repeat the command with its --sweep NAME. The results are in sweeps/NAME/sweep.json of the data folder;
 `dphybrid compare --sweep NAME` compares the runs.
 """
 
@@ -28,12 +28,12 @@ _EXAMPLE = """'{"train.lr": [0.01, 0.1], "train.batch_size": [256, 512]}'"""
 def flags(parser: Parser) -> None:
     """Add the command's flags."""
     add = parser.add_argument
-    add("--grid", type=_grid, metavar="JSON", help=f"field -> values: {_EXAMPLE}")
-    trials = "search with Optuna: runs in all; a field may then be a range, {low, high, log or step}"
+    add("--grid", type=_grid, metavar="JSON", help=f"the values of each field: {_EXAMPLE}")
+    trials = "search with Optuna, N runs in all; a field may then have a range {low, high, log or step}"
     add("--trials", type=at_least_one, default=0, metavar="N", help=trials)
     add("--no-prune", action="store_true", help="train each run of a search to its end")
-    add("--sweep", metavar="NAME", help="name of the sweep; one used before goes on")
-    at_once = "runs at the same time (0: as many as GPUs allow)"
+    add("--sweep", metavar="NAME", help="name of the sweep; an existing one is continued")
+    at_once = "runs at the same time (default: 0, as many as the GPUs allow)"
     add("--at-once", type=int, default=0, metavar="N", help=at_once)
     add_experiment_flags(parser)
 
@@ -49,9 +49,9 @@ def _grid(text: str) -> dict[str, Any]:
 
 
 def _line(row: Mapping[str, object], served: bool) -> str:
-    """Return a run's row of the results as a line. served: the address of its page in MLflow answers."""
+    """Return the line that reports one run. served: a server shows the run's page, so print its address."""
     facts = {name: value for name, value in row.items() if name not in ("cell", "failed", "run")}
-    # Metrics are floats, the grid's values texts.
+    # In a row of the results, metrics are floats and the grid's values are strings.
     metrics = ", ".join(f"{key} {value:.4f}" for key, value in facts.items() if isinstance(value, float))
     values = ", ".join(f"{key}={value}" for key, value in facts.items() if not isinstance(value, float))
     address = f"  {row['run']}" if served and row.get("run") else ""
@@ -59,7 +59,7 @@ def _line(row: Mapping[str, object], served: bool) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run a sweep; 1 when a run failed."""
+    """Run a sweep; return 1 when a run failed, else 0."""
     if args.grid is None:
         raise UserError(f"a sweep needs fields and their values; give --grid {_EXAMPLE}")
     stop = StopRequest()
@@ -71,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
         if args.trials:
             from dphybrid.lifecycle.search import Search, search
 
-            what = Search(args.grid, args.trials, not args.no_prune)
-            cells, reports = search(what, config, name, settings, stop, args.at_once)
+            space = Search(args.grid, args.trials, not args.no_prune)
+            cells, reports = search(space, config, name, settings, stop, args.at_once)
         else:
             cells = make_grid(config, args.grid, name, settings)
             reports = run_grid(cells, name, settings, stop, args.at_once)
@@ -80,6 +80,6 @@ def run(args: argparse.Namespace) -> int:
     for row in rows:
         print(_line(row, f"{settings.mlflow_uri}".startswith("http")))
     print(f"Results: {file}\nCompare: dphybrid compare --sweep {shlex.quote(name)}")
-    # Last: what was trained is shown before the command ends as interrupted.
-    stop.obey(f"with runs left; --sweep {name} goes on")
+    # Last, so that an interrupted sweep still prints the runs that it trained.
+    stop.obey(f"with runs left; continue with --sweep {name}")
     return 1 if failures(reports) else 0

@@ -1,8 +1,8 @@
-"""Send the records that MLflow missed while it was away, and end runs whose process died.
+"""Send the records that MLflow missed while it was unreachable, and end runs whose process died.
 
-Training never waits for MLflow: what could not be sent stays in DPHYBRID_DATA_DIR/mlflow/spool. Run this when
-the server is back; it may run any number of times, and beside running trainings. The exit code is 1 when
-something still waits or was lost.
+Training never waits for MLflow: unsent records stay in DPHYBRID_DATA_DIR/mlflow/spool. Run this when the
+server is back. Repeating it is safe, also while trainings run. The exit code is 1 when a record still waits
+or was lost.
 """
 
 import argparse
@@ -14,12 +14,12 @@ from dphybrid.util.text import masked
 
 def flags(parser: Parser) -> None:
     """Add the command's flags."""
-    wait = "how long each run may take (60)"
+    wait = "how long sending each run may take (default: 60)"
     parser.add_argument("--wait", type=float, default=60.0, metavar="SECONDS", help=wait)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Send what waits for MLflow; 1 when something still waits or was lost."""
+    """Send the waiting records; return 1 when one still waits or was lost, else 0."""
     from dphybrid.tracking.sync import sync
 
     settings, arrived = load_settings(), list[bool]()

@@ -1,18 +1,18 @@
-"""Train without Prefect (the same job as the flow).
+"""Train a model, without Prefect (the same job as the flow).
 
 examples:
   %(prog)s                                    the word language model, on Python's own reference manual
   %(prog)s --recipe toy --devices 'cpu*3'     the tutorials' toy model, split over three virtual devices
   %(prog)s --recipe ctr --data.path clicks.csv --data.label clicked
   %(prog)s --data.path my_texts/ --train.epochs 3 --train.batch-size 64
-  %(prog)s --resume                           go on with the newest run of the recipe
+  %(prog)s --resume                           continue the newest run of the recipe
   %(prog)s --config experiment.toml --report result.json
 
-The flags above are those of one recipe, with its values in brackets: `--help --recipe ctr` shows ctr's.
-Without --recipe the data says which one is meant: a label or a table means ctr, a folder of triples kge,
-anything else text. A recipe of your own is named as --recipe package.module:NAME. A TOML file has the same
-names: `recipe = "ctr"`, then sections like [train] with `batch_size = 512`.
-Data, checkpoints and the MLflow store lie under DPHYBRID_DATA_DIR (~/.dphybrid).
+The flags above are those of one recipe, with its defaults in brackets: `--help --recipe ctr` shows ctr's.
+Without --recipe the data decides: a label or a table selects ctr, a folder of triples kge, anything else
+text. Your own recipe is --recipe package.module:NAME. A TOML file uses the same names: `recipe = "ctr"`,
+then sections like [train] with `batch_size = 512`.
+Data, checkpoints and the MLflow store are in DPHYBRID_DATA_DIR (~/.dphybrid).
 """
 
 import argparse
@@ -25,8 +25,8 @@ from dphybrid.util.text import masked
 
 
 def flow_parser(name: str, description: str, argv: Sequence[str]) -> Parser:
-    """Return the parser of `python -m dphybrid.flows.NAME`, whose help ends as that of `dphybrid train`.
-    argv: says which recipe is meant."""
+    """Return the parser of `python -m dphybrid.flows.NAME`, with the examples and notes of `dphybrid train`.
+    argv: the command line, which selects the recipe."""
     parser = Parser(
         prog=f"python -m dphybrid.flows.{name}",
         description=description,
@@ -40,12 +40,12 @@ def flow_parser(name: str, description: str, argv: Sequence[str]) -> Parser:
 def flags(parser: Parser) -> None:
     """Add the command's flags."""
     add_train_flags(parser)
-    tag = "a tag for the MLflow run; may be repeated"
+    tag = "tag for the MLflow run; may be repeated"
     parser.add_argument("--tag", action="append", type=_tag, default=[], metavar="NAME=VALUE", help=tag)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train; a run that gives its GPUs back takes its place in the queue again."""
+    """Train. A run that gave its GPUs to somebody else asks for them again, until it is done."""
     config, settings = config_from_args(args)
     with kept_from_gc():
         from dphybrid.run.leasing import go_on_later
@@ -68,5 +68,5 @@ def _tag(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise argparse.ArgumentTypeError(f"{text}: write NAME=VALUE")
-    # Addresses are among the tags that people give.
+    # A tag may be an address with a password in it.
     return name, masked(value)

@@ -32,17 +32,18 @@ from dphybrid.util.files import make_folder, scratch_folder
 from dphybrid.util.stop import Interrupted, StopRequest
 
 _BATCH = 32
-"""Samples of a batch, at most."""
+"""Largest batch size, in samples."""
 _EPOCHS, _STOPPED_AFTER = 2, 4
-"""Epochs of three steps, the last a short one; the stop comes in the middle of the second."""
+"""Number of epochs, and the step after which a run is stopped. An epoch has three steps, the last with a
+short batch, so the stop is inside the second epoch."""
 
 _NEEDED = ("prepare", "evaluate", "train", "train twice")
-"""Checks without which those after them say nothing."""
+"""Checks that the later ones build on: when one breaks, the rest is left out."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a check found. holds: None where it was not tried. words: figures, or what is wrong and the
+class CheckResult:
+    """The result of one check. holds: None when it was not tried. words: figures, or the problem and the
     remedy."""
 
     check: str
@@ -50,12 +51,12 @@ class Found:
     words: str
 
     def line(self) -> str:
-        """Return it as a line."""
+        """Return the line that the command prints."""
         return f"{ {True: 'ok', False: 'BREAKS', None: '-'}[self.holds]:<7}{self.check:<14}{self.words}"
 
 
 class _FirstRows(Dataset):
-    """The first samples of a split."""
+    """The first `num` samples of a split."""
 
     def __init__(self, rows: Dataset, num: int) -> None:
         self.rows, self.num = rows, num
@@ -71,60 +72,62 @@ class _FirstRows(Dataset):
 
 
 class _TrialEngine(Engine):
-    """Prefetches rows without a GPU, too, and asks to stop after some steps; 0: never."""
+    """Prefetches rows on the CPU, too, and asks to stop after `stop_after` steps (0: never)."""
 
     prefetches_on_cpu = True
 
     def __init__(self, config: ExperimentConfig, stop_after: int = 0) -> None:
         super().__init__(config)
-        self._steps = stop_after
+        self._steps_left = stop_after
 
     def asked(self, stop: StopRequest) -> bool:
-        self._steps -= 1
-        if self._steps == 0:
+        # The loop calls this once after each step. 0 at the start counts below zero and never stops.
+        self._steps_left -= 1
+        if self._steps_left == 0:
             stop.ask("the check")
         return super().asked(stop)
 
 
 @dataclass(frozen=True)
 class _Trained:
-    """A trained sample. weights: digests of its last checkpoint by file. told: why no rows were prefetched,
-    or an empty text."""
+    """A run on the sample. weights: file of its last checkpoint -> digest. best: its best checkpoint.
+    not_prefetched: why no rows were prefetched, or ""."""
 
     weights: Mapping[str, str]
     best: Path
-    told: str
+    not_prefetched: str
 
 
-def check_recipe(config: ExperimentConfig, settings: Settings) -> Iterator[Found]:
-    """Yield what each check of a recipe found, in a folder of its own, which is removed afterwards.
+def check_recipe(config: ExperimentConfig, settings: Settings) -> Iterator[CheckResult]:
+    """Run all checks of a recipe in a temporary folder, and yield the result of each.
 
-    Checks that need what another one found broken are left out. Raises nothing of the recipe's own errors.
+    When a check breaks that the later ones build on, those are left out. An error of the recipe becomes a
+    result, not an exception.
     """
-    make_folder(settings.runs_dir)  # whose pages may name any code
+    make_folder(settings.runs_dir)  # private, as the pages of runs may name any code to import
     with scratch_folder(settings.runs_dir, ".check-") as folder:
         apart = {"data_dir": folder, "tracking_uri": "none", "table_storage": "memory"}
         trial = _Trial(config, settings.model_copy(update=apart))
         for name, check in trial.checks.items():
-            yield (found := _found(name, check))
-            if found.holds is False and name in _NEEDED:
+            yield (result := _run_check(name, check))
+            if result.holds is False and name in _NEEDED:
                 return
 
 
-def _found(name: str, check: Callable[[], str]) -> Found:
-    """Run a check; what it says counts as not tried where it begins so."""
+def _run_check(name: str, check: Callable[[], str]) -> CheckResult:
+    """Run one check. It returns words, which begin with "not tried" if it does not apply, or it raises."""
     try:
-        with redirect_stdout(StringIO()):  # each check trains, which prints a page
+        with redirect_stdout(StringIO()):  # hides the progress of the trainings
             words = check()
     except UserError as error:
-        return Found(name, False, " ".join(str(error).split()))
-    except Exception as error:  # noqa: BLE001 - a recipe's own code may raise anything
-        return Found(name, False, failure_text(error))
-    return Found(name, None if words.startswith("not tried") else True, words)
+        return CheckResult(name, False, " ".join(str(error).split()))
+    except Exception as error:  # noqa: BLE001 - a user's recipe may raise anything
+        return CheckResult(name, False, failure_text(error))
+    return CheckResult(name, None if words.startswith("not tried") else True, words)
 
 
 class _Trial:
-    """The checks of one recipe, and what they share."""
+    """The checks of one recipe, in the order in which they run, and what they share."""
 
     def __init__(self, config: ExperimentConfig, settings: Settings) -> None:
         self.config, self.settings = config, settings
@@ -145,7 +148,7 @@ class _Trial:
         data = whole.data
         sizes = {part: len(data.dataset(part)) for part in data.parts}
         if not sizes.get("train") or not sizes.get("valid"):
-            raise UserError(f"the splits have {sizes} samples; give both one or more")
+            raise UserError(f"the splits have {sizes} samples; train and valid need one or more each")
         # Three steps an epoch, whatever the data: two full batches and a short one.
         batch = max(1, min(_BATCH, whole.config.train.batch_size, sizes["train"] // 3))
         train = {"epochs": _EPOCHS, "batch_size": batch, "patience": 0, "warm_start": None}
@@ -164,8 +167,8 @@ class _Trial:
         again = recipe.prepare(config.data, self.settings.prepared_dir, config.train.seed)
         if again.digest != self.experiment.data.digest:
             raise UserError(
-                "the data is another one the second time, so no run could be resumed; draw from the seed "
-                "alone: np.random.default_rng(seed)"
+                "preparing the data again gives other data, so no run could be resumed; draw all random "
+                "numbers from the seed: np.random.default_rng(seed)"
             )
         return "the same bytes"
 
@@ -177,29 +180,30 @@ class _Trial:
         if missing := [name for name in task.reads if name not in outputs]:
             raise UserError(f"the task reads {missing[0]!r}, which neither batches nor outputs have")
         if odd := [name for name, value in outputs.items() if len(value) != len(valid)]:
-            found = len(outputs[odd[0]])
-            raise UserError(f"{odd[0]} has {found} rows for {len(valid)} samples; return as many")
+            num_rows = len(outputs[odd[0]])
+            raise UserError(f"{odd[0]} has {num_rows} rows for {len(valid)} samples; return one per sample")
         metrics = task.compute(outputs)
         if task.metric not in metrics:
-            raise UserError(f"compute returns {sorted(metrics)}, not the deciding metric {task.metric!r}")
+            raise UserError(f"compute returns {sorted(metrics)}; add the deciding metric {task.metric!r}")
         if odd := [name for name, value in metrics.items() if not math.isfinite(value)]:
-            raise UserError(f"{odd[0]} is {metrics[odd[0]]}; give it a finite value for any model")
+            # The model is untrained here: a metric must be finite for bad predictions, too.
+            raise UserError(f"{odd[0]} is {metrics[odd[0]]}; make it finite for any predictions")
         return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
 
     def _trained(self, name: str, stop_after: int = 0, **train: object) -> _Trained:
-        """Train the sample on two virtual devices, or go on with it where there is a run of that name."""
+        """Train the sample on two virtual devices as run `name`; continue that run if it exists."""
         config = self.experiment.config
         values = config.model_copy(update={"train": config.train.model_copy(update=train)})
         experiment = replace(self.experiment, config=values, engine=_TrialEngine(values, stop_after))
         resume = name if (self.settings.runs_dir / name).is_dir() else None
         run = build_run(experiment, "cpu*2", run_name=name, resume=resume)
-        # RowPipeline says by a warning why it prefetches nothing.
+        # RowPipeline gives the reason why it prefetches nothing in a warning.
         with closing_run(run), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             result = train_run(run, experiment, StopRequest())
-        told = [str(one.message) for one in caught if str(one.message).startswith("RowPipeline: ")]
+        reasons = [str(one.message) for one in caught if str(one.message).startswith("RowPipeline: ")]
         weights = read_state(Path(result.checkpoint)).digests
-        return _Trained(weights, Path(result.best_checkpoint), told[0] if told else "")
+        return _Trained(weights, Path(result.best_checkpoint), reasons[0] if reasons else "")
 
     def _train(self) -> str:
         self.whole = self._trained("whole")
@@ -208,14 +212,16 @@ class _Trial:
     def _train_again(self) -> str:
         return self._same(
             self._trained("again"),
-            "a second training has other weights; draw in the model from torch's generator, in data with "
-            "dphybrid.data.DrawnDataset, in a step with step.generator()",
+            "a second training gives other weights; draw random numbers from torch's generator in the model, "
+            "with dphybrid.data.DrawnDataset in the data, with step.generator() in a step",
         )
 
-    def _same(self, other: _Trained, words: str) -> str:
+    def _same(self, other: _Trained, problem: str) -> str:
+        """Compare `other` with the first training. Raises UserError(problem) when their weights differ."""
         for name, digest in self.whole.weights.items():
+            # A file that the other one lacks is no difference.
             if other.weights.get(name, digest) != digest:
-                raise UserError(f"{words} ({name} differs)")
+                raise UserError(f"{problem} ({name} differs)")
         return "the same bits"
 
     def _resume(self) -> str:
@@ -224,18 +230,18 @@ class _Trial:
         except Interrupted:
             return self._same(
                 self._trained("stopped"),
-                "a stopped and resumed training has other weights; keep what changes in training in "
-                "parameters, buffers or optimizers, and draw from (seed, epoch, sample)",
+                "a stopped and resumed training gives other weights; keep all state that training changes in "
+                "parameters, buffers or optimizers, and draw random numbers from (seed, epoch, sample)",
             )
         return f"not tried: the training ended before step {_STOPPED_AFTER}"
 
     def _pipeline(self) -> str:
-        if self.whole.told:
-            return f"not tried: {self.whole.told.removeprefix('RowPipeline: ')}"
+        if self.whole.not_prefetched:
+            return f"not tried: {self.whole.not_prefetched.removeprefix('RowPipeline: ')}"
         return self._same(
             self._trained("off", pipeline="off"),
-            "prefetching changes the weights; table_ids must return the ids that forward looks up, and draw "
-            "and change nothing",
+            "prefetching changes the weights; table_ids must return the ids that forward looks up, draw no "
+            "random numbers and change no state",
         )
 
     def _devices(self) -> str:
@@ -251,11 +257,11 @@ class _Trial:
             )["loss"]
             for devices in ("cpu", "cpu*2")
         ]
-        # Wide enough for sums in another order; what computes across the batch is far beyond.
+        # The tolerance allows for another order of sums; layers that compute across the batch far exceed it.
         if not torch.allclose(losses[0], losses[1], rtol=1e-3, atol=1e-4):
             raise UserError(
                 f"losses differ by {float((losses[0] - losses[1]).abs().max()):.3g} between one and two "
-                "devices; compute what needs the whole batch outside of the data-parallel block"
+                "devices; move code that needs the whole batch out of the data-parallel block"
             )
         return "one and two virtual devices agree"
 
@@ -269,8 +275,8 @@ class _Trial:
             chunk = next(read_files(find_files(data.path, "data.path"), data, []))
             rows = {name: list(islice(cells, 8)) for name, cells in chunk.cells.items()}
         if not rows:
-            return "not tried: give the recipe an `example`, columns of some rows to predict"
+            return "not tried: the recipe has no `example`; give it the columns of some rows to predict"
         first, second = predictor.predict(rows), predictor.predict(rows)
         if repr(first) != repr(second):
-            raise UserError("the same rows twice get two answers; draw nothing in evaluation mode")
+            raise UserError("the same rows get other predictions; draw no random numbers in evaluation mode")
         return f"{len(first)} predictions of {len(next(iter(rows.values())))} rows"

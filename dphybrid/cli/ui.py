@@ -1,11 +1,11 @@
-"""Open MLflow's pages on a run, or on all runs.
+"""Open MLflow's pages on one run, or on the list of all runs.
 
 examples:
   %(prog)s                                    all runs, the best first
   %(prog)s text-cpu-1121-044553               one run: its report, curves, splits, timings, checkpoints
 
-Where no server is set (DPHYBRID_TRACKING_URI, MLFLOW_TRACKING_URI), MLflow's own is started for you alone:
-its address carries a token, and it runs until Ctrl-C.
+Without a server (DPHYBRID_TRACKING_URI, MLFLOW_TRACKING_URI), this starts MLflow's own on this machine until
+Ctrl-C. It serves you alone: its address contains a token.
 """
 
 import argparse
@@ -31,17 +31,19 @@ _FIRST_PORT, _LAST_PORT = 5000, 5049
 def flags(parser: Parser) -> None:
     """Add the command's flags."""
     add = parser.add_argument
-    add("run_name", nargs="?", metavar="RUN", help="name or MLflow id of a run (all runs)")
-    add("--port", type=at_least_one, metavar="N", help="port of a server started here (from 5000 on)")
-    add("--no-browser", action="store_true", help="print the address only")
+    add("run_name", nargs="?", metavar="RUN", help="name or MLflow id of a run (default: all runs)")
+    port = "port of the server that is started (default: a free one from 5000 to 5049)"
+    add("--port", type=at_least_one, metavar="N", help=port)
+    add("--no-browser", action="store_true", help="only print the address")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Open MLflow's pages on a run; a server that was started for it runs until Ctrl-C."""
+    """Open MLflow's pages. A server that is started for them runs until Ctrl-C."""
     from dphybrid.tracking.opening import store_to_read
 
     settings = load_settings()
     uri = store_to_read(settings.mlflow_uri, settings.mlflow_dir)
+    # Before MLflow is imported, which takes seconds: a taken --port is reported at once.
     port = None if uri.startswith("http") else _free_port(args.port)
 
     from dphybrid.tracking.compare import page_path
@@ -52,11 +54,13 @@ def run(args: argparse.Namespace) -> int:
         _show(f"{masked(uri).rstrip('/')}/#{page}", not args.no_browser)
         return 0
     print("Starting MLflow's server, which takes a while; Ctrl-C ends it", flush=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the server ends with this process
+    # SIGTERM then raises KeyboardInterrupt, so that `serving` ends the server together with this process.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with serving(uri, port) as (server, token):
             _show(f"http://127.0.0.1:{port}/?token={token}#{page}", not args.no_browser)
-            while server.poll() is None:  # a plain wait goes on where the signal reaches another thread first
+            # Not server.wait(): that does not return when another thread receives the signal first.
+            while server.poll() is None:
                 time.sleep(0.2)
             return server.returncode
     except KeyboardInterrupt:
@@ -64,31 +68,32 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _free_port(wanted: int | None) -> int:
-    """Return the port to listen on: `wanted`, or the first free one of 5000 to 5049. Raises UserError when it
-    is taken."""
+    """Return the port to listen on: `wanted`, or the first free one from 5000 to 5049. Raises UserError when
+    there is none."""
     for port in [wanted] if wanted is not None else range(_FIRST_PORT, _LAST_PORT + 1):
         with socket.socket() as probe:
-            # as the server does: a port whose last connection ended a moment ago is free
+            # Set as the server sets it: a port whose last connection ended a moment ago counts as free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(("127.0.0.1", port))
             except (OSError, OverflowError) as error:
                 if wanted is not None:
                     raise UserError(
-                        f"--port {port}: cannot be listened on ({error}); name another, or none for the "
+                        f"--port {port}: cannot be used ({error}); give another, or leave it out for the "
                         f"first free one from {_FIRST_PORT} on"
                     ) from error
                 continue
             return port
-    raise UserError(f"ports {_FIRST_PORT} to {_LAST_PORT} are taken; name a free one with --port")
+    raise UserError(f"ports {_FIRST_PORT} to {_LAST_PORT} are taken; give a free one with --port")
 
 
 def _show(address: str, browser: bool) -> None:
-    """Print an address, and open it by a page of this user's own: a browser's command line, which everybody
-    sees, names the page and not the token."""
+    """Print an address and open it in a browser, unless `browser` is False."""
     print(address, flush=True)
     if not browser:
         return
+    # All users can read a browser's command line. It names a private file, which redirects to the address, so
+    # that the command line does not show the token.
     folder = Path(tempfile.mkdtemp(prefix="dphybrid-ui-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     page = folder / "open.html"

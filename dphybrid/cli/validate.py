@@ -1,4 +1,4 @@
-"""Check deployments more closely than Prefect's server does."""
+"""Check the deployments of a prefect.yaml, more strictly than Prefect's server does."""
 
 import argparse
 from pathlib import Path
@@ -8,12 +8,12 @@ from dphybrid.cli.parser import Parser, prefect_part
 
 def flags(parser: Parser) -> None:
     """Add the command's flags."""
-    file = "a prefect.yaml (the one here, or else the package's own)"
+    file = "file with the deployments (default: prefect.yaml of this folder, else the package's)"
     parser.add_argument("file", nargs="?", type=Path, help=file)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check the deployments of a prefect.yaml."""
+    """Print what the checks found."""
     checks = prefect_part("validate")
     for line in checks.check_prefect_yaml(checks.deployments_file(args.file)):
         print(line)

@@ -1,8 +1,8 @@
-"""Read prepared folders and checkpoints in full and name damaged files.
+"""Read prepared folders and checkpoints in full, and name damaged files.
 
-Every file is read and compared with the sums that were written with it. Each place gives a line; the exit
-code is 1 when one is damaged. Training, prediction and registration check what they use by themselves; this
-is for the rest: after a power failure, or on an old disk.
+Every file is compared with the checksum that was written with it. Each folder gets a line; the exit code is 1
+when one is damaged. Training, prediction and registration check the files that they use; this command is for
+all others, after a power failure or on an old disk.
 """
 
 import argparse
@@ -17,12 +17,12 @@ from dphybrid.util.files import given_path
 
 def flags(parser: Parser) -> None:
     """Add the command's flags."""
-    places = "a run's name, a prepared folder or a checkpoint folder (all of DPHYBRID_DATA_DIR)"
+    places = "run name, prepared folder or checkpoint folder (default: all in DPHYBRID_DATA_DIR)"
     parser.add_argument("places", nargs="*", metavar="PLACE", help=places)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read prepared folders and checkpoints whole; 1 when one is damaged."""
+    """Print a line for each folder; return 1 when one is damaged, else 0."""
     damaged = 0
     for line, good in verify_places(args.places, load_settings()):
         damaged += not good
@@ -31,10 +31,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def verify_places(places: Sequence[str], settings: Settings) -> Iterator[tuple[str, bool]]:
-    """Yield (what was found, is it whole) for each prepared folder and checkpoint, reading every byte.
+    """Yield (line to print, whether it is whole) for each prepared folder and checkpoint. Reads every byte.
 
-    places: names of runs, prepared folders or checkpoint folders; none: everything below the data folder.
-    Raises UserError for any other place.
+    places: names of runs, prepared folders or checkpoint folders; empty: all in the data folder. Raises
+    UserError for anything else.
     """
     from dphybrid.data import verify_prepared
     from dphybrid.training.checkpoint import complete_checkpoints, verify_checkpoint
@@ -48,11 +48,11 @@ def verify_places(places: Sequence[str], settings: Settings) -> Iterator[tuple[s
             found.append(folder)
             continue
         run = folder if folder.is_dir() else settings.runs_dir / place
-        # A run without checkpoints yet is no damage, unless it was named.
+        # A run without checkpoints is an error only when the user named it.
         of_run = complete_checkpoints(run / "checkpoints")
         if not of_run and places:
-            there = ", ".join(path.name for path in runs) or "none"
-            raise UserError(f"{place}: no prepared folder, checkpoint or run with checkpoints; runs: {there}")
+            known = ", ".join(path.name for path in runs) or "none"
+            raise UserError(f"{place}: no prepared folder, checkpoint or run with checkpoints; runs: {known}")
         found += of_run
     for folder in found:
         check = verify_checkpoint if (folder / "state.json").is_file() else verify_prepared

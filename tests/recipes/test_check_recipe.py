@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dphybrid.cli.trial import Found, check_recipe
+from dphybrid.cli.trial import CheckResult, check_recipe
 from dphybrid.config.settings import load_settings
 from dphybrid.recipes import Recipe, Task
 from dphybrid.recipes.configs import load_config
@@ -119,7 +119,7 @@ class Mute(Sound):
     predict = Recipe.predict
 
 
-def found_in(name: str) -> dict[str, Found]:
+def found_in(name: str) -> dict[str, CheckResult]:
     config = load_config(None, [f"recipe={__name__}:{name}"])
     return {found.check: found for found in check_recipe(config, load_settings())}
 
@@ -128,14 +128,14 @@ def found_in(name: str) -> dict[str, Found]:
     ("name", "check", "words"),
     [
         ("FailsToRead", "prepare", "KeyError: 'ratings' (test_check_recipe.py, line"),
-        ("OtherData", "prepare twice", "draw from the seed alone"),
+        ("OtherData", "prepare twice", "draw all random numbers from the seed"),
         ("NoSuchOutput", "evaluate", "reads 'stars', which neither batches nor outputs have"),
         ("FailsInTraining", "train", "RuntimeError: the shapes do not fit (test_check_recipe.py, line"),
         ("DrawsUnseeded", "train twice", "dphybrid.data.DrawnDataset"),
-        ("Counts", "resume", "keep what changes in training in parameters, buffers or optimizers"),
+        ("Counts", "resume", "keep all state that training changes in parameters, buffers or optimizers"),
         ("CountsAhead", "pipeline", "table_ids must return the ids that forward looks up"),
         ("AcrossTheBatch", "devices", "computes across the batch"),
-        ("Forgets", "predict", "draw nothing in evaluation mode"),
+        ("Forgets", "predict", "draw no random numbers in evaluation mode"),
         ("FailsToPredict", "predict", "the rows have no column 'item'; columns: user"),
     ],
 )

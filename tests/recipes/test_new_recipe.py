@@ -45,12 +45,12 @@ def test_the_package_trains_passes_its_test_and_is_a_recipe_by_name(
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("film-club", "use small letters, digits and underscores"),
-        ("9films", "use small letters"),
-        ("films_", "use small letters"),
-        ("../films", "use small letters"),
-        ("Films", "use small letters"),
-        ("class", "use small letters"),
+        ("film-club", "use lower-case letters, digits and underscores"),
+        ("9films", "use lower-case letters"),
+        ("films_", "use lower-case letters"),
+        ("../films", "use lower-case letters"),
+        ("Films", "use lower-case letters"),
+        ("class", "use lower-case letters"),
         ("kge", "has that name"),
         ("json", "has that name"),
         ("there", "has that name"),

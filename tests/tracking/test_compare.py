@@ -228,7 +228,7 @@ def test_wrong_calls_say_what_is_there(
     (folder / "a_file").touch()
     every = ["compare", "--experiment", "dphybrid"]
     said = command(*every, "--out", str(folder / "a_file"), ends=2)
-    assert "name a folder, for index.html" in said
+    assert "name a folder; the page is its index.html" in said
     said = command(*every, "--group-by", "train.batchsize", ends=2)
     assert "no run has such a param; near: train.batch_size" in said
     for name, value, words in [
