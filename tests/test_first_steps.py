@@ -44,7 +44,7 @@ def test_an_initial_file_holds_what_was_given(tmp_path: Path, monkeypatch: pytes
     command("init", "--data.path", "x.csv", "--data.label", "y", "--table.lr", "0.5")
     written = load_config(Path("experiment.toml"), [])
     assert written == load_config(None, ["data.path=x.csv", "data.label=y", "table.lr=0.5"])
-    command("init", ends=2)  # it is there already
+    command("init", ends=2)  # the file exists already
     command("init", "--out", "no/such/e.toml", ends=2)
 
 

@@ -2,7 +2,7 @@
 
 examples:
   PREFECT_API_URL=http://server:4200/api %(prog)s
-  %(prog)s --write                            copy the package's prefect.yaml and prefect.toml here, to edit them
+  %(prog)s --write                            copy the package's prefect.yaml and prefect.toml here, to edit
 """
 
 import argparse
