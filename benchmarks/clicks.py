@@ -1,8 +1,8 @@
-"""Made-up clicks in the Criteo display format, with a planted answer: label, 13 heavy-tailed integers, 26
-hexadecimal categories.
+"""Generated clicks in the format of Criteo's display ads: label, 13 heavy-tailed integers, 26 hexadecimal
+categories.
 
-Categories follow Zipf's law. The log-odds of a click are a sum over columns of a weight for the value, so the
-best AUC that any model can reach is that of the log-odds themselves.
+Categories follow Zipf's law. The log-odds of a click are known, the sum over the columns of a weight for the
+value, so the best AUC that a model can reach is the AUC of these log-odds.
 """
 
 from dataclasses import dataclass
@@ -15,17 +15,17 @@ from dphybrid.data.batches import Array
 
 NUM_INTEGERS, NUM_CATEGORIES = 13, 26
 VOCABULARIES = (30, 100, 1_000, 10_000, 50_000, 200_000)
-"""Distinct values a category column is drawn from, repeated over the columns."""
+"""Number of distinct values of a category column; the columns go through these sizes in turn."""
 WEIGHTED = 200
-"""Most frequent values of a column that carry a weight; rarer ones say nothing of the answer."""
+"""How many of a column's most frequent values change the log-odds; rarer values carry no information."""
 MISSING = 0.1
-"""Share of values left out."""
+"""Share of missing values."""
 _BLOCK = 100_000
 
 
 @dataclass(frozen=True)
 class PlantedClicks:
-    """What was written. best_auc: of the true log-odds against all labels."""
+    """A generated file. best_auc: AUC of the true log-odds, over all rows."""
 
     file: Path
     num_rows: int
@@ -34,8 +34,7 @@ class PlantedClicks:
 
 
 def write_clicks(file: Path, num_rows: int, seed: int = 0, *, header: bool = True) -> PlantedClicks:
-    """Write a CSV file of clicks block by block; the same seed gives the same bytes. Says what the best AUC
-    is."""
+    """Write a CSV file of clicks, block by block. The same seed gives the same bytes."""
     from sklearn.metrics import roc_auc_score
 
     random = np.random.default_rng([seed, 0])
@@ -49,6 +48,7 @@ def write_clicks(file: Path, num_rows: int, seed: int = 0, *, header: bool = Tru
     labels, odds = [], []
     with file.open("wb") as stream:
         for number, start in enumerate(range(0, num_rows, _BLOCK)):
+            # Seeded by its number, so that a block does not depend on those before it.
             random = np.random.default_rng([seed, 1, number])
             rows = min(_BLOCK, num_rows - start)
             logit_B = np.full(rows, -1.2)
@@ -74,9 +74,10 @@ def write_clicks(file: Path, num_rows: int, seed: int = 0, *, header: bool = Tru
 
 
 class _Categories:
-    """A column of hexadecimal values by frequency, the first ones with a weight."""
+    """A column of hexadecimal values, the most frequent first; the first `WEIGHTED` have a weight."""
 
     def __init__(self, random: np.random.Generator, size: int) -> None:
+        # Of many codes, twice as many as needed are drawn, because duplicates drop out.
         codes = (
             random.choice(2**32, size=size, replace=False)
             if size < 1000

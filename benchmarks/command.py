@@ -9,17 +9,18 @@ from typing import Any
 from dphybrid.util.files import write_json
 
 
+# Not imported from dphybrid.cli.parser: that needs pydantic, which `benchmarks.gpu` must run without.
 def at_least_one(text: str) -> int:
-    """Return the integer that a flag gives. Raises ArgumentTypeError below 1."""
+    """Return the text as an integer. Raises ArgumentTypeError unless it is one of at least 1."""
     if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: give an integer from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r}: give an integer, 1 or more")
     return int(text)
 
 
 def flags(description: str | None, repeats: int) -> argparse.ArgumentParser:
     """Return a parser with `--repeats` and `--out`.
 
-    description: a module's docstring, of which the help shows the first paragraph.
+    description: the docstring of a benchmark; the help shows its first paragraph.
     """
     parser = argparse.ArgumentParser(description=(description or "").partition("\n\n")[0])
     parser.add_argument(
@@ -27,9 +28,9 @@ def flags(description: str | None, repeats: int) -> argparse.ArgumentParser:
         type=at_least_one,
         default=repeats,
         metavar="N",
-        help=f"rounds of each median ({repeats})",
+        help=f"measurements per median (default: {repeats})",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the figures as JSON")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the figures to FILE as JSON")
     return parser
 
 
@@ -42,7 +43,7 @@ def processor() -> str:
 
 
 def show(result: dict[str, Any], text: Callable[[dict[str, Any]], str], out: Path | None) -> None:
-    """Print a benchmark's figures, and write them where `--out` says."""
+    """Print a benchmark's figures, and write them to `out` if given."""
     print(text(result))
     if out:
         write_json(out, result)

@@ -1,8 +1,8 @@
-"""Side by side, in one run: preparing a made-up file of clicks, the same work as a user of polars would write
-it, and polars' own plain parse of the file.
+"""Time and memory of preparing a generated file of clicks, compared with the same work written in polars, and
+with polars' plain parse of the file.
 
-Each runs in a process of its own, in turns, so that a busy moment of the machine hits all alike and each
-one's memory is its own.
+Each measurement is a separate process, for its peak memory. The three take turns, so that a busy moment of
+the machine affects all of them.
 """
 
 import json
@@ -43,8 +43,8 @@ measured(lambda: find_recipe("ctr").prepare(config, Path(sys.argv[2]), 0))
 
 
 def by_hand(file: Path, folder: Path) -> None:
-    """Do what preparing does as a user of polars would: split the rows, number categories by their count in
-    training, scale the numbers and put them into quantile buckets, write the arrays."""
+    """Do the work of preparing in plain polars: split the rows, number categories by their count in the
+    training split, scale the numbers and put them into quantile buckets, write the arrays."""
     import numpy as np
     import polars as pl
 
@@ -58,6 +58,7 @@ def by_hand(file: Path, folder: Path) -> None:
         mean, std = (float(figure(np.log1p(known))) for figure in (np.mean, np.std))
         dense += [((frame[name].log1p() - mean) / std).fill_null(0), frame[name].is_null()]
     for name in (name for name in frame.columns if name.startswith("C")):
+        # Id 0: the cell is missing. Id 1: its value occurs at most once in training.
         counts = train[name].drop_nulls().value_counts(sort=True).filter(pl.col("count") > 1)
         numbered = counts.select(name).with_row_index("id", 2)
         found = frame.select(name).join(numbered, on=name, how="left", maintain_order="left")["id"]
@@ -74,8 +75,7 @@ def _numbered(columns: Any) -> Any:
 
 
 def measured(work: Any) -> None:
-    """Do the work and print its seconds, on the clock and of all cores, and the process's largest memory in
-    MiB."""
+    """Call `work`; print its wall-clock and CPU seconds and the process's peak memory in MiB, as JSON."""
     import resource
     import time
 
@@ -87,8 +87,8 @@ def measured(work: Any) -> None:
 
 
 def run(rounds: int = 5, num_rows: int = NUM_ROWS, file: Path | None = None) -> dict[str, Any]:
-    """Write the file (into `file`, else for the while), then measure; return medians and the best AUC any
-    model can reach on it."""
+    """Write the clicks (into `file`, or a temporary file), then measure. Return the medians and the best AUC
+    that a model can reach."""
     with tempfile.TemporaryDirectory(prefix="dphybrid-bench-") as name:
         folder = Path(name)
         planted = write_clicks(file or folder / "clicks.csv", num_rows)
@@ -100,17 +100,18 @@ def run(rounds: int = 5, num_rows: int = NUM_ROWS, file: Path | None = None) -> 
                 done = subprocess.run(command, check=True, capture_output=True, text=True, encoding="utf-8")
                 times[what].append(json.loads(done.stdout))
         size = planted.file.stat().st_size
-    found: dict[str, Any] = {
+    medians: dict[str, Any] = {
         what: {key: statistics.median(one[key] for one in each) for key in each[0]}
         for what, each in times.items()
     }
+    # Ratios within a round: its two processes ran one after the other, under the same load.
     pairs = zip(times["polars"], times["prepare"], strict=True)
     ratios = sorted(own["cpu_seconds"] / theirs["cpu_seconds"] for theirs, own in pairs)
     return {
         "num_rows": num_rows,
         "mib": size / 2**20,
         "rounds": rounds,
-        **found,
+        **medians,
         "cpu_ratio": statistics.median(ratios),
         "cpu_ratios": ratios,
         "click_rate": planted.click_rate,
@@ -119,12 +120,12 @@ def run(rounds: int = 5, num_rows: int = NUM_ROWS, file: Path | None = None) -> 
 
 
 def text(result: dict[str, Any]) -> str:
-    """Return the figures as a table for people."""
+    """Return the figures as a table to print."""
     rows = [f"{result['num_rows']:,} rows, {result['mib']:,.0f} MiB, medians of {result['rounds']} rounds"]
-    rows.append(f"  {'':<20} {'seconds':>8} {'of cores':>9} {'rows/s':>11} {'peak MiB':>9}")
+    rows.append(f"  {'':<20} {'seconds':>8} {'CPU s':>9} {'rows/s':>11} {'peak MiB':>9}")
     for what, name in (
         ("plain", "polars.read_csv"),
-        ("polars", "the same by polars"),
+        ("polars", "same work in polars"),
         ("prepare", "prepare"),
     ):
         one = result[what]
@@ -135,34 +136,33 @@ def text(result: dict[str, Any]) -> str:
         )
     low, high = result["cpu_ratios"][0], result["cpu_ratios"][-1]
     rows.append(
-        f"preparing takes {result['cpu_ratio']:.2f} times the CPU time of the same work written with polars "
+        f"preparing takes {result['cpu_ratio']:.2f} times the CPU time of the same work in polars "
         f"({low:.2f} to {high:.2f})"
     )
-    rows.append(f"best AUC that any model can reach on it: {result['best_auc']:.4f}")
+    rows.append(f"best AUC that a model can reach on this file: {result['best_auc']:.4f}")
     if "auc" in result:
         rows.append(
             f"validation AUC of recipe ctr: {result['auc']:.4f}, {result['best_auc'] - result['auc']:.4f} "
-            "below"
+            "below that"
         )
     return "\n".join(rows)
 
 
 def train_on(file: Path) -> float:
-    """Train recipe ctr on a file of clicks for one epoch, rare values sharing a row; return its AUC."""
+    """Train recipe ctr on a file of clicks for one epoch; return its validation AUC."""
     from dphybrid.run.train import run_job
 
+    # min_count: rare values, which carry no weight in these clicks, share a row.
     values = [f"data.path={file}", "data.label=label", "data.min_count=50", "train.epochs=1"]
     return run_job(load_config(None, ["recipe=ctr", *values]), load_settings()).metrics["auc"]
 
 
 def main() -> None:
     parser = flags(__doc__, repeats=5)
-    parser.add_argument(
-        "--rows", type=at_least_one, default=NUM_ROWS, metavar="N", help=f"rows of the file ({NUM_ROWS:,})"
-    )
-    parser.add_argument(
-        "--train", action="store_true", help="also train recipe ctr for an epoch, beside the best AUC"
-    )
+    rows = f"rows of the file (default: {NUM_ROWS:,})"
+    parser.add_argument("--rows", type=at_least_one, default=NUM_ROWS, metavar="N", help=rows)
+    train = "also train recipe ctr for an epoch, and compare its AUC with the best"
+    parser.add_argument("--train", action="store_true", help=train)
     options = parser.parse_args()
     if not options.train:
         show(run(options.repeats, options.rows), text, options.out)

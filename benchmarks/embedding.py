@@ -1,8 +1,7 @@
-"""Side by side, in one run: the engine against torch's own embeddings and optimizers, and the pipeline
-against itself.
+"""Time of table lookups and updates, compared with torch's embeddings and optimizers, and of training steps
+with and without prefetching.
 
-`run` returns the numbers, `text` shows them; `python -m benchmarks.embedding` takes numbers of threads
-and other sizes.
+`run` returns the numbers, `text` formats them.
 """
 
 import os
@@ -37,24 +36,24 @@ from dphybrid.embedding.table import HostEmbedding
 from dphybrid.util.memory import keep_freed_memory
 
 LEGEND = """\
-Milliseconds of one step: lookup, backward and update of the rows alone, unless a heading says more.
-Medians of rounds in which all take turns; in brackets the lowest and the highest tenth, CPU time of
-all threads, and page faults. "dphybrid" is a table in host memory, "sparse=True" and "dense" are
-torch.nn.Embedding with the named optimizer of torch.optim; "host share" is a step without what a GPU
-does of it. A / B is how many times as long A takes as B: above 1, B is the faster one. The floor is
-what copying the same bytes takes.
+Milliseconds per step. A step is lookup, backward and update of the rows, unless a heading names more.
+Medians of interleaved rounds; in brackets the 10th and 90th percentile, the CPU time of all threads, and
+page faults. "dphybrid" is a table in host memory; "sparse=True" and "dense" are torch.nn.Embedding with
+the named optimizer of torch.optim; "host share" is the step without the part that a GPU would do.
+A / B is the time of A over the time of B: above 1, B is faster. The floor is the time of copying the
+same number of bytes.
 """
 
 
 def step_costs(
     num_rows: int, dim: int, num_ids: int, rounds: int, exponent: float = 1.05, *, cold: bool = False
 ) -> dict[str, Timing]:
-    """Time one whole step on the CPU (lookup, backward, update) by contestant, and of the host's share alone.
+    """Time one step on the CPU (lookup, backward, update) of each contestant, and the host's share of ours.
 
-    The host's share is what is left when a device sums the gradients of repeated ids: sorting, gathering and
-    updating unique rows. Dense contestants are left out where their gradient would take more than 1 GiB.
+    The host's share is the work left when a GPU sums the gradients of repeated ids: sorting ids, gathering
+    and updating unique rows. Dense contestants take part if their table has at most 256 MiB.
     """
-    # they take turns: one batch's rows would stay in the caches
+    # Four batches in turn: the rows of a single one would stay in the caches.
     batches = [zipf_ids(num_rows, (num_ids,), exponent, seed) for seed in range(4)]
     grads_ND = torch.randn(num_ids, dim, generator=torch.Generator().manual_seed(1))
     contestants: dict[str, Step] = {}
@@ -121,8 +120,8 @@ def many_tables_costs(
     *,
     cold: bool = False,
 ) -> dict[str, Timing | float]:
-    """Return ms of a step over many small tables: one flat table with shifted ids against one nn.EmbeddingBag
-    a table, and FBGEMM's tables."""
+    """Return ms of a step over many small tables: one flat table with shifted ids, an nn.EmbeddingBag for
+    each table, and FBGEMM's tables."""
     batches = [
         torch.stack(
             [zipf_ids(rows_each, (batch_size,), seed=100 * turn + column) for column in range(num_tables)], 1
@@ -172,8 +171,8 @@ def many_tables_costs(
 def separate_tables_costs(
     batch_size: int, rounds: int, num_tables: int = 200, rows_each: int = 10_000, dim: int = 16
 ) -> dict[str, Timing | float]:
-    """Return ms of a row-wise Adagrad step over many tables of one width, each a module of its own, beside
-    one flat table of all their rows, and ratios of CPU time; cold caches."""
+    """Return ms of a row-wise Adagrad step with cold caches over many tables of one width, as separate
+    modules, as a collection and as one flat table; and the ratios of CPU time to the flat table."""
     batches = [
         torch.stack([zipf_ids(rows_each, (batch_size,), seed=100 * turn + f) for f in range(num_tables)], 1)
         for turn in range(4)
@@ -215,8 +214,8 @@ def separate_tables_costs(
 
 
 def fbgemm_tables(rows_of_tables: Sequence[int], dim: int, rule: str, lr: float = 0.01) -> Any:
-    """Return FBGEMM's module for tables of these rows, with updates fused into its backward. rule: sgd or
-    adagrad, the row-wise one."""
+    """Return FBGEMM's module for tables of these numbers of rows; its backward updates the rows. rule: sgd or
+    adagrad (row-wise)."""
     from fbgemm_gpu import split_table_batched_embeddings_ops_common as common
     from fbgemm_gpu import split_table_batched_embeddings_ops_training as training
 
@@ -231,8 +230,8 @@ def fbgemm_tables(rows_of_tables: Sequence[int], dim: int, rule: str, lr: float 
 
 
 def _fbgemm(rows_of_tables: list[int], dim: int, batches: list[Tensor], grads: Tensor) -> dict[str, Step]:
-    """FBGEMM's table-batched embedding on the CPU. batches: of B ids of each table, flat. grads: (B, T *
-    dim)."""
+    """Return steps of FBGEMM's table-batched embedding on the CPU. batches: B ids of each of T tables, table
+    by table, flat. grads: (B, T * dim)."""
     offsets = torch.arange(len(batches[0]) + 1)
     steps: dict[str, Step] = {}
     for rule, name in (("sgd", "sgd"), ("adagrad", "row-wise adagrad")):
@@ -248,8 +247,8 @@ def _backward(tables: Callable[..., Tensor], turns: Iterator[Tensor], offsets: T
 def size_costs(
     dim: int, num_ids: int, rounds: int, sizes: tuple[int, ...] = (100_000, 10_000_000)
 ) -> dict[str, float]:
-    """Return ms of a row-wise Adagrad step by table size, for the same number of unique ids spread over the
-    table."""
+    """Return ms of a row-wise Adagrad step for each table size; each step updates the same number of unique
+    rows."""
     contestants: dict[str, Step] = {}
     for num_rows in sizes:
         generator = torch.Generator().manual_seed(num_rows)
@@ -277,10 +276,12 @@ def run(
     threads: tuple[int, ...] = (1, 2),
     rounds: int = 15,
     scale: float = 1.0,
-    tell: Callable[[str], object] = lambda line: None,
+    log: Callable[[str], object] = lambda line: None,
 ) -> dict[str, Any]:
-    """Measure everything for each number of threads; return nested dicts of timings and ratios. scale: of
-    table sizes and ids. tell: gets a line as each part begins."""
+    """Measure everything for each number of threads; return nested dicts of timings and ratios.
+
+    scale: factor on table sizes and numbers of ids. log: called with a line when a part starts.
+    """
     before = torch.get_num_threads()
     results: dict[str, Any] = {
         "torch": torch.__version__,
@@ -291,26 +292,26 @@ def run(
     try:
         for count in threads:
             torch.set_num_threads(count)
-            # torch's sparse Adagrad warns unless told whether to check; checks would slow it down.
+            # torch's sparse Adagrad warns unless this is set; True would slow it down.
             with torch.sparse.check_sparse_tensor_invariants(False):
-                tell(f"{count} {'thread' if count == 1 else 'threads'}")
-                results[f"threads={count}"] = _with_threads(rounds, scale, tell)
+                log(f"{count} {'thread' if count == 1 else 'threads'}")
+                results[f"threads={count}"] = _with_threads(rounds, scale, log)
     finally:
         torch.set_num_threads(before)
     return results | {"load after": psutil.getloadavg()[0]}
 
 
-def _with_threads(rounds: int, scale: float, tell: Callable[[str], object]) -> dict[str, Any]:
+def _with_threads(rounds: int, scale: float, log: Callable[[str], object]) -> dict[str, Any]:
     rows, ids = int(1_000_000 * scale), int(53_248 * scale)
     bandwidth = copy_gib_per_s()
     results: dict[str, Any] = {"copy GiB/s": bandwidth}
     for num_rows, dim, num_ids in ((rows, 64, ids), (max(2, rows // 5), 256, max(1, ids // 3))):
         num_unique = len(zipf_ids(num_rows, (num_ids,)).unique())
-        # Unique rows read for the lookup and for the update, written once; expanded rows written, their
-        # gradients read, sums written.
+        # Bytes that a step must move: unique rows read by the lookup and the update and written once, their
+        # summed gradients written, one expanded row per id written and its gradient read.
         floor_ms = 4 * dim * (3 * num_unique + 2 * num_ids + num_unique) / 2**30 / bandwidth * 1e3
         shape = f"{num_rows:,} x {dim}, {num_ids:,} Zipf(1.05) ids"
-        tell(shape)
+        log(shape)
         for caches in ("warm", "cold"):
             timings = step_costs(num_rows, dim, num_ids, rounds, cold=caches == "cold")
             floor = {
@@ -319,7 +320,7 @@ def _with_threads(rounds: int, scale: float, tell: Callable[[str], object]) -> d
             }
             results[f"{shape}, {caches} caches"] = {**timings, "ratios": {**ratios(timings), **floor}}
     for batch_size in (128, 2048):
-        tell(f"26 and 200 tables, batch {batch_size}")
+        log(f"26 and 200 tables, batch {batch_size}")
         for caches in ("warm", "cold"):
             results[f"26 tables, batch {batch_size}, {caches} caches"] = many_tables_costs(
                 batch_size, rounds, rows_each=int(100_000 * scale), cold=caches == "cold"
@@ -327,7 +328,7 @@ def _with_threads(rounds: int, scale: float, tell: Callable[[str], object]) -> d
         results[f"200 tables, batch {batch_size}"] = separate_tables_costs(
             max(1, int(batch_size * scale)), rounds, max(2, int(200 * scale)), max(2, int(10_000 * scale))
         )
-    tell("tables of several sizes, and steps with prefetching")
+    log("tables of several sizes, and steps with prefetching")
     results["by table size"] = size_costs(
         16, int(20_000 * scale), rounds, (int(100_000 * scale), int(10_000_000 * scale))
     )
@@ -335,8 +336,8 @@ def _with_threads(rounds: int, scale: float, tell: Callable[[str], object]) -> d
 
 
 def ratios(timings: Mapping[str, Timing]) -> dict[str, float]:
-    """Return how many times as long torch's sparse steps and, where it is installed, FBGEMM's take: against
-    the whole step, and against the host's share of it."""
+    """Return the slowdown of torch's sparse steps and, if installed, FBGEMM's, relative to our whole step and
+    to its host's share."""
     step_ms = {name: timing.ms for name, timing in timings.items()}
     found = {}
     for name in ("sgd", "row-wise adagrad"):
@@ -352,7 +353,7 @@ def ratios(timings: Mapping[str, Timing]) -> dict[str, float]:
 
 
 def text(results: Mapping[str, Any]) -> str:
-    """Return the figures for people."""
+    """Return the figures as text to print."""
     return f"{LEGEND}\n{table_text(results)}"
 
 
@@ -364,12 +365,12 @@ def main() -> None:
         nargs="+",
         default=[1, 2],
         metavar="N",
-        help="numbers of threads (1 2)",
+        help="numbers of threads to measure with (default: 1 2)",
     )
-    parser.add_argument("--scale", type=float, default=1.0, help="factor on table sizes and ids (1)")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor on table sizes and ids (default: 1)")
     options = parser.parse_args()
-    told = partial(print, file=sys.stderr, flush=True)
-    results = run(tuple(options.threads), options.repeats, options.scale, told)
+    log = partial(print, file=sys.stderr, flush=True)
+    results = run(tuple(options.threads), options.repeats, options.scale, log)
     show(plain(results), lambda _: text(results), options.out)
 
 

@@ -1,13 +1,13 @@
-"""Everything that a machine with a GPU is asked for, by one command, into one file: the tests of tests/gpu,
-the same bits under CUDA's own race checker, steps of several shapes, on virtual devices and with fewer
-threads, and what a step's kernels take.
+"""All tests and measurements that need a GPU, by one command into one file: the tests of tests/gpu, one of
+them under torch's CUDA sanitizer, steps of several shapes, on virtual devices and with other numbers of
+threads, and the time of a step's kernels.
 
     python -m benchmarks.gpu --out results.json [--only tests,steps]
 
 Needs torch, numpy, pytest (with pytest-xdist and pytest-timeout) and dphybrid's embedding and parallel parts.
-Each stage is in the file when it is done, so stages may be run by several commands; they take some forty
-minutes together. Without a GPU it is a rehearsal on virtual devices and smaller shapes, which shows that
-everything runs, and nothing about GPUs.
+All stages take about forty minutes. Each is written to the file when it is done, so several commands may run
+some each. Without a GPU this is a rehearsal on virtual devices and smaller shapes: it shows that everything
+runs, and nothing about GPUs.
 """
 
 import importlib.metadata
@@ -47,6 +47,7 @@ SHAPES = {
     "columns of 4 rows": Shape(4, 26, 64, 8192, uniform=True),
 }
 REHEARSED = {name: Shape(200, 3, 8, 64, 16, 2, shape.uniform) for name, shape in SHAPES.items()}
+"""Small shapes under the same names, for machines without a GPU."""
 
 
 def _shapes() -> dict[str, Shape]:
@@ -54,10 +55,10 @@ def _shapes() -> dict[str, Shape]:
 
 
 def _pytest(*options: str, **variables: str) -> dict[str, str]:
-    """Return the outcome of each test: passed, skipped or failed, with the reason."""
+    """Run pytest; return test -> outcome: passed, or skipped or failed with the reason."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "tests.xml")
-        # append: what is installed comes before the checkout
+        # append: an installed dphybrid is tested rather than this checkout.
         command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "--import-mode=append"]
         command += [f"--junitxml={report}", *options]
         subprocess.run(command, cwd=REPOSITORY, env={**os.environ, **variables}, check=False)
@@ -69,7 +70,7 @@ def _pytest(*options: str, **variables: str) -> dict[str, str]:
     return found
 
 
-def _tests(rounds: int) -> dict[str, str]:  # noqa: ARG001 - all stages are called alike
+def _tests(rounds: int) -> dict[str, str]:  # noqa: ARG001 - all stages have the same parameters
     return _pytest("tests/gpu", DPHYBRID_LONG_TESTS="1")
 
 
@@ -98,7 +99,7 @@ def _threads(rounds: int) -> dict[str, Any]:
 
 
 def _kernels(rounds: int) -> dict[str, Any]:  # noqa: ARG001
-    """Return the longest operations of steps 20 to 24 by their own time, in ms a step."""
+    """Return the 20 longest operations of steps 20 to 24, by their own time in ms per step."""
     shape = _shapes()["dlrm, batch 2048"]
     where, table = resolve_devices(ONE), HostEmbedding(shape.num_rows, shape.dim)
     rows = row_optimizer("adagrad", {"t": table}, lr=0.01)
@@ -119,6 +120,7 @@ def _kernels(rounds: int) -> dict[str, Any]:  # noqa: ARG001
     for kind in ("cpu", "device") if CUDA else ("cpu",):
         key = f"self_{kind}_time_total"
         longest = sorted(profiler.key_averages(), key=lambda each: -getattr(each, key))[:20]
+        # microseconds of five steps
         found[kind] = {each.key: getattr(each, key) / 5e3 for each in longest}
     return found
 
@@ -134,7 +136,7 @@ STAGES: dict[str, Callable[[int], dict[str, Any]]] = {
 
 
 def machine() -> dict[str, Any]:
-    """Return what it runs on: hardware, and versions."""
+    """Return the machine's hardware and the versions of what is installed."""
     ask = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     gpus = subprocess.run(ask, capture_output=True, text=True, check=True).stdout.splitlines() if CUDA else []
     installed = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
@@ -161,13 +163,14 @@ def machine() -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = flags(__doc__, repeats=15)
-    parser.add_argument("--only", metavar="STAGES", help=f"some of {','.join(STAGES)} (all)")
+    parser.add_argument("--only", metavar="STAGES", help=f"some of {','.join(STAGES)} (default: all)")
     options = parser.parse_args(argv)
     wanted = options.only.split(",") if options.only else list(STAGES)
     if unknown := set(wanted) - STAGES.keys():
         parser.error(f"--only: no stage {', '.join(sorted(unknown))}; use {','.join(STAGES)}")
     if options.out is None:
-        parser.error("--out: give the file of results")
+        parser.error("--out FILE is required: the results are written there after each stage")
+    # An existing file keeps the stages that this command does not run.
     found: dict[str, Any] = read_json(options.out) if options.out.exists() else {"stages": {}}
     found |= machine()
     if not CUDA:

@@ -1,6 +1,6 @@
-"""The size and shape of the code, by ast and tokenize: lines, files, names, functions, imports, comments.
+"""The size and shape of the code: lines, files, names, functions, imports, comments.
 
-python -m benchmarks.house            a line for each package of dphybrid/, and all of it
+python -m benchmarks.house            a line for each package of dphybrid/, and one for all of them
 python -m benchmarks.house FOLDER...  the same for other folders
 """
 
@@ -16,10 +16,11 @@ REPOSITORY = Path(__file__).parent.parent
 
 @dataclass(frozen=True)
 class File:
-    """One Python file. functions: name -> lines. modules: of dphybrid, imported outside of TYPE_CHECKING.
+    """The measures of one Python file.
 
-    lines: those that hold more than a comment, so that a limit on them never costs a comment.
-    names: public classes, functions and CONSTANTS of the module. any_uses: how often it says `Any`.
+    lines: without lines that are only a comment, so that a limit on lines never costs a comment.
+    functions: name -> number of lines. names: number of public classes, functions and CONSTANTS.
+    any_uses: how often `Any` occurs. modules: those of dphybrid that it imports, except under TYPE_CHECKING.
     comment_lines: lines with a comment.
     """
 
@@ -33,10 +34,11 @@ class File:
 
 
 def measured(path: Path) -> File:
-    """Read a file."""
+    """Return the measures of a file."""
     text = path.read_text(encoding="utf-8")
     tree = ast.parse(text)
     nodes = list(ast.walk(tree))
+    # With the line number, as methods of several classes may have the same name.
     functions = {
         f"{node.name}:{node.lineno}": (node.end_lineno or node.lineno) - node.lineno + 1
         for node in nodes
@@ -84,12 +86,12 @@ def _own_modules(tree: ast.Module) -> Iterator[str]:
 
 
 def files_of(*folders: Path) -> list[File]:
-    """Return the Python files below some folders."""
+    """Return the measures of all Python files below some folders."""
     return [measured(path) for folder in folders for path in sorted(folder.rglob("*.py"))]
 
 
 def row(name: str, files: list[File]) -> str:
-    """Return a line of the table."""
+    """Return the line of the table for a package."""
     lengths = [length for file in files for length in file.functions.values()]
     lines = sum(file.lines for file in files)
     return (
@@ -112,6 +114,7 @@ def main() -> None:
     )
     for folder in folders:
         print(row(folder.name, files_of(folder)))
+    # dphybrid/__init__.py and __main__.py, which are in no package below it.
     top = [] if sys.argv[1:] else [measured(path) for path in sorted((REPOSITORY / "dphybrid").glob("*.py"))]
     print(row("all", files_of(*folders) + top))
 

@@ -1,5 +1,5 @@
-"""What splitting costs: a plain call, torch's nn.DataParallel on the CPU, and ours, in one run. Medians,
-warm-up apart: calls of a small network in microseconds, a step of a large one over the plain call's."""
+"""The cost of splitting: a plain call, torch's nn.DataParallel and ours, as medians of interleaved calls.
+A small network in microseconds per call, a large one relative to the plain call."""
 
 import statistics
 import time
@@ -43,7 +43,7 @@ def run(repeats: int = 200) -> dict[str, Any]:
         )
         mlp = _interleaved({name: make(_mlp()) for name, make in makers.items()}, x, repeats, backward=False)
         step = _interleaved({name: make(_mlp()) for name, make in makers.items()}, x, repeats, backward=True)
-        keep_freed_memory()  # as a training does
+        keep_freed_memory()  # a training sets this, too; it changes how long large allocations take
         large = _interleaved(
             {name: make(_mlp(1024, 1024, 1024)) for name, make in makers.items() if "cuda" not in name},
             torch.randn(2048, 1024),
@@ -75,8 +75,8 @@ def _mlp(inputs: int = 64, *hidden: int) -> nn.Module:
 def _interleaved(
     calls: dict[str, nn.Module], x: torch.Tensor, repeats: int, backward: bool, warm_up: int = WARM_UP
 ) -> dict[str, float]:
-    """Medians of calls that take turns, so that a busy machine is equally unfair to all: of CPU time, or of
-    all time where a GPU computes."""
+    """Return the median of each call in microseconds: CPU time of this thread, or wall-clock time with a GPU.
+    The calls take turns, so that a busy machine affects all alike."""
     clock = time.perf_counter if torch.cuda.is_available() else time.thread_time
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(warm_up + repeats):
@@ -95,10 +95,10 @@ def _interleaved(
 
 
 def text(result: dict[str, Any]) -> str:
-    """Return the figures as a table."""
+    """Return the figures as a table to print."""
     lines = [
         f"torch {result['torch']}, 1 thread, medians of {result['repeats']} calls in us, batch 64 x 64",
-        "last column: a step of three layers of 1,024, batch 2,048, over the plain call's",
+        "last column: a step of three layers of 1,024, batch 2,048, relative to the plain call",
         "",
     ]
     lines.append(f"  {'':<26}{'identity':>10}{'MLP':>10}{'MLP + backward':>16}{'large network':>17}")

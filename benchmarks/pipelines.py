@@ -1,5 +1,5 @@
-"""The pipeline against itself: whole training steps with it off and exact and, where it has a worker, how
-much of the time that the parts of a step take alone is hidden.
+"""Whole training steps with the pipeline off and exact and, where it has a worker thread, how much of the
+parts' own time it hides.
 
 Letters: B samples, F id columns, D width of a row.
 """
@@ -27,12 +27,12 @@ def pipeline_costs(
     on_cpu: bool = False,
 ) -> dict[str, float]:
     """Return ms of a training step of a small network on `devices` with the pipeline off and exact, their
-    ratio, and the counters of a step with the exact one.
+    ratio, and the pipeline's counters for an exact step.
 
-    On a GPU also ms of each part of a step alone, with nothing beside it (see `steps.parts_alone`), and two
-    figures of what runs at once: all parts / exact, 1 where they follow each other and above where they
-    overlap; and longest part / exact, 1 where all others are hidden behind it. on_cpu: these, and a worker,
-    without a GPU, too: a rehearsal.
+    On a GPU, also ms of each part of a step by itself (see `steps.parts_alone`), and two ratios that show the
+    overlap. all parts / exact: 1 when the parts run one after the other, more when they overlap. longest part
+    / exact: 1 when all other parts are hidden behind it. on_cpu: with a worker thread and these figures
+    without a GPU, too, as a rehearsal.
     """
     batches = [zipf_ids(num_rows, (batch_size, columns), seed=step) for step in range(steps)]
     table = HostEmbedding(num_rows, dim)
@@ -81,7 +81,7 @@ def pipeline_costs(
 
 
 def pipelines(num_rows: int, dim: int, scale: float, repeats: int) -> dict[str, dict[str, float]]:
-    """Return `pipeline_costs` by shape, on the CPU, on two virtual devices and on all GPUs."""
+    """Return place and shape -> `pipeline_costs`: on the CPU, on two virtual devices and on all GPUs."""
     places = ["cpu", "cpu*2"]
     if torch.cuda.is_available():
         places.append(",".join(f"cuda:{index}" for index in range(torch.cuda.device_count())))

@@ -1,5 +1,5 @@
-"""Contestants that take turns, so that a busy moment of the machine hits them alike, and their figures for
-people and for JSON."""
+"""Time contestants in turns, so that a busy moment of the machine affects all of them, and format the figures
+as text or JSON."""
 
 import math
 import statistics
@@ -16,13 +16,13 @@ from dphybrid.util.memory import page_faults
 Step = Callable[[], object]
 T = TypeVar("T")
 Taken = tuple[float, float, int]
-"""Seconds by the clock, seconds of CPU time, page faults."""
+"""(wall-clock seconds, CPU seconds, page faults)"""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """What a contestant took over all rounds: the median, from the lowest tenth to the highest, CPU time and
-    page faults of the process."""
+    """A contestant's figures over all rounds. ms: median. low_ms, high_ms: 10th and 90th percentile. cpu_ms,
+    faults: medians of the process's CPU time and page faults."""
 
     ms: float
     low_ms: float
@@ -38,11 +38,12 @@ class Timing:
 
 
 def zipf_ids(num_rows: int, shape: tuple[int, ...], exponent: float = 1.05, seed: int = 0) -> Tensor:
-    """Return int64 ids whose frequencies fall like rank ** -exponent, neighbours in rank far apart in the
+    """Return int64 ids with Zipf's frequencies, rank ** -exponent. Ids of similar rank are far apart in the
     table."""
     chance = torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     power = 1 - exponent
     ranks = ((num_rows**power * chance + 1 - chance) ** (1 / power)).long().clamp_(1, num_rows) - 1
+    # Steps of the golden ratio spread neighbours in rank; without a common divisor they visit every row.
     stride = max(1, int(num_rows * 0.6180339887))
     while math.gcd(stride, num_rows) > 1:
         stride += 1
@@ -50,13 +51,13 @@ def zipf_ids(num_rows: int, shape: tuple[int, ...], exponent: float = 1.05, seed
 
 
 def taken(since: Taken = (0.0, 0.0, 0)) -> Taken:
-    """Return what the process has taken since an earlier call, or since a fixed moment."""
+    """Return what the process has used since `since`, the result of an earlier call."""
     wall, cpu, faults = since
     return time.perf_counter() - wall, time.process_time() - cpu, page_faults() - faults
 
 
 def timing(turns: Sequence[Taken], steps: int = 1) -> Timing:
-    """Return the figures of one contestant's turns, a step each. steps: of a turn."""
+    """Return the figures of one contestant per step. steps: number of steps in a turn."""
     walls, cpus, faults = (sorted(column) for column in zip(*turns, strict=True))
     low, high = walls[len(turns) // 10], walls[-1 - len(turns) // 10]
     ms, low_ms, high_ms, cpu_ms = (
@@ -68,10 +69,10 @@ def timing(turns: Sequence[Taken], steps: int = 1) -> Timing:
 def race(
     contestants: Mapping[str, Step], rounds: int, warm_up: int = 3, *, cold: bool = False
 ) -> dict[str, Timing]:
-    """Time each contestant over `rounds` rounds in which they take turns. cold: with other memory in the
-    caches before each turn."""
+    """Time each contestant over `rounds` interleaved rounds. cold: fill the caches with other memory before
+    each turn."""
     found: dict[str, list[Taken]] = {name: [] for name in contestants}
-    other = torch.zeros(2**24 if cold else 0)
+    other = torch.zeros(2**24 if cold else 0)  # 64 MiB
     for turn in range(warm_up + rounds):
         for name, step in contestants.items():
             other.add_(1)
@@ -84,13 +85,13 @@ def race(
 
 
 def medians_ms(contestants: Mapping[str, Step], rounds: int, warm_up: int = 3) -> dict[str, float]:
-    """Return the medians of `race` alone."""
+    """Return only the medians of `race`."""
     return {name: timing.ms for name, timing in race(contestants, rounds, warm_up).items()}
 
 
 def copy_gib_per_s() -> float:
     """Return the machine's copy bandwidth (bytes read plus bytes written) on arrays of 128 MiB, with torch's
-    present number of threads."""
+    current number of threads."""
     source, target = torch.ones(2**25), torch.empty(2**25)
     return 0.25 / (medians_ms({"copy": lambda: target.copy_(source)}, 5)["copy"] / 1e3)
 
@@ -101,7 +102,7 @@ def cycle(batches: list[T]) -> Iterator[T]:
 
 
 def plain(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the results as what JSON holds."""
+    """Return the results as values that JSON can hold."""
     return {
         name: plain(value)
         if isinstance(value, Mapping)

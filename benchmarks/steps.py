@@ -1,7 +1,7 @@
-"""One shape of model on some devices: each part of a step alone, whole steps with and without the pipeline,
-and torch's own embeddings in the first device's memory and in the host's.
+"""Times for one shape of model on some devices: each part of a step alone, whole steps with and without the
+pipeline, and torch's embeddings in the memory of the first device and of the host.
 
-Medians of turns; every turn ends when the device has.
+Medians of turns. A turn ends when the devices have finished its work.
 
 Letters: B samples, F id columns, N ids of a share, U unique ones, D width of a row.
 """
@@ -22,15 +22,16 @@ from dphybrid.embedding.replicas import DeviceRows
 from dphybrid.parallel import DataParallel, Devices, parts, resolve_devices
 
 STEPS_A_TURN = 4
-"""Steps of a whole-step turn: a worker's head start from others' turns is one of them at most."""
+"""Steps in a turn of whole steps. While the others have their turns, a worker thread can prefetch for one of
+them at most."""
 ON_DEVICE_BYTES = 2**35
-"""A larger table is not given to torch's embedding in the device's memory."""
+"""Largest table that torch's embedding puts into a device's memory."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model: `columns` ids a sample, each of `rows_each` rows, of width `dim`, into `layers` layers of
-    `hidden`. uniform: ids are, instead of following Zipf's law."""
+    """A model: `columns` tables of `rows_each` rows of width `dim`, one id of each per sample, and `layers`
+    layers of `hidden` units. uniform: draw ids uniformly instead of by Zipf's law."""
 
     rows_each: int
     columns: int
@@ -42,7 +43,7 @@ class Shape:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the flat table."""
+        """Rows of all tables, which are one flat table here."""
         return self.rows_each * self.columns
 
     def ids(self, seed: int) -> Tensor:
@@ -65,7 +66,7 @@ class Shape:
 
 
 def measured(shape: Shape, devices: str, rounds: int) -> dict[str, dict[str, float]]:
-    """Return ms of each part alone and of whole steps, ratios, and a step's counters."""
+    """Return ms of each part alone and of whole steps, ratios, and the pipeline's counters for a step."""
     where = resolve_devices(devices)
     batches = [shape.ids(seed) for seed in range(4)]
     region = DataParallel(shape.region(), where)
@@ -89,6 +90,7 @@ def measured(shape: Shape, devices: str, rounds: int) -> dict[str, dict[str, flo
 
 
 def _wait(where: Devices) -> None:
+    # A kernel launch returns at once: without this, a turn would time only the launches.
     for place in dict.fromkeys(where.replicas):
         if place.type == "cuda":
             torch.cuda.synchronize(place)
@@ -102,10 +104,10 @@ def parts_alone(
     learn: Callable[[list[Tensor]], object],
     rounds: int,
 ) -> dict[str, float]:
-    """Return ms of each part of a step by itself, of all replicas of a region together.
+    """Return ms of each part of a step by itself, over all replicas of a region.
 
-    learn: what the devices do with each replica's rows_bFD. Its part holds expanding rows, and summing
-    gradients, of repeated ids; copies, of unique rows, wait for nothing else.
+    learn: forward and backward on the devices, given each replica's rows_bFD. The part "device" also expands
+    the rows of repeated ids and sums their gradients; the copies move unique rows only.
     """
     where = region.devices
     cuda = where.home.type == "cuda"
@@ -162,8 +164,8 @@ def parts_alone(
 def _ways(
     shape: Shape, batches: list[Tensor], where: Devices, rounds: int, counters: dict[str, float]
 ) -> dict[str, float]:
-    """Return ms of whole steps: the pipeline off and exact, and torch's embeddings in the first device's
-    memory and in the host's. counters: gets those of a step of the exact one."""
+    """Return ms of whole steps: with the pipeline off and exact, and with torch's embeddings in the memory of
+    the first device and of the host. counters: filled with the exact pipeline's counters for a step."""
 
     def source() -> Iterator[Tensor]:
         while True:

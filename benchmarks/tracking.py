@@ -1,4 +1,4 @@
-"""What recording costs: the same training steps with the record on and off, in one process, in turns."""
+"""The cost of recording a run: the same training steps with recording on and off, in turns."""
 
 import statistics
 import tempfile
@@ -15,14 +15,14 @@ from dphybrid.tracking.opening import open_tracker
 
 LOG_EVERY = (1, 20)
 METRICS = 25
-"""Numbers in one line of metrics, about what training records."""
+"""Metrics per call, about as many as a training logs."""
 
 
 def run(rounds: int = 15, steps: int = 40, step_ms: float = 10.0) -> dict[str, Any]:
     """Measure and return the figures.
 
-    rounds: blocks of `steps` steps, on and off in turns. step_ms: about how long a step of matrix products
-    takes.
+    rounds: number of blocks of `steps` steps, each with recording on and off. step_ms: approximate time of a
+    step, which is made of matrix products.
     """
     work = _work_of(step_ms)
     result: dict[str, Any] = {
@@ -58,8 +58,7 @@ def _work_of(step_ms: float) -> Callable[[], None]:
 def _block(
     work: Callable[[], None], tracker: Tracker, every: int, first: int, steps: int
 ) -> tuple[float, float]:
-    """Return milliseconds a step takes: by the clock on the wall, and of processor time in the training
-    thread."""
+    """Return a step's milliseconds: wall-clock time, and CPU time of the training thread."""
     wall, processor = time.perf_counter(), time.thread_time()
     for step in range(first, first + steps):
         work()
@@ -75,6 +74,7 @@ def _case(
     _block(work, recording, every, 0, steps)  # warm-up
     pairs = []
     for number in range(rounds):
+        # In alternating order, so that neither one is always first.
         order = (off, recording) if number % 2 else (recording, off)
         means = {id(tracker): _block(work, tracker, every, (number + 1) * steps, steps) for tracker in order}
         pairs.append((means[id(off)], means[id(recording)]))
@@ -100,7 +100,7 @@ def _calls_us(recording: Tracker) -> dict[str, float]:
 
 
 def text(result: dict[str, Any]) -> str:
-    """Return the figures as a table for people."""
+    """Return the figures as a table to print."""
     lines = [
         f"{'recorded':>16}  {'off, ms':>9}  {'on, ms':>9}  {'on / off':>9}  {'quartiles':>15}  "
         f"{'thread time':>11}"
@@ -114,8 +114,7 @@ def text(result: dict[str, Any]) -> str:
         )
     call = result["call_us"]
     lines.append(
-        "thread time: processor time of the training thread, on / off; what other programs take does not "
-        "count in it"
+        "thread time: CPU time of the training thread, on / off, which leaves out the load of other programs"
     )
     lines.append(
         f"one call with {result['metrics']} numbers: p50 {call['p50']:.0f} us, p95 {call['p95']:.0f} us, max "

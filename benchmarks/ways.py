@@ -1,4 +1,5 @@
-"""Ways to train a recipe's network beside its own loop: other tables, and plain PyTorch.
+"""The ways to train a recipe's network that `whole_step` compares with the recipe's loop: other libraries'
+tables, and plain PyTorch.
 
 Letters: B samples, F id columns, D width of a row, T tokens of a sample, V words, C candidates, E width of a
 vector.
@@ -25,13 +26,14 @@ LIBRARIES = {
     "FBGEMM's tables, our dropout": "fbgemm_gpu",
     "TorchRec's fused tables": "torchrec",
 }
-"""Ways that need a library: its module."""
+"""Way -> the optional module that it needs."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """What a loop trains: from a batch to each sample's loss and weight, the blocks, and the optimizers of
-    the rows, unless their backward updates them. one_norm: clips blocks and rows together."""
+    """What a plain loop trains. losses: batch -> each sample's loss and weight. blocks: the dense modules.
+    rows: optimizers of the rows; empty if the backward updates them. one_norm: clip blocks and rows together.
+    """
 
     losses: Callable[[Batch], Mapping[str, Tensor]]
     blocks: nn.Module
@@ -47,12 +49,13 @@ def _built(experiment: Experiment) -> Any:
 
 
 def own(experiment: Experiment) -> Way:
-    """Return the recipe's model and row optimizer, as a script of one's own uses them."""
+    """Return the recipe's model and row optimizer, as a user's script would use them."""
     model, table = _built(experiment), experiment.config.table
     return Way(model, model, [row_optimizer(table.optimizer, model, lr=table.lr)], one_norm=True)
 
 
 def _stock(experiment: Experiment, modules: nn.Module) -> list[torch.optim.Optimizer]:
+    """Return torch's optimizer for sparse gradients that corresponds to the config's row optimizer."""
     kinds: dict[str, Any] = {
         "sgd": torch.optim.SGD,
         "adagrad": torch.optim.Adagrad,
@@ -63,12 +66,12 @@ def _stock(experiment: Experiment, modules: nn.Module) -> list[torch.optim.Optim
 
 
 def _embedding(table: HostEmbeddingCollection) -> nn.Module:
-    """Return one sparse nn.Embedding with the rows of all tables, from flat ids."""
+    """Return one sparse nn.Embedding with the rows of all tables, for flat ids."""
     return nn.Embedding.from_pretrained(table.flat.settled().clone(), freeze=False, sparse=True)
 
 
 def _with_torchs_dropout(blocks: nn.Module) -> nn.Module:
-    """Replace our dropout by torch's, as a script with another library has it."""
+    """Replace our dropout by torch's, which a script with another library would use."""
     for parent in list(blocks.modules()):
         for name, part in parent.named_children():
             if isinstance(part, Dropout):
@@ -81,7 +84,7 @@ def _clicks(
     experiment: Experiment,
     blocks: Callable[[nn.Module], nn.Module] = _with_torchs_dropout,
 ) -> Way:
-    """Return DLRM over other tables. rows_of: from the collection to what looks ids_BF up, and optimizers."""
+    """Return DLRM over other tables. rows_of: collection -> (function that looks ids_BF up, optimizers)."""
     model = _built(experiment)
     region = blocks(model.region.module)
     look_up, rows = rows_of(experiment, model.table)
@@ -154,6 +157,7 @@ def plain_text(experiment: Experiment) -> Way:
     words = nn.Embedding.from_pretrained(model.words.settled().clone(), freeze=False, sparse=True)
     network = nn.LSTM(o.dim, o.hidden, o.layers, batch_first=True, dropout=o.dropout)
     blocks = nn.ModuleDict({"network": network, "output": nn.Linear(o.hidden, num_words)})
+    # The recipe's start weights, so that the losses of all ways can be compared.
     start = model.region.state_dict()
     blocks.load_state_dict(
         {
@@ -175,6 +179,7 @@ def plain_text(experiment: Experiment) -> Way:
 
 
 def plain_retrieval(experiment: Experiment) -> Way:
+    """Return the two towers over sparse nn.Embeddings, with the recipe's sampled softmax."""
     model = _built(experiment)
     sides = (model.users, model.items)
     tables = nn.ModuleList(_embedding(side.table) for side in sides)
@@ -206,4 +211,4 @@ CLICKS: dict[str, Make] = {
 TEXTS: dict[str, Make] = {"nn.Embedding, nn.LSTM, nn.Linear": plain_text}
 PAIRS: dict[str, Make] = {"sparse nn.Embedding": plain_retrieval}
 TOKENS = 64
-"""Tokens of a sample of the text, as the recipe cuts it."""
+"""Tokens in a sample of recipe text."""

@@ -1,9 +1,9 @@
-"""Whole training steps: a recipe's own loop beside a loop of one's own, plain PyTorch and other libraries, on
-the same network, batches and optimizer of the blocks.
+"""Whole training steps of a recipe's loop, compared with a user's own loop, plain PyTorch and other
+libraries: the same network, batches and optimizer of the blocks.
 
-Before each race all ways take some steps alone, with SGD on the rows, no clipping and no dropout: their
-losses must be equal, those of the first two to the last bit. Other libraries' ways have torch's dropout,
-unless their names say otherwise. FBGEMM and TorchRec are measured where they are installed.
+Before each race all ways take a few steps by themselves, with SGD on the rows, no clipping and no dropout.
+Their losses must be equal; those of the recipe's loop and the own loop, to the last bit. Other libraries'
+ways use torch's dropout, unless their names say otherwise. FBGEMM and TorchRec take part if installed.
 """
 
 import os
@@ -38,23 +38,24 @@ from dphybrid.training.optimizers import keep_average
 from dphybrid.util.stop import StopRequest
 
 LEGEND = """\
-Milliseconds of one training step, batches and their random draws included. Medians of rounds in which all
-take turns; in brackets the lowest and the highest tenth, CPU time of all threads, and page faults. Ratios are
-of CPU time, medians over the rounds. The first two ways clip the gradients of blocks and rows by one norm,
-the others those of the blocks alone, as fused updates and torch's sparse gradients demand.
+Milliseconds per training step, including batches and their random draws. Medians of interleaved rounds; in
+brackets the 10th and 90th percentile, the CPU time of all threads, and page faults. Ratios are of CPU time,
+medians over the rounds. The first two ways clip the gradients of blocks and rows by one norm; the others clip
+those of the blocks only, because fused updates and torch's sparse gradients allow no more.
 """
 CHECKED_STEPS, WARM_UP = 3, 2
 RECIPE, OWN = "the recipe's loop", "an own loop"
 
 
 class _Ended(Exception):
-    """All rounds are over; the training need not go on."""
+    """Ends the training after the last round."""
 
 
 class Turns(Engine):
-    """The engine of a run that lets other loops take their turns, of `steps` steps each, between its own.
+    """The engine of a run that gives other loops their turns between its own steps.
 
-    rounds: turns of each way, the first ones to warm up. losses: of the run's own steps where it is alone.
+    steps: steps of a turn. rounds: turns of each way, including those to warm up. losses: those of the run's
+    own steps, when there are no other loops.
     """
 
     def __init__(
@@ -66,7 +67,8 @@ class Turns(Engine):
         self.losses: list[float] = []
 
     def step(self, session: Any, batch: Batch, alone: Any) -> tuple[Tensor, Tensor]:
-        if session.trained.progress.batch == 0:  # a turn goes over no end of an epoch
+        # A turn starts anew with each epoch, so that none contains the evaluation at an epoch's end.
+        if session.trained.progress.batch == 0:
             self._left, self._since = self.steps, taken()
         loss, weight = alone(session, batch)
         if not self.others:
@@ -74,6 +76,7 @@ class Turns(Engine):
         return loss, weight
 
     def asked(self, stop: StopRequest) -> bool:
+        # Called by the training loop after each step: the place to hand the turn to the other loops.
         self._left -= 1
         if not self._left:
             self.found[RECIPE].append(taken(self._since))
@@ -91,7 +94,7 @@ class Turns(Engine):
 def _trained(
     experiment: Experiment, others: Mapping[str, Iterator[Tensor]], steps: int, rounds: int
 ) -> Turns:
-    """Train by the recipe's loop until all rounds are over."""
+    """Train with the recipe's loop until all rounds are over; return its engine."""
     engine = Turns(experiment, others, steps, rounds)
     mine = replace(experiment, engine=engine)
     with suppress(_Ended):
@@ -108,7 +111,7 @@ def _batches(experiment: Experiment) -> Iterator[Batch]:
 
 
 def _loop(experiment: Experiment, make: Make) -> Iterator[Tensor]:
-    """Train by a plain loop; yield each step's mean loss."""
+    """Train with a plain loop; yield each step's mean loss."""
     config, way = experiment.config, make(experiment)
     dense = list(experiment.recipe.optimizers(way.blocks, config).values())
     for optimizer in dense if config.train.average else ():
@@ -134,8 +137,8 @@ def _loop(experiment: Experiment, make: Make) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe's step: what the config says besides the defaults, the ways beside the recipe's loop and an
-    own one, the steps of a turn, and a step's tokens, for their number a CPU second."""
+    """A race on one recipe. options: values that differ from the defaults. ways: besides the recipe's loop
+    and the own loop. steps: of a turn. tokens: of a step, for the tokens per CPU second; 0: not shown."""
 
     options: list[str]
     ways: Mapping[str, Make]
@@ -146,7 +149,7 @@ class Case:
 def cases(
     clicks: Path, click_batches: Sequence[int], text_batches: Sequence[int], pair_batches: Sequence[int]
 ) -> dict[str, Case]:
-    """Return the cases by name, one for each batch size. clicks: a table of them."""
+    """Return name -> case, one for each batch size. clicks: the CSV file for recipe ctr."""
     every = ["train.epochs=1000", "train.schedule=constant", "table.weight_decay=0"]
     dlrm = [f"data.path={clicks}", "data.label=label", "model.kind=dlrm", "table.optimizer=adagrad"]
     kinds: list[tuple[str, str, list[str], Mapping[str, Make], Sequence[int], int]] = [
@@ -167,16 +170,16 @@ def cases(
 
 
 def measured(case: Case, settings: Settings, rounds: int) -> dict[str, Any]:
-    """Check that all ways have equal losses, let them take turns, and return their timings. Raises
-    RuntimeError for other losses."""
+    """Check that all ways have equal losses, race them, and return their timings. Raises RuntimeError when
+    losses differ."""
     ways = {OWN: own, **case.ways}
     missing = [name for name in ways if name in LIBRARIES and not find_spec(LIBRARIES[name])]
-    there = {name: make for name, make in ways.items() if name not in missing}
+    installed = {name: make for name, make in ways.items() if name not in missing}
     experiment = prepare_data(load_config(None, case.options), settings)
     alike = [*case.options, "table.optimizer=sgd", "train.clip_norm=0"]
     alike += ["model.dropout=0"] * hasattr(experiment.config.model, "dropout")
-    _check(prepare_data(load_config(None, alike), settings), there)
-    loops = {name: _loop(experiment, make) for name, make in there.items()}
+    _check(prepare_data(load_config(None, alike), settings), installed)
+    loops = {name: _loop(experiment, make) for name, make in installed.items()}
     in_an_epoch = num_batches(experiment.data.dataset("train"), experiment.config.train.batch_size)
     steps = min(case.steps, in_an_epoch)
     turns = _trained(experiment, loops, steps, WARM_UP + rounds)
@@ -214,23 +217,23 @@ def run(
     click_batches: Sequence[int] = (128, 2048, 8192),
     text_batches: Sequence[int] = (16,),
     pair_batches: Sequence[int] = (256, 2048),
-    tell: Callable[[str], object] = lambda line: None,
+    log: Callable[[str], object] = lambda line: None,
 ) -> dict[str, Any]:
-    """Measure all cases; return nested dicts of timings and ratios. rows: of the table of clicks. tell: gets
-    a line as each case begins."""
+    """Measure all cases; return nested dicts of timings and ratios. rows: of the file of clicks. log: called
+    with a case's name when it starts."""
     before = torch.get_num_threads()
     found: dict[str, Any] = {"processor": processor(), "cores": os.cpu_count(), "threads": threads}
     found |= {"torch": torch.__version__, "load before": psutil.getloadavg()[0]}
     torch.set_num_threads(threads)
     try:
-        # torch's sparse Adagrad warns unless told whether to check
+        # torch's sparse Adagrad warns unless this is set; True would slow it down.
         with tempfile.TemporaryDirectory() as folder, torch.sparse.check_sparse_tensor_invariants(False):
             clicks = Path(folder) / "clicks.csv"
             write_clicks(clicks, rows)
             values = {"data_dir": Path(folder), "tracking_uri": "none"}
             settings = load_settings().model_copy(update=values)
             for name, case in cases(clicks, click_batches, text_batches, pair_batches).items():
-                tell(name)
+                log(name)
                 with redirect_stdout(StringIO()):
                     found[name] = measured(case, settings, rounds)
     finally:
@@ -239,15 +242,15 @@ def run(
 
 
 def text(results: Mapping[str, Any]) -> str:
-    """Return the figures for people."""
+    """Return the figures as text to print."""
     return f"{LEGEND}\n{table_text(results)}"
 
 
 def main() -> None:
     parser = flags(__doc__, repeats=9)
-    parser.add_argument("--threads", type=at_least_one, default=1, metavar="N", help="threads (1)")
+    parser.add_argument("--threads", type=at_least_one, default=1, metavar="N", help="threads (default: 1)")
     options = parser.parse_args()
-    results = run(options.threads, options.repeats, tell=partial(print, file=sys.stderr, flush=True))
+    results = run(options.threads, options.repeats, log=partial(print, file=sys.stderr, flush=True))
     show(plain(results), lambda _: text(results), options.out)
 
 

@@ -176,7 +176,7 @@ def test_ids_of_some_tables_are_shifted() -> None:
 @pytest.mark.slow
 def test_the_benchmark_runs() -> None:
     told: list[str] = []
-    results = run((1,), rounds=1, scale=0.01, tell=told.append)
+    results = run((1,), rounds=1, scale=0.01, log=told.append)
     assert [told[0], len(told)] == ["1 thread", 6]
     shown = text(results)
     assert shown.startswith("Milliseconds of one step")
