@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     if rows is None:
         prepared = _prepared(recipe, config, settings)
         rows = len(prepared.dataset("train"))
-        print(f"{rows:,} training rows in {prepared.path}")
+        print(f"{rows:,} rows to train, in {prepared.path}")
         config, _ = recipe.sized(config, rows, prepared.info)
     elif rows is not None and rows > 0:
         # The base class's rule: a recipe's own may read facts of prepared data, which may not exist yet.

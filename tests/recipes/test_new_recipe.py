@@ -51,9 +51,9 @@ def test_the_package_trains_passes_its_test_and_is_a_recipe_by_name(
         ("../films", "use lower-case letters"),
         ("Films", "use lower-case letters"),
         ("class", "use lower-case letters"),
-        ("kge", "has that name"),
-        ("json", "has that name"),
-        ("there", "has that name"),
+        ("kge", "of that name exists"),
+        ("json", "of that name exists"),
+        ("there", "of that name exists"),
     ],
 )
 def test_names_that_cannot_be_are_refused(name: str, words: str, data_dir: Path) -> None:
