@@ -1,7 +1,8 @@
-"""Makes a user in MLflow, on the server: `infra/run mlflow-user [NAME]`.
+"""Create a user in MLflow, on the server: `infra/run mlflow-user [NAME]`.
 
-Without a name the workstations' user with the password of workstation.env; with one a person, who gets a new
-password, printed once, and the role `team`: to read all experiments and registered models.
+Without a name: the workstations' user, with the password of workstation.env. With a name: a person's user,
+with a new password, which is printed once, and the role `team`, which reads all experiments and registered
+models.
 """
 
 import base64
@@ -19,12 +20,13 @@ READABLE = ("experiment", "registered_model")
 
 
 class Refused(Exception):
-    """MLflow answers a request with an error, or does not answer."""
+    """MLflow answered a request with an error, or did not answer."""
 
 
 def ask(method: str, path: str, values: dict[str, Any]) -> Any:
-    """Ask MLflow's server as its administrator; return its answer. Raises Refused."""
+    """Send a request to MLflow's server as its administrator; return the answer. Raises Refused."""
     host = os.environ["DPHYBRID_MLFLOW_HOST"]
+    # A server that listens everywhere is not reached at that address, but at 127.0.0.1.
     host = "127.0.0.1" if host == EVERYWHERE else host
     url = f"http://{host}:{os.environ['DPHYBRID_MLFLOW_PORT']}/api/{path}"
     admin = f"admin:{os.environ['MLFLOW_AUTH_ADMIN_PASSWORD']}".encode()
@@ -44,19 +46,19 @@ def ask(method: str, path: str, values: dict[str, Any]) -> Any:
 
 
 def make_user(name: str, password: str) -> str:
-    """Make a user, or give one its password; return which."""
+    """Create a user, or set the password of an existing one; return which of the two, as words to print."""
     try:
         ask("POST", "2.0/mlflow/users/create", {"username": name, "password": password})
     except Refused as error:
         if "RESOURCE_ALREADY_EXISTS" not in str(error):
             raise
         ask("PATCH", "2.0/mlflow/users/update-password", {"username": name, "password": password})
-        return "there, with this password now"
-    return "made"
+        return "exists, its password is set"
+    return "created"
 
 
 def team_role() -> int:
-    """Return the number of the role that reads everything; make it where it is missing."""
+    """Return the id of the role that reads everything; create the role if it does not exist."""
     page = {"name": TEAM, "workspace": "default", "description": "Reads all experiments and models."}
     try:
         role = ask("POST", "3.0/mlflow/roles/create", page)["role"]["id"]
@@ -72,7 +74,7 @@ def team_role() -> int:
 
 
 def main(names: list[str]) -> int:
-    """Make the user; return the exit code."""
+    """Create the users; return the exit code."""
     try:
         if not names:
             name, password = os.environ["MLFLOW_TRACKING_USERNAME"], os.environ["MLFLOW_TRACKING_PASSWORD"]
@@ -83,6 +85,7 @@ def main(names: list[str]) -> int:
             try:
                 ask("POST", "3.0/mlflow/roles/assign", {"username": name, "role_id": team_role()})
             except Refused as error:
+                # A user that exists may have the role already.
                 if "ALREADY_EXISTS" not in str(error):
                     raise
     except Refused as error:

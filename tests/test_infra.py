@@ -90,7 +90,7 @@ def test_services_refuse_secrets_that_others_can_read(tmp_path: Path) -> None:
     (tmp_path / "workstation.env").unlink()
     done = run("true", tmp_path)
     assert done.returncode == 2
-    assert re.fullmatch(r".*workstation\.env: is not there, .*infra/make-env.*\n", done.stderr)
+    assert re.fullmatch(r".*workstation\.env: does not exist, .*infra/make-env.*\n", done.stderr)
 
 
 def test_setting_up_waits_for_a_server_that_was_just_started(tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_a_user_sees_its_own_and_a_person_of_the_team_reads_all(tmp_path: Path) 
 
     try:
         made = wait_until(lambda: (done := users()).returncode == 0 and done, "MLflow answers", 150)
-        assert "MLflow user workstation: made" in made.stdout
+        assert "MLflow user workstation: created" in made.stdout
         workstation = ("workstation", values["workstation.env:MLFLOW_TRACKING_PASSWORD"])
         status, page = asked(*workstation, "experiments/create", {"name": "clicks"})
         assert status == 200
@@ -260,7 +260,7 @@ def test_a_user_sees_its_own_and_a_person_of_the_team_reads_all(tmp_path: Path) 
         assert asked(*admin, "users/create", guest)[0] == 200
         assert asked(*guest.values(), wanted)[0] == 403
         again = users("ana")
-        assert "there, with this password now" in again.stdout, again.stderr
+        assert "exists, its password is set" in again.stdout, again.stderr
     finally:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()
