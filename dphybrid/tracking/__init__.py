@@ -1,4 +1,4 @@
-"""The record of runs: a handful of verbs, their MLflow adapter, figures and reports. The only place that
+"""The record of runs: the tracker's verbs, their MLflow adapter, figures and reports. The only package that
 imports mlflow."""
 
 from dphybrid.tracking.base import CHANGED_TAG, Status, Tracker

@@ -1,5 +1,5 @@
-"""The interface of a tracker: a handful of verbs, most of which make a record. Here records are dropped, so
-the base is also the null object. And the names that MLflow takes."""
+"""The interface of a tracker. Most of its verbs make a record; the base class drops it, and so is also the
+null object. Also here: the names that MLflow accepts."""
 
 import hashlib
 import json
@@ -12,16 +12,16 @@ from typing import Any, Literal
 from dphybrid.util.text import masked
 
 Record = dict[str, Any]
-"""op: its kind; values of its kind. In an outbox also n: its number; t: when it was written (ms); content:
-bytes of a file."""
+"""op: the kind of record; the other keys depend on it. In an outbox also n: its number; t: when it was
+written (ms); content: bytes of a file."""
 
 Detail = Literal["brief", "full"]
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 LEFT_OUT = "left_out.json"
-"""Page in a model's folder that names the files that were too large to upload: path, bytes, sha256."""
+"""Page in a model's folder that lists the files that were too large to upload: path, bytes, sha256."""
 CHANGED_TAG = "dphybrid.changed."
-"""Begins the tag of a value that a resumed run changed, `0.1 -> 0.2`: MLflow keeps params as they were."""
+"""Prefix of the tag for a value that a resumed run changed, `0.1 -> 0.2`: MLflow never changes a param."""
 SWEEP_TAG = "dphybrid.sweep"
 _MAX = 250
 _STRANGE = re.compile(r"[^\w\-./: ]")
@@ -30,7 +30,8 @@ _STRANGE = re.compile(r"[^\w\-./: ]")
 class Tracker:
     """The record of one run. This one records nothing; `MlflowTracker` is the real one.
 
-    After `start` or `attach` no verb waits for a server, and none raises because one is away.
+    After `start` or `attach`, verbs neither wait for a server nor raise when it is unreachable, except
+    `register` and `flush`, which wait for a limited time.
     """
 
     run_id = ""
@@ -38,17 +39,17 @@ class Tracker:
 
     @property
     def run_url(self) -> str:
-        """Where a person finds the run."""
+        """The address of the run's page."""
         return ""
 
     @property
     def views(self) -> dict[str, str]:
-        """Name -> address of the views of all runs."""
+        """Name -> address of the experiment's saved views."""
         return {}
 
     @property
     def ui_command(self) -> str:
-        """What to type, or open, to get there."""
+        """The command to type, or the page to open, to see the run."""
         return ""
 
     def start(
@@ -58,30 +59,30 @@ class Tracker:
         return ""
 
     def resume(self, run_id: str, tags: Mapping[str, str]) -> None:
-        """Go on with a run that ended: it counts as running again, and steps recorded before are not recorded
-        twice."""
+        """Continue a run that ended: mark it as running, and do not record again the steps that it
+        recorded."""
 
     def attach(self, run_id: str) -> None:
-        """Go on recording a run that is open."""
+        """Continue to record a run that is still open."""
 
     def record(self, record: Record, *, content: bytes | None = None, sync: bool = False) -> None:
-        """Take what the verbs below make, free of passwords.
+        """Store a record that one of the verbs below made; passwords are masked already.
 
-        content: of a file. sync: it outlives a loss of power.
+        content: bytes of its file. sync: the record must survive a power loss.
         """
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record numbers at a step."""
+        """Record metrics at a step."""
 
     def log_summary(self, metrics: Mapping[str, float]) -> None:
-        """Record numbers that describe the run as a whole; those of a later attempt replace them."""
+        """Record metrics of the run as a whole; a later attempt replaces them."""
 
     def log_text(self, name: str, text: str) -> None:
         """Record a text file."""
         self._log_content("file", name, masked(text).encode())
 
     def log_table(self, name: str, rows: Sequence[Mapping[str, object]]) -> None:
-        """Record rows with equal keys; the first one tells them apart when runs are compared."""
+        """Record rows with equal keys. MLflow matches rows by the first key when it compares runs."""
         if rows:
             columns = list(rows[0])
             table = {"columns": columns, "data": [[row[column] for column in columns] for row in rows]}
@@ -96,27 +97,27 @@ class Tracker:
         self.record({"op": op, "name": file, "folder": folder}, content=content)
 
     def log_file(self, path: Path, folder: str) -> None:
-        """Record a file under `folder` ("" for the top). It must stay where it is."""
+        """Record a file under `folder` ("" for the top). Do not move the file: it is read when it is sent."""
         self.record({"op": "file", "path": str(path.absolute()), "folder": folder})
 
     def log_dataset(
         self, name: str, digest: str, source: str, num_rows: int, columns: Sequence[str], context: str
     ) -> None:
-        """Record what the run was trained on."""
+        """Record the data that the run was trained on."""
         values = {"num_rows": num_rows, "columns": list(columns), "context": context}
         self.record({"op": "dataset", "name": name, "digest": digest, "source": masked(source), **values})
 
     def keep(self) -> None:
-        """Have what was recorded so far outlive a loss of power: before a checkpoint does, from which a run
-        would go on."""
+        """Make all records so far survive a power loss. Called before a checkpoint is saved: a run resumed
+        from it does not record the earlier steps again."""
 
     def log_checkpoints(self, kept: Sequence[Mapping[str, Any]], dataset: tuple[str, str] | None) -> None:
-        """Record which checkpoints the run keeps now, each as a model that can be loaded back; others are
-        removed from the record.
+        """Record which checkpoints the run keeps now, each as a model that can be loaded back; remove the
+        others from the record.
 
-        kept: uid (differs when its content does), name, step, folder, role (best, latest, best+latest or
-        kept) and metrics (of the evaluation before it, as they were logged) of each. dataset: name and digest
-        of the data they were made from.
+        kept: for each checkpoint its uid (differs when its content does), name, step, folder, role (best,
+        latest, best+latest or kept) and metrics (of the evaluation before it, as they were logged). dataset:
+        name and digest of the training data.
         """
         cards = [
             {**card, "folder": str(card["folder"].absolute()), "metrics": as_floats(card["metrics"])}
@@ -128,8 +129,7 @@ class Tracker:
         """Make the recorded checkpoint `uid` a new version of the registered model `name`, with an alias that
         points to it.
 
-        Waits for the server's answer, half a minute at most. Return why it is not registered (yet), "" when
-        it is.
+        Wait for the server's answer, half a minute at most. Return why it is not registered (yet), or "".
         """
         return "nothing is recorded"
 
@@ -138,12 +138,12 @@ class Tracker:
         self.record({"op": "tags", "values": as_shown(tags)})
 
     def set_description(self, markdown: str) -> None:
-        """Set the page that stands first on the run."""
+        """Set the description of the run, which its page begins with."""
         # MLflow shows this tag as the run's description.
         self.set_tags({"mlflow.note.content": markdown})
 
     def flush(self, timeout_s: float = 30.0) -> bool:
-        """Wait until everything so far has arrived, at most `timeout_s` seconds; return whether it has."""
+        """Wait at most `timeout_s` seconds until all records so far have arrived; return whether they did."""
         return True
 
     def close(self) -> None:
@@ -154,7 +154,7 @@ class Tracker:
 
 
 def as_floats(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics as plain numbers: a record is written as JSON."""
+    """Return metrics as Python floats: JSON takes no numpy or torch scalars."""
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -165,12 +165,12 @@ def as_shown(values: Mapping[str, str]) -> dict[str, str]:
 
 @lru_cache(maxsize=4096)
 def safe_name(name: str) -> str:
-    """Return `name`, or, where MLflow would refuse it, a readable substitute that no other name gets. MLflow
-    takes letters, digits and `_-./: `, at most 250, and no empty part between slashes."""
+    """Return `name`, or, if MLflow would refuse it, a readable substitute that no other name gets. MLflow
+    accepts at most 250 letters, digits and `_-./: `, and no empty part between slashes."""
     parts = [part for part in _STRANGE.sub("_", name).split("/") if part not in ("", ".", "..")]
     safe = "/".join(parts).strip() or "_"
     if safe == name and len(name) <= _MAX:
         return name
     digest = hashlib.sha256(name.encode()).hexdigest()[:6]
-    # The digest keeps apart what looks the same by now: `loss(a)` and `loss[a]`.
+    # The digest separates names that are equal by now: both `loss(a)` and `loss[a]` became `loss_a_`.
     return f"{safe[: _MAX - 7]}-{digest}"

@@ -1,4 +1,4 @@
-"""The runs that are compared, as MLflow has them; and the page that compares them, put into MLflow."""
+"""Reads the runs to compare from MLflow, and logs the comparison page to MLflow."""
 
 import json
 import tempfile
@@ -19,26 +19,26 @@ from dphybrid.tracking.writer import RESULT, run_path, view_path
 from dphybrid.util.errors import UserError
 
 _MAX_RUNS = 256
-"""More runs than this make no readable page; a sweep has no more cells."""
+"""With more runs the page is unreadable; a sweep has at most so many trainings."""
 _NEWEST_RUNS = 24
-"""How many runs of an experiment are compared where none are named."""
+"""How many runs of an experiment are compared if the user names none."""
 
 _PAGE = 1000
 _MAX_POINTS, _MAX_VALUE = 600, 1e308
-"""Points of a curve that the page keeps; what MLflow makes of an infinite value is larger than the other."""
+"""The most points of a curve on the page; MLflow stores an infinite value as a number above `_MAX_VALUE`."""
 
 _KIND_TAG, _REPLICAS_TAG = "dphybrid.kind", "dphybrid.replicas"
 _COMPARISONS = "{} comparisons"
-"""Name of the experiment that holds the comparisons of another one's runs, so that they do not stand among
-the trainings."""
+"""Name of the experiment for comparisons of another experiment's runs: they must not mix with trainings."""
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a comparison needs of one run, or of several that differ in their seed alone.
+    """The facts about one run, or about several that differ only in their seed, that a comparison needs.
 
-    curves: metric -> points (step, seconds since the start, value). stages_ms: stage -> milliseconds of an
-    average step. spread: metric -> standard deviation over the seeds.
+    splits: (replica, block) -> shape of its share of a full batch. stages_ms: stage -> milliseconds of an
+    average step. curves: metric -> points (step, seconds since the start, value). spread: metric -> standard
+    deviation over the seeds.
     """
 
     run_id: str
@@ -63,14 +63,15 @@ class RunFacts:
 
 
 def read_runs(store_uri: str, run_ids: Sequence[str]) -> list[RunFacts]:
-    """Return what is on record of runs, in the order given. Raises UserError."""
+    """Return the recorded facts of runs, in the given order. Raises UserError for a run that cannot be read,
+    and for fewer than two or too many runs."""
     client = MlflowClient(tracking_uri=store_uri)
     unique = list(dict.fromkeys(run_ids))
     if len(unique) < 2:
         there = f"there is one: {unique[0]}" if unique else "there are none that have finished"
         raise UserError(f"a comparison needs at least two runs, and {there}")
     if len(unique) > _MAX_RUNS:
-        raise UserError(f"{len(unique)} runs make no readable page; name at most {_MAX_RUNS}")
+        raise UserError(f"{len(unique)} runs do not fit on one page; name at most {_MAX_RUNS}")
     return [_read_run(client, store_uri, run_id) for run_id in unique]
 
 
@@ -80,7 +81,7 @@ def _read_run(client: MlflowClient, store_uri: str, run_id: str) -> RunFacts:
     except MlflowException as error:
         raise UserError(f"run {run_id!r}: cannot be read ({str(error).splitlines()[0][:200]})") from error
     metrics = dict(run.data.metrics)
-    # More than six panels are no page to read, and each curve is a call to the server.
+    # At most six: more panels are hard to read, and each curve costs a call to the server.
     chosen = [name for name in metrics if name == "train/loss" or name.startswith("valid/")][:6]
     begin, tags = run.info.start_time, run.data.tags.items()
     changed = {tag[len(CHANGED_TAG) :]: both for tag, both in tags if tag.startswith(CHANGED_TAG)}
@@ -101,18 +102,19 @@ def _read_run(client: MlflowClient, store_uri: str, run_id: str) -> RunFacts:
 
 
 def _curve(history: Sequence[Metric], begin_ms: int) -> list[tuple[float, float, float]]:
-    """Return a curve's finite points, so many of them at even distances as a screen shows, the last one among
-    them."""
+    """Return a curve's finite points, thinned out evenly to the number that a screen shows; the last point is
+    kept."""
     points = sorted((float(p.step), (p.timestamp - begin_ms) / 1000, p.value) for p in history)
     points = [point for point in points if abs(point[2]) < _MAX_VALUE]
     stride = -(-len(points) // _MAX_POINTS) or 1
+    # Counted from the end, so that the last point is one of them.
     return points[::-1][::stride][::-1]
 
 
 def _full_split(table: Mapping[str, Any]) -> dict[tuple[int, str], str]:
     """Return the shapes of the first split by replica and block, from a run's table of splits."""
     rows = [dict(zip(table["columns"], values, strict=True)) for values in table.get("data", [])]
-    # Splits are numbered by their first steps, and a training begins with a full batch.
+    # Splits are numbered in the order of their first steps, and the first batch of a training is full.
     return {(row["replica"], row["block"]): row["split"] for row in rows if row["number"] == 1}
 
 
@@ -123,23 +125,23 @@ def _read_page(client: MlflowClient, run_id: str, name: str) -> Any:
                 Path(client.download_artifacts(run_id, name, folder)).read_text(encoding="utf-8")
             )
         except (MlflowException, OSError, ValueError):
-            return None  # the run has none, or has not got so far
+            return None  # the run has no such page, or not yet
 
 
 def find_runs(
     store_uri: str, experiment: str, wanted: Sequence[str] = (), sweep: str | None = None
 ) -> list[str]:
-    """Return the ids of runs: those wanted (ids or names), the finished ones of a sweep, or else the newest
-    finished ones of the experiment; oldest first.
+    """Return the ids of the runs in `wanted` (ids or names), in that order; otherwise of the finished runs of
+    a sweep, or of the newest finished runs of the experiment, oldest first.
 
-    Raises UserError for a name that is not there, with those that are.
+    Raises UserError for an experiment, run or sweep that does not exist, with the names of those that do.
     """
     client = MlflowClient(tracking_uri=store_uri)
     found = client.get_experiment_by_name(experiment)
     if found is None:
         there = ", ".join(e.name for e in client.search_experiments(view_type=ViewType.ACTIVE_ONLY)) or "none"
         raise UserError(f"experiment {experiment!r}: is not at {store_uri}; there: {there}")
-    # Page by page: MLflow gives a thousand at most, and the run that is wanted may be an older one.
+    # Page by page: one call returns at most a thousand runs, and a wanted run may be older than those.
     every = get_results_from_paginated_fn(
         lambda count, token: client.search_runs(
             [found.experiment_id], "", max_results=count, page_token=token
@@ -150,6 +152,7 @@ def find_runs(
     runs = [run for run in runs if run.data.tags.get(_KIND_TAG) != "summary"]
     if wanted:
         ids = [run.info.run_id for run in runs]
+        # Of several runs with one name the newest counts; an id wins over a name.
         by_name = {run.info.run_name: run.info.run_id for run in runs} | dict(zip(ids, ids, strict=True))
         unknown = [name for name in wanted if name not in by_name]
         if unknown:
@@ -169,8 +172,8 @@ def find_runs(
 
 
 def page_path(uri: str, experiment: str, run: str | None) -> str:
-    """Return what follows `#` in the address of a run (name or id), or of all runs. Raises UserError when
-    there is none of that name."""
+    """Return the part after `#` in the address of a run (name or id), or of all runs. Raises UserError if no
+    run has that name."""
     client = MlflowClient(tracking_uri=uri)
     if run is None:
         found = client.get_experiment_by_name(experiment)
@@ -183,8 +186,8 @@ def page_path(uri: str, experiment: str, run: str | None) -> str:
 def log_comparison(
     store_uri: str, experiment: str, store: Path, page: Path, run_ids: Sequence[str], sweep: str | None
 ) -> tuple[str, str]:
-    """Put a written comparison into a run of its own, in the experiment beside that of the runs compared;
-    return that run's id and where its page is."""
+    """Log a written comparison as a run in the experiment for comparisons (`_COMPARISONS`); return that run's
+    id and address."""
     client = MlflowClient(tracking_uri=store_uri)
     experiment_id = find_experiment(client, store_uri, _COMPARISONS.format(experiment), store)
     name = f"comparison of {sweep}" if sweep else f"comparison of {len(run_ids)} runs"

@@ -1,7 +1,8 @@
-"""A comparison of runs: what differs, speed against a baseline run, splits; as text for a terminal, and as a
-page, one file with its numbers and plotly in it: no server, no network.
+"""A comparison of runs: differing values, speed relative to a baseline run, and splits; as text for a
+terminal, or as a page. The page is one file with its data and plotly inside: it needs no server and no
+network.
 
-A row of a table is a run, or several that differ in their seed alone, beside its members.
+A row of the first table is a run, or the mean of several that differ only in their seed.
 """
 
 import difflib
@@ -23,16 +24,16 @@ from dphybrid.util.errors import UserError
 from dphybrid.util.text import printable
 
 _Cell = tuple[str, float | None]
-"""What a table shows of a run, and the number behind it, where it is one."""
+"""The text of a table's cell, and its number, or None if the text is not a number."""
 
 _DEVICES, _SEED = "devices", "train.seed"
 _FIRST_PARAMS = ("recipe", _DEVICES, "train.batch_size")
 _NOT_CONFIG = ("size.", "split.")
 _SAME_SPEED = (_SEED, "checkpoint.register_as")
-"""What may differ between runs without being a reason for another baseline."""
+"""Params that may differ between a run and its baseline, as they do not change the speed."""
 
 _Figure = dict[str, Any]
-_COLOURS = (*qualitative.T10, *qualitative.Bold)  # more of them than a step has stages
+_COLOURS = (*qualitative.T10, *qualitative.Bold)  # more colours than a step has stages
 _LAYOUT: _Figure = {
     "margin": {"l": 55, "r": 15, "t": 35, "b": 45},
     "font": {"size": 13},
@@ -40,17 +41,18 @@ _LAYOUT: _Figure = {
     "legend": {"orientation": "h", "y": -0.25},
 }
 _BEST_COLUMNS = {"samples/s": max, "step p50, ms": min}
-_VIRTUAL = " Virtual devices share their hardware: they show what splitting costs, not what more GPUs bring."
+_VIRTUAL = " Virtual devices share hardware: they show the cost of splitting, not the gain from more GPUs."
 
 _Rows = Sequence[tuple[RunFacts, Sequence[RunFacts]]]
+"""For each row of a table, the run that it shows and the runs that this one summarizes."""
 
 
 @dataclass(frozen=True)
 class _Speed:
-    """A run's speed against that of its baseline. efficiency: a device, None where runs differ in something
-    else than devices.
+    """A run's speed relative to its baseline. efficiency: the speed-up for each device; None if the runs are
+    not compared by devices.
 
-    among: what else differs between runs, and is the same in these.
+    among: the other differing params, which have these values in the run and in its baseline.
     """
 
     ratio: float
@@ -68,18 +70,18 @@ def param_of(group_by: str, runs: Sequence[RunFacts]) -> str:
 
 
 def _differing(runs: Sequence[RunFacts]) -> list[str]:
-    """Return the params that differ between runs: devices first, the seed last. Left out are those that
-    follow from another one, and between recipes those that one of them lacks."""
+    """Return the params that differ between runs: devices first, the seed last. Leaves out derived values
+    (`_NOT_CONFIG`) and, if the recipes differ, params that not all of them have."""
     sets = [{name for name in run.params if not name.startswith(_NOT_CONFIG)} for run in runs]
     recipes = {run.value("recipe") for run in runs}
-    # Two recipes have fields that the other lacks: each of them would be a column that says nothing.
+    # A param that only one recipe has would be a column that is empty for the others.
     names = sorted(set.intersection(*sets) if len(recipes) > 1 else set().union(*sets))
     found = [name for name in names if len({run.value(name) for run in runs}) > 1]
     return sorted(found, key=lambda name: (name == _SEED, name != _DEVICES))
 
 
 def _ordered(runs: Sequence[RunFacts], param: str) -> list[RunFacts]:
-    """Return runs by their value of `param`: fewest devices first, then by number, then by text."""
+    """Return runs sorted by their value of `param`: devices by their number, numbers before texts."""
 
     def order(run: RunFacts) -> tuple[int, float, str, datetime]:
         value = run.value(param)
@@ -89,20 +91,20 @@ def _ordered(runs: Sequence[RunFacts], param: str) -> list[RunFacts]:
 
 
 def _speeds(runs: Sequence[RunFacts], param: str) -> dict[str, _Speed]:
-    """Return run id -> speed. The baseline is the first value of `param` among runs that agree in all else
-    that differs; a run without a partner that has another value has no speed-up."""
+    """Return run id -> speed. Runs are compared only if their other params are equal. Of those, the baseline
+    is the first value of `param`; if all have the same value, they have no speed-up."""
     found = {}
     names = [name for name in _differing(runs) if name != param and name not in _SAME_SPEED]
-    for same, members in _grouped(_ordered(runs, param), names).items():
-        among = ", ".join(f"{name}={value}" for name, value in zip(names, same, strict=True))
+    for values, members in _grouped(_ordered(runs, param), names).items():
+        among = ", ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
         first = members[0].value(param)
         timed = {run.run_id: (run, run.samples_per_s) for run in members if run.samples_per_s}
         base = [speed for run, speed in timed.values() if run.value(param) == first]
         if base and len(base) < len(timed):
             for run_id, (run, speed) in timed.items():
                 ratio = speed / statistics.median(base)
-                fair = ratio * members[0].replicas / run.replicas if param == _DEVICES else None
-                found[run_id] = _Speed(ratio, fair, among)
+                efficiency = ratio * members[0].replicas / run.replicas if param == _DEVICES else None
+                found[run_id] = _Speed(ratio, efficiency, among)
     return found
 
 
@@ -114,8 +116,8 @@ def _grouped(runs: Sequence[RunFacts], params: Sequence[str]) -> dict[tuple[str,
 
 
 def _seeds_as_one(runs: Sequence[RunFacts]) -> list[tuple[RunFacts, list[RunFacts]]]:
-    """Return runs that differ in their seed alone, or in nothing, as one, beside its members: with the
-    medians of times and speeds, and the means of the other metrics."""
+    """Merge runs that differ only in their seed, or in nothing, into one with the medians of times and speeds
+    and the means of the other metrics; return each merged run with its members."""
     names = [name for name in _differing(runs) if name != _SEED]
     rows = []
     for values, members in _grouped(runs, names).items():
@@ -135,7 +137,7 @@ def _merged(words: Sequence[str], members: Sequence[RunFacts]) -> RunFacts:
         name=" · ".join(words),
         url="",
         params={**members[0].params, _SEED: words[-1]},
-        # One slow run would move a mean of times.
+        # Medians of times, because one slow run would move their mean.
         metrics={
             name: (statistics.median if name.startswith("summary/") else statistics.fmean)(values)
             for name, values in numbers.items()
@@ -149,8 +151,8 @@ def _merged(words: Sequence[str], members: Sequence[RunFacts]) -> RunFacts:
 
 
 def _overview(runs: Sequence[RunFacts], param: str) -> dict[str, list[_Cell]]:
-    """Return a table's columns by title, with a cell for each run: its name, differing values, metrics and
-    speed."""
+    """Return title -> a cell for each run: its name, differing values, metrics and speed. Empty columns are
+    left out."""
     speed = _speeds(runs, param)
     found = [speed.get(run.run_id) for run in runs]
     finals = sorted({name for run in runs for name in run.metrics if name.startswith("final/")})
@@ -164,6 +166,7 @@ def _overview(runs: Sequence[RunFacts], param: str) -> dict[str, list[_Cell]]:
         **{name.removeprefix("final/"): [_cell(run, name) for run in runs] for name in finals},
         "samples/s": [_cell(run, "summary/samples_per_s_median") for run in runs],
         "speed-up": [
+            # "-": the run was timed but has no baseline
             (f"{own.ratio:.2f}", own.ratio) if own else ("-", None) if run.samples_per_s else none
             for run, own in zip(runs, found, strict=True)
         ],
@@ -185,8 +188,8 @@ def _cell(run: RunFacts, metric: str) -> _Cell:
 
 
 def _split_table(runs: Sequence[RunFacts]) -> tuple[list[str], dict[tuple[str, ...], list[str]]]:
-    """Return the replicas, and, by their shapes in and out of the first, that is the full, batch, the runs
-    that were split so."""
+    """Return the titles of a table's lines (replica and block) and, for each distinct split of a full batch
+    (the shapes, one a line), the names of the runs that were split like this."""
     places = sorted({place for run in runs for place in run.splits})
     alike: dict[tuple[str, ...], list[str]] = {}
     for run in runs:
@@ -195,10 +198,11 @@ def _split_table(runs: Sequence[RunFacts]) -> tuple[list[str], dict[tuple[str, .
 
 
 def text_of(runs: Sequence[RunFacts], param: str) -> str:
-    """Return a comparison for a terminal: the overview, what all runs share, and the largest stages of
-    each."""
+    """Return a comparison for a terminal: the overview, the params that all runs share, and the largest
+    stages of each run."""
     runs = _ordered(runs, param)
     table = _overview(runs, param)
+    # `lr` instead of `train.lr`, unless two columns would have the same title.
     leaves = [name.rpartition(".")[2] for name in table]
     columns = []
     for (name, cells), leaf in zip(table.items(), leaves, strict=True):
@@ -211,7 +215,7 @@ def text_of(runs: Sequence[RunFacts], param: str) -> str:
     common = [name for name in _FIRST_PARAMS if name in facts and name not in unequal]
     notes = [f"the same in all: {', '.join(f'{n} {printable(facts[n])}' for n in common)}"] if common else []
     if "speed-up" in table:
-        notes.append(f"speed-up: relative to the first value of {param}, runs equal in all else but the seed")
+        notes.append(f"speed-up: relative to the first value of {param}, other params equal except the seed")
     for run in runs:
         total = sum(run.stages_ms.values())
         largest = sorted(run.stages_ms.items(), key=lambda item: -item[1])[:4]
@@ -229,15 +233,15 @@ def _as_number(value: str) -> float | None:
 
 
 def _number(value: float | None) -> str:
-    """Return a number with four digits that count, or nothing."""
+    """Return a number with four significant digits, or ""."""
     if value is None:
         return ""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def write_comparison(runs: Sequence[RunFacts], folder: Path, group_by: str) -> Path:
-    """Write the comparison of runs into `folder` and return its page. Raises UserError for a param that no
-    run has."""
+    """Write the comparison page into `folder`; return its path. Raises UserError for a param that no run
+    has."""
     from plotly.offline import get_plotlyjs
 
     param = param_of(group_by, runs)
@@ -265,8 +269,8 @@ def write_comparison(runs: Sequence[RunFacts], folder: Path, group_by: str) -> P
 
 
 def _table(rows: _Rows, param: str) -> _Figure:
-    """Return the table of runs: its titles, and for each row its colour, link, members and cells (text, is it
-    a number, is it the best)."""
+    """Return the table of runs for the template: titles, and for each row its colour, link, members and cells
+    (text, whether it is a number, whether it is the best)."""
     runs = [run for run, _ in rows]
     columns = _overview(runs, param)
     finals = {name.removeprefix("final/") for run in runs for name in run.metrics if "final/" in name}
@@ -274,7 +278,7 @@ def _table(rows: _Rows, param: str) -> _Figure:
     shown = []
     for title, cells in columns.items():
         known = [(value, text) for text, value in cells if value is not None]
-        # By its text: of numbers that look the same none is better.
+        # The best cells are found by their text: of numbers that look equal, all are the best.
         _, winner = best[title](known) if title in best and len(known) > 1 else (None, None)
         shown.append([(text, value is not None, text == winner) for text, value in cells])
     return {
@@ -298,14 +302,14 @@ def _charts(rows: _Rows, param: str) -> dict[str, tuple[str, str, _Figure]]:
     made = {
         "speed": (
             "Speed",
-            f"Speed-up relative to the first value of {param}, for runs equal in all else but the seed."
+            f"Speed-up relative to the first value of {param}; other params are equal, except for the seed."
             + virtual,
             _speed(runs, param),
         ),
         "stages": ("Where a step's time goes", "Mean milliseconds of a step, by stage.", _stages(runs)),
         "curves": (
             "Metrics",
-            "Click a name to hide its curves, twice to see them alone.",
+            "Click a name to hide its curves; double-click to see only them.",
             _curves(rows, param),
         ),
     }
@@ -313,8 +317,8 @@ def _charts(rows: _Rows, param: str) -> dict[str, tuple[str, str, _Figure]]:
 
 
 def _colours(runs: Sequence[RunFacts], param: str) -> list[str]:
-    """Return a colour for each run by its value of `param`; runs with equal values differ all the same, else
-    no curve could be told from another."""
+    """Return a colour for each run: one for each value of `param`; if all have the same value, one for each
+    run, so that their curves can be told apart."""
     values = list(dict.fromkeys(run.value(param) for run in runs))
     places = [values.index(run.value(param)) for run in runs] if len(values) > 1 else range(len(runs))
     return [_COLOURS[place % len(_COLOURS)] for place in places]
@@ -325,7 +329,7 @@ def _figure(data: list[_Figure], **layout: Any) -> _Figure:
 
 
 def _plain(text: object) -> str:
-    """Return a text that plotly shows as it is: it reads a little HTML in names."""
+    """Return a text escaped for plotly, which interprets some HTML in names."""
     return html.escape(str(text), quote=False)
 
 
@@ -362,7 +366,7 @@ def _speed(runs: Sequence[RunFacts], param: str) -> _Figure:
 
 
 def _stages(runs: Sequence[RunFacts]) -> _Figure:
-    """Draw a stacked bar a run, the largest stage first."""
+    """Draw a stacked bar for each run, the largest stage first."""
     timed = [run for run in runs if run.stages_ms]
     totals: Any = Counter()
     for run in timed:
@@ -376,7 +380,7 @@ def _stages(runs: Sequence[RunFacts]) -> _Figure:
             "orientation": "h",
             "name": _plain(stage),
             "marker": {"color": _COLOURS[number % len(_COLOURS)]},
-            # By places, not names: two runs of one name would be one bar.
+            # Numbers, not names: plotly would stack two runs of one name into one bar.
             "y": places,
             "x": [run.stages_ms.get(stage, 0.0) for run in timed],
             "text": names,
@@ -391,7 +395,7 @@ def _stages(runs: Sequence[RunFacts]) -> _Figure:
 
 
 def _curves(rows: _Rows, param: str) -> _Figure:
-    """Draw a panel a metric and in it a curve a run, over steps or seconds."""
+    """Draw a panel for each metric with a curve for each run, over steps or seconds."""
     names = sorted({name for _, members in rows for run in members for name in run.curves}, reverse=True)
     drawn = [
         (row, colour, number, points)
@@ -409,7 +413,7 @@ def _curves(rows: _Rows, param: str) -> _Figure:
             "yaxis": f"y{number}",
             "name": _plain(row.name),
             "legendgroup": row.run_id,
-            "showlegend": listed.index(row.run_id) == place,  # a row's first curve stands for all of them
+            "showlegend": listed.index(row.run_id) == place,  # one entry for all curves of a row
             "line": {"color": colour, "width": 2},
             "mode": "lines+markers" if len(points) < 30 else "lines",
             "hovertemplate": f"{_plain(row.name)}<br>%{{x}}: %{{y:.5g}}<extra></extra>",
@@ -417,7 +421,7 @@ def _curves(rows: _Rows, param: str) -> _Figure:
         for place, (row, colour, number, points) in enumerate(drawn)
     ]
     columns, lines = min(2, len(names)), -(-len(names) // 2)
-    # standoff: else plotly writes a title over long tick labels
+    # standoff: otherwise plotly writes a title over long tick labels
     titles = [{"text": _plain(name), "standoff": 8} for name in names]
     axes = {f"yaxis{n}": {"title": title, "automargin": True} for n, title in enumerate(titles, start=1)}
     types = {kind: {f"yaxis{n}.type": kind for n in range(1, len(names) + 1)} for kind in ("linear", "log")}

@@ -1,4 +1,4 @@
-"""A run's record as plain files in its folder, where MLflow is not installed or not wanted."""
+"""A run's record as plain files in its folder, if MLflow is not installed or not wanted."""
 
 import json
 import os
@@ -12,14 +12,14 @@ from dphybrid.tracking.report import REPORT_PAGE
 from dphybrid.util.files import write_bytes, write_json, write_text
 
 FILES = "files"
-"""The tracking URI that asks for it."""
+"""The tracking URI that selects plain files."""
 
 
 class FileTracker(Tracker):
     """Writes `record/` in the run's folder below `runs`; a run's id is its folder's name.
 
-    `run.json` has the run's params, tags, summary and status, `metrics.jsonl` a line for each call of
-    `log_metrics`: {"step": 10, "train/loss": 0.3}. Texts, figures and tables are files by their names.
+    `run.json` holds the run's params, tags, summary and status; `metrics.jsonl` one line for each call of
+    `log_metrics`: {"step": 10, "train/loss": 0.3}. Texts, figures and tables are files of their own.
     Checkpoints stay where they are, and nothing is registered.
     """
 
@@ -58,18 +58,18 @@ class FileTracker(Tracker):
 
     def attach(self, run_id: str) -> None:
         self.run_id = run_id
-        if (
-            not run_id or not (self._folder / "run.json").is_file()
-        ):  # a run that recorded nothing, or elsewhere
+        # The run's earlier attempts may have recorded nothing, or in MLflow: then this one records nothing.
+        if not run_id or not (self._folder / "run.json").is_file():
             self.run_id = ""
             return
         self._page = json.loads((self._folder / "run.json").read_text(encoding="utf-8"))
         metrics = self._folder / "metrics.jsonl"
         whole = metrics.read_text(encoding="utf-8").splitlines(True) if metrics.is_file() else []
-        if whole and not whole[-1].endswith("\n"):  # cut off by a crash
+        # A crash in mid write leaves half a line; the next line would be appended to it.
+        if whole and not whole[-1].endswith("\n"):
             write_text(metrics, "".join(whole := whole[:-1]))
         rows = [json.loads(line) for line in whole]
-        # A resumed run takes the steps after its checkpoint again; their lines are there.
+        # A resumed run repeats the steps after its checkpoint, whose metrics are in the file already.
         self._recorded = {(row["step"], name) for row in rows for name in row}
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
@@ -96,12 +96,12 @@ class FileTracker(Tracker):
             self._write()
         elif content is not None:
             write_bytes(self._place(record["folder"], record["name"]), content)
-        # What lies in the run's folder is beside the record already.
+        # Files in the run's own folder need no copy: the record is in the same folder.
         elif op == "file" and not (path := Path(record["path"])).is_relative_to(own):
             shutil.copy(path, self._place(record["folder"], path.name))
 
     def set_description(self, markdown: str) -> None:
-        """Here the report is a page of its own."""
+        """Do nothing: the report is a page of its own here."""
 
     def keep(self) -> None:
         if self.run_id and (metrics := self._folder / "metrics.jsonl").is_file():

@@ -1,4 +1,4 @@
-"""Loads checkpoints back from MLflow: by model, by registered name and alias, or as a plain folder."""
+"""Finds the folder of a checkpoint: in MLflow by model or by registered name and alias, or on the disk."""
 
 import atexit
 import os
@@ -17,8 +17,8 @@ from dphybrid.util.errors import UserError
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Raise a UserError of the block as MLflow's own: its scoring server answers by a 400 with the message
-    alone. For other errors it sends a stack trace."""
+    """Raise a UserError of the block as an MlflowException, which MLflow's scoring server answers with a 400
+    and the message alone. For other errors it sends a stack trace."""
     from mlflow.exceptions import MlflowException
     from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
 
@@ -50,8 +50,8 @@ def checkpoint_folder(uri: str, tracking_uri: str | None = None) -> Path:
 
 
 def _location(uri: str, tracking_uri: str | None) -> str:
-    """Return where the files of `models:/...` lie, asking `tracking_uri` alone: MLflow's own look-up asks the
-    process-wide store."""
+    """Return where the files of `models:/...` are stored. Asks only `tracking_uri`; MLflow's own look-up
+    would ask the store that is set for the whole process."""
     from mlflow import MlflowClient
 
     client = MlflowClient(tracking_uri, registry_uri=tracking_uri)
@@ -71,13 +71,13 @@ def _location(uri: str, tracking_uri: str | None) -> str:
             location = (
                 client.get_logged_model(found.model_id).artifact_location if found.model_id else found.source
             )
-        case _:  # MLflow would ask, and make, a store in the current folder
+        case _:  # refused here: MLflow would make a store in the current folder and look there
             raise UserError(f"{uri}: write models:/NAME@champion, models:/NAME/VERSION or models:/m-ID")
     return str(location)
 
 
 class _LeftOut(BaseModel):
-    """A file that was too large to upload, as the page of left-out files names it."""
+    """A file that was too large to upload, as listed in `LEFT_OUT`."""
 
     name: str
     path: Path
@@ -86,7 +86,7 @@ class _LeftOut(BaseModel):
     block_sums: str = ""
 
     def check(self) -> None:
-        """Raise UserError when the file is gone, or another one by now."""
+        """Raise UserError when the file no longer exists or has changed since."""
         if not self.path.is_file():
             raise UserError(
                 f"{self.path}: is not here, and with {self.bytes / 2**20:.0f} MiB it was too large to "
@@ -101,8 +101,7 @@ class _LeftOut(BaseModel):
 
 
 def _with_left_out(root: Path) -> Path:
-    """Return the model's folder with the files that were too large to upload, from where the run left
-    them."""
+    """Return the model's folder, completed by links to the files that were too large to upload."""
     page = root / LEFT_OUT
     if not page.is_file():
         return root
@@ -112,11 +111,14 @@ def _with_left_out(root: Path) -> Path:
         raise UserError(
             f"{page}: is damaged, or no list of a model's left-out files; this model is not loaded"
         ) from error
-    whole = Path(tempfile.mkdtemp(prefix="dphybrid-model-"))  # the downloaded folder may be the store's own
-    atexit.register(shutil.rmtree, whole, ignore_errors=True)  # links alone, and in use until then
+    # A new folder: `root` may be the store's own, which must not change. It holds links alone, and is in use
+    # until the process ends, as loaded tables stay mapped from it.
+    whole = Path(tempfile.mkdtemp(prefix="dphybrid-model-"))
+    atexit.register(shutil.rmtree, whole, ignore_errors=True)
     shutil.copytree(root, whole, copy_function=os.symlink, dirs_exist_ok=True)
     inside = (whole / "checkpoint").resolve()
     for entry in entries:
+        # The page may come from a stranger: `../` in a name must not lead out of the folder.
         target = inside / entry.name
         if not target.resolve().is_relative_to(inside) or target.resolve() == inside:
             raise UserError(

@@ -1,5 +1,5 @@
-"""Checkpoints of a run as LoggedModels, marked best or latest; and registered models, whose champion is given
-and taken back."""
+"""A run's checkpoints as LoggedModels, tagged best or latest; and registered models, with the alias
+`champion` that versions gain and lose."""
 
 import json
 import os
@@ -30,7 +30,7 @@ from dphybrid.util.errors import UserError
 _CHAMPION, _CHALLENGER = "champion", "challenger"
 _DECISION_TAG = "dphybrid.decision"
 _FORMER_TAG = "dphybrid.former_champions"
-"""Tag of a registered model: the versions that were champion before, oldest first."""
+"""Tag of a registered model: the numbers of earlier champions, oldest first."""
 _PAGE = 100
 _CHECKPOINT_TYPE = "dphybrid-checkpoint"
 _UID_TAG, _ROLE_TAG, _STEP_TAG = "dphybrid.uid", "dphybrid.role", "dphybrid.step"
@@ -38,8 +38,7 @@ _T = TypeVar("_T")
 
 
 class CheckpointModels:
-    """The LoggedModels of one run. upload_limit: bytes above which a file is logged by path and digest
-    alone."""
+    """The LoggedModels of one run. upload_limit: a file of more bytes is logged by path and digest alone."""
 
     def __init__(self, client: MlflowClient, tracking_uri: str, run_id: str, upload_limit: int) -> None:
         self._client, self._uri, self._run_id, self._limit = client, tracking_uri, run_id, upload_limit
@@ -48,25 +47,24 @@ class CheckpointModels:
         """Make MLflow hold exactly the checkpoints of `record["kept"]`, except that registered ones are never
         removed.
 
-        kept: {uid, name, step, folder, role, metrics (name -> value)} each. A folder that
-        is gone by now is left out.
+        kept: {uid, name, step, folder, role, metrics (name -> value)} for each checkpoint. One whose folder
+        no longer exists is skipped.
         """
-        there = self._logged()
+        logged = self._logged()
         wanted = {card["uid"]: card for card in record["kept"]}
-        # New ones before old ones go: who is killed in between leaves one too many, never none.
+        # Add before removing: a kill in between leaves one model too many, never none.
         for uid, card in wanted.items():
-            model = there.get(uid)
+            model = logged.get(uid)
             if model is None and (Path(card["folder"]) / "state.json").is_file():
                 self._create(card, record["dataset"])
             elif model is not None and model.tags.get(_ROLE_TAG) != card["role"]:
                 self._client.set_logged_model_tags(model.model_id, {_ROLE_TAG: card["role"]})
-        for uid, model in there.items():
+        for uid, model in logged.items():
             if uid not in wanted and not {"dphybrid.registered", "mlflow.modelVersions"} & model.tags.keys():
                 self._remove(model)
 
     def register(self, record: Record) -> None:
-        """Make the checkpoint `uid` a new version of the registered model `name`; `alias` points to it from
-        now on."""
+        """Make the checkpoint `uid` a new version of the registered model `name`, and point `alias` to it."""
         model = self._logged().get(record["uid"])
         if model is None:
             raise KeyError(f"checkpoint {record['uid']} is not on record")
@@ -77,6 +75,7 @@ class CheckpointModels:
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
+        # The record may come twice, after a crash: then the version exists already.
         versions = _versions_of(self._client, name)
         version = next((v for v in versions if v.source == model.artifact_location), None)
         if version is None:
@@ -86,7 +85,7 @@ class CheckpointModels:
                 run_id=self._run_id,
                 model_id=model.model_id,
                 description=_description(run.info.run_name, model),
-                # Else the client asks for up to five minutes whether the version is ready.
+                # Otherwise the client polls for up to five minutes until the version is ready.
                 await_creation_for=0,
             )
             self._client.set_logged_model_tags(
@@ -94,12 +93,12 @@ class CheckpointModels:
             )
         aliases = [record["alias"]]
         if not versions:
-            aliases.append("champion")  # the first of its name has nobody to be compared with
+            aliases.append("champion")  # a first version has no champion to be compared with
         for alias in filter(None, aliases):
             self._client.set_registered_model_alias(name, alias, version.version)
 
     def _logged(self) -> dict[str, LoggedModel]:
-        """Return the run's finished models by uid; what a crash left half-made is removed."""
+        """Return the run's finished models by uid; remove those that a crash left unfinished."""
         experiment = self._client.get_run(self._run_id).info.experiment_id
         of_run = f"source_run_id = '{self._run_id}'"
         found: dict[str, LoggedModel] = {}
@@ -121,7 +120,7 @@ class CheckpointModels:
         run = self._client.get_run(self._run_id)
         model = self._client.create_logged_model(
             run.info.experiment_id,
-            # MLflow takes none of these; a recipe's import path has two
+            # MLflow allows none of these characters; a recipe's import path (`module:NAME`) has `:` and `.`.
             name=re.sub(r"[/:.%\"']+", "-", card["name"]),
             source_run_id=self._run_id,
             params={"step": str(card["step"]), "folder": card["folder"]},
@@ -130,7 +129,7 @@ class CheckpointModels:
         )
         try:
             self._put_files(model, Path(card["folder"]))
-        except FileNotFoundError:  # removed by the run's own retention while it was being copied
+        except FileNotFoundError:  # the run itself removed the checkpoint while it was being copied
             self._remove(model)
             return
         self._client.log_outputs(self._run_id, [LoggedModelOutput(model.model_id, step=card["step"])])
@@ -143,13 +142,13 @@ class CheckpointModels:
         ]
         if points:
             self._client.log_batch(self._run_id, metrics=points)
-        # last: what is not READY is made again after a crash
+        # Last: after a crash, `_logged` removes a model that is not READY, and it is made again.
         self._client.finalize_logged_model(model.model_id, "READY")
 
     def _point(self, name: str, value: float, step: int) -> Metric | None:
-        """Return the newest point of the run's curve, up to a step, that has this value. It has arrived, as
-        records are sent in order; logged again, MLflow shows it on the model, too, and not twice on the
-        run."""
+        """Return the newest point of the run's curve with this value, at or before `step`. If the same point
+        is logged again with the model's id, MLflow shows it on the model, too, but not twice on the run."""
+        # The point has arrived before this record: records are sent in order.
         curve = self._client.get_metric_history(self._run_id, name)
         same = [point for point in curve if point.step <= step and repr(point.value) == repr(value)]
         return max(same, key=lambda point: (point.step, point.timestamp), default=None)
@@ -165,15 +164,15 @@ class CheckpointModels:
             page.save(str(target / "MLmodel"))
             self._copy(folder, target, uploads=False)
             return
-        # on the same disk: links, no copies
+        # Beside the checkpoint, on the same disk, so that the files can be linked instead of copied.
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".upload-") as scratch:
             page.save(str(Path(scratch) / "MLmodel"))
             self._copy(folder, Path(scratch), uploads=True)
             self._client.log_model_artifacts(model.model_id, scratch)
 
     def _copy(self, folder: Path, target: Path, uploads: bool) -> None:
-        """Link the checkpoint's files into `target`; a large one that would have to be copied or uploaded is
-        named in a page instead."""
+        """Link or copy the checkpoint's files into `target`. A file above the upload limit that would have to
+        be copied or uploaded is listed in `LEFT_OUT` instead."""
         page = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         sums = {kind: page.get(kind, {}) for kind in SUMS}
         left_out: list[dict[str, object]] = []
@@ -192,21 +191,22 @@ class CheckpointModels:
 
         try:
             shutil.copytree(folder, target / "checkpoint", copy_function=put)
-        except shutil.Error as error:
+        except shutil.Error as error:  # copytree collects the errors of all files in one of its own
             raise FileNotFoundError(str(error)) from error
         if left_out:
             (target / LEFT_OUT).write_text(json.dumps(left_out, indent=1), encoding="utf-8")
 
     def _remove(self, model: LoggedModel) -> None:
-        # The files first: of a model that is gone nobody would know where they lie.
+        # The files first: after a kill in between, the model still tells where its files are.
         with suppress(OSError):  # the folder may never have been made
             get_artifact_repository(model.artifact_location, tracking_uri=self._uri).delete_artifacts()
         self._client.delete_logged_model(model.model_id)
 
 
 def _versions_of(client: MlflowClient, name: str) -> list[ModelVersion]:
-    """Return the versions of a registered model, whatever quotes its name has: MLflow's filters know no
-    escapes."""
+    """Return the versions of a registered model, whose name may contain quotes."""
+    # MLflow's filters have no escapes. With both kinds of quotes in a name, `_` matches any character, and
+    # the last line drops other models that match.
     quote = '"' if "'" in name else "'"
     sign = "=" if quote not in name else "LIKE"
     named = f"name {sign} {quote}{name.replace(quote, '_')}{quote}"
@@ -217,8 +217,8 @@ def _versions_of(client: MlflowClient, name: str) -> list[ModelVersion]:
 
 
 def _description(run_name: str, model: LoggedModel) -> str:
-    """What the registry's page says of a version: its metrics on the validation split, which its narrow
-    column shows first, and where it comes from."""
+    """Return the description of a version on the registry's page: its validation metrics, first because the
+    column is narrow, and the run and step that it comes from."""
     values = {metric.key: metric.value for metric in model.metrics or []}
     shown = ", ".join(f"{name.removeprefix('valid/')} {value:.5g}" for name, value in sorted(values.items()))
     return f"{shown or 'not evaluated'} ({run_name}, step {model.tags[_STEP_TAG]})"
@@ -233,8 +233,8 @@ def _linked(source: str, target: str) -> bool:
 
 
 def _signature(folder: Path) -> ModelSignature | None:
-    """Return the columns that a checkpoint's model reads, where it reads a table: numbers or texts alike, as
-    `Predictor` takes both, and the numbers that it returns for each row."""
+    """Return the model's input columns and its outputs for each row; None if it does not read a table. The
+    inputs are of any type, as `Predictor` takes both numbers and texts."""
     info = json.loads((folder / "state.json").read_text(encoding="utf-8")).get("info", {})
     if "inputs" not in info:
         return None
@@ -246,8 +246,8 @@ def _signature(folder: Path) -> ModelSignature | None:
 
 @dataclass(frozen=True)
 class Version:
-    """A version of a registered model. run_tags: of the run that made it; decision: why it was promoted or
-    not, and what was decided later, "" before that."""
+    """A version of a registered model. run_tags: the tags of the run that trained it; decision: why it was
+    promoted or not, and all later decisions; "" before the first."""
 
     name: str
     number: str
@@ -279,12 +279,12 @@ class Registry:
         return ", ".join(map(str, sorted(int(version.version) for version in versions))) or "none"
 
     def newest(self, name: str) -> Version | None:
-        """Return the version made last, or None."""
+        """Return the version with the highest number, or None."""
         versions = self._asked(lambda: _versions_of(self._client, name))
         return self.version(name, str(max(int(v.version) for v in versions))) if versions else None
 
     def version(self, name: str, number: str) -> Version:
-        """Return a version. Raises UserError when there is none of that number."""
+        """Return a version by its number. Raises UserError if it does not exist."""
         found = self._asked(lambda: self._client.get_model_version(name, number))
         if found is None:
             raise UserError(
@@ -292,13 +292,13 @@ class Registry:
             )
         try:
             tags: dict[str, str] = dict(self._client.get_run(str(found.run_id)).data.tags)
-        except MlflowException:  # the run was deleted; the model is still good
+        except MlflowException:  # the run was deleted; the version can be used all the same
             tags = {}
         return Version(name, str(found.version), str(found.run_id), tags, found.tags.get(_DECISION_TAG, ""))
 
     def decide(self, version: Version, promote: bool, why: str) -> None:
-        """Write down why a version was promoted or not; if so, it is the champion from now on. A first
-        version, which is registered as the champion, is none any more when it was not promoted."""
+        """Write down why a version was promoted or not; if promoted, make it the champion. A version that is
+        the champion already, as the first one is from its registration, loses the alias if not promoted."""
         now, name = self.champion(version.name), version.name
         is_champion = now is not None and now.number == version.number
         if promote:
@@ -310,10 +310,10 @@ class Registry:
         self._add_decision(version, why)
 
     def roll_back(self, name: str, to: str | None = None) -> tuple[Version, Version]:
-        """Make the former champion, or version `to`, the champion again; return (the version it replaces, the
+        """Make the previous champion, or version `to`, the champion again; return (the replaced version, the
         new champion).
 
-        Raises UserError when nothing is there to go back to.
+        Raises UserError if there is no champion, or no previous one.
         """
         now, former = self.champion(name), self._former(name)
         if now is None:
@@ -335,7 +335,8 @@ class Registry:
         return now, target
 
     def _add_decision(self, version: Version, why: str) -> None:
-        """Write a decision behind those made about a version before; of very many the newest stay."""
+        """Append to the decisions about a version."""
+        # MLflow limits a tag's length; the oldest decisions are cut off.
         decisions = f"{version.decision}; {why}" if version.decision else why
         self._client.set_model_version_tag(version.name, version.number, _DECISION_TAG, decisions[-5000:])
 
@@ -351,12 +352,12 @@ class Registry:
         self._client.set_registered_model_tag(name, _FORMER_TAG, ",".join(numbers))
 
     def _asked(self, ask: Callable[[], _T]) -> _T | None:
-        """Return the server's answer, None where it says that something is not there. Raises UserError when
-        it does not answer."""
+        """Return the result of `ask`; None if MLflow has no such model or version. Raises UserError when the
+        server does not answer."""
         try:
             return ask()
         except MlflowException as error:
             if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
                 return None
-            told = str(error).splitlines()[0][:200]
-            raise UserError(f"MLflow's model registry at {self.uri} does not answer: {told}") from error
+            reason = str(error).splitlines()[0][:200]
+            raise UserError(f"MLflow's model registry at {self.uri} does not answer: {reason}") from error

@@ -1,4 +1,4 @@
-"""Opens the tracker: an MLflow server or database by URI, or the embedded store in a folder."""
+"""Opens the tracker: an MLflow server or database by its URI, or the embedded store in a folder."""
 
 import importlib.util
 import logging
@@ -24,12 +24,12 @@ _QUIET = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-    # The outbox is sent again for ever, so the client itself should give up soon.
+    # The sender itself retries for ever, so each of the client's calls should fail soon.
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
 }
-"""What MLflow reads from the environment where it says nothing else."""
+"""Environment variables for MLflow's client; a value that the user has set wins."""
 _REACH_SECONDS = 10
-"""How long to wait for a server's first answer before saying that it is not there."""
+"""How long to wait for the first answer of a server or database."""
 
 
 def open_tracker(
@@ -44,14 +44,15 @@ def open_tracker(
 ) -> Tracker:
     """Return a tracker for `experiment`.
 
-    tracking_uri: server or database; None: SQLite and a folder of artifacts in `store`, or files where MLflow
-    is not installed; "none": a tracker that records nothing; "files": plain files in the runs' folders below
-    `runs`.
-    upload_limit: bytes above which a file of a checkpoint is recorded by path and digest. must_answer: look
-    whether the server is there.
+    tracking_uri: server or database; None: SQLite and a folder of artifacts in `store`, or plain files if
+    MLflow is not installed; "none": a tracker that records nothing; "files": plain files in the runs' folders
+    below `runs`.
+    upload_limit: a checkpoint's file of more bytes is recorded by path and digest instead of being uploaded.
+    must_answer: check first that the server answers.
     detail: brief sends about 20 metrics and puts the finer ones into a table among the artifacts; full sends
-    all as metrics. Raises UserError when a server does not answer, and for the file stores that MLflow gave
-    up.
+    all as metrics.
+
+    Raises UserError when a server does not answer, and for file stores, which MLflow no longer writes.
     """
     if tracking_uri == "none":
         return Tracker()
@@ -67,28 +68,32 @@ def open_tracker(
     return MlflowTracker(uri, experiment, store, upload_limit, detail)
 
 
-@cache  # once: what a training has left behind is garbage, and must not be taken for imports
+# Cached, because `kept_from_gc` exempts every object alive at its end from garbage collection. A second call
+# after a training would exempt that training's leftovers, too.
+@cache
 def import_mlflow(tracking_uri: str | None) -> None:
-    """Import what recording at a place needs (as in `open_tracker`), which takes a second or two."""
+    """Import the part of MLflow that recording to `tracking_uri` needs (see `open_tracker`); this takes a
+    second or two."""
     if tracking_uri == "none" or _in_files(tracking_uri):
         return
     with kept_from_gc():
         import dphybrid.tracking.tracker  # noqa: F401
 
-        logging.getLogger("alembic").setLevel(logging.WARNING)  # forty lines of schema news
+        # Otherwise alembic logs some forty lines when it makes the tables of a new database.
+        logging.getLogger("alembic").setLevel(logging.WARNING)
         logging.getLogger("mlflow").setLevel(logging.WARNING)
         if tracking_uri is None or tracking_uri.startswith("sqlite"):
             import mlflow.store.tracking.sqlalchemy_store  # noqa: F401
 
 
 def _in_files(tracking_uri: str | None) -> bool:
-    """Are runs recorded in plain files: because that was asked for, or as MLflow is not installed?"""
+    """Return whether runs are recorded in plain files: on request, or because MLflow is not installed."""
     return tracking_uri == FILES or (tracking_uri is None and importlib.util.find_spec("mlflow") is None)
 
 
 def store_to_read(tracking_uri: str | None, store: Path) -> str:
-    """Return where runs are read from. Raises UserError when a server does not answer, and when nothing is
-    recorded there yet."""
+    """Return the URI to read runs from. Raises UserError when a server does not answer, and when no run is
+    recorded yet."""
     uri = recorded_in(tracking_uri, store)
     if uri is None:
         raise UserError(
@@ -101,8 +106,8 @@ def store_to_read(tracking_uri: str | None, store: Path) -> str:
 
 
 def recorded_in(tracking_uri: str | None, store: Path) -> str | None:
-    """Return the server or database with the runs' records, None where the embedded one is not made yet.
-    Raises UserError where runs are not recorded in MLflow."""
+    """Return the URI of the server or database that holds the runs; None if the embedded database does not
+    exist yet. Raises UserError if runs are not recorded in MLflow."""
     os.environ.update(_QUIET | os.environ)
     if tracking_uri == "none":
         raise UserError(
@@ -118,7 +123,7 @@ def recorded_in(tracking_uri: str | None, store: Path) -> str | None:
 
 
 def store_to_write(tracking_uri: str | None, store: Path) -> str:
-    """Return where MLflow's records go; the tables of an SQLite database are there then."""
+    """Return the URI to write MLflow's records to, after making the tables of an SQLite database."""
     uri = tracking_uri or embedded_uri(store)
     if uri.startswith("sqlite"):
         make_database(uri, store)
@@ -126,13 +131,13 @@ def store_to_write(tracking_uri: str | None, store: Path) -> str:
 
 
 def embedded_uri(store: Path) -> str:
-    """Return the address of the database that is used where no server is named."""
+    """Return the URI of the database that is used when no server is named."""
     return f"sqlite:///{store / 'mlflow.db'}"
 
 
 def make_database(uri: str, store: Path) -> None:
-    """Make the tables of a new SQLite database. Processes that do it at the same time would break it, so they
-    queue. Raises UserError when they cannot be made."""
+    """Make MLflow's tables in a new SQLite database, under a lock: processes that make them at the same time
+    would break the file. Raises UserError when they cannot be made."""
     from mlflow.tracking import MlflowClient
     from sqlalchemy.engine import make_url
     from sqlalchemy.exc import DBAPIError
@@ -142,22 +147,24 @@ def make_database(uri: str, store: Path) -> None:
     file = Path(url.database or "")
     with locked(store / "mlflow.lock"):
         if file.name and not file.exists():
-            # MLflow makes its tables one by one, and never finishes a file that has some of them. The folder
-            # is new each time, for MLflow keeps connections to files that are gone.
+            # In a scratch folder, renamed when complete: MLflow makes its tables one by one, and cannot
+            # finish a file that has only some of them, as a crash would leave it. A new folder each time:
+            # MLflow keeps its connections by path, even to files that no longer exist.
             with scratch_folder(file.absolute().parent, ".mlflow-") as folder:
-                there = url.set(database=str(folder / file.name))
+                scratch = url.set(database=str(folder / file.name))
                 try:
-                    MlflowClient(tracking_uri=str(there)).get_experiment_by_name("Default")
+                    MlflowClient(tracking_uri=str(scratch)).get_experiment_by_name("Default")
                 except DBAPIError as error:
                     raise UserError(
                         f"{file}: MLflow's tables cannot be made ({error.orig}); make room on its disk"
                     ) from error
                 (folder / file.name).replace(file)
+        # For an existing file, too: if it is empty, this call makes the tables, which needs the lock.
         MlflowClient(tracking_uri=uri).get_experiment_by_name("Default")
 
 
 def _check(uri: str) -> None:
-    """Raise UserError for an address that MLflow does not take, or where nobody answers."""
+    """Raise UserError for an address that MLflow does not take, and when nothing answers there."""
     scheme = uri.partition("://")[0].partition("+")[0].lower()
     known = (*_SCHEMES, *(point.name for point in entry_points(group="mlflow.tracking_store")))
     if uri.startswith(("http://", "https://")):
@@ -174,21 +181,23 @@ def _check(uri: str) -> None:
 
 
 def _given(uri: str) -> str:
-    """Return a tracking URI behind the name that somebody gave it by."""
-    own = os.environ.get("DPHYBRID_TRACKING_URI") != uri  # which --tracking sets, too
-    if own and os.environ.get("MLFLOW_TRACKING_URI") == uri:
+    """Return a tracking URI after the name of the setting that it comes from."""
+    # --tracking sets DPHYBRID_TRACKING_URI, too.
+    not_ours = os.environ.get("DPHYBRID_TRACKING_URI") != uri
+    if not_ours and os.environ.get("MLFLOW_TRACKING_URI") == uri:
         return f"MLFLOW_TRACKING_URI={uri!r}"
     return f"tracking={uri!r}"
 
 
 def _check_server(uri: str) -> None:
     try:
-        address, _ = without_credentials(uri)  # that it is there, it tells to everybody
+        # MLflow's /health answers without a login, and urllib does not understand user:password@.
+        address, _ = without_credentials(uri)
         health = f"{address.rstrip('/')}/health"
         with urllib.request.urlopen(health, timeout=_REACH_SECONDS):  # noqa: S310 - http, as just checked
             return
     except urllib.error.HTTPError:
-        return  # a server that answers with an error is there; MLflow's client tells what it wants
+        return  # the server is up, if only to say no; MLflow's client reports why
     except (OSError, ValueError, HTTPException) as error:
         raise UserError(
             f"MLflow server {uri}: does not answer ({error}); start it, correct the address, unset it for "
@@ -197,16 +206,17 @@ def _check_server(uri: str) -> None:
 
 
 def _check_database(uri: str) -> None:
-    """Raise UserError when a database's driver is missing or no connection comes about: MLflow itself tries
-    for two minutes, or waits for ever where somebody listens who does not answer."""
+    """Raise UserError when a database's driver is missing or no connection can be made. MLflow itself would
+    try for two minutes, and wait for ever for a server that accepts connections without answering."""
     from sqlalchemy import create_engine
     from sqlalchemy.engine import make_url
     from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
     try:
         driver = make_url(uri).get_driver_name()
-        within = "timeout" if driver in ("pg8000", "pyodbc") else "connect_timeout"
-        create_engine(uri, connect_args={within: _REACH_SECONDS}).connect().close()
+        # The drivers name this argument differently.
+        timeout = "timeout" if driver in ("pg8000", "pyodbc") else "connect_timeout"
+        create_engine(uri, connect_args={timeout: _REACH_SECONDS}).connect().close()
     except DBAPIError as error:
         reason = " ".join(str(error.orig).split())
         raise UserError(

@@ -1,9 +1,10 @@
-"""A run's outbox: one SQLite file, `RUN.db`, holds what MLflow should get until it has arrived.
+"""A run's outbox: one SQLite file, `RUN.db`, that holds records for MLflow until they have arrived.
 
-The training appends records and never waits for a server. A record outlives the process, one with `sync` (and
-all before it) also a loss of power. Whoever holds `RUN.lock` sends: the training's own thread, or `dphybrid
-sync`. A file that SQLite finds damaged is renamed to `RUN.damaged-N.db`, and a new one takes its place, also
-where another process did that, or removed the file.
+The training appends records and never waits for a server. A record survives the end of the process; one
+written with `sync`, and all before it, also survive a power loss. Only the process that holds `RUN.lock`
+sends: the training itself, from a thread, or `dphybrid sync`. A file that SQLite finds damaged is renamed to
+`RUN.damaged-N.db`, and a new one is made. A new one is also made when another process renamed or removed the
+file.
 """
 
 import csv
@@ -26,12 +27,13 @@ from dphybrid.util import files
 from dphybrid.util.errors import counted
 from dphybrid.util.locks import FileLock
 
-_ENCODER = json.JSONEncoder(separators=(",", ":"))  # made once: a record is written at each step
+_ENCODER = json.JSONEncoder(separators=(",", ":"))  # made once: every step writes a record
+# _PRIVATE: mode of the files, as they hold the server's address, which may contain a password.
 # _WAIT_S: how long SQLite waits for another process's transaction.
 _PRIVATE, _WAIT_S, _VERSION = 0o600, 30.0, 2
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _NO_JSON = "damaged: no JSON"
-"""Why a record is not offered whose own text is damaged."""
+"""The reason that is noted at a record whose own text is damaged; such a record is never sent."""
 _SCHEMA = """
 BEGIN;
 PRAGMA user_version = {version};
@@ -50,10 +52,10 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Losses:
-    """What of a run's record does not reach the server.
+    """The part of a run's record that never reaches the server.
 
-    refused: records that the server did not take; unread: records that were damaged; unkept: lines of metrics
-    that could not be written; removed: times that the file was gone; damaged: files set aside.
+    refused: records that the server refused; unread: records that were damaged; unkept: lines of metrics that
+    could not be written; removed: how often the file was removed; damaged: files that were set aside.
     """
 
     refused: int = 0
@@ -66,7 +68,7 @@ class Losses:
         return self != Losses()
 
     def text(self) -> str:
-        """Return it for people, or nothing."""
+        """Return the losses in words, or ""."""
         counts = {
             "refused by the server": self.refused,
             "damaged on the disk": self.unread,
@@ -80,46 +82,51 @@ class Losses:
 
 
 class Outbox:
-    """The records of one run, `run_id`, in `folder`. One process appends, from any of its threads."""
+    """The records of run `run_id`, in `folder`. Only one process appends; it may do so from any thread."""
 
     def __init__(self, folder: Path, run_id: str) -> None:
         self.run_id = run_id
         self.path = folder / f"{run_id}.db"
         self._database: sqlite3.Connection | None = None
-        # Reentrant: `_do` closes the file, too, while it holds it.
+        # Reentrant: `_transact` holds it when it calls `_close`, which takes it again.
         self._lock = threading.RLock()
+        # Metric -> the last step that earlier attempts of this run recorded.
         self._earlier: dict[str, int] | None = None
-        self._noted: Counter[str] = Counter()
+        # Losses that no transaction has written down yet.
+        self._uncommitted: Counter[str] = Counter()
         self._file = (0, 0)
-        self._asides = 0
+        self._num_damaged = 0  # damaged files that existed when `_file` was opened
         self._sending: FileLock | None = None
 
     def set_destination(self, **values: str) -> None:
-        """Keep where the records go: tracking_uri, experiment_id."""
+        """Save where the records go: tracking_uri, experiment_id."""
         rows = list(values.items())
-        self._do(lambda it: it.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", rows), sync=True)
+        self._transact(
+            lambda it: it.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", rows), sync=True
+        )
 
     def destination(self) -> dict[str, str]:
-        """Return what `set_destination` kept, or nothing."""
-        return self._do(lambda it: dict(it.execute("SELECT name, value FROM facts")))
+        """Return the values that `set_destination` saved."""
+        return self._transact(lambda it: dict(it.execute("SELECT name, value FROM facts")))
 
     def append(self, record: Record, *, content: bytes | None = None, sync: bool = False) -> int:
-        """Add a record, the content of its file, and the time; return its number. Raises OSError."""
-        return self._do(lambda it: _insert(it, record, content), sync=sync)
+        """Add a record with the current time and, for a file, its content; return the record's number.
+        Raises OSError."""
+        return self._transact(lambda it: _insert(it, record, content), sync=sync)
 
     def append_metrics(
         self, metrics: Mapping[str, float], step: int, details: Collection[str] = (), anew: bool = False
     ) -> None:
-        """Add metrics at a step, without those that an earlier attempt of this run recorded at that step or a
+        """Add metrics at a step, except those that an earlier attempt of this run recorded at that step or a
         later one.
 
-        details: names of those that are kept for the table of details instead of being sent as metrics. anew:
-        add those of an earlier attempt, too.
+        details: names of metrics that go into the table of details instead of being sent as metrics. anew:
+        add the metrics that an earlier attempt recorded, too.
         """
         with self._lock:
-            # Once, before this attempt's first line: its own steps must not count as an earlier one's.
+            # Read once, before this attempt writes its first steps, which must not count as earlier ones.
             if self._earlier is None:
-                self._earlier = self._do(lambda it: dict(it.execute("SELECT * FROM steps")))
+                self._earlier = self._transact(lambda it: dict(it.execute("SELECT * FROM steps")))
         earlier = {} if anew else self._earlier
         kept = {name: value for name, value in metrics.items() if name not in earlier or step > earlier[name]}
         now = int(time.time() * 1000)
@@ -133,16 +140,16 @@ class Outbox:
             database.executemany(_ADD_STEP, steps)
 
         if steps:
-            self._do(write)
+            self._transact(write)
 
     def count_unkept(self) -> None:
-        """Note that a line of metrics could not be written; the next transaction keeps the count."""
+        """Count a line of metrics that could not be written; the next transaction saves the count."""
         with self._lock:
-            self._noted["unkept"] += 1
+            self._uncommitted["unkept"] += 1
 
     def sync(self) -> None:
-        """Have all records so far outlive a loss of power."""
-        # A transaction that changes nothing is not synced.
+        """Make all records so far survive a power loss."""
+        # Any changed value would do: SQLite syncs no transaction that changes nothing.
         self.set_destination(synced=str(time.time_ns()))
 
     def pending(self, limit: int) -> list[Record]:
@@ -151,19 +158,20 @@ class Outbox:
 
         def read(database: sqlite3.Connection) -> list[Record]:
             found = list[Record]()
+            # Again if all `limit` records were damaged: an empty list would mean that nothing is pending.
             while not found and (rows := database.execute(query, (limit,)).fetchall()):
                 for n, time_ms, op, body, content in rows:
                     try:
                         found.append({"n": n, "t": time_ms, "op": op, **json.loads(body), "content": content})
-                    except (ValueError, TypeError):  # SQLite notices no damage within a value
+                    except (ValueError, TypeError):  # SQLite does not notice damage within a value
                         database.execute("UPDATE records SET refused = ? WHERE n = ?", (_NO_JSON, n))
             return found
 
-        return self._do(read)
+        return self._transact(read)
 
     def counts(self) -> tuple[int, int]:
-        """Return how many records wait and how many were refused; a file that cannot be read waits. Changes
-        nothing: another process may be using the file."""
+        """Return how many records wait and how many were refused; a file that cannot be read counts as one
+        waiting record. Changes nothing, as another process may be using the file."""
         query = "SELECT count(*) - count(refused), count(refused) FROM records"
         try:
             with closing(sqlite3.connect(self.path, timeout=_WAIT_S)) as database:
@@ -176,26 +184,27 @@ class Outbox:
         """Remove records that have arrived."""
         numbers = [(record["n"],) for record in records]
         query = "DELETE FROM records WHERE n = ? AND refused IS NULL"
-        self._do(lambda it: it.executemany(query, numbers))
+        self._transact(lambda it: it.executemany(query, numbers))
 
     def refuse(self, record: Record, reason: str) -> None:
-        """Keep a record that the server does not take, out of the others' way."""
+        """Mark a record as refused by the server: it stays in the file, but `pending` skips it."""
         query, values = "UPDATE records SET refused = ? WHERE n = ?", (reason[:500], record["n"])
-        self._do(lambda it: it.execute(query, values), sync=True)
+        self._transact(lambda it: it.execute(query, values), sync=True)
 
     def offer_again(self, kinds: Sequence[str]) -> None:
-        """Have refused records of these kinds sent again."""
+        """Make refused records of these kinds pending again."""
         places = ", ".join("?" * len(kinds))
         query = f"UPDATE records SET refused = NULL WHERE refused IS NOT NULL AND op IN ({places})"  # noqa: S608 - question marks alone
-        if self._do(lambda it: it.execute(query, kinds).rowcount):
-            self.append({"op": "losses", "text": ""}, sync=True)  # told anew where one is refused again
+        if self._transact(lambda it: it.execute(query, kinds).rowcount):
+            # Clears the note on the run's page; `Sender.deliver` adds a new one if records are refused again.
+            self.append({"op": "losses", "text": ""}, sync=True)
 
     def pack_details(self) -> None:
-        """Turn the metrics that were kept as details into a record of a CSV file. Each attempt of a run has a
-        folder of its own, from its first step on."""
+        """Turn the metrics that are kept as details into one record, a CSV file. Each attempt of a run has
+        its own folder, named by its first step."""
 
         def pack(database: sqlite3.Connection) -> None:
-            # The steps of system metrics are seconds.
+            # Not from system metrics: their steps are seconds.
             first = "SELECT min(step) FROM details WHERE step > 0 AND name NOT LIKE 'system/%'"
             every = "SELECT time_ms, step, name, coalesce(value, 'nan') FROM details ORDER BY rowid"
             ((step,),), rows = database.execute(first), database.execute(every).fetchall()
@@ -209,10 +218,10 @@ class Outbox:
             _insert(database, record, stream.getvalue().encode())
             database.execute("DELETE FROM details")
 
-        self._do(pack)
+        self._transact(pack)
 
     def losses(self) -> Losses:
-        """Return all that the run has lost so far."""
+        """Return all losses of the run so far."""
 
         def count(database: sqlite3.Connection) -> tuple[int, int, int, int]:
             query = "SELECT count(refused), count(CASE WHEN refused = ? THEN 1 END) FROM records"
@@ -220,10 +229,11 @@ class Outbox:
             facts = dict(database.execute("SELECT name, value FROM facts"))
             return refused - unread, unread, facts.get("unkept", 0), facts.get("removed", 0)
 
-        return Losses(*self._do(count), tuple(self._damaged()))
+        return Losses(*self._transact(count), tuple(self._damaged()))
 
     def hold(self) -> bool:
-        """Become the one that sends, unless somebody is. The kernel ends this with the process."""
+        """Take the right to send; return whether this process has it now. The kernel releases it when the
+        process ends."""
         if self._sending is None:
             files.make_folder(self.path.parent, 0o700)
             lock = FileLock(self.path.with_suffix(".lock"), mode=_PRIVATE)
@@ -233,69 +243,77 @@ class Outbox:
         return True
 
     def release(self) -> None:
-        """Close the file and let somebody else send."""
+        """Close the file and give up the right to send."""
         self._close()
         if self._sending is not None:
             self._sending.release()
             self._sending = None
 
-    def _do(self, work: Callable[[sqlite3.Connection], _T], *, sync: bool = False) -> _T:
-        """Return what `work` does in one transaction; again, in a new file, when this one is damaged or gone.
+    def _transact(self, work: Callable[[sqlite3.Connection], _T], *, sync: bool = False) -> _T:
+        """Do `work` in one transaction and return its result. If the file is damaged or no longer has its
+        name, do it again in a new file.
 
-        sync: this and all transactions before outlive a loss of power. Raises OSError.
+        sync: this transaction, and all before it, must survive a power loss. Raises OSError.
         """
         with self._lock:
             try:
                 try:
-                    return self._try(work, sync)
-                except (sqlite3.Error, ValueError) as error:  # a ValueError: another file has its name
+                    return self._transact_once(work, sync)
+                # ValueError: the open file is no longer the one at `self.path`
+                except (sqlite3.Error, ValueError) as error:
                     if self._is_gone():
-                        # A file that another process set aside is counted by its name.
-                        self._noted["removed"] += len(self._damaged()) == self._asides
+                        # Not if another process set it aside: `losses` counts that file by its name.
+                        self._uncommitted["removed"] += len(self._damaged()) == self._num_damaged
                         self._close()
                     elif isinstance(error, sqlite3.Error) and _code(error) not in _DAMAGED:
                         raise
                     else:
                         self._set_aside()
-                    lost = Losses(removed=self._noted["removed"], damaged=tuple(self._damaged())).text()
-                    self._try(lambda it: _insert(it, {"op": "losses", "text": lost}), True)
-                    return self._try(work, sync)
+                    # First in the new file, so that the run's page shows the loss even if this process dies.
+                    removed = self._uncommitted["removed"]
+                    lost = Losses(removed=removed, damaged=tuple(self._damaged())).text()
+                    self._transact_once(lambda it: _insert(it, {"op": "losses", "text": lost}), True)
+                    return self._transact_once(work, sync)
             except sqlite3.Error as error:
                 reason = errno.ENOSPC if _code(error) == sqlite3.SQLITE_FULL else errno.EIO
                 raise OSError(reason, f"{os.strerror(reason)} ({error})", str(self.path)) from error
 
-    def _try(self, work: Callable[[sqlite3.Connection], _T], sync: bool) -> _T:
+    def _transact_once(self, work: Callable[[sqlite3.Connection], _T], sync: bool) -> _T:
         if self._database is None:
             self._database = self._opened()
-        # With a write-ahead log, NORMAL outlives the process. FULL waits for the disk: too long for a step.
+        # With a write-ahead log, NORMAL survives the end of the process. FULL also survives a power loss, but
+        # waits for the disk, which takes too long for each step.
         self._database.execute(f"PRAGMA synchronous = {'FULL' if sync else 'NORMAL'}")
-        # IMMEDIATE takes the lock for writing at once: a later one might not get it in mid transaction.
+        # IMMEDIATE takes the write lock at the start. A lock that is asked for in mid transaction may be
+        # refused without waiting.
         self._database.execute("BEGIN IMMEDIATE")
         with self._database:  # commits, or rolls back
-            if self._noted:
-                self._database.executemany(_ADD, self._noted.items())
+            if self._uncommitted:
+                self._database.executemany(_ADD, self._uncommitted.items())
             result = work(self._database)
-        # After the commit: SQLite goes on writing to a file that has lost its name, where nobody reads.
+        # Checked after the commit: SQLite keeps writing to a renamed or removed file, which nobody reads.
         if self._is_gone():
             raise ValueError(f"{self.path}: is another file now")
-        self._noted.clear()
+        self._uncommitted.clear()
         return result
 
     def _is_gone(self) -> bool:
-        """Tell whether the open file has lost its name."""
+        """Return whether the open file was renamed or removed."""
         return self._database is not None and self._file != _identity(self.path)
 
     def _opened(self) -> sqlite3.Connection:
         files.make_folder(self.path.parent, 0o700)
-        # SQLite itself would let everybody read a new file. One that is there is not opened: closing it would
-        # release the locks that this process has on it.
+        # SQLite would make a file that everybody can read. O_EXCL, so that an existing file is not opened:
+        # closing any handle of it would release the POSIX locks that this process holds on it.
         with suppress(FileExistsError):
             os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, _PRIVATE))
-        # Before it is opened: one that takes its place in between counts as gone, and is opened again.
-        self._file, self._asides = _identity(self.path), len(self._damaged())
-        # Transactions begin in `_try`, not where Python's module would; threads take turns by `_lock`.
+        # Before connecting: if another file takes the name in between, `_is_gone` notices the difference.
+        self._file, self._num_damaged = _identity(self.path), len(self._damaged())
+        # isolation_level: `_transact_once` starts transactions, not Python's module. Any thread may call;
+        # `_lock` lets one through at a time.
         database = sqlite3.connect(self.path, timeout=_WAIT_S, isolation_level=None, check_same_thread=False)
-        database.text_factory = lambda content: content.decode(errors="replace")  # of a damaged file
+        # Text of a damaged file may not be UTF-8; that must not raise here.
+        database.text_factory = lambda content: content.decode(errors="replace")
         try:
             ((answer,), *_), ((version,),) = (
                 database.execute(f"PRAGMA {question}") for question in ("quick_check(1)", "user_version")
@@ -306,8 +324,8 @@ class Outbox:
                 raise error
             database.execute("PRAGMA journal_mode = WAL")
             if version == 0:
-                # Numbers of a later file are higher than those of one that was set aside, of which some may
-                # be on their way.
+                # A new file's record numbers start above those of a file that was set aside: the sender may
+                # still hold records of that file, and would otherwise remove new ones by the same numbers.
                 database.executescript(_SCHEMA.format(version=_VERSION, first=time.time_ns()))
         except BaseException:
             database.close()
@@ -321,10 +339,11 @@ class Outbox:
                 self._database = None
 
     def _set_aside(self) -> None:
-        """Rename the damaged file and its log."""
+        """Rename the damaged file and its write-ahead log."""
         self._close()
         aside = self.path.with_suffix(f".damaged-{len(self._damaged()) + 1}.db")
-        for suffix in ("-shm", "-wal", ""):  # the file last: without its log it would look whole
+        # The database last: a crash in between must not set it aside without its log, as if it were whole.
+        for suffix in ("-shm", "-wal", ""):
             with suppress(FileNotFoundError):
                 os.rename(f"{self.path}{suffix}", f"{aside}{suffix}")
         files.sync(self.path.parent)
@@ -336,13 +355,13 @@ class Outbox:
 
 
 def outboxes(folder: Path) -> list[Outbox]:
-    """Return the outboxes of a folder, oldest first."""
+    """Return the outboxes in a folder, oldest first."""
     paths = [path for path in folder.glob("*.db") if ".damaged-" not in path.name]
     return [Outbox(folder, path.stem) for path in sorted(paths, key=lambda path: path.stat().st_mtime)]
 
 
 def waiting(folder: Path) -> int:
-    """Return how many runs of a folder hold records that nobody is sending."""
+    """Return for how many runs records wait in a folder that no process is sending."""
     count = 0
     for outbox in outboxes(folder):
         with suppress(OSError):
@@ -360,7 +379,8 @@ def _insert(database: sqlite3.Connection, record: Record, content: bytes | None 
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    """Return what tells a file from another one of its name; zeros of none."""
+    """Return the device and inode of a file, which differ from those of a later file of this name; zeros if
+    it does not exist."""
     with suppress(FileNotFoundError):
         found = path.stat()
         return found.st_dev, found.st_ino
@@ -368,5 +388,5 @@ def _identity(path: Path) -> tuple[int, int]:
 
 
 def _code(error: sqlite3.Error) -> int:
-    """Return SQLite's code of an error; those of Python's module itself have none."""
+    """Return the SQLite code of an error; 0 for errors that Python's module raises itself."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF

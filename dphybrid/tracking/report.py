@@ -1,5 +1,5 @@
-"""The report of a run: in Markdown, first on the run's page, and as a page of its own among the artifacts;
-and its pictures, as PNG bytes that matplotlib draws without a screen."""
+"""The report of a run: in Markdown, as the description on its MLflow page, and in HTML, as an artifact; and
+its figures, drawn by matplotlib as PNG bytes."""
 
 import base64
 import io
@@ -18,21 +18,20 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Page = Mapping[str, Any]
-"""The fields of a page of JSON."""
+"""The fields of a JSON page."""
 REPORT_PAGE = "Report.html"
-"""The capital puts it before the other artifacts."""
+"""The capital letter sorts it before the other artifacts."""
 
 _MOST_LINES = 36
-"""Lines about the data that MLflow's page of a run shows; it takes 8,000 characters in all."""
+"""The most lines about the data in the Markdown report: MLflow limits a description to 8,000 characters."""
 
 
 def run_report_markdown(report: Page) -> str:
     """Return the report in Markdown: result, baselines, split and largest stages first, then the data, all
     splits and times.
 
-    report: the fields of `dphybrid.run.pages.Report`, and config, given (flags), tabular, data_name,
-    data_source, data_lines and links (name -> address, such as the flow run's); for the page history and
-    charts, too (of `ResultPage` and `MetricsPage`).
+    report: the fields of `dphybrid.run.pages.Report`, and config, given (the flags of the command), tabular,
+    data_name, data_source, data_lines and links (name -> address, such as the flow run's).
     """
     config = report["config"]
     results = ", ".join(f"{as_markdown(name)} **{value:.4f}**" for name, value in report["metrics"].items())
@@ -40,7 +39,8 @@ def run_report_markdown(report: Page) -> str:
     first = [f"**{config['recipe']}** on `{report['devices']}`, {where}: {results}"]
     first += [f"Baselines: {as_markdown(report['beside'])}"] if report["beside"] else []
     first += [f"{name}: {line}" for name, line in first_facts(report).items()]
-    parts = ["  \n".join(first)]  # MLflow's page shows about four lines of it
+    # In few lines: MLflow shows about four of a description until somebody clicks "Show more".
+    parts = ["  \n".join(first)]
     parts.append(" · ".join(f"[{as_markdown(name)}]({address})" for name, address in report["links"].items()))
     parts += [f"> **Note:** {as_markdown(warning)}" for warning in report["warnings"]]
     parts += (
@@ -54,7 +54,7 @@ def run_report_markdown(report: Page) -> str:
         shown.append(f"  ... {more} more lines in {REPORT_PAGE}")
     parts.append(
         f"### Data\n\n`{report['data_name']}` from {source}, digest `{report['digests']['data'][:16]}`\n\n"
-        # A name with three of these signs would end the block.
+        # Three backticks in a column's name would end the code block.
         "```\n" + printable("\n".join(shown).replace("```", "` ` `")) + "\n```"
     )
     parts.append(
@@ -70,14 +70,14 @@ def run_report_markdown(report: Page) -> str:
 
 
 def run_report_html(report: Page, pictures: Mapping[str, bytes]) -> str:
-    """Return the report as a page that needs nothing else. pictures: file name -> PNG; the rest as for
-    `run_report_markdown`."""
+    """Return the report as a self-contained HTML page. report: as for `run_report_markdown`, and also history
+    (of `ResultPage`) and charts (of `MetricsPage`). pictures: file name -> PNG."""
     page = rendered(
         "report.html",
         title=report["run_name"],
         report=report,
         config=report["config"],
-        # Anybody may have given an address: `javascript:` would run on the page.
+        # Addresses may come from others, and `javascript:` in one would run on the page.
         links={name: to for name, to in report["links"].items() if to.startswith(("http://", "https://"))},
         curves=_curves(report["history"]),
         stages=_stages(report),
@@ -91,7 +91,7 @@ def run_report_html(report: Page, pictures: Mapping[str, bytes]) -> str:
 
 
 def rendered(name: str, **values: object) -> str:
-    """Return a page by its template in this folder."""
+    """Return the page that a template of this folder makes of `values`."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -105,8 +105,8 @@ def rendered(name: str, **values: object) -> str:
 
 
 def _curves(history: Sequence[Mapping[str, float]]) -> list[dict[str, object]]:
-    """Return a line of the page a metric, as points within the frame of `report.html`; of those that have two
-    values."""
+    """Return a curve for each metric with at least two values, as SVG points in the coordinates of
+    `report.html`'s frame."""
     curves = []
     for name in history[0] if history else ():
         points = [(row["step"], row[name]) for row in history if isfinite(row.get(name, nan))]
@@ -130,7 +130,7 @@ def _command(report: Page) -> str:
 
 
 def _stages(report: Page) -> list[tuple[str, float, float]]:
-    """Return name, seconds and share of the stages that took more than half a percent of the time."""
+    """Return name, seconds and share of each stage that took more than half a percent of the time."""
     total = sum(report["stages"].values()) or 1.0
     found = [(name, seconds, seconds / total) for name, seconds in report["stages"].items()]
     return [stage for stage in found if stage[2] > 0.005]
@@ -142,10 +142,12 @@ def _where_time_went(report: Page) -> str:
         for name, seconds, share in _stages(report)
     ]
     step = report["step_ms"]
-    told = ""
+    step_time = ""
     if step:
-        told = f"A step took {step['p50']:.2f} ms (median), {step['p95']:.2f} ms (p95) after the warm-up. "
-    return f"### Where time went\n\n{told}`{REPORT_PAGE}` draws the shares.\n\n" + _table(
+        step_time = (
+            f"A step took {step['p50']:.2f} ms (median), {step['p95']:.2f} ms (p95) after the warm-up. "
+        )
+    return f"### Where time went\n\n{step_time}`{REPORT_PAGE}` draws the shares.\n\n" + _table(
         stages, ("stage", "seconds", "share")
     )
 
@@ -161,9 +163,9 @@ def _how_to_load(report: Mapping[str, object]) -> str:
 
 
 def first_facts(report: Page) -> dict[str, str]:
-    """Return the two lines that follow a run's result, by name: the split of a batch, the largest stages."""
+    """Return the two lines below a run's result, by name: the split of a batch, the largest stages."""
     facts = {}
-    full = [row for row in report["splits"] if row["number"] == 1]  # of the first batch, a full one
+    full = [row for row in report["splits"] if row["number"] == 1]  # of the first batch, which is full
     rows = [row["rows"] for row in full if row["block"] == full[0]["block"]]
     if len(rows) > 1:
         shown = " + ".join(map(str, rows[:8])) + (" + ..." if len(rows) > 8 else "")
@@ -187,10 +189,10 @@ def _table(rows: Any, columns: tuple[str, ...]) -> str:
 def _panels(
     width: float, height: float, rows: int = 1, columns: int = 1, grid: bool = True
 ) -> "tuple[Figure, list[Axes]]":
-    """Return a figure and its panels, line by line."""
+    """Return a figure and its panels, row by row."""
     from matplotlib.figure import Figure
 
-    # Not pyplot's: that keeps figures in a state of the whole process, and chooses a backend with windows.
+    # Not through pyplot, which keeps all figures in global state and may choose a backend with windows.
     figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axes in panels:
@@ -204,17 +206,18 @@ def _png(figure: "Figure") -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     stream = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(stream)  # savefig draws twice: the layout alone, then all
+    FigureCanvasAgg(figure).print_png(stream)  # not savefig, which draws twice: first only for the layout
     return stream.getvalue()
 
 
 def _drawn(text: str) -> str:
-    """Return a text that matplotlib draws as it is: between two dollar signs it would read a formula."""
+    """Return a text escaped for matplotlib, which reads text between two dollar signs as a formula."""
     return text.replace("$", r"\$")
 
 
 def rows_per_replica_figure(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """Draw the rows each replica got, one group of bars a distinct split. rows: of the split table."""
+    """Draw the rows that each replica got, with a group of bars for each distinct split. rows: of the split
+    table."""
     groups: dict[tuple[int, str], list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["number"], row["block"]), []).append(row)
@@ -249,7 +252,7 @@ def rows_per_replica_figure(rows: Sequence[Mapping[str, Any]]) -> bytes:
 def against_figure(
     title: str, xlabel: str, ylabel: str, points: Sequence[tuple[float, float]], zero: bool = False
 ) -> bytes:
-    """Draw points (x, y) and the line where both are equal; zero: where y is 0."""
+    """Draw points (x, y) and the line x = y. zero: the line y = 0 instead."""
     figure, (axes,) = _panels(5, 4.5)
     ends = [min(map(min, points)), max(map(max, points))]
     if zero:
@@ -264,8 +267,8 @@ def against_figure(
 
 
 def confusion_figure(title: str, classes: Sequence[str], counts: Sequence[Sequence[float]]) -> bytes:
-    """Draw each class's rows by the class they are taken for, as shares of the class: a line a class, its
-    recall on the diagonal."""
+    """Draw a confusion matrix in shares of each class: a row for each true class, a column for each predicted
+    class, recall on the diagonal."""
     names = [textwrap.shorten(name, 16, placeholder="…") or "…" for name in map(printable, classes)]
     side = max(5.0, 1.6 + 0.42 * len(names))
     figure, (axes,) = _panels(side, side - 0.3, grid=False)
@@ -281,6 +284,6 @@ def confusion_figure(title: str, classes: Sequence[str], counts: Sequence[Sequen
     rows = [f"{_drawn(name)} ({total:,.6g})" for name, total in zip(names, totals, strict=True)]
     axes.set_yticks(range(len(names)), rows, fontsize=9)
     axes.set_title(_drawn("\n".join(textwrap.wrap(title, 48))), loc="left", fontsize=10)
-    axes.set_xlabel("taken for")
-    axes.set_ylabel("class (rows)")
+    axes.set_xlabel("predicted class")
+    axes.set_ylabel("true class (rows)")
     return _png(figure)

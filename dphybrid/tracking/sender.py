@@ -1,5 +1,5 @@
-"""Sends a run's outbox from a thread of its own: in order, as often as it takes, without the training
-noticing."""
+"""Sends a run's outbox from a background thread: in order, and again until it succeeds, so that the training
+never waits."""
 
 import contextlib
 import contextvars
@@ -17,16 +17,16 @@ _SEND_EVERY_S = 2.0
 _HEARTBEAT_EVERY_S = 60.0
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.5, 15.0
 _REFUSED_RETRY_S = (0.1, 0.3, 0.9, 2.7)
-"""Waits between the tries of a record whose refusal may be another matter in a moment."""
-_AT_ONCE = 200
-_WRONG = (KeyError, ValueError, TypeError, AttributeError, FileNotFoundError)
-"""Errors of a record itself; the client's libraries have their own, and those are tried again."""
+"""Waits between the attempts to send a record whose refusal may be temporary."""
+_BATCH_RECORDS = 200
+_RECORD_ERRORS = (KeyError, ValueError, TypeError, AttributeError, FileNotFoundError)
+"""Builtin errors that a malformed record causes; trying again would not help."""
 _log = logging.getLogger(__name__)
 
 
 class Refused(Exception):
-    """The server understood and said no. `again`: it may be another matter in a moment, as when two runs
-    wrote the same thing at once."""
+    """The server understood a record and refused it. again: the refusal may be temporary, as when two runs
+    wrote the same row at the same moment."""
 
     def __init__(self, text: str, again: bool = False) -> None:
         super().__init__(text)
@@ -34,11 +34,11 @@ class Refused(Exception):
 
 
 class Sender:
-    """Takes records from `outbox` and gives them to `write` until each is acknowledged.
+    """Passes the records of `outbox` to `write`, and removes each when the server has it.
 
-    write: takes records that belong together (metrics, or one of another kind); raises Refused, or any other
-    error to be tried again.
-    beat: called about once a minute, to show that the process lives.
+    write: gets several records of metrics, or one of another kind. It raises Refused if the server refuses
+    them; after any other error they are sent again.
+    beat: called about once a minute, to show that the process is alive.
     """
 
     def __init__(
@@ -48,12 +48,13 @@ class Sender:
         self._wake = threading.Event()
         self._empty = threading.Condition()
         self._closed = False
+        # `drain` calls so far, and how many of them the thread has answered by an empty outbox.
         self._asked = self._answered = 0
         self.trouble: str = ""
-        """What the latest attempt to send failed with, or nothing."""
+        """The error of the latest attempt to send, or ""."""
         self.refused: dict[int, str] = {}
-        """Numbers of records that the server did not take, with its reason."""
-        # In the caller's context, so that what is logged here stands in the log of the caller's flow run.
+        """Record number -> the server's reason for refusing it."""
+        # In the caller's context, so that this thread's warnings appear in the log of the caller's flow run.
         work = contextvars.copy_context().run
         self._thread = threading.Thread(
             target=work, args=(self._work,), name="dphybrid-tracking", daemon=True
@@ -61,8 +62,8 @@ class Sender:
         self._thread.start()
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until what the outbox holds now has arrived, at most `timeout_s` seconds; return whether it
-        has."""
+        """Wait until all records now in the outbox have arrived, at most `timeout_s` seconds; return whether
+        they have."""
         with self._empty:
             self._asked += 1
             wanted = self._asked
@@ -72,15 +73,16 @@ class Sender:
             ) and (self._answered >= wanted)
 
     def close(self, timeout_s: float) -> bool:
-        """Drain, end the thread and let go of the outbox; return whether everything arrived."""
+        """Drain, end the thread and release the outbox; return whether everything arrived."""
         arrived = self._end(timeout_s)
         self._outbox.release()
         return arrived
 
     def deliver(self, wait_s: float) -> tuple[bool, Losses]:
-        """Send the rest, the table of details and what is lost, in at most about `wait_s` seconds, and close;
-        return whether all that is left has arrived, and what is lost."""
+        """Send the remaining records, the table of details and the losses, in at most about `wait_s` seconds,
+        and close; return whether they have arrived, and the losses."""
         end = time.monotonic() + wait_s
+        # Drained first: only then is it known which records the server refuses, and so what is lost.
         if arrived := self.drain(wait_s):
             self._outbox.pack_details()
             if losses := self._outbox.losses():
@@ -94,13 +96,15 @@ class Sender:
         arrived = self.drain(timeout_s)
         self._closed = True
         self._wake.set()
-        self._thread.join(1.0 if arrived else 0.1)  # a thread that waits for a dead server is left to itself
+        # A thread that waits for an unreachable server is left behind; as a daemon it ends with the process.
+        self._thread.join(1.0 if arrived else 0.1)
         return arrived
 
     def _work(self) -> None:
         retry_s, beaten = _FIRST_RETRY_S, 0.0
         while not self._closed:
-            asked = self._asked  # before the look: who asks meanwhile is answered by the next one
+            # Read before sending: a `drain` called from now on may mean records that this pass does not see.
+            asked = self._asked
             try:
                 if not self._outbox.hold():
                     raise BlockingIOError("another process is sending this run's records")
@@ -108,7 +112,7 @@ class Sender:
                     self._beat()
                     beaten = time.monotonic()
                 self._send_all()
-            except Exception as error:  # noqa: BLE001 - whatever the server or its client raises: said once, tried again
+            except Exception as error:  # noqa: BLE001 - any error of the server or its client: warn once, try again
                 if not self.trouble:
                     _warn(
                         "the tracking server does not take records (%s); they are kept and sent later",
@@ -133,14 +137,15 @@ class Sender:
         self._wake.clear()
 
     def _send_all(self) -> None:
-        while not self._closed and (found := self._outbox.pending(_AT_ONCE)):
-            # Metrics that follow each other are one call to the server, anything else is a call of its own.
+        while not self._closed and (found := self._outbox.pending(_BATCH_RECORDS)):
+            # One call to the server for consecutive metrics, and one for each other record.
             for _, group in itertools.groupby(found, lambda r: "" if r["op"] == "metrics" else r["n"]):
                 records = list(group)
                 if self._closed:
                     return
                 self._send(records)
-                # given up meanwhile: whoever sends next begins here, and what comes twice counts once
+                # Closed meanwhile: another process may hold the outbox already, so leave the records to it.
+                # The server counts a record that it gets twice only once.
                 if self._closed:
                     return
                 self._outbox.remove(records)
@@ -150,11 +155,12 @@ class Sender:
             try:
                 self._write(records)
                 return
-            except (Refused, *_WRONG) as error:
-                # Libraries have their own: in `requests`, an answer that is no JSON is a ValueError.
+            except (Refused, *_RECORD_ERRORS) as error:
+                # Subclasses from libraries are trouble with the connection, to be tried again: `requests`
+                # raises a ValueError of its own when an answer is not JSON.
                 if not isinstance(error, Refused) and type(error).__module__ != "builtins":
                     raise
-                if len(records) > 1:  # one of them spoils the others
+                if len(records) > 1:  # one bad record makes the server refuse the whole call
                     for record in records:
                         self._send([record])
                     return
@@ -168,7 +174,7 @@ class Sender:
 
 
 def _warn(message: str, *values: str) -> None:
-    with contextlib.suppress(Exception):  # somebody's log handler must not end the sending
+    with contextlib.suppress(Exception):  # a user's failing log handler must not stop the sending
         _log.warning(message, *values)
 
 

@@ -1,4 +1,4 @@
-"""Completes the record afterwards: sends what was left when a server was away, and ends runs whose process
+"""Completes records afterwards: sends the outboxes of ended runs, and ends runs in MLflow whose process
 died."""
 
 import platform
@@ -17,20 +17,20 @@ from dphybrid.tracking.sender import Sender
 from dphybrid.tracking.writer import HEARTBEAT_TAG, PID_TAG, MlflowWriter
 
 _SILENT_S = 600.0
-"""A run of another machine without a sign of life for so long counts as dead."""
+"""A run of another machine counts as dead after so long without a heartbeat."""
 
 _MAY_COME_LATE = ("metrics", "params", "file", "table", "dataset", "register")
-"""Kinds of records that say nothing which a later one has changed."""
+"""Kinds of records that can be sent late: no later record replaces them, as one does a status or a tag."""
 
 
 def sync(
     store: Path, tracking_uri: str | None, experiment: str, upload_limit: int, *, wait_s: float = 60.0
 ) -> Iterator[tuple[str, bool]]:
-    """Send the outboxes in `store` and end orphaned runs of `experiment`; yield lines for people, and whether
-    all records of that run have arrived.
+    """Send the outboxes in `store` and end orphaned runs of `experiment`; yield lines to print, each with
+    whether all records of that run have arrived.
 
-    tracking_uri: as `open_tracker` takes it. wait_s: how long each outbox may take. Raises UserError where
-    runs are not recorded in MLflow.
+    tracking_uri: as `open_tracker` takes it. wait_s: how long each outbox may take. Raises UserError if runs
+    are not recorded in MLflow.
     """
     uri = recorded_in(tracking_uri, store)
     spool, waiting = store / "spool", set[str]()
@@ -39,12 +39,12 @@ def sync(
             continue
         try:
             arrived = yield from _send(outbox, uri or embedded_uri(store), upload_limit, wait_s)
-        except OSError as error:  # one that cannot be read holds up none of the others
+        except OSError as error:  # an unreadable outbox must not hold up the others
             arrived = False
             yield f"{outbox.run_id}: kept ({type(error).__name__}: {error})", False
         if not arrived:
             waiting.add(outbox.run_id)
-    if uri is None:  # asking the client would make its database
+    if uri is None:  # there is no database yet, and MLflow's client would make one
         return
     try:
         for run_id in _end_orphans(spool, uri, experiment, waiting):
@@ -56,7 +56,7 @@ def sync(
 def _send(
     outbox: Outbox, tracking_uri: str, upload_limit: int, wait_s: float
 ) -> Generator[tuple[str, bool], None, bool]:
-    """Send an outbox; yield as `sync` does, and return whether nothing of it waits any more."""
+    """Send an outbox; yield as `sync` does, and return whether no record of it waits any more."""
     run_id = outbox.run_id
     if not outbox.hold():
         yield f"{run_id}: still running, and sending by itself", True
@@ -82,7 +82,8 @@ def _send(
 
 
 def _end_orphans(spool: Path, tracking_uri: str, experiment: str, waiting: Container[str]) -> Iterator[str]:
-    """End the runs whose process is gone; yield their ids. waiting: runs that are left alone."""
+    """End the runs whose process no longer exists; yield their ids. waiting: runs to leave alone, as their
+    outbox may hold their real end."""
     client = MlflowClient(tracking_uri=tracking_uri)
     found = client.get_experiment_by_name(experiment)
     if found is None:
@@ -104,14 +105,15 @@ def _end_orphans(spool: Path, tracking_uri: str, experiment: str, waiting: Conta
 
 
 def _lives(spool: Path, run_id: str, tags: dict[str, str]) -> bool:
-    """Tell whether a run's process is there: by its lock and number on this machine, by its heartbeat on
-    another."""
+    """Return whether a run's process is alive: by its lock and process id on this machine, by its heartbeat
+    on another."""
     if tags.get("host.name") == platform.node() and (spool / f"{run_id}.lock").exists():
         outbox = Outbox(spool, run_id)
         if not outbox.hold():
             return True
         outbox.release()
-        number = tags.get(PID_TAG, "")  # between two parts of a run nobody holds the lock
-        return number.isdigit() and psutil.pid_exists(int(number))
+        # Between two parts of a run its process does not hold the lock.
+        pid = tags.get(PID_TAG, "")
+        return pid.isdigit() and psutil.pid_exists(int(pid))
     silent = (datetime.now(UTC) - datetime.fromisoformat(tags[HEARTBEAT_TAG])).total_seconds()
     return silent < _SILENT_S

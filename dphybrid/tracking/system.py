@@ -1,5 +1,5 @@
-"""Samples of the machine's load: processor, memory and each used GPU, every few seconds; and whether the
-devices were used well."""
+"""Records the machine's load every few seconds (processor, memory and each used GPU), and warns of devices
+that were used badly."""
 
 import time
 from collections import Counter
@@ -17,34 +17,35 @@ _SAMPLE_EVERY_S = 10.0
 _MIB = 2**20
 
 _UNEVEN = 1.25
-"""Largest share of a batch over the smallest, from which on a split is called uneven."""
+"""A split is called uneven if its largest share is at least so many times its smallest."""
 
 _BUSY_PCT = 50.0
-"""A GPU below this mean utilisation waits more than it works."""
+"""A GPU below this mean utilization waits more than it works."""
 
 _DEVICE_STAGES = ("forward", "backward", "replicate", "scatter", "gather", "loss", "dense_update")
 
 _GpuReading = dict[str, float]
-"""utilization_pct, memory_mb, memory_pct, power_w, temperature_c: those the device tells."""
+"""utilization_pct, memory_mb, memory_pct, power_w, temperature_c: those that the device reports."""
 
 
 @contextmanager
 def system_metrics(
     tracker: Tracker, since: float, gpus: Sequence[str] = (), every_s: float = _SAMPLE_EVERY_S
 ) -> Iterator[dict[str, float]]:
-    """While the block runs, record `system/...` metrics; their step counts seconds from `since`
-    (time.time()), the run's start. Yields the means of their values so far.
+    """While the block runs, record `system/...` metrics; their steps are seconds since `since` (time.time()),
+    the run's start. Yields the means of their values so far.
 
-    gpus: UUIDs of the GPUs this run uses; others of the machine are not recorded.
+    gpus: UUIDs of the GPUs that this run uses; the machine's other GPUs are not recorded.
     """
     means: dict[str, float] = {}
     counts: Counter[str] = Counter()
     read = _nvml_reader(gpus)
     own = psutil.Process()
-    # The first call has nothing to compare with and returns 0.
+    # These calls return the load since the call before; the first returns 0 and is thrown away here.
     psutil.cpu_percent()
     own.cpu_percent()
-    begun = max(0.0, time.time() - since) - time.monotonic()  # no clock that may be set back
+    # Seconds by the monotonic clock from here on: time.time() may be set back.
+    begun = max(0.0, time.time() - since) - time.monotonic()
     seen = (time.monotonic(), page_faults())
 
     def sample() -> bool:
@@ -70,16 +71,16 @@ def system_metrics(
         with watching(sample, every_s, "dphybrid-system"):
             yield means
     finally:
-        # A run that is shorter than the first interval has one sample, too.
+        # Also gives one sample to a run that is shorter than the first interval.
         sample()
 
 
 def _nvml_reader(gpus: Sequence[str]) -> Callable[[], list[_GpuReading]]:
-    """Return a function that reads the GPUs with these UUIDs through NVML. A value that a device does not
-    tell is left out."""
+    """Return a function that reads the GPUs with these UUIDs through NVML, without the values that a device
+    does not report."""
     if not gpus:
         return list
-    # Here: a machine without GPUs needs no NVML.
+    # Imported here, because a machine without GPUs needs no NVML.
     import pynvml
 
     try:
@@ -111,7 +112,7 @@ def balance_warnings(
     system: Mapping[str, float],
     stages: Mapping[str, float],
 ) -> list[str]:
-    """Return a sentence with a remedy for each thing found.
+    """Return a sentence with a remedy for each device that was used badly.
 
     splits: rows of the split table. system: means of the `system/...` metrics. stages: stage ->
     seconds.
@@ -120,6 +121,7 @@ def balance_warnings(
 
 
 def _of_the_split(splits: Sequence[Mapping[str, Any]], num_devices: int) -> list[str]:
+    # Split 1 is that of the first batch, which is full. Its first block stands for all.
     full = [row for row in splits if row["number"] == 1]
     first = [row for row in full if row["block"] == full[0]["block"]]
     if num_devices < 2 or not first:

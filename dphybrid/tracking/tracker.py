@@ -1,6 +1,7 @@
-"""MLflow as a tracker. Every record goes into the run's outbox; a thread sends it, however long that takes.
+"""The tracker for MLflow. Every record goes into the run's outbox, and a background thread sends it.
 
-The client with an explicit run id is used, never the fluent functions, whose active run belongs to a thread.
+All calls use the client with an explicit run id, never the fluent functions: their active run is local to a
+thread.
 """
 
 import logging
@@ -24,7 +25,7 @@ from dphybrid.util.text import masked
 _log = logging.getLogger(__name__)
 
 _FINISH_WAIT_S, _CLOSE_WAIT_S = 30.0, 5.0
-"""How long the end of a run, and the end of one of its parts, wait for a server that is away."""
+"""How long the end of a run, and the end of one of its parts, wait for an unreachable server."""
 
 _DETAILS = (
     "timing/",
@@ -36,15 +37,16 @@ _DETAILS = (
     "perf/step_ms_",
     "train/lr",
 )
-_ASKED_FOR = re.compile(r"system/(?:process_rss_mb|gpu\d+_(?:utilization_pct|memory_mb))")
+_STILL_SENT = re.compile(r"system/(?:process_rss_mb|gpu\d+_(?:utilization_pct|memory_mb))")
+"""Exceptions from `_DETAILS`: metrics that are sent even if the detail is brief."""
 
 
 class MlflowTracker(Tracker):
     """Records one run at `tracking_uri` in `experiment`.
 
-    store: folder for the artifacts of a database and for records on their way. upload_limit: bytes above
-    which a file of a checkpoint is not uploaded but recorded by path and digest. detail: brief keeps the
-    finer metrics for a table, full sends all.
+    store: folder for the outboxes and, with a database, for the artifacts. upload_limit: a checkpoint's file
+    of more bytes is recorded by path and digest instead of being uploaded. detail: brief puts the finer
+    metrics into a table, full sends all as metrics.
     """
 
     def __init__(
@@ -111,10 +113,11 @@ class MlflowTracker(Tracker):
         return self._store / "spool"
 
     def _open(self) -> tuple[Outbox, Sender]:
-        # Not before the first record: who attaches to ask for an address alone must not hold the outbox.
+        # The sender starts at the first record, not in `attach`: a caller that only wants the run's address
+        # must not hold the outbox.
         if self._outbox is None:
             raise RuntimeError("no run: call start(), resume() or attach() first")
-        with self._opening:  # a checkpoint's thread may be first
+        with self._opening:  # the thread that writes checkpoints may record at the same time
             if self._sender is None:
                 writer = MlflowWriter(self._uri, self.run_id, self._upload_limit)
                 self._sender = Sender(self._outbox, writer.write, writer.beat)
@@ -127,13 +130,13 @@ class MlflowTracker(Tracker):
         outbox, _ = self._open()
         try:
             outbox.append_metrics(as_floats(metrics), step, self._details(metrics))
-        except OSError as error:  # a full disk costs the curves some points, not the training its end
+        except OSError as error:  # a full disk must not end the training; the curves lack some points
             outbox.count_unkept()
             _log.warning("metrics of step %d could not be kept: %s", step, error)
 
     def log_summary(self, metrics: Mapping[str, float]) -> None:
-        # At step 0, MLflow's charts draw a bar for each run; at any other one they draw a dot on an axis of
-        # steps.
+        # At step 0, MLflow's charts draw one bar for each run; at any other step they draw a dot in a plot
+        # over steps.
         self._open()[0].append_metrics(as_floats(metrics), 0, self._details(metrics), anew=True)
         if finals := [safe_name(name) for name in metrics if name.startswith("final/")]:
             self.record({"op": "views", "finals": finals})
@@ -147,7 +150,7 @@ class MlflowTracker(Tracker):
     def register(self, name: str, uid: str, alias: str) -> str:
         outbox, sender = self._open()
         record = {"op": "register", "name": name, "uid": uid, "alias": alias}
-        # Not by `record`: the number is how the sender names what the server refused.
+        # Not through `record`, which returns no number; `sender.refused` needs it.
         number = outbox.append(record, sync=True)
         arrived = sender.drain(_FINISH_WAIT_S)
         if number in sender.refused:
@@ -180,18 +183,18 @@ class MlflowTracker(Tracker):
 
 
 def _ui_address(tracking_uri: str) -> str:
-    """Return where MLflow's pages are: at the server, or where `mlflow server` shows a database's."""
+    """Return the address of MLflow's pages: the server's, or the default of `mlflow server` for a
+    database."""
     return masked(tracking_uri if tracking_uri.startswith("http") else "http://127.0.0.1:5000").rstrip("/")
 
 
 def run_address(tracking_uri: str, experiment_id: str, run_id: str) -> str:
-    """Return where a person finds a run."""
+    """Return the address of a run's page."""
     return f"{_ui_address(tracking_uri)}/#{run_path(experiment_id, run_id)}"
 
 
 def find_experiment(client: MlflowClient, tracking_uri: str, name: str, store: Path) -> str:
-    """Return the id of an experiment, which is made where there is none. Raises UserError for a deleted
-    one."""
+    """Return the id of an experiment; make it if it does not exist. Raises UserError for a deleted one."""
     found = client.get_experiment_by_name(name)
     if found is not None and found.lifecycle_stage != "active":
         raise UserError(
@@ -199,14 +202,14 @@ def find_experiment(client: MlflowClient, tracking_uri: str, name: str, store: P
         )
     if found is not None:
         return str(found.experiment_id)
-    # A database keeps the artifact folder of an experiment for ever, so it must not depend on where the first
-    # run started.
+    # An absolute folder: a database stores an experiment's artifact folder once and for all, so it must not
+    # depend on the folder that the first run was started in.
     location = None if tracking_uri.startswith("http") else (store / "artifacts").as_uri()
     tags = {"mlflow.experimentKind": "custom_model_development"}
     try:
         return str(client.create_experiment(name, artifact_location=location, tags=tags))
     except MlflowException:
-        found = client.get_experiment_by_name(name)  # somebody was faster
+        found = client.get_experiment_by_name(name)  # another process may have made it in between
         if found is None:
             raise
         return str(found.experiment_id)
@@ -214,6 +217,5 @@ def find_experiment(client: MlflowClient, tracking_uri: str, name: str, store: P
 
 @lru_cache(maxsize=4096)
 def _is_detail(name: str) -> bool:
-    """Tell whether a metric is one that few people look for: it stands in the table of details, unless all
-    are asked for."""
-    return name.startswith(_DETAILS) and _ASKED_FOR.fullmatch(name) is None
+    """Return whether a metric goes into the table of details, if the detail is brief."""
+    return name.startswith(_DETAILS) and _STILL_SENT.fullmatch(name) is None

@@ -1,7 +1,7 @@
-"""MLflow's pages for one user of this machine: a server at 127.0.0.1 that asks for a token.
+"""MLflow's pages for one user of this machine: a server at 127.0.0.1 that requires a token.
 
-`serving` starts it as a process of its own, `python -m dphybrid.tracking.ui_server`, which ends with the
-process that started it, however that ends.
+`serving` starts it as a separate process, `python -m dphybrid.tracking.ui_server`. That process ends when the
+one that started it ends, even by a kill.
 """
 
 import hmac
@@ -29,34 +29,37 @@ _HOST = "127.0.0.1"
 _START_S = 120.0
 """How long MLflow's server may take to answer; on a cold disk its imports take long."""
 _END_S = 10.0
-"""How long it may take to end before it is killed."""
+"""How long the server may take to end before it is killed."""
 _REFUSED = "Open the address that `dphybrid ui` printed: it carries a token.\n"
 
 
 @contextmanager
 def serving(uri: str, port: int) -> Iterator[tuple["subprocess.Popen[bytes]", str]]:
     """Run MLflow's server on a database while the block runs; yield its process and the token that its pages
-    want. Raises UserError when it does not start, with its last words."""
+    require. Raises UserError with the end of its output when it does not start."""
     token = secrets.token_urlsafe(24)
-    # Without its runner of jobs, eight processes that pages of runs do not need.
+    # Job execution would start eight more processes, which the pages of runs do not need.
     quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    with tempfile.TemporaryFile() as words:
+    with tempfile.TemporaryFile() as output:
         server = subprocess.Popen(
             [sys.executable, "-m", __name__],
-            stdin=subprocess.PIPE,  # its end tells the server that this process has ended
-            stdout=words,
+            stdin=subprocess.PIPE,  # the kernel closes it when this process ends, and the server notices
+            stdout=output,
             stderr=subprocess.STDOUT,
             env=quiet | os.environ,
-            start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the server
+            start_new_session=True,  # so that Ctrl-C reaches only this process, which then ends the server
         )
         try:
             assert server.stdin is not None
+            # The token goes through stdin, as all users of the machine can read command lines.
             server.stdin.write(json.dumps([uri, port, token]).encode() + b"\n")
             server.stdin.flush()
-            if (wrong := _wait(server, port, token)) is not None:
-                words.seek(0)
-                said = masked(words.read().decode(errors="replace")[-500:].strip())
-                raise UserError(f"MLflow's server on port {port}: {wrong}; it said: {said or 'nothing'}")
+            if (problem := _wait(server, port, token)) is not None:
+                output.seek(0)
+                printed = masked(output.read().decode(errors="replace")[-500:].strip())
+                raise UserError(
+                    f"MLflow's server on port {port}: {problem}; it printed: {printed or 'nothing'}"
+                )
             yield server, token
         finally:
             for number in (signal.SIGTERM, signal.SIGKILL):
@@ -84,12 +87,16 @@ def _wait(server: "subprocess.Popen[bytes]", port: int, token: str) -> str | Non
 
 
 class _TokenOnly:
-    """Lets requests through to an ASGI app that carry the token: in the address, which sets a cookie and
-    leads to the same page without it; as that cookie; or as a bearer (MLFLOW_TRACKING_TOKEN)."""
+    """Wraps an ASGI app and lets only requests with the token pass.
+
+    The token may be a bearer token (MLFLOW_TRACKING_TOKEN) or part of the address (`?token=`). The latter
+    sets a cookie, which lets later requests pass, and redirects to the same page without the token.
+    """
 
     def __init__(self, app: ASGIApp, token: str, port: int) -> None:
         self._app, self._token = app, token
-        # Browsers send cookies to all ports of a host.
+        # The port is in the cookie's name, because browsers send a host's cookies to all of its ports: the
+        # cookie of a second server must not replace that of the first.
         self._name, self._cookie = f"dphybrid-{port}", secrets.token_urlsafe(24)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -112,16 +119,17 @@ class _TokenOnly:
 
 
 def _equal(given: str, wanted: str) -> bool:
-    return hmac.compare_digest(given.encode(), wanted.encode())  # as long for a good guess as for a bad one
+    # Takes equally long wherever the texts differ, so that timing does not help to guess the token.
+    return hmac.compare_digest(given.encode(), wanted.encode())
 
 
 def main() -> None:
-    """Serve until the process that started this one ends: standard input has database, port and token."""
+    """Serve until the parent process ends. The first line of standard input has database, port and token."""
     uri, port, token = json.loads(sys.stdin.buffer.readline())
 
     def end_with_parent() -> None:
-        sys.stdin.buffer.read()
-        # Not sys.exit: that would end this thread alone.
+        sys.stdin.buffer.read()  # returns when the parent has ended
+        # Not sys.exit, which would end only this thread.
         os._exit(0)
 
     threading.Thread(target=end_with_parent, daemon=True).start()

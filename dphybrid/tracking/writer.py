@@ -1,5 +1,5 @@
-"""Writes the records of an outbox into MLflow, and the views that its page of runs shows. A record may come
-twice, after a crash or an outage, and counts once."""
+"""Writes the records of an outbox into MLflow, and the saved views of its page of runs. After a crash or an
+outage a record may be written twice; the result is the same as once."""
 
 import base64
 import json
@@ -21,11 +21,11 @@ from dphybrid.tracking.models import CheckpointModels
 from dphybrid.tracking.sender import Refused
 
 HEARTBEAT_TAG, PID_TAG = "dphybrid.heartbeat", "dphybrid.pid"
-# What MLflow's server takes: entries of a call, characters of a value.
+# Limits of MLflow's server: entries of a call, characters of a value.
 _MAX_METRICS, _MAX_PAIRS, _MAX_PARAM, _MAX_TAG = 1000, 100, 6000, 8000
 _LOSSES_TAG = "dphybrid.lost_records"
 _LOSSES_LINE = "> **Not everything was recorded:**"
-_FOR_GOOD = {
+_REFUSALS = {
     "BAD_REQUEST",
     "INVALID_PARAMETER_VALUE",
     "INVALID_STATE",
@@ -33,25 +33,26 @@ _FOR_GOOD = {
     "RESOURCE_ALREADY_EXISTS",
     "RESOURCE_DOES_NOT_EXIST",
 }
+"""MLflow's error codes that mean a refusal. After any other error the records are sent again."""
 _VIEW_TAG = "mlflow.sharedViewState."
-"""Begins the tags in which MLflow keeps an experiment's saved views: the columns people ask for, in one
-sorted table. That is no public interface, and a test in a browser holds it. Where a later version shows
-nothing, the plain list is still there."""
+"""Prefix of the tags in which MLflow keeps an experiment's saved views. This is not a public interface; a
+test in a browser notices when it changes. An MLflow that ignores the tags still shows the plain list of
+runs."""
 _NOTE_TAG = "mlflow.note.content"
 _FINALS_TAG = "dphybrid.final_metrics"
 RESULT, SPEED = "Result", "Speed"
 _OWN_NOTE = "dphybrid, all runs:"
 _LEAST_IS_BEST = ("loss", "mse", "mae", "perplexity", "rank", "error", "deviance")
-_WHAT = ("params.`recipe`", "params.`devices`", "params.`train.batch_size`")
+_IDENTITY = ("params.`recipe`", "params.`devices`", "params.`train.batch_size`")
 _TIMES = ("summary/samples_per_s_median", "perf/step_ms", "summary/step_ms_p95", "summary/train_s")
-"""MLflow cuts a column's header: `summary/step_ms_p50` and `_p95` would look the same."""
+"""Not `summary/step_ms_p50`: MLflow cuts off column headers, and it would look like `_p95`."""
 
 
 class MlflowWriter:
-    """Writes records of one run. upload_limit: bytes above which a file of a checkpoint stays where it is and
-    is logged by path.
+    """Writes records of one run. upload_limit: a checkpoint's file of more bytes is logged by path instead of
+    being uploaded.
 
-    The first record makes the connection, so that this happens in the sender's thread.
+    Connects at the first record, and so in the sender's thread, where the training does not wait for it.
     """
 
     def __init__(self, tracking_uri: str, run_id: str, upload_limit: int) -> None:
@@ -59,8 +60,9 @@ class MlflowWriter:
 
     @cached_property
     def _verbs(self) -> dict[str, Callable[[Record], None]]:
-        """What writes a record, by its kind. Raises RuntimeError where the run is not: the records wait then,
-        as another store may be the right one."""
+        """Kind of record -> the method that writes it. Raises RuntimeError if the run does not exist or was
+        deleted."""
+        # Not Refused, so the records are kept: the run may be at another store, or be restored.
         self._client = MlflowClient(tracking_uri=self._uri, registry_uri=self._uri)
         try:
             stage = self._client.get_run(self._run_id).info.lifecycle_stage
@@ -87,8 +89,8 @@ class MlflowWriter:
         }
 
     def write(self, records: list[Record]) -> None:
-        """Write records of one kind. Raises Refused when the server does not take them, another error when it
-        may later."""
+        """Write records of one kind. Raises Refused if the server refuses them; after other errors it is
+        worth trying again."""
         try:
             verbs = self._verbs
             if records[0]["op"] == "metrics":
@@ -97,14 +99,14 @@ class MlflowWriter:
             for record in records:
                 verbs[record["op"]](record)
         except MlflowException as error:
-            if error.error_code in _FOR_GOOD:
-                # A bad request is also what a database says when another run wrote the same row in the same
-                # moment.
+            if error.error_code in _REFUSALS:
+                # MLflow also answers BAD_REQUEST if another run wrote the same database row at the same
+                # moment, so that one is tried again.
                 raise Refused(str(error), again=error.error_code == "BAD_REQUEST") from error
             raise
 
     def beat(self) -> None:
-        """Show a sign of life."""
+        """Tag the run with the time and this process's id."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
         self.write([{"op": "tags", "values": {HEARTBEAT_TAG: now, PID_TAG: str(os.getpid())}}])
 
@@ -143,7 +145,7 @@ class MlflowWriter:
 
     def _table(self, record: Record) -> None:
         self._file(record)
-        # This tag is what makes the UI offer the file as a table that can be compared between runs.
+        # Because of this tag, MLflow's UI offers the file as a table that can be compared between runs.
         entry = {"path": "/".join(filter(None, (record["folder"], record["name"]))), "type": "table"}
         entries = json.loads(self._client.get_run(self._run_id).data.tags.get("mlflow.loggedArtifacts", "[]"))
         if entry not in entries:
@@ -153,7 +155,7 @@ class MlflowWriter:
         columns = [{"name": str(key), "type": "string"} for key in record["columns"]]
         dataset = Dataset(
             name=record["name"],
-            # As many characters as MLflow's column has; the profile holds the whole digest.
+            # MLflow's database column holds 36 characters; the profile has the whole digest.
             digest=record["digest"][:36],
             source_type="local",
             source=json.dumps({"uri": record["source"]}),
@@ -169,11 +171,12 @@ class MlflowWriter:
             self._client.update_run(self._run_id, status="RUNNING")
         else:
             started = self._client.get_run(self._run_id).info.start_time
-            end_ms = max(record["t"], started)  # the clock may have been set back meanwhile
+            # The clock may have been set back during the run; an end before the start makes no sense.
+            end_ms = max(record["t"], started)
             self._client.set_terminated(self._run_id, record["status"], end_time=end_ms)
 
     def _losses(self, record: Record) -> None:
-        """Say on the run's page what its record lacks."""
+        """Write on the run's page what its record lacks; an empty text removes the note."""
         self._client.set_tag(self._run_id, _LOSSES_TAG, record["text"][:_MAX_TAG])
         note = self._client.get_run(self._run_id).data.tags.get("mlflow.note.content", "")
         lines = [line for line in note.splitlines() if not line.startswith(_LOSSES_LINE)]
@@ -185,21 +188,23 @@ class MlflowWriter:
         self._client.set_tag(self._run_id, "mlflow.note.content", text[:_MAX_TAG])
 
     def _views(self, record: Record) -> None:
-        """Make the experiment's saved views show what its runs end with."""
+        """Make the experiment's saved views show the runs' final metrics."""
         write_views(self._client, self._client.get_run(self._run_id).info.experiment_id, record["finals"])
 
 
 def write_views(client: MlflowClient, experiment_id: str, finals: Sequence[str]) -> None:
-    """Write the views of an experiment, whose runs end with the metrics `finals` (among others), unless they
-    are there."""
+    """Write the saved views of an experiment with `finals` among their columns, unless they exist already.
+
+    finals: names of final metrics of a run; those of earlier runs are kept.
+    """
     tags = client.get_experiment(experiment_id).tags
     known = tags.get(_FINALS_TAG, "").split("\n")
     names = list(dict.fromkeys(name for name in (*known, *finals) if name))
     if names == known and _VIEW_TAG + SPEED in tags:
         return
-    # 5,000 characters are what MLflow takes as an experiment's tag.
+    # MLflow takes at most 5,000 characters as an experiment's tag.
     client.set_experiment_tag(experiment_id, _FINALS_TAG, "\n".join(names)[:5000])
-    metrics = [f"metrics.`{name}`" for name in names[:3]]  # so that recipe and devices stay in view
+    metrics = [f"metrics.`{name}`" for name in names[:3]]  # more would push recipe and devices out of sight
     order = ("attributes.start_time", False)
     if metrics:
         order = (metrics[0], least_is_best(names[0]))
@@ -207,36 +212,43 @@ def write_views(client: MlflowClient, experiment_id: str, finals: Sequence[str])
     for view, columns, (key, ascending) in (
         (
             RESULT,
-            [*metrics, *speeds[:1], *_WHAT, "params.`train.lr`", "params.`table.lr`", "params.`train.seed`"],
+            [
+                *metrics,
+                *speeds[:1],
+                *_IDENTITY,
+                "params.`train.lr`",
+                "params.`table.lr`",
+                "params.`train.seed`",
+            ],
             order,
         ),
-        (SPEED, [*speeds, *_WHAT, *metrics[:1]], (speeds[0], False)),
+        (SPEED, [*speeds, *_IDENTITY, *metrics[:1]], (speeds[0], False)),
     ):
         state: dict[str, object] = {"selectedColumns": columns, "orderByKey": key, "orderByAsc": ascending}
         packed = base64.b64encode(zlib.compress(json.dumps(state).encode())).decode()
         tag = {"name": view, "createdAt": 0, "updatedAt": 0, "state": f"deflate;{packed}"}
         client.set_experiment_tag(experiment_id, _VIEW_TAG + view, json.dumps(tag))
-    # any other note is somebody's own
+    # Any other note was written by a user.
     if not tags.get(_NOTE_TAG, "") or tags[_NOTE_TAG].startswith(_OWN_NOTE):
         client.set_experiment_tag(experiment_id, _NOTE_TAG, note(experiment_id))
 
 
 def least_is_best(name: str) -> bool:
-    """Tell from a metric's name whether smaller values are better."""
+    """Return whether smaller values of a metric are better, judged by its name."""
     return any(word in name for word in _LEAST_IS_BEST)
 
 
 def note(experiment_id: str) -> str:
-    """Return the experiment's description: one line, with a link to each view."""
+    """Return the experiment's description: one line with a link to each saved view."""
     links = " · ".join(f"[{view}](#{view_path(experiment_id, view)})" for view in (RESULT, SPEED))
     return f"{_OWN_NOTE} {links}"
 
 
 def run_path(experiment_id: str, run_id: str) -> str:
-    """Return what follows `#` in the address of a run."""
+    """Return the part after `#` in the address of a run."""
     return f"/experiments/{experiment_id}/runs/{run_id}?workflowType=machine_learning"
 
 
 def view_path(experiment_id: str, view: str) -> str:
-    """Return what follows `#` in the address of a view."""
+    """Return the part after `#` in the address of a saved view."""
     return f"/experiments/{experiment_id}/runs?viewStateShareKey={view}&workflowType=machine_learning"

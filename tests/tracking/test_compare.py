@@ -220,7 +220,7 @@ def test_wrong_calls_say_what_is_there(
         ),
         (lambda: read_runs(uri, [one, one]), "needs at least two runs, and there is one"),
         (lambda: read_runs(uri, ["0000", one]), "'0000': cannot be read"),
-        (lambda: read_runs(uri, list(map(str, range(MAX_CELLS + 1)))), "257 runs make no readable page"),
+        (lambda: read_runs(uri, list(map(str, range(MAX_CELLS + 1)))), "257 runs do not fit on one page"),
     ]:
         with refused(words):
             call()
