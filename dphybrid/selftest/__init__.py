@@ -1,1 +1,1 @@
-"""`dphybrid selftest`: small runs, killed and cut off from their disk, on the user's own data folder."""
+"""`dphybrid selftest`: small runs on the user's own disk, broken by kills and disk faults, then resumed."""

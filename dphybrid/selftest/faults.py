@@ -1,8 +1,9 @@
-"""A layer of faults under a process: counts what it writes, syncs, renames and removes below a folder, and
-breaks one of these operations.
+"""A layer of faults under a process: counts the file operations below a folder (writes, fsyncs, renames,
+removals), and breaks one of them.
 
-It sees what goes through Python, in any thread: `open` for writing, fsync, and the changes of names that
-Python audits. What compiled libraries write (Parquet, SQLite) it sees when that is synced or renamed.
+It sees operations that go through Python, in any thread: `open` for writing, fsync, and the audited changes
+of names. It does not see the writes of compiled libraries (Parquet, SQLite), but their files' renames, and
+fsyncs through Python.
 """
 
 import builtins
@@ -22,14 +23,15 @@ from typing import Any
 KILLED = 137
 ERRORS = {name: getattr(errno, name) for name in ("ENOSPC", "EROFS", "EIO", "EMFILE")}
 MODES = ("kill", "torn", "unsynced", "lost", *ERRORS)
-"""kill: the process ends before the operation. torn: half of a write is done first. unsynced: as the power
-fails, what was written to files and not fsynced is lost. lost: and so are names that were made, renamed or
-removed in folders not fsynced since. The others: the operation fails once with that error."""
+"""kill: the process ends before the operation. torn: it ends in the middle of a write. unsynced: power loss;
+bytes written to files and not fsynced are lost. lost: the same, and names that were made, renamed or removed
+in a folder are undone, unless the folder was fsynced since. The others: the operation fails once with that
+error."""
 
 
 class Faults:
-    """Counts operations below `root` and, at number `target` (from 1; 0: never), does what `mode` says. seed:
-    which unsynced files go. slow_s: how much longer each fsync takes."""
+    """Counts operations below `root` and breaks number `target` (from 1; 0: none) as `mode` says. seed:
+    chooses how much of each unsynced file remains. slow_s: delay of each fsync."""
 
     def __init__(
         self, root: Path, target: int = 0, mode: str = "kill", seed: int = 0, slow_s: float = 0.0
@@ -39,51 +41,56 @@ class Faults:
         self._counting = threading.Lock()
         self._random = random.Random(seed)
         self._unsynced: set[int] = set()
-        # name, the inode of its folder, which was not synced since, and what takes the name back
+        # Changes of names that a power loss may undo: the name, the inode of its folder, and the function
+        # that undoes the change.
         self._undo: list[tuple[str, int, Callable[[], object]]] = []
         self._early: list[str] = []
-        self._kept = root.parent / f"{root.name}-kept"  # what a removal that is undone brings back
+        # Holds links to removed and replaced files, so that undoing can bring them back.
+        self._kept = root.parent / f"{root.name}-kept"
         self._fsync = os.fsync
         self._open: Any = io.open
 
     def install(self) -> None:
-        """Put this layer under the process, which is one of its own: nothing takes it away again."""
+        """Put this layer under the process. It cannot be removed, so use a separate process."""
         self._kept.mkdir(exist_ok=True)
-        # For good: a hook cannot be removed.
-        sys.addaudithook(self._audited)  # comes before the operation, and may raise in its place
-        # Python audits neither fsync nor writes.
+        # Python calls an audit hook before the operation; if the hook raises, the operation does not happen.
+        # There is no way to remove a hook.
+        sys.addaudithook(self._audited)
+        # fsync and writes are not audited, so their functions are replaced.
         vars(os)["fsync"] = self._synced
         vars(builtins)["open"] = vars(io)["open"] = self._opened
 
     def hit(self, torn: Callable[[], object] | None = None, opens: bool = False) -> None:
-        """Count an operation, and fail where it is the one."""
-        with self._counting:  # other threads wait here while power fails
+        """Count an operation, and break it if its number is `target`. torn: does half of a write. opens: the
+        operation opens a file."""
+        # Held until the process has ended: no other thread may write while the power fails.
+        with self._counting:
             self.count += 1
             if self.count != self.target:
                 return
             if self.mode in ERRORS:
-                if self.mode != "EMFILE" or opens:  # only what opens a file needs a handle
+                if self.mode != "EMFILE" or opens:  # "too many open files": only opening can fail so
                     raise OSError(ERRORS[self.mode], os.strerror(ERRORS[self.mode]))
                 return
             if self.mode == "torn" and torn:
                 torn()
             if self.mode in ("unsynced", "lost"):
                 self._lose()
-            os._exit(KILLED)  # no `finally`, no buffer is flushed: as by kill -9
+            os._exit(KILLED)  # like kill -9: runs no `finally` and flushes no buffer
 
     def written(self, handle: int) -> None:
-        """Note that a file has content that was not fsynced."""
+        """Note that a file has content that is not fsynced yet."""
         self._unsynced.add(os.fstat(handle).st_ino)
 
     def unsafe(self) -> list[str]:
-        """Return what a power loss would have emptied or undone: names that files or folders got before their
-        bytes were synced, and names in folders that are not synced yet."""
+        """Return the names that a power loss would have emptied or undone: those of files and folders renamed
+        before their bytes were synced, and those in folders that are not synced yet."""
         late = [name for name, _, _ in self._undo if os.path.lexists(name)]
         return sorted({os.path.relpath(name, self.root) for name in [*self._early, *late]})
 
     def _lose(self) -> None:
         root = Path(self.root)
-        self.root = "/no such folder/"  # what follows is no operation of the run
+        self.root = "/no such folder/"  # the operations below are not the run's: do not count them
         for _, _, step in reversed(self._undo if self.mode == "lost" else []):
             with suppress(OSError):
                 step()
@@ -117,7 +124,7 @@ class Faults:
         self._fsync(handle)
 
     def _audited(self, event: str, args: tuple[Any, ...]) -> None:
-        """Hit what is about to change a name, and note how to take that back."""
+        """Count a change of a name before it happens, and note how to undo it."""
         if event in ("os.rename", "os.link"):
             source, name = self._full(args[0], args[2]), self._full(args[1], args[3])
         elif event in ("os.remove", "os.rmdir", "os.mkdir"):
@@ -127,6 +134,7 @@ class Faults:
         if not name.startswith(self.root):
             return
         self.hit()
+        # A file renamed to its final name before an fsync would be empty under this name after a power loss.
         files = [Path(source), *Path(source).rglob("*")] if event == "os.rename" else []
         if any(file.is_file() and file.stat().st_ino in self._unsynced for file in files):
             self._early.append(name)
@@ -134,7 +142,7 @@ class Faults:
             self._undo.append((name, os.stat(os.path.dirname(name)).st_ino, undo))
 
     def _undoing(self, event: str, source: str, name: str) -> Callable[[], object] | None:
-        """Return what takes a change back, None for one that is going to fail."""
+        """Return the function that undoes a change of a name; None if the change is going to fail."""
         if event in ("os.mkdir", "os.link") and os.path.lexists(name):
             return None
         if event == "os.mkdir":

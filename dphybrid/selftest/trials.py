@@ -1,7 +1,7 @@
-"""`dphybrid selftest`: kill, power loss and full disk, tried on the user's own disk.
+"""`dphybrid selftest`: tries kills, power loss and a full disk on the user's own disk.
 
-Everything happens in a folder of its own inside the data folder, which is removed afterwards. Each run is a
-process of its own, forked from one that has imported everything.
+All runs are in one scratch folder inside the data folder, which is removed afterwards. Each run is a separate
+process, forked from one that has imported everything.
 """
 
 import math
@@ -36,7 +36,7 @@ from dphybrid.util.files import read_json, scratch_folder
 
 torch.set_num_threads(1)
 _IMPORTED = (_source, sklearn.metrics)
-"""What a run imports on its way: imported here, once for all trials."""
+"""Modules that a run imports late. Imported here, so that the forked processes have them."""
 
 SMALL = ["train.epochs=2", "train.log_every=2", "train.patience=0"]
 SMALL += ["checkpoint.keep_last=1", "checkpoint.every_steps=2"]
@@ -46,11 +46,11 @@ RUNS = {
     "ctr, cpu*2": [*TABLE, *SMALL, "data.path={folder}/clicks.csv", "devices=cpu*2"],
     "hybrid, cpu*8": ["recipe=hybrid", "train.batch_size=3000", "devices=cpu*8", *SMALL],
 }
-"""Name -> overrides of a run of about a second: a table with its columns, and whole GPU blocks beside one."""
+"""Name -> overrides for a run of about a second: a table of columns, and a hybrid model with GPU blocks."""
 
 
 def write_clicks(folder: Path) -> None:
-    """Write the table that `RUNS` train on: the same bytes each time."""
+    """Write the table that `RUNS` train on, always with the same bytes."""
     chosen = random.Random(0)
     clicks = ["age,city,clicked"]
     for _ in range(60):
@@ -63,9 +63,9 @@ def write_clicks(folder: Path) -> None:
 class _Ended:
     """How a run ended.
 
-    code: 0 done, 1 an unexpected exception, 2 a UserError, 137 killed by the layer of faults, -9 from
-    outside. operations: on files below its data folder. unsafe: names that a power loss would have emptied
-    or undone.
+    code: 0 finished, 1 unexpected exception, 2 UserError, 137 killed by the layer of faults, -9 killed from
+    outside. operations: the number of operations on files below its data folder. unsafe: names that a power
+    loss would have emptied or undone. output: what the run printed.
     """
 
     code: int
@@ -83,13 +83,13 @@ def run_trial(
     recorded: bool = False,
     slow_s: float = 0.0,
 ) -> _Ended:
-    """Start a run in `data_dir`, or resume the one there, and break file operation `target` (0: none).
+    """Start a run in `data_dir`, or resume the run in it, and break file operation `target` (0: none).
 
     mode: one of `faults.MODES`. kill_after_s: send SIGKILL after so many seconds. recorded: track in the
     embedded MLflow store. slow_s: delay of each fsync.
     """
     context = get_context("forkserver")
-    # Imports take seconds; a fork of a process that has done them takes milliseconds.
+    # Importing takes seconds; forking a process that has imported this module takes milliseconds.
     context.set_forkserver_preload([__name__])
     log = data_dir.parent / f"{data_dir.name}.log"
     log.unlink(missing_ok=True)
@@ -113,7 +113,7 @@ def _work(
     data_dir: Path, overrides: list[str], fault: tuple[int, str, float], log: Path, recorded: bool
 ) -> None:
     sys.stdout = sys.stderr = log.open("w", buffering=1, encoding="utf-8")
-    # The user's own settings must not change what is tried.
+    # The user's own settings must not change the trials.
     for name in [name for name in os.environ if name.startswith(("DPHYBRID_", "MLFLOW_"))]:
         del os.environ[name]
     os.environ.update(DPHYBRID_DATA_DIR=str(data_dir), DPHYBRID_THREADS="1")
@@ -131,15 +131,16 @@ def _work(
     except UserError as error:
         print(f"error: {error}")
         code = 2
-    except BaseException:  # noqa: BLE001 - the log is all that is left of it
+    except BaseException:  # noqa: BLE001 - the process ends below, and only the log remains
         traceback.print_exc()
         code = 1
+    # `run_trial` reads these lines from the log.
     print("\n".join([f"operations {faults.count}", *(f"unsafe {name}" for name in faults.unsafe())]))
     os._exit(code)
 
 
-def came_to(data_dir: Path) -> dict[str, object]:
-    """Return what a finished run holds that must not depend on interruptions."""
+def run_results(data_dir: Path) -> dict[str, object]:
+    """Return the results of the finished run in `data_dir` that must not depend on interruptions."""
     (folder,) = (path.parent for path in data_dir.glob("runs/*/report.json"))
     report, result = Report.read(folder / "report.json"), ResultPage.read(folder / "result.json")
     there = complete_checkpoints(folder / "checkpoints")
@@ -158,13 +159,13 @@ def came_to(data_dir: Path) -> dict[str, object]:
 
 
 QUIET_S = 20.0
-"""Seconds without a line, after which one says how far the selftest is."""
+"""After so many seconds without a line, the selftest prints its progress."""
 
 
 @dataclass
 class Kind:
-    """One kind of fault, and its trials so far. modes: of `faults.MODES`, none to kill it from outside.
-    broken: a complaint a failed trial."""
+    """One kind of fault and its trials so far. modes: of `faults.MODES`; empty to kill the run from outside.
+    broken: a complaint for each failed trial."""
 
     fault: str
     how: str
@@ -174,19 +175,19 @@ class Kind:
 
     @property
     def shown(self) -> str:
-        """What the trials show, in plain numbers."""
+        """The result of the trials, in words."""
         if self.broken:
             return f"BROKEN {len(self.broken)} times"
-        # Were the share of failures larger, that many trials would all pass in fewer than 5 % of cases.
+        # Upper 95 % confidence bound p of the failure rate after n passes: (1 - p) ** n = 0.05.
         return f"fails in at most {math.ceil(100 * (1 - 0.05 ** (1 / self.tried)))} % of cases"
 
 
 def run(
     settings: Settings, trials: int, minutes: float, seed: int | None, tell: Callable[[str], None]
 ) -> list[Kind]:
-    """Try each kind of fault at least `trials` times, and go on for at least `minutes`; return their results.
+    """Try each kind of fault at least `trials` times and for at least `minutes`; return the results.
 
-    seed: which faults come; None for a random one. tell: gets a line now and then.
+    seed: chooses the faults; None for a random one. tell: called with lines to print.
 
     Raises UserError when the data folder cannot be written.
     """
@@ -196,7 +197,7 @@ def run(
         Kind("power loss", "drops writes and names that were not fsynced", ("unsynced", "lost")),
         Kind("disk full", "one operation fails", ("ENOSPC",)),
     ]
-    end = told = time.monotonic()
+    end = last_line = time.monotonic()
     end += 60 * minutes
     with scratch_folder(settings.data_dir, ".selftest-") as root:
         write_clicks(root)
@@ -209,24 +210,24 @@ def run(
                     kind.broken.append(complaint)
                     tell(f"BROKEN {kind.fault}: {complaint}")
                 kind.tried += 1
-                if time.monotonic() - told > QUIET_S:
-                    told = time.monotonic()
+                if time.monotonic() - last_line > QUIET_S:
+                    last_line = time.monotonic()
                     broken = sum(len(kind.broken) for kind in kinds)
                     tell(f"{sum(kind.tried for kind in kinds)} trials, {broken or 'none'} failed")
     return kinds
 
 
 class Trials:
-    """Runs below `root`, each broken once, resumed, and compared with an undisturbed one."""
+    """Breaks runs below `root`, resumes each, and compares it with an undisturbed one."""
 
     def __init__(self, root: Path, tell: Callable[[str], None]) -> None:
         self._root, self._tell = root, tell
         self._known: dict[str, tuple[dict[str, object], _Ended, float]] = {}
 
     def once(self, modes: tuple[str, ...], chosen: random.Random) -> str:
-        """Break a random run at a random place, in one of these ways, and resume it; return what differs from
-        an undisturbed one, or an empty text. modes: none to kill it after a random time."""
-        # Everything random comes from `chosen`, in one order: --seed repeats it.
+        """Break a random run at a random place in one of these modes, and resume it; return what differs from
+        an undisturbed run, or "". modes: empty to kill the run after a random time."""
+        # All random choices come from `chosen`, always in this order, so that --seed repeats them.
         name = chosen.choice(list(RUNS))
         _, whole, seconds = self._undisturbed(name)
         fault: dict[str, Any]
@@ -235,8 +236,10 @@ class Trials:
             what, fault = f"killed after {share:.0%}", {"kill_after_s": share * seconds}
         else:
             mode, target = chosen.choice(modes), chosen.randint(1, whole.operations)
+            # A missing fsync is a failure even if this trial's power loss would not hit it.
             if mode in ("unsynced", "lost") and whole.unsafe:
                 return f"{name}: not fsynced before or after it got its name: {', '.join(whole.unsafe)}"
+            # 0, too: a run may end before the fault, or tolerate an error.
             codes = (0, 2) if mode in ERRORS else (0, KILLED)
             what, fault = f"operation {target}, {mode}", {"target": target, "mode": mode}
         expected = self._undisturbed(name)[0]
@@ -247,7 +250,7 @@ class Trials:
             resumed = self._run(name, data_dir)
             if resumed.code != 0:
                 return f"{name}, {what}: --resume ended with exit code {resumed.code}\n{resumed.output}"
-            found = came_to(data_dir)
+            found = run_results(data_dir)
         differing = [key for key in expected if found[key] != expected[key]]
         return f"{name}, {what}: after --resume other {', '.join(differing)}" if differing else ""
 
@@ -257,7 +260,7 @@ class Trials:
                 begun = time.monotonic()
                 ended = self._run(name, data_dir)
                 assert ended.code == 0, ended.output
-                self._known[name] = came_to(data_dir), ended, time.monotonic() - begun
+                self._known[name] = run_results(data_dir), ended, time.monotonic() - begun
             seconds = self._known[name][2]
             self._tell(f"{name}: {ended.operations} file operations, {seconds:.1f} s undisturbed")
         return self._known[name]
@@ -267,7 +270,7 @@ class Trials:
 
     @contextmanager
     def _folder(self) -> Iterator[Path]:
-        # Everywhere the same one: a run's record holds the paths of its data.
+        # The same path for all runs, because the compared results contain paths.
         folder = self._root / "run"
         folder.mkdir()
         try:
@@ -277,7 +280,7 @@ class Trials:
 
 
 def table(kinds: list[Kind]) -> str:
-    """Return the results as a table in Markdown."""
+    """Return the results as a Markdown table."""
     rows = [("fault", "how", "trials", "shown, with 95 % confidence")]
     rows += [(kind.fault, kind.how, str(kind.tried), kind.shown) for kind in kinds]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -1,1 +1,1 @@
-"""Trained models in use: loading, predictions, the MLflow flavor."""
+"""Use of trained models: loading, predictions, export, the MLflow flavor."""

@@ -1,8 +1,9 @@
-"""A trained model as a folder that predicts without dphybrid: tables to map, the rest as two programs of
-`torch.export`, the encoder's page, and the Python that joins them.
+"""Exports a trained model as a folder that predicts without dphybrid: tables to map into memory, two programs
+of `torch.export`, the encoder's page, and the Python code that joins them.
 
-A model is cut at its lookups: `lookups.pt2` gives the ids of each, whose rows are gathered outside, and
-`dense.pt2` goes on from the rows. Nothing here depends on the recipe. Letters: B samples.
+The model is cut at its lookups: `lookups.pt2` computes the ids of each lookup, `predict.py` gathers their
+rows, and `dense.pt2` computes the predictions from the rows. Nothing here depends on the recipe. Letters: B
+samples, V rows of a table, D dimension of a row.
 """
 
 import shutil
@@ -28,9 +29,10 @@ from dphybrid.util.errors import UserError
 from dphybrid.util.files import check_target, making, read_json, write_json, write_text
 
 _EXAMPLES = 11
-"""Samples of the batch that programs are traced with: unlike other sizes of a model."""
+"""Samples of the batch that programs are traced with: a size that hardly equals another size of the model,
+which torch.export could take for the same one."""
 _KINDS = (Bag, Category, Ignore, Numeric, Text, Time)
-"""Columns that exported/predict.py reads."""
+"""Kinds of columns that exported/predict.py can encode."""
 PROGRAM = Path(__file__).parent / "exported" / "predict.py"
 _README = """# Predictions of {predicts}
 
@@ -47,10 +49,10 @@ needs torch, safetensors, numpy and polars (exported with torch {torch}, polars 
 | --- | --- |
 | predict.py, cells.py | the program: from cells to arrays, and to predictions |
 | tables/*.safetensors | the embedding tables, mapped into memory: only looked-up rows take memory |
-| lookups.pt2, dense.pt2 | the model as torch.export traced it: the ids of each lookup; rows to predictions |
+| lookups.pt2, dense.pt2 | the model as torch.export traced it: columns to ids; rows to predictions |
 | encoder/ | columns, their statistics and values |
-| model.json, example.json | columns and answers by name; a request and its answer |
-| SHA256SUMS | `sha256sum --check --quiet SHA256SUMS` names a file that is damaged |
+| model.json, example.json | the names of inputs and outputs; an example of a request and its answer |
+| SHA256SUMS | `sha256sum --check --quiet SHA256SUMS` names damaged files |
 """
 
 _Batch = dict[str, Tensor]
@@ -58,15 +60,15 @@ _Batch = dict[str, Tensor]
 
 @contextmanager
 def _looked_up(model: nn.Module, answer: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
-    """While the block runs, `answer` gives the rows of a table's ids, by its name, and regions are their
-    modules: the record of splits would make the batch's size a constant."""
+    """While the block runs, lookups return `answer(table's name, ids)`, and regions call their module
+    directly: a region records how it splits a batch, which would make the batch size a constant."""
     tables, regions = find_tables(model), find_data_parallel(model).values()
 
     def forward(name: str, ids: Tensor, *, by_replica: bool = False) -> Tensor | list[Tensor]:
         rows = answer(name, ids)
         return [rows] if by_replica else rows
 
-    # On the objects, where they hide the methods of the classes until they are deleted.
+    # Set on the objects, where they hide the methods of the classes until they are deleted.
     try:
         for name, table in tables.items():
             table.forward = partial(forward, name)  # type: ignore[method-assign]
@@ -79,7 +81,7 @@ def _looked_up(model: nn.Module, answer: Callable[[str, Tensor], Tensor]) -> Ite
 
 
 class _Lookups(nn.Module):
-    """batch -> the ids of each lookup. dims: the width of the rows of each."""
+    """batch -> the ids of each lookup. dims: for each lookup the width of its rows."""
 
     def __init__(self, model: nn.Module, dims: list[int]) -> None:
         super().__init__()
@@ -90,7 +92,8 @@ class _Lookups(nn.Module):
 
         def note(_: str, ids: Tensor) -> Tensor:
             asked.append(ids)
-            # Zeros instead of rows let the trace reach the next lookup; what follows the last is removed.
+            # With zeros as rows the trace reaches the next lookup. `_traced` removes the operations that no
+            # ids depend on.
             return torch.zeros(*ids.shape, self._dims[len(asked) - 1])
 
         with _looked_up(self.model, note):
@@ -113,23 +116,23 @@ class _Dense(nn.Module):
 
 
 class _Predicting(nn.Module):
-    """batch -> predictions. link: from logits to predictions, of a label, which only the loss reads."""
+    """batch -> predictions. link: from logits to predictions of the label."""
 
     def __init__(self, model: nn.Module, link: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.model, self._link = model, link
 
     def forward(self, batch: _Batch) -> Tensor:
-        labels_B = torch.zeros(batch["ids_BF"].shape[0])
+        labels_B = torch.zeros(batch["ids_BF"].shape[0])  # only the loss reads them
         return self._link(self.model({**batch, "labels_B": labels_B})["logits"])
 
 
 class _Programs:
-    """A model's two programs. inputs: in the order of their arguments. tables: rows and their type in the
-    model, by name. lookups: the table of each."""
+    """A model's two programs. inputs: names of the batch's tensors, in the order of the arguments. tables:
+    name -> (rows, type that the model computes with). lookups: for each lookup the table's name."""
 
     def __init__(self, model: nn.Module, example: _Batch) -> None:
-        """Raises whatever torch.export does for a model that it cannot trace."""
+        """Trace the model. Raises any error of torch.export, if it cannot trace the model."""
         tables = find_tables(model)
         self.inputs = list(example)
         self.tables = {name: (table.settled(), table.out_dtype) for name, table in tables.items()}
@@ -144,7 +147,7 @@ class _Programs:
         with torch.no_grad(), _looked_up(model, note):
             model(example)
         weights = {name: table.weight for name, table in tables.items()}
-        for table in tables.values():  # else a program would hold its rows
+        for table in tables.values():  # otherwise the programs would contain the rows, too
             table.weight = nn.Parameter(torch.empty(0, table.dim), requires_grad=False)
         dims = [tables[name].dim for name in self.lookups]
         self.programs = {
@@ -157,8 +160,8 @@ class _Programs:
     def run(self, batch: _Batch) -> Tensor:
         """Return the predictions as predict.py computes them."""
         # Without guards, as predict.py runs them.
-        asks, dense = (program.module(check_guards=False) for program in self.programs.values())
-        ids = zip(self.lookups, asks(batch), strict=True)
+        find_ids, dense = (program.module(check_guards=False) for program in self.programs.values())
+        ids = zip(self.lookups, find_ids(batch), strict=True)
         found: Tensor = dense(batch, [self._gathered(name, each) for name, each in ids])
         return found
 
@@ -178,26 +181,28 @@ class _Programs:
 def _traced(module: nn.Module, *arguments: object) -> torch.export.ExportedProgram:
     """Return the program of a module for arguments of any size."""
     dims = torch.export.Dim
-    # The batch, dim 0, must stay free, and torch fails where it would not; a size of 1 is always a constant.
+    # Dim 0, the batch size, is DYNAMIC: torch raises an error if the model makes it a constant. Other sizes
+    # are AUTO, which may become constants; a size of 1 always does.
     sizes = tree_map(
         lambda t: {d: dims.AUTO if d else dims.DYNAMIC for d, size in enumerate(t.shape) if size > 1},
         arguments,
     )
     with torch.no_grad():
         program = torch.export.export(module, arguments, dynamic_shapes=sizes)
-    # torch checks the type of each tensor that is converted; these checks take longer than a row's prediction
+    # Remove the type checks that torch adds at conversions: they take longer than the prediction of one row.
     checks = torch.ops.aten._assert_tensor_metadata.default
     for node in program.graph.find_nodes(op="call_function", target=checks):
         program.graph.erase_node(node)
-    program.graph.eliminate_dead_code()  # of the lookups, all that comes after them
+    program.graph.eliminate_dead_code()  # in `_Lookups`, all operations after the last lookup
     program.graph_module.recompile()
     return program
 
 
 def export(checkpoint: Path, out: str | Path) -> Path:
-    """Write the model of a checkpoint into the new folder `out`, which needs no dphybrid: a model that scores
-    rows of a table, or whose recipe's predictor has a method `export(folder)`. `SHA256SUMS` lists its files.
+    """Export the model of a checkpoint into the new folder `out`, which predicts without dphybrid.
+    `SHA256SUMS` lists its files.
 
+    The model must score rows of a table, or its recipe's predictor must have a method `export(folder)`.
     Raises UserError when the folder exists, when the recipe has no export, and for a model that torch.export
     cannot trace.
     """
@@ -224,20 +229,21 @@ def _export_rows(predictor: Predictor, folder: Path) -> None:
     columns = predictor.encoder.columns
     if others := [column for column in columns if type(column) not in _KINDS]:
         raise UserError(
-            f"column {others[0].name!r}: is of kind {others[0].role}, which exports do not read; they "
-            f"read {', '.join(kind.role for kind in _KINDS)}"
+            f"column {others[0].name!r}: its kind {others[0].role} cannot be exported; exports read "
+            f"{', '.join(kind.role for kind in _KINDS)}. Use dphybrid.load for this model"
         )
     rows = _example(columns)
     programs = _programs(predictor, rows)
     programs.write(folder)
     predictor.encoder.save(folder / "encoder")
+    # predict.py has no config, so the texts that mean "no value" go into the encoder's page.
     page = folder / "encoder/encoder.json"
     write_json(page, {**read_json(page), "no_value": ["", *predictor.no_value]})
     _write_pages(predictor, programs, rows, folder)
 
 
 def _example(columns: Sequence[Column]) -> pl.DataFrame:
-    """Return rows of values that the columns know, and one without values at the end."""
+    """Return rows of values that the encoder knows, and a last row without values."""
     read = (column for column in columns if not isinstance(column, Ignore))
     return pl.DataFrame({column.name: [_known(column)] * (_EXAMPLES - 1) + [None] for column in read})
 
@@ -257,7 +263,7 @@ def _programs(predictor: Predictor, rows: pl.DataFrame) -> _Programs:
     batch = predictor.batch(rows)
     del batch["labels_B"]
     model = _Predicting(predictor.model, predictor.task.link).eval().requires_grad_(False)
-    # One sample, too: there a traced program is most likely to differ.
+    # One sample as well, where a traced program is most likely to differ.
     batches = [batch, {name: value[:1] for name, value in batch.items()}]
     with torch.inference_mode():
         wanted = [model(each) for each in batches]
@@ -270,7 +276,8 @@ def _programs(predictor: Predictor, rows: pl.DataFrame) -> _Programs:
         raise UserError(f"{predictor.folder}: torch.export cannot trace this model: {reason}") from error
     if not all(map(torch.equal, wanted, found)):
         raise UserError(
-            f"{predictor.folder}: the traced model predicts other numbers; it depends on its batch's values"
+            f"{predictor.folder}: the traced model predicts other numbers than the model, probably because "
+            "the model's Python code depends on the values of a batch; use dphybrid.load for it"
         )
     return programs
 
@@ -290,7 +297,7 @@ def _write_pages(predictor: Predictor, programs: _Programs, rows: pl.DataFrame, 
         "torch": torch.__version__,
     }
     write_json(folder / "model.json", page)
-    # A row of known values and the one without any.
+    # One row of known values and the row without values.
     shown = rows[[0, -1]]
     answer = {"rows": shown.to_dict(as_series=False), "predictions": predictor.predict(shown).tolist()}
     write_json(folder / "example.json", answer)

@@ -1,4 +1,4 @@
-"""Models back from checkpoints, on any devices."""
+"""Loads models from checkpoints, onto any devices."""
 
 from pathlib import Path
 
@@ -22,17 +22,17 @@ from dphybrid.util.files import given_path
 def model_from_checkpoint(
     folder: str | Path, devices: str = "cpu", *, mapped: bool = False, settings: Settings | None = None
 ) -> nn.Module:
-    """Build the model of a checkpoint folder on `devices` and fill it, whatever devices it was trained on; it
-    is in evaluation mode.
+    """Build the model of a checkpoint folder on `devices` and load its weights. It may have been trained on
+    other devices. The model is in evaluation mode.
 
-    mapped: its tables stay in the checkpoint's files, and memory holds only rows that were looked up.
-    settings: None for those in force.
-    Raises UserError when the folder is not a checkpoint or does not fit, and when it comes from elsewhere and
-    names code that is not allowed to run.
+    mapped: its tables stay in the checkpoint's files, and only looked-up rows take memory. settings: None for
+    the current ones.
+    Raises UserError when the folder is not a checkpoint, when its weights do not fit the model, and when it
+    was made elsewhere and names code that is not allowed to run.
     """
     state = verify_checkpoint(Path(folder), mapped)
     config = stored_config(state.config, Path(folder) / "state.json", settings or load_settings())
-    # Start values would be drawn only to be overwritten.
+    # Without drawing the tables' initial values, which are overwritten at once.
     with deferred_rows() if mapped else unfilled_rows():
         context = ModelContext.of(config, state.info, resolve_devices(devices))
         model = find_recipe(config.recipe).new_model(context)
@@ -41,17 +41,17 @@ def model_from_checkpoint(
 
 
 def find_checkpoint(which: str, settings: Settings) -> Path:
-    """Return the checkpoint folder of a run (name, folder or MLflow id: its best one), of
-    `models:/NAME@ALIAS`, or the folder itself.
+    """Return the folder of a run's best checkpoint (by the run's name, folder or MLflow id), of a registered
+    model's checkpoint (`models:/NAME@ALIAS`), or `which` itself if it is a checkpoint folder.
 
-    Raises UserError when there is none.
+    Raises UserError if there is no such checkpoint.
     """
     if which.startswith("models:/"):
         return checkpoint_folder(which, store_to_read(settings.mlflow_uri, settings.mlflow_dir))
     folder = given_path(which, "run or checkpoint")
     if (folder / "state.json").is_file():
         return folder
-    # A folder here comes before a run of that name, as for any other program.
+    # A path from the current folder wins over a run of the same name, as in other programs.
     places = [place for place in (folder, settings.runs_dir / which) if (place / "run.json").is_file()]
     runs = [] if places else all_runs(settings)
     named = [read_run(place, settings) for place in places]
@@ -60,7 +60,7 @@ def find_checkpoint(which: str, settings: Settings) -> Path:
         there = ", ".join(run.folder.name for run in runs) or "none"
         raise UserError(f"{which}: no run, checkpoint folder or models:/ address of that name; runs: {there}")
     run = named[0]
-    if not (run.folder / "result.json").is_file():
+    if not (run.folder / "result.json").is_file():  # the training has not ended
         raise UserError(f"{which}: run {run.folder.name} has not been trained to a checkpoint yet")
     return Path(ResultPage.read(run.folder / "result.json").best_checkpoint)
 
@@ -69,7 +69,7 @@ def load_model(which: str, devices: str = "cpu", *, train: bool = False) -> nn.M
     """Return the trained module of any recipe: of a run (its best checkpoint, by the run's name or MLflow's
     id), a checkpoint folder, or a registered model such as `models:/clicks@champion`.
 
-    devices: where it computes, whatever it was trained on. train: in training mode, to go on with; else in
-    evaluation mode (no dropout). Raises UserError when there is none.
+    devices: the devices it computes on, which may differ from those it was trained on. train: return it in
+    training mode instead of evaluation mode (no dropout). Raises UserError if there is no such model.
     """
     return model_from_checkpoint(find_checkpoint(which, load_settings()), devices).train(train)

@@ -1,8 +1,8 @@
-"""Predictions of a trained model of tables: new rows pass through the same preprocessing, values it never met
-are unknown ones.
+"""Predictions of a trained model for new rows of a table. Rows pass through the preprocessing of training;
+values that training has not met get the unknown row.
 
-Files are read, scored and written chunk by chunk; the table stays in the checkpoint's file, of which only
-looked-up rows are read.
+Files are read, scored and written chunk by chunk. The embedding table stays in the checkpoint's file, of
+which only looked-up rows are read.
 """
 
 import shutil
@@ -36,29 +36,29 @@ from dphybrid.training.label_tasks import label_task
 from dphybrid.util.errors import UserError, counted
 
 PLACE = {"file": pl.String, "line": pl.Int64}
-"""What a file of predictions holds first: where a row came from. `Label.columns` follow."""
+"""The first columns of a file of predictions: where each row comes from. `Label.columns` follow."""
 _TYPES = {"str": pl.String, "float32": pl.Float32, "float64": pl.Float64}
 _MISSING = "Not numbers, so they count as missing: {} of numeric columns"
 _CLASS = "prediction"
-"""Column of the predicted one of two classes, where a threshold is given."""
+"""Column of the predicted class of a binary label, if a threshold is given."""
 _PIECE_ROWS = 2**16
-"""Rows of a lazy frame that are in memory at a time."""
+"""How many rows of a lazy frame are in memory at a time."""
 _MANY_ROWS = 2**13
-"""Rows from which on a faster form of the model pays, which is computed from all rows of its table."""
+"""From this number of rows on, `Recipe.for_many_rows` is worth its setup, which reads the whole table."""
 
 
 @dataclass
 class Predicted(Written):
-    """What became of a file's rows. wrong_numbers: values in numeric columns that are not numbers and counted
-    as missing."""
+    """Counts of a file's predictions. wrong_numbers: values of numeric columns that are not numbers and
+    counted as missing."""
 
     wrong_numbers: int = 0
 
 
 class Predictor:
     """A trained model of a recipe that reads tables, with its preprocessing. classes: the label's values, of
-    two the predicted one last; none of a number. task: what the label is learnt as. no_value: texts that mean
-    "no value", but for the empty one."""
+    a binary label the positive one last; empty for a numeric label. task: how the label is learned.
+    no_value: texts that mean "no value", besides the empty one."""
 
     def __init__(
         self,
@@ -67,8 +67,8 @@ class Predictor:
         batch_size: int = 1024,
         settings: Settings | None = None,
     ) -> None:
-        """Read a checkpoint folder. settings: None for those in force. Raises UserError when it is none or
-        cannot predict from rows of a table."""
+        """Read a checkpoint folder. settings: None for the current ones. Raises UserError when it is not a
+        checkpoint or cannot predict from rows of a table."""
         self.folder = Path(folder)
         state = read_state(self.folder)
         settings = settings or load_settings()
@@ -78,12 +78,12 @@ class Predictor:
                 f"{folder}: a checkpoint of recipe {config.recipe} without an encoder; predictions need one "
                 f"of a recipe that reads tables ({OF_TABLES})"
             )
-        # checks the encoder, too
+        # Before the encoder is read: this also compares the checksums of the encoder's files.
         self.model = _model(self.folder, config.recipe, devices, settings)
         self.encoder = Encoder.load(self.folder / "encoder")
         self.classes, self.batch_size = self.encoder.classes, batch_size
         self.task = label_task(state.info)
-        assert isinstance(config.data, TableDataConfig)  # what an encoder comes with
+        assert isinstance(config.data, TableDataConfig)  # as every config of a recipe with an encoder
         self._recipe, self._data, self.no_value = config.recipe, config.data, config.data.no_value
 
     def __repr__(self) -> str:
@@ -100,18 +100,20 @@ class Predictor:
 
     @property
     def predicts(self) -> str:
-        """What is predicted, in words."""
+        """The predicted quantity, in words."""
         return self.encoder.label.text()
 
     def predict(self, rows: object) -> np.ndarray:
-        """Return the prediction for rows given by column name; other columns are ignored. It is, by the
-        label, the probability (B,) float32 of the positive class, the probabilities (B, C) float32 of
-        `classes`, or the number (B,) float64 in the label's own units, of counts their mean.
+        """Return the predictions for rows. Columns are found by name; others are ignored.
+
+        The result depends on the label: the probability (B,) float32 of the positive class, the probabilities
+        (B, C) float32 of `classes`, or the number (B,) float64 in the label's own units (for counts their
+        mean).
 
         rows: a polars DataFrame or LazyFrame (scored piece by piece), a pandas DataFrame, an Arrow table, a
         dict of columns, a list of records, or the path of files as `predict_file` takes it. Texts in
-        `data.missing` and None mean no value; a numeric column's values that are not numbers do, too, with a
-        warning. Raises UserError when a column is missing, or a file has rows that cannot be read.
+        `data.missing` and None mean "no value"; so do values of numeric columns that are not numbers, with a
+        warning. Raises UserError when a column is missing, or when a file has rows that cannot be read.
         """
         if isinstance(rows, str | Path):
             return self._predict_path(str(rows))
@@ -120,9 +122,10 @@ class Predictor:
         self._check_columns(names, "the rows")
         pieces: Iterable[pl.DataFrame] = [frame] if isinstance(frame, pl.DataFrame) else []
         if isinstance(frame, pl.LazyFrame):
-            wanted = frame.select(by_name(*self.encoder.names))  # `*` would be a pattern in a plain select
+            # by_name, because a plain select would read a column named `*` or `^...$` as a pattern.
+            wanted = frame.select(by_name(*self.encoder.names))
             pieces = wanted.collect_batches(chunk_size=_PIECE_ROWS, maintain_order=True)
-        # `nothing` has the answer's type and width, for frames without rows.
+        # A frame without rows still gets a result of the right type and width: `nothing`.
         scores, wrong = [self.task.nothing], 0
         for piece in pieces:
             scores_B, odd = self._scores(self._cells(piece), self.encoder)
@@ -132,7 +135,8 @@ class Predictor:
         return np.concatenate(scores)
 
     def batch(self, rows: pl.DataFrame) -> dict[str, torch.Tensor]:
-        """Return the model's batch for rows; its bags have room for two items at least."""
+        """Return the model's batch for rows, with bags of at least two items: `torch.export` would make a
+        size of 1 a constant."""
         columns = self.encoder.columns
         cells = self._cells(rows)
         return _tensors(self.encoder.arrays({c.name: c.read(cells[c.name]) for c in columns}, longest=2))
@@ -150,8 +154,8 @@ class Predictor:
             for first in rejected:
                 raise UserError(
                     f"{first['file']}: line {first['line']} cannot be read ({first['reason']}), so "
-                    "predictions would not stand beside their rows; mend it, or use predict_file, which "
-                    "names lines"
+                    "predictions and rows would not line up; correct the line, or use predict_file, which "
+                    "writes line numbers"
                 )
             scores.append(self._predicted(chunk, done, encoder))
         _warn(done.wrong_numbers)
@@ -169,32 +173,36 @@ class Predictor:
         """Write the predictions for the rows of `path` (file, folder or pattern) to a .parquet or .csv file,
         chunk by chunk.
 
-        Columns: `file`, `line`, then `probability` of a binary label; `prediction` and `probability_CLASS` of
-        each of several classes; or `prediction` of a number. keep: columns of the input to write besides, as
-        text. threshold: of a binary label, from this probability on a row's `prediction` is the positive
-        class, else the other one; None: only probabilities are written. Rows that cannot be read are left
-        out; OUT.rejected.jsonl then says which and why. values: of the config's
-        data section, where the new files are written otherwise (header, delimiter, max_rejected, ...). Raises
-        UserError for files that do not fit, or when more than data.max_rejected of the rows cannot be read;
-        nothing is left at `out` then."""
+        Columns: `file`, `line`, then `probability` for a binary label; `prediction` and a `probability_CLASS`
+        for each class, for several classes; or `prediction` for a numeric label. Rows that cannot be read are
+        left out, and OUT.rejected.jsonl lists them with the reasons.
+
+        keep: columns of the input to write as well, as text. threshold: for a binary label, the probability
+        from which on a row's `prediction` is the positive class; None: write only probabilities. values: of
+        the config's data section, if the new files have another format (header, delimiter, max_rejected,
+        ...).
+
+        Raises UserError for files that do not fit, or when more than data.max_rejected of the rows cannot be
+        read; nothing is left at `out` then.
+        """
         path, target = str(path), table_target(out)
         files = find_files(path, "data.path")
         label = self.task.label
         if threshold is not None and label.task != "binary":
             raise UserError(
                 f"--threshold {threshold}: is for a label of two values, and {label.name!r} is "
-                f"{label.task}; leave it out, the file has predictions anyway"
+                f"{label.task}; leave it out: the file has a column prediction anyway"
             )
         if threshold is not None and not 0 <= threshold <= 1:
-            raise UserError(f"--threshold {threshold}: a probability, from 0 to 1")
+            raise UserError(f"--threshold {threshold}: is not a probability; give a number from 0 to 1")
         if taken := sorted({name for name in keep if name in (*PLACE, *label.columns, _CLASS)}):
             raise UserError(
-                f"--keep {taken[0]}: predictions have a column of that name; rename the table's one"
+                f"--keep {taken[0]}: predictions have a column of that name; rename that of the table"
             )
         columns = PLACE | {name: _TYPES[kind] for name, kind in label.columns.items()}
         columns |= ({} if threshold is None else {_CLASS: pl.String}) | dict.fromkeys(keep, pl.String)
         data = self._reading(path, values)
-        encoder = self.encoder.written(data)  # once: its vocabularies take time to hand to polars
+        encoder = self.encoder.written(data)  # once, as passing its vocabularies to polars takes time
         done, rejected = Predicted(target), list[Rejected]()
 
         def frames() -> Iterator[pl.DataFrame]:
@@ -208,7 +216,7 @@ class Predictor:
                 file = pl.repeat(str(chunk.file), len(chunk), eager=True)
                 found = {"file": file, "line": chunk.lines, **self.task.table(predicted)}
                 if threshold is not None:
-                    # The predicted class is the last one, and np.where wants it first.
+                    # Reversed: the positive class is the last one, and np.where takes it first.
                     found[_CLASS] = np.where(predicted >= threshold, *reversed(self.classes))
                 found |= {name: chunk.texts(name).cast(pl.String) for name in keep}
                 yield pl.DataFrame(found, schema=columns)
@@ -218,7 +226,7 @@ class Predictor:
         return done
 
     def told(self, done: Predicted) -> list[str]:
-        """Return what became of a file's rows, in lines for people."""
+        """Return lines to print about a file's predictions and rejected rows."""
         lines = [f"{counted(done.num_rows, 'prediction')} of {self.predicts}: {done.out}"]
         lines += done.told()
         if done.wrong_numbers:
@@ -226,13 +234,13 @@ class Predictor:
         return lines
 
     def _reading(self, path: str, values: Mapping[str, object]) -> TableDataConfig:
-        """The config that new files are read by: as the training files, and a header is known by the columns'
-        names."""
+        """Return the config for reading new files: in the format of the training files, changed by
+        `values`."""
         known = {"path": path, "numeric": tuple(self.encoder.names)}
         named = {*COLUMN_FIELDS, *self._data.role_fields()}
         kept = self._data.model_dump(exclude={"valid_path", "split", *named})
-        # Every column is named as numeric, so that the reader knows a header by any of them; nothing is read
-        # by that role, as the encoder has roles of its own.
+        # All columns are listed as numeric only so that the reader recognizes a header line by their names.
+        # The role itself has no effect, as the encoder has its own columns.
         data = {**kept, **known, **values}
         read = build_config({"recipe": self._recipe, "data": data}).data
         assert isinstance(read, TableDataConfig)
@@ -256,7 +264,7 @@ class Predictor:
         arrays, wrong = encoder.encode(cells)
         num_rows = len(arrays["ids_BF"])
         scores, model = [self.task.nothing], self.model if num_rows < _MANY_ROWS else self._for_many_rows
-        with torch.no_grad():  # not inference_mode: a region copies inference tensors in each call
+        with torch.no_grad():  # not inference_mode: a region would copy inference tensors in each call
             for start in range(0, num_rows, self.batch_size):
                 rows = slice(start, start + self.batch_size)
                 outputs = model(_tensors({name: array[rows] for name, array in arrays.items()}))
@@ -265,6 +273,7 @@ class Predictor:
 
 
 def _model(folder: Path, recipe: str, devices: str, settings: Settings) -> nn.Module:
+    # `fixed` computes once what depends only on the weights, which do not change any more.
     model = model_from_checkpoint(folder, devices, mapped=True, settings=settings)
     find_recipe(recipe).fixed(model)
     return model
@@ -273,7 +282,8 @@ def _model(folder: Path, recipe: str, devices: str, settings: Settings) -> nn.Mo
 def _tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
     batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
     batch |= {name: ids.long() for name, ids in batch.items() if ids.dtype == torch.int32}
-    return batch | {"labels_B": torch.zeros(len(batch["ids_BF"]))}  # only the loss needs them
+    # The batch needs labels, which only the loss reads.
+    return batch | {"labels_B": torch.zeros(len(batch["ids_BF"]))}
 
 
 def _warn(wrong: int) -> None:
@@ -284,8 +294,8 @@ def _warn(wrong: int) -> None:
 def open_predictor(
     folder: Path, devices: str = "cpu", batch_size: int = 1024, settings: Settings | None = None
 ) -> Any:
-    """Return what a checkpoint's recipe predicts with: a `Predictor`, or the recipe's own. settings: None for
-    those in force. Raises UserError when it has none."""
+    """Return the predictor of a checkpoint: a `Predictor`, or the recipe's own. settings: None for the
+    current ones. Raises UserError if its recipe has no predictor."""
     settings = settings or load_settings()
     config = stored_config(read_state(folder).config, folder / "state.json", settings)
     build = partial(_model, folder, config.recipe, devices, settings)
@@ -294,16 +304,16 @@ def open_predictor(
 
 
 def print_predictions(predictor: Any, path: str, **options: Any) -> None:
-    """Print what a predictor says of the rows of files as CSV, and on standard error what became of the rows.
+    """Print the predictions for the rows of files as CSV, and the number of rejected rows on standard error.
 
-    options: of its `predict_file`. Raises UserError as that does.
+    options: of `predict_file`. Raises UserError as `predict_file` does.
     """
     with TemporaryDirectory(prefix="dphybrid-predict-") as folder:
         out = Path(folder) / "predictions.csv"
         done = predictor.predict_file(path, out, **options)
         with out.open(encoding="utf-8") as file:
             shutil.copyfileobj(file, sys.stdout)
-    # Both may go to one terminal: the note stands below the predictions.
+    # Both may go to one terminal, where the note must follow the predictions.
     sys.stdout.flush()
     if done.num_rejected:
         rows = counted(done.num_rejected, "row")
@@ -311,10 +321,10 @@ def print_predictions(predictor: Any, path: str, **options: Any) -> None:
 
 
 def load(which: str, devices: str = "cpu", batch_size: int = 1024) -> Any:
-    """Return what a trained model predicts with: a `Predictor` of recipes that read tables, a `Recommender`
-    of recipe retrieval.
+    """Return the predictor of a trained model: a `Predictor` for recipes that read tables, a `Recommender`
+    for recipe retrieval.
 
     which: a run (by name), a checkpoint folder, or a registered model such as `models:/clicks@champion`.
-    Raises UserError when there is none, or when its recipe does not predict.
+    Raises UserError if there is no such model, or if its recipe has no predictor.
     """
     return open_predictor(find_checkpoint(which, load_settings()), devices, batch_size)

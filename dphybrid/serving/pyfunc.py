@@ -15,8 +15,8 @@ from dphybrid.training.checkpoint import verify_checkpoint
 
 
 class LoadedCheckpoint:
-    """A checkpoint as MLflow's pyfunc hands it out. folder: its files; both models are built when first
-    asked."""
+    """The object that MLflow's pyfunc wraps. folder: the checkpoint. The module and the predictor are built
+    at their first use."""
 
     def __init__(self, folder: Path) -> None:
         verify_checkpoint(folder, mapped=True)
@@ -31,12 +31,12 @@ class LoadedCheckpoint:
         return open_predictor(self.folder)
 
     def predict(self, data: object, params: dict[str, object] | None = None) -> object:
-        """Return what `Predictor.predict` returns for the rows of a frame; for a batch of tensors, what the
-        model returns.
+        """Return the predictions for rows as `Predictor.predict` does, or the model's output for a batch of
+        tensors.
 
         data: a DataFrame (pandas, polars) or columns by name, for recipes that read tables; or the model's
         own batch, a dict of tensors with samples on dim 0. Raises MlflowException when columns are missing,
-        or when the model cannot read rows of a table.
+        or when the model cannot predict from rows of a table.
         """
         if isinstance(data, Mapping) and data and all(isinstance(value, Tensor) for value in data.values()):
             with torch.no_grad():
@@ -46,5 +46,5 @@ class LoadedCheckpoint:
 
 
 def _load_pyfunc(path: str) -> LoadedCheckpoint:
-    """What MLflow calls: the name is its own."""
+    """Load a checkpoint for MLflow, which looks for a function of this name."""
     return LoadedCheckpoint(Path(path))

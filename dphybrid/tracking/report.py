@@ -142,12 +142,10 @@ def _where_time_went(report: Page) -> str:
         for name, seconds, share in _stages(report)
     ]
     step = report["step_ms"]
-    step_time = ""
+    a_step = ""
     if step:
-        step_time = (
-            f"A step took {step['p50']:.2f} ms (median), {step['p95']:.2f} ms (p95) after the warm-up. "
-        )
-    return f"### Where time went\n\n{step_time}`{REPORT_PAGE}` draws the shares.\n\n" + _table(
+        a_step = f"A step took {step['p50']:.2f} ms (median), {step['p95']:.2f} ms (p95) after the warm-up. "
+    return f"### Where time went\n\n{a_step}`{REPORT_PAGE}` draws the shares.\n\n" + _table(
         stages, ("stage", "seconds", "share")
     )
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dphybrid.config.settings import load_settings
-from dphybrid.selftest.trials import came_to
+from dphybrid.selftest.trials import run_results
 from dphybrid.serving.load import find_checkpoint
 from dphybrid.serving.predict import Predictor
 from dphybrid.util.errors import UserError
@@ -49,7 +49,7 @@ def renewed(root: Path) -> None:
 
 def resumed(root: Path) -> dict[str, Any]:
     run_with(*LONGER, resume="latest")
-    return came_to(root / "data")
+    return run_results(root / "data")
 
 
 def predicted(_: Path) -> list[float]:

@@ -19,7 +19,7 @@ from mlflow.tracking import MlflowClient
 from dphybrid.recipes.registry import BUILT_IN
 from dphybrid.run.folder import RunPage
 from dphybrid.selftest.faults import ERRORS, KILLED, MODES
-from dphybrid.selftest.trials import came_to, run_trial
+from dphybrid.selftest.trials import run_results, run_trial
 from dphybrid.tracking import waiting
 from dphybrid.tracking.opening import embedded_uri
 from tests.conftest import LONG
@@ -106,7 +106,7 @@ def test_a_recorded_run_on_a_slow_disk_loses_and_doubles_nothing(tmp_path: Path)
 
     whole = run_trial(begun(0), CHANGED_ROWS, recorded=True, slow_s=0.01)
     assert whole.code == 0, whole.output
-    expected = came_to(tmp_path / "data-0"), recorded_of(tmp_path / "data-0")
+    expected = run_results(tmp_path / "data-0"), recorded_of(tmp_path / "data-0")
     assert expected[1]["models"]
     assert not expected[1]["told"]
     chosen = random.Random(2)
@@ -117,7 +117,7 @@ def test_a_recorded_run_on_a_slow_disk_loses_and_doubles_nothing(tmp_path: Path)
         assert hit.code in (0, KILLED), hit.output
         resumed = run_trial(data_dir, CHANGED_ROWS, recorded=True)
         assert resumed.code == 0, f"after {target} {mode}\n{resumed.output}"
-        found = came_to(data_dir), recorded_of(data_dir)
+        found = run_results(data_dir), recorded_of(data_dir)
         assert found == expected, f"after {target} {mode}\n{resumed.output}"
         shutil.rmtree(data_dir)
 
@@ -133,7 +133,7 @@ def undisturbed(
     ended = run_trial(folder / "data", options)
     assert ended.code == 0, ended.output
     assert ended.unsafe == []
-    return came_to(folder / "data"), ended.operations, options
+    return run_results(folder / "data"), ended.operations, options
 
 
 def check(data_dir: Path, options: list[str], undisturbed: dict[str, Any], target: int, mode: str) -> None:
@@ -141,7 +141,7 @@ def check(data_dir: Path, options: list[str], undisturbed: dict[str, Any], targe
     assert hit.code in ((0, 2) if mode in ERRORS else (KILLED,)), f"{target} {mode}: {hit.code}\n{hit.output}"
     resumed = run_trial(data_dir, options)
     assert resumed.code == 0, f"after {target} {mode}\n{resumed.output}"
-    assert came_to(data_dir) == undisturbed, f"after {target} {mode}\n{resumed.output}"
+    assert run_results(data_dir) == undisturbed, f"after {target} {mode}\n{resumed.output}"
 
 
 @pytest.mark.slow
@@ -176,4 +176,4 @@ def test_a_run_that_is_hit_again_and_again_comes_to_the_same(
         assert hit.code in (0, KILLED), hit.output
     resumed = run_trial(tmp_path / "data", options)
     assert resumed.code == 0, resumed.output
-    assert came_to(tmp_path / "data") == expected
+    assert run_results(tmp_path / "data") == expected

@@ -18,6 +18,7 @@ import torch
 from safetensors import safe_open
 
 HERE = Path(__file__).absolute().parent
+# The folder is not a package, so that Python can import it from any place, `cells` included.
 sys.path.insert(0, str(HERE))
 from cells import (  # type: ignore[import-not-found]  # noqa: E402
     FIRST_ID,
@@ -35,18 +36,23 @@ from cells import (  # type: ignore[import-not-found]  # noqa: E402
     words_of,
 )
 
-_GROUPS = (("numeric", "time"), ("categorical",), ("bag", "text"))  # in the order of the arrays' columns
+_GROUPS = (
+    ("numeric", "time"),
+    ("categorical",),
+    ("bag", "text"),
+)  # the arrays have their columns in this order
 
 Column = dict[str, Any]
 
 
 class Encoder:
-    """folder: the page of the columns, and their values by id."""
+    """Turns rows into the model's arrays. folder: the encoder's page, and the values of the columns by id."""
 
     def __init__(self, folder: Path) -> None:
         page = json.loads((folder / "encoder.json").read_text(encoding="utf-8"))
         texts = iter(pl.read_parquet(folder / "vocabularies.parquet")["values"])
         for column in page["columns"]:
+            # Only these columns have values in the file of vocabularies, in the order of the page.
             if column["role"] in ("categorical", "bag", "text"):
                 known = {text: number for number, text in enumerate(next(texts), FIRST_ID)}
                 column |= {"known": {None: MISSING_ID, **known}, "first": FIRST_ID + len(known)}
@@ -54,7 +60,7 @@ class Encoder:
         self.no_value: list[str] = page["no_value"]
 
     def encode(self, rows: Any) -> dict[str, np.ndarray]:
-        """Return the arrays of rows. Raises ValueError for a missing column, by its name."""
+        """Return the model's arrays for rows. Raises ValueError with the name of a missing column."""
         frame = rows if isinstance(rows, pl.DataFrame) else pl.DataFrame(rows, strict=False)
         names = [column["name"] for column in self.columns]
         if missing := [name for name in names if name not in frame.columns]:
@@ -81,12 +87,13 @@ class Encoder:
             "ids_BF": np.stack(ids, 1).astype(np.int64) if ids else np.zeros((len(frame), 0), np.int64),
             "dense_BN": np.array(dense, np.float32).reshape(len(dense), len(frame)).T.copy(),
         }
-        # the programs are traced for two items and more; a bag's padding adds zeros
+        # At least two items, as the programs were traced with; the padding adds only zeros to a bag's rows.
         return arrays | ({"bags_BFL": one_width(bags, 2).astype(np.int64)} if bags else {})
 
 
 def _numbers_of(column: Column, values: pl.Series) -> list[tuple[Column, np.ndarray]]:
-    """Return the scales of a column's numbers, and the numbers."""
+    """Return the numbers of a column, each with its scaling: one array for a numeric column, several for a
+    time."""
     if column["role"] == "numeric":
         numbers = read_numbers(values, column["decimal"], column["thousands"])
         return [(column["learned"], numbers.to_numpy())]
@@ -95,14 +102,15 @@ def _numbers_of(column: Column, values: pl.Series) -> list[tuple[Column, np.ndar
 
 
 def _text_ids(column: Column, texts: pl.Series) -> np.ndarray:
-    """Return the ids of texts or None."""
+    """Return the ids of texts, of which some may be None."""
     found: np.ndarray = ids_of(texts.to_list(), column["known"], column["first"], column["hash_buckets"])
     return found
 
 
 def _program(name: str) -> Callable[..., tuple[torch.Tensor, ...]]:
     """Return a traced program as a function of its inputs."""
-    # Its module() checks sizes and takes its arguments apart in each call, which costs more than one row.
+    # Not through its module(), which checks sizes and flattens its arguments in each call: that takes longer
+    # than the prediction of one row.
     program = torch.export.load(HERE / f"{name}.pt2")
     held = {**program.state_dict, **program.constants}
     signature = program.graph_signature.input_specs
@@ -122,16 +130,17 @@ class Model:
 
     @torch.inference_mode()
     def run(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the predictions for a batch of the model's own inputs, samples on dim 0."""
+        """Return the predictions for a batch of the model's own tensors, with samples on dim 0."""
         inputs = [batch[name] for name in self.page["inputs"]]
         ids = zip(self._tables, self._lookups(*inputs), strict=True)
         return self._dense(*inputs, *(table[each].to(dtype) for (table, dtype), each in ids))[0]
 
     def predict(self, rows: object) -> np.ndarray:
         """Return the prediction of each row of a polars frame, a dict of columns or a list of records. Raises
-        ValueError for a missing column, by its name."""
+        ValueError with the name of a missing column."""
         arrays, size = self._encoder.encode(rows), self.page["batch_size"]
         found = []
+        # At least once: without rows the result must have the right type and width, too.
         for start in range(0, max(1, len(arrays["ids_BF"])), size):
             batch = {name: torch.from_numpy(array[start : start + size]) for name, array in arrays.items()}
             found.append(self.run(batch).numpy())
