@@ -60,8 +60,11 @@ def find_checkpoint(which: str, settings: Settings) -> Path:
         there = ", ".join(run.folder.name for run in runs) or "none"
         raise UserError(f"{which}: no run, checkpoint folder or models:/ address of that name; runs: {there}")
     run = named[0]
-    if not (run.folder / "result.json").is_file():  # the training has not ended
-        raise UserError(f"{which}: run {run.folder.name} has not been trained to a checkpoint yet")
+    if not (run.folder / "result.json").is_file():
+        raise UserError(
+            f"{which}: the training of run {run.folder.name} has not ended; wait for it, go on with --resume "
+            f"{run.folder.name}, or name one of its checkpoint folders"
+        )
     return Path(ResultPage.read(run.folder / "result.json").best_checkpoint)
 
 

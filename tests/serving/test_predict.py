@@ -169,6 +169,11 @@ def test_the_module_of_any_run_comes_back_by_name_id_folder_or_alias(data_dir: P
     assert dphybrid.load_model(report.run_name, train=True).training
     with refused(f"nobody: no run, checkpoint folder .*runs: {report.run_name}"):
         dphybrid.load_model("nobody")
+    # As a run that is training, or was killed: it has checkpoints, but no result.
+    (Path(folder) / "result.json").unlink()
+    with refused(f"the training of run {report.run_name} has not ended.*name one of its checkpoint folders"):
+        dphybrid.load_model(report.run_name)
+    assert dphybrid.load_model(report.best_checkpoint) is not None
 
 
 def test_files_of_another_form_are_said_to_be_so(trained: tuple[Report, Path], tmp_path: Path) -> None:
