@@ -241,7 +241,7 @@ def test_predictions_with_columns_of_the_input_and_a_class(trained: tuple[Report
     assert ((found["probability"] >= 0.4) == (found["prediction"] == "yes")).all()
     with refused("--keep town: .*no such column; columns: age, city"):
         predictor.predict_file(folder / "held.csv", folder / "no.csv", keep=["town"])
-    with refused("--threshold 40: a probability"):
+    with refused("--threshold 40: is not a probability"):
         predictor.predict_file(folder / "held.csv", folder / "no.csv", threshold=40)
     assert not (folder / "no.csv").exists()
 
