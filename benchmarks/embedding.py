@@ -63,6 +63,7 @@ def step_costs(
         buffer_ND = torch.empty_like(grads_ND)
         for_whole, for_host = cycle(batches), cycle(batches)
 
+        # The defaults bind this round's objects; as free variables both would use those of the last round.
         def whole(
             table: HostEmbedding = table, rows: Any = rows, turns: Iterator[Tensor] = for_whole
         ) -> None:
@@ -88,6 +89,7 @@ def step_costs(
         "sparse=True + Adagrad": (True, torch.optim.Adagrad),
         "sparse=True + SparseAdam": (True, torch.optim.SparseAdam),
     }
+    # A dense gradient is as large as the table, and so is each of Adam's two moments.
     if num_rows * dim * 4 <= 2**28:
         stock |= {"dense + SGD": (False, torch.optim.SGD), "dense + Adam": (False, torch.optim.Adam)}
     for name, (sparse, kind) in stock.items():
@@ -232,6 +234,7 @@ def fbgemm_tables(rows_of_tables: Sequence[int], dim: int, rule: str, lr: float 
 def _fbgemm(rows_of_tables: list[int], dim: int, batches: list[Tensor], grads: Tensor) -> dict[str, Step]:
     """Return steps of FBGEMM's table-batched embedding on the CPU. batches: B ids of each of T tables, table
     by table, flat. grads: (B, T * dim)."""
+    # FBGEMM takes bags: here each id is a bag of its own.
     offsets = torch.arange(len(batches[0]) + 1)
     steps: dict[str, Step] = {}
     for rule, name in (("sgd", "sgd"), ("adagrad", "row-wise adagrad")):
@@ -287,7 +290,7 @@ def run(
         "torch": torch.__version__,
         "cores": os.cpu_count(),
         "freed memory stays": keep_freed_memory(),
-        "load before": psutil.getloadavg()[0],
+        "load before": psutil.getloadavg()[0],  # shows whether other programs disturbed the figures
     }
     try:
         for count in threads:

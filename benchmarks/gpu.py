@@ -61,6 +61,7 @@ def _pytest(*options: str, **variables: str) -> dict[str, str]:
         # append: an installed dphybrid is tested rather than this checkout.
         command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "--import-mode=append"]
         command += [f"--junitxml={report}", *options]
+        # check=False: a failed test is a result, which the report has.
         subprocess.run(command, cwd=REPOSITORY, env={**os.environ, **variables}, check=False)
         cases = ElementTree.parse(report).iter("testcase")  # noqa: S314 - pytest has just written it
         found = {}

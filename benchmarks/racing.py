@@ -42,6 +42,7 @@ def zipf_ids(num_rows: int, shape: tuple[int, ...], exponent: float = 1.05, seed
     table."""
     chance = torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     power = 1 - exponent
+    # Draws by the inverse of the distribution function of a continuous power law from 1 to num_rows.
     ranks = ((num_rows**power * chance + 1 - chance) ** (1 / power)).long().clamp_(1, num_rows) - 1
     # Steps of the golden ratio spread neighbours in rank; without a common divisor they visit every row.
     stride = max(1, int(num_rows * 0.6180339887))
@@ -75,7 +76,7 @@ def race(
     other = torch.zeros(2**24 if cold else 0)  # 64 MiB
     for turn in range(warm_up + rounds):
         for name, step in contestants.items():
-            other.add_(1)
+            other.add_(1)  # touches all of it, which drives the contestants' rows out of the caches
             before = taken()
             step()
             took = taken(before)
@@ -92,6 +93,7 @@ def medians_ms(contestants: Mapping[str, Step], rounds: int, warm_up: int = 3) -
 def copy_gib_per_s() -> float:
     """Return the machine's copy bandwidth (bytes read plus bytes written) on arrays of 128 MiB, with torch's
     current number of threads."""
+    # 128 MiB read and 128 MiB written are a quarter of a GiB.
     source, target = torch.ones(2**25), torch.empty(2**25)
     return 0.25 / (medians_ms({"copy": lambda: target.copy_(source)}, 5)["copy"] / 1e3)
 

@@ -59,7 +59,7 @@ class Shape:
 
     def region(self) -> nn.Module:
         """Return the dense block."""
-        torch.manual_seed(0)
+        torch.manual_seed(0)  # all contestants start from the same weights
         widths = [self.columns * self.dim] + [self.hidden] * self.layers
         between = [m for a, b in itertools.pairwise(widths) for m in (nn.Linear(a, b), nn.ReLU())]
         return nn.Sequential(nn.Flatten(1), *between, nn.Linear(widths[-1], 1))
@@ -116,6 +116,7 @@ def parts_alone(
     each = ids_BF.split(list(region.sizes(len(ids_BF))))
     shares = list(zip(each, where.replicas, strict=False))
     found = [sort_ids(ids.reshape(-1), num_rows) for ids, _ in shares]
+    # A GPU copies in the background only from and to pinned memory.
     host = [torch.empty(len(one.unique_U), dim, pin_memory=cuda) for one in found]
     there = [torch.empty(mine.shape, device=place) for mine, (_, place) in zip(host, shares, strict=True)]
     maps = [[t.to(place) for t in one.indices()] for one, (_, place) in zip(found, shares, strict=True)]
@@ -208,8 +209,10 @@ def _ways(
         table_bytes = shape.num_rows * shape.dim * 4
         if where.home.type == "cuda" and table_bytes <= ON_DEVICE_BYTES:
             loops["torch, sparse, on the device"] = theirs(where.home, sparse=True)
+        # A dense gradient and Adagrad's state are each as large as the table.
         if table_bytes <= 2**30:
             loops["torch, dense, on the device"] = theirs(where.home, sparse=False)
+        # Closing a loop leaves its `with RowPipeline`, which ends the worker thread.
         for loop in loops.values():
             held.callback(loop.close)  # type: ignore[attr-defined]
 

@@ -48,9 +48,10 @@ def _work_of(step_ms: float) -> Callable[[], None]:
         for _ in range(repeats):
             torch.mm(matrix, matrix)
 
-    once(20)
+    once(20)  # warm-up
     start = time.perf_counter()
     once(100)
+    # Ten times the seconds of a hundred products are the milliseconds of one.
     repeats = max(1, round(step_ms / ((time.perf_counter() - start) * 10)))
     return lambda: once(repeats)
 

@@ -115,13 +115,14 @@ def _of_bags(experiment: Experiment, table: HostEmbeddingCollection) -> tuple[An
 def _of_fbgemm(experiment: Experiment, table: HostEmbeddingCollection) -> tuple[Any, Sequence[Any]]:
     config = experiment.config.table
     tables = fbgemm_tables(list(table.num_rows.values()), table.dim, config.optimizer, config.lr)
+    # The same start weights as the recipe's, so that all losses can be compared.
     for weight, name in zip(tables.split_embedding_weights(), table.num_rows, strict=True):
         weight.data.copy_(table.weight_of(name))
 
     def look_up(ids_BF: Tensor) -> Tensor:
         return tables(ids_BF.T.reshape(-1), torch.arange(ids_BF.numel() + 1)).view(*ids_BF.shape, table.dim)
 
-    return look_up, ()
+    return look_up, ()  # no optimizer: the backward updates the rows
 
 
 def _of_torchrec(experiment: Experiment, table: HostEmbeddingCollection) -> tuple[Any, Sequence[Any]]:
@@ -139,14 +140,14 @@ def _of_torchrec(experiment: Experiment, table: HostEmbeddingCollection) -> tupl
         configs, kinds[config.optimizer], {"lr": config.lr}, device=device
     )
     for name, weight in tables.named_parameters():
-        weight.data.copy_(table.weight_of(name.split(".")[-2]))
+        weight.data.copy_(table.weight_of(name.split(".")[-2]))  # TorchRec: embedding_bags.NAME.weight
 
     def look_up(ids_BF: Tensor) -> Tensor:
         one_each = torch.ones(ids_BF.numel(), dtype=torch.int32)
         found = tables(KeyedJaggedTensor(names, ids_BF.T.reshape(-1), lengths=one_each))
         return found.values().view(*ids_BF.shape, table.dim)
 
-    return look_up, ()
+    return look_up, ()  # fused: the backward updates the rows
 
 
 def plain_text(experiment: Experiment) -> Way:

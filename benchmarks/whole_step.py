@@ -150,6 +150,7 @@ def cases(
     clicks: Path, click_batches: Sequence[int], text_batches: Sequence[int], pair_batches: Sequence[int]
 ) -> dict[str, Case]:
     """Return name -> case, one for each batch size. clicks: the CSV file for recipe ctr."""
+    # `_Ended` ends a race before its epochs do. The other loops have no schedule and no decay of rows.
     every = ["train.epochs=1000", "train.schedule=constant", "table.weight_decay=0"]
     dlrm = [f"data.path={clicks}", "data.label=label", "model.kind=dlrm", "table.optimizer=adagrad"]
     kinds: list[tuple[str, str, list[str], Mapping[str, Make], Sequence[int], int]] = [
@@ -177,11 +178,12 @@ def measured(case: Case, settings: Settings, rounds: int) -> dict[str, Any]:
     installed = {name: make for name, make in ways.items() if name not in missing}
     experiment = prepare_data(load_config(None, case.options), settings)
     alike = [*case.options, "table.optimizer=sgd", "train.clip_norm=0"]
+    # Not every recipe has dropout.
     alike += ["model.dropout=0"] * hasattr(experiment.config.model, "dropout")
     _check(prepare_data(load_config(None, alike), settings), installed)
     loops = {name: _loop(experiment, make) for name, make in installed.items()}
     in_an_epoch = num_batches(experiment.data.dataset("train"), experiment.config.train.batch_size)
-    steps = min(case.steps, in_an_epoch)
+    steps = min(case.steps, in_an_epoch)  # a turn must fit into an epoch, see `Turns.step`
     turns = _trained(experiment, loops, steps, WARM_UP + rounds)
     found = {name: taken[WARM_UP:] for name, taken in turns.found.items()}
     timings = {name: timing(taken, steps) for name, taken in found.items()}
@@ -204,6 +206,7 @@ def _check(experiment: Experiment, ways: Mapping[str, Make]) -> None:
     for name, make in ways.items():
         loop = _loop(experiment, make)
         losses = [float(next(loop)) for _ in wanted]
+        # Other libraries add up in another order; the own loop calls the same code as the recipe's.
         if not torch.allclose(
             torch.tensor(losses), torch.tensor(wanted), rtol=0 if make is own else 1e-4, atol=0
         ):

@@ -1,4 +1,4 @@
-"""Commands in this process, for tests of what they do: one of its own takes seconds to import."""
+"""Run commands in this process: a separate one takes seconds for its imports."""
 
 import contextlib
 import io
@@ -14,7 +14,7 @@ from dphybrid.run.train import Report, run_job
 
 
 def command(*argv: str, ends: int = 0) -> str:
-    """Run `dphybrid` with these words; return what it prints, or complains of where it ends with 2."""
+    """Run `dphybrid`, expecting exit code `ends`. Return its output, or its errors when `ends` is 2."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -26,20 +26,21 @@ def command(*argv: str, ends: int = 0) -> str:
 
 
 def python(*argv: str | Path, ends: int | None = 0, **options: Any) -> "subprocess.CompletedProcess[str]":
-    """Run this Python in a process of its own; what it prints is text. ends: its exit code; None: any."""
+    """Run Python in a separate process, with output as text. ends: the expected exit code; None: any."""
     done = subprocess.run([sys.executable, *argv], capture_output=True, text=True, check=False, **options)
     assert ends in (None, done.returncode), f"ended with {done.returncode}: {done.stdout}{done.stderr}"
     return done
 
 
 def run_with(*values: str, **options: Any) -> Report:
-    """Prepare and train what these values say, with the settings in force, as `dphybrid train` does."""
+    """Prepare and train as `dphybrid train` does, with these overrides and the current settings."""
     return run_job(load_config(None, list(values)), load_settings(), **options)
 
 
 def models_of(report: Any) -> list[Any]:
-    """Return the models that MLflow holds of a run. report: what names its server and its id."""
-    from mlflow.tracking import MlflowClient  # takes a second, and programs that tests start import this file
+    """Return the models that MLflow has logged for a run. report: has its `tracking_uri` and `run_id`."""
+    # Imported here: it takes a second, and programs that tests start import this module, too.
+    from mlflow.tracking import MlflowClient
 
     client = MlflowClient(report.tracking_uri)
     experiment = client.get_run(report.run_id).info.experiment_id

@@ -1,4 +1,4 @@
-"""Shared by all tests: one torch thread, folders of their own, groups that share servers, nightly forms."""
+"""Shared by all tests: one torch thread, data folders, groups that share servers, nightly tests."""
 
 import gc
 import os
@@ -15,7 +15,7 @@ from tests import stores
 REPOSITORY = Path(__file__).parent.parent
 SHARED = REPOSITORY.parent / "shared"
 LONG = bool(os.environ.get("DPHYBRID_LONG_TESTS"))
-"""Whether the nightly forms of tests are wanted, too."""
+"""Whether the nightly tests run, too."""
 
 NIGHTLY = [
     "tests/benchmarks/test_whole_step.py::test_all_ways_are_measured_and_named",
@@ -45,23 +45,26 @@ NIGHTLY = [
     "tests/training/test_training.py::test_an_interrupted_command_checkpoints_and_goes_on[15-143]",
     "tests/test_packaging.py::test_a_machine_without_a_compiler_installs_it",
 ]
-"""Files and tests that take minutes and defend what few changes touch. Shorter neighbours run always."""
+"""Files and tests that take minutes and guard code that few changes touch. Shorter ones always run."""
 
 SERVERS = {"team": "prefect", "prefect_server": "flows", "postgres_uri": "mlflow"}
-"""Session fixture -> the group of the tests that share its servers: one process runs and starts them once."""
+"""Session fixture -> group of the tests that share its servers. One process runs the whole group, so the
+servers start once."""
 
 USED = [f"DPHYBRID_{name}" for name in ("TRACKING_URI", "DEVICES", "EXPERIMENT", "PROFILE")]
-"""Variables that commands set in their process."""
+"""Variables that commands set in their own process."""
 
 torch.set_num_threads(1)
+# A shell ignores SIGINT for background commands, and nohup SIGHUP. The programs that tests start would
+# inherit that, and signals to them would have no effect.
 for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
-    if signal.getsignal(_number) is signal.SIG_IGN:  # in the background and under nohup; children inherit it
+    if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _handler)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the nightly tests, and deal each test to a group: its server's, else its file's.
+    """Mark the nightly tests, and put each test into a group: that of its server, else that of its file.
 
     Groups with slow tests come first, so that the processes end at about the same time.
     """
@@ -83,7 +86,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A new database is a copy, in this process; where programs are started, it is put there before."""
+    """Make new databases of this process by copying a finished one. For programs that a test starts, the copy
+    must be in place before (`embedded_store`)."""
     base = tmp_path_factory.getbasetemp()
     stores.keep_in(base.parent if "PYTEST_XDIST_WORKER" in os.environ else base)
     with pytest.MonkeyPatch.context() as patch:
@@ -92,20 +96,21 @@ def _stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what is imported out of searches for garbage: each run makes one."""
+    """Exempt all imported modules from garbage collection, which every training run triggers."""
     gc.freeze()
 
 
 def pytest_sessionfinish() -> None:
-    """Leave what is in memory to the end of the process: pytest would search it for garbage five times, and
-    execnet interrupts a worker that takes more than five seconds to end."""
+    """Exempt all objects from garbage collection at the end: pytest collects five times, and execnet
+    interrupts a worker that takes more than five seconds to end."""
     gc.freeze()
 
 
 def own_settings(patch: pytest.MonkeyPatch, data_dir: Path, **values: str) -> None:
-    """Set a data folder, one thread, more values by their names, and none of the caller's own settings."""
+    """Remove the caller's settings; set a data folder, one thread, and more settings by name."""
     for name in [name for name in os.environ if name.startswith(("DPHYBRID_", "MLFLOW_TRACKING"))] + USED:
-        patch.setenv(name, "")  # so that what a command puts there goes with this test
+        # setenv first, so that `patch` also removes at the end a value that a command has set meanwhile.
+        patch.setenv(name, "")
         patch.delenv(name)
     for name, value in {"DATA_DIR": str(data_dir), "THREADS": "1", **values}.items():
         patch.setenv(f"DPHYBRID_{name}", value)
@@ -113,8 +118,8 @@ def own_settings(patch: pytest.MonkeyPatch, data_dir: Path, **values: str) -> No
 
 @pytest.fixture
 def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Path:
-    """A data folder for this test, and none of the caller's own settings. Its runs draw no pictures, which
-    take a second, unless it is marked so."""
+    """A data folder for this test, without the caller's settings. Runs draw no pictures, which take a second,
+    unless the test is marked `pictures`."""
     own_settings(monkeypatch, tmp_path / "data")
     if request.node.get_closest_marker("pictures") is None:
         monkeypatch.setattr("dphybrid.run.report._pictures", lambda *_: {})
@@ -124,11 +129,11 @@ def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fi
 
 @pytest.fixture
 def embedded_store(data_dir: Path) -> None:
-    """The tables of MLflow's embedded store, for programs that a test starts."""
+    """Put a finished database of MLflow's embedded store in place, for programs that a test starts."""
     stores.put_database("mlflow", data_dir / "mlflow" / "mlflow.db")
 
 
 @pytest.fixture
 def unrecorded(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs that are not recorded, for tests of what training does."""
+    """Record no runs, for tests of the training itself."""
     monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")

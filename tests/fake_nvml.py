@@ -1,10 +1,9 @@
-"""Stands in for nvidia-ml-py in tests: the same functions, answers and errors, about GPUs that a JSON file
-describes.
+"""A stand-in for nvidia-ml-py: the same functions, answers and errors, for GPUs that a JSON file describes.
 
 FAKE_NVML names the file: {"init_error": NAME?, "gpus": [{"uuid", "total_gib", "free_gib", "load",
 "processes": [[pid, gib], ...], "error": NAME?, "mig": [gpu, ...]?, "watts"?, "celsius"?,
 "hides": ["load", "processes", "power"]?}, ...]}.
-Real processes read it, so a test can change the machine below them.
+Processes read it at each call, so a test can change their GPUs while they run.
 """
 
 import json
@@ -14,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pynvml
-from pynvml import (  # noqa: F401 - what callers catch and compare with is the real library's
+from pynvml import (  # noqa: F401 - callers catch and compare the real library's errors and constants
     NVML_DEVICE_MIG_ENABLE,
     NVML_TEMPERATURE_GPU,
     NVMLError,
@@ -27,21 +26,20 @@ _open = False
 
 
 def write_state(file: Path, gpus: list[dict[str, Any]], **more: Any) -> None:
-    """Describe the machine; readers see the old or the new one, never half of it."""
+    """Write the file atomically: readers see the old or the new state, never half of it."""
     partial = file.with_name(f".{file.name}.{os.getpid()}")
     partial.write_text(json.dumps({"gpus": gpus, **more}))
     partial.replace(file)
 
 
 def gpu(number: int, **more: Any) -> dict[str, Any]:
-    """A free GPU of 80 GiB."""
+    """Return the description of a free GPU with 80 GiB."""
     free = {"total_gib": 80, "free_gib": 79.5, "load": 0, "processes": []}
     return {"uuid": f"GPU-{number:08d}-fake", **free, **more}
 
 
 def stand_in(patch: Any, folder: Path, count: int, **settings: object) -> Path:
-    """Let this process, and those that it starts, find so many free GPUs; return the file that describes
-    them."""
+    """Give this process, and those that it starts, `count` free GPUs; return the file that describes them."""
     file = folder / "nvml.json"
     found = {"NVML": __name__, "LEASE_DIR": folder / "leases", "GPU_WINDOW_S": 0} | settings
     for name, value in {f"DPHYBRID_{name}": value for name, value in found.items()}.items():

@@ -1,4 +1,4 @@
-"""PostgreSQL servers of the tests' own, each on a port and in a folder of its own."""
+"""PostgreSQL servers for tests, each with its own port and folder."""
 
 import glob
 import os
@@ -29,7 +29,7 @@ class Postgres:
         self.binaries, self.port = Path(programs[0]), free_port()
         self.folder = Path(tempfile.mkdtemp(prefix="dphybrid-postgres-", dir="/tmp"))
         self._as_user: list[str] = []
-        if os.geteuid() == 0:  # it refuses to run as root
+        if os.geteuid() == 0:  # PostgreSQL refuses to run as root
             shutil.chown(self.folder, "postgres")
             self._as_user = ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"]
         initdb = [
@@ -45,7 +45,7 @@ class Postgres:
 
     @property
     def address(self) -> str:
-        """What follows `postgresql://` or `postgresql+asyncpg://`."""
+        """The address without its scheme: for `postgresql://` or `postgresql+asyncpg://`."""
         return f"dphybrid@127.0.0.1:{self.port}/postgres"
 
     def control(self, *what: str) -> None:
@@ -60,6 +60,6 @@ class Postgres:
         )
 
     def end(self) -> None:
-        """Stop, and leave nothing."""
+        """Stop the server and remove its folder."""
         self.control("-m", "immediate", "stop")
         shutil.rmtree(self.folder)

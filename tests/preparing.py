@@ -1,4 +1,4 @@
-"""Preparing data by a recipe's name, as tests of single parts need it."""
+"""Prepare small data sets for tests of single parts."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,11 +10,12 @@ from dphybrid.data.store import Progress
 from dphybrid.data.table.kinds import table_config
 from dphybrid.recipes import find_recipe
 
-TableDataConfig = cast(Any, table_config())  # its fields follow from the kinds of columns
+# Any, because its fields are made from the kinds of columns when the program runs.
+TableDataConfig = cast(Any, table_config())
 
 
 def table_of(folder: Path, content: str | Mapping[str, Sequence[object]], **values: object) -> Prepared:
-    """Prepare a table, a text or columns, whose label is y."""
+    """Prepare a table with label y. content: its text, or column -> cells."""
     if not isinstance(content, str):
         rows = [tuple(content), *zip(*content.values(), strict=True)]
         content = "".join("\t".join(map(str, row)) + "\n" for row in rows)
@@ -23,13 +24,13 @@ def table_of(folder: Path, content: str | Mapping[str, Sequence[object]], **valu
 
 
 def from_file(file: Path, on_progress: Progress | None = None, **values: object) -> Prepared:
-    """Prepare a table, whose label is y, beside it."""
+    """Prepare a table with label y into the folder `prepared` beside it."""
     config = TableDataConfig.model_validate({"path": str(file), "label": "y"} | values)
     return prepare("ctr", config, file.parent / "prepared", 0, on_progress)
 
 
 def clicks(folder: Path, num_rows: int = 400) -> list[str]:
-    """Write a table of clicks, which follow from the site; return the values that name it."""
+    """Write a table of clicks that depend on the site alone; return the overrides to train on it."""
     rows = [f"{i * 7 % 31 < 11:d},s{i * 7 % 31},{i % 50}" for i in range(num_rows)]
     (folder / "clicks.csv").write_text("\n".join(["clicked,site,age", *rows]))
     return ["recipe=ctr", f"data.path={folder / 'clicks.csv'}", "data.label=clicked"]

@@ -1,4 +1,4 @@
-"""What ends as a UserError: what it must say."""
+"""Expect a UserError and check its message."""
 
 import re
 from collections.abc import Iterable
@@ -10,10 +10,10 @@ from dphybrid.util.errors import UserError
 
 
 def refused(match: str) -> Any:
-    """Expect a UserError that this pattern is found in."""
+    """Expect a UserError whose message matches this pattern somewhere."""
     return pytest.raises(UserError, match=match)
 
 
 def refused_with(words: Iterable[str]) -> Any:
-    """Expect a UserError that has each of these words."""
+    """Expect a UserError whose message contains all of these texts, in any order."""
     return pytest.raises(UserError, match="(?s)" + "".join(f"(?=.*{re.escape(word)})" for word in words))

@@ -1,4 +1,4 @@
-"""Databases of MLflow and Prefect with all their tables, made once for all tests: it takes seconds."""
+"""Databases of MLflow and Prefect with all their tables. Making one takes seconds, so tests copy it."""
 
 import os
 import shutil
@@ -20,16 +20,17 @@ _folder = Path()
 
 
 def keep_in(folder: Path) -> None:
-    """Say where the processes of this session keep the databases that they copy."""
+    """Set the folder of the finished databases, which all processes of this session share."""
     global _folder
     _folder = folder
 
 
 def put_database(kind: str, file: Path) -> None:
-    """Put a database of `kind` at `file`, unless one is there."""
+    """Copy a database of `kind` to `file`, unless the file exists."""
     if file.exists():
         return
     made = _folder / kind / "made.db"
+    # The first process makes it; the others wait for the lock and find it finished.
     with locked(_folder / f"{kind}.lock"):
         if not made.exists():
             work = _folder / f"{kind}.begun"
@@ -52,7 +53,7 @@ def put_database(kind: str, file: Path) -> None:
 
 
 def make_database(uri: str, store: Path) -> None:
-    """Stands in for the product's function of this name, in this process: a new database is a copy."""
+    """Replaces `opening.make_database` in this process: first copies a finished database for it to find."""
     if uri == opening.embedded_uri(store):
         put_database("mlflow", store / "mlflow.db")
     _make_database(uri, store)

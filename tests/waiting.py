@@ -1,4 +1,4 @@
-"""Waiting for what other processes do, with patience on a busy machine."""
+"""Wait for other processes, longer on a busy machine."""
 
 import os
 import time
@@ -7,12 +7,12 @@ from typing import Any
 
 
 def patience(seconds: float) -> float:
-    """Return how long to wait for what takes `seconds` on an idle machine: at least twice as long."""
+    """Return how long to wait for something that takes `seconds` on an idle machine: twice that or more."""
     return seconds * max(2.0, 1.5 * os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 90, every_s: float = 0.1) -> Any:
-    """Return what `condition` comes to once it is true. Raises TimeoutError that says `what`."""
+    """Return the value of `condition()` once it is true. Raises TimeoutError; `what`: its message."""
     start = time.monotonic()
     while not (found := condition()):
         if time.monotonic() - start > patience(timeout_s):

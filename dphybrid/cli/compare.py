@@ -1,4 +1,4 @@
-"""Compare runs on one page: speed, time of each stage, curves, different values.
+"""Compare runs on one page: speed, time of each stage, curves, values that differ.
 
 examples:
   %(prog)s text-cpu-1121-044553 text-cpux2-1121-045901

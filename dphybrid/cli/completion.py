@@ -15,6 +15,7 @@ from dphybrid.recipes.configs import field_types
 from dphybrid.recipes.registry import BUILT_IN, recipe_names
 
 _SHELLS = ("bash", "zsh", "fish")
+# `command` skips an alias of ls, which may add colours or marks to the names.
 _LIST = 'command ls "${DPHYBRID_DATA_DIR:-$HOME/.dphybrid}/runs" 2>/dev/null'
 _FISH_FOLDER = "(set -q DPHYBRID_DATA_DIR; and echo $DPHYBRID_DATA_DIR; or echo ~/.dphybrid)"
 _PREAMBLE = {
@@ -44,6 +45,7 @@ def script(shell: str, parser: Parser) -> str:
         # The script is written once, whatever --recipe a command line gives later: it offers all flags.
         if any(action.dest == "config.recipe" for action in command.actions):
             _add_other_recipes(command)
+        # shtab looks for an attribute `complete`, which argparse's actions do not declare.
         for action in command.actions:
             if action.dest == "config.recipe":
                 action.choices = recipe_names()

@@ -129,6 +129,7 @@ def _ask(url: str, auth: str | None) -> Any:
 
     auth: USER:PASSWORD; None: the ones in `url`, if any.
     """
+    # urllib would take USER:PASSWORD@ for a part of the host's name.
     url, own = without_credentials(url)
     auth = auth or own
     if not url.startswith(("http://", "https://")):

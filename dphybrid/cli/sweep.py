@@ -1,4 +1,4 @@
-"""Train many combinations of values, a grid or chosen by Optuna, without Prefect.
+"""Train many combinations of values, from a grid or chosen by Optuna, without Prefect.
 
 examples:
   %(prog)s --recipe toy --grid '{"train.batch_size": [64, 256], "train.lr": [0.01, 0.1]}'

@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         report = run_job(config, settings, run_name=args.run_name, resume=args.resume, tags=dict(args.tag))
     except Interrupted as interruption:
+        # Does not return: this process becomes one that waits and then runs the command again.
         if interruption.requeue:
             go_on_later(interruption, settings)
         raise

@@ -1,4 +1,4 @@
-"""Start a worker: it takes training runs from a Prefect work pool and stops them with checkpoints.
+"""Start a worker that takes runs from a Prefect work pool, and can be stopped without losing a training.
 
 On Ctrl-C or SIGTERM it takes no more runs; those that it has write checkpoints and return to the queue. With
 --wait they finish first, unless a second signal comes. A third signal kills them.

@@ -1,4 +1,4 @@
-"""The runs of these tests name the tests' own models, in data folders that are not the settings'."""
+"""Allow the models of these tests, which runs in foreign data folders name, to be imported."""
 
 from collections.abc import Iterator
 

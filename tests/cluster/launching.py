@@ -1,4 +1,4 @@
-"""What tests of several ranks share: a table of clicks, runs that are built but not trained, and ranks."""
+"""Shared by the tests of several ranks: a table of clicks, runs built but not trained, ranks, machines."""
 
 import importlib.util
 import io
@@ -44,7 +44,7 @@ SMALL = ["model.dim=8", "model.hidden=16", "model.dropout=0", "data.label=clicke
 
 
 def write_clicks(path: Path, rows: int = 630) -> Path:
-    """Write a table with numbers, categories, and a bag; the label depends on all of them."""
+    """Write a table with numbers, categories and a bag; the label depends on all of them."""
     random = np.random.default_rng(7)
     lines = ["price,site,ad,genres,clicked"]
     for _ in range(rows):
@@ -63,7 +63,7 @@ def settings_in(folder: Path) -> Settings:
 
 
 def built(settings: Settings, name: str, values: list[str], resume: str | None = None) -> str:
-    """Prepare and build a run of the clicks in the data folder; return its folder."""
+    """Prepare the clicks in the data folder and build a run, without training it; return its folder."""
     clicks = settings.data_dir / "clicks.csv"
     if not clicks.exists():
         settings.data_dir.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ def built(settings: Settings, name: str, values: list[str], resume: str | None =
 
 
 def train_on_ranks(settings: Settings, ranks: int, folders: list[str]) -> None:
-    """Train built runs, one after the other, by so many processes."""
+    """Train built runs one after the other, with this number of ranks."""
     environment = rank_environment(settings.model_dump(mode="json"))
     environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), *sys.path[:1]])
     deadline = time.monotonic() + LIMIT_S
@@ -91,7 +91,7 @@ def train_on_ranks(settings: Settings, ranks: int, folders: list[str]) -> None:
 
 
 def tensors_of(folder: str, number: int = -1) -> dict[str, Tensor]:
-    """Return all tensors of a run's newest checkpoint by file and name."""
+    """Return "FILE:NAME" -> tensor for all tensors of a run's checkpoint. number: -1 is the newest one."""
     checkpoint = sorted((Path(folder) / "checkpoints").glob("step-*"))[number]
     return {
         f"{file.relative_to(checkpoint)}:{name}": tensor
@@ -102,24 +102,24 @@ def tensors_of(folder: str, number: int = -1) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Machine:
-    """What stands for a machine: its address, its network interface, and what commands on it begin with."""
+    """A stand-in for a machine. within: the words that start a command on it."""
 
     address: str
     interface: str
     within: tuple[str, ...] = ()
 
     def cable(self, state: str) -> None:
-        """Plug it in (up) or out (down)."""
+        """Plug the network cable in (up) or out (down)."""
         subprocess.run(["ip", "-n", self.interface, "link", "set", self.interface, state], check=True)
 
 
 CAN_JOIN = os.geteuid() == 0 and shutil.which("ip") is not None
-"""Only root can make network namespaces, with iproute2."""
+"""Whether this user can make network namespaces: root only, with iproute2."""
 
 
 @contextmanager
 def joined_machines() -> Iterator[list[Machine]]:
-    """Two network namespaces with host names of their own, and a cable between them."""
+    """Yield two machines: network namespaces with their own host names, joined by a virtual cable."""
     names = [f"dph{os.getpid()}{side}" for side in "ab"]
 
     def ip(text: str, check: bool = True) -> None:

@@ -1,5 +1,5 @@
-"""A click model whose rank 1 dies, once, at the step that a variable says; alone, with its agent, or standing
-still. Another variable makes its steps slower."""
+"""A click model whose rank 1 dies once. Variables: MORTAL_STEP, at which step; MORTAL_AGENT, together with
+its agent; MORTAL_SIGNAL, by which signal (SIGSTOP: it hangs); MORTAL_SLOW_S, seconds added to each step."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from dphybrid.recipes.ctr.model import build_ctr
 
 
 def half_used(context: ModelContext[Any]) -> nn.Module:
-    """The same over a table whose second half nobody looks up."""
+    """Return the same model with a table twice as large, whose second half is never looked up."""
     num_ids = [int(number) for number in context.info["num_ids"]]
     num_ids[-1] += sum(num_ids)
     return build_ctr(replace(context, info={**context.info, "num_ids": num_ids}))

@@ -1,6 +1,6 @@
 """A rank that trains several runs, one after the other: `python -m tests.cluster.several RUN_FOLDER ...`.
 
-Importing TorchRec takes most of a short run's time; thus it is done once for all of them.
+Importing TorchRec takes most of a short run's time, so one process imports it for all of them.
 """
 
 import os
@@ -24,7 +24,7 @@ try:
             run = read_run(folder, load_settings())
             experiment = replace(run.experiment(), engine=RankEngine(run.config, ranks))
             train_here(run, experiment, StopRequest())
-except BaseException:  # noqa: BLE001 - printed, and the end of this process
+except BaseException:  # noqa: BLE001 - printed, then this process ends
     traceback.print_exc()
     sys.stderr.flush()
     os._exit(1)

@@ -1,12 +1,13 @@
-"""A CUDA that has no device: streams, events, pinned and device memory with vector clocks, so that two
-accesses that nothing orders are seen although everything runs on the CPU, one after the other.
+"""Simulate CUDA without a device: streams, events, pinned and device memory. Vector clocks find two accesses
+without an order between them, although everything runs on the CPU, one after the other.
 
-An actor is a host thread or a stream. What is launched on a stream happens after what its thread has done so
-far and after what is on the stream; a thread goes on at once. Memory that is let go is given out again:
-device memory in the order of the stream it was made on and of those that `record_stream` names, pinned memory
-when the copies from and to it have ended. Synchronisations have names, `FUNCTION.METHOD`, and can be dropped.
+An actor is a host thread or a stream. Work launched on a stream happens after everything its thread has done
+so far and after earlier work of the stream; the thread continues at once. Freed memory is used again: device
+memory in the order of the stream on which it was made and of those that `record_stream` names, pinned memory
+when the copies from and to it have ended. Synchronisations have names, `FUNCTION.METHOD`, and a test can drop
+one to show that it is needed.
 
-After Lamport's and Mattern's clocks; the allocators' rules are those of torch's caching allocators.
+After Lamport's and Mattern's clocks; memory follows the rules of torch's caching allocators.
 """
 
 import sys
@@ -28,7 +29,7 @@ Clock = dict[str, int]
 
 
 class Memory:
-    """A piece of memory and who has accessed it when."""
+    """A piece of memory, and which actors have accessed it at what time of their clocks."""
 
     def __init__(self, device: torch.device | None, before: "Memory | None" = None) -> None:
         self.device = device  # None: pinned
@@ -39,7 +40,7 @@ class Memory:
 
 
 class World(TorchDispatchMode):
-    """Everything that is simulated, in one test. dropped: names of synchronisations that do nothing."""
+    """The whole simulation of one test. dropped: the name of the synchronisation that does nothing."""
 
     def __init__(self, dropped: str = "") -> None:
         super().__init__()
@@ -73,7 +74,7 @@ class World(TorchDispatchMode):
         return self._clocks[actor][actor]
 
     def happens(self, method: str, frames: int = 2) -> bool:
-        """Count a synchronisation of the caller's caller; is it not dropped?"""
+        """Count a synchronisation, named after the calling function; return whether it takes place."""
         name = f"{sys._getframe(frames).f_code.co_name}.{method}"
         with self._lock:
             self.syncs[name] = self.syncs.get(name, 0) + 1
@@ -86,7 +87,7 @@ class World(TorchDispatchMode):
         return self._memory.get(dense.untyped_storage()._cdata)
 
     def adopt(self, tensor: Tensor, device: torch.device | None, actor: str) -> Tensor:
-        """Give new memory to a tensor, one that was let go where there is some."""
+        """Give a tensor memory: freed memory if there is some, else new memory."""
         with self._lock:
             memory = Memory(device, self._free[actor].pop() if self._free[actor] else None)
             memory.made_on = actor
@@ -159,7 +160,7 @@ class World(TorchDispatchMode):
         return stream.name
 
     def host(self, tensor: Tensor, *, writes: bool) -> None:
-        """This thread reads or writes by itself, as a compiled kernel does."""
+        """Record that this thread reads or writes the tensor itself, as a compiled kernel does."""
         with self._lock:
             self._tick(self.thread())
         self.access(self.thread(), tensor, writes=writes)
@@ -172,7 +173,7 @@ class World(TorchDispatchMode):
         return pinned
 
     def to(self, tensor: Tensor, device: torch.device, *, non_blocking: bool, copy: bool) -> Tensor:
-        """Tensor.to a simulated device, and its way back for gradients."""
+        """`Tensor.to` a simulated device; its backward copies the gradients back."""
         memory = self.memory_of(tensor)
         if memory is not None and memory.device == device and not copy:
             return tensor
@@ -241,7 +242,7 @@ class _Copied(torch.autograd.Function):
 
 
 def _duplicate(tensor: Tensor) -> Tensor:
-    """A copy of which the world learns nothing."""
+    """Return a copy that the simulation does not record."""
     return torch.from_numpy(tensor.detach().numpy().copy())
 
 
@@ -295,7 +296,7 @@ class Stream:
 
 
 class Carried:
-    """What passes from thread to thread takes the sender's clock along."""
+    """A queue between threads whose items bring the sender's clock with them."""
 
     def __init__(self, world: World, inner: Any) -> None:
         self._world, self._inner = world, inner
@@ -316,7 +317,7 @@ class Carried:
 
 
 class Pool(ThreadPoolExecutor):
-    """Threads in which the same world goes on."""
+    """A thread pool whose threads belong to the same simulation as the thread that submits."""
 
     world: World
 
@@ -344,7 +345,7 @@ class Pool(ThreadPoolExecutor):
 
 
 class Torch:
-    """`torch` as the way of rows to the devices sees it."""
+    """`torch` for the code that moves rows to devices, with its CUDA parts simulated."""
 
     def __init__(self, world: World) -> None:
         self._world = world

@@ -1,4 +1,4 @@
-"""Servers of Prefect, started once for all tests of this folder that need one."""
+"""Prefect servers, started once for all tests of this folder that need one."""
 
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ from tests.stores import put_database
 
 @pytest.fixture(scope="session")
 def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
-    """A server that is set up, with four stand-in GPUs; tests start the workers that they need."""
+    """A server with pool, queues and deployments, and four stand-in GPUs. Tests start their own workers."""
     folder = tmp_path_factory.mktemp("team")
     postgres = Postgres()
     team = Team(folder, postgres)
@@ -43,12 +43,12 @@ def _temporary_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
         server = start_server()
     server.wait(120)
     yield server.api_url
-    APILogHandler().flush()  # else this process sends its last lines for minutes to a server that is gone
+    APILogHandler().flush()  # or this process would send its last lines to a stopped server for minutes
     server.stop()
 
 
 @pytest.fixture
 def prefect_server(_temporary_server: str) -> Iterator[None]:
-    """A temporary server, which the flows that a test calls in this process find."""
+    """A temporary server for the flows that a test calls in this process."""
     with temporary_settings({PREFECT_API_URL: _temporary_server}), in_this_process():
         yield

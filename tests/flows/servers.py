@@ -24,8 +24,8 @@ PREFECT = str(Path(sys.executable).parent / "prefect")
 
 
 def environment(folder: Path, **more: str) -> dict[str, str]:
-    """The caller's environment without its own settings of Prefect, MLflow and dphybrid; those of a test
-    instead, whose databases have their tables."""
+    """Return the caller's environment, but with a test's settings of Prefect, MLflow and dphybrid, whose
+    databases have their tables."""
     put_database("prefect", folder / "prefect" / "prefect.db")
     put_database("mlflow", folder / "data" / "mlflow" / "mlflow.db")
     base = {
@@ -49,7 +49,7 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
 
 @dataclass
 class Team:
-    """A Prefect server and workers of one machine with stand-in GPUs. started: what `end` kills."""
+    """A Prefect server, and workers on one machine with stand-in GPUs. started: what `end` kills."""
 
     folder: Path
     postgres: Postgres
@@ -98,7 +98,7 @@ class Team:
         return environment(self.folder, **(gpus | server | more))
 
     def start(self, argv: list[str], log: str, **more: str) -> "subprocess.Popen[bytes]":
-        """Start a process of its own session, elsewhere than in the repository."""
+        """Start a process in a new session, outside of the repository, whose files it must not need."""
         with (self.folder / log).open("ab") as stream:
             child = subprocess.Popen(
                 argv,
@@ -135,7 +135,7 @@ class Team:
         )
 
     def start_machine(self, name: str, limit: int, *queues: str, **env: str) -> "subprocess.Popen[bytes]":
-        """Start a worker with a home of its own, which stands for another machine."""
+        """Start a worker with its own PREFECT_HOME, which represents another machine."""
         given = [flag for queue in (name, *queues) for flag in ("--queue", queue)]
         home = str(self.folder / f"home-{name}")
         return self.start_worker(name, "--limit", str(limit), *given, PREFECT_HOME=home, **env)
@@ -151,7 +151,7 @@ class Team:
         )
 
     def run_many(self, wanted: list[tuple[str, dict[str, Any]]]) -> list[UUID]:
-        """Queue runs, (deployment or FLOW/DEPLOYMENT, parameters) each; return their ids."""
+        """Queue flow runs and return their ids. wanted: (deployment or FLOW/DEPLOYMENT, parameters) each."""
         code = (
             "import json, sys; from prefect.deployments import run_deployment\n"
             "for name, parameters in json.load(sys.stdin):\n"
@@ -162,7 +162,7 @@ class Team:
         return [UUID(text) for text in re.findall(r"id (\S+)", done.stdout)]
 
     def post(self, path: str, page: dict[str, Any] | None = None, method: str | None = None) -> Any:
-        """Ask the server; method: GET without a page, POST with one, or another."""
+        """Send a request; return the answer. method: by default GET without a page and POST with one."""
         data = None if page is None else json.dumps(page).encode()
         request = urllib.request.Request(
             f"{self.api}{path}", data, {"Content-Type": "application/json"}, method=method
@@ -183,19 +183,19 @@ class Team:
 
     @property
     def mlflow(self) -> Any:
-        """A client of the runs' record."""
+        """A client of the MLflow store in which the runs are recorded."""
         from mlflow.tracking import MlflowClient
 
         return MlflowClient(f"sqlite:///{self.folder}/data/mlflow/mlflow.db")
 
     def runs_of(self, flow: str) -> list[dict[str, Any]]:
-        """A flow's runs, newest first."""
+        """Return the runs of a flow, the newest first."""
         wanted = {"flows": {"name": {"any_": [flow]}}, "sort": "EXPECTED_START_TIME_DESC"}
         found: list[dict[str, Any]] = self.post("/flow_runs/filter", wanted)
         return found
 
     def lines_of(self, flow_run_id: UUID | str) -> str:
-        """What a flow run has logged."""
+        """Return the log lines of a flow run."""
         wanted = {"logs": {"flow_run_id": {"any_": [str(flow_run_id)]}}}
         return "\n".join(line["message"] for line in self.post("/logs/filter", wanted))
 
@@ -203,7 +203,7 @@ class Team:
         wait_until(lambda: self.state(flow_run_id) in names, f"flow run is {' or '.join(names)}", timeout_s)
 
     def folder_of(self, flow_run_id: UUID) -> Path | None:
-        """The run folder that a flow run made."""
+        """Return the run folder that a flow run made."""
         for page in self.runs.glob("*/run.json"):
             if json.loads(page.read_text())["tags"].get("prefect.flow_run_id") == str(flow_run_id):
                 return page.parent
@@ -218,7 +218,7 @@ class Team:
         return folder
 
     def holders(self) -> dict[str, int]:
-        """GPU -> process that holds its lease now, found by trying the kernel's locks."""
+        """Return GPU -> process that holds its lease, found by trying the kernel's locks."""
         from dphybrid.gpus.leases import find_holder
 
         pages = json.loads(self.gpus.read_text())["gpus"]
@@ -236,9 +236,9 @@ class Team:
 
 
 def kill_tree(child: "subprocess.Popen[bytes]") -> None:
-    """kill -9 of a process and all below it at once, as when a machine loses its power."""
+    """Kill a process and all its children with SIGKILL, as when a machine loses power."""
     if child.poll() is not None:
-        return  # its number may be somebody else's by now
+        return  # another process may have this number by now
     below = psutil.Process(child.pid).children(recursive=True)
     for process in below:
         try:

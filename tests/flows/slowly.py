@@ -1,4 +1,4 @@
-"""A slow model that notes when two processes use its GPU at once. Workers find it through PYTHONPATH."""
+"""A slow model that records when two processes use its GPU at once. Workers find it through PYTHONPATH."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from dphybrid.recipes.tutorial.model import build_hybrid
 
 
 def build(context: ModelContext) -> nn.Module:
-    """The tutorials' hybrid model, SLOW seconds a batch slower, spent on the GPUs that its process leases."""
+    """Return the tutorial's hybrid model, which uses its leased GPUs for SLOW more seconds per batch."""
     folder = Path(os.environ["DPHYBRID_LEASE_DIR"])
     model, slow = build_hybrid(context), float(os.environ.get("SLOW", "0"))
 
@@ -29,7 +29,7 @@ def build(context: ModelContext) -> nn.Module:
 
 
 def own_leases(folder: Path) -> list[Path]:
-    """The lock files whose page names this process."""
+    """Return the lock files whose page names this process."""
     return [
         file
         for file in folder.glob("gpu-*.lock")
@@ -38,7 +38,7 @@ def own_leases(folder: Path) -> list[Path]:
 
 
 def mark(lock: Path) -> Path:
-    """Leave a mark on a GPU while it is used; complain when a living process has left one."""
+    """Mark a GPU as in use. If another living process has marked it, leave a `collision` file."""
     file = lock.with_suffix(".mark")
     if file.exists() and Path(f"/proc/{file.read_text() or 0}").exists():
         lock.with_suffix(f".collision-{file.read_text()}-{os.getpid()}").touch()

@@ -1,4 +1,4 @@
-"""A rank that learns nothing: it runs until its folder has a file `enough`, or a rank is asked to stop."""
+"""A rank without training: it runs until its folder has a file `enough` or a rank is asked to stop."""
 
 import os
 import sys
@@ -23,7 +23,7 @@ def main(folder: Path) -> None:
             mine = [stop.pending, ranks.leads and (folder / "enough").exists()]
             asked, enough = ranks.sum(torch.tensor(mine).double()).tolist()
         if ranks.leads:
-            # not this rank's own request: another one may have seen the file first
+            # Not `stop.reason`: another rank may have been asked to stop, and this one not.
             words = f"stopped by {reason_outside()}"
             outcome = Outcome(state="stopped" if asked else "trained", words=words)
             outcome.write(folder / OUTCOME)

@@ -1,4 +1,4 @@
-"""Flows that gather machines as a training does, with ranks that learn nothing (`standin`)."""
+"""Flows that gather machines as a training does, with ranks that train nothing (`standin`)."""
 
 from contextlib import ExitStack
 
@@ -20,7 +20,8 @@ dphybrid.cluster.launch.PROGRAM = "tests.flows.standin"
 
 @flow(name="together", log_prints=True)
 def together(run: str, machines: list[str] = [], wait_again_s: float = 100) -> str:  # noqa: B006
-    """Hold a run's devices together with another machine, for which it waits so long when begun again."""
+    """Hold a run's devices together with another machine. wait_again_s: how long to wait for that machine
+    when the flow run was started again."""
     settings = load_settings()
     if runtime.flow_run.run_count > 1:
         settings = settings.model_copy(update={"cluster_wait_s": wait_again_s})

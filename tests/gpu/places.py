@@ -1,5 +1,5 @@
-"""Where the tests of this folder run: on the GPUs, or without one on virtual devices, which shows that the
-tests themselves are right and nothing about GPUs."""
+"""The devices on which the tests of this folder run: GPUs, or virtual devices on a machine without one, which
+shows that the tests themselves work, and nothing about GPUs."""
 
 import torch
 

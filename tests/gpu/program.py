@@ -1,9 +1,9 @@
-"""A training in a process of its own, as a script does it: a table of words, a recurrent or attention
-network as the region, dropout, clipping. Prints digests of what it ends with.
+"""A training as a user's script: a table of words, a recurrent or attention network as the region, dropout,
+clipping. Prints digests of the final weights and states.
 
     python -m tests.gpu.program --devices cuda:0 --steps 40 [--stop-after 17 --state FILE]
 
-Needs torch and dphybrid's embedding and parallel parts. Letters: B samples, T words a sample, D width.
+Needs torch and dphybrid's embedding and parallel parts. Letters: B samples, T words per sample, D width.
 """
 
 import argparse
@@ -30,7 +30,7 @@ WORDS, DIM, BATCH, LENGTH = 2000, 32, 30, 12
 
 
 class Layers(nn.Module):
-    """Two layers with dropout between: drawn by torch's generators, which a state can hold."""
+    """Two layers with torch's dropout between them, whose generators a saved state can contain."""
 
     def __init__(self, kind: str, wide: int) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def digest(tensors: list[Tensor]) -> str:
 
 
 def learned(model: nn.Module, ids_BT: Tensor, pieces: int) -> float | None:
-    """Add up the gradients of a batch, in pieces, and return its loss; None where memory runs out."""
+    """Add up the gradients of a batch, in pieces, and return its loss; None when memory runs out."""
     total = 0.0
     try:
         for piece_BT in ids_BT.chunk(pieces):
@@ -129,7 +129,7 @@ def main() -> None:
         for ids_BT in pipeline.prefetch(source, lambda ids: {"words": ids}):
             optimizer.zero_grad()
             loss = learned(model, ids_BT, pieces)
-            if loss is None:  # as a run goes on: the same batch in parts
+            if loss is None:  # what a run does: the same batch again, in parts
                 ran_out, pieces = ran_out + 1, 4
                 optimizer.zero_grad()
                 loss = learned(model, ids_BT, pieces)

@@ -1,7 +1,7 @@
-"""The page of what was shown on which hardware, made from the files in `results/`.
+"""Make the page docs/proven.md, which claim was tested on which hardware, from the files in `results/`.
 
-`python -m tests.gpu.proven` writes it anew. A run on a GPU adds its own file there: model, versions, date,
-and the tests that passed.
+`python -m tests.gpu.proven` writes the page. Each run on a GPU adds a file to `results/`: model, versions,
+date, and the tests that passed.
 """
 
 import json
@@ -28,7 +28,7 @@ def results() -> list[dict[str, Any]]:
 
 
 def page() -> str:
-    """Return the page."""
+    """Return the text of the page."""
     claims, found = json.loads((RESULTS / "claims.json").read_text()), results()
     names = [result["hardware"] for result in found]
     lines = [f"| claim | {' | '.join(names)} |", "| --- |" + " --- |" * len(names)]

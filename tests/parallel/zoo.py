@@ -1,5 +1,5 @@
-"""Networks of many kinds, small, each a function without arguments: checked, split and compared by the tests,
-and by `dphybrid check`. And two helpers: a module made of a function, and replicas in threads on the CPU."""
+"""Small networks of many kinds, each made by a function without arguments, for the tests and for
+`dphybrid check`. And helpers: a module made of a function, and replicas that run in threads on the CPU."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +25,7 @@ class Does(nn.Module):
 
 
 class Running(DataParallel):
-    """Replicas run as the mode says: in threads on the CPU, too."""
+    """A DataParallel whose replicas run inline or in threads, as `mode` says, on the CPU, too."""
 
     def __init__(self, module: nn.Module, devices: Any = None, mode: Any = "threads", **options: Any) -> None:
         super().__init__(module, devices, **options)
@@ -36,7 +36,7 @@ class Running(DataParallel):
 
 
 class Mirrored(dict):  # type: ignore[type-arg]
-    """Items by key and by attribute."""
+    """A dict whose items are attributes, too."""
 
     def __init__(self, **items: Any) -> None:
         super().__init__(items)

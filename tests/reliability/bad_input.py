@@ -1,4 +1,4 @@
-"""Input that is wrong: values and paths known to have hurt, and the edits that break good files."""
+"""Wrong input: values and paths that have caused errors before, and edits that break good files."""
 
 CONFIG = b"""recipe = "ctr"
 devices = "cpu*2"
@@ -59,7 +59,7 @@ OVERRIDES = [
 
 
 def edited(content: bytes, change: str, place: float, length: int, piece: bytes) -> bytes:
-    """Return content with one change (see `CHANGES`) at a place from 0 to 1."""
+    """Return content with one change (see `CHANGES`). place: where, from 0 (start) to 1 (end)."""
     start = int(place * len(content))
     stop = min(len(content), start + length)
     before, part, behind = content[:start], content[start:stop], content[stop:]

@@ -1,4 +1,4 @@
-"""Damages of failing disks to files, with unchanged modification times."""
+"""Damage files as a failing disk would, with unchanged modification times."""
 
 import os
 from collections.abc import Callable
@@ -16,11 +16,11 @@ DAMAGES: dict[str, Callable[[bytes, float], bytes | None]] = {
     "zeros": lambda content, _: bytes(len(content)),
     "removed": lambda *_: None,
 }
-"""Kind -> what becomes of a file's content; None: the file is gone."""
+"""Kind of damage -> the new content of a file; None: the file is removed."""
 
 
 def damage(file: Path, content: bytes | None) -> None:
-    """Give a file other content in place, with the times that it had, or remove it (None)."""
+    """Overwrite a file in place and keep its times, or remove it (None)."""
     before = file.stat()
     if content is None:
         file.unlink()

@@ -1,4 +1,4 @@
-"""Small runs of every recipe, on made-up data: what faults are put under."""
+"""Small runs of every recipe on generated data, for tests of faults."""
 
 import random
 from pathlib import Path
@@ -28,16 +28,16 @@ OTHERS: dict[str, list[str]] = {
     "toy, cpu*8": ["recipe=toy", "devices=cpu*8"],
 }
 SCENARIOS = RUNS | {name: [*overrides, *SMALL] for name, overrides in OTHERS.items()}
-"""Name -> overrides of a run that takes about a second: each recipe of the project has one."""
+"""Name -> overrides of a run that takes about a second; every built-in recipe has one."""
 
 
 def options_of(name: str, folder: Path) -> list[str]:
-    """Return a scenario's overrides, for files that `write_files` put into `folder`."""
+    """Return a scenario's overrides, for the files that `write_files` writes into `folder`."""
     return [text.format(folder=folder) for text in SCENARIOS[name]]
 
 
 def write_files(folder: Path) -> None:
-    """Write the made-up data: the same bytes each time."""
+    """Write the generated data: the same bytes each time."""
     write_clicks(folder)
     chosen = random.Random(0)
     words = [f"word{number}" for number in range(20)]

@@ -1,4 +1,4 @@
-"""MLflow servers as processes of their own, on a port of their own, with SQLite or PostgreSQL behind them."""
+"""MLflow servers as separate processes, each with its own port, on SQLite or PostgreSQL."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ from tests.waiting import patience
 
 @dataclass
 class MlflowServer:
-    """A server that can be killed and started again. backend: where its runs are."""
+    """A server that can be killed and started again. backend: address of its database."""
 
     folder: Path
     backend: str
@@ -37,7 +37,7 @@ class MlflowServer:
     def start(self) -> None:
         if self.backend.startswith("sqlite:///"):
             put_database("mlflow", Path(self.backend.removeprefix("sqlite:///")))
-        # `mlflow server` sets these and starts the same program: an import of MLflow less each time
+        # The program that `mlflow server` starts, with the variables that it sets: saves importing MLflow.
         environment = os.environ | {
             "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
             "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -69,7 +69,7 @@ class MlflowServer:
         raise RuntimeError(f"the server did not start: {(self.folder / 'server.log').read_text()[-2000:]}")
 
     def kill(self) -> None:
-        """kill -9, with its workers, as when the machine loses power."""
+        """Kill it and its workers with SIGKILL, as when the machine loses power."""
         if self.process is not None and self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
@@ -77,7 +77,7 @@ class MlflowServer:
 
 @pytest.fixture(scope="session")
 def postgres_uri() -> Iterator[str]:
-    """A PostgreSQL server of these tests' own."""
+    """The address of a PostgreSQL server for these tests."""
     postgres = Postgres()
     postgres.control("start")
     yield f"postgresql://{postgres.address}"

@@ -1,4 +1,4 @@
-"""Eight runs at once on one SQLite store: `python -m tests.tracking.together FOLDER` prints lost records."""
+"""Record eight runs at once in one SQLite store: `python -m tests.tracking.together FOLDER`."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def run(store: Path, number: int) -> None:
 
 
 def one_round(store: Path) -> list[str]:
-    """Run eight processes, which share nothing but the store; return what is wrong."""
+    """Record each run in its own process, which shares only the store; return the problems."""
     children = []
     for number in range(RUNS):
         if child := os.fork():
@@ -58,7 +58,7 @@ def one_round(store: Path) -> list[str]:
 
 
 def look(store: Path) -> list[str]:
-    """Return what is missing or double of the runs in a store."""
+    """Return which records of the runs in a store are missing or doubled."""
     client = MlflowClient(embedded_uri(store), registry_uri=embedded_uri(store))
     wrong = [
         f"left: {path.name}" for path in (store / "spool").iterdir() if path.suffix not in (".db", ".lock")

@@ -1,4 +1,4 @@
-"""One full checkpoint, as the tests of what reads checkpoints want it."""
+"""Save one full checkpoint, for tests of code that reads checkpoints."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A training that is asked to stop after a step, as tests of what stops and goes on want it."""
+"""Stop a training after a given step, for tests of stopping and resuming."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from tests.commands import run_with
 
 @contextmanager
 def stopping_after(step: int) -> Iterator[StopRequest]:
-    """Yield a request to give to a training, which is made after this step of it."""
+    """Yield a StopRequest to pass to a training; it asks for the stop after this step."""
     stop, after_step = StopRequest(), SplitLog.after_step
 
     def asking(self: SplitLog, now: int, rows: int) -> list[str]:
@@ -27,7 +27,7 @@ def stopping_after(step: int) -> Iterator[StopRequest]:
 
 
 def stopped_and_resumed(*values: str, at: int) -> Report:
-    """Train the run `broken` until a step, and then on from its checkpoint."""
+    """Train the run `broken` until step `at`, then resume it from its checkpoint."""
     with stopping_after(at) as stop, pytest.raises(Interrupted, match=f"step-{at:06d}"):
         run_with(*values, run_name="broken", stop=stop)
     report = run_with(*values, resume="broken")

@@ -1,6 +1,6 @@
-"""Steps that write and remove files, broken at each operation: `python -m tests.util.crashing FOLDER MODE`.
+"""Break steps that write and remove files, at each operation: `python -m tests.util.crashing FOLDER MODE`.
 
-A program of its own, as it forks often: a small process takes milliseconds for it.
+A separate program, because it forks often: forking a small process takes milliseconds.
 """
 
 import json
@@ -32,7 +32,7 @@ STEPS: list[tuple[Callable[[Path], None], Any]] = [
 
 
 def broken(root: Path, target: int, mode: str) -> tuple[int, int]:
-    """Take the steps in a process that is broken at an operation; return (steps done, exit code)."""
+    """Take the steps in a fork that breaks at operation `target`; return (steps done, exit code)."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -58,7 +58,7 @@ def found(root: Path) -> Any:
 
 
 def main(folder: Path, mode: str) -> None:
-    """Print, as JSON, (steps done, exit code, what is there) of a break at each operation, and of none."""
+    """Print, as JSON, (steps done, exit code, files found) for a break at each operation, last for none."""
     trials: list[tuple[int, int, Any]] = []
     while not trials or trials[-1][1] == KILLED:
         root = folder / str(len(trials) + 1)
