@@ -91,6 +91,7 @@ class _Categories:
         self.upto = np.cumsum(share / share.sum())
 
     def draw(self, random: np.random.Generator, rows: int) -> tuple[pl.Series, Array]:
+        # minimum: rounding can leave the last cumulative share below 1.
         place_B = np.minimum(np.searchsorted(self.upto, random.random(rows)), len(self.values) - 1)
         missing_B = random.random(rows) < MISSING
         return self.values[place_B].set(pl.Series(missing_B), None), np.where(

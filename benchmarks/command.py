@@ -36,6 +36,7 @@ def flags(description: str | None, repeats: int) -> argparse.ArgumentParser:
 
 def processor() -> str:
     """Return the processor's name."""
+    # On Linux platform.processor() has no more than the architecture.
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = (line.partition(": ")[2] for line in lines if line.startswith("model name"))

@@ -19,6 +19,8 @@ from dphybrid.config.settings import load_settings
 from dphybrid.recipes.configs import load_config
 
 NUM_ROWS = 2_000_000
+# Programs of the measured processes. All imports come before `measured`: `prepare` would otherwise import
+# `source` within the measured time.
 _PLAIN = """
 import polars, sys
 from benchmarks.data import measured

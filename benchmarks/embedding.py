@@ -77,6 +77,7 @@ def step_costs(
             buffer_ND: Tensor = buffer_ND,
             turns: Iterator[Tensor] = for_host,
         ) -> None:
+            # Any gradient will do: the time depends on its shape, not on its values.
             unique_U = sort_ids(next(turns), num_rows).unique_U
             native.gather(table.settled(), None, unique_U, buffer_ND[: len(unique_U)])
             table.weight.grad = gradients.sparse(unique_U, grads_ND[: len(unique_U)], table.weight.shape)
@@ -308,6 +309,7 @@ def _with_threads(rounds: int, scale: float, log: Callable[[str], object]) -> di
     rows, ids = int(1_000_000 * scale), int(53_248 * scale)
     bandwidth = copy_gib_per_s()
     results: dict[str, Any] = {"copy GiB/s": bandwidth}
+    # max: tests call this with a tiny scale, and a table needs rows.
     for num_rows, dim, num_ids in ((rows, 64, ids), (max(2, rows // 5), 256, max(1, ids // 3))):
         num_unique = len(zipf_ids(num_rows, (num_ids,)).unique())
         # Bytes that a step must move: unique rows read by the lookup and the update and written once, their

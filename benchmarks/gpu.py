@@ -34,6 +34,7 @@ from dphybrid.util.files import read_json, write_json
 
 REPOSITORY = Path(__file__).parent.parent
 CUDA = torch.cuda.is_available()
+# A rehearsal takes virtual devices, so that it has several replicas, too.
 ONE, SEVERAL = ("cuda:0", "cuda:0*4") if CUDA else ("cpu*2", "cpu*4")
 
 DLRM = Shape(1_000_000, 26, 64, 8192)
@@ -44,6 +45,7 @@ SHAPES = {
     "dlrm, uniform ids": Shape(1_000_000, 26, 64, 8192, uniform=True),
     "dlrm, wide layers": Shape(1_000_000, 26, 64, 8192, 4096, 4),
     "dlrm, batch 32768": Shape(1_000_000, 26, 64, 32768),
+    # Each row is looked up about 2,000 times in a batch: the most work for summing the gradients of an id.
     "columns of 4 rows": Shape(4, 26, 64, 8192, uniform=True),
 }
 REHEARSED = {name: Shape(200, 3, 8, 64, 16, 2, shape.uniform) for name, shape in SHAPES.items()}
@@ -111,7 +113,7 @@ def _kernels(rounds: int) -> dict[str, Any]:  # noqa: ARG001
     with RowPipeline({"t": table}, on_cpu=True) as pipeline:
         batches = (shape.ids(step % 4) for step in range(25))
         for step, ids_BF in enumerate(pipeline.prefetch(batches, lambda ids: {"t": ids})):
-            if step == 20:
+            if step == 20:  # after the warm-up
                 profiler.start()
             rows.zero_grad()
             region(parts(table.replica_rows(ids_BF))).square().mean().backward()

@@ -65,6 +65,7 @@ def _public(tree: ast.Module) -> Iterator[str]:
             names = [node.name]
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            # walk, as a target may be a tuple: A, B = 1, 2
             found = (name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name))
             names = [name for name in found if name.isupper()]
         yield from (name for name in names if not name.startswith("_"))

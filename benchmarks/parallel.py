@@ -77,6 +77,7 @@ def _interleaved(
 ) -> dict[str, float]:
     """Return the median of each call in microseconds: CPU time of this thread, or wall-clock time with a GPU.
     The calls take turns, so that a busy machine affects all alike."""
+    # CPU time does not count what other programs take, but neither what a GPU takes.
     clock = time.perf_counter if torch.cuda.is_available() else time.thread_time
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(warm_up + repeats):

@@ -178,11 +178,13 @@ def _ways(
         region = DataParallel(shape.region(), where)
         table.place_on(where.replicas, region.sizes)
         dense = torch.optim.SGD(region.parameters(), lr=0.01)
+        # on_cpu: by itself the pipeline prefetches only for GPUs; a rehearsal should run the same code.
         with RowPipeline({"t": table}, mode=mode, on_cpu=True) as pipeline:
             for ids_BF in pipeline.prefetch(source(), lambda ids: {"t": ids}):
                 rows.zero_grad()
                 dense.zero_grad()
                 region(parts(table.replica_rows(ids_BF))).square().mean().backward()
+                # Torch's loops below do not clip, so this one does more work than they do.
                 clip_grad_norm_([*region.parameters(), table.weight], 1.0)
                 dense.step()
                 rows.step()

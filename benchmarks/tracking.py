@@ -71,7 +71,7 @@ def _block(
 def _case(
     work: Callable[[], None], recording: Tracker, every: int, rounds: int, steps: int
 ) -> dict[str, Any]:
-    off = Tracker()
+    off = Tracker()  # the base class records nothing
     _block(work, recording, every, 0, steps)  # warm-up
     pairs = []
     for number in range(rounds):

@@ -98,7 +98,7 @@ def _clicks(
 
 def _of_sparse(experiment: Experiment, table: HostEmbeddingCollection) -> tuple[Any, Sequence[Any]]:
     embedding = _embedding(table)
-    starts_F = torch.tensor(list(table.starts.values()))
+    starts_F = torch.tensor(list(table.starts.values()))  # each column's first row in the one embedding
     return lambda ids_BF: embedding(ids_BF + starts_F), _stock(experiment, embedding)
 
 

@@ -121,6 +121,7 @@ def _loop(experiment: Experiment, make: Make) -> Iterator[Tensor]:
     parameters = [p for one in clipped for group in one.param_groups for p in group["params"]]
     clip = clip_grad_norm_ if way.one_norm else nn.utils.clip_grad_norm_
     torch.manual_seed(config.train.seed)
+    # Other libraries' blocks have no HostEmbedding, so the pipeline passes their batches through.
     with RowPipeline(way.blocks) as pipeline:
         for batch in pipeline.prefetch(_batches(experiment)):
             for optimizer in optimizers:
@@ -237,7 +238,7 @@ def run(
             settings = load_settings().model_copy(update=values)
             for name, case in cases(clicks, click_batches, text_batches, pair_batches).items():
                 log(name)
-                with redirect_stdout(StringIO()):
+                with redirect_stdout(StringIO()):  # hides what the trainings print
                     found[name] = measured(case, settings, rounds)
     finally:
         torch.set_num_threads(before)
