@@ -5,7 +5,7 @@ import sys
 
 def main() -> int:
     """Run the command and return its exit code."""
-    # Imported inside the `try`: the imports take a second, and Ctrl-C then should print no traceback.
+    # The imports take a second. Inside the `try`, Ctrl-C during them ends the command without a traceback.
     try:
         from dphybrid.cli.main import main as command
     except KeyboardInterrupt:

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.runs and args.sweep is None and args.experiment is None:
         raise UserError("name runs to compare, or --experiment NAME, or --sweep ID (see --help)")
     if args.runs and args.sweep is not None:
-        raise UserError(f"--sweep {args.sweep}: selects all its runs; leave it out, or {' '.join(args.runs)}")
+        raise UserError(f"--sweep {args.sweep}: give a sweep or runs ({' '.join(args.runs)}), not both")
     # `--out page.html` means a file; nobody would look for the page in a folder of that name.
     if args.out.suffix in (".html", ".htm") or (args.out.exists() and not args.out.is_dir()):
         raise UserError(f"--out {args.out}: name a folder; the page is its index.html")

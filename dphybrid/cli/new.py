@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     """Write the package into a new folder NAME."""
     name: str = args.name
     if not re.fullmatch(r"[a-z][a-z0-9_]*(?<!_)", name) or keyword.iskeyword(name):
-        raise UserError(f"new recipe {name!r}: use lower-case letters, digits and underscores: film_ratings")
+        raise UserError(f"new recipe {name!r}: use lower-case letters, digits and _, as in film_club")
     # Any module's name, not only a recipe's: the package would shadow it, or be shadowed.
     if name in recipe_names() or Path(name).exists() or importlib.util.find_spec(name) is not None:
         raise UserError(f"new recipe {name}: a recipe, file or package of that name exists; use another")

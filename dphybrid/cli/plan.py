@@ -25,7 +25,7 @@ def flags(parser: Parser) -> None:
     add = parser.add_argument
     for name, default, sentence in (
         ("--batch-size", None, "rows of a batch, over all devices (default: the recipe's)"),
-        ("--rows", None, "rows of an epoch, which size the last batch (default: of the prepared data)"),
+        ("--rows", None, "rows of an epoch, to show the last batch too (default: of the prepared data)"),
     ):
         add(name, type=int, default=default, metavar="N", help=sentence)
     add_config_flags(parser)

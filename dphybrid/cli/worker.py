@@ -18,7 +18,7 @@ def flags(parser: Parser) -> None:
     add("--pool", default="gpu", help="work pool (default: gpu)")
     name = "name of this worker and of its own queue (default: the host's)"
     add("--name", default=socket.gethostname().split(".")[0], help=name)
-    add("--limit", type=int, default=0, metavar="N", help="runs at once (default: one per GPU)")
+    add("--limit", type=int, default=0, metavar="N", help="runs at once (default: one per GPU, at least one)")
     queues = "queue to take runs from; may be repeated (default: its own, urgent, any, night)"
     add("--queue", action="append", metavar="NAME", help=queues)
     add("--wait", action="store_true", help="on the first signal, let runs finish")

@@ -45,7 +45,7 @@ def test_the_package_trains_passes_its_test_and_is_a_recipe_by_name(
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("film-club", "use lower-case letters, digits and underscores"),
+        ("film-club", "use lower-case letters, digits and _"),
         ("9films", "use lower-case letters"),
         ("films_", "use lower-case letters"),
         ("../films", "use lower-case letters"),
