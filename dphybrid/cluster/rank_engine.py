@@ -21,7 +21,7 @@ from dphybrid.embedding import dense_parameters
 from dphybrid.parallel import Devices, Split, resolve_devices
 from dphybrid.training.checkpoint import Trained, dense_state
 from dphybrid.training.engine import Session, TrainStep
-from dphybrid.training.finite import NotFinite, kept_buffers
+from dphybrid.training.finite import NotFinite, buffer_copies
 from dphybrid.training.memory import num_rows
 from dphybrid.training.metrics import Task
 from dphybrid.training.saving import CheckpointWriter
@@ -93,7 +93,7 @@ class RankEngine(ClusterEngine):
     def step(self, session: Session, batch: dict[str, Tensor], alone: TrainStep) -> tuple[Tensor, Tensor]:
         """Take one step with this rank's part of the batch; return loss and weight over all ranks."""
         trained, clock, config = session.trained, session.clock, session.config.train
-        buffers = kept_buffers(trained.model) if config.on_nonfinite == "skip" else []
+        buffers = buffer_copies(trained.model) if config.on_nonfinite == "skip" else []
         assert trained.rows is not None
         # a function of the step: a restart draws the same, and no rank's generator state is kept
         number = config.seed * 1_000_003 + trained.progress.step
@@ -187,7 +187,7 @@ class RankEngine(ClusterEngine):
                 value.copy_(blocks[name])
         if dense is not None and trained.dense is not None:
             trained.dense.load_state_dict(dense)
-        trained.progress.become(progress)
+        trained.progress.copy_from(progress)
         return result
 
     def measured(self) -> Mapping[str, float]:

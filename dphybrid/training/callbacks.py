@@ -1,4 +1,4 @@
-"""Users' functions called after each epoch: to log numbers, to notify somebody, to stop."""
+"""User callbacks that run after each epoch: to log numbers, notify somebody, or stop the training."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,12 +14,12 @@ _FIELD = "train.callbacks"
 
 @dataclass
 class EpochEnd:
-    """An epoch that has ended: evaluated, and its checkpoint begun.
+    """The state at the end of an epoch, after its evaluation and after its checkpoint was started.
 
-    run: the run's name. epoch: its number, from 1; epochs: how many were asked for. step: optimizer steps so
-    far. train_loss: the epoch's mean. metrics: of the validation split, by name (`auc`, `loss`, ...). best:
-    no epoch before was better. model: the module in training, to look at: what it changes is trained on, and
-    `--resume` knows nothing of it.
+    run: the run's name. epoch: its number, from 1. epochs: `train.epochs`. step: optimizer steps so far.
+    train_loss: mean over the epoch. metrics: of the validation split, by name (`auc`, `loss`, ...). best:
+    whether this is the best epoch so far. model: the module in training, to read. A change to it affects the
+    next epochs but not the checkpoint of this one, so `--resume` loses it.
     """
 
     run: str
@@ -33,20 +33,21 @@ class EpochEnd:
     stopped: str = ""
 
     def stop(self, reason: str) -> None:
-        """End the training after this epoch, as early stopping does: the run is finished, and told why."""
+        """End the training after this epoch, as early stopping does: the run counts as finished and prints
+        `reason`."""
         self.stopped = reason or "a callback asked for it"
 
 
 Callback = Callable[[EpochEnd], Mapping[str, float] | None]
-"""Is called after each epoch; numbers that it returns are logged as `own/NAME` at that step."""
+"""Called after each epoch. The numbers it returns are logged as metrics `own/NAME` at that step."""
 
 
 def find_callbacks(paths: Sequence[str]) -> list[Callback]:
-    """Import the functions that train.callbacks names. Raises UserError that says which part is missing."""
+    """Import the functions named by train.callbacks. Raises UserError that says which part is missing."""
     return [import_callable(path, _FIELD) for path in paths]
 
 
-def call_back(callbacks: Sequence[Callback], seen: EpochEnd) -> dict[str, float]:
+def run_callbacks(callbacks: Sequence[Callback], seen: EpochEnd) -> dict[str, float]:
     """Call each callback; return their numbers as metrics `own/NAME`. Raises UserError for other values."""
     logged: dict[str, float] = {}
     for callback in callbacks:
@@ -63,6 +64,6 @@ def call_back(callbacks: Sequence[Callback], seen: EpochEnd) -> dict[str, float]
                 raise UserError(
                     f"{where}: {name!r} is {type_text(value)}; return numbers (of a tensor, .item())"
                 )
-            # A prefix of their own: no callback takes the name of a metric of the training.
+            # The prefix keeps a callback from overwriting a metric of the training, such as train/loss.
             logged[f"own/{name}"] = float(value)
     return logged

@@ -2,9 +2,9 @@
 
 `step-000500/` holds `blocks.safetensors` (dense parameters and buffers), `blocks_optimizer.safetensors`,
 `tables/NAME.safetensors` (table and its row states; see `tensor_file` for `changed/`) and `state.json` (step,
-cursor, generator states, metrics, checksums of all files). Written beside, fsynced, renamed (see `saving`): a
-folder with its final name is complete. The keys carry no `module.`, so 1, 8 or virtual devices read each
-other's files.
+next batch, generator states, metrics, checksums of all files). `saving` writes a temporary folder, fsyncs and
+renames it, so a folder with its final name is complete. Parameter names have no `module.` prefix: a
+checkpoint loads on any number of devices, real or virtual.
 """
 
 import re
@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from dphybrid.embedding import RowOptimizer, find_tables
-from dphybrid.training.optimizers import swap
+from dphybrid.training.optimizers import swap_average
 from dphybrid.training.tensor_file import (
     REMEDY,
     mapped_weight,
@@ -33,25 +33,26 @@ from dphybrid.util.digests import value_digest, verify_files
 from dphybrid.util.errors import UserError
 from dphybrid.util.pages import Page
 
+# Raise it with each change of what the files hold: an older checkpoint is then refused instead of misread.
 _FORMAT = 3
 _STEP = re.compile(r"step-\d+")
-"""Name of a checkpoint's folder."""
+"""Names of checkpoint folders. `step-000500.damaged` does not match."""
 
 
 class Stateful(Protocol):
-    """What a checkpoint holds by name: its state fits into JSON."""
+    """An object whose state a checkpoint stores by name, as JSON."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Generators:
-    """torch's random generators of this process; their states in hex."""
+    """State of torch's random generators in this process, encoded in hex."""
 
     def state_dict(self) -> dict[str, Any]:
         cuda = (
             [state.numpy().tobytes().hex() for state in torch.cuda.get_rng_state_all()]
-            if torch.cuda.is_initialized()  # by this run: a run on the CPU must not start it
+            if torch.cuda.is_initialized()  # else the call would start CUDA in a run on the CPU
             else []
         )
         return {"torch": torch.get_rng_state().numpy().tobytes().hex(), "cuda": cuda}
@@ -62,22 +63,23 @@ class Generators:
 
         torch.set_rng_state(as_tensor(state["torch"]))
         if torch.cuda.is_initialized():
-            # A run may go on with fewer GPUs than it had.
+            # The run may have had more GPUs when the checkpoint was written.
             for index, text in enumerate(state["cuda"][: torch.cuda.device_count()]):
                 torch.cuda.set_rng_state(as_tensor(text), index)
 
 
 VALIDATION = "validation "
-"""Before the names of the validation split's metrics in an epoch's row of a run's history."""
+"""Prefix of the validation metrics in `Progress.history`."""
 
 
 @dataclass
 class Progress:
-    """How far training is. step counts optimizer steps; batch is the next batch of the epoch; history has a
-    row an epoch.
+    """How far training has come.
 
-    micro_batches: parts that a batch is computed in, after it did not fit into memory. skipped: steps without
-    an update, as their loss or gradients were no numbers.
+    step: optimizer steps so far. batch: index of the epoch's next batch. stale_epochs: epochs since the best
+    one. micro_batches: parts in which each batch is computed; more than 1 once a batch did not fit into
+    memory. skipped: steps without an update because loss or gradients were NaN or infinite. history: one row
+    for each epoch.
     """
 
     step: int = 0
@@ -93,18 +95,18 @@ class Progress:
     skipped: int = 0
     history: list[dict[str, float]] = field(default_factory=list)
 
-    def become(self, other: "Progress") -> None:
-        """Take over how far another one is, in place: a training keeps its own object."""
+    def copy_from(self, other: "Progress") -> None:
+        """Take over all values of `other` in place, so that references to this object stay valid."""
         vars(self).update(vars(other))
 
 
 class CheckpointState(Page):
-    """`state.json` of a checkpoint: all of it but its tensors. block_sums: of each file of tensors by its
-    name in the folder; sha256: of the other files. since_full: 0, or how many checkpoints before it the last
-    full one was.
+    """`state.json` of a checkpoint: everything but its tensors.
 
-    progress, generators, record: the states of `Session.stateful`; record holds those by name from which the
-    run's record goes on without a gap (splits, the window of metrics, seconds by stage).
+    since_full: how many checkpoints ago the last full one was; 0 for a full one. record: the states of
+    `Session.stateful` by name (splits, the current window of metrics, seconds by stage), with which a resumed
+    run's record continues without a gap. block_sums: checksums of the tensor files, by their name in the
+    folder. sha256: checksums of the other files.
     """
 
     format: int = _FORMAT
@@ -124,16 +126,17 @@ class CheckpointState(Page):
 
     @property
     def digests(self) -> dict[str, str]:
-        """A sha256 by file; of tensors, that of their sums."""
+        """One sha256 for each file. For a tensor file it is the sha256 of its block sums."""
         return {**self.sha256, **{name: value_digest(sums) for name, sums in self.block_sums.items()}}
 
 
 @dataclass(frozen=True)
 class Trained:
-    """The four things that training changes.
+    """Everything that training changes: the model, its optimizers and the progress.
 
-    blocks: optimizers of the dense parameters by name, where a recipe has several; `dense` has their groups
-    and states then. rates: learning rates of dense's groups as they were built, which a schedule scales.
+    dense: optimizer of the dense parameters. rows: optimizer of the table rows. blocks: where a recipe has
+    several dense optimizers, these by name; `dense` then combines them. rates: initial learning rates of
+    dense's parameter groups, which the schedule scales.
     """
 
     model: nn.Module
@@ -145,8 +148,9 @@ class Trained:
 
     def __post_init__(self) -> None:
         groups = self.dense.param_groups if self.dense is not None else []
-        rates = [group["lr"] for group in groups]  # before a checkpoint's replace them
-        object.__setattr__(self, "rates", rates)
+        # Read now: loading a checkpoint replaces `lr` by the rate that the schedule had reached.
+        rates = [group["lr"] for group in groups]
+        object.__setattr__(self, "rates", rates)  # the dataclass is frozen
 
     @property
     def named(self) -> dict[str, torch.optim.Optimizer]:
@@ -156,7 +160,7 @@ class Trained:
 
 
 def load_checkpoint(path: Path, trained: Trained) -> CheckpointState:
-    """Fill model, optimizers and progress from a checkpoint that was verified; return its state page.
+    """Load a verified checkpoint into model, optimizers and progress; return its state page.
 
     Raises UserError that names every missing, unexpected or differently shaped entry.
     """
@@ -165,24 +169,24 @@ def load_checkpoint(path: Path, trained: Trained) -> CheckpointState:
     if trained.dense is not None:
         tensors = read_tensors(path / "blocks_optimizer.safetensors")
         trained.dense.load_state_dict(_unflatten_optimizer(tensors, page.optimizer))
-        # The file's blocks are the averages; training goes on with the weights.
-        swap(trained.dense)
+        # blocks.safetensors holds the averaged weights; training continues with the raw ones.
+        swap_average(trained.dense)
     if trained.rows is not None:
         _load_row_states(path, trained.rows, find_tables(trained.model))
-    trained.progress.become(page.progress)
-    # Last: nothing above may draw from them any more.
+    trained.progress.copy_from(page.progress)
+    # Last, because a random number drawn by the steps above would change the restored state.
     Generators().load_state_dict(page.generators)
     return page
 
 
 def verify_checkpoint(path: Path, mapped: bool = False) -> CheckpointState:
-    """Check every file of a checkpoint against its page, which is returned. Raises UserError that names the
-    first damaged one.
+    """Check every file of a checkpoint against the checksums of its page; return the page. Raises UserError
+    that names the first damaged file.
 
-    mapped: leave out the tables' files, whose blocks are checked when they are looked up.
+    mapped: skip the table files, whose blocks are checked at the first lookup.
     """
     page = read_state(path)
-    # No name starts with one of an empty tuple.
+    # "x".startswith(()) is False: an empty tuple skips no file.
     later = "tables/" if mapped else ()
     blocks = {name: sums for name, sums in page.block_sums.items() if not name.startswith(later)}
     verify_files(path, {"sha256": page.sha256, "block_sums": blocks}, REMEDY)
@@ -193,8 +197,8 @@ def newest_whole_checkpoint(folder: Path) -> Path | None:
     """Return the newest checkpoint whose files all match their checksums, or None when there is no
     checkpoint.
 
-    Later ones that are damaged are named and put aside (`step-N.damaged`, until there is a new checkpoint of
-    that step or a later one). Raises UserError when every one is damaged.
+    Damaged checkpoints newer than that are reported and renamed to `step-N.damaged`; they are removed once
+    there is a new checkpoint of that step or a later one. Raises UserError when all are damaged.
     """
     damaged: dict[Path, UserError] = {}
     for path in reversed(complete_checkpoints(folder)):
@@ -203,9 +207,9 @@ def newest_whole_checkpoint(folder: Path) -> Path | None:
         except UserError as error:
             damaged[path] = error
             continue
-        # Only now: where no checkpoint is whole, none is moved, and somebody may still mend one.
+        # Only after a whole one was found: otherwise all stay in place, for somebody to repair.
         for other, why in damaged.items():
-            print(f"Note: left out a damaged checkpoint: {why}", file=sys.stderr, flush=True)
+            print(f"Note: skipped a damaged checkpoint: {why}", file=sys.stderr, flush=True)
             aside = other.with_name(f"{other.name}.damaged")
             shutil.rmtree(aside, ignore_errors=True)
             other.rename(aside)
@@ -217,11 +221,11 @@ def newest_whole_checkpoint(folder: Path) -> Path | None:
 
 
 def load_weights(path: Path, model: nn.Module, mapped: bool = False, skip: Container[str] = ()) -> None:
-    """Fill tables (but those named in `skip`) and blocks of `model` in place from a checkpoint, on whatever
-    devices they are.
+    """Load tables (except those named in `skip`) and blocks of `model` from a checkpoint, in place and on any
+    device.
 
-    mapped: the tables stay in the checkpoint's files, and memory holds only rows that were looked up; each
-    lookup checks the blocks of the file that it is the first to read. Raises UserError on mismatch.
+    mapped: leave the tables in the checkpoint's files, so that memory holds only the rows that were looked
+    up; the first lookup in a block of a file checks it. Raises UserError on mismatch.
     """
     tables = find_tables(model)
     blocks = read_tensors(path / "blocks.safetensors")
@@ -240,6 +244,7 @@ def load_weights(path: Path, model: nn.Module, mapped: bool = False, skip: Conta
             "with; where the model has changed since, train again"
         )
     with torch.no_grad():
+        # copy_ instead of assignment: optimizers hold references to these tensors.
         for name, tensor in wanted.items():
             tensor.copy_(blocks[name])
         for name, table in tables.items():
@@ -251,37 +256,37 @@ def load_weights(path: Path, model: nn.Module, mapped: bool = False, skip: Conta
 
 
 def dense_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers of the blocks by portable name, as references."""
+    """Return references to the blocks' parameters and buffers, by names that do not depend on the devices."""
     weights = {id(table.weight) for table in find_tables(model).values()}
+    # With duplicates: a table used by two modules has two names, and neither belongs to the blocks.
     rows = {name for name, weight in model.named_parameters(remove_duplicate=False) if id(weight) in weights}
     values = {key: value for key, value in model.state_dict().items() if key not in rows}
-    # A module's `get_extra_state` may put other things there.
+    # `get_extra_state` of a module may have added values that are not tensors.
     return {key: value for key, value in values.items() if isinstance(value, Tensor)}
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """Return the complete checkpoints, oldest first: by number, as names of seven digits sort before those of
-    six."""
-    there = (page.parent for page in folder.glob("step-*/state.json") if page.is_file())
-    return sorted((path for path in there if _STEP.fullmatch(path.name)), key=step_of)
+    """Return the complete checkpoints of a run, oldest first."""
+    found = (page.parent for page in folder.glob("step-*/state.json") if page.is_file())
+    # By number: as text, a step of seven digits would come before those of six.
+    return sorted((path for path in found if _STEP.fullmatch(path.name)), key=step_of)
 
 
-def way_on(folder: Path) -> str:
-    """Say how a training with its checkpoints in `folder` goes on when it ends here."""
-    there = complete_checkpoints(folder)
-    if not there:
+def how_to_continue(folder: Path) -> str:
+    """Return the remedy for a training that fails now, by what checkpoints `folder` has."""
+    found = complete_checkpoints(folder)
+    if not found:
         return "start again: there is no checkpoint yet"
-    return f"go on from the last good checkpoint, {there[-1]}, with --resume"
+    return f"continue from the last good checkpoint, {found[-1]}, with --resume"
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the step in a checkpoint's name."""
+    """Return the step number in a checkpoint's name."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def read_state(path: Path) -> CheckpointState:
-    """Return the page of a checkpoint. Raises UserError when there is none, or when it is damaged or of
-    another format."""
+    """Return the page of a checkpoint. Raises UserError when it is missing, damaged or of another format."""
     if not (path / "state.json").is_file():
         raise UserError(f"{path}: is not a checkpoint (it has no state.json); name a step-... folder")
     page = CheckpointState.read(path / "state.json")
@@ -300,16 +305,20 @@ def _load_row_states(path: Path, rows: RowOptimizer, tables: Mapping[str, Any]) 
         file = table_file(path, name)
         for key, shape in tensor_shapes(file).items() if file.is_file() else ():
             if key != "weight":
+                # `_optimizer` holds, by full names, states of tables that are not among the model's modules.
                 whole = key if name == "_optimizer" else f"{name}.{key}"
                 places[whole], shapes[whole] = (name, key), shape
+    # All shapes before the first read, so that a mismatch leaves no state half loaded.
     rows.check_shapes(shapes)
     for key, target in rows.states().items():
         read_table(path, *places[key], target)
 
 
 def flatten_optimizer(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of an optimizer's state by name, as references, and all else of it; of a combined
-    one, each with its number before the names."""
+    """Split an optimizer's state into its tensors by name (references) and a page of everything else.
+
+    The tensor names of a combined optimizer start with the number of their part: `1/0.exp_avg`.
+    """
     tensors: dict[str, Tensor] = {}
     if "optimizers" in state:
         parts = [flatten_optimizer(one) for one in state["optimizers"]]

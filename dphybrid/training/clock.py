@@ -1,5 +1,5 @@
-"""Where a step's time goes: exclusive seconds a stage, a nested stage's time counted once; and how long each
-step took."""
+"""Step timing: exclusive seconds per stage (a nested stage's time is not counted in the outer one), and the
+duration of each step."""
 
 import statistics
 import time
@@ -17,23 +17,25 @@ from dphybrid.parallel import find_data_parallel
 from dphybrid.util.compiling import labelled, profiler_looks_on
 
 NOT_A_STEP = ("evaluate", "checkpoint", "log", "profile", "callbacks")
-"""Stages that happen between steps and do not count as their time."""
+"""Stages that run between steps and are not part of the step time."""
 
 WARM_UP_STEPS = 5
-"""First steps of an attempt, timed apart: they make caches, threads and kernels."""
+"""Steps at the start of a process that are reported separately: they fill caches, start threads and build
+kernels."""
 
 _RECENT_STEPS = 1000
-"""So many steps make the running median."""
+"""Window of the running median, in steps."""
 
 
 class StageClock:
-    """Adds up seconds by stage. Stages nest: while the inner one runs, the outer one stands still.
+    """Adds up seconds by stage. Stages nest: the outer one is paused while the inner one runs.
 
-    new_event: for a GPU, makes events on its stream. They are only marked while training and read now and
-    then, so that the host never waits for the device because it is being timed; a stage then lasts from the
-    moment the device comes to it to the moment the device comes to the next one.
+    new_event: creates CUDA events, for work on a GPU. Training only records them; they are read rarely, so
+    that timing does not make the host wait for the device. A stage then lasts from the moment the device
+    reaches it until the device reaches the next one.
     """
 
+    # Events kept before they are read: bounds their number, and a read synchronises with the device.
     _READ_AFTER = 4096
 
     def __init__(self, new_event: Callable[[], torch.cuda.Event] | None = None) -> None:
@@ -53,21 +55,22 @@ class StageClock:
 
     @property
     def totals(self) -> dict[str, float]:
-        """Stage -> seconds since the start."""
+        """Seconds by stage since the start of the run."""
         self._read_marks()
         return dict(self._totals)
 
     def state_dict(self) -> dict[str, dict[str, float]]:
-        """Return all seconds, and those at the last call of `window`, fit for JSON."""
+        """Return the totals now and at the last call of `window`, fit for JSON."""
         return {"totals": self.totals, "window": self._window}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, float]]) -> None:
-        """Go on from an earlier process's seconds; on a clock that has not run yet."""
+        """Continue from the totals of an earlier process. Only for a clock that has not run yet."""
         self._totals, self._window = dict(state["totals"]), dict(state["window"])
 
     def _switch(self, following: str | None) -> None:
-        """End the stage that runs, and begin `following`."""
+        """End the running stage and start `following`."""
         if self._new_event is not None:
+            # No clock is read here: kernels run asynchronously, and only the device knows when.
             event = self._new_event()
             event.record()
             self._marks.append((following, event))
@@ -86,15 +89,16 @@ class StageClock:
         for (stage, begin), (_, end) in zip(self._marks, self._marks[1:], strict=False):
             if stage is not None:
                 self._totals[stage] = self._totals.get(stage, 0.0) + 1e-3 * begin.elapsed_time(end)
-        # The last mark begins the stage that still runs.
+        # Keep the last mark, which is the start of the stage that still runs.
         del self._marks[:-1]
 
     def stage(self, name: str) -> "_Stage":
-        """Return a context manager that counts the block's time under `name`."""
+        """Return a context manager that adds the block's time to `name`."""
+        # One object for each name, even when entered recursively: the open stages are on the clock's stack.
         return self._stages.get(name) or self._stages.setdefault(name, _Stage(self, name))
 
     def window(self) -> dict[str, float]:
-        """Return the seconds by stage since the last call."""
+        """Return the seconds by stage since the last call, without stages that did not run."""
         now = self.totals
         grown = {stage: seconds - self._window.get(stage, 0.0) for stage, seconds in now.items()}
         self._window = now
@@ -102,8 +106,8 @@ class StageClock:
 
 
 class _Stage:
-    """One stage of a clock. A class, because steps of a millisecond enter a dozen of them: contextlib's would
-    cost several times as much."""
+    """One stage of a clock. A class, because a step of a millisecond enters a dozen stages, and contextlib's
+    generators cost several times as much."""
 
     __slots__ = ("_clock", "_name")
 
@@ -113,7 +117,7 @@ class _Stage:
     def __enter__(self) -> None:
         clock, label = self._clock, None
         clock._switch(self._name)
-        # Asked each time: a profile begins and ends between steps, and its labels cost microseconds.
+        # Checked each time, as a profile may start between steps; labels without one would cost microseconds.
         if profiler_looks_on():
             label = labelled(self._name)
             label.__enter__()
@@ -128,39 +132,39 @@ class _Stage:
 
 
 class StepTimes:
-    """How long each step took on the host's clock, without what happens between steps. A short last batch is
-    left out. Keeps 8 bytes a step."""
+    """Duration of each step on the host's clock, without the work between steps. Short last batches are left
+    out. Keeps 8 bytes for each step."""
 
     def __init__(self) -> None:
         self.ms = array("d")
         self.count = 0
         self._since = time.perf_counter()
-        self._told = 0
+        self._reported = 0
 
     def begin(self) -> None:
-        """Start the next step here."""
+        """Start timing the next step."""
         self._since = time.perf_counter()
 
     def end(self, full: bool) -> None:
-        """End the step. full: its batch had the full size."""
+        """End the step. full: whether its batch had the full size."""
         self.count += 1
         if full:
             self.ms.append(1e3 * (time.perf_counter() - self._since))
 
     def window(self) -> Mapping[str, float]:
-        """Return p50 and p95 (ms) of the steps since the last call, or nothing."""
-        fresh, self._told = self.ms[self._told :], len(self.ms)
-        return {"p50": _percentile(fresh, 0.5), "p95": _percentile(fresh, 0.95)} if fresh else {}
+        """Return p50 and p95 (ms) of the steps since the last call; empty when there were none."""
+        new, self._reported = self.ms[self._reported :], len(self.ms)
+        return {"p50": _percentile(new, 0.5), "p95": _percentile(new, 0.95)} if new else {}
 
     def recent(self) -> float | None:
-        """Return the median (ms) of the newest steps, None without any."""
+        """Return the median (ms) of the newest steps, or None before the first full batch."""
         return _percentile(self.ms[-_RECENT_STEPS:], 0.5) if self.ms else None
 
     def summary(self) -> dict[str, float]:
-        """Return p50, p95, mean (ms) and count of all steps after the warm-up, and the warm-up's mean. Empty
+        """Return p50, p95, mean (ms) and count of the steps after the warm-up, and the warm-up's mean. Empty
         without steps."""
         warm, steady = self.ms[:WARM_UP_STEPS], self.ms[WARM_UP_STEPS:]
-        if not steady:  # too short a run to tell them apart
+        if not steady:  # the run was shorter than the warm-up: report all of its steps
             warm, steady = self.ms[:0], self.ms
         if not steady:
             return {}
@@ -171,13 +175,14 @@ class StepTimes:
 
 def _percentile(values: Sequence[float], share: float) -> float:
     """Return the smallest value that at least `share` of the values do not exceed."""
+    # inverted_cdf: a time that was measured, not an average of two neighbours.
     return float(np.quantile(values, share, method="inverted_cdf"))
 
 
 @contextmanager
 def timed_parts(clock: StageClock, model: nn.Module) -> Iterator[None]:
-    """While the block runs, count table lookups of `model` as stage `lookup`, and what its data-parallel
-    blocks do around their modules as `scatter`, `replicate`, `host_to_device` and `gather`.
+    """While the block runs, time the model's table lookups as stage `lookup`, and the work of its
+    data-parallel blocks around their modules as `scatter`, `replicate`, `host_to_device` and `gather`.
 
     Only in training mode: an evaluation is one stage.
     """
@@ -185,6 +190,7 @@ def timed_parts(clock: StageClock, model: nn.Module) -> Iterator[None]:
     handles: list[Any] = []
     for table in find_tables(model).values():
         handles += [
+            # The two hooks act as `with lookup:`. always_call: a lookup that raises must leave its stage.
             table.register_forward_pre_hook(lambda table, _: lookup.__enter__() if table.training else None),
             table.register_forward_hook(
                 lambda table, *_: lookup.__exit__() if table.training else None, always_call=True

@@ -1,4 +1,4 @@
-"""The progress of training: a bar in a terminal, a line an epoch elsewhere."""
+"""Progress output: a bar in a terminal, otherwise one line per epoch."""
 
 import sys
 import time
@@ -9,26 +9,26 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-_PASSING_S = 30.0
-"""Without a bar, a line of an epoch's metrics comes this long after the line before it."""
-_QUIET_S = 5.0
-"""Without a terminal, shorter preparation prints no progress."""
+_METRICS_EVERY_S = 30.0
+"""Without a bar, metrics within an epoch are printed at most once in this time."""
+_PREPARATION_EVERY_S = 5.0
+"""Without a terminal, progress of a preparation is printed at most once in this time."""
 
 
 @contextmanager
 def preparation_progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Yield a callback (what, done, total) for long work: a bar in a terminal, now and then a line
-    elsewhere."""
+    """Yield a callback `(what, done, total)` that shows the progress of long work: a bar in a terminal,
+    otherwise a line every few seconds."""
     if not sys.stdout.isatty():
-        told = time.monotonic()
+        printed = time.monotonic()
 
-        def tell(what: str, done: int, total: int) -> None:
-            nonlocal told
-            if time.monotonic() - told > _QUIET_S:
-                told = time.monotonic()
+        def print_line(what: str, done: int, total: int) -> None:
+            nonlocal printed
+            if time.monotonic() - printed > _PREPARATION_EVERY_S:
+                printed = time.monotonic()
                 print(f"  {what}: {done:,} of {total:,}", flush=True)
 
-        yield tell
+        yield print_line
         return
     with Progress(
         TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(), transient=True
@@ -44,10 +44,10 @@ def preparation_progress() -> Iterator[Callable[[str, int, int], None]]:
 
 
 class Display:
-    """Prints lines; in a terminal it also keeps a bar for the epoch below them."""
+    """Prints lines and, in a terminal, keeps a bar for the epoch below them."""
 
     def __init__(self) -> None:
-        self._told = time.monotonic()
+        self._printed = time.monotonic()
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         if sys.stdout.isatty():
@@ -58,6 +58,7 @@ class Display:
                 TimeRemainingColumn(),
                 TextColumn("{task.fields[note]}"),
             )
+            # soft_wrap: rich would break long lines itself, and a copied path would have a newline in it.
             self._bar = Progress(*columns, console=Console(soft_wrap=True), transient=True)
 
     def __enter__(self) -> Self:
@@ -70,7 +71,7 @@ class Display:
             self._bar.stop()
 
     def epoch(self, epoch: int, epochs: int, num_batches: int, done: int) -> None:
-        """Start the bar of an epoch (counted from 0) of which `done` batches are behind us."""
+        """Start the bar of an epoch (counted from 0); `done` of its batches are already trained."""
         if self._bar is not None:
             if self._task is not None:
                 self._bar.remove_task(self._task)
@@ -83,14 +84,15 @@ class Display:
             self._bar.update(self._task, advance=1, note=note)
 
     def passing(self, text: str) -> None:
-        """Print a line of the metrics within an epoch: where there is no bar, and not often."""
-        if self._bar is None and time.monotonic() - self._told > _PASSING_S:
+        """Print a line of metrics within an epoch: only where there is no bar, and not often."""
+        if self._bar is None and time.monotonic() - self._printed > _METRICS_EVERY_S:
             self.line(text)
 
     def line(self, text: str) -> None:
-        """Print a line, above the bar where there is one."""
-        self._told = time.monotonic()
+        """Print a line, above the bar if there is one."""
+        self._printed = time.monotonic()
         if self._bar is not None:
+            # markup off: rich would take `[name]` in a user's text for a style and drop it.
             self._bar.console.print(text, markup=False, highlight=False)
         else:
             print(text, flush=True)

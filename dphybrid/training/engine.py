@@ -1,5 +1,5 @@
-"""The engine that trains a run in this process, and the session that it works with. `dphybrid.cluster` has
-the engine of several processes."""
+"""`Engine`, which trains a run in this process, and `Session`, which holds the parts of one training.
+`dphybrid.cluster` has the engine for several processes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +15,7 @@ from dphybrid.data import Dataset, Prepared
 from dphybrid.embedding.storage import unfilled_rows
 from dphybrid.parallel import Devices, Split, resolve_devices
 from dphybrid.training.callbacks import Callback
-from dphybrid.training.checkpoint import Stateful, Trained, way_on
+from dphybrid.training.checkpoint import Stateful, Trained, how_to_continue
 from dphybrid.training.clock import StageClock
 from dphybrid.training.finite import NotFinite
 from dphybrid.training.memory import num_rows
@@ -27,17 +27,17 @@ from dphybrid.util.stop import StopRequest
 
 Batch = dict[str, Tensor]
 TrainStep = Callable[["Session", Batch], tuple[Tensor, Tensor]]
-"""`loop.train_step`: from a session and a batch to the batch's summed loss and its number of terms."""
+"""`loop.train_step`: takes a session and a batch, returns the batch's summed loss and its number of terms."""
 
-_EACH, _EVERY = 10, 100  # skipped steps that are told: the first ten, then each hundredth
+_FIRST, _EVERY = 10, 100  # skipped steps that are printed: the first ten, then every hundredth
 
 
 class Engine:
     """Trains a run in this process; `ClusterEngine` overrides what several processes do differently.
 
-    mapped: an evaluation reads the tables from the checkpoint's files: they may not fit into memory. part:
-    this process's number, and how many there are. prefetches_on_cpu: also without a GPU, which shows that the
-    bits stay the same.
+    mapped: whether the final evaluation reads the tables from the checkpoint's files, because they may not
+    fit into memory. part: (number of this process, number of processes). prefetches_on_cpu: whether the
+    pipeline also runs without a GPU; trials and tests do so to compare the bits.
     """
 
     mapped = False
@@ -54,52 +54,56 @@ class Engine:
     ) -> None:
         """Raise UserError for an experiment that this engine cannot train.
 
-        one_process: the recipe says so, or has its own step. here: processes on this machine; 0: all.
+        one_process: whether the recipe supports one process only (it says so, or has its own `step`). here:
+        processes on this machine; 0: all of them.
         """
 
     def check_data(self, data: Prepared, tabular: bool) -> None:
-        """Raise UserError for data that this engine cannot train on. tabular: the data is a table's rows."""
+        """Raise UserError for data that this engine cannot train on. tabular: whether its samples are rows of
+        a table with typed columns."""
 
     def check_model(self, model: nn.Module) -> None:
         """Raise UserError for a model that this engine cannot train."""
 
     def launch(self, folder: Path, devices: str, settings: Settings, stop: StopRequest, meeting: Any) -> bool:
-        """Train a built run in other processes to its end; False: it is trained in this one."""
+        """Train a built run to its end in other processes; return whether that was done. False: the caller
+        trains in this process."""
         return False
 
     def tags(self, tags: Mapping[str, str]) -> dict[str, str]:
-        """Return a run's tags with those that this engine adds."""
+        """Return a run's tags plus those that this engine adds."""
         return dict(tags)
 
     def shown_devices(self, devices: str, tags: Mapping[str, str]) -> str:
-        """Return what a run with these tags computes on, for people."""
+        """Return the text that reports show as the devices of a run with these tags."""
         return devices
 
     def num_parts(self, devices: str, in_first_split: int = 0) -> int:
-        """Return how many parts a batch is split into. in_first_split: as the splits of a run say."""
+        """Return how many parts a batch is split into. in_first_split: the number of parts in the first split
+        that the run recorded, 0 if unknown."""
         return len(resolve_devices(devices))
 
     # In training.
 
     @property
     def leads(self) -> bool:
-        """Is this the process that keeps checkpoints and the record?"""
+        """Whether this process writes the checkpoints and the record."""
         return self.part[0] == 0
 
     def devices(self, text: str) -> Devices:
-        """Return this process's own devices of a run's."""
+        """Return the devices of this process, out of those of the run."""
         return resolve_devices(text)
 
     def new_tables(self, filled: bool) -> AbstractContextManager[None]:
-        """Return the context in which a model is built. filled: from a checkpoint, afterwards."""
-        # Start values that a checkpoint replaces would cost a pass over the table.
+        """Return the context in which a model is built. filled: whether a checkpoint is loaded afterwards."""
+        # Drawing initial rows that the checkpoint replaces would cost a pass over the table.
         return unfilled_rows() if filled else nullcontext()
 
     def place(self, model: nn.Module) -> None:
-        """Put a built model's tables where they are trained."""
+        """Move the tables of a built model to where they are trained."""
 
     def obey(self, stop: StopRequest, when: str) -> None:
-        """Raise Interrupted before the first step when somebody asked to stop."""
+        """Raise Interrupted before the first step if a stop was requested."""
         stop.obey(when)
 
     def step(self, session: "Session", batch: Batch, alone: TrainStep) -> tuple[Tensor, Tensor]:
@@ -107,38 +111,37 @@ class Engine:
         return alone(session, batch)
 
     def num_rows(self, batch: dict[str, Tensor]) -> int:
-        """Return the rows of the whole batch that was trained last, of which `batch` is this process's
-        part."""
+        """Return the number of rows of the last whole batch; `batch` is this process's part of it."""
         return num_rows(batch)
 
     def asked(self, stop: StopRequest) -> bool:
-        """Has somebody asked to stop, and do all processes know it?"""
+        """Return whether a stop was requested and all processes know it."""
         return stop.pending
 
     def metrics(self, outputs: dict[str, Tensor], rows: int, batch_size: int, task: Task) -> dict[str, float]:
-        """Return the task's metrics over the outputs of `rows` rows, computed in batches."""
+        """Return the task's metrics. outputs: of `rows` rows that were evaluated in batches."""
         return task.compute(outputs)
 
     def writer(self, folder: Path, trained: Trained, *encoder: Any) -> CheckpointWriter:
-        """Return what writes the checkpoints; see `CheckpointWriter` for the values."""
+        """Return the writer of checkpoints; see `CheckpointWriter` for `encoder`."""
         return CheckpointWriter(folder, trained, self.config.checkpoint.full_every, *encoder)
 
     def read(self, trained: Trained, load: Callable[[], object] | None) -> Any:
-        """Fill what is trained by `load`, or not; return what it returns."""
+        """Call `load`, which fills `trained` from a checkpoint; return its result. None: a new run."""
         return load() if load else None
 
     def split(self, split: Split) -> Split:
-        """Return a block's split over all processes."""
+        """Return the split of a block's batch over all processes. split: over this process's devices."""
         return split
 
     def measured(self) -> Mapping[str, float]:
-        """Return the engine's own figures for a line of metrics."""
+        """Return metrics that only this engine has, to be logged with the others."""
         return {}
 
 
-# A protocol, as training does not import tracking.
+# A protocol, because training must not import tracking.
 class _Recorder(Protocol):
-    """Where a training records what it does; `dphybrid.tracking.Tracker` is one, and says what each takes."""
+    """The record of a training. `dphybrid.tracking.Tracker` implements and documents these methods."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None: ...
 
@@ -153,12 +156,12 @@ class _Recorder(Protocol):
 
 @dataclass(frozen=True)
 class Session:
-    """Everything one training run works with.
+    """The parts of one training.
 
-    facts: what else goes into each checkpoint's page; saver writes them. engine: who trains.
-    profile_steps: steps to record in detail. callbacks: the user's own functions, called after each epoch.
-    take: the recipe's `step`, from a `Step` and a batch to the summed loss and its number of terms.
-    stateful: what a checkpoint holds besides `trained`, by name.
+    saver: writes the checkpoints. facts: further values of each checkpoint's page. profile_steps: steps to
+    record with torch's profiler. callbacks: user functions called after each epoch. take: the recipe's
+    `step`, which takes a `Step` and a batch and returns the summed loss and its number of terms. stateful:
+    further objects whose state checkpoints store, by name.
     """
 
     config: ExperimentConfig
@@ -183,26 +186,29 @@ class Session:
         self.stateful.update(splits=self.splits, clock=self.clock, saving=self.saver)
 
     def restore(self, states: Mapping[str, Any]) -> None:
-        """Go on from the states of a checkpoint, by name."""
+        """Load the states that a checkpoint stored, by name."""
         for name, state in states.items():
             self.stateful[name].load_state_dict(state)
 
-    def way_on(self) -> str:
-        """Say how the run goes on when it ends here; the checkpoint in hand is written first."""
+    def how_to_continue(self) -> str:
+        """Return the remedy for a run that fails now. Waits for a checkpoint that is being written, so that
+        the text can name it."""
         self.saver.wait()
-        return way_on(self.checkpoints)
+        return how_to_continue(self.checkpoints)
 
     def skip_or_stop(self, found: NotFinite) -> None:
-        """Count and tell a step without an update. Raises UserError where train.on_nonfinite does not say
-        skip, and where a weight itself is not a number: no later step could be sound."""
+        """Count and print a step that was skipped. Raises UserError when train.on_nonfinite is "stop", or
+        when a weight itself is NaN or infinite: then every later step would fail, too."""
         progress = self.trained.progress
         text = f"step {progress.step + 1}: {found.text}"
         if self.config.train.on_nonfinite == "stop" or found.weight:
             other = "" if found.weight else ", or train.on_nonfinite=skip,"
             raise UserError(
-                f"{text}; lower train.lr or table.lr, or set train.clip_norm{other} and {self.way_on()}"
+                f"{text}; lower train.lr or table.lr, or set train.clip_norm{other} and "
+                f"{self.how_to_continue()}"
             )
         progress.skipped += 1
-        if progress.skipped <= _EACH or progress.skipped % _EVERY == 0:
-            self.splits.note([told := f"{text}; skipped ({progress.skipped} by now)"])
-            print(told, flush=True)
+        if progress.skipped <= _FIRST or progress.skipped % _EVERY == 0:
+            # The split log is part of each checkpoint: the record of a resumed run keeps the line.
+            self.splits.note([line := f"{text}; skipped ({progress.skipped} so far)"])
+            print(line, flush=True)

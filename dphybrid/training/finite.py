@@ -1,5 +1,5 @@
-"""Whether loss, gradients and weights are finite numbers: an update never puts NaN or inf into weights, nor
-written over good checkpoints."""
+"""Checks that loss, gradients and weights are finite, so that NaN or inf never reach the weights or a
+checkpoint."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,51 +11,53 @@ import torch
 from torch import Tensor, nn
 
 from dphybrid.embedding import find_tables
-from dphybrid.training.checkpoint import way_on
+from dphybrid.training.checkpoint import how_to_continue
 from dphybrid.util.errors import UserError
 
 Rows = tuple[str, Tensor, Tensor | None]
-"""What it is, its rows, and their numbers; None: all of them."""
+"""(name, rows, row numbers) of a tensor. Row numbers None: the tensor holds all rows."""
 
-_BLOCK = 2**18
-_NAMED = 3
+_BLOCK = 2**18  # entries checked at once: bounds the memory of the masks
+_NAMED = 3  # bad entries that a message names for each stage
 
 
 @dataclass(frozen=True)
 class NotFinite:
-    """What of a step is NaN or infinite, by the stage that shows it first. weight: is a weight among it?"""
+    """What is NaN or infinite in a step. text: the bad entries by stage. weight: whether a weight is bad."""
 
     text: str
     weight: bool
 
 
 def gradient_sum(parameters: Iterable[Tensor]) -> float:
-    """Return the sum of all gradients: a finite number only if each of them is one, and mostly then."""
+    """Return the sum of all gradients. If it is finite, so is each gradient; the sum of finite gradients may
+    still overflow."""
     grads = [p.grad for p in parameters if p.grad is not None]
     sums: dict[torch.device, list[Tensor]] = {}
     for grad in grads:
         values = grad._values() if grad.is_sparse else grad
-        # Where this sum alone overflows, `not_finite` looks at each gradient and finds nothing.
+        # If only the sum overflows, `not_finite` checks each gradient, finds nothing, and the step is taken.
         sums.setdefault(values.device, []).append(values.sum().double())
+    # One float() for each device: each makes the host wait for that device.
     return sum(float(torch.stack(parts).sum()) for parts in sums.values())
 
 
-def kept_buffers(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Return each buffer that a forward may change (running means, counts) with a copy of it."""
+def buffer_copies(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Return each buffer (a forward may change running means and counts) together with a copy of it."""
     return [(buffer, buffer.clone()) for buffer in model.buffers()]
 
 
 def not_finite(
     model: nn.Module, batch: Mapping[str, Tensor], loss: Tensor, clipped: bool
 ) -> NotFinite | None:
-    """Return what of a step is NaN or infinite after its backward, or None when all of it are finite numbers.
+    """Return what is NaN or infinite after the backward of a step, or None when everything is finite.
 
-    clipped: were the gradients scaled down by their norm, which may be infinite where none of them is?
+    clipped: whether gradients were scaled by their norm, which may be infinite although each one is finite.
     """
     found: list[str] = []
 
     def look(stage: str, tensors: Iterable[Rows]) -> bool:
-        """Note the first bad entry of each tensor."""
+        """Record the first bad entry of each tensor; return whether there is any."""
         bad = []
         for name, tensor, ids_U in tensors:
             if (at := first_bad(tensor)) is not None:
@@ -75,35 +77,35 @@ def not_finite(
         gradients.append((f"the gradient of table {name} row {{row}}", grads_UD, ids_U))
     blocks: list[Rows] = [(f"parameter {name}", value, None) for name, value in _blocks(model)]
     gradients += [(f"the gradient of {what}", p.grad, None) for what, p, _ in blocks if p.grad is not None]
+    # In the order of computation: the first stage named is usually the cause, the later ones follow from it.
     look("data", [(f"{name} of the batch's sample {{row}}", value, None) for name, value in batch.items()])
     weight = look("lookup", touched)
     weight |= look("forward", blocks)
     look("loss", [("the loss", loss, None)])
     look("backward", gradients)
     if not found and clipped:
-        found.append("clip: the gradients' norm is infinite, each of them is finite")
+        found.append("clip: the norm of the gradients is infinite, although each gradient is finite")
     return NotFinite("; ".join(found), weight) if found else None
 
 
 def check_finite(
     model: nn.Module, dense: torch.optim.Optimizer | None, rows: Iterable[Rows], step: int, checkpoints: Path
 ) -> None:
-    """Raise UserError with step, table and row, or parameter, when a weight or an optimizer's state is NaN or
-    infinite.
+    """Raise UserError when a weight or an optimizer state is NaN or infinite. It names the step and the
+    parameter or table row. Costs one pass over the tensors.
 
-    rows: of tables and of their states, those that may have changed. checkpoints: the folder of those made
-    before, the last of which is named. Buffers of blocks may be infinite (masks are), not NaN. Costs one pass
-    over them.
+    rows: the rows of tables and of their states that may have changed. checkpoints: folder of the earlier
+    checkpoints; the message names the last one. Buffers of blocks may be infinite (masks are) but not NaN.
     """
     for what, tensor, ids_U, infinite_too in _tensors(model, dense, rows):
-        # Rows that lie with other processes are looked at there.
+        # A table spread over several processes is no Tensor: each process checks its own rows.
         bad = first_bad(tensor, infinite_too) if isinstance(tensor, Tensor) else tensor.first_bad()
         if bad is not None:
             row = bad[0] if ids_U is None else int(ids_U[bad[0]])
             raise UserError(
-                f"{what}{f' row {row}' if tensor.dim() else ''} is not a finite number by step {step}, no "
-                "checkpoint is made of it; lower train.lr or table.lr, or set train.clip_norm, and "
-                f"{way_on(checkpoints)}"
+                f"{what}{f' row {row}' if tensor.dim() else ''} is not a finite number at step {step}, so no "
+                "checkpoint was written; lower train.lr or table.lr, or set train.clip_norm, and "
+                f"{how_to_continue(checkpoints)}"
             )
 
 
@@ -125,21 +127,21 @@ def _tensors(
 
 
 def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters that are no table's rows, by name."""
+    """Yield the dense parameters by name: all except the tables' weights."""
     weights = {id(table.weight) for table in find_tables(model).values()}
     return ((name, value) for name, value in model.named_parameters() if id(value) not in weights)
 
 
 def first_bad(tensor: Tensor, infinite_too: bool = True) -> tuple[int, float] | None:
-    """Return the row of the first entry that is not a finite number, and that entry; infinite ones pass where
-    `infinite_too` is False."""
+    """Return row and value of the first entry that is NaN or infinite, or None. infinite_too: False accepts
+    infinite entries."""
     if not tensor.is_floating_point():
         return None
     flat = tensor.detach().reshape(-1)
     for start in range(0, flat.numel(), _BLOCK):
         block = flat[start : start + _BLOCK]
-        # nan and inf carry over into the sum, which is ten times as fast as isfinite; a sum that overflows is
-        # looked at again.
+        # A NaN or inf makes the sum NaN or inf, and a sum is ten times as fast as isfinite. If only the sum
+        # overflows, isfinite decides. Half-precision sums would overflow too often.
         if math.isfinite(float(block.sum(dtype=torch.float32 if block.element_size() < 4 else None))):
             continue
         bad = ~torch.isfinite(block) if infinite_too else torch.isnan(block)

@@ -1,7 +1,7 @@
-"""Training and prediction by kind of label (`dphybrid.data.table.labels`): an
-object a kind, of which recipes take the loss, the loop the metrics, and predictions the link.
+"""Loss, metrics and link function for each kind of label (`dphybrid.data.table.labels`): binary, multiclass,
+regression and counts. Recipes use the loss, the training loop the metrics, predictions the link.
 
-Letters: B samples, C classes. logits are (B,), or (B, C) where labels are classes by `num_outputs`."""
+Letters: B samples, C classes. logits are (B,), or (B, C) for multiclass labels."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,20 +18,20 @@ from dphybrid.util.errors import UserError
 
 Array = np.ndarray[Any, Any]
 _BINS = 10
-"""Points of a calibration figure, each of as many rows."""
-_CALIBRATION = "Calibration, a tenth of the validation rows a point"
+"""Points of a calibration figure; each stands for the same number of rows."""
+_CALIBRATION = "Calibration: each point is a tenth of the validation rows"
 _OBSERVED = "predicted_against_observed"
 _SHOWN_ROWS = 400
-"""Rows of a figure that shows single ones, evenly spaced."""
+"""Most rows of a scatter plot; they are taken at equal distances."""
 _SHOWN_CLASSES = 12
-"""Classes of a figure, the most frequent ones; the others stand together."""
+"""Most classes of a confusion matrix: the most frequent ones. The others share one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LabelTask(Task):
-    """A task over a table's label.
+    """A task that predicts the label column of a table.
 
-    loss: of logits and labels_B (float32, as prepared) to loss_B. link: of logits to predictions, in the
+    loss: from logits and labels_B (float32, as prepared) to loss_B. link: from logits to predictions, in the
     label's own units or as probabilities.
     """
 
@@ -42,12 +42,12 @@ class LabelTask(Task):
 
     @property
     def num_outputs(self) -> int:
-        """Logits a sample."""
+        """Number of logits for each sample."""
         return len(self.label.classes) if self.label.task == "multiclass" else 1
 
     @property
     def nothing(self) -> Array:
-        """The predictions of no rows."""
+        """An empty array of predictions, with the shape and type that `link` gives."""
         shape = (0, self.num_outputs) if self.label.task == "multiclass" else (0,)
         return self.link(torch.zeros(shape)).numpy()
 
@@ -55,13 +55,14 @@ class LabelTask(Task):
         """Return predictions as columns, by the names of `Label.columns`."""
         if self.label.task != "multiclass":
             return dict.fromkeys(self.label.columns, predicted)
+        # The first column has the most likely class, the others one probability for each class.
         likeliest, *each = self.label.columns
         classes = np.array(self.label.classes, object)
         return {likeliest: classes[predicted.argmax(1)], **dict(zip(each, predicted.T, strict=True))}
 
 
 def label_task(facts: Mapping[str, object]) -> LabelTask:
-    """Return the task of prepared data, by the facts about it (`context.info`)."""
+    """Return the task for prepared data. facts: what is known about it (`context.info`)."""
     label = Label.of(facts)
     return _TASKS[label.task](label)
 
@@ -87,8 +88,8 @@ def _multiclass(label: Label) -> LabelTask:
         logits_BC, labels_B = outputs["logits"].double(), outputs["labels_B"].long()
         if logits_BC.shape[1:] != (len(label.classes),):
             raise UserError(
-                f"the label has {len(label.classes)} classes, and the model gives logits of shape "
-                f"{tuple(logits_BC.shape)}; it must give one a class, or data.task must be another"
+                f"the label has {len(label.classes)} classes, but the model returns logits of shape "
+                f"{tuple(logits_BC.shape)}; return one logit for each class, or change data.task"
             )
         weights_B, found_B = sample_weights(outputs), logits_BC.argmax(1)
         losses_B = F.cross_entropy(logits_BC, labels_B, reduction="none").numpy()
@@ -105,7 +106,7 @@ def _multiclass(label: Label) -> LabelTask:
         highest_B, found_B = probabilities_BC.max(1)
         right_B = (found_B == labels_B).double().numpy()
         shares = _binned(highest_B.numpy(), right_B, outputs)
-        axes = ("mean probability of the class found", "share of rows it is right for")
+        axes = ("mean probability of the predicted class", "share of rows predicted correctly")
         return [
             _confusion(label.classes, labels_B.numpy(), found_B.numpy(), sample_weights(outputs)),
             _chart("calibration", _CALIBRATION, axes, shares),
@@ -125,7 +126,7 @@ def _multiclass(label: Label) -> LabelTask:
 
 def _regression(label: Label) -> LabelTask:
     def link(logits_B: Tensor) -> Tensor:
-        # In float64: of a large offset, float32 has no digits left for the rest.
+        # In float64: next to a large offset, float32 has too few digits for the scaled logit.
         return label.offset + label.scale * logits_B.double()
 
     def compute(outputs: dict[str, Tensor]) -> dict[str, float]:
@@ -141,15 +142,12 @@ def _regression(label: Label) -> LabelTask:
 
     def charts(outputs: dict[str, Tensor]) -> list[Chart | Confusion]:
         predicted_B, observed_B = link(outputs["logits"]).numpy(), link(outputs["labels_B"]).numpy()
-        every = slice(None, None, -(-len(predicted_B) // _SHOWN_ROWS))
+        every = slice(None, None, -(-len(predicted_B) // _SHOWN_ROWS))  # the step, rounded up
 
         def shown(values_B: Array) -> list[tuple[float, float]]:
             return list(zip(predicted_B[every].tolist(), values_B[every].tolist(), strict=True))
 
-        title, left = (
-            "Predicted against observed, validation rows",
-            "What the predictions leave, validation rows",
-        )
+        title, left = "Predicted against observed, validation rows", "Residuals, validation rows"
         rest = _chart(
             "residuals", left, ("predicted", "observed - predicted"), shown(observed_B - predicted_B)
         )
@@ -175,6 +173,7 @@ def _counts(label: Label) -> LabelTask:
 
     def compute(outputs: dict[str, Tensor]) -> dict[str, float]:
         weights_B, counts_B = sample_weights(outputs), label.scale * outputs["labels_B"].double()
+        # `_poisson` is half the deviance of counts that were divided by the scale, the mean count.
         deviances_B = 2 * label.scale * _poisson(outputs["logits"].double(), counts_B / label.scale)
         errors_B = (link(outputs["logits"]) - counts_B).abs().numpy()
         return {
@@ -187,8 +186,8 @@ def _counts(label: Label) -> LabelTask:
         counts_B = label.scale * outputs["labels_B"].double().numpy()
         means = _binned(predicted_B, counts_B, outputs)
         spread = _binned(predicted_B, (counts_B - predicted_B) ** 2, outputs)
-        title = "Predicted against observed, a tenth of the validation rows a point"
-        wide = "Spread of the counts: on the line for Poisson's, above it for more"
+        title = "Predicted against observed: each point is a tenth of the validation rows"
+        wide = "Spread of the counts: on the line for a Poisson distribution, above it if wider"
         return [
             _chart(_OBSERVED, title, ("mean prediction", "mean count"), means),
             _chart("spread", wide, ("mean prediction", "mean squared error"), spread),
@@ -214,13 +213,15 @@ _TASKS: dict[str, Callable[[Label], LabelTask]] = {
 
 
 def cross_entropy_of_two(logits_B: Tensor, labels_B: Tensor) -> Tensor:
-    """The loss (B,) of a binary label."""
+    """Return the binary cross-entropy (B,) of logits."""
     return F.binary_cross_entropy_with_logits(logits_B, labels_B.to(logits_B.dtype), reduction="none")
 
 
 def _poisson(logits_B: Tensor, labels_B: Tensor) -> Tensor:
-    """Half the deviance, over the mean count: the negative log likelihood, but for what no model changes."""
+    """Return half the Poisson deviance of counts that were divided by their mean: the negative
+    log-likelihood up to a term that does not depend on the model."""
     labels_B = labels_B.to(logits_B.dtype)
+    # xlogy, as its value at 0 is 0 where `0 * log(0)` would be NaN.
     return torch.exp(logits_B) - labels_B * logits_B + torch.xlogy(labels_B, labels_B) - labels_B
 
 
@@ -229,14 +230,15 @@ def _chart(name: str, title: str, axes: tuple[str, str], points: list[tuple[floa
 
 
 def _confusion(classes: Sequence[str], labels_B: Array, found_B: Array, weights_B: Array | None) -> Confusion:
-    """Return the rows by class and class found, of the classes with most rows and of the others together."""
+    """Return the confusion matrix: of the most frequent classes, with all others as one class."""
     counts_CC = np.zeros((len(classes), len(classes)))
-    # add.at, as pairs of classes repeat: `+=` would count each of them once.
+    # add.at, because `+=` would count a repeated pair of classes only once.
     np.add.at(counts_CC, (labels_B, found_B), 1.0 if weights_B is None else weights_B)
     of_class_C, right_C = counts_CC.sum(1), counts_CC.diagonal()
     names = list(classes)
     recall_C = [right / rows if rows else None for right, rows in zip(right_C, of_class_C, strict=True)]
     if len(classes) > _SHOWN_CLASSES:
+        # Recall of the others: rows whose exact class was found, not merely one of the others.
         order = np.argsort(-of_class_C, kind="stable")
         own, others = np.sort(order[:_SHOWN_CLASSES]), order[_SHOWN_CLASSES:]
         group_C = np.full(len(classes), _SHOWN_CLASSES)
@@ -248,7 +250,7 @@ def _confusion(classes: Sequence[str], labels_B: Array, found_B: Array, weights_
         counts_CC, names = grouped, [*(names[c] for c in own), f"{len(others)} others"]
     return Confusion(
         name="confusion",
-        title="Share of a class's validation rows by the class they are taken for",
+        title="Validation rows of each class by predicted class (shares)",
         classes=names,
         counts=counts_CC.tolist(),
         recall=recall_C,
@@ -256,9 +258,10 @@ def _confusion(classes: Sequence[str], labels_B: Array, found_B: Array, weights_
 
 
 def _binned(predicted_B: Array, observed_B: Array, outputs: dict[str, Tensor]) -> list[tuple[float, float]]:
-    """Return means of both of rows sorted by prediction, in `_BINS` parts of as many."""
+    """Sort rows by prediction, split them into `_BINS` parts of equal size, and return for each part the
+    weighted means of prediction and observation."""
     weights_B = outputs["weight"].double().numpy() if "weight" in outputs else np.ones(len(predicted_B))
-    # stable: of equal predictions the same rows make a point each time.
+    # stable: rows with equal predictions must fall into the same part each time.
     parts = np.array_split(np.argsort(predicted_B, kind="stable"), min(_BINS, len(predicted_B)))
 
     def means(values_B: Array) -> list[float]:

@@ -1,4 +1,4 @@
-"""The training loop: `train` over epochs, `train_step` over one batch, `evaluate` over validation rows."""
+"""The training loop: `train` runs the epochs, `train_step` one batch, `evaluate` the validation rows."""
 
 import copy
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from dphybrid.config import TrainConfig
 from dphybrid.data import Dataset, batches, num_batches
 from dphybrid.embedding import DeclaresIds, RowPipeline
 from dphybrid.parallel import refuse_split_differences
-from dphybrid.training.callbacks import EpochEnd, call_back
+from dphybrid.training.callbacks import EpochEnd, run_callbacks
 from dphybrid.training.checkpoint import VALIDATION, Progress
 from dphybrid.training.engine import Engine, Session
 from dphybrid.training.memory import ids_by_part
@@ -25,28 +25,27 @@ from dphybrid.util.errors import UserError, counted
 
 
 def train(session: Session, seen: Observer) -> None:
-    """Train from where `session.trained.progress` stands to the last epoch, or until no epoch gets better.
+    """Train from `session.trained.progress` to the last epoch, or until early stopping.
 
-    seen: observes each epoch and step, and keeps their speeds and sums, also of a training that is
-    interrupted.
+    seen: observes epochs and steps; its speeds and sums can be read after an interruption, too.
 
-    Raises Interrupted when asked to stop: the step in hand is finished and a checkpoint written first.
+    Raises Interrupted when asked to stop, after finishing the current step and writing a checkpoint.
     """
     config, progress, model = session.config.train, session.trained.progress, session.trained.model
     engine, every = session.engine, session.config.checkpoint.every_steps
     steps_per_epoch = num_batches(session.train_data, config.batch_size)
     ids_of = ids_by_part(model, progress) if isinstance(model, DeclaresIds) else None
-    # A resumed run was checked when it began.
+    # A resumed run was checked when it started.
     if config.check_split and progress.step == 0:
         refuse_split_differences(model, next(_batches_of_epoch(session)))
     with (
-        precisely(config),
+        numerics(config),
         seen.running(),
         RowPipeline(model, mode=config.pipeline, on_cpu=engine.prefetches_on_cpu) as pipeline,
     ):
         seen.pipeline = pipeline
         while progress.epoch < config.epochs and not _stale(session):
-            model.train()  # the last epoch's evaluation left it in the other mode
+            model.train()  # the evaluation of the last epoch left it in eval mode
             seen.epoch_begins(steps_per_epoch)
             for batch in seen.batches(pipeline.prefetch(_batches_of_epoch(session), ids_of)):
                 _set_learning_rates(session, progress.step / max(1, config.epochs * steps_per_epoch))
@@ -54,20 +53,20 @@ def train(session: Session, seen: Observer) -> None:
                 loss, weight = engine.step(session, batch, train_step)
                 progress.step, progress.batch = progress.step + 1, progress.batch + 1
                 seen.step_ended(loss, weight, engine.num_rows(batch))
-                # A checkpoint that could not be written ends the training within a step, not at its end.
+                # The writing thread may have failed: stop now, not after hours without a checkpoint.
                 session.saver.check()
                 if engine.asked(session.stop):
                     path = checkpoint(session, seen)
                     session.saver.wait()
                     raise session.stop.interruption(
-                        f"after step {progress.step}; {path} goes on with --resume"
+                        f"after step {progress.step}; --resume continues from {path}"
                     )
-                # The epoch's last batch has its checkpoint after the evaluation, with its metrics.
+                # After the epoch's last batch the checkpoint is written below, with the evaluation's metrics.
                 if every and progress.step % every == 0 and progress.batch < steps_per_epoch:
                     checkpoint(session, seen)
             seen.line(end_of_epoch(session, seen))
             checkpoint(session, seen)
-            if reason := _called_back(session):
+            if reason := _run_callbacks(session):
                 seen.line(f"stopped early: {reason}")
                 break
         with session.clock.stage("checkpoint"):
@@ -78,9 +77,9 @@ def train(session: Session, seen: Observer) -> None:
 
 
 def train_step(session: Session, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Take one step, as the recipe says; return the batch's summed loss and its number of terms, still on
-    their device. Raises UserError as `Step.update` does."""
-    with session.clock.stage("forward"):  # but for what the step's own stages are
+    """Take one step with the recipe's `step`; return the batch's summed loss and its number of terms, still
+    on their device. Raises UserError as `Step.update` does."""
+    with session.clock.stage("forward"):  # `Step.update` times loss, backward and updates as inner stages
         loss, weight = session.take(Step(session), batch)
     return loss, weight
 
@@ -97,8 +96,8 @@ def evaluate(
 def validation_outputs(
     model: nn.Module, data: Dataset, batch_size: int, task: Task, part: tuple[int, int] = (0, 1)
 ) -> dict[str, Tensor]:
-    """Return what metrics are computed from, on the CPU: a row each of losses, weights, logits, labels, ...
-    for a row of `data`, or of this process's part of each batch."""
+    """Return losses, weights and what else the task reads (logits, labels, ...), on the CPU: one row for each
+    row of `data`, or of this process's part of each batch."""
     model.eval()
     wanted = ("loss", "weight", *task.reads)
     collected: dict[str, list[Tensor]] = {}
@@ -110,20 +109,20 @@ def validation_outputs(
     outputs = {name: torch.cat(parts) for name, parts in collected.items()}
     if bool((wrong := outputs["loss"].isnan()).any()):
         raise UserError(
-            f"evaluation: the loss of sample {int(wrong.nonzero()[0][0])} is nan, with weights that are "
+            f"evaluation: the loss of sample {int(wrong.nonzero()[0][0])} is nan, although all weights are "
             "finite; look at that sample, and at the model's logarithms, roots and divisions"
         )
     return outputs
 
 
 def end_of_epoch(session: Session, seen: Observer) -> str:
-    """Evaluate, log, and move the progress to the next epoch; return the line that tells it."""
+    """Evaluate, log, and move the progress to the next epoch; return the epoch's line of output."""
     progress, task = session.trained.progress, session.task
     seen.settle()
     if progress.epoch_weight == 0 and progress.skipped:
         raise UserError(
-            f"epoch {progress.epoch + 1}: all of its steps were skipped, as train.on_nonfinite=skip says, "
-            "and nothing was trained; look at the data, or lower train.lr and table.lr"
+            f"epoch {progress.epoch + 1}: all steps were skipped (train.on_nonfinite=skip), so nothing was "
+            "trained; look at the data, or lower train.lr and table.lr"
         )
     with session.clock.stage("evaluate"), averaged(session.trained.dense):
         batch_size, model = session.config.train.batch_size, session.trained.model
@@ -132,7 +131,7 @@ def end_of_epoch(session: Session, seen: Observer) -> str:
     progress.metrics = metrics
     validation = {f"{VALIDATION}{name}": value for name, value in metrics.items()}
     progress.history.append({"step": progress.step, "train loss": train_loss, **validation})
-    # Of equal values the earlier epoch stays the best.
+    # With equal values the earlier epoch stays the best one.
     better = best_steps(progress, task, 1) == [progress.step]
     if better:
         progress.best_value = metrics[task.metric]
@@ -152,8 +151,8 @@ def end_of_epoch(session: Session, seen: Observer) -> str:
     )
 
 
-def _called_back(session: Session) -> str:
-    """Let the user's callbacks see the epoch; log their numbers, and return why one of them asked to stop."""
+def _run_callbacks(session: Session) -> str:
+    """Call the user's callbacks and log their numbers; return the reason if one asked to stop, else ""."""
     if not session.callbacks:
         return ""
     progress = session.trained.progress
@@ -167,17 +166,18 @@ def _called_back(session: Session) -> str:
         best=progress.best_step == progress.step,
         model=session.trained.model,
     )
+    # With the averaged weights: callbacks see the model that was evaluated.
     with session.clock.stage("callbacks"), averaged(session.trained.dense):
-        numbers = call_back(session.callbacks, ended)
+        numbers = run_callbacks(session.callbacks, ended)
     if numbers:
         session.tracker.log_metrics(numbers, progress.step)
     return ended.stopped
 
 
 def checkpoint(session: Session, seen: Observer) -> Path:
-    """Begin to write a checkpoint of this moment; when it is there, the ones no longer kept are removed."""
+    """Start writing a checkpoint of the current state; once it is complete, old checkpoints are removed."""
     seen.settle()
-    # The thread that writes prunes by the progress of this moment; training has gone on by then.
+    # A copy: `then` runs in the writing thread, when training has already continued.
     progress = copy.deepcopy(session.trained.progress)
 
     def then(cost: SavingCosts) -> None:
@@ -195,7 +195,7 @@ def checkpoint(session: Session, seen: Observer) -> Path:
 
 
 def keep_checkpoints(session: Session, progress: Progress) -> None:
-    """Remove the checkpoints that are no longer kept at this progress, and tell the record which ones are."""
+    """Remove the checkpoints that are no longer kept at this progress, and log the others."""
     config = session.config.checkpoint
     kept = prune_checkpoints(
         session.checkpoints, config, best_steps(progress, session.task, config.keep_best)
@@ -206,8 +206,8 @@ def keep_checkpoints(session: Session, progress: Progress) -> None:
 
 
 def _batches_of_epoch(session: Session) -> Iterator[dict[str, Tensor]]:
-    """The batches of the current epoch from the progress's next batch on; their order is a function of (seed,
-    epoch)."""
+    """Return the remaining batches of the current epoch. Their order is a function of (seed, epoch), so a
+    resumed run continues with the same ones."""
     progress, config = session.trained.progress, session.config.train
     return batches(
         session.train_data,
@@ -222,7 +222,7 @@ def _batches_of_epoch(session: Session) -> Iterator[dict[str, Tensor]]:
 
 
 def _set_learning_rates(session: Session, done: float) -> None:
-    """Set the learning rates of blocks and rows when the share `done` (0..1) of all steps is behind us."""
+    """Set the scheduled learning rates of blocks and rows. done: share of all steps already taken, 0..1."""
     factor = learning_rate_factor(session.config.train.schedule, done)
     if session.trained.dense is not None:
         groups = session.trained.dense.param_groups
@@ -238,14 +238,14 @@ def _stale(session: Session) -> bool:
 
 
 @contextmanager
-def precisely(config: TrainConfig) -> Iterator[None]:
-    """While the block runs, GPUs multiply as `train.precision` says, and with `train.deterministic` torch
-    refuses what has no deterministic form."""
+def numerics(config: TrainConfig) -> Iterator[None]:
+    """While the block runs, allow TF32 or not, as `train.precision` says, and with `train.deterministic` have
+    torch refuse operations without a deterministic implementation."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = matmul.allow_tf32, cudnn.allow_tf32
     strict = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    # By default torch allows cuDNN to compute in tf32.
+    # Both are set explicitly, because torch lets cuDNN use TF32 by default.
     matmul.allow_tf32 = cudnn.allow_tf32 = config.precision == "tf32"
     if config.deterministic:
         torch.use_deterministic_algorithms(True)
@@ -253,5 +253,5 @@ def precisely(config: TrainConfig) -> Iterator[None]:
         yield
     finally:
         matmul.allow_tf32, cudnn.allow_tf32 = before
-        if config.deterministic:  # the call imports all of torch.compile, 2 CPU seconds
+        if config.deterministic:  # else no call: it imports all of torch.compile, 2 CPU seconds
             torch.use_deterministic_algorithms(strict, warn_only=warns)

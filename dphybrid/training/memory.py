@@ -1,7 +1,7 @@
-"""Out of GPU memory: a report of its use, and the same step again in smaller parts.
+"""What happens when GPU memory runs out: a report of its use, and the same step again in micro-batches.
 
-Gradients of the parts are summed and divided once by the whole batch's terms, so the step is the one that did
-not fit, up to rounding (and, with dropout, other masks). The batch itself never changes.
+The gradients of the micro-batches are summed and divided once by the terms of the whole batch. The step is
+therefore the one that did not fit, up to rounding and different dropout masks; the batch stays the same.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,20 +17,20 @@ from dphybrid.util.errors import UserError
 from dphybrid.util.memory import is_out_of_memory
 
 PARTS = 4
-"""Parts that a batch is computed in after it did not fit. Activations shrink with them, weights and optimizer
-state do not."""
+"""Micro-batches of a batch that did not fit. They divide the memory of activations, not that of weights and
+optimizer state."""
 
 
 def num_rows(batch: Mapping[str, Tensor]) -> int:
-    """Return the samples of a batch."""
+    """Return the number of samples of a batch."""
     return len(next(iter(batch.values())))
 
 
 def micro_batches(batch: dict[str, Tensor], count: int) -> Iterator[dict[str, Tensor]]:
-    """Yield a batch in `count` parts of its samples; fewer when it has fewer. Tensors whose name has no B
-    (`negatives_K`) are shared by all parts."""
+    """Yield a batch in `count` parts, or fewer if it has fewer samples. Tensors without a sample dimension
+    (`negatives_K`) are in every part."""
     rows = len(next(value for name, value in batch.items() if _has_samples(name)))
-    size = -(-rows // min(count, rows))
+    size = -(-rows // min(count, rows))  # rounded up
     for start in range(0, rows, size):
         yield {
             name: value[start : start + size] if _has_samples(name) else value
@@ -41,27 +41,29 @@ def micro_batches(batch: dict[str, Tensor], count: int) -> Iterator[dict[str, Te
 def ids_by_part(
     model: DeclaresIds, progress: Progress
 ) -> Callable[[dict[str, Tensor]], Mapping[str, Tensor | Sequence[Tensor]]]:
-    """Return what says which ids a batch looks up: those of each part, once batches are computed in parts."""
+    """Return a function from a batch to the ids it looks up. Once batches are computed in parts, it gives the
+    ids of each part, because the pipeline prefetches rows for each lookup."""
 
     def ids_of(batch: dict[str, Tensor]) -> Mapping[str, Tensor | Sequence[Tensor]]:
         if progress.micro_batches == 1:
             return model.table_ids(batch)
-        each = [model.table_ids(part) for part in micro_batches(batch, progress.micro_batches)]
-        return {name: [ids for by_name in each for ids in each_lookup(by_name[name])] for name in each[0]}
+        parts = [model.table_ids(part) for part in micro_batches(batch, progress.micro_batches)]
+        return {name: [ids for by_name in parts for ids in each_lookup(by_name[name])] for name in parts[0]}
 
     return ids_of
 
 
 def _has_samples(name: str) -> bool:
-    """Is dim 0 of a batch's tensor of this name the samples? Names end in their shape: ids_BF, labels_B."""
+    """Return whether dim 0 of tensor `name` is the samples. Names end in their shape: ids_BF, labels_B."""
     _, underscore, shape = name.rpartition("_")
     return not underscore or shape.startswith("B")
 
 
 def scale_gradients(model: nn.Module, factor: Tensor) -> None:
-    """Multiply all gradients, of blocks and of touched rows, by a number."""
+    """Multiply all gradients, of blocks and of looked-up rows, by `factor`."""
     for parameter in model.parameters():
         if parameter.grad is not None:
+            # In place on the values of a sparse gradient: multiplying the gradient itself makes a new one.
             values = parameter.grad._values() if parameter.grad.is_sparse else parameter.grad
             values.mul_(factor.to(values.device, values.dtype))
 
@@ -69,32 +71,31 @@ def scale_gradients(model: nn.Module, factor: Tensor) -> None:
 def out_of_memory_report(
     error: BaseException, step: int, rows: int, model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> str:
-    """Return what used the memory when step `step` with a batch of `rows` rows did not fit, in lines for
-    people."""
+    """Return lines about what used the memory when `step` with a batch of `rows` rows did not fit."""
     weights = sum(parameter.nbytes for parameter in dense_parameters(model))
     entries = [value for state in (optimizer.state if optimizer else {}).values() for value in state.values()]
     state = sum(value.nbytes for value in entries if isinstance(value, Tensor))
     why = str(error).partition("\n")[0] or "no details"
     lines = [
         f"out of memory in step {step} with a batch of {rows} rows: {why}",
-        f"  blocks {_gib(weights)}, their gradients as much, optimizer state {_gib(state)}; the rest is "
-        "activations and copies of blocks",
+        f"  blocks {_gib(weights)}, their gradients the same, optimizer state {_gib(state)}; the rest is "
+        "activations and replicas of blocks",
     ]
     if torch.cuda.is_initialized():
-        for number in own_gpus(model):  # asking another one would open a context there, half a GiB
+        for number in own_gpus(model):  # a query to another GPU would create a context there: half a GiB
             free, total = torch.cuda.mem_get_info(number)
             own = torch.cuda.memory_reserved(number)
             lines.append(
-                f"  cuda:{number}: {_gib(total)} in all, {_gib(own)} taken by this process (at most "
-                f"{_gib(torch.cuda.max_memory_allocated(number))} "
-                f"in use), {_gib(max(0, total - free - own))} by CUDA itself and by others, {_gib(free)} free"
+                f"  cuda:{number}: {_gib(total)} in all, {_gib(own)} reserved by this process (at most "
+                f"{_gib(torch.cuda.max_memory_allocated(number))} in use), "
+                f"{_gib(max(0, total - free - own))} by CUDA itself and other processes, {_gib(free)} free"
             )
     return "\n".join(lines)
 
 
 def make_states(optimizer: torch.optim.Optimizer, batch_size: int, model: nn.Module) -> None:
-    """Give a new optimizer the states that its first step would make. Raises UserError with the report when
-    they do not fit: in the middle of an update nothing could be mended."""
+    """Allocate the states that a new optimizer would allocate in its first step. Raises UserError with the
+    report when they do not fit: running out of memory in the middle of an update leaves it half done."""
     try:
         _take_empty_step(optimizer)
     except RuntimeError as error:
@@ -102,18 +103,18 @@ def make_states(optimizer: torch.optim.Optimizer, batch_size: int, model: nn.Mod
             raise
         report = out_of_memory_report(error, 1, batch_size, model, optimizer)
         raise UserError(
-            f"{report}\nand that before the first step: weights, gradients and optimizer state alone are too "
-            "much; lower the model's sizes or take train.optimizer=sgd"
+            f"{report}\nThis was before the first step: weights, gradients and optimizer state alone do not "
+            "fit. Lower the model's sizes or use train.optimizer=sgd"
         ) from error
 
 
 @torch.no_grad()
 def _take_empty_step(optimizer: torch.optim.Optimizer) -> None:
-    """One step with a learning rate, decay and gradients of zero, which changes no parameter and is not
-    counted."""
-    groups, stilled = optimizer.param_groups, ["lr", "weight_decay"]
-    before = [{key: group[key] for key in stilled if key in group} for group in groups]
-    # Gradients of zero alone would not do: AdamW's decay shrinks weights without any.
+    """Take a step that changes no parameter and is not counted: learning rate, weight decay and gradients are
+    zero."""
+    groups, zeroed = optimizer.param_groups, ["lr", "weight_decay"]
+    before = [{key: group[key] for key in zeroed if key in group} for group in groups]
+    # Zero gradients alone are not enough: AdamW's decay shrinks weights without a gradient.
     parameters = [parameter for group in groups for parameter in group["params"]]
     for group, values in zip(groups, before, strict=True):
         group.update(dict.fromkeys(values, 0.0))
@@ -124,14 +125,14 @@ def _take_empty_step(optimizer: torch.optim.Optimizer) -> None:
         group.update(values)
     for parameter in parameters:
         parameter.grad = None
-        # Adam's bias correction counts from here.
+        # Adam's bias correction counts steps, and this one must not be among them.
         if isinstance(step := optimizer.state[parameter].get("step"), torch.Tensor):
             step.zero_()
 
 
 def own_gpus(model: nn.Module) -> list[int]:
-    """Return the indices of the GPUs that a model uses: those of its parameters, and of its data-parallel
-    blocks' replicas."""
+    """Return the indices of the GPUs that hold a model's parameters or replicas of its data-parallel
+    blocks."""
     devices = {parameter.device for parameter in model.parameters()}
     devices |= {place for block in find_data_parallel(model).values() for place in block.devices.replicas}
     return sorted(device.index for device in devices if device.type == "cuda")

@@ -1,4 +1,4 @@
-"""Tasks: metrics over the validation outputs, and the one that decides which checkpoint is best."""
+"""Tasks: the metrics of a recipe's validation outputs, and which of them decides on the best checkpoint."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from dphybrid.util.errors import UserError
 
 
 class Chart(BaseModel):
-    """Points (x, y) of a figure, beside the line where both are equal, or where y is 0. name: of its file."""
+    """A scatter plot of points (x, y). name: of its file. line: the reference line, y = x or y = 0."""
 
     name: str
     title: str
@@ -25,8 +25,9 @@ class Chart(BaseModel):
 
 
 class Confusion(BaseModel):
-    """A figure of the rows of each class by the class they are taken for. name: of its file. counts: a line a
-    class; of weighted rows, their weights. recall: of each class, None of one without rows."""
+    """A confusion matrix. name: of its file. counts: one line for each true class, one column for each
+    predicted class; sums of weights where rows are weighted. recall: of each class; None for a class without
+    rows."""
 
     name: str
     title: str
@@ -37,14 +38,15 @@ class Confusion(BaseModel):
 
 @dataclass(frozen=True)
 class Task:
-    """metric: the deciding metric's name. higher_is_better: its direction. compute: from all validation
-    outputs to named numbers. charts: from the same to the report's figures of them. baselines:
-    from the same to the metrics of simple rules, by the rule's name.
+    """What a recipe is evaluated by.
 
-    reads: what compute needs of batches and outputs, samples on dim 0; losses and weights come along anyway.
-    chosen_by: the loss among the metrics, lower is better, that chooses the best checkpoint and stops the
-    training early, where few rows soon give the metric itself its highest value; "" for the metric.
-    prediction: the model's output, among `reads`, whose mean over all rows is a baseline; "" for none.
+    metric: name of the deciding metric. higher_is_better: its direction. compute: from all validation outputs
+    to metrics by name. reads: the entries of batches and outputs that `compute` needs besides loss and
+    weight, samples on dim 0. charts: from the same outputs to figures for the report. chosen_by: a loss among
+    the metrics (lower is better) that decides on the best checkpoint and on early stopping instead of
+    `metric`, for metrics that reach their maximum early on few rows; "" for `metric` itself. prediction: the
+    entry of `reads` whose mean over all rows serves as a baseline; "" for none. baselines: from the same
+    outputs to the metrics of simple rules, by the rule's name.
     """
 
     metric: str
@@ -58,16 +60,16 @@ class Task:
 
 
 def constant_prediction(outputs: dict[str, Tensor], task: Task) -> dict[str, dict[str, float]]:
-    """Return the metrics of a model that predicts its own mean for every row, under their baseline's name.
+    """Return the metrics of a constant: the mean of the model's predictions, for every row.
 
-    Empty where the task names no prediction, or where the deciding metric is computed from the losses, which
-    a constant has none of.
+    Empty if the task names no prediction, or if the deciding metric is computed from losses: the model's loss
+    of a constant prediction is unknown here.
     """
     if not task.prediction:
         return {}
     predicted = outputs[task.prediction]
     mean = predicted.double().mean(0).to(predicted.dtype).expand_as(predicted)
-    # NaN: a metric of the losses drops out below.
+    # NaN losses make every metric computed from them NaN, so that it is dropped below.
     no_loss_B = torch.full_like(outputs["loss"], torch.nan)
     metrics = task.compute(outputs | {task.prediction: mean, "loss": no_loss_B})
     known = {name: value for name, value in metrics.items() if math.isfinite(value)}
@@ -75,7 +77,7 @@ def constant_prediction(outputs: dict[str, Tensor], task: Task) -> dict[str, dic
 
 
 def sample_weights(outputs: dict[str, Tensor]) -> np.ndarray | None:
-    """Return the samples' weights (B,) float64; None where all are 1."""
+    """Return the sample weights (B,) in float64, or None if all are 1."""
     weights_B = outputs.get("weight")
     return None if weights_B is None or bool((weights_B == 1).all()) else weights_B.double().numpy()
 
@@ -86,7 +88,7 @@ def _mean_loss(outputs: dict[str, Tensor]) -> float:
 
 def _perplexity(outputs: dict[str, Tensor]) -> dict[str, float]:
     loss = _mean_loss(outputs)
-    # exp overflows a double from 710 on.
+    # math.exp raises OverflowError from 710 on.
     return {"perplexity": math.exp(min(loss, 700.0)), "loss": loss}
 
 
@@ -95,13 +97,12 @@ def _binary(outputs: dict[str, Tensor]) -> dict[str, float]:
 
     labels_B, logits_B = outputs["labels_B"].numpy(), outputs["logits"].double()
     weights_B = sample_weights(outputs)
-    # AUC of the logits: torch's sigmoid may differ in the last bit where logits are equal.
     if len(set(labels_B.tolist())) < 2:
         raise UserError(
-            "the validation rows all have the same label, so AUC has no value; set more rows aside "
-            "(data.valid_fraction)"
+            "the validation rows all have the same label, so AUC is undefined; raise data.valid_fraction"
         )
     return {
+        # AUC of logits, not probabilities: torch's sigmoid may differ in the last bit for equal logits.
         "auc": float(roc_auc_score(labels_B, logits_B.numpy(), sample_weight=weights_B)),
         "log_loss": float(log_loss(labels_B, torch.sigmoid(logits_B).numpy(), sample_weight=weights_B)),
     }

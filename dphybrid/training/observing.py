@@ -1,4 +1,4 @@
-"""Observation of a training: loss and speed in lines, stages in the clock, splits, a profile."""
+"""Observation of a training: printed lines of loss and speed, stage times, splits, and a profile."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,31 +16,32 @@ from dphybrid.training.engine import Session
 
 
 class _StepProfiler:
-    """Profiles `steps` with torch's profiler; the trace, in `folder` and in the record, opens in Perfetto
-    (https://ui.perfetto.dev)."""
+    """Runs torch's profiler during `steps`. The trace is written to `folder` and recorded; it opens in
+    Perfetto (https://ui.perfetto.dev). record: takes the file and a folder of the record."""
 
     def __init__(self, steps: range, folder: Path, record: Callable[[Path, str], None]) -> None:
         self._steps, self._folder, self._record = steps, folder, record
         self._running: profile | None = None
 
     def before(self, step: int) -> None:
-        """Step `step` (counted from 1) is about to run."""
+        """Start the profile if `step`, which runs next, is one to profile. Steps are counted from 1."""
         if self._running is None and step in self._steps:
-            # torch's default activities: all that this machine has
+            # Without `activities` torch records every kind that this machine supports. All threads, because
+            # the pipeline prefetches rows in a thread of its own.
             every_thread = _ExperimentalConfig(profile_all_threads=True)
             self._running = profile(record_shapes=True, experimental_config=every_thread)
             self._running.start()
 
     def after(self, step: int) -> None:
-        """Step `step` has run."""
+        """End the profile if `step`, which has run, was the last one to profile."""
         if step + 1 not in self._steps:
             self.stop()
 
     def stop(self) -> None:
-        """End the profile, if there is one, and write its trace."""
+        """End the profile, if one is running, and write its trace."""
         if self._running is None:
             return
-        running, self._running = self._running, None
+        running, self._running = self._running, None  # first: a failed stop must not be tried again
         running.stop()
         path = self._folder / f"trace-steps-{self._steps[0]}-{self._steps[-1]}.json.gz"
         running.export_chrome_trace(str(path))
@@ -50,8 +51,8 @@ class _StepProfiler:
 
 
 class Observer:
-    """Clock, losses, profiler, splits and display behind the few words that the loop says. Losses stay on
-    their device until a line needs them."""
+    """Keeps clock, losses, profiler, splits and display out of the training loop, which only reports what
+    happens. Losses stay on their device until a line needs them."""
 
     def __init__(self, session: Session, display: Display) -> None:
         self._session, self._display = session, display
@@ -68,10 +69,10 @@ class Observer:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """The clock runs, and the model's parts are timed, while the block does."""
+        """Time the block and the model's parts in it."""
         with (
             timed_parts(self._session.clock, self._session.trained.model),
-            self._session.clock.stage("other"),
+            self._session.clock.stage("other"),  # the outermost stage: what no inner one counts
         ):
             try:
                 yield
@@ -83,7 +84,7 @@ class Observer:
         self._display.epoch(progress.epoch, self._session.config.train.epochs, steps, progress.batch)
 
     def batches(self, source: Iterator[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-        """Yield the batches; waiting for one is the first part of its step."""
+        """Yield the batches. The time to wait for a batch counts as part of its step."""
         while True:
             self.times.begin()
             with self._session.clock.stage("data"):
@@ -98,7 +99,7 @@ class Observer:
                 self._profiler.before(self._session.trained.progress.step + 1)
 
     def step_ended(self, loss: Tensor, weight: Tensor, rows: int) -> None:
-        """Count a step: its summed loss, its number of terms and of rows."""
+        """Count a step. loss: summed over the batch. weight: number of its terms. rows: of the batch."""
         session, step = self._session, self._session.trained.progress.step
         self.times.end(full=rows == session.config.train.batch_size)
         if session.profile_steps:
@@ -107,7 +108,7 @@ class Observer:
         with session.clock.stage("log"):
             self._added.append((loss, weight))
             self._steps += 1
-            # Losses wait on their device, so that no step waits for it; not too many of them.
+            # Reading a loss makes the host wait for the device, so losses are collected there first.
             if len(self._added) == 1024:
                 self.settle()
             for line in session.splits.after_step(step, rows):
@@ -117,7 +118,7 @@ class Observer:
             self._display.passing(self.log())
 
     def settle(self) -> None:
-        """Move what is summed up into the progress."""
+        """Add the collected losses to the progress and to the sums of the current line."""
         if not self._added:
             return
         losses, weights = (torch.stack(values).tolist() for values in zip(*self._added, strict=True))
@@ -128,11 +129,11 @@ class Observer:
         progress.epoch_weight += weight
 
     def state_dict(self) -> dict[str, float]:
-        """Return what `load_state_dict` takes, fit for JSON; after `settle`."""
+        """Return the sums since the last line, fit for JSON. Call `settle` first."""
         return {"loss": self._loss, "weight": self._weight, "steps": self._steps, "timed": self.times.count}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on within the window of metrics in which a checkpoint was made."""
+        """Continue the window of metrics during which the checkpoint was written."""
         self._loss, self._weight = state["loss"], state["weight"]
         self._steps, self.times.count = int(state["steps"]), int(state["timed"])
 
@@ -143,14 +144,15 @@ class Observer:
         with session.clock.stage("log"):
             window = session.clock.window()
             seconds = sum(total for stage, total in window.items() if stage not in NOT_A_STEP) / self._steps
-            step_ms = self.times.recent() or 1e3 * seconds  # without a full batch yet: of the short ones
+            # Before the first full batch there is no median: use the mean over the short ones.
+            step_ms = self.times.recent() or 1e3 * seconds
             metrics = {
                 "train/lr": session.trained.dense.param_groups[0]["lr"] if session.trained.dense else 0.0,
                 "perf/step_ms": step_ms,
                 "perf/samples_per_s": 1e3 * session.config.train.batch_size / step_ms,
             }
             loss = self._loss / self._weight if self._weight else None
-            if loss is not None:  # None: all of these steps were skipped
+            if loss is not None:  # None: every step of this window was skipped
                 metrics["train/loss"] = loss
             if session.config.train.on_nonfinite == "skip":
                 metrics["train/steps_skipped"] = session.trained.progress.skipped

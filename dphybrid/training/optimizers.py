@@ -1,9 +1,8 @@
-"""The optimizer of the dense blocks, a moving average of their weights, and the course of both learning
-rates.
+"""The optimizer of the dense blocks, the moving average of their weights, and the learning-rate schedule.
 
-The average is a state of the blocks' optimizer, so that checkpoints hold it and a resumed run goes on with
-it. Where a model is evaluated or written, weights and average change places: a checkpoint's blocks are the
-averaged ones, which prediction loads, and its optimizer state has the weights that training goes on with.
+The average is kept in the state of the blocks' optimizer, so checkpoints hold it and a resumed run continues
+it. While a model is evaluated or saved, weights and average are swapped: the blocks of a checkpoint are the
+averaged ones, which prediction loads; its optimizer state has the weights with which training continues.
 """
 
 import math
@@ -20,12 +19,12 @@ from dphybrid.embedding import CombinedOptimizer, dense_parameters
 from dphybrid.util.compiling import eager
 from dphybrid.util.errors import UserError
 
-_AVERAGE, STEPS = "average", "averaged_steps"
+_AVERAGE, _AVERAGED_STEPS = "average", "averaged_steps"
 
 
 def learning_rate_factor(schedule: str, done: float) -> float:
-    """Return the factor on the learning rates when the share `done` (0..1) of all steps is behind us."""
-    # Not 0: the last steps would cost time and train nothing.
+    """Return the factor on the learning rates. done: share of all steps already taken, 0..1."""
+    # Not 0, with which the last steps would take time and train nothing.
     floor = 0.01
     if schedule == "cosine":
         return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
@@ -35,16 +34,16 @@ def learning_rate_factor(schedule: str, done: float) -> float:
 
 
 def make_dense_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer | None:
-    """Return the optimizer of the dense blocks, or None for a model without dense parameters. One group a
-    device type."""
+    """Return the optimizer of the dense blocks, or None for a model without dense parameters. It has one
+    parameter group for each device type."""
     by_type: dict[str, list[nn.Parameter]] = {}
     for parameter in dense_parameters(model):
         if parameter.requires_grad:
             by_type.setdefault(parameter.device.type, []).append(parameter)
     if not by_type:
         return None
-    # A group that mixes devices loses torch's multi-tensor path for all of them. On the CPU one pass over
-    # memory saves a sixth of a small step.
+    # torch's multi-tensor path needs a group of one device type. On the CPU, `fused` (one pass over memory)
+    # saves a sixth of a small step.
     fused = {"cpu": {"fused": True}} if config.optimizer in ("adam", "adamw") else {}
     groups = [{"params": parameters, **fused.get(kind, {})} for kind, parameters in by_type.items()]
     kinds: dict[str, Any] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
@@ -55,14 +54,14 @@ def make_dense_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.O
 def combined(
     blocks: Mapping[str, torch.optim.Optimizer], model: nn.Module, where: str
 ) -> torch.optim.Optimizer | None:
-    """Return a recipe's optimizers of the dense parameters as one. Raises UserError, after `where`, for a
-    parameter that none of them has, or several have."""
+    """Combine a recipe's optimizers of the dense parameters into one. Raises UserError if a parameter belongs
+    to none of them or to several. where: start of its message."""
     names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    there = Counter(id(p) for one in blocks.values() for group in one.param_groups for p in group["params"])
+    uses = Counter(id(p) for one in blocks.values() for group in one.param_groups for p in group["params"])
     for parameter in dense_parameters(model):
-        if parameter.requires_grad and there[id(parameter)] != 1:
+        if parameter.requires_grad and uses[id(parameter)] != 1:
             raise UserError(
-                f"{where}: optimizers() gives parameter {names[id(parameter)]} to {there[id(parameter)]} "
+                f"{where}: optimizers() gives parameter {names[id(parameter)]} to {uses[id(parameter)]} "
                 "optimizers; give it to one, or freeze it with requires_grad_(False)"
             )
     several = list(blocks.values())
@@ -72,28 +71,28 @@ def combined(
 def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
     """Average the parameters after each step: average = d * average + (1 - d) * parameter.
 
-    d rises to `decay` with the steps k as (1 + k) / (10 + k), so that a short training is not held back by
-    its first weights. A parameter without a gradient waits.
+    After k steps, d is the smaller of `decay` and (1 + k) / (10 + k), so that the first weights do not
+    dominate a short training. A parameter without a gradient keeps its average.
     """
 
-    def follow(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    def update_average(optimizer: torch.optim.Optimizer, *_: object) -> None:
         for group in optimizer.param_groups:
             parameters = [p.detach() for p in group["params"] if p.grad is not None]
             states = [optimizer.state[p] for p in group["params"] if p.grad is not None]
             averages = [
                 state.setdefault(_AVERAGE, p.clone()) for state, p in zip(states, parameters, strict=True)
             ]
-            steps = group[STEPS] = group.get(STEPS, 0) + 1
+            steps = group[_AVERAGED_STEPS] = group.get(_AVERAGED_STEPS, 0) + 1
             if averages:
-                # One call for all parameters, as torch's optimizers do.
+                # One call for all parameters, as torch's multi-tensor optimizers make it.
                 torch._foreach_lerp_(averages, parameters, 1 - min(decay, (1 + steps) / (10 + steps)))
 
-    optimizer.register_step_post_hook(follow)
+    optimizer.register_step_post_hook(update_average)
 
 
 @torch.no_grad()
-def swap(optimizer: torch.optim.Optimizer | None) -> None:
-    """Let weights and averages change places, in place."""
+def swap_average(optimizer: torch.optim.Optimizer | None) -> None:
+    """Swap weights and averages, in place."""
     for parameter, state in optimizer.state.items() if optimizer is not None else ():
         if _AVERAGE in state:
             weight = parameter.clone()
@@ -103,9 +102,9 @@ def swap(optimizer: torch.optim.Optimizer | None) -> None:
 
 @contextmanager
 def averaged(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-    """Have the averages in the place of the weights; a no-op for an optimizer that keeps none."""
-    swap(optimizer)
+    """While the block runs, replace the weights by their averages. Does nothing if no average is kept."""
+    swap_average(optimizer)
     try:
         yield
     finally:
-        swap(optimizer)
+        swap_average(optimizer)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dphybrid.embedding import clip_grad_norm_, dense_parameters, find_tables
 from dphybrid.training.engine import Batch, Session
-from dphybrid.training.finite import NotFinite, gradient_sum, kept_buffers, not_finite
+from dphybrid.training.finite import NotFinite, buffer_copies, gradient_sum, not_finite
 from dphybrid.training.memory import PARTS, micro_batches, num_rows, out_of_memory_report, scale_gradients
 from dphybrid.util.errors import UserError
 from dphybrid.util.memory import is_out_of_memory
@@ -60,7 +60,7 @@ class Step:
         chosen = self._optimizers(of)
         losses = losses or self.model
         # The forward of a step that is skipped afterwards has changed running means already.
-        buffers = kept_buffers(self.model) if self.session.config.train.on_nonfinite == "skip" else []
+        buffers = buffer_copies(self.model) if self.session.config.train.on_nonfinite == "skip" else []
         try:
             loss, weight = self._gradients(batch, losses)
             report = ""

@@ -10,7 +10,7 @@ import torch
 import dphybrid
 from dphybrid.api.run import TrainedRun
 from dphybrid.recipes.configs import load_config
-from dphybrid.training.callbacks import EpochEnd, call_back
+from dphybrid.training.callbacks import EpochEnd, run_callbacks
 from tests.refusing import refused
 
 
@@ -79,4 +79,4 @@ def test_paths_of_callbacks_are_checked_before_data_is_read(
     assert both == ("told:tell", "told:wrong")
     seen = EpochEnd("run", 1, 1, 1, 0.0, {}, True, torch.nn.Linear(1, 1))
     with refused(r"'loss' is a Tensor; return numbers \(of a tensor, .item\(\)\)"):
-        call_back([lambda epoch: {"loss": torch.ones(())}], seen)  # type: ignore[dict-item]
+        run_callbacks([lambda epoch: {"loss": torch.ones(())}], seen)  # type: ignore[dict-item]

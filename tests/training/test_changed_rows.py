@@ -209,7 +209,7 @@ OPTIONS += ["checkpoint.keep_every=1", "checkpoint.every_steps=3"]
 def test_all_that_reads_checkpoints_reads_changed_rows(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dphybrid.training.saving._WORTH_IT", 1.0)  # the table is small
+    monkeypatch.setattr("dphybrid.training.saving._MOST_CHANGED", 1.0)  # the table is small
     report = run_with(*OPTIONS, run_name="run")
     folder = Path(report.best_checkpoint)
     assert read_state(folder).since_full
@@ -260,7 +260,7 @@ def test_the_training_ends_with_what_the_writing_thread_failed_with_and_a_stop_w
 
     # And a stop waits for the checkpoint that it names.
     monkeypatch.setattr("dphybrid.training.saving.write_tensors", slowly)
-    with stopping_after(5) as stop, pytest.raises(Interrupted, match="step-000005 goes on with --resume"):
+    with stopping_after(5) as stop, pytest.raises(Interrupted, match="--resume continues from .*step-000005"):
         run_with(*OPTIONS, resume="run", stop=stop)
     verify_checkpoint(folder / "step-000005")
 

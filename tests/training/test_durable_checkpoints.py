@@ -57,7 +57,7 @@ def test_what_is_no_number_is_never_saved(trained: Trained, tmp_path: Path) -> N
         before = values[place].clone()
         for value in (float("nan"), float("inf"), float("-inf")):
             values[place] = value
-            with refused(rf"^{where} is not a finite number by step 4, .* {good}, with --resume"):
+            with refused(rf"^{where} is not a finite number at step 4, .* {good}, with --resume"):
                 save_checkpoint(tmp_path, trained, {}, {})
             assert [path.name for path in tmp_path.iterdir()] == ["step-000003"]
         values[place] = before

@@ -240,7 +240,7 @@ def test_a_recipe_that_learns_two_classes_refuses_others(data_dir: Path) -> None
         with refused(words):
             trained("kind", **more)
     assert not list(load_settings().runs_dir.glob("kind/checkpoints/*"))
-    with refused("has 3 classes, and the model gives logits of shape"):
+    with refused("has 3 classes, but the model returns logits of shape"):
         label_task(LABELS["multiclass"]).compute({"logits": torch.zeros(4), "labels_B": torch.zeros(4)})
 
 

@@ -18,7 +18,7 @@ from dphybrid.parallel import DataParallel, resolve_devices, start_on
 from dphybrid.recipes.configs import build_config
 from dphybrid.recipes.text.model import Recurrent
 from dphybrid.training.checkpoint import Generators
-from dphybrid.training.loop import precisely
+from dphybrid.training.loop import numerics
 from dphybrid.training.memory import make_states
 from dphybrid.training.optimizers import make_dense_optimizer
 from dphybrid.training.step import lower_precision, summed
@@ -278,7 +278,7 @@ def test_gpus_round_products_only_where_it_was_asked_for(precision: Any) -> None
 
     before = flags()
     for strict in (False, True):
-        with precisely(TrainConfig(precision=precision, deterministic=strict)):
+        with numerics(TrainConfig(precision=precision, deterministic=strict)):
             assert flags() == (precision == "tf32", precision == "tf32", strict)
         assert flags() == before
 
