@@ -41,7 +41,8 @@ class _StepProfiler:
         """End the profile, if one is running, and write its trace."""
         if self._running is None:
             return
-        running, self._running = self._running, None  # first: a failed stop must not be tried again
+        # Cleared before stopping: `Observer.running` calls this again if it fails.
+        running, self._running = self._running, None
         running.stop()
         path = self._folder / f"trace-steps-{self._steps[0]}-{self._steps[-1]}.json.gz"
         running.export_chrome_trace(str(path))

@@ -42,8 +42,8 @@ def make_dense_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.O
             by_type.setdefault(parameter.device.type, []).append(parameter)
     if not by_type:
         return None
-    # torch's multi-tensor path needs a group of one device type. On the CPU, `fused` (one pass over memory)
-    # saves a sixth of a small step.
+    # A group that mixes device types loses torch's multi-tensor path. On the CPU, `fused` (one pass over
+    # memory) saves a sixth of a small step.
     fused = {"cpu": {"fused": True}} if config.optimizer in ("adam", "adamw") else {}
     groups = [{"params": parameters, **fused.get(kind, {})} for kind, parameters in by_type.items()]
     kinds: dict[str, Any] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}

@@ -1,9 +1,9 @@
-"""Checkpoints written in the background, while training waits only for copies of changed values; and which of
-them stay.
+"""Writes checkpoints in the background, while training waits only for copies of changed values, and decides
+which checkpoints are kept.
 
-A full checkpoint holds each table's file whole. One in between holds a hard link to the file of the last full
-one and the rows changed since (see `tensor_file`), so that a folder has all it needs, whatever is removed
-beside it.
+A full checkpoint holds each table in one file. A checkpoint between two full ones holds a hard link to the
+table file of the last full one, and the rows changed since (see `tensor_file`). Each folder is therefore
+complete by itself, whichever other checkpoint is removed.
 
 Letters: U changed rows of a table.
 """
@@ -49,13 +49,14 @@ from dphybrid.util.digests import copy_files, file_digest
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import making, remove_folder
 
-_WORTH_IT = 0.5
-"""Share of changed bytes up to which they alone are copied: beyond, copying all costs little more."""
+_MOST_CHANGED = 0.5
+"""Largest share of changed bytes for which only changed rows are written. Above it, writing all rows costs
+little more."""
 
 
 class SavingCosts(BaseModel):
-    """What checkpoints have cost. stall_s: how long the training stood still for them; write_s: how long they
-    were written beside it."""
+    """The costs of checkpoints so far. stall_s: seconds that training waited. write_s: seconds of writing, at
+    the same time as training."""
 
     count: int = 0
     full: int = 0
@@ -72,7 +73,8 @@ class SavingCosts(BaseModel):
 
 @dataclass(frozen=True)
 class _Copied:
-    """A table's weight and states at rows ids_U, or all of them; whole: states without a row for each row."""
+    """What a checkpoint writes of a table. ids_U: the changed rows, or None for all. by_row: weight and
+    states at these rows. whole: states that do not have one entry for each row."""
 
     ids_U: Tensor | None
     by_row: dict[str, Tensor]
@@ -80,13 +82,13 @@ class _Copied:
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one training under `folder`; to be used as a context, which ends when all is
+    """Writes the checkpoints of one training to `folder`. A context manager; leaving it waits until all are
     written.
 
-    full_every: each n-th checkpoint is full, those between hold the rows changed since. encoder: folder of
-    what turns new rows into the model's input; a copy of it makes a checkpoint ready to predict;
-    encoder_sums: the sha256 that its files must have, by `encoder/NAME`. in_place: rows are written where
-    they are, all of them, while training stands still: they lie with other processes.
+    full_every: every n-th checkpoint is full, the others hold the rows changed since. encoder: folder of the
+    data's encoder, which each checkpoint gets a copy of, so that it can predict from raw rows. encoder_sums:
+    expected sha256 of its files, by `encoder/NAME`. in_place: write all rows without copying them first,
+    while training waits: for rows that other processes hold.
     """
 
     def __init__(
@@ -104,7 +106,7 @@ class CheckpointWriter:
         self._changes = trained.rows.track_changes() if trained.rows is not None and not in_place else None
         self._latest: Path | None = None
         self._since_full = 0
-        # One thread: a checkpoint links files of the one before, which must be there by then.
+        # A single thread: a checkpoint links files of the one before, which must be complete by then.
         self._thread = ThreadPoolExecutor(1, "dphybrid-checkpoint")
         self._writing: Future[None] | None = None
         self.costs = SavingCosts()
@@ -120,33 +122,34 @@ class CheckpointWriter:
         except Exception as failure:
             if error is None or error is failure:
                 raise
-            # The training's own error is raised; this one is only mentioned.
+            # The error of the training itself is raised; this one is only printed.
             print(f"Note: the newest checkpoint could not be written: {failure}", file=sys.stderr, flush=True)
         finally:
             self._thread.shutdown()
 
     def resumed(self, path: Path, page: CheckpointState) -> None:
-        """Go on from a checkpoint that was loaded: its rows count as changed since the last full one."""
+        """Continue after the checkpoint `path` was loaded: its changed rows still count as changed since the
+        last full one."""
         self._latest, self._since_full = path, page.since_full
         if self._changes is not None:
             found = {name: changed_rows(path, name) for name in find_tables(self._trained.model)}
             self._changes.restore({name: ids_U for name, ids_U in found.items() if ids_U is not None})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the checkpoints have cost."""
+        """Return the costs so far, fit for JSON."""
         return self.costs.model_dump()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on counting."""
+        """Continue counting costs from an earlier process."""
         self.costs = SavingCosts.model_validate(state)
 
     def wait(self) -> None:
-        """Wait until the checkpoint in hand is written. Raises what its writing failed with."""
+        """Wait for the checkpoint that is being written. Raises the error of its writing."""
         if self._writing is not None:
             self._writing.result()
 
     def check(self) -> None:
-        """Raise what the writing of a checkpoint has failed with."""
+        """Raise the error of a failed writing, without waiting for one that still runs."""
         if self._writing is not None and self._writing.done():
             self._writing.result()
 
@@ -158,24 +161,25 @@ class CheckpointWriter:
         then: Callable[[SavingCosts], None] = lambda _: None,
         first: Callable[[], None] = lambda: None,
     ) -> Path:
-        """Begin to write a checkpoint of this moment and return its path; it is there after `wait`.
+        """Start writing a checkpoint of the current state and return its path; `wait` returns when it is
+        complete.
 
-        config: the experiment's values. facts: what else belongs into state.json (digests of data, devices).
-        stateful: whose states are kept by name, beside the progress and the random generators. first, then:
-        called before it is written and when it is there, in the thread that writes; then: with its costs.
+        config: the experiment's values. facts: further fields of state.json (digests of data, devices).
+        stateful: objects whose states are stored by name, besides progress and random generators. first,
+        then: called in the writing thread before the checkpoint is written, and with its costs afterwards.
 
-        Raises UserError, and writes nothing, when a weight or a state is no longer a number; and what the
-        writing of the checkpoint before has failed with.
+        Raises UserError and writes nothing if a weight or a state is NaN or infinite. Also raises the error
+        of the previous checkpoint's writing.
         """
         start = time.perf_counter()
-        # One checkpoint at a time: the next one links files of this one.
+        # One checkpoint at a time: this one links files of the previous one.
         self.wait()
         step, base = self._trained.progress.step, self._latest
         final = self._folder / f"step-{step:06d}"
-        copies, beside = self._copies()
+        copies, in_background = self._copies()
         check_finite(self._trained.model, self._trained.dense, _named(copies), step, self._folder)
         files, optimizer_page = self._dense()
-        # State dicts refer to what training goes on changing.
+        # Copied, because state dicts refer to objects that training continues to change.
         states = {name: copy.deepcopy(one.state_dict()) for name, one in stateful.items()}
         partly = bool(copies) and all(copied.ids_U is not None for copied in copies.values())
         self._since_full = self._since_full + 1 if partly else 0
@@ -190,7 +194,7 @@ class CheckpointWriter:
         )
         if not partly and self._changes is not None:
             self._changes.forget()
-        # Where its writing fails, `wait` raises before anything is made from it.
+        # Before it is written: should that fail, `wait` raises before the next checkpoint links to it.
         self._latest = final
         stall_s = time.perf_counter() - start
 
@@ -199,24 +203,27 @@ class CheckpointWriter:
             first()
             written = self._write(final, base, copies, files, page)
             now = time.perf_counter()
-            stalled = stall_s if beside else now - start
+            stalled = stall_s if in_background else now - start
             cost = SavingCosts(count=1, full=not partly, written_bytes=written, write_s=now - began)
             cost = cost.model_copy(update={"stall_s": stalled, "longest_stall_s": stalled})
-            # a new object: training may read the old one meanwhile
+            # A new object instead of a change in place: training may be reading the old one.
             self.costs += cost
             then(cost)
 
-        # The thread has the caller's context: what it prints stands in the caller's log.
+        # In the caller's context, so that lines printed by the thread reach the log of the caller's flow run.
         self._writing = self._thread.submit(contextvars.copy_context().run, work)
-        if not beside:
+        if not in_background:
             self.wait()
         return final
 
     def _copies(self) -> tuple[dict[str, _Copied], bool]:
-        """Return each table's changed rows, or all where these are not known or too many; and whether they
-        are copies, which training leaves alone. They are not where memory has no room for them."""
+        """Return for each table its changed rows, or all rows if the changed ones are unknown or too many.
+
+        Also return whether these are copies, which can be written while training continues. False: memory has
+        no room for copies, so training must wait.
+        """
         rows, changed = self._trained.rows, dict[str, Tensor | None]()
-        # Somebody may have removed the folder that would be linked.
+        # is_dir: a user may have removed the folder whose files would be linked.
         if self._since_full + 1 < self._full_every and self._latest is not None and self._latest.is_dir():
             changed = self._changes.rows() if self._changes is not None else {}
         parts: dict[str, _Copied] = {}
@@ -230,9 +237,9 @@ class CheckpointWriter:
             everything += (size := sum(tensor.nbytes for tensor in by_row.values()))
             ids_U = changed.get(name)
             partly += math.inf if ids_U is None else size * len(ids_U) / len(by_row["weight"])
-        if partly > _WORTH_IT * everything:
+        if partly > _MOST_CHANGED * everything:
             changed, partly = {}, everything
-        # Half of what is free: the training goes on beside the copies, and its batches need room, too.
+        # At most half of the free memory: training continues meanwhile, and its batches need room, too.
         if self._in_place or partly > available_memory_bytes() / 2:
             return parts, False
         for name, part in parts.items():
@@ -242,7 +249,8 @@ class CheckpointWriter:
         return parts, True
 
     def _dense(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-        """Return copies of what else a checkpoint holds, by file, and the page of the blocks' optimizer."""
+        """Return copies of the tensors outside the model's tables, by file, and the page of the blocks'
+        optimizer."""
         trained = self._trained
         tables = find_tables(trained.model)
         files = {"blocks.safetensors": dense_state(trained.model)}
@@ -253,7 +261,7 @@ class CheckpointWriter:
             others = {name: rows.states_of(name) for name in rows.tables if name not in tables}
             extra = {f"{name}.{key}": state for name, own in others.items() for key, state in own.items()}
             files |= {"tables/_optimizer.safetensors": extra} if extra else {}
-        # The blocks' file has the averages, which are evaluated; the optimizer's has the weights.
+        # Swapped: the blocks' file gets the averaged weights, for prediction, the optimizer's the raw ones.
         with averaged(trained.dense):
             copies = {
                 file: {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
@@ -269,8 +277,8 @@ class CheckpointWriter:
         files: Mapping[str, Mapping[str, Tensor]],
         page: CheckpointState,
     ) -> int:
-        """Write a checkpoint's folder; return its bytes, without those of linked files. base: the checkpoint
-        before, whose tables are linked."""
+        """Write a checkpoint's folder; return its size in bytes, without linked files. base: the previous
+        checkpoint, whose table files are linked."""
         with making(final) as partial:
             (partial / "tables").mkdir()
             if page.since_full:
@@ -284,7 +292,7 @@ class CheckpointWriter:
                     continue
                 assert base is not None
                 _link(base / key, file)
-                # Not read again: it has the sums with which it was written.
+                # The linked file is not read again: its checksums are those of the previous page.
                 sums[key] = read_state(base).block_sums[key]
                 changed = {rows_of(part): rows for part, rows in copied.by_row.items()}
                 file = changed_file(partial, name)
@@ -293,8 +301,8 @@ class CheckpointWriter:
             if self._encoder is not None:
                 page = page.model_copy(update={"sha256": self._copied_encoder(self._encoder, partial)})
             page.model_copy(update={"block_sums": sums}).write(partial / "state.json")
-            found = [path.stat() for path in partial.rglob("*") if path.is_file()]
-            return sum(stat.st_size for stat in found if stat.st_nlink == 1)
+            stats = [path.stat() for path in partial.rglob("*") if path.is_file()]
+            return sum(stat.st_size for stat in stats if stat.st_nlink == 1)
 
     def _copied_encoder(self, encoder: Path, partial: Path) -> dict[str, str]:
         sums = copy_files(encoder, partial / "encoder")
@@ -302,7 +310,8 @@ class CheckpointWriter:
         for name, digest in copied.items():
             if self._encoder_sums.get(name, digest) != digest:
                 raise UserError(
-                    f"{encoder.parent / name}: is damaged (its sha256 differs); no checkpoint is made with it"
+                    f"{encoder.parent / name}: is damaged (its sha256 differs), so no checkpoint was "
+                    f"written; delete {encoder.parent} and prepare the data again"
                 )
         return copied
 
@@ -310,14 +319,15 @@ class CheckpointWriter:
 def _copied(tensor: Tensor, ids_U: Tensor | None) -> Tensor:
     if ids_U is not None:
         return tensor.index_select(0, ids_U)
-    # Mapped memory, which goes back to the system when it is written; this process keeps what it frees.
+    # Mapped memory returns to the system once it is freed. Ordinary memory would stay with this process,
+    # which keeps freed memory for its next step (`util.memory`).
     return zero_rows(tuple(tensor.shape), tensor.dtype).copy_(tensor)
 
 
 def _link(base: Path, file: Path) -> None:
     try:
         os.link(base, file)
-    except OSError:  # a disk without hard links: the folder needs all of its files
+    except OSError:  # a file system without hard links
         shutil.copyfile(base, file)
 
 
@@ -329,49 +339,50 @@ def _named(copies: Mapping[str, _Copied]) -> Iterator[Rows]:
 
 
 def best_steps(progress: Progress, task: Task, count: int) -> list[int]:
-    """Return the steps of the `count` best evaluations, best first, of equal ones the earliest."""
+    """Return the steps of the `count` best evaluations, best first; of equal ones the earlier first."""
     metric = f"{VALIDATION}{task.chosen_by or task.metric}"
     rows = [row for row in progress.history if not math.isnan(row[metric])]
+    # sort is stable, also with reverse=True: equal values keep their order of time.
     rows.sort(key=lambda row: row[metric], reverse=task.higher_is_better and not task.chosen_by)
     return [int(row["step"]) for row in rows[:count]]
 
 
-def best_checkpoint(there: Sequence[Path], progress: Progress, task: Task) -> Path | None:
-    """Return the checkpoint with the best evaluation among those that are there (oldest first), else the
-    newest."""
-    by_step = {step_of(path): path for path in there}
-    found = (by_step[step] for step in best_steps(progress, task, len(progress.history)) if step in by_step)
-    return next(found, there[-1] if there else None)
+def best_checkpoint(existing: Sequence[Path], progress: Progress, task: Task) -> Path | None:
+    """Return the one of the existing checkpoints (oldest first) with the best evaluation, else the newest."""
+    by_step = {step_of(path): path for path in existing}
+    best = (by_step[step] for step in best_steps(progress, task, len(progress.history)) if step in by_step)
+    return next(best, existing[-1] if existing else None)
 
 
 def prune_checkpoints(folder: Path, config: CheckpointConfig, best: Sequence[int]) -> list[Path]:
-    """Remove the checkpoints that are neither new, nor of the steps `best`, nor of each n-th step; return
-    what is left, oldest first.
+    """Remove all checkpoints except the `keep_last` newest, those of the steps `best`, and those of every
+    `keep_every`-th step; return the kept ones, oldest first.
 
-    Where several are kept and all share the file of one full checkpoint, the newest one with another file
-    stays, too: damage to a file never takes them all.
+    If several are kept and all of them link the same table file, the newest checkpoint with another file is
+    kept, too: damage to one file must not destroy every checkpoint.
     """
-    there = complete_checkpoints(folder)
-    wanted = {*there[-config.keep_last :], *(path for path in there if step_of(path) in best)}
+    existing = complete_checkpoints(folder)
+    wanted = {*existing[-config.keep_last :], *(path for path in existing if step_of(path) in best)}
     if config.keep_every:
-        wanted |= {path for path in there if step_of(path) % config.keep_every == 0}
-    files = {}  # the same for checkpoints that share a full one's files
-    for path in there:
+        wanted |= {path for path in existing if step_of(path) % config.keep_every == 0}
+    files = {}  # inode of the table file: equal for checkpoints that link the same one
+    for path in existing:
         tables = sorted((path / "tables").glob("*.safetensors"))
         files[path] = tables[0].stat().st_ino if tables else path
     if len(wanted) > 1 and len({files[path] for path in wanted}) == 1:
-        wanted |= set([path for path in there if files[path] != files[there[-1]]][-1:])
-    for aside in folder.glob("step-*.damaged"):
-        if there and step_of(aside.with_suffix("")) <= step_of(there[-1]):
-            remove_folder(aside)
-    for path in there:
+        wanted |= set([path for path in existing if files[path] != files[existing[-1]]][-1:])
+    for damaged in folder.glob("step-*.damaged"):
+        # with_suffix("") takes `.damaged` off the name.
+        if existing and step_of(damaged.with_suffix("")) <= step_of(existing[-1]):
+            remove_folder(damaged)
+    for path in existing:
         if path not in wanted:
             remove_folder(path)
-    return [path for path in there if path in wanted]
+    return [path for path in existing if path in wanted]
 
 
 def checkpoint_cards(kept: Sequence[Path], recipe: str, best_step: int | None) -> list[dict[str, Any]]:
-    """Return what the record should say of the kept checkpoints (oldest first), for `log_checkpoints`."""
+    """Return the entries of the kept checkpoints (oldest first) for the tracker's `log_checkpoints`."""
     cards = []
     for path in kept:
         progress = read_state(path).progress
@@ -390,6 +401,6 @@ def checkpoint_cards(kept: Sequence[Path], recipe: str, best_step: int | None) -
 
 
 def checkpoint_uid(path: Path) -> str:
-    """Return a name that differs when the checkpoint's content does."""
-    # state.json has the checksums of all other files.
+    """Return a name that changes with the checkpoint's content."""
+    # state.json holds the checksums of all other files.
     return f"{path.name}-{file_digest(path / 'state.json')[:12]}"

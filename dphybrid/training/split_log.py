@@ -1,4 +1,5 @@
-"""The splits of all batches, as the lines of the data-parallel tutorials and as table rows."""
+"""A log of how batches are split over replicas: as lines like those of torch's data-parallel tutorial, and as
+rows of a table."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -11,16 +12,15 @@ from dphybrid.parallel.splits import Key
 from dphybrid.util.errors import counted
 
 _MAX_LINES = 2000
-"""Lines that are kept for the record; all are printed."""
+"""Most lines that are kept for the record. Further lines are only printed."""
 
 
 @dataclass(slots=True)
 class SplitRow:
-    """The share of one replica in a split. Two splits differ when the rows of a replica differ, not when
-    other sizes vary, such as a length.
+    """The share of one replica in a split. Two splits are different if a replica gets another number of rows,
+    not if only other sizes, such as a sequence length, differ.
 
-    number: of the split, in the order of their first steps. first_shape, latest_shape: "input size -> output
-    size".
+    number: of the split, in the order of first steps. first_shape, latest_shape: "input size -> output size".
     """
 
     number: int
@@ -36,8 +36,8 @@ class SplitRow:
     steps: int
 
     def table_row(self) -> dict[str, Any]:
-        """Return the row for MLflow, which needs one column that tells rows apart: `where`, for people; code
-        reads `number` and `replica`."""
+        """Return the row for MLflow's table view, which needs one column that identifies a row: `where`, for
+        people. Code reads `number` and `replica`."""
         values = asdict(self)
         where = f"split {self.number} / replica {self.replica} / {self.block}"
         first, latest = values.pop("first_shape"), values.pop("latest_shape")
@@ -46,12 +46,12 @@ class SplitRow:
 
 
 class SplitLog:
-    """Collects the splits of training steps. `each`: every step gives lines; otherwise only a split not seen
-    before.
+    """Collects the splits of training steps.
 
-    short: print a line a split, and none where nothing is split, instead of the tutorials' line a replica.
-    lines: the tutorials' ones for the record, up to `_MAX_LINES`. whole: from this process's split to that of
-    all that train.
+    each: print lines at every step; otherwise only for a new split. whole: from the split over this process's
+    devices to the one over all processes. short: print one line for each split, and none on a single device,
+    instead of the tutorial's line for each replica. lines: the tutorial's lines for the record, at most
+    `_MAX_LINES`.
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class SplitLog:
         self.lines: list[str] = []
 
     def after_step(self, step: int, rows: int) -> list[str]:
-        """Note the latest split of every block; return the lines to print. rows: of the whole batch."""
+        """Count the latest split of every block; return the lines to print. rows: of the whole batch."""
         printed: list[str] = []
         for name, block in self._blocks.items():
             if (sizes := block.last_sizes) is None:
                 continue
-            # Nearly every step repeats a split, whose sizes are one object then.
+            # Nearly every step repeats the last split, whose sizes are then the same object: `is` suffices.
             before, batch_rows, shares = self._now.get(name, (None, 0, []))
             if self._each or sizes is not before or rows != batch_rows:
                 split = block.last_split
@@ -88,7 +88,7 @@ class SplitLog:
         return printed
 
     def _noted(self, name: str, split: Split, step: int) -> tuple[list[SplitRow], list[str]]:
-        """Return the rows of a block's split, which is new or another one than before, and the lines to
+        """Return the table rows of a block's split, which differs from the one before, and the lines to
         print."""
         where, sizes, lines = name or "model", _rows(split), list[str]()
         key = (where, *sizes, *split.devices)
@@ -102,34 +102,35 @@ class SplitLog:
                 SplitRow(number, replica, where, device, rows, sum(sizes), shape, shape, step, step, 0)
                 for replica, (device, rows, shape) in enumerate(shares)
             ]
-        # Its shapes become text when somebody asks.
+        # Only kept here: `rows` turns its shapes into text.
         self._latest[key] = split
         return self._seen[key], lines
 
     def note(self, lines: Sequence[str]) -> None:
         """Keep lines for the record."""
-        # Each checkpoint's page has them: those of a long run must not fill it.
+        # At most `_MAX_LINES`, as every checkpoint's page holds them all.
         self.lines += lines[: max(0, _MAX_LINES - len(self.lines))]
 
     def rows(self) -> list[SplitRow]:
-        """Return a row for each replica of each split."""
+        """Return one row for each replica of each split."""
         for key, split in self._latest.items():
             for row, shape in zip(self._seen[key], _shapes(split), strict=True):
                 row.latest_shape = shape
         return [row for rows in self._seen.values() for row in rows]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` takes, fit for JSON."""
+        """Return rows and lines, fit for JSON."""
         return {"rows": [asdict(row) for row in self.rows()], "lines": self.lines}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what a checkpoint kept."""
+        """Continue the log that a checkpoint stored."""
         self.lines, self._seen, self._latest, self._now = list(state["lines"]), {}, {}, {}
         by_split: dict[int, list[SplitRow]] = {}
         for values in state["rows"]:
             row = SplitRow(**values)
             by_split.setdefault(row.number, []).append(row)
         for rows in by_split.values():
+            # The same key as in `_noted`, so that a split seen before the resume is not printed again.
             key = (rows[0].block, *(row.rows for row in rows), *(row.device for row in rows))
             self._seen[key] = rows
 

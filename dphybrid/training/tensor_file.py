@@ -1,11 +1,14 @@
-"""Tensors in safetensors files, in slices: a table larger than the free memory is written and read.
+"""Reads and writes tensors of safetensors files slice by slice, so that a table may be larger than the free
+memory.
 
-Its library's writer is not used: it wants whole tensors, and rows that lie with several processes come slice
-by slice.
+The writer of the safetensors library is not used, because it needs whole tensors: the rows of a table that is
+spread over several processes arrive in slices.
 
-A table's rows and states in a checkpoint: `tables/NAME.safetensors` holds all of them, and where there is a
-`changed/NAME.safetensors`, that holds those rows that have changed since, with their numbers. Everything that
-reads tables of checkpoints does it here. Letters: V rows of a table, U changed ones, D width.
+In a checkpoint, `tables/NAME.safetensors` holds all rows and states of a table. If there is a
+`changed/NAME.safetensors`, it holds the rows that have changed since, with their row numbers, and takes
+precedence. All reading of tables from checkpoints goes through this module.
+
+Letters: V rows of a table, U changed ones, D width.
 """
 
 import json
@@ -31,17 +34,17 @@ _NAMES = {
 }  # fmt: skip
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _SLICE_BYTES = 2**20
-"""Stays in a processor's cache between copying, summing and writing."""
+"""Small enough to stay in the processor's cache from copying to checksum to writing."""
 
 REMEDY = "use another checkpoint, or delete this one's folder"
 
 IDS = "row_numbers"
-"""Name of the changed rows' numbers in their file."""
+"""Name of the tensor of row numbers in a file of changed rows."""
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write named tensors, any device; return the file's `BlockSums` in hex. Whoever asks for it has the disk
-    keep the file."""
+    """Write named tensors from any device; return the file's `BlockSums` in hex. The caller must fsync the
+    file."""
     sums = BlockSums()
     with naming(path), path.open("wb") as file:
         for piece in _pieces(tensors):
@@ -53,12 +56,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
 def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     header: dict[str, object] = {}
     offset = 0
-    # Sorted: the same tensors give the same file, however they came to be.
+    # Sorted, so that the same tensors give the same file whatever their order.
     for name, tensor in sorted(tensors.items()):
         place = [offset, offset := offset + tensor.nbytes]
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
     head = json.dumps(header, separators=(",", ":")).encode()
-    # So that mapped tensors begin at a multiple of eight bytes.
+    # Padded, so that the tensors of a mapped file start at a multiple of eight bytes.
     head += b" " * (-len(head) % 8)
     yield len(head).to_bytes(8, "little")
     yield head
@@ -76,7 +79,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all tensors of a file by name."""
+    """Return the shapes of a file's tensors by name; reads its header only."""
     return {name: tuple(entry["shape"]) for name, entry in _header(path)[0].items()}
 
 
@@ -88,14 +91,14 @@ def _stored_tensor(path: Path, name: str) -> Tensor:
 
 
 def _read_into(path: Path, name: str, target: Tensor, ids_U: Tensor | None = None) -> None:
-    """Fill `target` (V, ...) in place from the tensor `name` of a file, slice by slice, or its rows ids_U
-    (ascending). Raises UserError when shapes differ."""
+    """Fill `target` (V, ...) in place from the tensor `name` of a file, slice by slice. ids_U: fill only
+    these rows (ascending). Raises UserError when shapes differ."""
     entries, start = _header(path)
     shape = tuple(entries[name]["shape"])
     if ids_U is None and shape != tuple(target.shape):
         raise UserError(
-            f"{path}: {name} has shape {shape}, the model's table has {tuple(target.shape)}; was it trained "
-            "on other data?"
+            f"{path}: {name} has shape {shape}, but the model's table has {tuple(target.shape)}; use the "
+            "data and config it was trained with"
         )
     if not shape:
         target.copy_(_stored_tensor(path, name))
@@ -107,7 +110,7 @@ def _read_into(path: Path, name: str, target: Tensor, ids_U: Tensor | None = Non
         file.seek(start + entries[name]["data_offsets"][0])
         for first in range(0, shape[0], step):
             last = min(first + step, shape[0])
-            # Not mapped: its pages would count as this process's memory, a second table for a while.
+            # Not mapped: the pages would count as memory of this process, as much as a second table.
             raw = np.fromfile(file, np.uint8, (last - first) * row_bytes)
             part = torch.from_numpy(raw).view(dtype).view(last - first, *shape[1:]).to(target.dtype)
             if ids_U is None:
@@ -117,7 +120,7 @@ def _read_into(path: Path, name: str, target: Tensor, ids_U: Tensor | None = Non
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """Return the entries of a file by name, and where its data starts."""
+    """Return the header entries of a file by name, and the offset of its data."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         entries = json.loads(file.read(length))
@@ -126,40 +129,42 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def _mapped_tensor(path: Path, name: str, like: Tensor, sums: str) -> Tensor:
-    """Return the tensor `name` (V, ...) of the file, mapped into memory. The first lookup that reads a block
-    of the file checks it, and raises UserError when it is damaged (`embedding.native`).
+    """Return the tensor `name` (V, ...) of the file, mapped into memory. The first lookup in a block of the
+    file checks it and raises UserError if it is damaged (`embedding.native`).
 
-    Writing does not reach the file. sums: of `BlockSums`. Raises UserError when shape or type differ from
-    those of `like`, and for a damaged header.
+    Writes to the tensor do not reach the file. sums: its `BlockSums` in hex. Raises UserError when shape or
+    type differ from those of `like`, and for a damaged header.
     """
     blocks = _Blocks(path, sums)
-    blocks.check(np.array([0, path.stat().st_size - 1]))  # the header, and that nothing is cut off
+    # The blocks of the first and the last byte: the header is read next, and a file may be cut off.
+    blocks.check(np.array([0, path.stat().st_size - 1]))
     entries, data = _header(path)
     entry = entries[name]
-    there, wanted = (entry["dtype"], *entry["shape"]), (_NAMES[like.dtype], *like.shape)
-    if there != wanted:
+    stored, wanted = (entry["dtype"], *entry["shape"]), (_NAMES[like.dtype], *like.shape)
+    if stored != wanted:
         raise UserError(
-            f"{path}: {name} is {there}, the model's table is {wanted}; was it trained on other data?"
+            f"{path}: {name} is {stored}, but the model's table is {wanted}; use the data and config it was "
+            "trained with"
         )
     start, stop = (data + offset for offset in entry["data_offsets"])
-    # Copy on write: changed rows are laid over it, the file stays as it is.
+    # "c" is copy on write: `mapped_weight` writes changed rows into memory, and the file stays as it is.
     raw = np.memmap(path, np.uint8, "c", start, (stop - start,))
     row_bytes = len(raw) // like.shape[0]
 
     def check_read(ids_N: Tensor) -> None:
         first_N = start + row_bytes * ids_N.numpy()
-        # A row may begin in one block and end in a later one.
+        # A row may start in one block and end in a later one.
         for within in (*range(0, row_bytes, BLOCK), row_bytes - 1):
             blocks.check(first_N + within)
 
-    found = torch.from_numpy(raw).view(like.dtype).view(like.shape)
-    # As long as `raw` is in memory, which `found` holds.
-    check_when_read(found, check_read, raw)
-    return found
+    mapped = torch.from_numpy(raw).view(like.dtype).view(like.shape)
+    # The check stays registered while `raw` exists, and `mapped` keeps a reference to it.
+    check_when_read(mapped, check_read, raw)
+    return mapped
 
 
 class _Blocks:
-    """The blocks of a file, each of which is compared with its sum when it is first read."""
+    """The blocks of a file. Each is compared with its checksum when it is first read."""
 
     def __init__(self, path: Path, sums: str) -> None:
         self._path, self._wanted = path, np.frombuffer(bytes.fromhex(sums), ">u4")
@@ -170,8 +175,8 @@ class _Blocks:
         self._whole = np.zeros(len(self._wanted), bool)
 
     def check(self, places_N: np.ndarray) -> None:
-        """Raise UserError when the block under one of these bytes is damaged."""
-        # Once all are checked, a lookup costs nothing more.
+        """Raise UserError if a block with one of these byte offsets is damaged."""
+        # Once all blocks are checked, a lookup costs nothing more.
         if self._whole.all():
             return
         blocks_N = places_N // BLOCK
@@ -183,30 +188,30 @@ class _Blocks:
 
 
 def rows_of(name: str) -> str:
-    """Return the name of the changed rows of a tensor in their file; under the name itself it is there
-    whole."""
+    """Return the name under which a file of changed rows holds those of tensor `name`. A state that is not by
+    row is there whole, under its own name."""
     return f"rows.{name}"
 
 
 def table_file(checkpoint: Path, table: str) -> Path:
-    """Return the file that holds all rows of a table, as they were at the last full checkpoint."""
+    """Return the path of the file with all rows of a table, as of the last full checkpoint."""
     return checkpoint / "tables" / f"{table}.safetensors"
 
 
 def changed_file(checkpoint: Path, table: str) -> Path:
-    """Return the file of the rows changed since, which a full checkpoint has not."""
+    """Return the path of the file with the rows changed since; a full checkpoint has none."""
     return checkpoint / "changed" / f"{table}.safetensors"
 
 
 def changed_rows(checkpoint: Path, table: str) -> Tensor | None:
-    """Return the numbers of the rows changed since the last full checkpoint, None in a full one."""
+    """Return the numbers of the rows changed since the last full checkpoint, or None in a full one."""
     file = changed_file(checkpoint, table)
     return _stored_tensor(file, IDS) if file.is_file() else None
 
 
 def read_table(checkpoint: Path, table: str, name: str, target: Tensor) -> None:
-    """Fill `target` in place with the weight or the state `name` of a table, slice by slice. Raises UserError
-    when shapes differ."""
+    """Fill `target` in place with a table's weight or state `name`, slice by slice. Raises UserError when
+    shapes differ."""
     _read_into(table_file(checkpoint, table), name, target)
     if (ids_U := changed_rows(checkpoint, table)) is not None:
         file = changed_file(checkpoint, table)
@@ -215,9 +220,9 @@ def read_table(checkpoint: Path, table: str, name: str, target: Tensor) -> None:
 
 
 def mapped_weight(checkpoint: Path, table: str, like: Tensor, sums: str) -> Tensor:
-    """Return the rows of a table mapped into memory: what is read of them is loaded and checked then. Changed
-    rows, and what lies on their pages, are in memory at once. Raises UserError when shape or type differ from
-    those of `like`."""
+    """Return the rows of a table mapped into memory: rows are loaded and checked when they are read. Only the
+    pages of changed rows are loaded at once. Raises UserError when shape or type differ from those of
+    `like`."""
     weight = _mapped_tensor(table_file(checkpoint, table), "weight", like, sums)
     if (ids_U := changed_rows(checkpoint, table)) is not None:
         _read_into(changed_file(checkpoint, table), rows_of("weight"), weight, ids_U)

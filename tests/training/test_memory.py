@@ -49,7 +49,7 @@ def test_a_batch_in_parts_gives_the_same_steps(data_dir: Path, capsys: pytest.Ca
     shown = capsys.readouterr().out
     told = "out of memory in step 5 with a batch of 64 rows: CUDA out of memory. Tried to allocate 2.00 GiB."
     assert shown.count(told) == 1
-    assert "going on with each batch in 4 parts" in shown
+    assert "continuing with each batch in 4 parts" in shown
     for name, tensor in whole.items():
         torch.testing.assert_close(parts[name], tensor, rtol=1e-9, atol=1e-12)
     with refused(r"out of memory in step 5 .*(?s:.)*4 parts already; lower train.batch_size"):
