@@ -1,5 +1,5 @@
-"""Several processes, perhaps on several machines, that train one model: the table in rows over all of them,
-on TorchRec.
+"""Training of one model by several processes (ranks), on one or more machines. The rows of its table are
+spread over all ranks, with TorchRec.
 
-Nothing here imports TorchRec before a rank begins to work: a run of one process never does.
+TorchRec is imported only in a rank that trains; a run of one process never imports it.
 """

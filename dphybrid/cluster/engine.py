@@ -1,5 +1,5 @@
-"""The engine of several ranks, in the process that starts them. It refuses what ranks compute differently, or
-not yet, before work starts."""
+"""The engine of several ranks, in the process that starts them. Before work starts it refuses experiments
+that ranks compute differently or cannot train yet."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -23,15 +23,16 @@ from dphybrid.util.stop import Interrupted, StopRequest
 
 _INSTALL = "pip install 'dphybrid[cluster]' (docs/cluster.md says how on a machine without a GPU)"
 _NEEDED = {"torchrec": "1.8.", "fbgemm-gpu": "1.8.", "torch": "2.13."}
-"""Packages and the versions that belong together."""
+"""Versions of the packages that work together."""
 
 _NODES = "dphybrid.nodes"
-"""Tag of a run: its machines."""
+"""Tag of a run: the number of its machines."""
 
 
 class ClusterEngine(Engine):
-    """Training by `cluster.ranks` processes, which share the rows of the model's one table."""
+    """Training by `cluster.ranks` processes, which share the rows of the model's only table."""
 
+    # The machine that evaluates the finished run may not have the memory of all ranks.
     mapped = True
 
     def check(
@@ -53,8 +54,8 @@ class ClusterEngine(Engine):
             weight = data.manifest.facts.get("weight")
             what = f"data.weight={weight}" if task == "binary" else f"a {task} label"
             raise UserError(
-                f"cluster.ranks={ranks}: {what} was not tried with several ranks, which learn binary labels "
-                "without weights; use cluster.ranks=0, one process"
+                f"cluster.ranks={ranks}: {what} was not tried with several ranks, only binary labels without "
+                "weights; use cluster.ranks=0, one process"
             )
 
     def check_model(self, model: nn.Module) -> None:
@@ -62,41 +63,43 @@ class ClusterEngine(Engine):
         if len(tables) != 1:
             several, none = (
                 "put them into one HostEmbeddingCollection",
-                "DistributedDataParallel trains without",
+                "for a model without tables use torch's DistributedDataParallel",
             )
             raise UserError(
-                f"{where}: the model has {len(tables)} tables ({', '.join(tables) or 'none'}), and the ranks "
-                f"share one; {several if tables else none}"
+                f"{where}: the model has {len(tables)} tables ({', '.join(tables) or 'none'}), but ranks "
+                f"need exactly one; {several if tables else none}"
             )
         (table,) = tables.values()
         if table.dim % 4:
             raise UserError(
-                f"{where}: the rows of table {table.name!r} are {table.dim} wide, and the kernels there want "
+                f"{where}: the rows of table {table.name!r} are {table.dim} wide, but FBGEMM's kernels need "
                 f"a multiple of 4; use {-(-table.dim // 4) * 4} (model.dim)"
             )
 
     def launch(
         self, folder: Path, devices: str, settings: Settings, stop: StopRequest, meeting: Meeting | None
     ) -> bool:
-        """Train a built run; a rank that dies is started again with all others, from the newest checkpoint,
+        """Train a built run in ranks. When a rank dies, all ranks restart from the newest checkpoint, up to
         `cluster_restarts` times.
 
-        meeting: with other machines, each of which starts as many ranks; None: all are here. Raises UserError
-        for what the ranks refuse, Interrupted when they were stopped.
+        meeting: the job over several machines, each with the same number of ranks; None: all ranks are on
+        this machine. Raises UserError if the ranks refuse the run, Interrupted if they were stopped.
         """
         (folder / OUTCOME).unlink(missing_ok=True)
         outcome = train_in_ranks(folder, self.config.cluster.ranks, settings, stop, meeting)
         if outcome.state == "refused":
             raise UserError(outcome.words)
         if outcome.state == "stopped":
-            if not stop.pending:  # a signal to the ranks themselves; or another machine is wanted for others
+            # Without a request to this process, a signal reached a rank, or another machine gave way.
+            if not stop.pending:
                 stop.ask("a request to a rank", requeue=meeting is not None)
             interruption = stop.interruption()
             raise Interrupted(outcome.words, interruption.signal_number, interruption.requeue)
         return True
 
     def tags(self, tags: Mapping[str, str]) -> dict[str, str]:
-        # one machine, unless the tags say more: a resumed run may have had others
+        # In this order: given tags replace the default of one machine, but not the number of ranks, which a
+        # resume may have changed.
         return {_NODES: "1", **tags, "dphybrid.ranks": str(self.config.cluster.ranks)}
 
     def shown_devices(self, devices: str, tags: Mapping[str, str]) -> str:
@@ -104,16 +107,17 @@ class ClusterEngine(Engine):
         return f"{nodes} x {self.config.cluster.ranks // nodes} ranks on {devices}"
 
     def num_parts(self, devices: str, in_first_split: int = 0) -> int:
-        return in_first_split or self.config.cluster.ranks  # a resume may have changed their number
+        return in_first_split or self.config.cluster.ranks  # the first split: a resume may have other ranks
 
     def new_tables(self, filled: bool) -> AbstractContextManager[None]:
+        # The whole table may not fit into this process: each rank draws its own rows later.
         return deferred_rows()
 
 
 def check_installed(ranks: int) -> None:
-    """Raise UserError when what the ranks run on is not there, or in versions that do not belong together."""
+    """Raise UserError if a package that ranks need is missing or has a version that does not fit."""
     found = {name: installed_version(name) for name in _NEEDED}
-    # Its build for machines without CUDA is a package of another name.
+    # The build for machines without CUDA is a package of another name.
     found["fbgemm-gpu"] = found["fbgemm-gpu"] or installed_version("fbgemm-gpu-cpu")
     wrong = [
         f"{name} {found[name] or 'is missing'}, needed {prefix}*"
@@ -125,7 +129,7 @@ def check_installed(ranks: int) -> None:
 
 
 def installed_version(package: str) -> str:
-    """Return a package's version, "" where it is not installed."""
+    """Return a package's version, or "" if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -144,6 +148,8 @@ def _reason(
     callbacks: Sequence[Callback],
     here: int,
 ) -> str:
+    """Return why ranks cannot train the experiment, with a remedy; "" if they can. here: ranks of this
+    machine."""
     table, train, ranks = config.table, config.train, config.cluster.ranks
     spec = parse_device_spec(devices)
     if one_process:
@@ -152,18 +158,16 @@ def _reason(
             "recipe of your own with one table"
         )
     if table.optimizer not in ("adagrad", "sgd"):
-        return (
-            f"table.optimizer={table.optimizer} has no equal in TorchRec's sharded tables; use adagrad or sgd"
-        )
+        return f"table.optimizer={table.optimizer} has no equal among FBGEMM's optimizers; use adagrad or sgd"
     if table.optimizer == "sgd" and table.weight_decay:
         return (
-            f"table.weight_decay={table.weight_decay:g} with table.optimizer=sgd, of which FBGEMM takes no "
-            "weight decay; use adagrad, or 0"
+            f"table.weight_decay={table.weight_decay:g} with table.optimizer=sgd: FBGEMM ignores the weight "
+            "decay of sgd; use adagrad, or 0"
         )
     if table.dtype == "bfloat16":
-        return "table.dtype=bfloat16 rounds otherwise there; use table.dtype=model"
+        return "table.dtype=bfloat16: FBGEMM rounds such rows differently; use table.dtype=model"
     if config.model.dtype == "float64":
-        return "model.dtype=float64: the kernels there compute rows in float32; use model.dtype=float32"
+        return "model.dtype=float64: FBGEMM computes rows in float32; use model.dtype=float32"
     if settings.table_storage == "mmap":
         return "DPHYBRID_TABLE_STORAGE=mmap: each rank holds its rows in memory; use memory, or more ranks"
     if train.precision != "float32":
@@ -171,32 +175,36 @@ def _reason(
     if train.compile:
         return "train.compile was not tried with several ranks; leave it out"
     if train.callbacks or callbacks:
-        return "callbacks (train.callbacks) cannot be called: other processes train; leave them out"
+        return "callbacks (train.callbacks) cannot be called, as other processes train; leave them out"
     if train.check_split:
-        return "train.check_split looks at replicas of one process; check first, with one process"
+        return "train.check_split compares replicas of one process; run the check first, with one process"
     if train.warm_start and config.data.model_dump().get("base"):
-        return "train.warm_start with data.base grows a table in one process; train a step there, then resume"
+        return (
+            "train.warm_start with data.base grows the table, which only one process can do; train a step "
+            "with one process, then resume"
+        )
     if 0 < train.batch_size < ranks:
         return _too_small(train.batch_size, ranks)
     if spec.text != "cpu" and len(spec.names) != here:
         remedy = f"use devices=cpu, or as many GPUs as ranks here, {here}"
-        return f"devices={devices} are {len(spec.names)}, and each rank has one; {remedy}"
+        return f"devices={devices} are {len(spec.names)}, but each rank needs one; {remedy}"
     if spec.virtual:
-        return f"devices={devices} are virtual; each rank has one device of its own, use devices=cpu"
+        return f"devices={devices} are virtual, but each rank needs a device of its own; use devices=cpu"
     return ""
 
 
 def versions() -> dict[str, str]:
-    """Return what must be the same on all machines of a job."""
+    """Return the package versions that must be equal on all machines of a job."""
     return {name: installed_version(name) for name in ("dphybrid", "torch", "torchrec")}
 
 
 def difference(host: str, facts: Mapping[str, str], wanted_on: str, wanted: Mapping[str, str]) -> str | None:
-    """Return which of its facts differ on a host from another one's, and what to do; None: none."""
+    """Return the first fact (version or digest) of `host` that differs from `wanted_on`'s, with a remedy, or
+    None."""
     for what, value in facts.items():
         if value != wanted.get(what, ""):
             return (
-                f"{host} has {what} {value[:16] or 'not at all'}, {wanted_on} has "
+                f"{host} has {what} {value[:16] or '(none)'}, but {wanted_on} has "
                 f"{wanted.get(what, '')[:16]}; give all machines the same files and versions"
             )
     return None

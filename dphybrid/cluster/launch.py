@@ -1,7 +1,7 @@
-"""Starts the ranks of a run as processes of this machine, and starts all of them anew after one has died.
+"""Starts the ranks of a run as processes of this machine, and restarts all of them when one dies.
 
-Ranks meet through files in a folder that only their user can enter. Several machines share that folder, and
-number their starts by its files: who starts again makes the others start again.
+Ranks find each other through files in a folder that only their user can enter. Several machines share that
+folder and number their starts by its files: when one machine restarts its ranks, the others follow.
 """
 
 import contextvars
@@ -30,10 +30,11 @@ from dphybrid.util.stop import StopRequest, watching
 
 _POLL_S = 0.2
 _END_S = 30.0
-"""Time that ranks get to end after a signal, before they are killed."""
+"""How long ranks may take to end after a signal before they are killed."""
 _NOTICE_S = 5.0
-"""Time that ranks get to notice that another one has died, before they are killed."""
+"""How long ranks may take to notice that another one has died before they are killed."""
 
+# Environment variables of a rank: who started it, where ranks meet, the file that asks it to stop.
 _PARENT = "DPHYBRID_CLUSTER_PARENT"
 STORE = "DPHYBRID_CLUSTER_STORE"
 _STOP_FILE = "DPHYBRID_CLUSTER_STOP_FILE"
@@ -41,11 +42,11 @@ _LOOPBACK = "127.0.0.1"
 OUTCOME = "ranks.json"
 
 PROGRAM = "dphybrid.run.joined"
-"""The module that a rank runs, with the run's folder. Tests of the processes put another one here."""
+"""The module that a rank runs, with the run's folder as its argument. Tests replace it by a stand-in."""
 
 
 class Outcome(Page):
-    """`ranks.json`: how the ranks of a run ended, when they ended in good order. words: for people."""
+    """`ranks.json`: how the ranks of a run ended. Missing if they crashed. words: the message to show."""
 
     state: Literal["trained", "stopped", "refused"]
     words: str = ""
@@ -53,11 +54,11 @@ class Outcome(Page):
 
 @dataclass(frozen=True)
 class Meeting:
-    """Which ranks of a job this machine starts: all, unless there are several machines.
+    """The part of this machine in a job. By default it is the only machine and starts all ranks.
 
-    job: name of this start of the run, never used before. nodes: machines; node: number of this one. address:
-    of this machine, as the others reach it. look: called several times a second while ranks run; an exception
-    from it ends them.
+    job: unique name of this start of the run. nodes: number of machines. node: index of this one. address:
+    the one by which the other machines reach this one. look: called several times a second while ranks run;
+    an exception from it ends them.
     """
 
     job: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -68,39 +69,41 @@ class Meeting:
 
 
 def address_towards(host: str, named: str = "") -> str:
-    """Return this machine's address for other ranks: `named` (DPHYBRID_CLUSTER_ADDRESS), else the one from
-    which it reaches a host.
+    """Return the address at which other ranks reach this machine: `named` (DPHYBRID_CLUSTER_ADDRESS), else
+    the address of the interface that leads to `host`.
 
-    Raises UserError for a public address that nobody named, and when there is no way to the host.
+    Raises UserError if that address is public, or if there is no route to `host`.
     """
     if named:
         return named
     try:
         family, kind, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:  # connecting sends nothing
+        # Connecting a UDP socket sends nothing; it makes the kernel choose the interface. Any port will do.
+        with socket.socket(family, kind) as probe:
             probe.connect(there)
             address = str(probe.getsockname()[0])
     except OSError as error:
         raise UserError(
-            f"no way to {host} ({error}); set DPHYBRID_CLUSTER_ADDRESS to this machine's address"
+            f"no route to {host} ({error}); set DPHYBRID_CLUSTER_ADDRESS to this machine's address"
         ) from error
     if ipaddress.ip_address(address.partition("%")[0]).is_global:
         raise UserError(
-            f"ranks would listen at the public address {address}, and have no password; set "
+            f"ranks would listen at the public address {address} without a password; set "
             "DPHYBRID_CLUSTER_ADDRESS to an address in a trusted network, or to this one behind a firewall"
         )
     return address
 
 
 def rank_environment(settings: Mapping[str, object], address: str = _LOOPBACK) -> dict[str, str]:
-    """Return the variables that all ranks here share: this process's, and the settings.
+    """Return the environment variables that all ranks of this machine share: those of this process, and the
+    settings.
 
-    address: of this machine, as the other ranks reach it. Ranks listen at its interface, unless this
-    process's variables name another.
+    address: the one by which other ranks reach this machine. Ranks listen at its interface, unless this
+    process's variables name another one.
     """
     values = {f"DPHYBRID_{name.upper()}": str(value) for name, value in settings.items() if value is not None}
     known = {
-        # as torchrun has it: ranks side by side share the cores
+        # One thread by default, like torchrun: the ranks share the cores.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(Path.cwd())])),
         _PARENT: _name_of(os.getpid()),
@@ -116,20 +119,21 @@ def rank_environment(settings: Mapping[str, object], address: str = _LOOPBACK) -
 def train_in_ranks(
     folder: Path, ranks: int, settings: Settings, stop: StopRequest, meeting: Meeting | None
 ) -> Outcome:
-    """Train the run of a folder by this machine's share of its ranks; return how they ended.
+    """Train the run of a folder with this machine's share of its ranks; return how they ended.
 
-    meeting: with other machines; None: all ranks are here. Raises UserError when they died too often.
+    meeting: the job over several machines; None: all ranks are on this one. Raises UserError if ranks died
+    too often.
     """
     logs, meeting = folder / "ranks", meeting or Meeting()
     here = ranks // meeting.nodes
-    print(f"Starting {here} ranks; what the others than the first print is in {logs}", flush=True)
+    print(f"Starting {here} ranks; only the first prints here, the others into {logs}", flush=True)
     environment = rank_environment(settings.model_dump(mode="json"), meeting.address)
     restarts = settings.cluster_restarts
     code = run_ranks(here, (PROGRAM, str(folder)), folder, environment, restarts, stop, meeting)
     if not (folder / OUTCOME).is_file():
         raise UserError(
-            f"the ranks of run {folder.name} ended with exit code {code}, after {restarts} restarts at most; "
-            f"what they said is above and in {logs}; go on from the newest checkpoint with --resume"
+            f"the ranks of run {folder.name} ended with exit code {code} after at most {restarts} restarts; "
+            f"see their output above and in {logs}, then continue from the newest checkpoint with --resume"
         )
     return Outcome.read(folder / OUTCOME)
 
@@ -144,26 +148,29 @@ def run_ranks(
     meeting: Meeting,
 ) -> int:
     """Run `python -m MODULE...` as `count` ranks on this machine until all have ended; return 0, or the exit
-    code of one that failed after the last restart.
+    code of a rank that failed after the last restart.
 
-    The first rank's lines go to this process's output, the others' into files in folder/ranks. stop: reaches
-    the ranks through a file there; they end with a checkpoint. environment: of `rank_environment`. meeting:
-    other machines see the same folder. Raises UserError when others could read folder/ranks.
+    The first rank prints to this process's output, the others into files in folder/ranks. environment: from
+    `rank_environment`. stop: a request is passed to the ranks through a file in folder/ranks; they end with a
+    checkpoint. meeting: all machines of the job must see the same folder. Raises UserError if other users
+    could read folder/ranks.
     """
-    logs = own_folder(folder / "ranks")  # ranks meet there
+    # Ranks exchange addresses through files there, so no other user may write into it.
+    logs = own_folder(folder / "ranks")
     for old in [*logs.glob("*.store"), *logs.glob("*.stop")]:
-        # The first machine alone: another one would remove what it has just written.
+        # Only the first machine cleans up: another one could remove files that the first has just written.
         if meeting.node == 0 and not old.name.startswith(meeting.job):
             old.unlink(missing_ok=True)
     start = _Starts(count, module, logs, environment, meeting, stop)
     attempt, code = 0, 1
-    # A start has the same number on all machines: who failed goes to the next one, and the others follow.
+    # The number of a start is the same on all machines. A machine whose rank failed goes on to the next
+    # number, and the others follow.
     while code and attempt <= restarts:
         code = start.run(attempt)
         later = max(attempt + 1, start.newest())
         if code and later <= restarts:
             print(
-                f"A rank ended with exit code {code}: all ranks start again from the newest checkpoint "
+                f"A rank ended with exit code {code}: restarting all ranks from the newest checkpoint "
                 f"(restart {later} of {restarts})",
                 flush=True,
             )
@@ -174,7 +181,7 @@ def run_ranks(
 
 @dataclass(frozen=True)
 class _Starts:
-    """Starts the ranks of this machine together, and ends them together."""
+    """Starts the ranks of this machine and ends them together. Fields as in `run_ranks`."""
 
     count: int
     module: Sequence[str]
@@ -188,22 +195,22 @@ class _Starts:
         return self.logs / f"{self.meeting.job}.stop"
 
     def newest(self) -> int:
-        """Return the number of the newest start on any machine."""
+        """Return the highest number of a start on any machine."""
         stores = self.logs.glob(f"{self.meeting.job}-*.store")
         return max((int(store.stem.rpartition("-")[2]) for store in stores), default=0)
 
     def run(self, attempt: int) -> int:
-        """Start the ranks and wait for their end; return 0, or the exit code of one that failed. A start with
-        a higher number on another machine ends them as well."""
+        """Start the ranks and wait for their end; return 0, or the exit code of a failed rank. They are also
+        ended when another machine makes a start with a higher number."""
         ranks = [self._start(local, attempt) for local in range(self.count)]
         printing = _print_lines_of(ranks[0])
         try:
             while any(rank.poll() is None for rank in ranks):
-                # the others notice by themselves, and write what they lack; who does not is killed
+                # Healthy ranks notice the loss themselves and may finish writing; the others are killed.
                 if code := next((rank.returncode for rank in ranks if rank.returncode), 0):
                     _end(ranks, None, _NOTICE_S)
                     return code
-                # another machine has started again: these would wait for ranks that are gone
+                # Another machine has restarted: the ranks here wait for processes that no longer exist.
                 if self.meeting.nodes > 1 and self.newest() > attempt:
                     _end(ranks, signal.SIGKILL, _NOTICE_S)
                     return -signal.SIGKILL
@@ -220,22 +227,23 @@ class _Starts:
     def _start(self, local: int, attempt: int) -> "subprocess.Popen[bytes]":
         rank = self.meeting.node * self.count + local
         values = {
-            # the names that torchrun gives them, so that a program of torch's finds its place
+            # The same names as torchrun's, so that torch finds its rank.
             "RANK": rank,
             "LOCAL_RANK": local,
             "WORLD_SIZE": self.count * self.meeting.nodes,
             "LOCAL_WORLD_SIZE": self.count,
             "TORCHELASTIC_RESTART_COUNT": attempt,
-            # a new file for each start: addresses of the last one would keep ranks waiting (pytorch#135712)
+            # A new file for each start: ranks would wait at the addresses of the last one (pytorch#135712).
             STORE: self.logs / f"{self.meeting.job}-{attempt}.store",
             _STOP_FILE: self.stop_file,
         }
         environment = {**self.environment, **{name: str(value) for name, value in values.items()}}
         log = self.logs / f"rank-{rank}.start-{attempt}.log"
         with log.open("wb") if local else open(os.devnull, "wb") as file:
-            # A terminal is handed on, so that the rank draws its bar there; a flow run's log takes lines.
+            # In a terminal the first rank inherits it, to draw its progress bar. Otherwise its lines are
+            # piped and printed here, because a flow run's log only gets what this process prints.
             piped = None if sys.stdout.isatty() else subprocess.PIPE
-            # A session of its own: a terminal's Ctrl-C reaches this process alone, which hands it on.
+            # A new session: Ctrl-C reaches only this process, which asks all ranks to stop.
             return subprocess.Popen(
                 [sys.executable, "-m", *self.module],
                 env=environment,
@@ -246,8 +254,8 @@ class _Starts:
 
 
 def _print_lines_of(rank: "subprocess.Popen[bytes]") -> list[threading.Thread]:
-    """Print what a rank writes into its pipes as this process's own output, which a flow run's log gets, too.
-    Returns the threads that do it."""
+    """Print the lines that a rank writes into its pipes as output of this process, so that they reach a flow
+    run's log. Return the threads that do so."""
 
     def pass_on(pipe: IO[bytes], out: TextIO) -> None:
         for line in pipe:
@@ -256,6 +264,7 @@ def _print_lines_of(rank: "subprocess.Popen[bytes]") -> list[threading.Thread]:
     threads = []
     for pipe, out in ((rank.stdout, sys.stdout), (rank.stderr, sys.stderr)):
         if pipe is not None:
+            # With this thread's context, by which Prefect finds the flow run whose log gets the lines.
             run = contextvars.copy_context().run
             threads.append(threading.Thread(target=run, args=(pass_on, pipe, out), daemon=True))
             threads[-1].start()
@@ -263,7 +272,8 @@ def _print_lines_of(rank: "subprocess.Popen[bytes]") -> list[threading.Thread]:
 
 
 def _end(ranks: Sequence["subprocess.Popen[bytes]"], number: int | None, wait_s: float) -> None:
-    """End ranks that run: by a signal, if any, and by force when they take longer than `wait_s`."""
+    """End the ranks that still run: send the signal `number`, if any, and kill those that take longer than
+    `wait_s`."""
     for rank in ranks:
         if number is not None and rank.poll() is None:
             rank.send_signal(number)
@@ -277,22 +287,23 @@ def _end(ranks: Sequence["subprocess.Popen[bytes]"], number: int | None, wait_s:
 
 
 def _name_of(pid: int) -> str:
-    # The kernel reuses numbers; the start time tells one process from a later one.
+    # With the start time, because the kernel reuses process ids.
     return f"{pid}:{psutil.Process(pid).create_time()}"
 
 
 def reason_outside() -> str:
-    """In a rank: why the process that started the ranks asks them to end; "" while it does not."""
+    """In a rank: return why the process that started it asks it to end; "" if it does not."""
     file = os.environ.get(_STOP_FILE)
     return Path(file).read_text(encoding="utf-8") if file and Path(file).exists() else ""
 
 
 @contextmanager
 def asked_from_outside(stop: StopRequest) -> Iterator[None]:
-    """In a rank: ask `stop` when the process that started the ranks says so by a file, or is gone.
+    """In a rank: during the block, pass on a stop request of the process that started it, and stop when that
+    process has died.
 
-    A rank of a starter that is gone before the ranks have met ends at once: it would wait for others that may
-    never come, has nothing to keep, and nobody would end it.
+    If it died before the ranks have connected, the rank exits at once: it has no work to save, would wait for
+    ranks that may never come, and no process is left to end it.
     """
     parent = os.environ.get(_PARENT)
 
@@ -301,10 +312,11 @@ def asked_from_outside(stop: StopRequest) -> Iterator[None]:
             stop.ask(reason)
         if not parent or _lives(parent):
             return False
-        from torch.distributed import is_initialized  # here: who starts ranks needs no torch
+        # Imported here, because the process that starts ranks does not need torch.
+        from torch.distributed import is_initialized
 
         if not is_initialized():
-            os._exit(1)  # without a word: the pipe that its lines go into has lost its reader
+            os._exit(1)  # prints nothing, as nobody reads its pipe any more
         stop.ask("the end of the process that started the ranks")
         return True
 

@@ -1,5 +1,4 @@
-"""The engine of a rank: with the others it takes a step, evaluates and writes checkpoints as one process
-does."""
+"""The engine of a rank: together, the ranks train, evaluate and write checkpoints as one process does."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -30,7 +29,7 @@ from dphybrid.util.stop import StopRequest
 
 
 class _SpreadWriter(CheckpointWriter):
-    """Writes full checkpoints on rank 0, which fetches the other ranks' rows; all ranks wait meanwhile."""
+    """Writes full checkpoints on rank 0, which fetches the rows of the other ranks. All ranks wait."""
 
     def __init__(
         self,
@@ -55,20 +54,20 @@ class _SpreadWriter(CheckpointWriter):
                     path = str(super().save(*given, **more))
                 except (UserError, OSError) as error:  # a full disk, say
                     problem = str(error)
-        # As text: raised on rank 0 alone, it would leave the others waiting in their next message.
-        path, problem = self._ranks.told((path, problem))
+        # Every rank raises the error: if only rank 0 did, the others would wait for its next message.
+        path, problem = self._ranks.broadcast((path, problem))
         if problem:
             raise UserError(problem)
         return Path(path)
 
 
 def _shares(rows: int, size: int) -> list[int]:
-    """Return how many of so many rows each rank gets."""
+    """Return how many of `rows` rows each of `size` ranks gets."""
     return [len(range(rows)[part_of(rows, (rank, size))]) for rank in range(size)]
 
 
 class RankEngine(ClusterEngine):
-    """Training as one of `cluster.ranks` processes. ranks: this process among them."""
+    """Training as one of `cluster.ranks` processes. ranks: this process's connection to the others."""
 
     def __init__(self, config: ExperimentConfig, ranks: Ranks) -> None:
         super().__init__(config)
@@ -81,8 +80,8 @@ class RankEngine(ClusterEngine):
         return resolve_devices(str(self.ranks.device))
 
     def place(self, model: nn.Module) -> None:
-        """Spread the one table of a model that was built without rows over all ranks. Raises UserError when
-        it does not fit."""
+        """Spread the model's only table, which was built without rows, over all ranks. Raises UserError if it
+        does not fit."""
         config = self.config
         self.table = spread_table(model, self.ranks, config.table, config.train.batch_size)
         self._parameters = [parameter for parameter in dense_parameters(model) if parameter.requires_grad]
@@ -91,11 +90,12 @@ class RankEngine(ClusterEngine):
         """Do nothing: the ranks agree to stop in their first step."""
 
     def step(self, session: Session, batch: dict[str, Tensor], alone: TrainStep) -> tuple[Tensor, Tensor]:
-        """Take one step with this rank's part of the batch; return loss and weight over all ranks."""
+        """Take one step with this rank's part of the batch; return the loss and number of terms summed over
+        all ranks."""
         trained, clock, config = session.trained, session.clock, session.config.train
         buffers = buffer_copies(trained.model) if config.on_nonfinite == "skip" else []
         assert trained.rows is not None
-        # a function of the step: a restart draws the same, and no rank's generator state is kept
+        # Seeded from step and rank: a restart draws the same, and checkpoints need no generator of each rank.
         number = config.seed * 1_000_003 + trained.progress.step
         torch.manual_seed((number * 65_537 + self.ranks.rank) % 2**63)
         with clock.stage("zero_grad"):
@@ -110,7 +110,8 @@ class RankEngine(ClusterEngine):
             own = [float(loss.detach()), float(weight.detach()), num_rows(batch)]
             sent, self.table.bytes_sent = self.table.bytes_sent, 0.0
             sums = self.ranks.sum(torch.tensor([*own, session.stop.pending, sent]).double())
-            # With the loss, in one message: all ranks stop after the same step, or wait for each other.
+            # Stop requests travel with the loss: all ranks must stop after the same step, or some would wait
+            # for the others. One message for all five numbers.
             self._asked, self._batch_rows = bool(sums[3] > 0), int(sums[2])
             self._bytes, self._steps = self._bytes + float(sums[4]), self._steps + 1
         with clock.stage("backward"):
@@ -130,7 +131,8 @@ class RankEngine(ClusterEngine):
             factors.append(min(1.0, config.clip_norm / (norm + 1e-6)))
             return factors[-1]
 
-        with clock.stage("row_update"):  # before the dense update: the norm of its gradients is known there
+        # Before the dense update: only the backward of the rows gives the norm by which both are clipped.
+        with clock.stage("row_update"):
             self.table.update(clipped if config.clip_norm > 0 else None)
         assert len(factors) == (config.clip_norm > 0)
         with clock.stage("dense_update"):
@@ -146,24 +148,25 @@ class RankEngine(ClusterEngine):
 
     def asked(self, stop: StopRequest) -> bool:
         if self._asked and not stop.pending:
-            # the other one may have seen the starter's request first
+            # Another rank may have seen the file with the request first: say the same reason as it does.
             stop.ask(reason_outside() or "another rank's request to end")
         return self._asked
 
     def metrics(self, outputs: dict[str, Tensor], rows: int, batch_size: int, task: Task) -> dict[str, float]:
-        """Compute the task's metrics over all ranks' outputs, which rank 0 puts in the order of rows."""
+        """Compute the task's metrics over the outputs of all ranks, in the order of rows."""
+        # Sorted: all ranks must send and receive in the same order.
         whole = {name: self._gathered(values, rows, batch_size) for name, values in sorted(outputs.items())}
-        return self.ranks.told(task.compute(whole) if self.ranks.leads else None)
+        return self.ranks.broadcast(task.compute(whole) if self.ranks.leads else None)
 
     def writer(self, folder: Path, trained: Trained, *encoder: Any) -> CheckpointWriter:
         return _SpreadWriter(self.ranks, self.table.spread, folder, trained, *encoder)
 
     def read(self, trained: Trained, load: Callable[[], object] | None) -> object:
-        """Have rank 0 read a checkpoint, rows into all ranks; all then hold its blocks and progress.
+        """Let rank 0 read a checkpoint into all ranks: to each its rows, to all the blocks and the progress.
 
-        load: on rank 0, or None there to start anew. Returns what it returned.
+        load: on rank 0, or None for a new run; ignored on the other ranks. Returns its result on all ranks.
         """
-        loads, problem, result = self.ranks.told(load is not None), "", None
+        loads, problem, result = self.ranks.broadcast(load is not None), "", None
         if loads and not self.ranks.leads:
             self.table.spread.serve()
         elif load is not None and self.ranks.leads:
@@ -172,16 +175,16 @@ class RankEngine(ClusterEngine):
                     result = load()
                 except UserError as error:
                     problem = str(error)
-        # As text, to all: an exception of rank 0 alone would leave the others waiting.
-        if problem := self.ranks.told(problem):
+        # Every rank raises the error: if only rank 0 did, the others would wait for its next message.
+        if problem := self.ranks.broadcast(problem):
             raise UserError(problem)
-        # no checkpoint: each rank draws its own rows, and nothing travels
+        # A new run: each rank draws its own rows, so none have to be sent.
         if not loads:
             self.table.fill()
         blocks = dense_state(trained.model)
         dense = trained.dense.state_dict() if trained.dense is not None and loads else None
         given = (blocks, dense, trained.progress, result) if self.ranks.leads else None
-        blocks, dense, progress, result = self.ranks.told(given)
+        blocks, dense, progress, result = self.ranks.broadcast(given)
         with torch.no_grad():
             for name, value in dense_state(trained.model).items():
                 value.copy_(blocks[name])
@@ -191,8 +194,9 @@ class RankEngine(ClusterEngine):
         return result
 
     def measured(self) -> Mapping[str, float]:
-        """Return, of a step on average since the last call: what all ranks together sent to others for its
-        rows, and how long rank 0 took to look up, waiting included; and how even the rows lie."""
+        """Return averages for each step since the last call: MiB that all ranks sent to each other for rows,
+        and ms that rank 0 took to look up rows, including waiting. Also return the largest and the smallest
+        number of rows on a rank."""
         steps, self._steps = max(1, self._steps), 0
         sent, self._bytes = self._bytes, 0.0
         waited, self.table.look_up_ms = self.table.look_up_ms, 0.0
@@ -208,7 +212,7 @@ class RankEngine(ClusterEngine):
         number, size = self.part
         sizes = _shares(self._batch_rows, size)
         if len(split.input_sizes) != 1 or split.input_sizes[0][:1] != (sizes[number],):
-            return split  # a block that is given something else than the batch's rows
+            return split  # the block's input is not the rows of the batch
 
         def spread(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
             return tuple((rows, *shape[1:]) if shape else () for rows in sizes)
@@ -221,14 +225,15 @@ class RankEngine(ClusterEngine):
         )
 
     def _dense_gradients(self) -> tuple[list[Tensor], bool]:
-        """Sum the gradients of the blocks over all ranks, in one go; return them, and whether they, and the
-        rows', are finite numbers.
+        """Sum the gradients of the blocks over all ranks; return them, and whether they and the gradients of
+        the rows are finite.
 
-        A parameter that no rank has a gradient for keeps none, as in one process.
+        A parameter without a gradient on all ranks keeps none, as in one process.
         """
         parameters = self._parameters
         held = [p.grad is not None for p in parameters]
-        # one message a step: all gradients, who has one (as floats, for one type), and a sum that tells NaN
+        # One message for each step: all gradients, which parameters have one (as floats, to be of one type),
+        # and the sum of the rows' gradients, which is NaN or inf if one of them is.
         flat = torch.cat(
             [(p.grad if p.grad is not None else torch.zeros_like(p)).reshape(-1) for p in parameters]
             + [torch.tensor(held, device=self.ranks.device, dtype=torch.float32)]
@@ -243,7 +248,7 @@ class RankEngine(ClusterEngine):
         return [p.grad for p in parameters if p.grad is not None], sound
 
     def _not_finite(self, trained: Trained, loss: float) -> NotFinite:
-        """Say what of a step is not a finite number, the same on all ranks."""
+        """Return what is NaN or infinite in a step, with the same text on all ranks."""
         bad = [
             f"the gradient of parameter {name}"
             for name, value in trained.model.named_parameters()
@@ -254,12 +259,14 @@ class RankEngine(ClusterEngine):
             for name, value in trained.model.named_parameters()
             if not bool(torch.isfinite(value).all())
         ]
-        rows = sorted({row for row in self.ranks.all_told(self.table.bad_gradient()) if row is not None})
+        rows = sorted({row for row in self.ranks.all_gather(self.table.bad_gradient()) if row is not None})
         found = [f"the loss is {loss}", *weights[:1], *bad[:2]]
         found += [f"the gradient of row {row}" for row in rows[:2]]
-        return NotFinite("; ".join(found) + ": no finite numbers", weight=bool(weights))
+        return NotFinite("; ".join(found) + ": not finite", weight=bool(weights))
 
     def _gathered(self, values: Tensor, rows: int, batch_size: int) -> Tensor:
+        """On rank 0, return the values of all ranks in the order of rows; elsewhere, return this rank's own.
+        Each rank has a part of every batch, so the parts are put together batch by batch."""
         size, sizes = self.ranks.size, []
         for start in range(0, rows, batch_size):
             sizes.append(_shares(min(batch_size, rows - start), size))

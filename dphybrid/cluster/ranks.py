@@ -1,4 +1,4 @@
-"""The processes of a cluster's run: who is which, sums over all of them, and what one tells the others."""
+"""The connection of a rank to the others: its number, sums over all ranks, and exchange of objects."""
 
 import os
 import re
@@ -19,12 +19,12 @@ T = TypeVar("T")
 
 
 class LostRanks(RuntimeError):
-    """Another rank is gone, or did not answer within the time limit."""
+    """Another rank has died or did not answer within the time limit."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all. local_size: how many its machine has. device: of its blocks."""
+    """This process as one of `size` ranks. local_size: ranks on this machine. device: of its blocks."""
 
     rank: int
     size: int
@@ -33,7 +33,7 @@ class Ranks:
 
     @property
     def leads(self) -> bool:
-        """Is this the one that keeps the record and the checkpoints?"""
+        """Whether this rank writes the record and the checkpoints."""
         return self.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
@@ -41,14 +41,14 @@ class Ranks:
         dist.all_reduce(values)
         return values
 
-    def told(self, value: T | None) -> T:
-        """Return rank 0's value on every rank; the other ranks' values are ignored."""
+    def broadcast(self, value: T | None) -> T:
+        """Return rank 0's value on every rank; the values of the others are ignored."""
         box = [value]
         dist.broadcast_object_list(box, src=0)
         return box[0]  # type: ignore[return-value]
 
-    def all_told(self, value: T) -> list[T]:
-        """Return every rank's value, in the order of ranks."""
+    def all_gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, in the order of ranks."""
         boxes: list[T | None] = [None] * self.size
         dist.all_gather_object(boxes, value)
         return boxes  # type: ignore[return-value]
@@ -61,13 +61,13 @@ def joined(
     wait_s: float | None = None,
     look: Callable[[], None] = lambda: None,
 ) -> Iterator[Ranks]:
-    """Be one of the ranks of a run, as `launch` says in this process's variables.
+    """Connect to the other ranks of a run, as the environment variables set by `launch` say.
 
-    timeout_s: how long one waits for the others in anything they do together; a rank that is gone is noticed
-    at once. wait_s: how long all may take to begin; `look`, called meanwhile, may raise to leave. Raises
-    LostRanks when they do not come together in that time, or from the block when one is gone.
+    timeout_s: how long a rank waits for the others in a joint operation; a rank that died is noticed at once.
+    wait_s: how long all ranks may take to start. look: called while waiting for that; it may raise to leave.
+    Raises LostRanks if not all ranks start in time, or if one is lost during the block.
     """
-    # row gradients go by the device's backend, objects and rows of checkpoints by the CPU's
+    # Two backends on a GPU: NCCL for row gradients, gloo for objects and for the rows of checkpoints.
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -77,31 +77,33 @@ def joined(
         store = _all_here(os.environ[STORE], size, wait_s or timeout_s, look)
         dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=size)
         yield Ranks(rank, size, local_size, device)
-        dist.destroy_process_group()  # a rank that fails leaves without waiting for the others
+        # Not in a finally: it would make a rank that failed wait for the others.
+        dist.destroy_process_group()
 
 
 @contextmanager
 def _lost() -> Iterator[None]:
-    """Raise LostRanks for torch's errors of connections."""
+    """Raise LostRanks instead of torch's connection errors."""
     try:
         yield
     except RuntimeError as error:
         first = str(error).partition("\n")[0].partition(". This is")[0]
-        # gloo raises plain RuntimeErrors
+        # gloo raises plain RuntimeErrors, which only their text tells from others.
         if not isinstance(error, dist.DistError) and not re.search("gloo/|[Gg]loo |pair closure", first):
             raise
         raise LostRanks(f"rank {os.environ['RANK']}: lost the other ranks ({first[:200]})") from error
 
 
 def _all_here(path: str, size: int, wait_s: float, look: Callable[[], None]) -> dist.Store:
-    """Return the store in which the ranks exchange their addresses: a file, which no network reaches."""
+    """Wait until all ranks have started; return the store in which they exchange addresses. The store is a
+    file, so that nobody on the network can read or change it."""
     store, deadline = dist.FileStore(path, size), time.monotonic() + wait_s
-    # Whoever is last says so to all; torch's own waiting could not be interrupted by `look`.
+    # The last rank to start sets "all". Polled here, because `look` could not interrupt torch's own waiting.
     if store.add("begun", 1) == size:
         store.set("all", "begun")
     while not store.check(["all"]):
         look()
         if time.monotonic() > deadline:
-            raise LostRanks(f"not all of {size} ranks began within {wait_s:g} s")
+            raise LostRanks(f"not all of {size} ranks started within {wait_s:g} s")
         time.sleep(0.1)
     return store

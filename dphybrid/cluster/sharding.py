@@ -1,4 +1,5 @@
-"""TorchRec's side: a table in rows over all ranks, with its row-wise optimizer fused into the backward."""
+"""The part that uses TorchRec: one table whose rows are spread over all ranks, with a row-wise optimizer that
+is fused into the backward."""
 
 import logging
 import warnings
@@ -17,10 +18,10 @@ from dphybrid.util.errors import UserError
 
 
 class RowShards:
-    """One table in contiguous rows over all ranks.
+    """One table, of which each rank holds a contiguous range of rows.
 
-    rows_VD: this rank's part; writing in place reaches the kernels. sum_V: Adagrad's state of these rows, or
-    None. first: the first of them. Raises UserError when the planner finds no place for them.
+    rows_VD: this rank's rows; the kernels use the same memory, so write in place. first: number of the first
+    one. sum_V: Adagrad's state of these rows, or None. Raises UserError if TorchRec's planner finds no room.
     """
 
     def __init__(
@@ -38,18 +39,19 @@ class RowShards:
             self.sum_V = parts[0].tensor if parts else torch.zeros(0)
         self._ranks, self._name = ranks, name
         self._on_gradient: Callable[[float], float] | None = None
-        # The lookups are in a plain list: modules() does not come by them.
+        # TorchRec keeps the lookups in a plain list, so modules() does not find them.
         for lookup in self._model.module.rows._lookups:
             lookup.register_forward_hook(self._watch)
 
     def look_up(self, ids_U: Tensor, lr: float) -> Tensor:
-        """Return rows_UD of unique ids; all ranks look up at once. lr: of the update that their backward
-        does."""
+        """Return rows_UD of unique ids. All ranks must look up at the same time. lr: learning rate of the
+        update that the backward of this lookup makes."""
         from torchrec import KeyedJaggedTensor
 
         for group in self._model.fused_optimizer.param_groups:
             group["lr"] = lr
-        self._model.fused_optimizer.zero_grad()  # hands the rate on to the kernel, which takes it in forward
+        # zero_grad passes the learning rate to the kernel, which reads it in the forward.
+        self._model.fused_optimizer.zero_grad()
         ids = KeyedJaggedTensor(
             keys=[self._name],
             values=ids_U.to(self._ranks.device),
@@ -61,17 +63,20 @@ class RowShards:
     def update(
         self, rows_UD: Tensor, grads_UD: Tensor, on_gradient: Callable[[float], float] | None = None
     ) -> None:
-        """Have the optimizer change the rows of a lookup, here and with the other ranks.
+        """Update the rows of a lookup, which this and other ranks hold.
 
-        on_gradient: from the sum of squares of all rows' gradients on this rank to a factor on them.
+        on_gradient: from the sum of squares of the gradients of this rank's rows to a factor on them, for
+        clipping. Called once on every rank, as it exchanges the sums.
         """
         self._on_gradient = on_gradient
         rows_UD.backward(grads_UD * self._ranks.size)  # TorchRec divides by the number of ranks
-        if self._on_gradient is not None:  # not asked, as nobody looked up its rows; the others wait for it
+        # Not called in the backward if no rank looked up rows of this one; the others still wait for its sum.
+        if self._on_gradient is not None:
             self._on_gradient(0.0)
             self._on_gradient = None
 
     def _watch(self, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        """Forward hook of TorchRec's lookup: lets `on_gradient` scale gradients before the fused update."""
         if not output.requires_grad:
             return
         ids_N = args[0].values()
@@ -80,7 +85,7 @@ class RowShards:
             on_gradient, self._on_gradient = self._on_gradient, None
             if on_gradient is None:
                 return grads_ND
-            # The lookup gives its rows flat; of none the width is unknown.
+            # The lookup returns its rows flat, and reshape cannot infer the width of no rows.
             squares = _square_of_sums(ids_N, grads_ND.reshape(len(ids_N), -1)) if len(ids_N) else 0.0
             return grads_ND * on_gradient(squares)
 
@@ -88,8 +93,8 @@ class RowShards:
 
 
 def _square_of_sums(ids_N: Tensor, grads_ND: Tensor) -> float:
-    """Return the sum of squares of the gradients by row: rows that several ranks looked up come several
-    times."""
+    """Return the sum of squares of the gradients by row. A row that several ranks looked up occurs several
+    times; its gradients are added first."""
     ids = ids_N.cpu()
     where = sort_ids(ids, int(ids.max()) + 1)
     device = grads_ND.device
@@ -98,8 +103,8 @@ def _square_of_sums(ids_N: Tensor, grads_ND: Tensor) -> float:
 
 
 def _fused_params(config: TableConfig) -> dict[str, object]:
-    """Return the sharder's parameters for the exact counterpart of a row optimizer; `ClusterEngine.check` has
-    refused those without one."""
+    """Return TorchRec's parameters for the exact counterpart of a row optimizer. `ClusterEngine.check` has
+    refused optimizers without one."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 
@@ -118,7 +123,7 @@ def _distributed(
     """Return the sharded model, and whether its optimizer keeps a sum for each row."""
     import torch.distributed as dist
 
-    # here, as this import takes 18 s of CPU time
+    # Imported here, because it takes 18 s of CPU time.
     from torchrec import EmbeddingCollection, EmbeddingConfig
     from torchrec.distributed.embedding import EmbeddingCollectionSharder
     from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -131,7 +136,7 @@ def _distributed(
             table = EmbeddingConfig(
                 num_embeddings=num_rows, embedding_dim=dim, name=name, feature_names=[name]
             )
-            # Not the collection of bags: that one has no row-wise sharding on the CPU.
+            # Not EmbeddingBagCollection, which has no row-wise sharding on the CPU.
             self.rows = EmbeddingCollection(tables=[table], device=torch.device("meta"))
 
         def forward(self, ids: object) -> object:
@@ -139,11 +144,11 @@ def _distributed(
 
     device = ranks.device
     sharder, model = EmbeddingCollectionSharder(fused_params=_fused_params(config)), Rows()
-    # the planner's defaults are 128 and 32 GB, whatever the machine has
+    # Pass the free memory: the planner otherwise assumes 128 GB of memory and 32 GB on a GPU.
     free = available_memory_bytes() // ranks.local_size
     on_gpu = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
-    # What a rank may count on everywhere is what the poorest one has.
-    free, on_gpu = (min(each) for each in zip(*ranks.all_told((free, on_gpu)), strict=True))
+    # The smallest over all ranks, because the planner assumes equal machines.
+    free, on_gpu = (min(each) for each in zip(*ranks.all_gather((free, on_gpu)), strict=True))
     planner = EmbeddingShardingPlanner(
         topology=Topology(
             world_size=ranks.size,
@@ -160,8 +165,8 @@ def _distributed(
     except PlannerError as error:
         gib = num_rows * dim * 4 / 2**30
         raise UserError(
-            f"table {name!r}: {num_rows:,} rows x {dim} are {gib:.3g} GiB, in {ranks.size} parts of "
-            f"{gib / ranks.size:.3g}, and a rank has {(on_gpu or free) / 2**30:.3g} GiB free; use more "
+            f"table {name!r}: {num_rows:,} rows x {dim} take {gib:.3g} GiB, {gib / ranks.size:.3g} GiB on "
+            f"each of {ranks.size} ranks, but a rank has {(on_gpu or free) / 2**30:.3g} GiB free; use more "
             "ranks, or fewer or narrower rows"
         ) from error
     distributed = DistributedModelParallel(
@@ -172,7 +177,7 @@ def _distributed(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence TorchRec's log and warnings, which advise its own developers."""
+    """Silence TorchRec's log and warnings, which are meant for its own developers."""
     log = logging.getLogger("torchrec")
     level = log.level
     log.setLevel(logging.ERROR)

@@ -1,8 +1,8 @@
-"""Rows spread over ranks, read and written by rank 0 in slices: no process ever holds them all.
+"""Rows that are spread over ranks, which rank 0 reads and writes in slices: no process ever holds all rows.
 
-Rank 0 does what it would do with a tensor of its own, such as writing it to a file slice by slice; meanwhile
-the others `serve`. Rank 0 tells all of them what comes next, so that no one waits for longer than a slice
-takes, whatever the size of the table.
+Rank 0 works with stand-ins for whole tensors, for example to write them to a file slice by slice; meanwhile
+the other ranks `serve`. Rank 0 broadcasts every command to all ranks, so that none waits longer than one
+slice takes and runs into the time limit, whatever the size of the table.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,6 +20,8 @@ from dphybrid.training.finite import first_bad
 
 
 class _Op(IntEnum):
+    """Commands of rank 0 to the ranks that serve."""
+
     END = 0
     READ = 1
     WRITE = 2
@@ -30,8 +32,8 @@ class _Op(IntEnum):
 class Spread:
     """A table's rows and their states, spread over all ranks.
 
-    pieces: this rank's part of each, contiguous rows from `first` on. bounds: each rank's first row and the
-    one after its last. All in the order of rows.
+    pieces: this rank's contiguous part of each tensor. bounds: for each rank, its first row and the one after
+    its last, in the order of rows.
     """
 
     def __init__(self, ranks: Ranks, pieces: Sequence[Tensor], bounds: Sequence[tuple[int, int]]) -> None:
@@ -39,7 +41,7 @@ class Spread:
         self.num_rows = max(stop for _, stop in bounds)
 
     def tensors(self) -> list["_SpreadTensor"]:
-        """Return a stand-in for each whole tensor, for rank 0."""
+        """Return a stand-in for each whole tensor, for use on rank 0."""
         return [
             _SpreadTensor(self, number, (self.num_rows, *piece.shape[1:]), piece.dtype)
             for number, piece in enumerate(self._pieces)
@@ -47,21 +49,22 @@ class Spread:
 
     @contextmanager
     def served(self) -> Iterator[None]:
-        """On rank 0, while the others `serve`: they answer until the block ends, however it does."""
+        """On rank 0: during the block, the other ranks must be in `serve`. They leave it when the block ends,
+        also by an exception."""
         try:
             yield
         finally:
             self._tell(_Op.END)
 
     def serve(self) -> None:
-        """On the other ranks: send and take slices as rank 0 asks, until it is done."""
+        """On the other ranks: send and receive slices as rank 0 commands, until its `served` block ends."""
         while True:
             op, number, owner, first, stop = self._tell()
             if op == _Op.END:
                 return
             if op == _Op.CHECK:
-                self._ranks.all_told(self._bad(number))
-            elif op == _Op.PUT and owner == self._ranks.rank:
+                self._ranks.all_gather(self._bad(number))
+            elif op == _Op.PUT and owner == self._ranks.rank:  # `first` is the number of rows here
                 ids_U = torch.empty(first, dtype=torch.int64)
                 dist.recv(ids_U, 0)
                 piece = self._pieces[number]
@@ -78,7 +81,7 @@ class Spread:
                     part.copy_(there)
 
     def read(self, number: int, start: int, stop: int) -> Tensor:
-        """Return elements start to stop of a piece's whole, flat."""
+        """Return the elements from `start` to `stop` of whole tensor `number`, counted flat."""
         found = torch.empty(stop - start, dtype=self._pieces[number].dtype)
         for owner, first, last, place in self._owners(number, start, stop):
             target = found[place : place + last - first]
@@ -90,7 +93,7 @@ class Spread:
         return found
 
     def write(self, number: int, start: int, values: Tensor) -> None:
-        """Put values into the elements of a piece's whole from `start` on, flat."""
+        """Write values into whole tensor `number` from element `start` on, counted flat."""
         for owner, first, last, place in self._owners(number, start, start + values.numel()):
             source = values[place : place + last - first]
             self._tell(_Op.WRITE, number, owner, first, last)
@@ -100,7 +103,7 @@ class Spread:
                 dist.send(source.to(self._pieces[number].dtype).contiguous(), owner)
 
     def put(self, number: int, ids_U: Tensor, rows: Tensor) -> None:
-        """Put rows into the places ids_U (ascending) of a piece's whole."""
+        """Write rows into whole tensor `number` at the row numbers ids_U (ascending)."""
         piece = self._pieces[number]
         for owner, (first_row, last_row) in enumerate(self.bounds):
             low, high = torch.searchsorted(ids_U, torch.tensor([first_row, last_row])).tolist()
@@ -115,10 +118,10 @@ class Spread:
                 dist.send(part, owner)
 
     def first_bad(self, number: int) -> tuple[int, float] | None:
-        """Return the row of the first entry that is not a finite number, and that entry; each rank looks at
-        its own."""
+        """Return row and value of the first entry of whole tensor `number` that is NaN or infinite, or None.
+        Each rank checks its own rows."""
         self._tell(_Op.CHECK, number)
-        bad = [at for at in self._ranks.all_told(self._bad(number)) if at is not None]
+        bad = [at for at in self._ranks.all_gather(self._bad(number)) if at is not None]
         return min(bad, default=None)
 
     def _bad(self, number: int) -> tuple[int, float] | None:
@@ -126,7 +129,8 @@ class Spread:
         return None if at is None else (at[0] + self.bounds[self._ranks.rank][0], at[1])
 
     def _owners(self, number: int, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield owner, first and last of its own elements, and the place of these behind `start`."""
+        """Yield for each rank that holds elements from `start` to `stop`: the rank, start and stop within its
+        piece, and their offset from `start`."""
         width = prod(self._pieces[number].shape[1:])
         for owner, (first_row, last_row) in enumerate(self.bounds):
             first, last = max(start, first_row * width), min(stop, last_row * width)
@@ -134,17 +138,18 @@ class Spread:
                 yield owner, first - first_row * width, last - first_row * width, first - start
 
     def _tell(self, *command: int) -> list[int]:
-        # Always five numbers: the others do not know yet what the command is.
+        """Broadcast a command from rank 0; on the other ranks, without arguments, receive it."""
+        # Always five numbers, because the receivers do not know the command yet.
         box = torch.tensor([*command, *[0] * (5 - len(command))])
         dist.broadcast(box, 0)
         return [int(value) for value in box]
 
 
 class _SpreadTensor:
-    """Stands in for a tensor whose rows are spread over ranks; does what files of tensors need.
+    """A stand-in for a tensor whose rows are spread over ranks, with the methods that `tensor_file` uses.
 
-    Flat slices are fetched from their owners, and assigned rows sent to them. Of use on rank 0 alone, while
-    the others serve.
+    Reading a flat slice fetches it from its owners; assigning rows sends them to theirs. Only for rank 0,
+    while the others serve.
     """
 
     def __init__(self, spread: Spread, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -171,7 +176,7 @@ class _SpreadTensor:
         return self
 
     def reshape(self, size: int) -> Self:
-        assert size == -1  # is read flat, and written by rows
+        assert size == -1  # only flattened: it is read flat, and written by rows
         return self
 
     def __getitem__(self, place: slice) -> Tensor:
@@ -187,5 +192,5 @@ class _SpreadTensor:
         self._spread.put(self._number, ids_U, rows)
 
     def first_bad(self) -> tuple[int, float] | None:
-        """Return the row of the first entry that is not a finite number, and that entry."""
+        """Return row and value of the first entry that is NaN or infinite, or None."""
         return self._spread.first_bad(self._number)

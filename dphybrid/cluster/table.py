@@ -1,4 +1,4 @@
-"""A table that lies in rows with all ranks, in the place of a host table: models look up in it as ever.
+"""A table whose rows are spread over all ranks. It replaces a host table; models look rows up as before.
 
 Letters: N ids of a lookup, U unique rows of it, D width of a row, V rows of this rank.
 """
@@ -23,33 +23,35 @@ from dphybrid.util.errors import UserError
 
 @dataclass(frozen=True)
 class _Lookup:
+    """The lookup of a step, kept for its update. rows_UD: from TorchRec, whose backward updates the rows.
+    leaf_UD: the same values, which collect the model's gradients."""
+
     where: Occurrences
     rows_UD: Tensor
     leaf_UD: Tensor
 
 
 class _SpreadTable(HostEmbedding):
-    """Stands in for a host table whose rows lie with all ranks; every rank must look up at the same time.
+    """A host table whose rows are spread over all ranks. Every rank must look up at the same time.
 
-    table: what it stands in for, without rows of its own. spread: rows and states, for checkpoints. Its
-    `settled()` is of use on rank 0 alone, while the others serve; its `weight` is empty. lr: set it before a
-    lookup.
+    table: the one that it replaces, which has no rows of its own. spread: rows and states, for checkpoints.
+    `settled()` works only on rank 0, while the others serve; `weight` is empty. lr: set it before a lookup.
     """
 
     def __init__(self, table: HostEmbedding, ranks: Ranks, config: TableConfig, batch_rows: int) -> None:
-        # Not HostEmbedding's own, which would make the rows that lie with all ranks.
+        # Not HostEmbedding.__init__, which would allocate all rows in this process.
         nn.Module.__init__(self)
         self.num_rows, self.dim, self.name = table.num_rows, table.dim, table.name
         self.padding_idx, self.start = table.padding_idx, table.start
         self._info, self._links, self._placed = table._info, table._links, None
         self._path, self._fresh, self.out_dtype = None, True, torch.float32
-        self.ahead.place_on([torch.device("cpu")], lambda rows: [rows])  # nothing is sent ahead
+        self.ahead.place_on([torch.device("cpu")], lambda rows: [rows])  # no rows are prefetched to a GPU
         self._ranks, self.lr = ranks, config.lr
         self._lookup: _Lookup | None = None
         shards = RowShards(ranks, table.num_rows, table.dim, table.name, config, batch_rows)
         self._shards = shards
         pieces = [shards.rows_VD] + ([] if shards.sum_V is None else [shards.sum_V])
-        bounds = ranks.all_told((shards.first, shards.first + len(shards.rows_VD)))
+        bounds = ranks.all_gather((shards.first, shards.first + len(shards.rows_VD)))
         self.spread = Spread(ranks, pieces, bounds)
         whole = self.spread.tensors()
         self._rows: object = whole[0]
@@ -59,23 +61,22 @@ class _SpreadTable(HostEmbedding):
         self.bytes_sent = self.look_up_ms = 0.0
 
     def settled(self) -> Any:
-        """All ranks' rows, to be read and written in blocks."""
+        """Return a stand-in for the rows of all ranks, to be read and written in slices."""
         return self._rows
 
     def fill(self) -> None:
-        """Give this rank's rows the start values that they would have in one process."""
+        """Give this rank's rows the initial values that they would have in one process."""
         if len(self._shards.rows_VD):
             self.start.write(self._shards.rows_VD, self._shards.first)
 
     def _fbgemm_states(self, wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Tensor]:
-        """Return the states that FBGEMM keeps, under the names that the row optimizer of one process has for
-        them."""
+        """Return FBGEMM's states, under the names that the row optimizer of one process uses."""
         own = {name: (tuple(state.shape), state.dtype) for name, state in self._states.items()}
         assert own == dict(wanted), (own, wanted)
         return dict(self._states)
 
     def place_on(self, devices: Sequence[torch.device], sizes_of: SizesOf) -> None:
-        """Do nothing: rows always come to the rank's one device."""
+        """Do nothing: a rank has one device, to which rows always come."""
 
     @property
     def is_placed(self) -> bool:
@@ -94,10 +95,10 @@ class _SpreadTable(HostEmbedding):
         trained = torch.is_grad_enabled()
         if trained and self._lookup is not None:
             raise UserError(
-                f"table {self.name!r}: is looked up twice in a step, and with cluster.ranks the rows of each "
-                "lookup would be updated by themselves; look all ids up at once"
+                f"table {self.name!r}: is looked up twice in a step, but with cluster.ranks each lookup "
+                "would update its rows separately; look all ids up at once"
             )
-        # each row once: less than half of the bytes between ranks; TorchRec's own dedup fails on the CPU
+        # Each row once: less than half of the bytes between ranks. TorchRec's own dedup fails on the CPU.
         where = sort_ids(ids.reshape(-1), self.num_rows)
         start = time.perf_counter()
         rows_UD = self._shards.look_up(where.unique_U, self.lr)
@@ -111,30 +112,31 @@ class _SpreadTable(HostEmbedding):
             self.counters.unique += len(where.unique_U)
         first, stop = self.spread.bounds[self._ranks.rank]
         away = len(where.unique_U) - int(((where.unique_U >= first) & (where.unique_U < stop)).sum())
-        # An id there, its row back, and in training its gradient there.
+        # For each row of another rank: its id is sent, the row comes back, in training its gradient is sent.
         self.bytes_sent += away * (8 + 4 * self.dim * (2 if trained else 1))
         rows_ND = DeviceRows.apply(leaf_UD, *(each.to(device) for each in where.indices()))
         return rows_ND.view(*ids.shape, self.dim)
 
     def gradient_sum(self) -> Tensor:
-        """Return the sum of the gradients of this rank's lookup: finite only if each of them is."""
+        """Return the sum of the gradients of this rank's lookup, which is finite only if each of them is."""
         if self._lookup is None or self._lookup.leaf_UD.grad is None:
             return torch.zeros((), device=self._ranks.device)
         return self._lookup.leaf_UD.grad.sum()
 
     def bad_gradient(self) -> int | None:
-        """Return the first row whose gradient, from this rank's lookup, is not a finite number."""
+        """Return the first row of this rank's lookup whose gradient is NaN or infinite, or None."""
         if self._lookup is None or self._lookup.leaf_UD.grad is None:
             return None
         bad_U = ~torch.isfinite(self._lookup.leaf_UD.grad).all(1).cpu()
         return int(self._lookup.where.unique_U[bad_U][0]) if bool(bad_U.any()) else None
 
     def update(self, on_gradient: Callable[[float], float] | None) -> None:
-        """Change the rows of this step's lookup, on all ranks at once; see `RowShards.update`."""
+        """Update the rows of this step's lookup. All ranks must call it; see `RowShards.update`."""
         lookup, self._lookup = self._lookup, None
         if lookup is None:
             raise UserError(f"table {self.name!r}: was not looked up in this step")
         grads_UD = lookup.leaf_UD.grad
+        # Zeros instead of skipping: the backward is a joint operation, for which the other ranks wait.
         if grads_UD is None:
             grads_UD = torch.zeros_like(lookup.leaf_UD)
         if self.frozen_rows:
@@ -144,9 +146,10 @@ class _SpreadTable(HostEmbedding):
 
 
 def spread_table(model: nn.Module, ranks: Ranks, config: TableConfig, batch_rows: int) -> _SpreadTable:
-    """Put a spread table into the place of a model's one table; return it."""
+    """Replace the model's only table by one that is spread over all ranks; return the new one."""
     ((name, table),) = find_tables(model).items()
     spread = _SpreadTable(table, ranks, config, batch_rows)
+    # Every reference to the old table, as several modules may share it.
     for module in list(model.modules()):
         for child, held in list(module.named_children()):
             if held is table:

@@ -84,7 +84,7 @@ def not_finite(
     look("loss", [("the loss", loss, None)])
     look("backward", gradients)
     if not found and clipped:
-        found.append("clip: the norm of the gradients is infinite, although each gradient is finite")
+        found.append("clip: the gradients' norm is infinite, although each of them is finite")
     return NotFinite("; ".join(found), weight) if found else None
 
 

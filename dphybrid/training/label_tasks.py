@@ -74,6 +74,7 @@ def _binary(label: Label) -> LabelTask:
         return [_chart("calibration", _CALIBRATION, ("mean probability", "share of rows that are 1"), shares)]
 
     return LabelTask(
+        # The metrics of BINARY; a table's baselines are computed by its recipe.
         **(vars(BINARY) | {"prediction": "", "chosen_by": "log_loss", "charts": charts}),
         label=label,
         loss=cross_entropy_of_two,

@@ -163,6 +163,7 @@ class Step:
         session.tracker.set_tags({"dphybrid.out_of_memory": report, "dphybrid.micro_batches": str(PARTS)})
         for table in find_tables(self.model).values():
             table.ahead.expect([])  # drop prefetched rows of the whole batch: no part looks them up
+        # First the garbage collector: tensors in reference cycles would keep their memory in torch's cache.
         gc.collect()
         torch.cuda.empty_cache()
 

@@ -1,1 +1,1 @@
-"""Helpers without a package of their own: errors, atomic files, locks, digests, stop requests."""
+"""Helpers that every package may import: errors, atomic files, locks, digests, stop requests."""

@@ -15,11 +15,11 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def outside_of_graphs(method: _Method) -> _Method:
-    """Decorate a method so that torch.compile breaks its graph there and leaves it, with all that it calls,
-    to Python.
+    """Decorate a method so that torch.compile breaks its graph there and runs the method, with everything it
+    calls, in plain Python.
 
     `torch.compiler.disable` does the same, but imports the compiler at once (seconds) and costs microseconds
-    a call; this asks one question.
+    for each call; this decorator makes one check.
     """
     left_to_python = torch._disable_dynamo(method)
 
@@ -33,8 +33,9 @@ def outside_of_graphs(method: _Method) -> _Method:
 
 
 class EagerOptimizer(Optimizer):
-    """torch's base class without the wrappers that import torch.compile when they are first called."""
+    """torch's base class without the wrappers that import torch.compile at their first call."""
 
+    # torch decorates these methods with `_disable_dynamo`; unwrap takes the decorators off.
     add_param_group = inspect.unwrap(Optimizer.add_param_group)
     load_state_dict = inspect.unwrap(Optimizer.load_state_dict)
     state_dict = inspect.unwrap(Optimizer.state_dict)
@@ -42,17 +43,19 @@ class EagerOptimizer(Optimizer):
 
 
 def eager(kind: type[Optimizer]) -> type[Optimizer]:
-    """Return a subclass of torch's optimizer `kind` that does not import torch.compile: 1.5 CPU seconds."""
-    # torch wraps `step` in code that imports the compiler; unwrapped, it needs no_grad, which the wrapper set
+    """Return a subclass of torch's optimizer `kind` that does not import torch.compile, which takes 1.5 CPU
+    seconds."""
+    # torch wraps `step` in code that imports the compiler. The wrapper also sets no_grad, so set it here.
     step = torch.no_grad()(inspect.unwrap(kind.step))
     return type(kind.__name__, (EagerOptimizer, kind), {"step": step})
 
 
 def profiler_looks_on() -> bool:
-    """Is a profile being made? `torch.autograd._profiler_enabled` does not see one of all threads."""
+    """Return whether torch's profiler is running."""
+    # Not torch.autograd._profiler_enabled(): it is False for a profile of all threads.
     return bool(profiler._is_profiler_enabled)
 
 
 def labelled(name: str) -> AbstractContextManager[object]:
-    """Return a context whose block has this label where a profiler looks on. Costs a few microseconds."""
+    """Return a context that labels its block in a profile. Costs a few microseconds, with or without one."""
     return record_function(f"dphybrid/{name}")

@@ -1,8 +1,8 @@
-"""The device grammar as text: `auto`, `auto*2`, `cpu`, `cpu*8`, `cuda:0`, `cuda:0,cuda:1`, `cuda:0,1`,
+"""Parser of device texts: `auto`, `auto*2`, `cpu`, `cpu*8`, `cuda:0`, `cuda:0,cuda:1`, `cuda:0,1`,
 `cuda:0*4`.
 
-Pure Python, so that a config can be checked where torch is not installed; `dphybrid.parallel.resolve_devices`
-gives the text its hardware.
+Pure Python, so that a config can be checked without torch. `dphybrid.parallel.resolve_devices` finds the
+hardware for a text.
 """
 
 import re
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from dphybrid.util.errors import UserError
 
-# At most nine digits: Python refuses to read thousands of them as a number.
+# At most nine digits: int() raises ValueError for thousands of them.
 _ITEM = re.compile(r"(?P<kind>cpu|cuda)(?::(?P<index>\d{1,9}))?(?:\*(?P<count>\d{1,9}))?")
 _HELP = (
     "use auto, auto*2 (two free GPUs), cpu, cpu*8 (eight virtual devices), cuda:0, cuda:0,cuda:1 or "
@@ -23,9 +23,8 @@ MAX_DEVICES = 64
 class DeviceSpec:
     """A parsed device text.
 
-    names: one device name a replica (`("cpu",) * 8` for `cpu*8`), empty for `auto`. count: the 2 of `auto*2`,
-    else 0.
-    virtual: replicas share hardware, as in `cpu*8`, `cuda:0*4` or `cuda:0,cuda:0`.
+    names: one device name for each replica (`("cpu",) * 8` for `cpu*8`); empty for `auto`. virtual: whether
+    replicas share hardware, as in `cpu*8`, `cuda:0*4` or `cuda:0,cuda:0`. count: the 2 of `auto*2`, else 0.
     """
 
     text: str
@@ -39,7 +38,7 @@ class DeviceSpec:
 
 
 def parse_device_spec(text: str) -> DeviceSpec:
-    """Read a device text. Raises UserError that names the part it could not read."""
+    """Parse a device text. Raises UserError that names the part it could not read."""
     cleaned = text.replace(" ", "").lower()
     if cleaned == "auto":
         return DeviceSpec("auto", (), False)
@@ -49,7 +48,7 @@ def parse_device_spec(text: str) -> DeviceSpec:
         return DeviceSpec(cleaned, (), False, int(match[1]))
     names: list[str] = []
     for item in cleaned.split(","):
-        # cuda:0,1: a number alone goes on with the kind before it
+        # cuda:0,1 is short for cuda:0,cuda:1
         if item.isdigit() and names and names[-1].startswith("cuda"):
             item = f"cuda:{item}"
         match = _ITEM.fullmatch(item)
@@ -57,7 +56,7 @@ def parse_device_spec(text: str) -> DeviceSpec:
             raise UserError(f"cannot read {item!r}; {_HELP}")
         kind, index, count = match["kind"], match["index"], int(match["count"] or 1)
         if kind == "cpu" and index not in (None, "0"):
-            raise UserError(f"there is one cpu, so {item!r} names nothing; {_HELP}")
+            raise UserError(f"{item!r} does not exist, as there is only one cpu; {_HELP}")
         if not 1 <= count <= MAX_DEVICES:
             raise UserError(f"{count} devices in {item!r}; use 1 to {MAX_DEVICES}")
         names += [kind if kind == "cpu" else f"cuda:{int(index or 0)}"] * count

@@ -1,4 +1,4 @@
-"""Checksums of files and values, and the check that files still have theirs."""
+"""Checksums of files and values, and the check of files against their checksums."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ from dphybrid.util.errors import UserError
 
 _PIECE_BYTES = 2**20
 BLOCK = 2**18
-"""Bytes of a file that have a sum of their own: a lookup reads and checks so many."""
+"""Bytes of a file for which there is one checksum: the smallest piece that a lookup reads and checks."""
 
 
 def file_digest(path: Path) -> str:
@@ -22,26 +22,27 @@ def file_digest(path: Path) -> str:
 
 
 def combined_digest(parts: Iterable[bytes]) -> str:
-    """Return the sha256 of parts in hex; their borders count."""
+    """Return the sha256 of a sequence of parts in hex. It depends on where one part ends."""
     total = hashlib.sha256()
     for part in parts:
-        total.update(len(part).to_bytes(8, "little"))  # else "ab", "c" and "a", "bc" would be one
+        # The length first: otherwise ("ab", "c") and ("a", "bc") would have the same digest.
+        total.update(len(part).to_bytes(8, "little"))
         total.update(part)
     return total.hexdigest()
 
 
 def value_digest(value: object) -> str:
-    """Return the sha256 in hex of a value that is fit for JSON; the order of names does not count."""
+    """Return the sha256 in hex of a value that JSON can represent. The order of keys does not matter."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def copy_files(source: Path, target: Path) -> dict[str, str]:
-    """Copy the files of a folder into a new one; return the sha256 in hex of what was read, by name."""
+    """Copy the files of a folder into a new one; return the sha256 in hex of the content read, by name."""
     target.mkdir()
     sums = {}
     for file in sorted(source.iterdir()):
         digest = hashlib.sha256()
-        # unbuffered: pieces of a mebibyte would only be copied once more
+        # Unbuffered: a buffer would only add a copy of these large pieces.
         with file.open("rb", buffering=0) as read, (target / file.name).open("wb") as written:
             while piece := read.read(_PIECE_BYTES):
                 digest.update(piece)
@@ -51,20 +52,20 @@ def copy_files(source: Path, target: Path) -> dict[str, str]:
 
 
 def block_sum(block: bytes | memoryview, before: int = 0) -> int:
-    """Return the CRC-32 of a part of a file. before: that of the bytes before it."""
+    """Return the CRC-32 of a part of a block. before: the CRC-32 of the block's earlier bytes."""
     return crc32(block, before)
 
 
 class BlockSums:
-    """The CRC-32 of each `BLOCK` bytes of a file, so that a reader can check the parts that it reads. It
-    detects damage, not forgery, in a fifth of a sha256's time."""
+    """Computes one CRC-32 for every `BLOCK` bytes of a file, so that a reader can check only the parts it
+    reads. CRC-32 detects damage, not forgery, in a fifth of the time of sha256."""
 
     def __init__(self) -> None:
         self._crcs: list[int] = []
         self._room = 0
 
     def update(self, piece: bytes | memoryview) -> None:
-        """Take the file's next bytes."""
+        """Add the next bytes of the file."""
         rest = memoryview(piece)
         while len(rest):
             if not self._room:
@@ -75,14 +76,14 @@ class BlockSums:
             self._room -= len(part)
 
     def hexdigest(self) -> str:
-        """Return the sums, eight digits a block."""
+        """Return the checksums in hex, eight digits for each block."""
         return "".join(f"{crc:08x}" for crc in self._crcs)
 
 
 def file_block_sums(path: Path) -> str:
     """Return the `BlockSums` of a file in hex."""
     sums, piece = BlockSums(), memoryview(bytearray(_PIECE_BYTES))
-    # Into one buffer, instead of a new one for each piece.
+    # readinto reuses one buffer; read() would allocate one for each piece.
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(piece):
             sums.update(piece[:count])
@@ -90,13 +91,13 @@ def file_block_sums(path: Path) -> str:
 
 
 SUMS = {"sha256": file_digest, "block_sums": file_block_sums}
-"""Kinds of a file's checksum, by the names under which pages have them."""
+"""Kinds of file checksums, by the names of the page fields that hold them."""
 
 
 def verify_files(folder: Path, sums: Mapping[str, Mapping[str, str]], remedy: str) -> None:
-    """Check, side by side, that the files of `folder` have these sums: a kind of `SUMS` -> name below the
-    folder -> sum. Raises UserError that names the first one that has not."""
-    # hashing leaves the interpreter's lock, so threads read and hash on all cores
+    """Check files of `folder` against their checksums, in parallel. sums: kind (a key of `SUMS`) -> name in
+    the folder -> checksum. Raises UserError that names the first file that differs."""
+    # Threads use all cores, because hashing releases the interpreter lock.
     with ThreadPoolExecutor() as pool:
         for done in [
             pool.submit(_check_file, folder / name, kind, wanted, remedy)

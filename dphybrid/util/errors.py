@@ -1,4 +1,5 @@
-"""`UserError`, which programs print without a traceback and exit with code 2, and helpers for its words."""
+"""`UserError`, which commands print without a traceback before they exit with code 2, and helpers for its
+text."""
 
 import difflib
 import re
@@ -11,11 +12,12 @@ from dphybrid.util.text import masked
 
 
 class UserError(ValueError):
-    """Wrong input, told so that it can be mended: the value, where it was found, and the remedy.
+    """Wrong input. The message names the value, where it was found, and the remedy.
 
-    Raised before work starts, or after what was begun has been put away. Its text shows no passwords of
-    addresses.
+    Raised before work starts, or after partial work was cleaned up. Its text masks passwords in addresses.
     """
+
+    # A ValueError, so that pydantic's validators may raise it.
 
     def __str__(self) -> str:
         return masked(super().__str__())
@@ -28,8 +30,8 @@ def suggestion(word: str, known: Sequence[str]) -> str:
 
 
 def failure_text(error: Exception) -> str:
-    """Return what an error of somebody's own code says, with the line of theirs that it comes from."""
-    # The last frame is often torch's or ours; people look for the last line of their own.
+    """Return type and message of an error in user code, with the line of that code."""
+    # The last frame is often in torch or in this package; users look for the last line of their own.
     frames, package = traceback.extract_tb(error.__traceback__), str(Path(__file__).parent.parent)
     own = [f for f in frames if not f.filename.startswith(package) and "site-packages" not in f.filename]
     place = (own or frames)[-1]
@@ -37,19 +39,19 @@ def failure_text(error: Exception) -> str:
 
 
 def plain_words(item: Mapping[str, Any]) -> str:
-    """Return what one of pydantic's errors says, without Python's names of types."""
-    # "Input should be greater than 0", but the name of the field stands before it here.
+    """Return the message of one of pydantic's errors, without Python's type names."""
+    # "Input should be greater than 0" -> "must be greater than 0": callers put the field's name in front.
     text = re.sub(r"^\w+ should ", "must ", item["msg"].removeprefix("Value error, "))
     text = re.sub(r"(be a valid \w+)(,| or) .*", r"\1", text)
     return text.replace("a valid boolean", "true or false").replace("Field required", "is missing")
 
 
 def type_text(value: object) -> str:
-    """Return `an int`, `a list`: the type of a value with its article."""
+    """Return the type of a value with its article: `an int`, `a list`."""
     name = type(value).__name__
     return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
 
 
 def counted(number: int, one: str, more: str = "") -> str:
-    """Return `1 row`, `2,000 rows`. more: the words for several, if not those for one and an s."""
+    """Return a number with its noun: `1 row`, `2,000 rows`. more: the plural, if it is not `one` + s."""
     return f"{number:,} {one if number == 1 else more or one + 's'}"

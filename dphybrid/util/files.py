@@ -1,7 +1,7 @@
-"""Atomic files and folders: written under a hidden temporary name, fsynced and renamed; then the parent
-folder is fsynced.
+"""Atomic files and folders: each is written under a hidden temporary name, fsynced and renamed, then its
+parent folder is fsynced.
 
-A reader sees the old content or the new one. `clear_leftovers` removes the temporary files of killed
+A reader sees either the old or the new content. `clear_leftovers` removes temporary files of killed
 processes.
 """
 
@@ -28,39 +28,42 @@ _REMEDIES = {
     errno.EROFS: "its disk is read-only: make it writable, or name another folder in DPHYBRID_DATA_DIR",
     errno.EIO: "its disk fails: look at the system's log",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
-    errno.ENFILE: "the system has too many open files: end what holds them",
+    errno.ENFILE: "the system has too many open files: end programs that hold them",
 }
 _SMALL_BYTES = 2**24
+# What `temporary` gives: .NAME.KIND-PID-THREAD
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<kind>partial|removed|replaced)-\d+-[0-9a-f]+")
 
 
 def given_path(text: str, name: str) -> Path:
-    """Return a path that a person gave, with `~` as their home; perhaps there is nothing.
+    """Return the path that a user typed, with `~` expanded. It need not exist.
 
-    Raises UserError for what can be no path here: too long, with a NUL, of a user who is not there, in a
-    folder that is closed.
+    Raises UserError if it cannot be looked up: too long, with a NUL, `~` of an unknown user, or in a folder
+    without permission. name: the field, for the message.
     """
     try:
         path = Path(text).expanduser()
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return path
-    except (OSError, RuntimeError, ValueError) as error:  # no home; a NUL, or text that is not UTF-8
+    # RuntimeError: expanduser found no home. ValueError: a NUL, or text that is not UTF-8.
+    except (OSError, RuntimeError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
         raise UserError(f"{name}={text[:200]!r}: cannot be looked up ({why}); give another path") from error
     return path
 
 
 def check_target(file: Path, what: str) -> None:
-    """Raise UserError where no file can be written: its folder is not there, or it is one. what: the flag and
-    its value, as given."""
+    """Raise UserError if `file` is a folder or its parent folder does not exist. what: the flag and its
+    value, as given."""
     if file.is_dir() or not file.absolute().parent.is_dir():
         raise UserError(f"{what}: cannot be written there; name a file in a folder that exists")
 
 
 def read_small_text(path: Path) -> str:
-    """Return the text of a file that people write. Raises OSError, also for one that goes on beyond 16 MiB (a
-    device, say), and UnicodeDecodeError."""
+    """Return the text of a file written by hand. Raises OSError, also for more than 16 MiB, and
+    UnicodeDecodeError."""
+    # One byte more than allowed instead of stat(): a device such as /dev/zero has no size, and never ends.
     with path.open("rb") as stream:
         content = stream.read(_SMALL_BYTES + 1)
     if len(content) > _SMALL_BYTES:
@@ -69,19 +72,19 @@ def read_small_text(path: Path) -> str:
 
 
 def temporary(path: Path, kind: str = "partial") -> Path:
-    """Return a hidden name beside `path` that no other process or thread uses."""
+    """Return a hidden path in the same folder that no other process or thread of this machine uses."""
     return path.with_name(f".{path.name}.{kind}-{os.getpid()}-{threading.get_ident():x}")
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file at once and for good; where that fails, what was there before stays."""
+    """Write a file atomically and durably. If that fails, the old content stays."""
     partial = temporary(path)
     try:
         with naming(path):
             with open(partial, "wb") as stream:
                 stream.write(content)
                 stream.flush()
-                # before the rename: else a power loss may leave the name without its bytes
+                # Before the rename: otherwise a power loss may leave the new name with missing bytes.
                 os.fsync(stream.fileno())
             partial.replace(path)
             sync(path.parent)
@@ -92,18 +95,19 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file at once and for good."""
+    """Write a text file atomically and durably."""
     write_bytes(path, text.encode())
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write a page of JSON at once and for good."""
+    """Write a value as JSON, atomically and durably."""
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False))
 
 
 def read_json(path: Path) -> Any:
-    """Read a page of JSON. Raises UserError when it is not there, or damaged."""
+    """Read a JSON file. Raises UserError if it is missing or cannot be parsed."""
     try:
+        # RecursionError: nested brackets by the thousand.
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read as JSON ({error})") from error
@@ -111,11 +115,11 @@ def read_json(path: Path) -> Any:
 
 @contextmanager
 def making(final: Path) -> Iterator[Path]:
-    """Yield an empty folder that becomes `final`, complete and fsynced, when the block ends; nothing is left
-    when the block fails.
+    """Yield an empty folder that is fsynced and renamed to `final` when the block ends. If the block fails,
+    the folder is removed.
 
-    A folder `final` that is there already is replaced; a crash between the two renames leaves it to
-    `clear_leftovers`, which brings it back.
+    An existing folder `final` is replaced. If a crash happens between the two renames, `clear_leftovers`
+    restores the old one.
     """
     partial, before = temporary(final), temporary(final, "replaced")
     try:
@@ -124,10 +128,10 @@ def making(final: Path) -> Iterator[Path]:
             make_folder(final.parent)
             partial.mkdir()
             yield partial
-            # In one order: `dphybrid selftest --seed` counts the operations.
+            # In a fixed order: `dphybrid selftest --seed` counts file operations to repeat a fault.
             for path in (*sorted(partial.rglob("*")), partial):
                 sync(path)
-            # a folder cannot replace one that holds files, so it takes two renames
+            # rename() cannot replace a folder that has files in it, so replacing takes two renames.
             if final.exists():
                 final.rename(before)
             try:
@@ -143,9 +147,9 @@ def making(final: Path) -> Iterator[Path]:
 
 
 def make_folder(folder: Path, mode: int = 0o777) -> None:
-    """Make a folder, and those above it, for good; one that is there stays as it is. mode: who may enter the
-    folder itself."""
-    # One by one: `mkdir(parents=True)` would leave the entries of those above unsynced.
+    """Make a folder and its missing parents, durably. An existing folder is left as it is. mode: permissions
+    of the folder itself."""
+    # Parents one by one: `mkdir(parents=True)` would leave their directory entries unsynced.
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(mode, exist_ok=True)
@@ -153,35 +157,36 @@ def make_folder(folder: Path, mode: int = 0o777) -> None:
 
 
 def own_folder(folder: Path) -> Path:
-    """Return a folder that only this user can enter, made where it is missing. Raises UserError for one that
-    is not this user's."""
+    """Return a folder that only this user can enter; make it if it is missing. Raises UserError if it belongs
+    to another user or is a link."""
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
         raise UserError(f"{folder}: is a link or another user's; remove it: only this user may enter it")
-    # One that was there has any mode.
+    # An existing folder may have any mode.
     folder.chmod(0o700)
     return folder
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder: its name goes first, so that a crash leaves no half of it under that name."""
+    """Remove a folder. It is renamed first, so that a crash never leaves half of it under its name."""
     with naming(folder):
-        gone = temporary(folder, "removed")
-        folder.rename(gone)
-        sync(gone.parent)
-    shutil.rmtree(gone, ignore_errors=True)
+        renamed = temporary(folder, "removed")
+        folder.rename(renamed)
+        sync(renamed.parent)
+    shutil.rmtree(renamed, ignore_errors=True)
 
 
 @contextmanager
 def scratch_folder(parent: Path, prefix: str) -> Iterator[Path]:
-    """Yield a new folder in `parent` without links in its path; remove it when the block ends, and now those
-    of processes that were killed. prefix: of their names.
+    """Yield a new folder in `parent`, as a path without symbolic links; remove it when the block ends. First
+    remove the scratch folders that killed processes of this machine left. prefix: start of their names.
 
-    Raises UserError when `parent` cannot be written.
+    Raises UserError if `parent` cannot be written.
     """
     try:
         make_folder(parent, mode=0o700)
-        prefix = f"{prefix}{platform.node()}-"  # processes of other machines may work in a shared folder
+        # With the machine's name: in a shared folder, other machines' processes may be alive.
+        prefix = f"{prefix}{platform.node()}-"
         for left in parent.glob(f"{glob.escape(prefix)}*"):
             pid = left.name.removeprefix(prefix).partition("-")[0]
             if pid.isdigit() and not Path("/proc", pid).exists():
@@ -196,9 +201,9 @@ def scratch_folder(parent: Path, prefix: str) -> Iterator[Path]:
 
 
 def clear_leftovers(folder: Path, name: str | None = None) -> None:
-    """Remove what killed processes left in `folder` beside the files and folders (or the one called `name`);
-    bring back a folder that was about to be replaced. Whoever calls this holds the lock of what is written
-    there.
+    """Remove temporary files and folders that killed processes left in `folder`, and restore a folder whose
+    replacement was interrupted. name: only those of this file or folder. The caller must hold the lock of
+    what is written there, so that no process is still writing.
     """
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         match = _LEFTOVER.fullmatch(path.name)
@@ -215,7 +220,7 @@ def clear_leftovers(folder: Path, name: str | None = None) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have the disk keep a file's bytes, or a folder's entries."""
+    """fsync a file's bytes, or a folder's entries."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -225,7 +230,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Give errors of the system that name no file the name `path`: a write to a full disk names none."""
+    """Add the file name `path` to an OSError of the block that has none, such as a write to a full disk."""
     try:
         yield
     except OSError as error:
@@ -236,8 +241,8 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextmanager
 def disk_errors_told(remedy: str = "") -> Iterator[None]:
-    """Turn errors of the disk (full, read-only, failing, out of handles) into UserError with the file and a
-    remedy; may decorate."""
+    """Turn an OSError of the disk (full, read-only, failing, out of handles) into UserError with the file and
+    a remedy. Also works as a decorator. remedy: added to the message."""
     try:
         yield
     except OSError as error:

@@ -1,7 +1,7 @@
 """Training hours, such as `20:00-08:00` or `mon-fri 19:00-07:30, sat, sun`: when training may use the GPUs.
 
-An item names days, hours, or both. A span that ends before it begins goes on past midnight and belongs to the
-day on which it begins.
+An item names days, hours, or both. A span whose end is before its start continues past midnight and belongs
+to the day on which it starts.
 """
 
 import re
@@ -15,23 +15,23 @@ _ITEM = re.compile(
     r"(?:(?P<first>[a-z]{3})(?:-(?P<last>[a-z]{3}))?)?\s*(?:(?P<begin>\d{1,2}:\d{2})-(?P<end>\d{1,2}:\d{2}))?"
 )
 _HELP = "write hours as in '20:00-08:00' or 'mon-fri 19:00-07:30, sat, sun'; empty: always"
-_DAY = 24 * 60
+_DAY = 24 * 60  # minutes
 
 
 @dataclass(frozen=True)
 class _TrainingHours:
-    """Spans of a week in minutes since Monday 00:00, (begin, length). No spans: always."""
+    """Spans of a week as (start, length) in minutes, the start since Monday 00:00. No spans: always open."""
 
     spans: tuple[tuple[int, int], ...] = ()
 
     def open_at(self, moment: datetime) -> bool:
-        """May training use the GPUs at `moment` (local time)?"""
+        """Return whether training may use the GPUs at `moment` (local time)."""
         now = moment.weekday() * _DAY + moment.hour * 60 + moment.minute
-        # modulo a week: a span of Sunday night goes on into Monday
+        # Modulo a week, because a span of Sunday night continues into Monday.
         return not self.spans or any((now - begin) % (7 * _DAY) < length for begin, length in self.spans)
 
     def closed_reason(self, moment: datetime) -> str | None:
-        """Return why nothing may run at `moment`, or None."""
+        """Return the reason why nothing may run at `moment`, or None if it may."""
         if self.open_at(moment):
             return None
         now = moment.weekday() * _DAY + moment.hour * 60 + moment.minute
@@ -42,7 +42,7 @@ class _TrainingHours:
 
 
 def parse_training_hours(text: str) -> _TrainingHours:
-    """Read training hours. Raises UserError that names the part it could not read."""
+    """Parse training hours. Raises UserError that names the part it could not read."""
     spans: list[tuple[int, int]] = []
     for item in filter(None, (part.strip() for part in text.lower().split(","))):
         match = _ITEM.fullmatch(item)
@@ -51,14 +51,16 @@ def parse_training_hours(text: str) -> _TrainingHours:
             raise UserError(f"training hours {text!r}: cannot read {item!r}; {_HELP}")
         begin, end = (_minutes(match[name] or "0:00", text) for name in ("begin", "end"))
         first, last = (_DAYS.index(day) for day in days)
-        # 20:00-20:00, and a day without hours, are 24 hours
+        # 24 hours for 20:00-20:00 and for a day without hours (0:00-0:00).
         length = (end - begin) % _DAY or _DAY
+        # % 7, because sat-mon goes past the end of the week.
         spans += [((first + offset) % 7 * _DAY + begin, length) for offset in range((last - first) % 7 + 1)]
     return _TrainingHours(tuple(spans))
 
 
 def _minutes(clock: str, text: str) -> int:
     hours, minutes = (int(part) for part in clock.split(":"))
+    # 24:00 is allowed, as the end of a span.
     if hours > 24 or minutes > 59 or hours * 60 + minutes > _DAY:
         raise UserError(f"training hours {text!r}: {clock} is not a time of day; {_HELP}")
     return hours * 60 + minutes

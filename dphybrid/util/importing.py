@@ -1,4 +1,5 @@
-"""Import what a value names as `package.module:NAME`, from allowed packages; speed up large imports."""
+"""Import functions and classes that a config names as `package.module:NAME`, from allowed packages; speed up
+large imports."""
 
 import gc
 import importlib
@@ -11,30 +12,32 @@ from typing import Any
 from dphybrid.util.errors import UserError, suggestion
 
 ONLY = "DPHYBRID_IMPORT_ONLY"
-"""Variable that a worker sets for its runs: the packages, separated by commas, that values may name besides
-dphybrid. Unset: any package, since the values are the user's own."""
+"""Environment variable that a worker sets for its runs: packages, separated by commas, from which configs may
+import code, besides dphybrid. Unset: any package, because the config is the user's own."""
 
 
 @contextmanager
 def kept_from_gc() -> Iterator[None]:
-    """Pause the garbage collector, and exempt all objects that exist after the block from later searches
-    (`gc.freeze`): imported modules stay, and searching them takes a third of the time of importing them."""
+    """Pause the garbage collector during the block, then exempt all existing objects from it (`gc.freeze`).
+
+    Imported modules are never freed, and searching them takes a third of the time of importing them.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
+        gc.freeze()  # before enabling it: otherwise a collection may start first
         if enabled:
             gc.enable()
 
 
 _EXTRAS = {"mlflow": "mlflow", "prefect": "flows", "fastapi": "flows", "yaml": "flows", "optuna": "sweep"}
-"""Optional packages, and the extra of dphybrid that installs each."""
+"""Optional packages, and the extra of dphybrid that installs them."""
 
 
 def missing_extra(error: ModuleNotFoundError) -> UserError:
-    """Return the error that says which extra installs a missing package. Raises `error` where none does."""
+    """Return a UserError that names the extra with the missing package. Raises `error` if there is none."""
     package = (error.name or "").partition(".")[0]
     if package not in _EXTRAS:
         raise error
@@ -43,8 +46,8 @@ def missing_extra(error: ModuleNotFoundError) -> UserError:
 
 @contextmanager
 def importing_only(packages: str) -> Iterator[None]:
-    """Within the block this process imports named code as a run of a worker does: from dphybrid and these
-    packages alone (names separated by commas)."""
+    """During the block, let configs import code only from dphybrid and these packages (names separated by
+    commas), as in a run that a worker started."""
     before = os.environ.get(ONLY)
     os.environ[ONLY] = packages
     try:
@@ -56,12 +59,12 @@ def importing_only(packages: str) -> Iterator[None]:
 
 
 def check_import(path: str, place: str, packages: str | None = None) -> None:
-    """Raise UserError when `path`, given in `place`, is of neither dphybrid nor an allowed package.
+    """Raise UserError unless `path` is in dphybrid or in an allowed package. place: the field, for messages.
 
-    packages: names separated by commas, for a file that somebody else wrote. None: this process's rule, which
-    allows any package unless a worker started it.
+    packages: allowed packages, separated by commas, for a file that somebody else wrote. None: the rule of
+    this process, which allows any package unless a worker started it.
     """
-    # From the environment: a run's own processes (ranks, cells of a sweep) inherit the worker's rule.
+    # An environment variable, so that child processes (ranks, cells of a sweep) inherit the worker's rule.
     packages = os.environ.get(ONLY) if packages is None else packages
     module = path.partition(":")[0]
     if packages is None:
@@ -77,9 +80,9 @@ def check_import(path: str, place: str, packages: str | None = None) -> None:
 
 
 def import_module_of(path: str, place: str) -> tuple[ModuleType, str]:
-    """Import the module of `package.module:NAME`, whatever package it is of; return it and NAME. place: the
+    """Import the module of `package.module:NAME` without checking its package; return it and NAME. place: the
     field, for messages. Raises UserError that says which part is missing."""
-    # A relative name would depend on who imports.
+    # A relative name is refused, as there is no package that it could be relative to.
     module_name, _, attribute = path.partition(":")
     if not module_name or module_name.startswith(".") or not attribute:
         raise UserError(f"{place} = {path!r}: write package.module:NAME")

@@ -1,7 +1,7 @@
-"""File locks (flock), which the kernel releases when their process ends, even by kill -9.
+"""File locks (flock). The kernel releases them when their process ends, even by kill -9.
 
-A holder may write into the locked file. To see whether a file is locked, a process takes a shared lock for a
-moment: that needs read permission only, and two processes that look at once do not disturb each other.
+The holder may write into the locked file. To test whether a file is locked, a process takes a shared lock for
+a moment: this needs only read permission, and two processes that test at once do not disturb each other.
 """
 
 import fcntl
@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK
-"""Flags of `os.open`: follow no link, and wait for nothing."""
+"""Flags of `os.open`: do not follow a symbolic link, and do not wait for the other end of a pipe."""
 
 
 class FileLock:
-    """An exclusive lock on a file, which is made when it is not there and left as it is otherwise.
+    """An exclusive lock on a file. A missing file is created; the content of an existing one is not changed.
 
-    temporary: the file goes when the lock is released. mode: of a new file.
+    temporary: remove the file when the lock is released. mode: permissions of a new file.
     """
 
     def __init__(self, path: Path, temporary: bool = False, mode: int = 0o666) -> None:
@@ -25,14 +25,15 @@ class FileLock:
         self._handle: int | None = None
 
     def acquire(self, wait: bool = False) -> bool:
-        """Take the lock; return False when another process or thread holds it and `wait` is not set. Never
-        follows a symbolic link."""
+        """Take the lock; return whether that worked. Without `wait` it fails if another process or thread
+        holds the lock. Never follows a symbolic link."""
         while self._handle is None:
             handle = os.open(self.path, os.O_RDWR | os.O_CREAT | _NO_LINK, self._mode)
             try:
                 if not lock(handle, wait):
                     return False
-                # Else its last holder removed it: a newer one may be held by someone else.
+                # If not, the last holder removed the file after we opened it. A new file of this name may be
+                # locked by another process, so open it again.
                 if stands_at(self.path, handle):
                     self._handle, handle = handle, -1
             finally:
@@ -41,8 +42,9 @@ class FileLock:
         return True
 
     def release(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         if self._handle is not None:
+            # While the lock is still held: afterwards the file may already be another process's lock.
             if self._temporary:
                 self.path.unlink(missing_ok=True)
             os.close(self._handle)
@@ -51,7 +53,7 @@ class FileLock:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Wait for the lock on the temporary file `path` and hold it during the block."""
+    """Wait for the lock on `path`, hold it during the block, then remove the file."""
     held = FileLock(path, temporary=True)
     held.acquire(wait=True)
     try:
@@ -61,7 +63,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def is_held(path: Path) -> bool:
-    """Return whether some process or thread holds the lock on `path` now."""
+    """Return whether any process or thread holds the lock on `path`."""
     try:
         handle = os.open(path, os.O_RDONLY | _NO_LINK)
     except FileNotFoundError:
@@ -73,8 +75,8 @@ def is_held(path: Path) -> bool:
 
 
 def lock(handle: int, wait: bool = False) -> bool:
-    """Lock an open file for this handle alone; return False when another handle has it and `wait` is not
-    set."""
+    """Lock an open file exclusively; return whether that worked. Without `wait` it fails if another handle
+    has the lock."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -83,8 +85,8 @@ def lock(handle: int, wait: bool = False) -> bool:
 
 
 def is_locked(handle: int) -> bool:
-    """Return whether another handle than this one has the lock on its file. While one looks, which takes
-    microseconds, `lock` without waiting fails elsewhere."""
+    """Return whether a handle other than this one has the lock on its file. During this test, which takes
+    microseconds, a `lock` without `wait` by another process fails."""
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -94,8 +96,8 @@ def is_locked(handle: int) -> bool:
 
 
 def stands_at(path: Path, handle: int) -> bool:
-    """Return whether the open file still has this name. One that was removed before it was locked has not:
-    the next process would lock another."""
+    """Return whether `path` still names the open file. If the file was removed before it was locked, the next
+    process creates and locks another one."""
     try:
         return os.path.samestat(path.lstat(), os.fstat(handle))
     except FileNotFoundError:

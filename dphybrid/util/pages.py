@@ -1,4 +1,5 @@
-"""Pages: JSON files with a version and a checksum, written atomically; reading a damaged one is an error."""
+"""Pages: JSON files with a version and a checksum. They are written atomically, and reading a damaged one
+raises an error."""
 
 from pathlib import Path
 from typing import ClassVar, Self
@@ -13,20 +14,21 @@ _SUM = "page_sha256"
 
 
 class Page(BaseModel):
-    """The fields that a subclass declares, as a file."""
+    """A file whose values are the fields of a subclass."""
 
     VERSION: ClassVar[int] = 1
-    # Metrics may be NaN or infinite, for which JSON has no words of its own.
+    # Metrics may be NaN or infinite, which standard JSON cannot represent: write Python's constants.
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
 
     version: int = VERSION
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a page. Raises UserError when it is not there, damaged, or of a later version."""
+        """Read a page. Raises UserError if it is missing, damaged, or of a later version."""
         values = read_json(path)
         if not isinstance(values, dict) or values.pop(_SUM, None) != value_digest(values):
             raise UserError(f"{path}: is damaged or was changed by hand (its values do not have its {_SUM})")
+        # Before the fields, so that the message names the version and not a field that it has changed.
         if values.get("version", 1) > cls.VERSION:
             later = f"has version {values['version']}, this dphybrid reads up to {cls.VERSION}"
             raise UserError(f"{path}: {later}; update dphybrid")
@@ -38,6 +40,6 @@ class Page(BaseModel):
             raise UserError(f"{path}: does not fit {cls.__name__}: {place}: {plain_words(first)}") from error
 
     def write(self, path: Path) -> None:
-        """Write the page at once and for good."""
+        """Write the page atomically and durably."""
         values = self.model_dump(mode="json")
         write_json(path, {**values, _SUM: value_digest(values)})

@@ -1,19 +1,23 @@
-"""Optimizers of table rows as data: config, flags, the optimizers and the kernel take their choices from
-`RULES`. The arithmetic of each is in `dphybrid/kernels/rows_of.h` (`change`)."""
+"""The optimizers of table rows, as data. Config, flags, optimizers and the kernel read their choices from
+`RULES`; the arithmetic of each optimizer is in `dphybrid/kernels/rows_of.h` (`change`)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 _StateKind = Literal["row", "weight", "steps"]
-"""One number a row, one a weight (both in the type of gradients), or the number of a row's steps (int32)."""
+"""Size of a state: one number for each row, one for each weight (both in the dtype of the gradients), or the
+number of steps of each row (int32)."""
 
 
 @dataclass(frozen=True)
 class RowRule:
-    """states: by name, as checkpoints hold them: the field of rows.c's `struct table`, and the kind. numbers:
-    the options with their defaults. says: what the optimizer keeps, for help texts. counts_updates:
-    does the arithmetic need the number of the table's updates?"""
+    """One optimizer of table rows.
+
+    states: by the names used in checkpoints, the field of `struct table` in rows.c, and the kind. numbers:
+    options and their defaults. says: which state the optimizer keeps, for help texts. counts_updates: whether
+    the arithmetic needs the number of updates of the table.
+    """
 
     name: str
     states: Mapping[str, tuple[str, _StateKind]]
@@ -52,4 +56,4 @@ RULES: Mapping[str, RowRule] = {
         ),
     )
 }
-"""In the order of `enum rule` in rows.c."""
+"""In the order of `enum rule` in rows.c, which gets a rule by its number."""

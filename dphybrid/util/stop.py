@@ -1,5 +1,5 @@
-"""Stopping with a checkpoint: a request waits until the current step is done, then the run writes a
-checkpoint and raises `Interrupted`. `watching` is a thread that looks for reasons to stop."""
+"""Stopping with a checkpoint: after a request, the run finishes its current step, writes a checkpoint and
+raises `Interrupted`. `watching` runs a thread that looks for reasons to stop."""
 
 import signal
 import sys
@@ -17,10 +17,11 @@ _NAMES = {
 
 
 class Interrupted(KeyboardInterrupt):
-    """A run stopped on request; what it had reached is in its newest checkpoint.
+    """A run stopped on request. Its progress is in its newest checkpoint.
 
-    reason: who asked, for people. signal_number: the signal that asked, or None. requeue: it stopped to give
-    way, and wants to go on later. run: name of the run to go on with; None when it stopped before it had one.
+    reason: text that says who asked. signal_number: the signal that asked, or None. requeue: whether the run
+    only gave way and wants to continue later. run: name of the run to continue; None if it stopped before it
+    had one.
     """
 
     def __init__(self, reason: str, signal_number: int | None = None, requeue: bool = False) -> None:
@@ -32,15 +33,16 @@ class Interrupted(KeyboardInterrupt):
 
 
 class StopRequest:
-    """A flag that asks one run to stop. It is made before the run and passed to everything that may set it or
+    """A flag that asks one run to stop. It is created before the run and passed to everything that may set or
     obey it.
 
-    The loop looks at `pending` between steps; what comes before and after the loop calls `obey` where it can
-    end.
+    The training loop checks `pending` between steps. Code before and after the loop calls `obey` at points
+    where it can stop.
     """
 
     def __init__(self) -> None:
-        self._asked: Interrupted | None = None  # replaced as a whole, so without a lock
+        # Needs no lock: threads and signal handlers only ever replace the whole object.
+        self._asked: Interrupted | None = None
 
     @property
     def pending(self) -> bool:
@@ -49,20 +51,21 @@ class StopRequest:
 
     @property
     def reason(self) -> str:
-        """Who asked, for people; "" while nobody has."""
+        """Text that says who asked; "" if nobody did."""
         return self._asked.reason if self._asked else ""
 
     def ask(self, reason: str, signal_number: int | None = None, requeue: bool = False) -> None:
-        """Ask the run to stop. May be called from any thread. requeue: to go on later.
+        """Ask the run to stop. May be called from any thread. requeue: the run is to continue later.
 
-        The first reason stays, but a signal ends also what was only to give way.
+        The first request is kept, except that a signal replaces one without a signal: a run that only gives
+        way must end when its process is asked to end.
         """
         before = self._asked
         if before is None or (before.signal_number is None and signal_number is not None):
             self._asked = Interrupted(reason, signal_number, requeue)
 
     def interruption(self, reached: str = "") -> Interrupted:
-        """Return the exception for the request at hand. reached: how far the run came, such as "after step
+        """Return the exception for the pending request. reached: how far the run came, such as "after step
         7"."""
         asked = self._asked
         assert asked is not None
@@ -70,20 +73,20 @@ class StopRequest:
         return Interrupted(words, asked.signal_number, asked.requeue)
 
     def obey(self, reached: str = "") -> None:
-        """Raise Interrupted when somebody has asked."""
+        """Raise Interrupted if a stop was requested. reached: as in `interruption`."""
         if self._asked is not None:
             raise self.interruption(reached)
 
 
 @contextmanager
 def stop_signals(stop: StopRequest, at_once: bool = False) -> Iterator[None]:
-    """Turn SIGINT, SIGTERM and SIGHUP into a stop request while the block runs; a second one interrupts at
-    once.
+    """While the block runs, turn SIGINT, SIGTERM and SIGHUP into a stop request. A second signal interrupts
+    at once.
 
-    at_once: the first one raises Interrupted, too, for blocks that lose nothing by it. Outside the main
-    thread Python allows no signal handlers; there nothing is changed.
+    at_once: the first signal raises Interrupted at once, for blocks that lose no work by it. Does nothing
+    outside the main thread, where Python allows no signal handlers.
     """
-    # Such as a run of an application, or of a search with threads.
+    # A run may be in another thread of an application, or of a search.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -98,7 +101,7 @@ def stop_signals(stop: StopRequest, at_once: bool = False) -> Iterator[None]:
             raise KeyboardInterrupt
         signalled = True
 
-    # What the caller ignores (SIGHUP under nohup) stays ignored.
+    # Signals that the caller ignores (SIGHUP under nohup) stay ignored.
     before = {n: signal.signal(n, handle) for n in _NAMES if signal.getsignal(n) is not signal.SIG_IGN}
     try:
         yield
@@ -109,30 +112,30 @@ def stop_signals(stop: StopRequest, at_once: bool = False) -> Iterator[None]:
 
 @contextmanager
 def watching(look: Callable[[], bool], every_s: float, name: str, end_s: float = 10.0) -> Iterator[None]:
-    """While the block runs, call `look` every `every_s` seconds in a thread of that name, until it returns
-    True: nothing is left to watch.
+    """While the block runs, call `look` every `every_s` seconds in a thread called `name`, until it returns
+    True.
 
-    A failed look is reported once, with its traceback, and tried again.
-    The block's end waits up to `end_s` seconds for a look that is under way.
+    The first exception of `look` is printed with its traceback; it is called again in any case. The end of
+    the block waits up to `end_s` seconds for a call that is running.
     """
     done = threading.Event()
 
     def work() -> None:
-        told = False
+        reported = False
         while not done.wait(every_s):
             try:
                 if look():
                     return
-            except Exception:  # noqa: BLE001 - a thread that died would watch no longer, and nobody would know
-                if not told:
+            except Exception:  # noqa: BLE001 - a dead thread would stop watching without anybody noticing
+                if not reported:
                     print(
                         f"{name} failed, and tries again every {every_s:g} s:\n{traceback.format_exc()}",
                         file=sys.stderr,
                         flush=True,
                     )
-                told = True
+                reported = True
 
-    # a daemon: a look that hangs on a server must not keep the process from ending
+    # A daemon, because a call that hangs on a server must not keep the process from ending.
     thread = threading.Thread(target=work, name=name, daemon=True)
     thread.start()
     try:

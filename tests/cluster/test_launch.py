@@ -124,7 +124,7 @@ def test_a_foreign_folder_to_meet_in_is_refused(tmp_path: Path) -> None:
 def test_the_address_is_the_one_towards_the_others_or_the_named_one() -> None:
     assert address_towards("127.0.0.1") == "127.0.0.1"
     assert address_towards("unknown.invalid", "8.8.4.4") == "8.8.4.4"
-    with refused("no way to unknown.invalid"):
+    with refused("no route to unknown.invalid"):
         address_towards("unknown.invalid")
 
 

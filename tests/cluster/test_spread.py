@@ -28,7 +28,7 @@ folder = Path(sys.argv[1])
 with joined(60, torch.device("cpu")) as ranks:
     first, last = [(0, 4), (4, 4), (4, 11)][ranks.rank]  # the second has none
     rows, sums = torch.zeros(last - first, 3), torch.zeros(last - first)
-    spread = Spread(ranks, [rows, sums], ranks.all_told((first, last)))
+    spread = Spread(ranks, [rows, sums], ranks.all_gather((first, last)))
     if ranks.leads:
         weight, total = spread.tensors()
         with spread.served():
@@ -39,7 +39,7 @@ with joined(60, torch.device("cpu")) as ranks:
     else:
         spread.serve()
     total = ranks.sum(rows.double().sum())
-    print(ranks.told(f"sum {float(total)}" if ranks.leads else None))
+    print(ranks.broadcast(f"sum {float(total)}" if ranks.leads else None))
 """
 
 

@@ -111,7 +111,7 @@ def test_a_resume_falls_back_to_the_newest_whole_checkpoint_and_names_the_other(
     table = finished / "data/runs/run/checkpoints/step-000006/tables/table.safetensors"
     damage(table, DAMAGES["a flipped bit"](table.read_bytes(), 0.9))
     assert resumed(finished) == expected
-    assert f"left out a damaged checkpoint: {table}: is damaged" in capsys.readouterr().err
+    assert f"skipped a damaged checkpoint: {table}: is damaged" in capsys.readouterr().err
     assert not list((finished / "data/runs/run/checkpoints").glob("*.damaged"))  # there is a later one now
 
     for path in (finished / "data/runs/run/checkpoints").glob("step-*/blocks.safetensors"):

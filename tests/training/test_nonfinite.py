@@ -113,7 +113,7 @@ def test_a_resume_with_skip_goes_on_to_what_a_run_that_skips_comes_to_on_any_dev
     with refused("step"):
         trained()
     resumed = trained("train.on_nonfinite=skip", resume="run")
-    told = re.findall(r"step (\d+): .*; skipped \((\d) by now\)", capsys.readouterr().out)
+    told = re.findall(r"step (\d+): .*; skipped \((\d) so far\)", capsys.readouterr().out)
     assert [count for _, count in told] == ["1", "2"]  # once an epoch
     assert "2 of 20 steps were skipped" in resumed.text
     for devices in ("cpu", "cpu*8"):
@@ -121,7 +121,7 @@ def test_a_resume_with_skip_goes_on_to_what_a_run_that_skips_comes_to_on_any_dev
         whole = trained("train.on_nonfinite=skip", f"devices={devices}")
         result = ResultPage.read(tmp_path / devices / "runs/run/result.json")
         assert result.steps_skipped == 2
-        assert re.findall(r"step (\d+): .*; skipped \((\d) by now\)", "\n".join(whole.split_lines)) == told
+        assert re.findall(r"step (\d+): .*; skipped \((\d) so far\)", "\n".join(whole.split_lines)) == told
         for name, value in weights(whole).items():
             if devices == "cpu":
                 assert torch.equal(value, weights(resumed)[name]), name
@@ -130,7 +130,7 @@ def test_a_resume_with_skip_goes_on_to_what_a_run_that_skips_comes_to_on_any_dev
 
 
 def test_an_epoch_without_a_step_ends_training(data_dir: Path) -> None:
-    with refused("epoch 1: all of its steps were skipped"):
+    with refused("epoch 1: all steps were skipped"):
         trained("train.on_nonfinite=skip", "train.batch_size=240", recipe="OnlyBad")
 
 
