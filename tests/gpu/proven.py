@@ -14,9 +14,9 @@ PAGE = ROOT / "docs" / "proven.md"
 
 HEAD = """# What is proven on which hardware
 
-Each claim, and where a test has shown it. A test on virtual devices computes what several devices would, on
-the CPU; one on stand-ins shows the order of calls to a CUDA or NVML that is not there. Neither shows that a
-GPU does the same, and none of them says anything about speed there.
+The table lists the tests that have shown each claim, by kind of hardware. Tests on virtual devices compute on
+the CPU what several devices would compute. Tests on stand-ins check the order of calls to a simulated CUDA or
+NVML. Neither proves that a GPU behaves the same, and none of them measures speed on a GPU.
 
 """
 
