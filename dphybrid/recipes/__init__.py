@@ -1,6 +1,6 @@
-"""Recipes: one object for each kind of experiment, and configs made by them.
+"""Recipes: one object for each kind of experiment, and the configs of their experiments.
 
-A recipe of your own is a subclass of `Recipe` in your own package:
+Your own recipe is a subclass of `Recipe` in your own package:
 
     from dphybrid.recipes import DataConfig, ModelConfig, ModelContext, Recipe, Task
 
@@ -29,8 +29,8 @@ _NEED_TORCH = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs torch only when it is asked for: the command line and the forms look at recipes,
-    too."""
+    """Import the names that need torch on first use: the command line and the forms read recipes without
+    it."""
     if name not in _NEED_TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_NEED_TORCH[name]), name)

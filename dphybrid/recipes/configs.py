@@ -1,8 +1,8 @@
-"""Configs from files, flags, forms and override texts, each by its recipe's class, with errors that name
-value, place and remedy.
+"""Builds configs from files, flags, forms and override texts. Each is validated by its recipe's class; errors
+name value, place and remedy.
 
-`train.batch_size=512` in a flow's `overrides` and `--train.batch-size 512` on a command line go through the
-same code.
+`train.batch_size=512` in a flow's `overrides` and `--train.batch-size 512` on a command line take the same
+path.
 """
 
 import difflib
@@ -24,7 +24,7 @@ from dphybrid.util.files import read_small_text
 from dphybrid.util.importing import check_import
 
 Values = dict[str, Any]
-"""Values of a config by name, sections as mappings of their own."""
+"""Values of a config by name; sections are nested mappings."""
 _FieldFacts = tuple[object, str, object]
 _CODE_FIELDS = ("recipe", "model.factory", "train.callbacks")
 """Fields of a config that name code as package.module:NAME."""
@@ -32,7 +32,7 @@ _CODE_FIELDS = ("recipe", "model.factory", "train.callbacks")
 
 @cache
 def field_types(recipe: str = DEFAULT) -> dict[str, _FieldFacts]:
-    """Return every field of a recipe's config: dotted name -> (annotation, sentence, default). Raises
+    """Return every field of a recipe's config: dotted name -> (annotation, description, default). Raises
     UserError for an unknown recipe."""
 
     def walk(model: type[BaseModel], prefix: str) -> dict[str, _FieldFacts]:
@@ -49,35 +49,37 @@ def field_types(recipe: str = DEFAULT) -> dict[str, _FieldFacts]:
 
 
 def recipes_with(name: str) -> list[str]:
-    """Return the built-in recipes that have a field."""
+    """Return the names of the built-in recipes whose config has the field `name` (dotted)."""
     return [recipe for recipe in BUILT_IN if name in field_types(recipe)]
 
 
 def explain_unknown(name: str, recipe: str, flags: Sequence[str] = ()) -> str:
-    """Return why there is no such field in a recipe's config, and which one may be meant. flags: those of a
-    command, where `name` is none of them."""
+    """Return the message for a field that a recipe's config does not have, with the field that was probably
+    meant. flags: all flags of the command, where `name` is an unknown flag."""
     bare = name.lstrip("-")
-    # Of names with a section alone: to look at all recipes imports polars, for ctr's kinds of columns.
+    # Only for names with a section: looking through all recipes imports polars, for ctr's kinds of columns.
     if "." in bare and (others := recipes_with(bare.replace("-", "_"))):
         return f"recipe {recipe} does not use it; it is a value of {', '.join(others)}"
     what, known = ("flag", flags) if flags else ("field", list(field_types(recipe)))
     section, leaf = name.rpartition(".")[0], bare.rpartition(".")[2]
-    # Last parts alone: with `train.` before it, every name of that section would be near.
-    ends = {full: full.lstrip("-").rpartition(".")[2] for full in known}
-    there = [full for full in known if full.rpartition(".")[0] == section] or known
-    among = there if section else known
-    meant = [full for full in known if ends[full] == leaf or full.startswith(f"{name}.")]
-    meant = meant or [full for full in among if ends[full].startswith(leaf)]
+    # Compare only the last parts: with the prefix `train.` every name of that section would look similar.
+    leaves = {full: full.lstrip("-").rpartition(".")[2] for full in known}
+    same_section = [full for full in known if full.rpartition(".")[0] == section] or known
+    candidates = same_section if section else known
+    # In this order: the same last part in any section, a prefix of a name, a misspelt name.
+    meant = [full for full in known if leaves[full] == leaf or full.startswith(f"{name}.")]
+    meant = meant or [full for full in candidates if leaves[full].startswith(leaf)]
     if not meant:
-        near = difflib.get_close_matches(leaf, [ends[full] for full in among], n=1)
-        meant = [full for full in among if ends[full] in near]
+        near = difflib.get_close_matches(leaf, [leaves[full] for full in candidates], n=1)
+        meant = [full for full in candidates if leaves[full] in near]
     if meant:
         return f"there is no such {what}; did you mean {' or '.join(map(repr, meant[:4]))}?"
-    return f"there is no such {what}; known: {', '.join(there)}"
+    return f"there is no such {what}; known: {', '.join(same_section)}"
 
 
 def parse_overrides(overrides: list[str]) -> Values:
-    """Turn `["train.lr=0.1"]` into nested texts. Raises UserError for a text without `=`."""
+    """Turn `["train.lr=0.1"]` into nested values, still texts. Raises UserError for a text without `=`, and
+    for a section given as a value."""
     given: dict[str, str] = {}
     for text in overrides:
         name, equals, value = text.partition("=")
@@ -85,8 +87,10 @@ def parse_overrides(overrides: list[str]) -> Values:
         if not equals or not name:
             raise UserError(f"override {text!r}: expected name=value, as in train.batch_size=512")
         given[name] = value.strip()
-    if twice := [name for name in given if any(other.startswith(f"{name}.") for other in given)]:
-        raise UserError(f"override {twice[0]}={given[twice[0]]}: is a section of others; leave it out")
+    # `train=x` next to `train.lr=0.1` could not be nested.
+    if sections := [name for name in given if any(other.startswith(f"{name}.") for other in given)]:
+        name = sections[0]
+        raise UserError(f"override {name}={given[name]}: {name} is a section of others; leave it out")
     return nest(given)
 
 
@@ -106,18 +110,18 @@ def build_config(values: Values, places: dict[str, str] | None = None) -> Experi
     """Validate nested values by the class of their recipe. Raises UserError that lists every wrong value with
     its place and remedy.
 
-    Without `recipe` the values say which one is meant (`registry.infer_recipe`). places: dotted name -> where
-    the value came from.
+    Without `recipe` the other values decide it (`registry.infer_recipe`). places: dotted name -> where the
+    value came from.
     """
     places = places or {}
     name = values.get("recipe")
-    # Here, too, for Python and forms; `load_config` has said why before it calls this.
+    # For Python and forms; for the command line `load_config` has inferred it and printed the reason.
     if name is None:
         name = infer_recipe(values)[0]
     if not isinstance(name, str):
         raise UserError(f"recipe = {name!r}: expected a name such as {', '.join(recipe_names())}")
     recipe = find_recipe(name)
-    # TOML has no null, and flags and overrides are texts.
+    # TOML has no null, and flags and overrides are texts: there "" and "none" mean None.
     optional = {name for name, (kind, _, _) in field_types(name).items() if type(None) in get_args(kind)}
     try:
         return recipe.config_class.model_validate({**_nones(values, optional), "recipe": name})
@@ -140,30 +144,30 @@ def _nones(values: Values, optional: Collection[str], prefix: str = "") -> Value
 
 
 def as_config(value: object) -> Any:
-    """Return a mapping as the config it describes; anything else as it is."""
+    """Return the config that a mapping describes; return anything else unchanged."""
     return build_config(value) if isinstance(value, dict) else value
 
 
 _SCHEMA = {"type": "object", "title": "Experiment", "additionalProperties": True}
 _ANY_OBJECT = WithJsonSchema(_SCHEMA, mode="validation")
 AnyExperiment = Annotated[ExperimentConfig, BeforeValidator(as_config), _ANY_OBJECT]
-"""An experiment of any recipe, as a field or parameter: mappings are validated by their recipe's class, which
-no one schema could do."""
+"""Type of a field or parameter that takes an experiment of any recipe. Mappings are validated by their
+recipe's class; the JSON schema says only `object`, as no single schema fits all recipes."""
 
 
 def stored_config(
     values: Values, page: Path, settings: Settings, given: ExperimentConfig | None = None
 ) -> ExperimentConfig:
-    """Return the config that the page of a run or checkpoint holds.
+    """Return the config stored in the page of a run or checkpoint.
 
-    given: a config of the user's own, which may name the same code. Raises UserError, also for a page from
-    elsewhere that names code of packages that are not allowed.
+    given: a config by the user; code that it names may be imported. Raises UserError for invalid values, and
+    for a page that somebody else wrote and that names code of a package that is not allowed.
     """
     _check_code(values, page, settings, given.model_dump() if given else {})
     try:
         return build_config(values)
     except UserError as error:
-        raise UserError(f"{page}: {error}; where its values have changed since, train again") from error
+        raise UserError(f"{page}: {error}; if the recipe's fields have changed since, train again") from error
 
 
 def _check_code(
@@ -172,11 +176,12 @@ def _check_code(
     """Raise UserError when a page that this user's runs did not write names code of a package that
     DPHYBRID_FACTORY_PACKAGES does not allow.
 
-    known: values of a config that the user gave; code that it names as well is the user's choice.
+    known: values of a config that the user gave; the user chose the code that it names, so that is allowed.
     """
-    # Links are followed first: one in the own folder may lead to somebody else's page.
+    # Opening a model imports the code that its page names: a page from elsewhere must not choose that code.
+    # Follow links first: one in the user's own folder may lead to somebody else's page.
     place, roots = page.resolve(), (settings.runs_dir, settings.mlflow_dir)
-    # its user's own runs wrote it, or recorded it in the embedded store
+    # This user's runs wrote the page here, or recorded it in the embedded MLflow store.
     if any(place.is_relative_to(root.resolve()) for root in roots) and place.stat().st_uid == os.getuid():
         return
     chosen = {path for field in _CODE_FIELDS for path in _named(known, field)}
@@ -188,7 +193,7 @@ def _check_code(
 
 
 def _named(config: Mapping[str, object], field: str) -> list[str]:
-    """Return the import paths in a field; the name of an installed recipe is none."""
+    """Return the import paths in a field. The name of an installed recipe is not an import path."""
     value: object = config
     for part in field.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -216,10 +221,11 @@ def given_values(config: ExperimentConfig) -> Values:
 def load_config(
     file: Path | None, overrides: list[str], base: ExperimentConfig | None = None
 ) -> ExperimentConfig:
-    """Compose a config: the recipe, the file over it, the overrides over both. Raises UserError.
+    """Compose a config: the recipe's defaults, then the file, then the overrides. Raises UserError.
 
-    Without a recipe in either, the values decide, and a line says so. base: the config of the run that goes
-    on, from which values that are not given are taken; how many ranks train is said anew.
+    If neither names a recipe, the values decide, and the reason is printed. base: the config of a run that is
+    resumed; it supplies the values that are not given, except for `cluster`: another number of ranks may
+    resume a run.
     """
     from_file = read_config_file(file) if file else {}
     from_flags = parse_overrides(overrides)
@@ -236,8 +242,8 @@ def load_config(
 
 
 def apply_overrides(config: ExperimentConfig, overrides: list[str]) -> ExperimentConfig:
-    """Return `config` with override texts over it; a new recipe keeps only what differed from the old recipe.
-    Raises UserError."""
+    """Return `config` with override texts applied. If they name another recipe, only the values that differ
+    from the old recipe's defaults are kept. Raises UserError."""
     if not overrides:
         return config
     changes = parse_overrides(overrides)

@@ -1,4 +1,4 @@
-"""The context from which a recipe's `build`, or a user's factory, builds a model."""
+"""`ModelContext`: what a recipe's `build`, or a user's factory, gets to build a model."""
 
 import zlib
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ Options = TypeVar("Options", bound=ModelConfig)
 class ModelContext(Generic[Options]):
     """What a model is built from.
 
-    devices: where its blocks belong; pass it to `dphybrid.parallel.DataParallel`.
-    info: facts about the prepared data: `num_words`, `num_ids`, `num_dense`, `num_classes`, ... as the recipe
-    has them.
+    devices: the blocks' devices; pass them to `dphybrid.parallel.DataParallel`.
+    info: facts about the prepared data, depending on the recipe: `num_words`, `num_ids`, `num_dense`, ...
     options, data: the `model` and the `data` section of the config.
-    seed: start for tables, which do not draw from torch's global generator.
-    table_dtype: "bfloat16", or "model" for the blocks' number format. table_folder: where tables lie in
-    files; None: in memory. rows: the training split of a new model, to start weights from; else None.
+    seed: of the tables' start values, which torch's global generator does not draw.
+    table_dtype: "bfloat16", or "model" for the blocks' number format. table_folder: of the tables' files;
+    None: tables are in memory. rows: the training split, from which a new model may compute start weights;
+    None where a checkpoint supplies them.
     """
 
     devices: Devices
@@ -46,22 +46,22 @@ class ModelContext(Generic[Options]):
         table_folder: Path | None = None,
         rows: Dataset | None = None,
     ) -> "ModelContext[Any]":
-        """Return the context of an experiment. table_folder: is made when it is not there."""
+        """Return the context of an experiment. table_folder: created if it does not exist."""
         if table_folder is not None:
             table_folder.mkdir(parents=True, exist_ok=True)
         dtype, seed = config.table.dtype, config.train.seed
         return ModelContext(devices, info, config.model, seed, dtype, table_folder, rows, config.data)
 
     def num_ids(self, *names: str) -> int:
-        """Return the rows that one table needs for the ids of these arrays, columns or vocabularies together.
-        Raises UserError for names without ids."""
+        """Return how many rows one table needs that these arrays, columns or vocabularies share. Raises
+        UserError for names without ids."""
         known = self.info["num_ids"]
         if unknown := [name for name in names if name not in known]:
             raise UserError(
                 f"num_ids: {unknown[0]!r} is neither an array of whole numbers nor a vocabulary"
                 f"{suggestion(unknown[0], list(known))}"
             )
-        # The largest, not the sum: names that share a table share its rows' numbers.
+        # The largest, not the sum: the same id means the same row for all of them.
         return max(int(known[name]) for name in names)
 
     @property
@@ -69,8 +69,9 @@ class ModelContext(Generic[Options]):
         return torch.float64 if self.options.dtype == "float64" else torch.float32
 
     def table(self, num_rows: int, dim: int, *, name: str, std: float = 0.1, **options: Any) -> HostEmbedding:
-        """Return a host table as config and settings want it. options: what else `HostEmbedding` takes.
-        Raises UserError when it does not fit."""
+        """Return a host table with the config's number format and the settings' storage. options: further
+        arguments of `HostEmbedding`. Raises UserError when it does not fit into memory or on the disk, and
+        for number formats that do not go together."""
         if self.table_dtype == "bfloat16" and self.dtype != torch.float32:
             better = f"use model.dtype=float32, not {self.options.dtype}"
             raise UserError(f"table.dtype=bfloat16: its rows are looked up as float32; {better}")
@@ -79,7 +80,8 @@ class ModelContext(Generic[Options]):
             dim,
             std=std,
             dtype=torch.bfloat16 if self.table_dtype == "bfloat16" else self.dtype,
-            seed=self.seed << 32 | zlib.crc32(name.encode()),  # tables of one model start from other values
+            # Each table of a model draws its own start values. Not hash(): it differs between processes.
+            seed=self.seed << 32 | zlib.crc32(name.encode()),
             name=name,
             storage="memory" if self.table_folder is None else "mmap",
             path=self.table_folder,

@@ -1,5 +1,5 @@
-"""Data that a recipe gives as arrays, a DataFrame or a map-style Dataset, kept as a prepared folder like any
-other."""
+"""Data that a recipe's `rows` returns as arrays, a DataFrame or a map-style Dataset: the source from which it
+becomes a prepared folder like any other."""
 
 import hashlib
 import json
@@ -23,12 +23,12 @@ a map-style `torch.utils.data.Dataset` whose samples are dicts, or tuples (input
 or numbers."""
 
 _TUPLE_NAMES = ("inputs_B", "labels_B")
-"""Names in the batch of what a Dataset of tuples gives."""
+"""Names in the batch of the two elements of a Dataset's tuples."""
 
 
 @dataclass(frozen=True)
 class GivenSource(Source):
-    """What a recipe's `rows` returns, read once. name: of the recipe."""
+    """The source made of what a recipe's `rows` returns. name: of the recipe."""
 
     name: str
     rows: Callable[[Any, int], Any]
@@ -41,8 +41,9 @@ class GivenSource(Source):
 
     @cached_property
     def _given(self) -> tuple[Given, Given, Mapping[str, Vocabulary]]:
-        """What rows() returned; without vocabularies there are none. Raises UserError for anything else."""
-        # Asked once: `rows` may draw numbers, and the digest must be of what is kept.
+        """The two splits that rows() returned, and its vocabularies, {} if it returned none. Raises UserError
+        for anything else."""
+        # Called once: `rows` may draw random numbers, and the digest must be that of the saved arrays.
         given: Any = self.rows(self.data, self.seed)
         if isinstance(given, tuple) and len(given) == 2:
             given = (*given, {})
@@ -56,8 +57,8 @@ class GivenSource(Source):
 
     @cached_property
     def splits(self) -> tuple[dict[str, Array], dict[str, Array]]:
-        """The arrays of the training and of the validation split. Raises UserError where they do not fit
-        together."""
+        """The arrays of the training split and of the validation split. Raises UserError when their names or
+        shapes differ."""
         where = f"recipe {self.name}"
         train, valid = (
             _as_arrays(split, f"{where}, {name} split")
@@ -75,7 +76,8 @@ class GivenSource(Source):
         return train, valid
 
     def digests(self, progress: Progress) -> list[bytes]:
-        # There are no files to digest: the arrays themselves tell data from other data.
+        # There are no files to digest, so the digest is of the arrays. It decides whether prepared data
+        # can be used again.
         progress("read samples", 0, 1)
         arrays = [
             hashlib.sha256(f"{name} {array.dtype.str} {array.shape}\0".encode() + array.tobytes()).digest()
@@ -94,6 +96,8 @@ class GivenSource(Source):
         vocabularies = self._given[2]
         sizes = {name: len(vocabulary) for name, vocabulary in vocabularies.items()}
         lines += [f"  vocabulary {name}: {size:,} rows" for name, size in sizes.items()]
+        # Rows of a table for each array of ids: the largest id in either split decides. A vocabulary of the
+        # same name knows better: it also counts the rows of unknown values.
         info = {
             "shapes": {name: list(array.shape[1:]) for name, array in arrays.items()},
             "num_ids": {n: int(a.max()) + 1 for n, a in arrays.items() if a.dtype.kind in "iu" and a.size}
@@ -105,9 +109,9 @@ class GivenSource(Source):
 
 
 def _as_arrays(given: Given, where: str) -> dict[str, Array]:
-    """Return a split as arrays by name, samples on dim 0. where: for messages. Raises UserError for what
-    cannot be one."""
-    # frames of polars and of pandas
+    """Return a split as arrays by name, samples on dim 0. where: for messages. Raises UserError for anything
+    that is not a split."""
+    # polars and pandas frames, without importing either
     if hasattr(given, "columns") and hasattr(given, "shape") and not isinstance(given, Mapping):
         given = {str(name): np.asarray(given[name]) for name in given.columns}
     elif not isinstance(given, Mapping):
@@ -121,7 +125,7 @@ def _as_arrays(given: Given, where: str) -> dict[str, Array]:
                 "on dim 0 (recipe ctr reads texts)"
             )
         arrays[str(name)] = np.ascontiguousarray(
-            # numpy's default, seldom meant; a model in float64 converts it back.
+            # float64 is only numpy's default, seldom meant; a model in float64 converts back.
             array.astype(np.float32) if array.dtype == np.float64 else array
         )
     lengths = {name: len(array) for name, array in arrays.items()}
@@ -131,7 +135,7 @@ def _as_arrays(given: Given, where: str) -> dict[str, Array]:
 
 
 def _items(dataset: object, where: str) -> dict[str, Array]:
-    """Read a map-style Dataset sample by sample."""
+    """Return the samples of a map-style Dataset as arrays by name."""
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise UserError(f"{where}: is {type_text(dataset)}; give arrays, a DataFrame or a map-style Dataset")
     columns: dict[str, list[Any]] = {}

@@ -1,4 +1,4 @@
-"""Predictions of a recipe's own `predict`, of frames and of files."""
+"""`RowsPredictor`: calls a recipe's `predict` for frames and for files."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -18,12 +18,13 @@ from dphybrid.util.errors import UserError, counted, type_text
 
 
 class RowsPredictor:
-    """A trained model of an own recipe, with its vocabularies. recipe: its name; ask: its `predict`."""
+    """A trained model of a recipe that defines `predict`, with its vocabularies. recipe: its name."""
 
     def __init__(
-        self, recipe: str, ask: Callable[..., object], checkpoint: Path, model: nn.Module, batch_size: int
+        self, recipe: str, predict: Callable[..., object], checkpoint: Path, model: nn.Module, batch_size: int
     ) -> None:
-        self._recipe, self._ask, self.checkpoint, self.batch_size = recipe, ask, checkpoint, batch_size
+        self._recipe, self._predict = recipe, predict
+        self.checkpoint, self.batch_size = checkpoint, batch_size
         self.vocabularies = read_vocabularies(checkpoint)
         self._model = model.eval()
 
@@ -32,19 +33,19 @@ class RowsPredictor:
         return f"<Predictor of recipe {self._recipe}, {place}>"
 
     def predict(self, rows: object) -> pl.DataFrame:
-        """Return what the recipe's `predict` does, for `batch_size` rows at a time. rows: a frame (polars,
+        """Return the recipe's predictions, computed for `batch_size` rows at a time. rows: a frame (polars,
         pandas, Arrow), a dict of columns or a list of records. Raises UserError as `predict` does."""
         frame = as_frame(rows, "the rows").lazy().collect()
-        # An empty frame has no slices, and its answer's columns are wanted all the same.
+        # An empty frame has no slices; predict it as it is, so that the result has the right columns.
         return pl.concat(map(self._predicted, frame.iter_slices(self.batch_size) if len(frame) else [frame]))
 
     @torch.inference_mode()
     def _predicted(self, rows: pl.DataFrame) -> pl.DataFrame:
-        found = self._ask(self._model, rows, self.vocabularies)
-        if not isinstance(found, pl.DataFrame):
-            what = f"recipe {self._recipe}: predict returned {type_text(found)}"
+        predicted = self._predict(self._model, rows, self.vocabularies)
+        if not isinstance(predicted, pl.DataFrame):
+            what = f"recipe {self._recipe}: predict returned {type_text(predicted)}"
             raise UserError(f"{what}; return a polars DataFrame")
-        return found
+        return predicted
 
     def predict_file(
         self,
@@ -55,16 +56,16 @@ class RowsPredictor:
         threshold: float | None = None,
         **reading: Any,
     ) -> Written:
-        """Write what `predict` returns for the rows of `path` (file, folder or pattern), piece by piece, to a
+        """Write the predictions for the rows of `path` (file, folder or pattern), piece by piece, to a
         .parquet or .csv file.
 
-        keep: columns of the input to write, too, where a prediction is made for each row. reading: how files
-        are written (header, delimiter, missing, ...). Raises UserError; nothing is left at `out` then.
-        OUT.rejected.jsonl says which rows cannot be read, and why.
+        keep: columns of the input to write as well, if there is one prediction per row. reading: the format
+        of the files (header, delimiter, missing, ...). Raises UserError and then leaves no file at `out`.
+        OUT.rejected.jsonl lists the rows that cannot be read, with the reason.
         """
         if threshold is not None:
-            raise UserError("--threshold: is of recipes that read tables; this recipe's predict decides")
-        # Before any work: a target that cannot be written ends here.
+            raise UserError("--threshold: only for recipes that read tables; this recipe's predict decides")
+        # First of all, so that a target that cannot be written costs no work.
         done, rejected = Written(table_target(out)), list[Rejected]()
         named = {name: value for name, value in reading.items() if name in READING_FIELDS}
         if odd := reading.keys() - named.keys():
@@ -78,7 +79,7 @@ class RowsPredictor:
                 yield self._with(keep, chunk)
 
         pieces = frames()
-        # Its columns are those of all pieces: what `predict` returns is not known before.
+        # The first piece decides the file's columns: only `predict` knows which ones it returns.
         first = next(pieces)
         write_frames(chain([first], pieces), dict(first.schema), done.out, rejected)
         done.num_rejected = len(rejected)
@@ -95,6 +96,6 @@ class RowsPredictor:
         return predicted.with_columns(rows[name] for name in keep)
 
     def told(self, done: Written) -> list[str]:
-        """Return what became of a file's rows, in lines for people."""
+        """Return lines for the console: how many rows were predicted, and how many were rejected."""
         lines = [f"Predictions of {counted(done.num_rows, 'row')}: {done.out}"]
         return lines + done.told()

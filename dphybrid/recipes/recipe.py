@@ -1,4 +1,5 @@
-"""A recipe: one object that describes one kind of experiment, so that no other code needs its name."""
+"""The class `Recipe`: one object describes one kind of experiment, so that no other code asks for a recipe's
+name."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -23,7 +24,7 @@ from dphybrid.config import (
 from dphybrid.util.errors import UserError, type_text
 from dphybrid.util.importing import import_callable
 
-# The command line and the forms look at recipes, too: torch and polars wait until work begins.
+# The command line and the forms read recipes, too. Torch and polars load slowly, so only methods import them.
 if TYPE_CHECKING:
     import polars as pl
     from torch import Tensor, nn
@@ -39,15 +40,16 @@ if TYPE_CHECKING:
 
 S = TypeVar("S", bound=Section)
 
-_SMALLEST = 32
-STEPS, _FEWEST, _MOST = 4000, 10, 200
-"""Of a training that leaves its batch size or its epochs to the data."""
+_SMALLEST_BATCH = 32
+STEPS, _FEWEST_EPOCHS, _MOST_EPOCHS = 4000, 10, 200
+"""Where the data decides (`sized`): the smallest batch, the steps to aim at, the bounds of the epochs."""
 
 
 def imported(path: str) -> Any:
-    """Return a method that calls the function `package.module:NAME` and imports it only then."""
+    """Return a method that imports the function `package.module:NAME` when it is called, and calls it."""
     module, _, name = path.partition(":")
 
+    # As a class attribute this becomes a method; the functions are plain ones, so `self` is not passed on.
     def call(_recipe: "Recipe", *given: Any) -> Any:
         return getattr(import_module(module), name)(*given)
 
@@ -58,14 +60,14 @@ class Recipe:
     """Subclass it, set the attributes, and write `rows` (or `source` and `dataset`), `build` and `task`.
 
     name: names runs, prepared folders and registered models. summary: one sentence for help and forms.
-    data, model: the recipe's own sections, pydantic classes with a default for every field.
-    table, train, checkpoint: what differs from the defaults of these common sections. batches: how many an
-    epoch has, about, where train.batch_size is 0, and the largest.
-    tabular: its samples are rows of a table read by `dphybrid.data.table`: they have a schema file, grow when
-    files arrive (retraining), and rows of new files can be scored (predict).
-    one_process: it was not tried with several processes, and a config with `cluster` is refused.
+    data, model: the recipe's own config sections, pydantic classes with a default for every field.
+    table, train, checkpoint: this recipe's defaults in these common sections, where they differ.
+    batches: about how many batches an epoch has where train.batch_size is 0, and the largest batch size.
+    tabular: its samples are rows of a table read by `dphybrid.data.table`. It has a schema file, its data may
+    grow by new files (retraining), and it scores the rows of new files (predict).
+    one_process: not tested with several processes; a config with `cluster` is refused.
     example: columns of a few rows as `predict` takes them; `dphybrid check recipe` predicts these.
-    prints_shapes: say of a split what PyTorch's data-parallel tutorial says, a line a replica, not one line.
+    prints_shapes: print a split as PyTorch's data-parallel tutorial does, one line per replica.
     """
 
     name: str = ""
@@ -82,22 +84,22 @@ class Recipe:
     example: Mapping[str, Any] = {}
 
     key: str = ""
-    """What finds this recipe again: its name, or `package.module:NAME`. The registry sets it; configs carry
-    it."""
+    """The value of `recipe` in a config that finds this recipe: its name, or `package.module:NAME`. The
+    registry sets it."""
 
     def rows(
         self, data: Any, seed: int
     ) -> "tuple[Given, Given] | tuple[Given, Given, Mapping[str, Vocabulary]]":
-        """Return the training and the validation split: each a dict of arrays, a DataFrame, or a map-style
-        torch Dataset; and, as a third, the vocabularies by name that made their ids, if any.
+        """Return the training split, the validation split and, if there are any, the vocabularies that made
+        their ids, by name. A split is a dict of arrays, a DataFrame, or a map-style torch Dataset.
 
-        The simple way to bring data: everything is read here and kept as a prepared folder, the vocabularies
-        in each checkpoint, too. seed: for a random split.
+        The simple way to bring data: read everything here. The splits are saved as a prepared folder, the
+        vocabularies also in each checkpoint. seed: for a random split.
         """
         raise UserError(f"recipe {self.name}: define rows(data, seed), or source and dataset")
 
     def source(self, data: Any, seed: int) -> "Source":
-        """Return where the samples come from, opened but not read; see `dphybrid.data.store.Source`. Raises
+        """Return the source of the samples, opened but not yet read; see `dphybrid.data.store.Source`. Raises
         UserError."""
         from dphybrid.recipes.given import GivenSource
 
@@ -108,48 +110,48 @@ class Recipe:
         return prepared.rows(part)
 
     def training_rows(self, rows: "Dataset", info: Mapping[str, Any], model: Any) -> "Dataset":
-        """Return the training split as it is trained on: with what differs by epoch, such as negatives; see
+        """Return the training split with what is drawn anew in each epoch, such as negatives; see
         `dphybrid.data.DrawnDataset`. info: facts about the prepared data. model: the `model` section."""
         return rows
 
     def baselines(self, data: "Prepared") -> dict[str, dict[str, float]]:
-        """Return metrics of simple predictions on the validation split by name, to tell how good a model is.
-        Without any, a constant takes the place of the task's `prediction`, where the task names it."""
+        """Return the metrics of simple predictions on the validation split, by name, to compare a model with.
+        Without any, dphybrid compares with a constant, provided that the task names its `prediction`."""
         return {}
 
     def floor(self, data: "Prepared") -> "dict[str, Tensor] | None":
-        """Return outputs, as the model's on the validation split, of the simplest prediction: a first model
-        that does not beat it is not promoted. None: there is none."""
+        """Return the simplest prediction on the validation split, in the form of the model's outputs.
+        Retraining does not promote a first model that does not beat it. None: no such comparison."""
         return None
 
     def doubts(self, data: "Prepared") -> list[str]:
-        """Return what a person should know of the prepared data before training goes on."""
+        """Return warnings about the prepared data, to print before training."""
         return []
 
     def sized(
         self, config: ExperimentConfig, num_rows: int, info: Mapping[str, Any]
     ) -> tuple[ExperimentConfig, list[str]]:
-        """Return the config with what it leaves to the data, where batch size or epochs are 0 (patience -1),
-        and lines that say so with the arithmetic. num_rows: of the training split. info: facts about the
+        """Return the config with values chosen from the data where batch size or epochs are 0 or patience is
+        -1, and lines that print the arithmetic. num_rows: of the training split. info: facts about the
         prepared data.
 
-        Batches by `batches`, rounded to a power of two within 32 and the largest; epochs for 4,000 steps,
-        within 10 and 200; patience of a tenth of the epochs, 3 or more.
+        Batch size: training rows / `batches`, rounded to a power of two from 32 to the largest. Epochs: 4,000
+        steps, from 10 to 200 epochs. Patience: a tenth of the epochs, 3 or more.
         """
         train, lines, (batches, largest) = config.train, [], self.batches
         batch_size, epochs, patience = train.batch_size, train.epochs, train.patience
         if not batch_size:
             wanted = 2 ** round(math.log2(max(1.0, num_rows / batches)))
-            batch_size = min(max(wanted, _SMALLEST), largest)
+            batch_size = min(max(wanted, _SMALLEST_BATCH), largest)
             lines.append(
                 f"train.batch_size={batch_size}: {num_rows:,} training rows / {batches}, rounded to a power "
-                f"of two, within {_SMALLEST} and {largest}"
+                f"of two, from {_SMALLEST_BATCH} to {largest}"
             )
         steps = math.ceil(num_rows / batch_size)
         if not epochs:
-            epochs = min(max(round(STEPS / steps), _FEWEST), _MOST)
-            within = f"within {_FEWEST} and {_MOST}"
-            lines.append(f"train.epochs={epochs}: {STEPS:,} steps / {steps:,} an epoch, {within}")
+            epochs = min(max(round(STEPS / steps), _FEWEST_EPOCHS), _MOST_EPOCHS)
+            bounds = f"from {_FEWEST_EPOCHS} to {_MOST_EPOCHS}"
+            lines.append(f"train.epochs={epochs}: {STEPS:,} steps / {steps:,} an epoch, {bounds}")
         if patience < 0:
             patience = max(3, epochs // 10)
             lines.append(f"train.patience={patience}: a tenth of the epochs, 3 or more")
@@ -164,23 +166,23 @@ class Recipe:
         - `weight` (B,): the number of these terms (ones where a sample has one label),
         - what the task reads, such as `logits` (B,) or (B, C).
 
-        The mean loss is `loss.sum() / weight.sum()`: right for short last chunks, where a mean of means is
-        not.
+        The mean loss is `loss.sum() / weight.sum()`. Unlike a mean of means it is exact when the last batch,
+        or a replica's share, is shorter.
         """
         raise UserError(f"recipe {self.name}: define build(context)")
 
     def new_model(self, context: "ModelContext[Any]") -> "nn.Module":
-        """Build the model, or that of the user's `model.factory`, with torch's generator seeded, so that
-        equal configs start from equal weights. Raises UserError when the factory cannot be imported or
-        returns something else than a module."""
+        """Build the model by `build` or by the user's `model.factory`, with torch's generator seeded, so that
+        equal configs start from equal weights. Raises UserError when the factory cannot be imported or does
+        not return a module."""
         import torch
 
         path = context.options.factory
-        # Before the seed is set, as an import may draw numbers.
+        # Before the seed is set: importing user code may draw random numbers.
         factory = import_callable(path, "model.factory") if path else self.build
         torch.manual_seed(context.seed)
         default = torch.get_default_dtype()
-        # Modules make their parameters in torch's default type, so factories need not name one.
+        # Modules create parameters in torch's default dtype, so factories need not mention model.dtype.
         torch.set_default_dtype(context.dtype)
         try:
             model: object = factory(context)
@@ -192,18 +194,19 @@ class Recipe:
         return model
 
     def fixed(self, model: "nn.Module") -> None:
-        """Compute once what depends on the weights alone: the model predicts from now on, to the same bits,
-        and is not trained any more."""
+        """Precompute what depends on the weights alone. From now on the model only predicts, with the same
+        bits as before; it must not be trained any more."""
 
     def for_many_rows(self, model: "nn.Module") -> "nn.Module":
-        """Return what gives the `logits` of many rows faster, to all but their last bits. model: `fixed`."""
+        """Return a module that computes the `logits` of many rows faster; their last bits may differ. model:
+        after `fixed`."""
         return model
 
     def optimizers(self, model: "nn.Module", config: Any) -> "Mapping[str, Optimizer]":
-        """Return the optimizers of the model's dense parameters by name, each parameter in one of them; rows
-        of tables have their own, called "rows". Here it is one, "blocks", as the `train` section says.
+        """Return the optimizers of the model's dense parameters by name, each parameter in exactly one. By
+        default there is one, "blocks", set by the `train` section. Tables have their own, called "rows".
 
-        A learning-rate schedule scales the rate that each group has here. Checkpoints hold their states.
+        A learning-rate schedule scales each parameter group's rate. Checkpoints hold the optimizers' states.
         """
         from dphybrid.training.optimizers import make_dense_optimizer
 
@@ -213,23 +216,24 @@ class Recipe:
     def step(self, step: "Step", batch: "dict[str, Tensor]") -> "tuple[Tensor, Tensor]":
         """Take one training step: one `step.update` or several; see `dphybrid.training.step.Step`.
 
-        Returns the summed loss and its number of terms that lines and curves show.
+        Returns the summed loss and its number of terms, for the printed lines and the curves.
         """
         return step.update(batch)
 
     def task(self, info: Mapping[str, Any]) -> "Task":
-        """Return the metrics over the validation outputs, which one decides, and its direction. info: the
-        prepared data's facts."""
+        """Return the task: the metrics of the validation outputs, the one that decides, and its direction.
+        info: facts about the prepared data."""
         raise UserError(f"recipe {self.name}: define task(info)")
 
     def predict(
         self, model: Any, rows: "pl.DataFrame", vocabularies: "Mapping[str, Vocabulary]"
     ) -> "pl.DataFrame":
-        """Return what the trained model says of new rows: a frame, of any length, with the same columns each
-        time. `dphybrid.load`, `dphybrid predict` and the registered model call it.
+        """Return the trained model's predictions for new rows: a frame of any length, whose columns are the
+        same in every call. `dphybrid.load`, `dphybrid predict` and the registered model call it.
 
-        model: in evaluation mode; no gradients are kept. rows: from files all texts, None for no value.
-        vocabularies: those that `rows(data, seed)` returned. Raise UserError for a column that is missing.
+        model: in evaluation mode, called without gradients. rows: when read from a file, all columns are
+        texts, None where a value is missing. vocabularies: those that `rows(data, seed)` returned. Raise
+        UserError for a column that is missing.
         """
         raise UserError(
             f"recipe {self.name}: makes no predictions from rows; dphybrid.load_model gives its module. A "
@@ -238,23 +242,24 @@ class Recipe:
 
     @property
     def predicts(self) -> bool:
-        """Does it say what its trained model makes of new rows?"""
+        """Whether this recipe predicts new rows."""
         own = type(self)
         return self.tabular or own.predict is not Recipe.predict or own.predictor is not Recipe.predictor
 
     def predictor(
         self, checkpoint: Path, config: ExperimentConfig, build: "Callable[[], nn.Module]", batch_size: int
     ) -> Any:
-        """Return what `dphybrid.load` gives and `dphybrid predict` asks: an object with `predict(rows)`,
-        `predict_file` and `told`. Here it calls `predict`; None for a tabular recipe, which has
-        `dphybrid.serving.predict.Predictor`. Raises UserError where there is no `predict`.
+        """Return the object that `dphybrid.load` returns and `dphybrid predict` uses, with the methods
+        `predict(rows)`, `predict_file` and `told`. The default one calls the recipe's `predict`. None for a
+        tabular recipe, which has `dphybrid.serving.predict.Predictor`. Raises UserError without a `predict`.
 
-        checkpoint: its folder, with the files of the prepared data's `encoder/`. build: makes its filled
-        model.
+        checkpoint: its folder, with the files of the prepared data's `encoder/`. build: returns the model
+        with the checkpoint's weights.
         """
-        # `serving` is above this room: it makes its own predictor for tables.
+        # `serving` may import recipes, not the other way round; it makes the predictor of tables itself.
         if self.tabular:
             return None
+        # Raises the UserError of `Recipe.predict` now, before the model is built.
         if not self.predicts:
             self.predict(None, None, {})  # type: ignore[arg-type]
         from dphybrid.recipes.predicting import RowsPredictor
@@ -262,29 +267,29 @@ class Recipe:
         return RowsPredictor(self.name, self.predict, checkpoint, build(), batch_size)
 
     def recognises(self, data: Mapping[str, object]) -> str | None:
-        """Say why these values of the data section call for this recipe, or None. Asked only when no recipe
-        is given."""
+        """Return why these values of the data section mean this recipe, or None if they do not. Called only
+        when no recipe is given."""
         return None
 
     def prepare(
         self, data: DataConfig, folder: Path, seed: int, on_progress: "Progress | None" = None
     ) -> "Prepared":
-        """Return the prepared data under `folder`, built when it is not there. Raises UserError for unusable
-        input."""
+        """Return the prepared data below `folder`; build it if it does not exist. Raises UserError for
+        unusable input."""
         from dphybrid.data.store import prepare_source
 
         return prepare_source(self.name, self.source(data, seed), folder, seed, on_progress, self.dataset)
 
     def open(self, folder: Path, verified: bool = False) -> "Prepared":
-        """Open a folder that `prepare` made. verified: by its sums, too, once. Raises UserError when it is
-        none, or damaged."""
+        """Open a folder that `prepare` made. verified: also compare its files with their checksums, once.
+        Raises UserError for a damaged folder, and for a folder without prepared data."""
         from dphybrid.data.store import open_prepared, verify_prepared
 
         return replace(verify_prepared(folder) if verified else open_prepared(folder), view=self.dataset)
 
     @cached_property
     def config_class(self) -> type[ExperimentConfig]:
-        """The recipe's class of config: the common sections with its defaults, and its own."""
+        """The class of this recipe's configs: its own sections, and the common ones with its defaults."""
         sections = {
             "data": self.data,
             "model": self.model,
@@ -292,9 +297,9 @@ class Recipe:
             "train": _with_defaults(TrainConfig, self.train),
             "checkpoint": _with_defaults(CheckpointConfig, self.checkpoint),
         }
-        # With a default each: `{"recipe": NAME}` alone is a whole config.
+        # Every section gets a default, so that `{"recipe": NAME}` alone is a whole config.
         fields: dict[str, Any] = {name: (kind, kind()) for name, kind in sections.items()}
-        # A copy: all recipes' classes share the field of the class above them.
+        # A copy, because the classes of all recipes share the base class's field.
         named = copy(ExperimentConfig.model_fields["recipe"])
         named.default = self.key or self.name
         fields["recipe"] = (Literal[self.key or self.name], named)
@@ -303,11 +308,12 @@ class Recipe:
 
 
 def _with_defaults(section: type[S], defaults: Mapping[str, object]) -> type[S]:
-    """Return the section's class with other defaults; bounds and sentences stay."""
+    """Return a section's class with other defaults; bounds and descriptions stay."""
     if not defaults:
         return section
     fields: dict[str, Any] = {}
     for name, value in defaults.items():
+        # A copy here, too: other recipes keep the section's own default.
         field = copy(section.model_fields[name])
         field.default = value
         fields[name] = (field.annotation, field)

@@ -1,6 +1,6 @@
-"""The known recipes: built-in ones, those of installed packages, and a user's own by import path.
+"""Finds recipes: the built-in ones, those of installed packages, and a user's own by import path.
 
-The one place that names the built-in recipes.
+No other module lists the built-in recipes.
 """
 
 from collections.abc import Mapping
@@ -26,15 +26,15 @@ BUILT_IN = {
 }
 DEFAULT = "text"
 OF_TABLES = "ctr"
-"""The one that reads tables: of a frame, where none is given, and for messages."""
+"""The recipe for tables: the default for frames, and the one that messages recommend."""
 GROUP = "dphybrid.recipes"
 """Entry-point group by which an installed package announces recipes: NAME = "package.module:CLASS"."""
 
 
 @cache
 def announced() -> dict[str, str]:
-    """Return the recipes that installed packages announce: name -> import path. A built-in name cannot be
-    taken."""
+    """Return the recipes that installed packages announce: name -> import path."""
+    # A package cannot replace a built-in recipe: configs and runs would change their meaning.
     return {point.name: point.value for point in entry_points(group=GROUP) if point.name not in BUILT_IN}
 
 
@@ -45,9 +45,9 @@ def recipe_names() -> list[str]:
 
 @cache
 def find_recipe(name: str) -> Recipe:
-    """Return the recipe of a name, or of an import path `package.module:NAME` (a `Recipe` class or object).
+    """Return the recipe with this name or import path `package.module:NAME` (of a `Recipe` class or object).
 
-    Raises UserError when there is none, saying which part is missing.
+    Raises UserError that says which part of the path does not exist.
     """
     path = (BUILT_IN | announced()).get(name, name)
     if ":" not in path:
@@ -56,7 +56,7 @@ def find_recipe(name: str) -> Recipe:
             f"recipe = {name!r}: unknown recipe{near}; known are "
             f"{', '.join(map(repr, recipe_names()))}, and your own as package.module:NAME"
         )
-    # A built-in or announced name was chosen by who installed it; a path is the config's own word.
+    # Whoever installed a package trusts the names it announces; an import path in a config is checked.
     if path == name:
         check_import(path, "recipe")
     module, attribute = import_module_of(path, "recipe")
@@ -69,7 +69,7 @@ def find_recipe(name: str) -> Recipe:
         raise UserError(f"recipe = {name!r}: {module.__name__} has no recipe {attribute!r}; {it_has}")
     if not found.name.strip() or any(sign in found.name for sign in "/: "):
         raise UserError(f"recipe = {name!r}: is named {found.name!r}; leave out blanks, slashes and colons")
-    # A copy: an object that several names lead to has a key for each of them.
+    # A copy, because several names may lead to one object and each needs its own key.
     recipe = copy(found)
     recipe.key = name
     return recipe
@@ -80,7 +80,8 @@ def _is_recipe(value: object) -> TypeGuard[type[Recipe]]:
 
 
 def infer_recipe(values: Mapping[str, object]) -> tuple[str, str]:
-    """Return the recipe that nested values without one call for, and why; the default one with no reason."""
+    """Return the recipe that nested values without `recipe` mean, and the reason. If no recipe recognises the
+    data, return the default one and an empty reason."""
     data = values.get("data")
     if not isinstance(data, dict):
         return DEFAULT, ""

@@ -1,7 +1,7 @@
-"""The model: a row of a table for each user and item, in host memory, and layers over them on the devices;
-and the metrics over the validation split.
+"""The model and its metrics. Users and items have one row each in tables in host memory; a layer on the
+devices turns two rows into a rating.
 
-Letters: B samples.
+The last letters of a tensor's name are its dimensions. B: samples of a batch.
 """
 
 import torch
@@ -13,44 +13,49 @@ from dphybrid.recipes import ModelConfig, ModelContext, Task
 
 
 class Options(ModelConfig):
-    """Each field is a flag, `--model.dim`."""
+    """Fields of the model. Each is a flag, such as `--model.dim`."""
 
     dim: int = Field(default=8, ge=1, le=4096)
     """Width of an embedding row."""
 
 
 class Network(nn.Module):
-    """From batches to losses."""
+    """Maps a batch to the loss of each sample."""
 
     def __init__(self, context: ModelContext[Options]) -> None:
         super().__init__()
         dim = context.options.dim
         self.users = context.table(context.num_ids("user"), dim, name="users")
         self.items = context.table(context.num_ids("item"), dim, name="items")
-        # What is in here runs on the devices, each with its share of the batch.
+        # The tables stay in host memory. The module in DataParallel runs on every device, each with its share
+        # of the batch; put all dense layers in here.
         self.region = DataParallel(nn.Bilinear(dim, dim, 1), context.devices)
 
     def table_ids(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The ids that `forward` looks up, so that GPUs get the next batch's rows ahead."""
+        """Return the ids that `forward` looks up, by the table's attribute: dphybrid fetches the next batch's
+        rows while the devices compute."""
         return {"users": batch["user_B"], "items": batch["item_B"]}
 
     def ratings(self, users_B: Tensor, items_B: Tensor) -> Tensor:
         """Return the predicted ratings (B,)."""
-        # Each device gets the rows of its own samples.
+        # region.rows sends each device only the rows of its own samples.
         rows = self.region.rows(self.users, users_B), self.region.rows(self.items, items_B)
         rating_B: Tensor = self.region(*rows).squeeze(1)
         return rating_B
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the loss of each sample, its number of terms, and what the metrics read."""
+        """Return the loss of each sample, its weight in the mean, and the outputs that the metrics read."""
         rating_B = self.ratings(batch["user_B"], batch["item_B"])
-        # A loss a sample: a mean of devices' means would be wrong where shares differ in size.
+        # One loss per sample, not the mean: devices may have shares of different sizes, and the mean of their
+        # means would be wrong.
         loss_B = (rating_B - batch["rating_B"].to(rating_B)).square()
+        # The mean loss is sum(loss) / sum(weight); samples with several labels would have larger weights.
         return {"loss": loss_B, "weight": torch.ones_like(loss_B), "predicted": rating_B}
 
 
 def compute(outputs: dict[str, Tensor]) -> dict[str, float]:
-    """Return the metrics by name."""
+    """Return the metrics by name. outputs: those named in `TASK.reads`, of all validation samples."""
+    # float64: a float32 sum over many samples would lose digits.
     error_B = (outputs["predicted"] - outputs["rating_B"]).double()
     return {"mae": float(error_B.abs().mean()), "rmse": float(error_B.square().mean().sqrt())}
 
@@ -58,4 +63,5 @@ def compute(outputs: dict[str, Tensor]) -> dict[str, float]:
 TASK = Task(
     "mae", higher_is_better=False, compute=compute, reads=("predicted", "rating_B"), prediction="predicted"
 )
-"""The metric that decides, and what its computing reads of batches and outputs."""
+"""The metric that decides which checkpoint is the best, and the outputs and batch entries that `compute`
+reads. prediction: the output whose mean, a constant prediction, the model is compared with."""

@@ -1,4 +1,4 @@
-"""The data: a CSV file with user, item and rating in each row, or made-up ratings."""
+"""The data: a CSV file with a user, an item and a rating in each row, or made-up ratings."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ COLUMNS = {"user": pl.String, "item": pl.String, "rating": pl.Float32}
 
 
 class Data(DataConfig):
-    """Each field is a flag, `--data.path`; the sentence below it is its help."""
+    """Fields of the data. Each is a flag, such as `--data.path`; the sentence below it is the flag's help."""
 
     path: str | None = None
     """CSV file with the columns user, item and rating. Empty: made-up ratings."""
@@ -24,11 +24,13 @@ class Data(DataConfig):
 
 
 def read(data: Data, seed: int) -> tuple[Any, Any, dict[str, Vocabulary]]:
-    """Return the training and the validation split as arrays by name, and the vocabularies of their ids."""
+    """Return the training split, the validation split (both arrays by name), and the vocabularies of their
+    ids."""
+    # All draws come from the seed: `dphybrid check recipe` prepares twice and compares the bytes.
     random = np.random.default_rng(seed)
     frame = _made_up(random) if data.path is None else _ratings(Path(data.path))
     is_valid = pl.Series(random.permutation(len(frame)) < max(1, round(data.valid_fraction * len(frame))))
-    # Vocabularies of the training rows alone: validation meets unknown users, as predictions do.
+    # Fitted on the training rows only: the validation split then has unknown users, as new data will.
     train = frame.filter(~is_valid)
     vocabularies = {name: Vocabulary.fit(train[name]) for name in ("user", "item")}
 
@@ -48,10 +50,12 @@ def _ratings(file: Path) -> pl.DataFrame:
         raise UserError(
             f"data.path={file}: has no column {missing[0]!r}; columns: {', '.join(frame.columns)}"
         )
+    # Rows without a user, an item or a rating cannot be learned from.
     return frame.drop_nulls(list(COLUMNS))
 
 
 def _made_up(random: np.random.Generator) -> pl.DataFrame:
+    # A rule to learn: about 1 where the two numbers are both even or both odd, else about -1.
     users, items = random.integers(0, 60, 4000), random.integers(0, 40, 4000)
     rating = np.where((users + items) % 2 == 0, 1.0, -1.0) + random.normal(0, 0.1, 4000)
     return pl.DataFrame(

@@ -1,4 +1,4 @@
-"""The recipe: what dphybrid needs to know, in one object."""
+"""The recipe: one object that tells dphybrid how to read the data, build the model, judge and predict."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +21,9 @@ class NewRecipe(Recipe):
     summary = "Ratings that users give to items."
     data = Data
     model = Options
+    # Defaults of the `train` section, where they differ from dphybrid's.
     train = {"epochs": 4, "batch_size": 64, "lr": 0.02}
+    # Rows that `dphybrid check recipe` predicts; one has an item that training does not know.
     example = {"user": ["user 1", "user 2"], "item": ["item 1", "an item without ratings"]}
 
     def rows(self, data: Data, seed: int) -> tuple[Any, Any, dict[str, Vocabulary]]:
@@ -36,7 +38,7 @@ class NewRecipe(Recipe):
     def predict(self, model: Any, rows: pl.DataFrame, vocabularies: Mapping[str, Vocabulary]) -> pl.DataFrame:
         if missing := [name for name in vocabularies if name not in rows.columns]:
             raise UserError(f"the rows have no column {missing[0]!r}; columns: {', '.join(rows.columns)}")
-        # Values that training did not meet get the row of the unknown one.
+        # Users and items that training did not have get the row for unknown values.
         ids = {name: torch.from_numpy(words.ids(rows[name])) for name, words in vocabularies.items()}
         return rows.select("user", "item").with_columns(
             rating=model.ratings(ids["user"], ids["item"]).numpy()
