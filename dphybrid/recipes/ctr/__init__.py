@@ -1,5 +1,4 @@
-"""Recipe ctr: click-through and other questions about the rows of a table: yes or no, which class, how much,
-how many."""
+"""Recipe ctr: predicts a column of a table, such as clicks: yes or no, a class, a number, or a count."""
 
 import math
 from collections.abc import Mapping
@@ -15,10 +14,11 @@ from dphybrid.util.files import given_path
 if TYPE_CHECKING:
     from dphybrid.data.batches import Dataset
 
+# Chosen by quality on public tables: docs/quality.md.
 _SLOW_ROWS, _FAST_ROWS = 0.03, 5.0
-"""Share of the learning rate that rows learn at in a training as long as the data asks for, and at most."""
-_MANY_VALUES, _FEW_ROWS = 1000, 4
-"""Values of a column that are many, and training rows a value that are few: rows learn slowly up to there."""
+"""Learning rate of a table's rows as a share of train.lr: the usual one, and the highest."""
+_MANY_VALUES, _ROWS_PER_VALUE = 1000, 4
+"""Rows learn faster if a column has more values than this, and training has more rows per value."""
 _ENDINGS = (".csv", ".csv.gz", ".tsv", ".tsv.gz", ".parquet", ".pq")
 
 
@@ -39,8 +39,8 @@ class CtrModelConfig(ModelConfig):
     """Share of activations dropped while training. With more than one device the masks differ from those of
     one device."""
     unknown: float = Field(default=0.3, ge=0.0, lt=1.0)
-    """Share of the ids that training replaces by the unknown one (of a bucket: by no value), drawn anew in
-    each epoch, so that the network learns what to make of values that it has not met. Bags keep theirs."""
+    """Share of the ids that training replaces by the unknown one (a number's bucket: by the missing one),
+    drawn anew in each epoch, so that the network learns to handle new values. Bags keep theirs."""
     numbers: Literal["plain", "embedded"] = "embedded"
     """How a number enters the network: plain, as itself; embedded, also by its position in each quantile bin
     of the training rows, through a layer of the column's own (Gorishniy et al. 2022)."""
@@ -83,8 +83,8 @@ class Ctr(Recipe):
 
     @property
     def data(self) -> type[TableDataConfig]:  # type: ignore[override]
-        """The data section, with a field for each kind of column; polars waits until it is asked for."""
-        # Asked for anew, not kept: a package may have added a kind of column since.
+        """The data section, with a field for each kind of column. Imports polars."""
+        # Not cached: a package may have added a kind of column since.
         from dphybrid.data.table.kinds import table_config
 
         return table_config()
@@ -95,14 +95,16 @@ class Ctr(Recipe):
         found, lines = super().sized(config, num_rows, info)
         if found.table.lr:
             return found, lines
-        # Fast rows learn rare values by heart; a linear part, products of rows, and many values that are not
-        # rare need them faster.
+        # Rows that learn at the full rate overfit rare values, so those of an mlp learn slowly. Full rate for
+        # the other networks, whose linear parts and products of rows need it, and up to the full rate for
+        # columns of many values with enough rows each.
         share, why = _SLOW_ROWS if found.model.model_dump()["kind"] == "mlp" else 1.0, ""
         values = max(info["num_ids"], default=0)
-        if share == _SLOW_ROWS and values > _MANY_VALUES and num_rows > _FEW_ROWS * values:
-            share = min(share * (num_rows / values / _FEW_ROWS) ** 2, 1.0)
+        if share == _SLOW_ROWS and values > _MANY_VALUES and num_rows > _ROWS_PER_VALUE * values:
+            share = min(share * (num_rows / values / _ROWS_PER_VALUE) ** 2, 1.0)
             why = f" instead of {_SLOW_ROWS:g} x, for {num_rows / values:.3g} rows a value of {values:,}"
-        if share == _SLOW_ROWS and config.train.epochs:  # few epochs were given: slow rows would not get far
+        # The user chose the number of epochs: in a short training slow rows would not get far.
+        if share == _SLOW_ROWS and config.train.epochs:
             steps = config.train.epochs * math.ceil(num_rows / found.train.batch_size)
             share = min(max(share * (STEPS / max(1, steps)) ** 2, share), _FAST_ROWS)
             why = f" instead of {_SLOW_ROWS:g} x, for only {steps:,} steps" if share > _SLOW_ROWS else ""
@@ -123,7 +125,7 @@ class Ctr(Recipe):
         if path.lower().endswith(_ENDINGS):
             return f"data.path={path} is a table"
         folder = given_path(path, "data.path")
-        there = folder.iterdir() if path and folder.is_dir() else ()
-        if any(file.name.lower().endswith(_ENDINGS) for file in there):
+        files = folder.iterdir() if path and folder.is_dir() else ()
+        if any(file.name.lower().endswith(_ENDINGS) for file in files):
             return f"data.path={path} is a folder of tables"
         return None

@@ -1,5 +1,5 @@
-"""Click-through models: one host table for all id columns, and in one region a network over its rows, the
-numbers and the loss.
+"""Click-through models: one host table for all id columns, and one region with the network over rows and
+numbers, and the loss.
 
 - mlp: hidden layers over rows and numbers side by side;
 - wide-deep: Wide & Deep (Cheng et al. 2016): a one-wide column of each row is the wide part, the others feed
@@ -9,8 +9,8 @@ numbers and the loss.
 - dlrm: DLRM (Naumov et al. 2019): dot products of all pairs of rows and of a network's view of the numbers
   feed a second network.
 
-With several outputs a sample (C classes) the part of a row's first column is that of the whole row, in a
-linear map to the outputs, and so are the products of pairs.
+The linear part of wide-deep and deepfm is a row's first column. With several outputs (C classes) it is a
+linear map of the whole row to the outputs instead; deepfm maps the products of pairs to the outputs, too.
 
 Letters: B samples, F id columns, N numeric columns, G columns of bags, L items of a bag, D width of a row, V
 fields (rows and numbers), P pairs, C outputs. logits are logits_B with one output, logits_BC with more.
@@ -36,13 +36,14 @@ from dphybrid.training.label_tasks import cross_entropy_of_two, label_task
 from dphybrid.util.errors import UserError
 
 _FOLDED_BYTES = 2**28
-"""Memory of `_Folded` for rows; a column that needs more than its share stays in the product."""
+"""Memory of `_Folded` for precomputed rows, shared equally by the columns; a column that needs more is not
+precomputed."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a network reads (columns of rows of width dim, num_dense numbers; `pieces` of these stand for one
-    number of the table), its hidden layers, and its outputs a sample."""
+    """Sizes of a network: its inputs (num_columns rows of width dim, and num_dense numbers, of which `pieces`
+    encode one number of the table), its hidden layers, and its outputs per sample."""
 
     num_columns: int
     dim: int
@@ -70,7 +71,7 @@ class _Mlp(nn.Module):
         self.deep = s.network(s.num_columns * s.dim + s.num_dense)
 
     def forward(self, rows_BFD: Tensor, dense_BN: Tensor) -> Tensor:
-        # squeeze: (B, 1) becomes (B,), and the logits of several classes stay as they are.
+        # squeeze(1): (B, 1) becomes (B,); the logits (B, C) of several classes are unchanged.
         return self.deep(torch.cat([rows_BFD.flatten(1), dense_BN], dim=1)).squeeze(1)
 
 
@@ -91,8 +92,8 @@ class WideDeep(nn.Module):
 
 
 class DeepFM(nn.Module):
-    """(rows_BFD, dense_BN) -> logits; a number is a field, too: its value times a row of its own, or the
-    sum of that over its pieces, which stand side by side in dense_BN."""
+    """(rows_BFD, dense_BN) -> logits. A number is a field, too: its value times a learned row, summed over
+    the pieces that encode the number (neighbours in dense_BN)."""
 
     def __init__(self, s: Sizes) -> None:
         super().__init__()
@@ -121,14 +122,18 @@ class DeepFM(nn.Module):
 
 
 class _Dots(torch.autograd.Function):
-    """(vectors_BVD, places_P of pairs in the products of all, pair_of_X of these products, P on the diagonal)
-    -> dots_BP. One product of matrices is their gradient, as they are symmetric; autograd takes two."""
+    """(vectors_BVD, places_P, pair_of_X) -> dots_BP, the dot products of all pairs of vectors.
+
+    places_P: each pair's place in the flat matrix of all products. pair_of_X: for each place of this matrix
+    the number of its pair; P on the diagonal, which is no pair. The matrix is symmetric, so one matrix
+    product gives the gradient, where autograd computes two.
+    """
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(vectors_BVD: Tensor, places_P: Tensor, pair_of_X: Tensor) -> Tensor:
-        # one index is twice as fast as two
+        # One flat index is twice as fast as indexing rows and columns.
         return (vectors_BVD @ vectors_BVD.mT).flatten(1).index_select(1, places_P)
 
     @staticmethod
@@ -138,6 +143,7 @@ class _Dots(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grads_BP: Tensor) -> tuple[Tensor, None, None]:
         vectors_BVD, pair_of_X = ctx.saved_tensors
+        # The padded column P gives the diagonal a gradient of 0.
         grads_BX = pad(grads_BP.to(vectors_BVD), (0, 1)).index_select(1, pair_of_X)
         return grads_BX.unflatten(1, (vectors_BVD.shape[1],) * 2) @ vectors_BVD, None, None
 
@@ -156,6 +162,7 @@ class DLRM(nn.Module):
         first_P, second_P = torch.tril_indices(num_vectors, num_vectors, offset=-1)
         pair_of_VV = torch.full((num_vectors, num_vectors), len(first_P))
         pair_of_VV[first_P, second_P] = pair_of_VV[second_P, first_P] = torch.arange(len(first_P))
+        # Not persistent: the sizes decide these numbers, so checkpoints need not hold them.
         self.register_buffer("pairs_P", first_P * num_vectors + second_P, persistent=False)
         self.register_buffer("pair_of_X", pair_of_VV.flatten(), persistent=False)
         self.top = s.network(len(first_P) + (s.dim if s.num_dense else s.num_columns * s.dim))
@@ -175,8 +182,8 @@ _NETWORKS: dict[str, type[nn.Module]] = {"mlp": _Mlp, "wide-deep": WideDeep, "de
 class _ClickRegion(nn.Module):
     """(rows_BFD, dense_BN, labels_B) -> (loss_B, logits). loss: of a `LabelTask`.
 
-    shares_BGL: of G bags of L rows, each row's share in its bag's mean, 0 for padding; the bags' rows are
-    then the last G * L of rows_BFD, and the network sees one pooled row a bag.
+    shares_BGL: each row's share in its bag's mean, for G bags of L rows; 0 for padding. With it, the last
+    G * L of rows_BFD are the bags' rows, and the network gets one pooled row per bag.
     """
 
     def __init__(
@@ -199,8 +206,8 @@ class _ClickRegion(nn.Module):
 
 
 class _ClickModel(nn.Module):
-    """Looks the columns' rows up in a table each and hands them to the region. num_bags: of the last columns,
-    a row's ids are bags."""
+    """Looks up the rows of all columns and passes them to the region. num_bags: the last columns that are
+    bags."""
 
     def __init__(self, table: HostEmbeddingCollection, region: DataParallel, num_bags: int = 0) -> None:
         super().__init__()
@@ -210,12 +217,12 @@ class _ClickModel(nn.Module):
         self.num_bags, self._single, self._bags = num_bags, slice(num_single), slice(num_single, None)
 
     def table_ids(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The ids that `forward` will look up, so that their rows can be fetched ahead."""
+        """Return the ids that `forward` looks up, so that their rows can be prefetched."""
         ids_BF = self.table.flat_ids(batch["ids_BF"], self._single)
         if self.num_bags:
             bags_BGL = batch["bags_BFL"]
-            # Padding looks up its bag's first item again, of which it takes no share: no row is touched that
-            # the bag does not hold.
+            # Padding looks up its bag's first item again, with a share of 0: the optimizer must not touch a
+            # row that the bag does not hold.
             items_BGL = torch.where(bags_BGL < 0, bags_BGL[:, :, :1], bags_BGL)
             items_BGL = self.table.flat_ids(items_BGL.mT, self._bags).mT
             ids_BF = torch.cat([ids_BF, items_BGL.flatten(1)], dim=1)
@@ -225,8 +232,9 @@ class _ClickModel(nn.Module):
         rows_BFD = self.region.rows(self.table.flat, self.table_ids(batch)["table"])
         inputs = [batch["dense_BN"], batch["labels_B"]]
         if self.num_bags:
-            held_BGL = batch["bags_BFL"] >= 0
-            inputs.append(held_BGL / held_BGL.sum(2, keepdim=True))
+            # No division by 0: an empty bag holds the row for missing values.
+            is_item_BGL = batch["bags_BFL"] >= 0
+            inputs.append(is_item_BGL / is_item_BGL.sum(2, keepdim=True))
         loss_B, logits = self.region(rows_BFD, *inputs)
         weights_B = torch.ones_like(loss_B)
         if "weights_B" in batch:
@@ -236,8 +244,9 @@ class _ClickModel(nn.Module):
 
 
 class _Folded(nn.Module):
-    """batch -> logits of a trained mlp. What a row adds to the first hidden layer (of width H) is computed
-    once and looked up, in a fifth of the product's time. The sum has another order, so last bits differ."""
+    """batch -> logits of a trained mlp. Computes once what each row adds to the first hidden layer (of width
+    H). Looking that up takes a fifth of the time of the matrix product. The order of the sum changes, so last
+    bits differ."""
 
     def __init__(self, model: _ClickModel, network: _Mlp, numbers: nn.Module) -> None:
         super().__init__()
@@ -249,11 +258,14 @@ class _Folded(nn.Module):
         self.folded = [f for f, n in enumerate(num_rows) if n <= most]
         self.others = [f for f, n in enumerate(num_rows) if n > most]
         starts_F, weight_XH = torch.tensor(list(model.table.starts.values())), first.weight.T
-        pieces = weight_XH.split(model.table.dim)  # those of the numbers come last
+        # One piece of the weights for each column; those of the numbers follow.
+        pieces = weight_XH.split(model.table.dim)
         rows = [self.table(starts_F[f] + torch.arange(num_rows[f])) @ pieces[f] for f in self.folded]
         self.rows_VH = torch.cat([weight_XH[:0], *rows])
         first_rows = [0, *itertools.accumulate(map(len, rows))][:-1]
-        starts_F[self.folded] = torch.tensor(first_rows, dtype=torch.int64)  # also where none is folded
+        # dtype: an empty list (no column folded) would be float32. Folded columns start at their rows in
+        # rows_VH, the others at those in the table.
+        starts_F[self.folded] = torch.tensor(first_rows, dtype=torch.int64)
         self.starts_F = starts_F
         left = [pieces[f] for f in self.others] + list(pieces[len(num_rows) :])
         self.left_XH = torch.cat([weight_XH[:0], *left])
@@ -270,7 +282,8 @@ class _Folded(nn.Module):
 
 
 def for_many_rows(model: nn.Module) -> nn.Module:
-    """Return what gives the logits of many rows faster: of an mlp on the CPU; else the model."""
+    """Return a module that computes the logits of many rows faster, for an mlp on the CPU; else the model
+    itself."""
     assert isinstance(model, _ClickModel)
     network: Any = model.region.module.network
     plain = network.network if isinstance(network, OnNumbers) else network
@@ -286,13 +299,15 @@ def build_ctr(context: ModelContext[CtrModelConfig]) -> _ClickModel:
     if o.kind in ("wide-deep", "deepfm") and o.dim < 2:
         raise UserError(f"model.dim={o.dim}: {o.kind} needs at least 2, one of them for the linear part")
     embeds = bool(num_dense) and o.numbers == "embedded"
-    pieces = 1 + o.bin_width if embeds else 1  # inputs that a number becomes
+    # Network inputs for each number of the table.
+    pieces = 1 + o.bin_width if embeds else 1
     task = label_task(context.info)
     widths = (len(num_ids), o.dim, num_dense * pieces, o.hidden, o.layers)
     network = _NETWORKS[o.kind](Sizes(*widths, o.dropout, task.num_outputs, pieces))
     if embeds:
         network = OnNumbers(network, EmbeddedBins(bins_of(context.rows, num_dense, o.bins), o.bin_width))
-    # Products of tiny rows would be next to nothing for long; rows that learn slowly are told apart at once.
+    # dlrm multiplies rows: products of tiny ones would stay near 0 for long. The rows of mlp learn slowly
+    # (see `Ctr.sized`), so they differ from the start.
     std = {"dlrm": 0.1, "mlp": 0.05}.get(o.kind, 0.01)
     columns = context.info.get("columns") or [{"name": number} for number in range(len(num_ids))]
     tables = {str(column["name"]): size for column, size in zip(columns, num_ids, strict=True)}
@@ -302,17 +317,18 @@ def build_ctr(context: ModelContext[CtrModelConfig]) -> _ClickModel:
 
 
 def some_unknown(info: Mapping[str, Any], share: float) -> Draw:
-    """Return what replaces a share of each column's ids, other ones in each epoch. info: of the prepared
-    data."""
+    """Return a draw that replaces a share of each column's ids by the unknown one, anew in each epoch. info:
+    facts about the prepared data."""
     num_columns = len(info["num_ids"]) - int(info.get("num_bags", 0))
     roles = [column["role"] for column in info.get("columns", [])] or ["categorical"] * num_columns
-    stand_in_F = torch.tensor(
+    # The buckets of a number have no unknown row: there, the row of missing values replaces an id.
+    replacement_F = torch.tensor(
         [MISSING_ID if role == "buckets" else UNKNOWN_ID for role in roles[:num_columns]],
-        dtype=torch.int64,  # also where all columns are bags
+        dtype=torch.int64,  # an empty list (all columns are bags) would be float32
     )
 
     def draw(batch: dict[str, Tensor], draws: Draws) -> dict[str, Tensor]:
         replaced_BF = torch.from_numpy(draws.uniform(num_columns) < share)
-        return {"ids_BF": torch.where(replaced_BF, stand_in_F, batch["ids_BF"])}
+        return {"ids_BF": torch.where(replaced_BF, replacement_F, batch["ids_BF"])}
 
     return draw

@@ -1,7 +1,7 @@
-"""Numbers as several inputs each, by bins of the training rows.
+"""Piecewise-linear encoding: a number becomes several inputs, by quantile bins of the training rows.
 
 Letters: B samples, N numeric columns, K bins of a column, E edges of bins (K + 1), D outputs of a column's
-layer, S what is looked up of a bin (2 D).
+layer, X rows of the lookup table (N K), S its width (2 D).
 """
 
 from collections.abc import Iterable
@@ -16,23 +16,24 @@ from dphybrid.data.batches import Array, Dataset
 from dphybrid.embedding.gradients import is_captured
 
 BIN_ROWS = 8
-"""Training rows for each bin, at least."""
+"""Fewest training rows for each bin."""
 RUNS, RUN_ROWS = 64, 1024
-"""Of long data, this many runs of so many neighbouring rows say where the bins are."""
+"""Of long data, this many runs of this many neighbouring rows decide the bins."""
 
 
 class EmbeddedBins(nn.Module):
-    """dense_BN -> (B, N * (1 + D)): each number, squashed, then D values: it and its share of each of its
-    bins, 0 below the bin and 1 above, through a linear layer of the column's own and ReLU.
+    """dense_BN -> (B, N * (1 + D)): for each number its squashed value, and D outputs of ReLU(linear layer),
+    with a layer for each column. The layer's inputs are the squashed number and the number's position in each
+    bin: 0 below the bin, 1 above, linear within.
 
-    The piecewise linear encoding of Gorishniy, Rubachev and Babenko 2022, "On Embeddings for Numerical
-    Features in Tabular Deep Learning", sections 3.2.1 and 3.3, with three differences: values beyond the
-    outermost bins stay at their ends; a value that would fill several quantiles begins a bin, so that the
-    rest has the others; and the number itself is an input, because a few hundred rows are too few to learn a
-    straight line from bins. Squashed, z / sqrt(1 + (z / 3)^2), an outlier is no more than large.
+    The piecewise-linear encoding of Gorishniy, Rubachev and Babenko 2022, "On Embeddings for Numerical
+    Features in Tabular Deep Learning", sections 3.2.1 and 3.3, with three differences. Values beyond the
+    outermost bins get the positions of their ends. A value that would fill several quantiles gets one bin, so
+    that the other values share the rest. The number itself is an input, too, because a few hundred rows are
+    too few to learn a straight line from bins. Squashing, z / sqrt(1 + (z / 3)^2), limits outliers to 3.
 
-    edges_NE: (N, K + 1), ascending, equal ones for the bins that a column with fewer values lacks. A buffer:
-    the bins that a model was trained with belong to its checkpoint. width: D.
+    edges_NE: (N, K + 1), ascending; equal edges stand for bins that a column with few values does not need.
+    A buffer: the bins of training belong to the checkpoint. width: D.
     """
 
     edges_NE: Tensor
@@ -40,44 +41,52 @@ class EmbeddedBins(nn.Module):
     def __init__(self, edges_NE: Tensor, width: int) -> None:
         super().__init__()
         self.register_buffer("edges_NE", edges_NE)
-        num_dense, inputs = edges_NE.shape  # as many inputs as edges: the bins and the number
+        # The bins and the number itself: as many inputs as edges.
+        num_dense, inputs = edges_NE.shape
+        # The bound with which nn.Linear starts its weights.
         bound = inputs**-0.5
         self.weight_NED = nn.Parameter(torch.empty(num_dense, inputs, width).uniform_(-bound, bound))
         self.bias_ND = nn.Parameter(torch.empty(num_dense, width).uniform_(-bound, bound))
 
     def forward(self, dense_BN: Tensor) -> Tensor:
+        # `fix_numbers` keeps the computed table as buffers, after edges_NE.
         _, *fixed = self.buffers()
-        return _pieces(dense_BN, fixed or self.table())
+        return _embed(dense_BN, fixed or self.table())
 
     def table(self) -> list[Tensor]:
-        """Return what depends on edges and weights alone: inner edges, and of each bin its left edge, width,
-        first place, and what is looked up; and the weights of the number itself."""
+        """Return all that depends on edges and weights alone: the inner edges, the bins' left edges, their
+        widths, each column's first row in the lookup table, the lookup table with each bin's start and slope,
+        and the weights of the number itself."""
         edges_NE, bins = self.edges_NE, self.edges_NE.shape[1] - 1
         widths_NK = edges_NE.diff(dim=1)
-        # All bins below a number's own have a share of 1: their sum is looked up, not computed for each row.
+        # The layer's output is piecewise linear. All bins below the number's own have position 1, so the sum
+        # of their weights is a constant of that bin ("start"); only its own bin is left to compute ("slope").
         slope_NKD = self.weight_NED[:, 1:] * (widths_NK > 0)[:, :, None]
         below_KK = torch.ones(bins, bins, device=edges_NE.device, dtype=slope_NKD.dtype).tril(-1)
-        # A product, as cumsum has no deterministic form on GPUs.
+        # A matrix product, as cumsum has no deterministic form on GPUs.
         start_NKD = self.bias_ND[:, None] + torch.einsum("kj,njd->nkd", below_KK, slope_NKD)
         return [
             edges_NE[:, 1:-1].contiguous(),
             edges_NE[:, :-1].contiguous(),
-            widths_NK.clamp(min=1e-30),
+            widths_NK.clamp(min=1e-30),  # an empty bin must not divide by 0
             bins * torch.arange(len(edges_NE), device=edges_NE.device)[:, None],
             torch.cat([start_NKD, slope_NKD], dim=2).flatten(0, 1),
             self.weight_NED[:, :1],
         ]
 
 
-def _pieces(dense_BN: Tensor, table: Iterable[Tensor]) -> Tensor:
+def _embed(dense_BN: Tensor, table: Iterable[Tensor]) -> Tensor:
+    """Compute `EmbeddedBins` from its `table`."""
     inner_NE, left_NK, width_NK, first_N1, table_XS, of_itself_N1D = table
     squashed_BN = dense_BN / (1 + (dense_BN / 3).square()).sqrt()
     given = (dense_BN, squashed_BN, inner_NE, left_NK, width_NK, table_XS, of_itself_N1D)
+    # The kernel has no gradient, and a compiler or an export cannot look into it.
     recorded = torch.is_grad_enabled() or torch.compiler.is_compiling() or is_captured(dense_BN, table_XS)
     if not recorded and all(tensor.dtype == torch.float32 for tensor in given):
-        return _in_one_pass(*(tensor.contiguous() for tensor in given))
+        return _embed_by_kernel(*(tensor.contiguous() for tensor in given))
     values_NB = dense_BN.T.contiguous()
-    if torch.compiler.is_exporting():  # ONNX has no search
+    # ONNX has no searchsorted: count the edges instead.
+    if torch.compiler.is_exporting():
         bin_NB = (values_NB[:, :, None] >= inner_NE[:, None]).sum(2)
     else:
         bin_NB = torch.searchsorted(inner_NE, values_NB, right=True)
@@ -88,8 +97,8 @@ def _pieces(dense_BN: Tensor, table: Iterable[Tensor]) -> Tensor:
     return torch.cat([squashed_BN[:, :, None], found_NBD.transpose(0, 1)], dim=2).flatten(1)
 
 
-def _in_one_pass(*given: Tensor) -> Tensor:
-    """Return the same bits by a kernel, for predictions and evaluations."""
+def _embed_by_kernel(*given: Tensor) -> Tensor:
+    """Compute the same bits in one pass by a C kernel, for predictions and evaluations."""
     (rows, columns), bins, width = given[0].shape, given[3].shape[1], given[6].shape[2]
     out_BX = given[0].new_empty(rows, columns * (1 + width))
     places = (kernels.address(tensor, "bins", torch.float32, tensor.shape) for tensor in given)
@@ -99,7 +108,7 @@ def _in_one_pass(*given: Tensor) -> Tensor:
 
 
 class OnNumbers(nn.Module):
-    """(rows_BFD, dense_BN) -> what a network makes of the rows and of what `numbers` makes of dense_BN."""
+    """(rows_BFD, dense_BN) -> network(rows_BFD, numbers(dense_BN))."""
 
     def __init__(self, network: nn.Module, numbers: EmbeddedBins) -> None:
         super().__init__()
@@ -111,7 +120,8 @@ class OnNumbers(nn.Module):
 
 
 def fix_numbers(model: nn.Module) -> None:
-    """Compute the bins' tables of a model once, for predictions: its weights do not change any more."""
+    """Compute each `EmbeddedBins.table` of a model once, for predictions: the weights must not change any
+    more."""
     for module in model.modules():
         if isinstance(module, EmbeddedBins):
             for place, tensor in enumerate(module.table()):
@@ -119,18 +129,18 @@ def fix_numbers(model: nn.Module) -> None:
 
 
 def bins_of(rows: Dataset | None, num_dense: int, num_bins: int) -> Tensor:
-    """Return edges_NE of the training rows; without rows those of no bins, for a checkpoint to fill."""
+    """Return edges_NE of the training rows; without rows zeros, which a checkpoint replaces."""
     if rows is None:
         return torch.zeros(num_dense, num_bins + 1)
     return torch.from_numpy(quantile_bins(sample_dense(rows), num_bins)).to(torch.get_default_dtype())
 
 
 def quantile_bins(dense_BN: Array, num_bins: int) -> Array:
-    """Return edges_NE (N, num_bins + 1) float32, see `EmbeddedBins`: of at most a bin for each
-    `BIN_ROWS` rows, the others empty; of a constant column all are equal.
+    """Return edges_NE (N, num_bins + 1) float32, see `EmbeddedBins`. There is at most one bin per `BIN_ROWS`
+    rows, the other bins are empty; in a constant column all edges are equal.
 
-    Edges lie at quantiles for which no value counts for more rows than a bin has: a frequent value, the zeros
-    of a capital gain say, takes one bin and leaves the rest to the others.
+    Edges are quantiles in which no value counts for more rows than one bin has. So a frequent value, such as
+    0 in a column of capital gains, takes one bin and leaves the rest to other values.
     """
     num_rows, columns = dense_BN.shape
     edges_NE = np.empty((columns, num_bins + 1), np.float32)
@@ -139,13 +149,14 @@ def quantile_bins(dense_BN: Array, num_bins: int) -> Array:
         values, counts = np.unique(dense_BN[:, column], return_counts=True)
         rank = np.cumsum(np.minimum(counts, num_rows / wanted))
         places = np.searchsorted(rank, np.linspace(0, rank[-1], wanted + 1)[1:-1])
-        found = np.unique(np.concatenate([values[:1], values[places], values[-1:]]))
-        edges_NE[column] = np.pad(found, (0, num_bins + 1 - len(found)), mode="edge")
+        edges = np.unique(np.concatenate([values[:1], values[places], values[-1:]]))
+        # All columns get the same number of edges; repeating the last one makes empty bins.
+        edges_NE[column] = np.pad(edges, (0, num_bins + 1 - len(edges)), mode="edge")
     return edges_NE
 
 
 def sample_dense(rows: Dataset) -> Array:
-    """Return dense_BN of evenly spaced runs of the rows, of all where they are few."""
+    """Return dense_BN of evenly spaced runs of the rows, or of all rows if they are few."""
     index_B = np.arange(len(rows))
     if len(rows) > RUNS * RUN_ROWS:
         starts = np.linspace(0, len(rows) - RUN_ROWS, RUNS).astype(np.int64)

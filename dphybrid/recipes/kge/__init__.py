@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class KgeDataConfig(DataConfig):
-    """Which triples, and what answers compete with."""
+    """The triples, and the entities that answers compete with in training."""
 
     path: str | None = None
     """Your triples (required): a folder with train.txt, valid.txt and perhaps test.txt, or one file; head,
@@ -24,31 +24,31 @@ class KgeDataConfig(DataConfig):
     delimiter: str = "auto"
     """Character between head, relation and tail; auto looks at the file."""
     negatives: int = Field(default=1024, ge=0, le=2**20)
-    """Random entities that compete with the answers of a batch; 0: all entities do (1-vs-all), so that a step
-    costs a lookup and an update of the whole table."""
+    """Random entities that compete with the answers of a batch; 0: all entities compete (1-vs-all), and each
+    step reads and updates the whole table."""
     valid_fraction: float = Field(default=0.1, gt=0.0, lt=1.0)
-    """Share of the triples in the validation split, where there is no valid.txt."""
+    """Share of the triples in the validation split, if there is no valid.txt."""
     max_rejected: float = Field(default=0.001, ge=0.0, le=1.0)
     """Share of unreadable lines above which preparation stops."""
 
 
 class KgeModelConfig(ModelConfig):
-    """Which scoring function, and how large."""
+    """The scoring function and its size."""
 
     kind: Literal["complex", "distmult", "rotate"] = "complex"
     """Scoring function: ComplEx, DistMult or RotatE."""
     dim: int = Field(default=128, ge=1, le=65536)
     """Width of an entity's row."""
     penalty: float = Field(default=0.3, ge=0.0)
-    """Weight of the cubed moduli of a triple's rows (N3, Lacroix et al. 2018), divided by the root of the
-    training triples an entity: the fewer there are, the sooner they are learnt by heart."""
+    """Weight of the cubed moduli of a triple's rows (N3, Lacroix et al. 2018), divided by the square root of
+    the training triples per entity: with fewer triples an entity overfits sooner and needs more of it."""
 
 
 _SUFFIXES = (".txt", ".tsv", ".csv", "")
 
 
 def files_of(folder: Path, part: str) -> list[Path]:
-    """Return the files of a folder that are named as those of a part are: train.txt, train.tsv, ..."""
+    """Return the files of a folder that may be the split `part`, such as train.txt, train.tsv, ..."""
     return [file for suffix in _SUFFIXES if (file := folder / f"{part}{suffix}").is_file()]
 
 
@@ -75,16 +75,17 @@ class Kge(Recipe):
 
     def doubts(self, data: "Prepared") -> list[str]:
         num_relations, num_triples = data.info["num_relations"], len(self.dataset(data, "train"))
-        # A graph has few relations; a table's second column has about as many values as rows.
+        # A graph has few relations. A table that was taken for triples often has many values in this column.
         if num_relations <= max(20, num_triples / 10):
             return []
         return [
-            f"the second column has {num_relations:,} values in {num_triples:,} rows, many for relations; a "
-            "triple is head, relation, tail. Train on a table with --recipe ctr --data.label COLUMN"
+            f"the second column has {num_relations:,} values in {num_triples:,} rows, many for relations "
+            "(a triple is head, relation, tail). If this is a table, use --recipe ctr --data.label COLUMN"
         ]
 
     def recognises(self, data: Mapping[str, object]) -> str | None:
         path = str(data.get("path") or "")
+        # Triples have no label: a table with one is ctr's.
         if not path or data.get("label") not in (None, ""):
             return None
         place = given_path(path, "data.path")
@@ -98,7 +99,7 @@ class Kge(Recipe):
 
 
 def _is_triple(file: Path) -> bool:
-    """Do the first lines have three values each, with tabs between them?"""
+    """Return whether each of the first lines has three values with tabs between them."""
     try:
         with file.open(encoding="utf-8-sig") as stream:
             lines = [line for line, _ in zip(stream, range(5), strict=False) if line.strip()]

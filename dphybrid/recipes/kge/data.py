@@ -1,10 +1,10 @@
-"""Triples (head, relation, tail): a folder with train, valid and perhaps test files, or one file of which a
-part is held out.
+"""Reads triples (head, relation, tail): a folder with train, valid and perhaps test files, or one file of
+which a part is held out.
 
-Every entity and relation of any part gets a number, as published results count them: an answer is ranked
-among all entities.
-Letters: B triples, 3 columns (head, relation, tail), Q questions (two a triple), K negatives, M known
-answers of a question, H those of all, V entities.
+The entities and relations of all splits get numbers, also those that only valid or test has: published
+results rank an answer among all entities.
+Letters: B triples, 3 columns (head, relation, tail), Q questions (two per triple), X questions of all
+triples, K negatives, M known answers of a question.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ _HEADERS = ("head relation tail", "subject predicate object", "source relation t
 
 
 def _negatives(num_entities: int, num_negatives: int) -> Draw:
-    """Return what draws the negatives that a batch shares; num_negatives 0: all entities."""
+    """Return the draw of the negatives that a batch shares; num_negatives 0: all entities."""
 
     def draw(_: dict[str, Tensor], draws: Draws) -> dict[str, Tensor]:
         if not num_negatives:
@@ -38,16 +38,17 @@ def _negatives(num_entities: int, num_negatives: int) -> Draw:
 
 
 def _questions(triples_B3: Array, num_entities: int, num_relations: int) -> Array:
-    """Return (B, 2): a number for (head, relation, ?), and one for (?, relation, tail)."""
+    """Return (B, 2): for each triple a number that identifies the question (head, relation, ?), and one that
+    identifies (?, relation, tail)."""
     heads_B, relations_B, tails_B = triples_B3.T
     forth_B = relations_B * num_entities + heads_B
     return np.stack([forth_B, (relations_B + num_relations) * num_entities + tails_B], axis=1)
 
 
 def _known_answers(triples_B3: Array, num_entities: int, num_relations: int) -> dict[str, Array]:
-    """Return the answers that are known from any part, by question: those of keys[q], which are sorted, are
-    answers[starts[q] : starts[q + 1]]."""
-    # Column by column: the forward questions of all triples, then the backward ones, as their answers.
+    """Return all known answers of each question, from all splits. The answers of the question keys[q] are
+    answers[starts[q] : starts[q + 1]]; keys are sorted."""
+    # order="F": the forward questions of all triples, then the backward ones, in the order of their answers.
     asked_X = _questions(triples_B3, num_entities, num_relations).ravel(order="F")
     answers_X = triples_B3[:, [2, 0]].ravel(order="F")
     pairs = np.unique(np.stack([asked_X, answers_X], axis=1), axis=0)
@@ -57,7 +58,8 @@ def _known_answers(triples_B3: Array, num_entities: int, num_relations: int) -> 
 
 
 def part_of(prepared: Prepared, name: str) -> Dataset:
-    """Return a part of prepared triples: with negatives to train, with the known answers to rank."""
+    """Return a split of prepared triples: "train" with negatives, the others with the known answers, which
+    the ranking leaves out."""
     arrays, info = prepared.arrays, prepared.info
     triples_B3 = arrays[f"{name}_triples"]
     rows = ArrayDataset(dict(zip(_COLUMNS, triples_B3.T, strict=True)), np.arange(len(triples_B3)))
@@ -65,7 +67,7 @@ def part_of(prepared: Prepared, name: str) -> Dataset:
         return DrawnDataset(rows, _negatives(info["num_entities"], info["num_negatives"]))
 
     def known(batch: dict[str, Tensor], _: object) -> dict[str, Tensor]:
-        """Return known_B2M, -1 where there are fewer."""
+        """Return known_B2M, the known answers of each question, padded with -1."""
         triples = np.stack([batch[column].numpy() for column in _COLUMNS], axis=1)
         asked_B2 = _questions(triples, info["num_entities"], info["num_relations"])
         places_Q = np.searchsorted(arrays["keys"], asked_B2).ravel()
@@ -77,7 +79,8 @@ def part_of(prepared: Prepared, name: str) -> Dataset:
 
 @dataclass(frozen=True)
 class _TripleSource(Source):
-    """Files by part; without a valid one a share of train is held out."""
+    """Source of triples. parts: the file of each split; without one for "valid", a share of "train" is held
+    out."""
 
     data: KgeDataConfig
     seed: int
@@ -118,7 +121,8 @@ class _TripleSource(Source):
             raise UserError(
                 f"data.path={self.data.path}: the {empty[0]} part has no triples; give a file with some"
             )
-        # Their rows stay start values; they are evaluated all the same, as published results do, and told.
+        # Entities that training lacks keep their start values. They are evaluated all the same, as in
+        # published results, and the printed lines count them.
         seen = np.zeros(len(entities), dtype=bool)
         seen[parts["train"][:, [0, 2]]] = True
         lines = [f"  triples from {self.data.path}: {len(entities):,} entities, {len(relations):,} relations"]
@@ -140,15 +144,15 @@ class _TripleSource(Source):
         return Content(arrays, info, lines, extra=extra, rejected=rejected)
 
     def _triples(self, file: Path, rejected: list[Rejected]) -> Iterator[list[str]]:
-        """Yield the triples of a file; other lines that are not blank go to `rejected`."""
+        """Yield the triples of a file. Other lines go to `rejected`, except blank ones and a header."""
         given = self.data.delimiter
         separator: str | None = "\t" if given in ("auto", "tab", "\\t") else given
         try:
-            # -sig: a byte-order mark would become part of the first head.
+            # utf-8-sig: a byte-order mark would become part of the first head.
             with file.open(encoding="utf-8-sig") as stream:
                 for number, line in enumerate(stream, start=1):
                     if number == 1 and given == "auto" and "\t" not in line:
-                        separator = "," if line.count(",") == 2 else None  # None: any blanks
+                        separator = "," if line.count(",") == 2 else None  # None: split at any blanks
                     cells = [cell.strip() for cell in line.split(separator)]
                     if len(cells) == 3 and all(cells):
                         if number > 1 or " ".join(cells).lower() not in _HEADERS:
@@ -165,7 +169,7 @@ class _TripleSource(Source):
 
 
 def open_source(data: KgeDataConfig, seed: int) -> _TripleSource:
-    """Find the files. Raises UserError for a missing path and a folder without a train file."""
+    """Find the files of triples. Raises UserError for a missing path and a folder without a train file."""
     if data.path is None:
         raise UserError("data.path is not set; give a file of triples, or a folder with train.txt")
     root = given_path(data.path, "data.path")
@@ -180,7 +184,9 @@ def open_source(data: KgeDataConfig, seed: int) -> _TripleSource:
     for part in _PARTS:
         found = files_of(root, part)
         if len(found) > 1:
-            raise UserError(f"data.path={data.path}: holds {found[0].name} and {found[1].name}; leave one")
+            raise UserError(
+                f"data.path={data.path}: holds {found[0].name} and {found[1].name}; keep only one"
+            )
         if found:
             parts[part] = found[0]
     if "train" not in parts:

@@ -1,10 +1,10 @@
 """Knowledge-graph embeddings: which entity completes (head, relation, ?) and (?, relation, tail).
 
-DistMult (Yang et al. 2015), ComplEx (Trouillon et al. 2016) and RotatE (Sun et al. 2019), each trained as by
-Lacroix et al. 2018: a relation has a row for each direction, and the answer competes in a softmax; here
-against negatives that the whole batch shares, or, as there, against all entities.
-Letters: B triples, 2 directions (tail asked, head asked), X both of all triples, Q queries, K other entities,
-D width of a row, M known answers, V entities.
+DistMult (Yang et al. 2015), ComplEx (Trouillon et al. 2016) and RotatE (Sun et al. 2019), trained as Lacroix
+et al. 2018 do: a relation has a row for each direction, and the answer competes with other entities in a
+softmax. These are negatives that the whole batch shares or, as in that paper, all entities.
+Letters: B triples, 2 directions (tail asked, head asked), X both directions of all triples (2 B), Q queries,
+K other entities, D width of a row, M known answers, V entities.
 """
 
 import math
@@ -22,14 +22,14 @@ from dphybrid.util.errors import UserError
 
 
 def _complex_product(entity_BD: Tensor, relation_BD: Tensor) -> Tensor:
-    """The query of ComplEx: rows are complex numbers, real parts first. Its dot product with t is Re(h r
-    conj(t))."""
+    """Return the query of ComplEx: rows are complex numbers, real parts first. The query's dot product with t
+    is Re(h r conj(t))."""
     (a, b), (c, d) = entity_BD.chunk(2, -1), relation_BD.chunk(2, -1)
     return torch.cat([a * c - b * d, a * d + b * c], -1)
 
 
 def _rotation(entity_BD: Tensor, relation_BD: Tensor) -> Tensor:
-    """The query of RotatE: each complex number turned by the relation's angle."""
+    """Return the query of RotatE: each complex number of the entity, turned by the relation's angle."""
     size = _moduli(relation_BD).clamp(min=1e-12)
     return _complex_product(entity_BD, relation_BD / torch.cat([size, size], -1))
 
@@ -41,29 +41,31 @@ def _moduli(rows: Tensor) -> Tensor:
 
 
 _STD = 1e-3
-"""Of start values: what is left of larger ones in the end is noise."""
+"""Standard deviation of start values. Larger ones would partly remain after training, as noise."""
 _Query = Callable[[Tensor, Tensor], Tensor]
 _QUERIES: dict[str, _Query] = {"distmult": torch.mul, "complex": _complex_product, "rotate": _rotation}
-"""Kind -> the query (..., D) of an entity and a relation, whose dot product with an entity is the score."""
+"""Kind -> function (entity, relation) -> query (..., D), to be scored against other entities."""
 
 
 def _distances(query_QD: Tensor, others_KD: Tensor) -> Tensor:
-    """The scores (..., Q, K) of RotatE: minus the sums of the differences' moduli."""
+    """Return RotatE's scores (..., Q, K): minus the sum of the moduli of the differences."""
     return -_moduli(query_QD.unsqueeze(-2) - others_KD.unsqueeze(-3)).sum(-1)
 
 
 _SCORES = {"rotate": _distances}
-"""Kind -> the scores (..., Q, K) of entities (..., K, D) for queries (..., Q, D); else dot products."""
+"""Kind -> function (queries (..., Q, D), entities (..., K, D)) -> scores (..., Q, K). Other kinds use dot
+products."""
 
 
 class _TripleRegion(nn.Module):
-    """Relations, scores and loss.
+    """The relations' rows, scores and loss.
 
-    (heads_BD, relations_B, tails_BD) -> query_B2D, what is asked of each direction. With the rest -> loss_B:
-    each answer competes with the others, itself left out. Without ids_K the others are all entities, by
-    number.
+    (heads_BD, relations_B, tails_BD) -> query_B2D, a query for each direction. With the other arguments ->
+    loss_B: each answer competes with the entities others_KD, the answer itself left out. ids_K: the numbers
+    of these entities; None: they are all entities, in order.
 
-    penalty: of the cubed moduli. A buffer: it follows the triples that a model was trained on.
+    penalty: weight of the cubed moduli. A buffer, because it depends on the training triples and so belongs
+    to the checkpoint.
     """
 
     penalty: Tensor
@@ -86,23 +88,24 @@ class _TripleRegion(nn.Module):
         num_entities: int = 0,
         ids_K: Tensor | None = None,
     ) -> Tensor:
-        # The second half of the rows asks for heads.
+        # Each relation has two rows: the first half of the table is for asking tails, the second for heads.
         relations_B2D = self.relations(torch.stack([relations_B, relations_B + self.num_relations], 1))
         query_B2D = _QUERIES[self.kind](torch.stack([heads_BD, tails_BD], 1), relations_B2D)
         if asked is None or others_KD is None:
             return query_B2D
         answers_B2 = torch.stack([asked[1], asked[0]], 1)
         if ids_K is None:
+            # All entities compete, the answer among them: a plain cross-entropy.
             loss_X = linear_cross_entropy(query_B2D.flatten(0, 1), others_KD, answers_B2.flatten())
             loss_B = loss_X.view(-1, 2).sum(1)
         else:
             score = _SCORES.get(self.kind, dot_products)
             answers_X1D = torch.stack([tails_BD, heads_BD], 1).flatten(0, 1).unsqueeze(1)
             scores_B2 = score(query_B2D.flatten(0, 1).unsqueeze(1), answers_X1D).view(-1, 2)
-            # A number an answer travels to the device instead of one for each of the others.
+            # Compared on the device, so that one number per answer is copied there, not a mask of K.
             excluded_B2K = answers_B2.unsqueeze(2) == ids_K
             others_B2K = score(query_B2D, others_KD).masked_fill(excluded_B2K, -math.inf)
-            # K others stand for all entities but the answer.
+            # The K negatives stand for all entities except the answer.
             weight = math.log(max(1, num_entities - 1) / len(others_KD))
             loss_B = (torch.logaddexp(scores_B2, others_B2K.logsumexp(-1) + weight) - scores_B2).sum(1)
         if self._penalized and self.training:
@@ -112,8 +115,8 @@ class _TripleRegion(nn.Module):
 
 
 class TripleModel(nn.Module):
-    """Trains against shared negatives; in evaluation ranks each answer among all entities, known other
-    answers left out ("filtered")."""
+    """Trains against shared negatives. In evaluation it ranks each answer among all entities without the
+    other known answers ("filtered")."""
 
     def __init__(
         self, entities: HostEmbedding, region: DataParallel, kind: str, one_vs_all: bool = False
@@ -124,7 +127,7 @@ class TripleModel(nn.Module):
         self.kind, self.one_vs_all = kind, one_vs_all
 
     def table_ids(self, batch: dict[str, Tensor]) -> dict[str, list[Tensor]]:
-        """The ids that `forward` will look up in training, so that their rows can be fetched ahead."""
+        """Return the ids that `forward` looks up in training, so that their rows can be prefetched."""
         return {"entities": [batch["heads_B"], batch["tails_B"], batch["negatives_K"]]}
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -133,24 +136,26 @@ class TripleModel(nn.Module):
         if "negatives_K" not in batch:
             return self._rank(batch, triple)
         ids_K = batch["negatives_K"]
-        # RotatE's scores are distances, no products: there the answers are left out of all entities, too.
+        # RotatE's scores are distances, not dot products, so 1-vs-all takes the general path there: all
+        # entities with their ids.
         in_order = self.one_vs_all and self.kind != "rotate"
         loss_B = self.region(
             *triple,
             (batch["heads_B"], batch["tails_B"]),
-            # Each device fetches its share of the rows, and all get all of them from the first one.
+            # Each device fetches a share of the rows; `whole` below gives every device all of them.
             others_KD=self.region.rows(self.entities, ids_K),
-            # Of all entities the answer itself is left out, so one more stands for as many others.
+            # The region weighs K negatives as num_entities - 1 others. In 1-vs-all, K is all entities with
+            # the answer masked; + 1 makes that weight 1.
             num_entities=self.entities.num_rows + self.one_vs_all,
             ids_K=None if in_order else ids_K,
         )
-        # Two answers a triple.
+        # Each triple has two answers.
         return {"loss": loss_B, "weight": torch.full_like(loss_B, 2.0)}
 
     def _rank(
         self, batch: dict[str, Tensor], triple: tuple[Tensor | Parts, Tensor, Tensor | Parts]
     ) -> dict[str, Tensor]:
-        """Return ranks_B2 of the answers among all entities, other known answers left out."""
+        """Return ranks_B2 of the answers among all entities without the other known answers."""
         ranked = rank_rows(
             self.region(*triple).flatten(0, 1),
             self.entities,

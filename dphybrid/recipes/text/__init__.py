@@ -1,5 +1,4 @@
-"""Recipe text: a word-level language model on the user's own text, or on the reference that ships with
-Python."""
+"""Recipe text: a word-level language model of the user's own text, or of Python's language reference."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, Self
@@ -14,13 +13,13 @@ if TYPE_CHECKING:
 
 
 class TextDataConfig(DataConfig):
-    """Which text, and how it becomes words."""
+    """The text, and how it is split into words."""
 
     path: str | None = None
     """Your text: a file, or a folder of .txt, .md, .rst. Empty: the language reference that comes with
     Python."""
     min_count: int = Field(default=2, ge=1)
-    """Words seen fewer times in the training split count as unknown."""
+    """Words that the training split has fewer times than this become `<unk>`."""
     window: int = Field(default=64, ge=2, le=8192)
     """Tokens in one training sample."""
     valid_fraction: float = Field(default=0.1, gt=0.0, lt=1.0)
@@ -33,8 +32,8 @@ class TextModelConfig(ModelConfig):
     kind: Literal["lstm", "gru", "transformer"] = "lstm"
     """Network over the words' rows."""
     output: Literal["full", "adaptive"] = "full"
-    """Output layer: a softmax over all words, or one in which rare words share narrow clusters, for large
-    vocabularies."""
+    """Output layer: full, a softmax over all words; adaptive, for large vocabularies, reaches rare words
+    through narrow layers."""
     dim: int = Field(default=256, ge=1, le=65536)
     """Width of an embedding row."""
     hidden: int = Field(default=256, ge=1, le=65536)

@@ -1,4 +1,5 @@
-"""Text as word numbers: lower case, words and punctuation, whole documents held out.
+"""Reads text: lower case, split into words and punctuation marks, numbered. Whole documents are held out for
+validation.
 
 Letters: B samples, T tokens of a sample.
 """
@@ -24,18 +25,19 @@ _UNKNOWN, END = "<unk>", "<end>"
 _TEXT_SUFFIXES = (".txt", ".md", ".rst", ".text")
 
 _PASSAGE = 12
+"""Words of a passage, which is compared with those of other documents."""
 _MAX_REPEATED = 0.2
-"""Documents of which a larger share of passages stands elsewhere are held out last."""
+"""Documents with a larger share of passages that other documents repeat are held out last."""
 _MAX_HELD = 2.0
-"""Documents that would make the held-out part larger than this many times what was asked for are held out
-last."""
+"""No document is held out that would make the validation split larger than this many times the size asked
+for, unless all documents would."""
 
 _TOKEN = re.compile(r"<unk>|\w+|[^\w\s]")
 
 
 class _WindowDataset(Dataset):
-    """Windows of T tokens without overlap; the target of a token is the next one. Each epoch but the first
-    starts at another token."""
+    """Windows of T tokens without overlap; the target of a token is the next one. Each epoch after the first
+    shifts the windows by a random number of tokens."""
 
     def __init__(self, tokens: Array, window: int, offset: int = 0) -> None:
         self.tokens, self.window, self.offset = tokens, window, offset
@@ -44,7 +46,7 @@ class _WindowDataset(Dataset):
         return -(-(len(self.tokens) - 1) // self.window)
 
     def at_epoch(self, seed: int, epoch: int) -> "_WindowDataset":
-        # 1: apart from the numbers that shuffle this epoch.
+        # The 1 separates these draws from those that shuffle the epoch. Epoch 0 is not shifted, nor is the
         offset = int(np.random.default_rng([seed, epoch, 1]).integers(0, len(self.tokens))) if epoch else 0
         return _WindowDataset(self.tokens, self.window, offset)
 
@@ -54,12 +56,13 @@ class _WindowDataset(Dataset):
         place_BT = (self.offset + step_BT) % count
         ids_BT = self.tokens[place_BT].astype(np.int64)
         next_BT = self.tokens[(place_BT + 1) % count].astype(np.int64)
+        # The last window is padded from the start of the text; padding has no targets.
         targets_BT = np.where(step_BT < count - 1, next_BT, IGNORED)
         return {"ids_BT": torch.from_numpy(ids_BT), "targets_BT": torch.from_numpy(targets_BT)}
 
 
 def part_of(prepared: Prepared, name: str) -> Dataset:
-    """Return a part of prepared text."""
+    """Return a split ("train", "valid") of prepared text."""
     return _WindowDataset(prepared.arrays[f"{name}_tokens"], prepared.info["window"])
 
 
@@ -70,7 +73,8 @@ def tokenize(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class _TextSource:
-    """Documents by name: topics of the Python reference, files of a folder, or paragraphs of one file."""
+    """Source of documents: the topics of Python's reference, the files of a folder, or the paragraphs of one
+    file."""
 
     data: TextDataConfig
     seed: int
@@ -79,6 +83,7 @@ class _TextSource:
 
     @property
     def options(self) -> dict[str, object]:
+        # Paths below the folder, not the folder's own: a moved folder is the same data.
         folder = self.root if self.root and self.root.is_dir() else None
         names = [file.relative_to(folder).as_posix() for file in self.files if folder]
         return self.data.model_dump(mode="json", exclude={"path"}) | {"files": names}
@@ -96,6 +101,7 @@ class _TextSource:
                 yield file.relative_to(self.root).as_posix(), _read(file)
         else:
             text = _read(self.files[0])
+            # Without blank lines each line is a document, so that there is something to hold out.
             paragraphs = re.split(r"\n\s*\n", text) if re.search(r"\n\s*\n", text) else text.splitlines()
             for number, paragraph in enumerate(paragraphs, start=1):
                 yield f"paragraph {number}", paragraph
@@ -123,7 +129,7 @@ class _TextSource:
             key=lambda w: (-counts[w], w),
         )
         vocabulary = {word: number for number, word in enumerate([_UNKNOWN, END, *kept])}
-        # One long row of tokens, an <end> after each document: windows may cross documents.
+        # One long array of tokens with <end> (1) after each document: windows may cross documents. 0: <unk>.
         train_tokens, valid_tokens = (
             np.array([n for _, ws in part for n in (*(vocabulary.get(w, 0) for w in ws), 1)], np.int32)
             for part in (train, valid)
@@ -131,8 +137,8 @@ class _TextSource:
         for part, tokens in (("training", train_tokens), ("validation", valid_tokens)):
             if len(tokens) <= self.data.window:
                 raise UserError(
-                    f"data.path={where}: the {part} part has {len(tokens)} tokens, fewer than "
-                    f"data.window={self.data.window} asks for; "
+                    f"data.path={where}: the {part} split has {len(tokens)} tokens, fewer than "
+                    f"data.window={self.data.window} needs; "
                     "give more text, a smaller data.window, or another data.valid_fraction"
                 )
         unknown = float((valid_tokens == 0).mean())
@@ -144,8 +150,8 @@ class _TextSource:
         ]
         if doubtful:
             lines.append(
-                f"  {doubtful} validation documents repeat passages of others, so the validation figures "
-                "flatter; too little text stands alone"
+                f"  {doubtful} validation documents repeat passages of other documents, so the validation "
+                "metrics are too good; too little of the text is not repeated"
             )
         info = {"num_words": len(vocabulary), "window": self.data.window}
         extra = {"vocabulary": list(vocabulary), "held_out": [name for name, _ in valid]}
@@ -153,19 +159,19 @@ class _TextSource:
 
 
 def held_out(documents: list[list[str]], fraction: float, seed: int) -> tuple[set[int], int]:
-    """Return the numbers of the documents to hold out, about `fraction` of all words, and how many of them
-    repeat passages of others.
+    """Return the numbers of the documents to hold out, with about `fraction` of all words, and how many of
+    these repeat passages of other documents.
 
-    At random by seed among those that stand alone and are not far too large. Only when these come to less
-    than half of what is wanted, also documents of which large parts stand in others, the least repeated one
-    first; the smallest one where all are too large. One document always stays for training.
+    Draws by `seed` among the documents that repeat little and are not far too large. Only if these have less
+    than half of the words wanted, adds documents that repeat more, the least repeated first. If all are too
+    large, takes the smallest. At least one document stays for training.
     """
     sizes = [len(words) for words in documents]
     wanted = fraction * sum(sizes)
     shares = _repeated_shares(documents)
-    # At random: files of a folder often come in an order, by date say.
+    # Random, because the files of a folder often have an order, such as by date.
     order = [int(number) for number in np.random.default_rng(seed).permutation(len(documents))]
-    alone = [number for number in order if shares[number] <= _MAX_REPEATED]
+    unrepeated = [number for number in order if shares[number] <= _MAX_REPEATED]
     held: set[int] = set()
 
     def take(candidates: list[int]) -> int:
@@ -177,24 +183,26 @@ def held_out(documents: list[list[str]], fraction: float, seed: int) -> tuple[se
                 taken += sizes[number]
         return taken
 
-    if take(alone) < wanted / 2:
+    if take(unrepeated) < wanted / 2:
         repeated = [number for number in order if shares[number] > _MAX_REPEATED]
         take(sorted(repeated, key=lambda number: shares[number]))
     if not held:
-        held.add(min(alone or order, key=lambda number: sizes[number]))
+        held.add(min(unrepeated or order, key=lambda number: sizes[number]))
     return held, sum(shares[number] > _MAX_REPEATED for number in held)
 
 
 def _repeated_shares(documents: list[list[str]]) -> list[float]:
-    """Return for each document the share of its passages of `_PASSAGE` words that stand in another document
+    """Return for each document the share of its passages of `_PASSAGE` words that another document has,
     too."""
     numbers: dict[str, int] = {}
     passages: list[Array] = []
     for words in documents:
         ids = np.array([numbers.setdefault(word, len(numbers) + 1) for word in words], dtype=np.uint64)
         hashes = np.zeros(max(0, len(ids) - _PASSAGE + 1), dtype=np.uint64)
-        for place in range(_PASSAGE):  # a polynomial hash; unsigned numbers wrap around
+        # A polynomial hash of all passages at once; unsigned numbers wrap around on overflow.
+        for place in range(_PASSAGE):
             hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + ids[place : place + len(hashes)]
+        # unique: a passage that only its own document repeats counts once below.
         passages.append(np.unique(hashes))
     found, counts = np.unique(np.concatenate(passages), return_counts=True)
     shared = found[counts > 1]
@@ -221,7 +229,8 @@ def _read(file: Path) -> str:
 
 
 def open_source(data: TextDataConfig, seed: int) -> _TextSource:
-    """Find the files. Raises UserError for a missing path, an empty file, a folder without text."""
+    """Find the files of the text. Raises UserError for a missing path, an empty file, a folder without
+    text."""
     if data.path is None:
         return _TextSource(data, seed, (), None)
     root = given_path(data.path, "data.path")
@@ -230,8 +239,9 @@ def open_source(data: TextDataConfig, seed: int) -> _TextSource:
     if root.is_file():
         files = [root]
     else:
-        there = (file for file in root.rglob("*") if file.suffix.lower() in _TEXT_SUFFIXES)
-        files = sorted(file for file in there if file.is_file())
+        found = (file for file in root.rglob("*") if file.suffix.lower() in _TEXT_SUFFIXES)
+        # Sorted: the order decides which documents the seed holds out.
+        files = sorted(file for file in found if file.is_file())
         if not files:
             raise UserError(f"data.path={data.path}: holds no text files ({', '.join(_TEXT_SUFFIXES)})")
     if not any(file.stat().st_size for file in files):

@@ -18,12 +18,12 @@ from dphybrid.util.errors import UserError
 
 
 class Recurrent(nn.Module):
-    """LSTM or GRU over rows_BTD, from a zero state: samples are independent, so any split gives the same
-    result.
+    """LSTM or GRU over rows_BTD. Every sample starts from a zero state, so samples are independent and any
+    split over devices gives the same result.
 
-    One module a layer, with dropout between them: inside a layered nn.LSTM cuDNN draws it from a state of its
-    own, which no checkpoint holds. State dicts have the names of the layered one, and without dropout the
-    numbers are its numbers.
+    One module per layer with dropout between them, not one nn.LSTM of several layers: there, cuDNN would draw
+    the dropout from its own random state, which no checkpoint holds. State dicts have the names of an nn.LSTM
+    of several layers, and without dropout the results equal its results.
     """
 
     def __init__(self, kind: str, dim: int, hidden: int, layers: int, dropout: float) -> None:
@@ -41,7 +41,7 @@ class Recurrent(nn.Module):
             if number:
                 hidden_BTH = self.dropout(hidden_BTH)
             if vars(layer).get("_is_replica"):
-                # replicas hold views of one broadcast buffer; cuDNN wants them in one piece again
+                # The weights of a replica are views of one broadcast buffer; cuDNN needs them contiguous.
                 layer.flatten_parameters()
             hidden_BTH, _ = layer(hidden_BTH)
         return hidden_BTH
@@ -56,7 +56,7 @@ def _with_layered_names(_module: nn.Module, state: dict[str, object], prefix: st
 
 
 def _with_own_names(_module: nn.Module, state: dict[str, object], prefix: str, *_rest: object) -> None:
-    """The other way round."""
+    """`network.bias_hh_l1` -> `network.1.bias_hh_l0`: the reverse of `_with_layered_names`."""
     start = f"{prefix}network."
     for key in [key for key in state if key.startswith(start)]:
         name, _, layer = key.removeprefix(start).rpartition("_l")
@@ -72,9 +72,9 @@ class _CausalTransformer(nn.Module):
         layer = nn.TransformerEncoderLayer(
             hidden, heads, 4 * hidden, dropout, batch_first=True, norm_first=True
         )
-        # torch's own would draw other masks for another number of devices.
+        # torch's own dropout would draw other masks for another number of devices.
         layer.dropout, layer.dropout1, layer.dropout2 = (Dropout(dropout) for _ in range(3))
-        # Nested tensors are not for norm_first, of which torch would warn.
+        # Nested tensors do not work with norm_first; without this argument torch warns about it.
         norm = nn.LayerNorm(hidden)
         self.network = nn.TransformerEncoder(layer, layers, norm, enable_nested_tensor=False)
 
@@ -89,14 +89,15 @@ class _CausalTransformer(nn.Module):
 def _positions(steps: int, hidden: int, device: torch.device | None = None) -> Tensor:
     """Return sinusoidal positions (steps, hidden), made on `device`."""
     half = (hidden + 1) // 2
-    log = torch.log(torch.tensor(10000.0)).item()  # of float32, as rates have always been
+    # The logarithm as float32: with more digits, positions would differ from those of existing checkpoints.
+    log = torch.log(torch.tensor(10000.0)).item()
     rate_H = torch.exp(torch.arange(half, device=device) * (-log / half))
     angle_TH = torch.arange(steps, device=device)[:, None] * rate_H
     return torch.cat([angle_TH.sin(), angle_TH.cos()], dim=1)[:, :hidden]
 
 
 class _FullSoftmax(nn.Module):
-    """(hidden_BTH, targets_BT) -> loss_BT, 0 where there is no target."""
+    """(hidden_BTH, targets_BT) -> loss_BT of a softmax over all words; 0 where there is no target."""
 
     def __init__(self, hidden: int, num_words: int) -> None:
         super().__init__()
@@ -111,15 +112,16 @@ class _FullSoftmax(nn.Module):
 
 
 class AdaptiveSoftmax(nn.Module):
-    """The same by an adaptive softmax (Grave et al. 2017): words stand in the order of their frequency, and
-    clusters of rare ones are reached through narrow layers, so that cost hardly grows with the vocabulary.
-    Its losses are exact, of a softmax in two steps."""
+    """(hidden_BTH, targets_BT) -> loss_BT of an adaptive softmax (Grave et al. 2017): words are sorted by
+    frequency, and narrow layers score the clusters of rare words, so that the cost hardly grows with the
+    vocabulary. The losses are exact, not sampled: cluster first, then the word in it."""
 
     def __init__(self, hidden: int, num_words: int) -> None:
         super().__init__()
         cutoffs = sorted({cut for cut in (num_words // 20, num_words // 5) if 0 < cut < num_words})
         if not cutoffs:
-            raise UserError(f"model.output=adaptive: {num_words} words are too few for it; use full")
+            raise UserError(f"model.output=adaptive: {num_words} words are too few; use model.output=full")
+        # Each further cluster has a quarter of the width of the one before it.
         if hidden < 16:
             raise UserError(
                 f"model.output=adaptive: the rarest words get a layer of a 16th of model.hidden={hidden}; "
@@ -128,14 +130,15 @@ class AdaptiveSoftmax(nn.Module):
         self.layer = nn.AdaptiveLogSoftmaxWithLoss(hidden, num_words, cutoffs)
 
     def forward(self, hidden_BTH: Tensor, targets_BT: Tensor) -> Tensor:
+        # torch's layer cannot skip targets: it scores word 0 there, and `where` drops the result.
         known_BT = targets_BT != IGNORED
         score_X = self.layer(hidden_BTH.flatten(0, 1), targets_BT.clamp(min=0).flatten()).output
         return torch.where(known_BT, -score_X.view_as(targets_BT), 0.0)
 
 
 class _LanguageRegion(nn.Module):
-    """Network, output layer and loss: (rows_BTD, targets_BT) -> (loss_B, weight_B), so only two numbers a
-    sample leave a device."""
+    """Network, output layer and loss: (rows_BTD, targets_BT) -> (loss_B, weight_B). As the region includes
+    the loss, only two numbers per sample leave a device."""
 
     def __init__(self, network: nn.Module, output: nn.Module, dropout: float) -> None:
         super().__init__()
@@ -150,7 +153,7 @@ class _LanguageRegion(nn.Module):
 
 
 class _TextModel(nn.Module):
-    """Looks words up on the CPU and hands the rows to the region."""
+    """Looks words up on the CPU and passes the rows to the region."""
 
     def __init__(self, words: HostEmbedding, region: DataParallel) -> None:
         super().__init__()
@@ -158,7 +161,7 @@ class _TextModel(nn.Module):
         self.region = region
 
     def table_ids(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The ids that `forward` will look up, so that their rows can be fetched ahead."""
+        """Return the ids that `forward` looks up, so that their rows can be prefetched."""
         return {"words": batch["ids_BT"]}
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,5 +1,5 @@
-"""The four small models of PyTorch's data-parallel tutorials on random data with a planted answer, and
-handwritten digits: recipes whose data is a few arrays."""
+"""Small recipes whose data is a few arrays: the four models of PyTorch's data-parallel tutorials, on random
+data with a planted answer, and handwritten digits."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     Arrays = dict[str, np.ndarray]
 
+# The tutorials' training loops have neither a learning-rate schedule nor gradient clipping.
 _PLAIN = {"schedule": "constant", "clip_norm": 0.0}
 
 
@@ -52,15 +53,17 @@ class DigitsModelConfig(ModelConfig):
 
 
 class _Small(Recipe):
-    """Arrays that `draw` makes, and the model of the recipe's name. num_rows: to train, to validate.
-    widths: of the features and of the answers, a linear map of them and noise."""
+    """Base class: `draw` makes the arrays; the function `build_NAME` of `model` builds the recipe NAME's
+    model.
+    num_rows: in the training and the validation split. widths: numbers of inputs and outputs per sample; the
+    outputs are a linear map of the inputs, with noise."""
 
     prints_shapes = True
     num_rows = (100, 100)
     widths = (5, 2)
 
     def draw(self, random: "np.random.Generator", rows: int) -> "Arrays":
-        """Return arrays by name, samples on dim 0."""
+        """Return the samples of both splits as arrays by name, samples on dim 0."""
         inputs, outputs = self.widths
         x_BI = random.standard_normal((rows, inputs), dtype="float32")
         planted_IO = random.standard_normal((inputs, outputs), dtype="float32")
@@ -71,6 +74,7 @@ class _Small(Recipe):
         import numpy as np
 
         first, second = self.num_rows
+        # One draw for both splits: they must share the planted answer.
         arrays = self.draw(np.random.default_rng([seed, 7]), first + second)
         train = {name: array[:first] for name, array in arrays.items()}
         return train, {name: array[first:] for name, array in arrays.items()}
@@ -87,7 +91,7 @@ class _Small(Recipe):
 
 
 class Toy(_Small):
-    """The tutorial's first model."""
+    """The first model of the tutorial: one linear layer."""
 
     name = "toy"
     summary = "The tutorial's linear layer, all data-parallel: each replica prints its shapes."
@@ -104,7 +108,7 @@ class Toy(_Small):
 
 
 class Blocks(_Small):
-    """One data-parallel block between two that are not."""
+    """A data-parallel block between two blocks on the first device."""
 
     name = "blocks"
     summary = "The tutorial's three layers, of which only the middle one is data-parallel."
@@ -152,7 +156,7 @@ class Digits(_Small):
     """Handwritten digits."""
 
     name = "digits"
-    summary = "Handwritten digits of 8 x 8 pixels, of scikit-learn: two convolutions, without a table."
+    summary = "Handwritten digits of 8 x 8 pixels, from scikit-learn: two convolutions, no table."
     model = DigitsModelConfig
     one_process = True
     prints_shapes = False
@@ -162,7 +166,8 @@ class Digits(_Small):
     def draw(self, random: "np.random.Generator", rows: int) -> "Arrays":
         from sklearn.datasets import load_digits
 
-        found = load_digits()
-        order = random.permutation(len(found.target))[:rows]
-        x_BCHW = (found.images[order, None] / 16).astype("float32")
-        return {"x_BCHW": x_BCHW, "labels_B": found.target[order].astype("int64")}
+        digits = load_digits()
+        order = random.permutation(len(digits.target))[:rows]
+        # Pixels are from 0 to 16.
+        x_BCHW = (digits.images[order, None] / 16).astype("float32")
+        return {"x_BCHW": x_BCHW, "labels_B": digits.target[order].astype("int64")}

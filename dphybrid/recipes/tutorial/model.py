@@ -27,8 +27,8 @@ _CLASSES = 10
 
 
 class Supervised(nn.Module):
-    """A module `network(input) -> output` with its loss outside: the batch's `input_key` goes in,
-    `target_key` is compared."""
+    """Adds a loss to a module `network(input) -> output`: the network gets the batch's input, and the loss
+    compares its output with the batch's target."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Supervised(nn.Module):
         loss: Callable[[Tensor, Tensor], Tensor],
         dtype: torch.dtype,
     ) -> None:
-        """keys: of the input and the target in the batch, and of the output."""
+        """keys: names of the input and the target in the batch, and of the output in the result."""
         super().__init__()
         self.network = network
         self.input_key, self.target_key, self.output_key = keys
@@ -45,21 +45,22 @@ class Supervised(nn.Module):
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         input_B = batch[self.input_key]
-        # Ids stay whole numbers.
+        # Ids are whole numbers and must stay so.
         if input_B.is_floating_point():
             input_B = input_B.to(self.dtype)
         output_BO = self.network(input_B)
-        # The loss stands outside of the region, on the device where its outputs are gathered.
+        # The loss is computed outside the region, on the device that gathers the outputs.
         target_B = batch[self.target_key].to(output_BO.device, non_blocking=True)
         loss_B = self.loss(output_BO, target_B)
         return {"loss": loss_B, "weight": torch.ones_like(loss_B), self.output_key: output_BO}
 
 
 def _squared_error(output_BO: Tensor, target_BO: Tensor) -> Tensor:
-    """Mean squared error of each sample, (B,)."""
+    """Return the mean squared error of each sample (B,)."""
     return (output_BO - target_BO.to(output_BO.dtype)).square().mean(1)
 
 
+# Keys of `Supervised`.
 _REGRESSION = ("x_BI", "y_BO", "prediction")
 _IMAGES = ("x_BCHW", "labels_B", "logits")
 _cross_entropy = partial(F.cross_entropy, reduction="none")
@@ -93,10 +94,10 @@ class Hybrid(nn.Module):
 
 
 class _SupervisedHybrid(Supervised):
-    """A `Hybrid` with its loss, which says which rows it will look up."""
+    """A `Hybrid` with its loss and `table_ids`, so that its rows can be prefetched."""
 
     def table_ids(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The ids that `forward` will look up, so that their rows can be fetched ahead."""
+        """Return the ids that `forward` looks up, so that their rows can be prefetched."""
         return {"network.table": batch[self.input_key]}
 
 
@@ -105,20 +106,20 @@ def _width(context: ModelContext[Any], name: str) -> int:
 
 
 def build_toy(context: ModelContext[ModelConfig]) -> Supervised:
-    """Linear(5, 2), all of it data-parallel."""
+    """Build Linear(5, 2), all of it data-parallel."""
     layer = nn.Linear(_width(context, "x_BI"), _width(context, "y_BO"))
     return Supervised(DataParallel(layer, context.devices), _REGRESSION, _squared_error, context.dtype)
 
 
 def build_blocks(context: ModelContext[BlocksModelConfig]) -> Supervised:
-    """Linear(10, 20) -> DataParallel(Linear(20, 20)) -> Linear(20, 20)."""
+    """Build Linear(10, 20) -> DataParallel(Linear(20, 20)) -> Linear(20, 20)."""
     inputs, outputs = _width(context, "x_BI"), _width(context, "y_BO")
     network = Blocks(inputs, context.options.hidden, outputs, context.devices)
     return Supervised(network, _REGRESSION, _squared_error, context.dtype)
 
 
 def build_hybrid(context: ModelContext[HybridModelConfig]) -> Supervised:
-    """Embedding(1000, 10) on the CPU -> Linear(10, 10) on the devices."""
+    """Build Embedding(1000, 10) on the CPU -> Linear(10, 10) on the devices."""
     dim = context.options.dim
     table = context.table(context.num_ids("ids_B"), dim, name="table")
     network = Hybrid(table, DataParallel(nn.Linear(dim, _width(context, "y_BO")), context.devices))
@@ -126,7 +127,7 @@ def build_hybrid(context: ModelContext[HybridModelConfig]) -> Supervised:
 
 
 def build_convnet(context: ModelContext[ConvnetModelConfig]) -> Supervised:
-    """Conv2d(3, 64, 3, padding=1) -> ReLU -> Linear(64 * 32 * 32, 10), cross-entropy."""
+    """Build Conv2d(3, 64, 3, padding=1) -> ReLU -> Linear(64 * 32 * 32, 10), with cross-entropy."""
     hidden = context.options.hidden
     convolution, last = nn.Conv2d(3, hidden, 3, padding=1), nn.Linear(hidden * 32 * 32, _CLASSES)
     network = nn.Sequential(convolution, nn.ReLU(), nn.Flatten(), last)
@@ -134,7 +135,7 @@ def build_convnet(context: ModelContext[ConvnetModelConfig]) -> Supervised:
 
 
 def build_digits(context: ModelContext[DigitsModelConfig]) -> Supervised:
-    """Two convolutions, a pooling, two linear layers, cross-entropy."""
+    """Build two convolutions, max pooling and two linear layers, with cross-entropy."""
     o, (channels, height, width) = context.options, context.info["shapes"]["x_BCHW"]
     network = nn.Sequential(
         nn.Conv2d(channels, 32, 3, padding=1), nn.ReLU(),
