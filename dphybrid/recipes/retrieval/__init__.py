@@ -1,4 +1,4 @@
-"""Recipe retrieval: which items a user will want next, by a vector for each user and item."""
+"""Recipe retrieval: predicts which items a user will want next, by a vector for each user and item."""
 
 from typing import Annotated, Literal, Self
 
@@ -15,31 +15,32 @@ _Numbers = Annotated[
 
 
 class RetrievalDataConfig(DataConfig):
-    """Which interactions, which columns of them, and what a user's item competes with."""
+    """The interactions, their columns, and the items that compete with a user's item in training."""
 
     path: str | None = None
-    """Your interactions, a row each: CSV, TSV or Parquet; a file, a folder of them, or a pattern. Empty: a
+    """Your interactions, one per row: CSV, TSV or Parquet; a file, a folder of files, or a pattern. Empty: a
     generated sample."""
     user: str = "user"
     """Column with the user: its name, or its position 0, 1, ... in a file without a header."""
     item: str = "item"
     """Column with the item."""
     user_features: Names = ()
-    """Columns with categories of the user, separated by commas; a user's last training row counts."""
+    """Columns with categories of the user, separated by commas; the value of a user's last training row is
+    used."""
     item_features: Names = ()
-    """Columns with categories of the item, separated by commas; an item's last training row counts."""
+    """Columns with categories of the item, separated by commas; the value of an item's last training row is
+    used."""
     time: str | None = None
     """Column with a number, date or time: the latest rows are the validation split. Empty: random rows by
     train.seed."""
     valid_fraction: float = Field(default=0.1, gt=0.0, lt=1.0)
     """Share of the rows in the validation split."""
     negatives: int = Field(default=0, ge=0, le=2**20)
-    """Items drawn by frequency that compete besides those of the batch; 0: those of the batch alone."""
+    """Items drawn by frequency that compete in addition to those of the batch; 0: only those of the batch."""
     cutoffs: _Numbers = (10, 50)
-    """Lengths k of the lists that recall@k and NDCG@k look at, separated by commas; the first one's NDCG
-    decides."""
+    """Lengths k of the lists for recall@k and NDCG@k, separated by commas; NDCG at the first one decides."""
     header: Literal["auto", "yes", "no"] = "auto"
-    """Does the first line name the columns? auto looks at the file."""
+    """Whether the first line names the columns; auto looks at the file."""
     delimiter: str = "auto"
     """Character between columns; auto looks at the file."""
     missing: Names = ()
@@ -51,14 +52,14 @@ class RetrievalDataConfig(DataConfig):
     def _columns_and_cutoffs_differ(self) -> Self:
         columns = [self.user, self.item, *self.user_features, *self.item_features]
         if twice := {name for name in columns if columns.count(name) > 1}:
-            raise ValueError(f"column {min(twice)!r} is named twice; each is one thing")
+            raise ValueError(f"column {min(twice)!r} is named twice; give each column one purpose")
         if not self.cutoffs or len(set(self.cutoffs)) < len(self.cutoffs):
             raise ValueError(f"cutoffs={self.cutoffs}: give one or more lengths that differ")
         return self
 
     @property
     def named_columns(self) -> list[tuple[str, str]]:
-        """The columns that are named, each with the field that names it."""
+        """The columns that fields name, as pairs (field, column)."""
         features = [
             (side, name) for side in ("user_features", "item_features") for name in getattr(self, side)
         ]
@@ -78,7 +79,7 @@ class RetrievalDataConfig(DataConfig):
 
 
 class RetrievalModelConfig(ModelConfig):
-    """How wide rows are, and how large the towers over them; a score is the dot product of two vectors."""
+    """The width of rows and the size of the towers over them. A score is the dot product of two vectors."""
 
     dim: int = Field(default=64, ge=1, le=65536)
     """Width of an embedding row, and of a vector."""

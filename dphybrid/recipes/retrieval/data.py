@@ -1,11 +1,11 @@
-"""Interactions of users with items: rows of CSV, TSV or Parquet files, or a generated sample.
+"""Reads interactions of users with items: rows of CSV, TSV or Parquet files, or a generated sample.
 
-Users and items are numbered by their training rows, the most frequent first, so that the smallest numbers of
-items are the popular ones. What validation looks for are items that a user has not met in training.
+Users and items that have training rows are numbered, the most frequent first, so that the most popular items
+have the smallest numbers. Validation ranks the items that a user has not met in training and looks for the
+user's held-out ones.
 Letters: B rows of a chunk or a batch (pairs in training, users in validation), C candidates (the batch's
-items, then the drawn ones), N rows or pairs, T training rows, R users or items, U users, V items, F id
-columns of a tower (the id itself, then its features), H held-out items of a user, S items that a user has
-met, L items of a user.
+items, then the drawn ones), K drawn items, N rows or pairs, R users or items, U users, V items, F id columns
+of a tower (the id itself, then its features), H held-out items of a user, S items that a user has met.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ _SAMPLE_USERS, _SAMPLE_ITEMS, _SAMPLE_GROUPS, _SAMPLE_ROWS = 1000, 600, 15, 20_0
 
 
 def _by_user(pairs_N2: Array, num_users: int) -> tuple[Array, Array]:
-    """Return (starts, items) of distinct pairs for `lists_of`."""
+    """Return each user's distinct items as (starts, items) for `lists_of`. pairs_N2: (user, item)."""
     pairs_N2 = np.unique(pairs_N2, axis=0)
     counts_U = np.bincount(pairs_N2[:, 0], minlength=num_users)
     return np.concatenate([[0], np.cumsum(counts_U)]), np.ascontiguousarray(pairs_N2[:, 1])
@@ -40,8 +40,8 @@ def _by_user(pairs_N2: Array, num_users: int) -> tuple[Array, Array]:
 
 @dataclass(frozen=True)
 class _Side:
-    """Users or items, in the order of their numbers. ids_RF: the tower's ids of each; num_ids: rows of the
-    tower's tables, by column."""
+    """All users, or all items, in the order of their numbers. ids_RF: the inputs of the tower; num_ids: rows
+    of the tower's tables, by column."""
 
     names: pl.Series
     ids_RF: Array
@@ -49,12 +49,13 @@ class _Side:
 
     @classmethod
     def of(cls, name: str, features: tuple[str, ...], train: pl.DataFrame) -> Self:
-        """Number what has training rows, most frequent first; a feature is that of the last row that has
-        one. train: the last rows last."""
-        # by_name, as pl.col reads names such as `*` as patterns; a column's name has no line break
+        """Number the values of the column `name`, most frequent first. A feature's value is that of the last
+        row that has one. train: the training rows, the latest last."""
+        # by_name, because pl.col reads names such as `*` as patterns. No column has a line break as its name,
+        # so "\n" is free for the count.
         last = by_name(*features).drop_nulls().last()
         rows = train.group_by(by_name(name)).agg(pl.len().alias("\n"), last)
-        # Ties by name: the order of groups depends on threads.
+        # Ties by name, because the order of polars' groups depends on its threads.
         rows = rows.sort(pl.nth(1), pl.nth(0), descending=[True, False])
         words = {feature: Vocabulary.fit(rows[feature]) for feature in features}
         columns = [np.arange(len(rows)), *(words[feature].ids(rows[feature]) for feature in features)]
@@ -65,18 +66,18 @@ class _Side:
         return len(self.names)
 
     def numbers(self, names: pl.Series) -> Array:
-        """Return the number of each name, -1 where training has no such one."""
+        """Return the number of each name; -1 for names that training does not have."""
         known = pl.int_range(len(self), dtype=pl.Int32, eager=True)
         return names.replace_strict(self.names, known, default=-1).to_numpy()
 
     def save(self, file: Path, **more: pl.Series) -> None:
-        """Write names and ids in the order of their numbers."""
+        """Write names and ids, in the order of the numbers, with further columns `more`."""
         pl.DataFrame({"name": self.names, "ids": self.ids_RF, **more}).write_parquet(file)
 
 
 @dataclass(frozen=True)
 class _InteractionSource:
-    """Files of interactions; without any, the generated sample."""
+    """Source of interactions. files: empty for the generated sample."""
 
     data: RetrievalDataConfig
     seed: int
@@ -97,20 +98,22 @@ class _InteractionSource:
         times_N = None if d.time is None else self._times(rows[d.time])
         held_N = self._held_out(len(rows), times_N)
         train = rows.filter(~held_N)
-        if times_N is not None:  # stable: rows of one time keep the order of the file
+        # The latest rows last, for the features; stable, so that rows of one time keep the file's order.
+        if times_N is not None:
             train = train[np.argsort(times_N[~held_N], kind="stable")]
         users, items = _Side.of(d.user, d.user_features, train), _Side.of(d.item, d.item_features, train)
         pairs_N2 = np.stack([users.numbers(rows[d.user]), items.numbers(rows[d.item])], 1)
         train_N2, valid_N2 = pairs_N2[~held_N], pairs_N2[held_N]
         seen_starts, seen_items = _by_user(train_N2, len(users))
+        # Only known users and items have vectors, and the ranking leaves out what a user met in training.
         known = pl.DataFrame(valid_N2[(valid_N2 >= 0).all(1)])
         new = known.join(pl.DataFrame(train_N2), on=known.columns, how="anti")
         held_starts, held_items = _by_user(new.to_numpy(), len(users))
         held_users = np.flatnonzero(np.diff(held_starts))
         if not len(held_users):
             raise UserError(
-                f"data.path={d.path}: none of the {len(valid_N2):,} validation rows is of a user and an item "
-                "that have training rows but not together, so there is nothing to find; give more rows, or "
+                f"data.path={d.path}: none of the {len(valid_N2):,} validation rows pairs a known user with "
+                "a known item that is new to this user, so there is nothing to find; give more rows, or "
                 "another data.valid_fraction"
             )
         counts_V = np.bincount(train_N2[:, 1], minlength=len(items))
@@ -145,18 +148,20 @@ class _InteractionSource:
 
         def save(folder: Path) -> None:
             (folder / "encoder").mkdir()
-            # Recommendations leave out all that is known of a user, the validation split's items, too.
+            # Recommendations leave out all items that a user has met, those of the validation split, too.
             starts, items_met = _by_user(pairs_N2[(pairs_N2 >= 0).all(1)], len(users))
             of_user = np.repeat(np.arange(len(users)), np.diff(starts))
             seen = pl.DataFrame({"user": of_user, "item": items_met})
-            lists = seen.group_by("user", maintain_order=True).agg("item")["item"]  # each user has a row
+            # One list per user, in the order of the numbers: every user has a pair.
+            lists = seen.group_by("user", maintain_order=True).agg("item")["item"]
             users.save(folder / "encoder" / "users.parquet", seen=lists)
             items.save(folder / "encoder" / "items.parquet")
 
         return Content(arrays, info, lines, rejected=rejected, save=save)
 
     def _rows(self, progress: Progress) -> tuple[pl.DataFrame, list[Rejected]]:
-        """Return the named columns as texts, of rows with a user and an item, and the rejected rows."""
+        """Return the named columns as texts, for the rows that have a user and an item, and the other rows as
+        rejected ones."""
         d = self.data
         names = list(dict.fromkeys(name for _, name in d.named_columns))
         rejected: list[Rejected] = []
@@ -170,7 +175,7 @@ class _InteractionSource:
             if missing := [name for name in names if name not in rows.names]:
                 raise UserError(
                     f"data.path={d.path}: {rows.file} has no column {missing[0]!r}"
-                    f"{suggestion(missing[0], rows.names)}; say which columns are what with data.user, "
+                    f"{suggestion(missing[0], rows.names)}; name the columns with data.user, "
                     "data.item, data.time, data.user_features and data.item_features"
                 )
             piece = pl.DataFrame([rows.texts(name).cast(pl.String).alias(name) for name in names])
@@ -188,25 +193,27 @@ class _InteractionSource:
         return joined, rejected
 
     def _held_out(self, num_rows: int, times_N: Array | None) -> Array:
-        """Return which rows are held out: the latest, or random ones."""
+        """Return held_N, which rows are held out: the latest ones, or random ones without times."""
         wanted = min(max(1, round(num_rows * self.data.valid_fraction)), num_rows - 1)
         if times_N is None:
             held_N = np.zeros(num_rows, bool)
             held_N[np.random.default_rng([self.seed, 11]).permutation(num_rows)[:wanted]] = True
             return held_N
         held_N = times_N >= np.sort(times_N)[num_rows - wanted]
-        if held_N.all():  # rows of one time stay together
+        # Rows of one time stay together. If that holds out all rows, keep those of the earliest time.
+        if held_N.all():
             held_N = times_N > times_N.min()
         if not held_N.any():
             raise UserError(
                 f"data.time={self.data.time!r}: all rows have the same time, so none are the latest; leave "
-                "it out, and random rows are held out"
+                "it out to hold out random rows"
             )
         return held_N
 
     def _times(self, texts: pl.Series) -> Array:
-        """Return the time of each row, as numbers that sort; rows without one come first."""
+        """Return times_N, the time of each row as a number; -inf, the earliest, for rows without one."""
         given = texts.drop_nulls()
+        # Either all texts are numbers, or all are dates: two scales could not be sorted together.
         found = given.cast(pl.Float64, strict=False)
         if found.null_count():
             found = read_times(given, day_first=False).dt.epoch("s").cast(pl.Float64)
@@ -214,7 +221,7 @@ class _InteractionSource:
             odd = given.filter(found.is_null())[0]
             raise UserError(
                 f"data.time={self.data.time!r}: {odd!r} is neither a number nor a date such as 2024-12-31 "
-                "or 2024-12-31 18:30:00; mend it, or list it in data.missing"
+                "or 2024-12-31 18:30:00; correct it, or list it in data.missing"
             )
         times_N = np.full(len(texts), -np.inf)
         times_N[texts.is_not_null().to_numpy()] = found.to_numpy()
@@ -222,8 +229,8 @@ class _InteractionSource:
 
 
 def sample(seed: int) -> Rows:
-    """Return generated interactions: users and items belong to groups, and four of five items that a user
-    takes are of its own group, some items far more often than others."""
+    """Return generated interactions: users and items belong to groups, four of five items of a user are from
+    the user's own group, and some items are far more frequent than others."""
     random = np.random.default_rng([seed, 7])
     groups_U, groups_V = (
         random.integers(_SAMPLE_GROUPS, size=n).astype(np.int64) for n in (_SAMPLE_USERS, _SAMPLE_ITEMS)
@@ -243,12 +250,12 @@ def sample(seed: int) -> Rows:
 
 
 def open_source(data: RetrievalDataConfig, seed: int) -> _InteractionSource:
-    """Find the files. Raises UserError for a missing path and an empty file."""
+    """Find the files of interactions. Raises UserError for a missing path and an empty file."""
     return _InteractionSource(data, seed, () if data.path is None else find_files(data.path, "data.path"))
 
 
 class _PairDataset(Dataset):
-    """Pairs to train on."""
+    """The training pairs."""
 
     def __init__(self, arrays: Mapping[str, Array]) -> None:
         self.arrays = arrays
@@ -266,14 +273,15 @@ class _PairDataset(Dataset):
 
 
 def _candidates(arrays: Mapping[str, Array], num_negatives: int) -> Draw:
-    """Return what gives a batch its candidates: its own items, and `num_negatives` drawn by frequency.
+    """Return the draw of a batch's candidates: its own items, and `num_negatives` drawn by frequency.
 
-    Their names carry no B: a batch that is computed in parts has all of them in each part.
+    The tensors' names carry no B, so that a batch computed in parts has all candidates in each part.
     """
 
     def draw(batch: dict[str, Tensor], draws: Draws) -> dict[str, Tensor]:
         pairs_N2 = arrays["train_pairs"]
-        drawn_K = draws.of_batch().integers(0, len(pairs_N2), num_negatives)  # rows at random
+        # The items of random training rows are drawn by frequency.
+        drawn_K = draws.of_batch().integers(0, len(pairs_N2), num_negatives)
         items_C = np.concatenate([batch["items_B"].numpy(), pairs_N2[drawn_K, 1]])
         return {
             "candidates_CF": _long(arrays["items_VF"][items_C]),
@@ -284,8 +292,8 @@ def _candidates(arrays: Mapping[str, Array], num_negatives: int) -> Draw:
 
 
 class _HeldDataset(Dataset):
-    """Users with items to find: those held out, and those met in training, which are not offered; both
-    sorted, and as wide as the widest of the batch, with the number of items where a user has fewer."""
+    """Validation users, each with the held-out items to find and the items met in training, which ranking
+    leaves out. Both lists are sorted and padded with the number of items, which is no item's number."""
 
     def __init__(self, arrays: Mapping[str, Array]) -> None:
         self.arrays = arrays
@@ -310,7 +318,7 @@ def _long(array: Array) -> Tensor:
 
 
 def part_of(prepared: Prepared, name: str) -> Dataset:
-    """Return a part of prepared interactions."""
+    """Return a split of prepared interactions: "train" as pairs with candidates, "valid" as users."""
     arrays = prepared.arrays
     if name == "train":
         return DrawnDataset(_PairDataset(arrays), _candidates(arrays, prepared.info["negatives"]))

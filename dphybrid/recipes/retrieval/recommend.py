@@ -1,8 +1,9 @@
-"""Recommendations of a trained model: for each user the items of the highest scores among all that the user
-has not met, neither in the training nor in the validation split.
+"""Recommends items with a trained model: for each user the items with the highest scores, without those that
+the user has met in the training or the validation split.
 
-Exact, block by block of users and items: memory holds the items' vectors and a block of scores. Letters: B
-users, S items that a user has met, K places.
+The search is exact, not approximate. It goes block by block over users and items, so memory holds only the
+items' vectors and one block of scores. Letters: B users, S items that a user has met, K places of a list, V
+items, E width of a vector, N users and places, flat.
 """
 
 import shutil
@@ -30,14 +31,14 @@ from dphybrid.util.errors import UserError, counted, type_text
 from dphybrid.util.files import write_text
 
 _COLUMNS = {"user": pl.String, "rank": pl.Int32, "item": pl.String, "score": pl.Float32}
-"""What recommendations hold: ranks from 1 on; no score where a user is unknown and gets popular items."""
+"""Columns of recommendations. Ranks start at 1. score: null for an unknown user, who gets popular items."""
 
 _EXPORTED = Path(__file__).parent / "exported" / "recommend.py"
 _README = """# {model}
 
     python recommend.py USER [USER ...]
 
-needs torch, safetensors and polars. In Python:
+This needs torch, safetensors and polars. In Python:
 
     import sys; sys.path.append("this/folder")
     from recommend import Model
@@ -46,40 +47,42 @@ needs torch, safetensors and polars. In Python:
 
 | file | what it holds |
 | --- | --- |
-| recommend.py | the program: exact, all items for each user, without those that the user has met |
-| vectors.safetensors | `users` and `items`, a vector each: a score is their dot product |
-| *.parquet | names in the order of the vectors, popular items first; what each user has met |
+| recommend.py | the program: an exact search over all items, without those that the user has met |
+| vectors.safetensors | `users` and `items`, one vector each; a score is their dot product |
+| users.parquet | names of users in the order of the vectors, numbers of the items that each has met |
+| items.parquet | names of items in the order of the vectors, the most popular first |
 """
 
 
 @dataclass
 class _Recommended(Written):
-    """What was written. num_rows: users; unknown: those of them that training lacks."""
+    """Result of `predict_file`. num_rows: users; unknown: how many of them training does not have."""
 
     top: int = 10
     unknown: int = 0
 
 
 class Recommender:
-    """A trained two-tower model with the names of its users and items, and what each user has met."""
+    """A trained two-tower model, with the names of its users and items and the items that each user has
+    met."""
 
     def __init__(
         self, checkpoint: Path, config: ExperimentConfig, build: Callable[[], nn.Module], batch_size: int
     ) -> None:
-        """checkpoint: folder whose weights the built model has. Raises UserError for a model of another
-        kind."""
+        """checkpoint: its folder. build: returns the model with the checkpoint's weights. Raises UserError
+        for a model of another class."""
         model = build()
         if not isinstance(model, RetrievalModel):
             raise UserError(
-                f"{checkpoint}: its model is {type_text(model)} of model.factory, which cannot "
-                "recommend; dphybrid.load_model gives the module"
+                f"{checkpoint}: model.factory made {type_text(model)}, which cannot recommend; "
+                "dphybrid.load_model gives the module"
             )
         users, items = (
             pl.read_parquet(checkpoint / "encoder" / f"{name}.parquet") for name in ("users", "items")
         )
         self.checkpoint, self.batch_size = checkpoint, batch_size
         self.items = items["name"]
-        """Names by number, the most popular one first."""
+        """Names of the items in the order of their numbers, the most popular first."""
         assert isinstance(config.data, RetrievalDataConfig)
         self._config, self._model, self._user = config, model.eval(), config.data.user
         self._users, self._numbers = users, {name: number for number, name in enumerate(users["name"])}
@@ -93,10 +96,10 @@ class Recommender:
 
     def recommend(self, users: Any = None, k: int = 10) -> pl.DataFrame:
         """Return user, rank (1 to k), item and score: for each user the k best of the items that the user has
-        not met in the data, training or validation, fewer where there are fewer.
+        not met in the training or validation split, or fewer if fewer are left.
 
-        users: one, or a list, array or Series of them; None: all of the training rows. Users that training
-        lacks get the most popular items, without a score. Raises UserError for a k below 1.
+        users: one, or a list, array or Series of them; None: all users that have training rows. Unknown users
+        get the most popular items, without a score. Raises UserError for a k below 1.
         """
         if k < 1:
             raise UserError(f"k={k}: give 1 or more items a user")
@@ -108,8 +111,8 @@ class Recommender:
         return pl.concat([pl.DataFrame(schema=_COLUMNS), *self._frames(names, k)])
 
     def predict(self, rows: object) -> pl.DataFrame:
-        """Return what `recommend` does for the users' column of a table: a frame, or a dict of columns, as in
-        training. Raises UserError for one without it."""
+        """Return recommendations for the users in a table. rows: a frame or a dict of columns, with the
+        column of users named as in training. Raises UserError for a table without that column."""
         frame = as_frame(rows, "the rows").lazy().collect()
         if self._user not in frame.columns:
             raise UserError(f"the rows: have no column {self._user!r} with users")
@@ -125,18 +128,18 @@ class Recommender:
         top: int = 10,
         **values: object,
     ) -> _Recommended:
-        """Write what `recommend` returns for the users of `path` (file, folder or pattern), each once, to a
+        """Write recommendations for the users in `path` (file, folder or pattern), each user once, to a
         .parquet or .csv file.
 
-        values: of the config's data section, where the new files are written otherwise (user, header,
-        delimiter, ...). keep, threshold: for recipes that score rows, refused here. Raises UserError for
-        files without the users' column; nothing is left at `out` then. OUT.rejected.jsonl says which rows
-        cannot be read, and why.
+        values: fields of the config's data section, if the new files have another format (user, header,
+        delimiter, ...). keep, threshold: for recipes that score rows; refused here. Raises UserError for
+        files without the column of users and then leaves no file at `out`. OUT.rejected.jsonl lists the rows
+        that cannot be read, with the reason.
         """
         if keep or threshold is not None:
             raise UserError(
-                "--keep, --threshold: are of recipes that score rows; recommendations have user, rank, item "
-                "and score"
+                "--keep, --threshold: only for recipes that score rows; recommendations have user, rank, "
+                "item and score"
             )
         if top < 1:
             raise UserError(f"--top {top}: give 1 or more items a user")
@@ -157,7 +160,7 @@ class Recommender:
 
     @torch.inference_mode()
     def export(self, folder: Path) -> None:
-        """Write vectors and names of all users and items, and recommend.py, which needs no dphybrid."""
+        """Write vectors and names of all users and items, and recommend.py, which works without dphybrid."""
         blocks = _ids(self._users).split(self.batch_size)
         vectors = {"users": torch.cat([self._model.users(block).cpu() for block in blocks])}
         write_tensors(
@@ -169,7 +172,8 @@ class Recommender:
         write_text(folder / "README.md", _README.format(model=self))
 
     def told(self, done: _Recommended) -> list[str]:
-        """Return what became of a file's users, in lines for people."""
+        """Return lines for the console: how many users got recommendations, and how many of them are
+        unknown."""
         lines = [
             f"The {counted(done.top, 'best item')} for {counted(done.num_rows, 'user')}: {done.out}",
             "Hidden: the items that a user has in the training or the validation split",
@@ -180,7 +184,7 @@ class Recommender:
         return lines + done.told()
 
     def _users_of(self, path: str, values: dict[str, object]) -> tuple[list[str], list[Rejected]]:
-        """Return the users of files, each once, and the rows that cannot be read."""
+        """Return the users in the files, each once, and the rows that cannot be read."""
         known = self._config.data.model_dump() | {"path": path}
         data = build_config({"recipe": self._config.recipe, "data": known | values}).data
         assert isinstance(data, RetrievalDataConfig)
@@ -204,7 +208,8 @@ class Recommender:
         for start in range(0, len(names), self.batch_size):
             part = names[start : start + self.batch_size]
             known_B = np.array([self._numbers.get(name, -1) for name in part])
-            items_BK = np.tile(np.arange(min(k, num_items)), (len(part), 1))  # the popular ones
+            # The most popular items, for unknown users; those of known users are replaced below.
+            items_BK = np.tile(np.arange(min(k, num_items)), (len(part), 1))
             scores_BK = np.full(items_BK.shape, np.nan, np.float32)
             if len(rows := np.flatnonzero(known_B >= 0)):
                 users = self._users[known_B[rows]]
@@ -215,7 +220,8 @@ class Recommender:
             yield self._frame(part, items_BK, scores_BK)
 
     def _frame(self, names: Sequence[str], items_BK: Array, scores_BK: Array) -> pl.DataFrame:
-        there_N = items_BK.ravel() >= 0  # a user may have met all but a few
+        # -1 where a user has met so many items that fewer than k are left.
+        is_item_N = items_BK.ravel() >= 0
         ranks_BK = np.broadcast_to(np.arange(1, items_BK.shape[1] + 1), items_BK.shape)
         columns = {
             "user": pl.Series(names, dtype=pl.String).gather(
@@ -225,7 +231,7 @@ class Recommender:
             "item": self.items.gather(items_BK.ravel().clip(0)),
             "score": pl.Series(scores_BK.ravel()).fill_nan(None),
         }
-        return pl.DataFrame(columns, schema=_COLUMNS).filter(pl.Series(there_N))
+        return pl.DataFrame(columns, schema=_COLUMNS).filter(pl.Series(is_item_N))
 
 
 def _ids(rows: pl.DataFrame) -> torch.Tensor:
@@ -233,6 +239,6 @@ def _ids(rows: pl.DataFrame) -> torch.Tensor:
 
 
 def _padded(lists: pl.Series, none: int) -> torch.Tensor:
-    """Return lists of item numbers as (B, longest), `none` where there are fewer."""
+    """Return lists of item numbers as (B, longest), padded with `none`."""
     starts = np.concatenate([[0], np.cumsum(lists.list.len().to_numpy(), dtype=np.int64)])
     return lists_of(starts, lists.explode().to_numpy(), np.arange(len(lists)), none)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     Arrays = dict[str, np.ndarray]
 
-# The tutorials' training loops have neither a learning-rate schedule nor gradient clipping.
+# No schedule and no gradient clipping, to keep to the tutorials' plain steps.
 _PLAIN = {"schedule": "constant", "clip_norm": 0.0}
 
 

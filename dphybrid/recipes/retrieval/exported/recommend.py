@@ -1,4 +1,4 @@
-"""Recommendations of the model in this folder. Needs torch, safetensors and polars (see README.md).
+"""Prints recommendations by the model in this folder. Needs torch, safetensors and polars (see README.md).
 
 python recommend.py USER [USER ...]
 """
@@ -13,12 +13,12 @@ import torch
 from safetensors import safe_open
 
 HERE = Path(__file__).absolute().parent
-SCORES = 2**24  # numbers in memory at a time
+SCORES = 2**24  # most scores in memory at a time
 
 
 class Model:
     """The exported model. users_UE, items_VE: vectors, mapped into memory. items: names, the most popular one
-    first. Letters: B users, U known users, V items, K places."""
+    first. Letters: B users of a block, U all known users, V items, E width of a vector, K items of a list."""
 
     def __init__(self) -> None:
         with safe_open(HERE / "vectors.safetensors", "pt") as vectors:
@@ -30,8 +30,8 @@ class Model:
 
     @torch.inference_mode()
     def recommend(self, users: list[str], k: int = 10) -> list[dict[str, object]]:
-        """Return user, items and scores for each user: the k best items that the user has not met. Users that
-        training lacks get the most popular items, and None for scores."""
+        """Return user, items and scores for each user: the k best items that the user has not met. Unknown
+        users get the most popular items, and None for scores."""
         known = [user for user in dict.fromkeys(users) if user in self.numbers]
         best: dict[str, tuple[list[int], list[float]]] = {}
         step = max(1, SCORES // len(self.items))
@@ -43,13 +43,16 @@ class Model:
                 scores_BV[place, self.seen[row].to_list()] = -torch.inf
             scores_BK, items_BK = scores_BV.topk(min(k, len(self.items)))
             best |= dict(zip(part, zip(items_BK.tolist(), scores_BK.tolist(), strict=True), strict=True))
-        return [self._told(user, *best.get(user, (range(min(k, len(self.items))), None))) for user in users]
+        # Items are sorted by popularity: the first k are the most popular.
+        popular = range(min(k, len(self.items))), None
+        return [self._result(user, *best.get(user, popular)) for user in users]
 
-    def _told(self, user: str, items: Any, scores: list[float] | None) -> dict[str, object]:
+    def _result(self, user: str, items: Any, scores: list[float] | None) -> dict[str, object]:
         if scores is None:
             return {"user": user, "items": [self.items[item] for item in items], "scores": None}
-        left = [(self.items[i], s) for i, s in zip(items, scores, strict=True) if s > -torch.inf]
-        return {"user": user, "items": [i for i, _ in left], "scores": [s for _, s in left]}
+        # A user may have fewer than k items left.
+        unmet = [(self.items[i], s) for i, s in zip(items, scores, strict=True) if s > -torch.inf]
+        return {"user": user, "items": [i for i, _ in unmet], "scores": [s for _, s in unmet]}
 
 
 if __name__ == "__main__":
