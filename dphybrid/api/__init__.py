@@ -1,2 +1,2 @@
-"""The Python door: train from a frame, look at runs, and a scikit-learn estimator. It calls the same job as
-the command line and the flow."""
+"""The Python interface: train from a frame, inspect runs, and scikit-learn estimators. It runs the same code
+as the command line and the flow."""

@@ -1,4 +1,4 @@
-"""scikit-learn estimators over the same job: `fit` trains a run, `predict` asks its predictor."""
+"""scikit-learn estimators: `fit` trains a run by `dphybrid.train`, `predict` uses the run's predictor."""
 
 from collections.abc import Mapping
 from inspect import signature
@@ -19,11 +19,12 @@ from dphybrid.serving.predict import Predictor
 from dphybrid.util.errors import UserError
 
 _TARGET, _WEIGHT = "the label", "the weight"
-"""Columns in the table that `fit` writes; with a blank, so that few tables have one of this name."""
+"""Columns that `fit` adds to the table; their names have a blank, so that hardly any table has them
+already."""
 
 
 _OF_BLOCKS = ("lr", "optimizer", "weight_decay")
-"""Names that tables have, too; alone they mean the blocks'."""
+"""Fields of both `train` (blocks) and `table`. Without a section they mean those of `train`."""
 
 
 def _value(name: str) -> str:
@@ -31,7 +32,7 @@ def _value(name: str) -> str:
 
 
 class _HybridEstimator(BaseEstimator):
-    """What both estimators share: their values, the table, and the run that `fit` trains."""
+    """Base class of both estimators: their parameters, the table, and the run that `fit` trains."""
 
     def __init__(
         self,
@@ -50,17 +51,19 @@ class _HybridEstimator(BaseEstimator):
         self.valid_fraction = valid_fraction
         self.random_state = random_state
         self.verbose = verbose
-        self.__dict__.update(values)  # a parameter is an attribute of its name
+        # scikit-learn expects each parameter as an attribute of the same name, unchecked until `fit`.
+        self.__dict__.update(values)
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
-        """Return the parameters by name, the recipe's values that were given among them."""
-        # scikit-learn's convention: a name that ends in _ is what `fit` has learnt.
-        # From attributes, as a recipe's values are no arguments of the constructor.
+        """Return the parameters by name, including the recipe's values that were given."""
+        # From the attributes, not the constructor's signature, which does not list a recipe's values. By
+        # scikit-learn's convention, names that end in _ are results of `fit`.
         return {name: value for name, value in vars(self).items() if name[0] != "_" and name[-1] != "_"}
 
     def set_params(self, **params: Any) -> Self:
         """Set parameters. Raises UserError, a ValueError, for names that the recipe does not have."""
         recipe, own = params.get("recipe", self.recipe), signature(_HybridEstimator).parameters
+        # Only checks the names: None is no value here.
         nested({_value(name): None for name in params if name not in own}, recipe)
         self.__dict__.update(params)
         return self
@@ -68,8 +71,8 @@ class _HybridEstimator(BaseEstimator):
     def _weighed(
         self, frame: pl.DataFrame, y: object, sample_weight: object
     ) -> tuple[pl.DataFrame, np.ndarray]:
-        """Return the table's rows, with their weights as a column where there are some, and y as an array
-        (B,); rows of weight 0 are left out."""
+        """Return the table's rows, with a column of weights if there are any, and y as an array (B,). Rows of
+        weight 0 are left out."""
         if y is None:
             raise ValueError(f"{type(self).__name__} requires y to be passed, but the target y is None")
         labels = np.asarray(y.to_numpy() if hasattr(y, "to_numpy") else y)
@@ -85,11 +88,11 @@ class _HybridEstimator(BaseEstimator):
             raise ValueError(f"X has {len(frame)} rows and sample_weight {len(weights_B)} numbers")
         used_B = weights_B != 0
         if not used_B.any():
-            raise ValueError("sample_weight: every weight is zero; give rows that count a weight above 0")
+            raise ValueError("sample_weight: every weight is zero; give some rows a weight above 0")
         return frame.with_columns(pl.Series(_WEIGHT, weights_B)).filter(used_B), labels[used_B]
 
     def _held(self, group_B: np.ndarray) -> np.ndarray:
-        """Choose the validation rows (B,) bool: a share of each group, one row at least."""
+        """Return held_B (B,) bool, the validation rows: a share of each group, at least one row."""
         if not 0 < self.valid_fraction < 1:
             raise UserError(f"valid_fraction={self.valid_fraction!r}: must lie between 0 and 1")
         random, held_B = np.random.default_rng(self.random_state), np.zeros(len(group_B), bool)
@@ -99,8 +102,8 @@ class _HybridEstimator(BaseEstimator):
         return held_B
 
     def _train(self, frame: pl.DataFrame, target_B: np.ndarray, group_B: np.ndarray, task: str) -> None:
-        """Train a run on a table and its target. Of each group_B a share of rows validates; a row that is
-        alone trains, too."""
+        """Train a run on a table and its target. group_B: each row's group; a share of each group is the
+        validation split. The only row of a group is in both splits, so that training has every class."""
         values: dict[str, Any] = {"seed": self.random_state, "task": task, **self._values}
         table = frame.with_columns(pl.Series(_TARGET, target_B))
         if _WEIGHT in frame.columns:
@@ -119,7 +122,7 @@ class _HybridEstimator(BaseEstimator):
 
     @property
     def _values(self) -> dict[str, object]:
-        """The recipe's values, as `dphybrid.train` takes them."""
+        """The recipe's values, by the names that `dphybrid.train` takes."""
         own = signature(_HybridEstimator).parameters
         return {_value(name): value for name, value in self.get_params().items() if name not in own}
 
@@ -128,16 +131,18 @@ class _HybridEstimator(BaseEstimator):
         return self.run_.predictor
 
     def _frame(self, X: object, *, reset: bool) -> pl.DataFrame:
-        """X as a frame; an array's columns are named x0, x1, ..."""
-        columns = isinstance(X, Mapping) and not hasattr(X, "shape")  # scipy has sparse arrays that are dicts
+        """Return X as a frame; an array's columns are named x0, x1, ... reset: whether this is `fit`."""
+        # hasattr: some sparse arrays of scipy are dicts, too, and must be refused as arrays are.
+        columns = isinstance(X, Mapping) and not hasattr(X, "shape")
         if not (columns or hasattr(X, "columns") or hasattr(X, "column_names")):
             array = validate_data(self, X, reset=reset, dtype="numeric", ensure_all_finite="allow-nan")
             return pl.DataFrame({f"x{number}": array[:, number] for number in range(array.shape[1])})
         frame = as_frame(X, "X").lazy().collect()
         for name in (_TARGET, _WEIGHT):
             if name in frame.columns:
-                raise UserError(f"X: has a column {name!r}, which is {name}'s name here; rename it")
+                raise UserError(f"X: has a column {name!r}, a name that fit uses itself; rename the column")
         if not frame.width or not frame.height:
+            # scikit-learn's own words, which its checks of estimators look for.
             raise ValueError(
                 f"Found array with {frame.height} sample(s) and {frame.width} feature(s) (shape="
                 f"{frame.shape}) while a minimum of 1 is required."
@@ -158,26 +163,26 @@ class _HybridEstimator(BaseEstimator):
 class HybridClassifier(ClassifierMixin, _HybridEstimator):
     """Classes from a table of numbers, categories, bags and texts, with recipe ctr.
 
-    X: a frame of polars, pandas or Arrow, columns by name, or an array (B, N) of numbers. Each `fit` is a run
-    in the data folder (`run_`), of whose rows a share of each class validates.
+    X: a frame of polars, pandas or Arrow, a dict of columns, or an array (B, N) of numbers. Each `fit` trains
+    a run in the data folder (`run_`) and sets a share of each class's rows aside for validation.
 
     Args:
-        recipe: "ctr", or your own that reads tables.
+        recipe: "ctr", or your own recipe that reads tables.
         devices: as for `dphybrid.train`.
-        tracking: MLflow's address; "none", the default here, since searches fit often.
-        valid_fraction: share of each class's rows that validates, one row at least.
-        random_state: the seed, for splits, weights and order.
-        verbose: print what a training prints.
+        tracking: MLflow's address; "none", the default here, because searches fit often.
+        valid_fraction: share of each class's rows for validation, at least one row.
+        random_state: the seed of the split, the start weights and the order of rows.
+        verbose: print the lines of the training.
         values: any value of the recipe, by the names that `dphybrid.train` takes: `epochs=5, batch_size=128,
-            table__lr=0.1`. `lr`, `optimizer` and `weight_decay` alone are those of the blocks.
+            table__lr=0.1`. `lr`, `optimizer` and `weight_decay` without a section are those of the blocks.
 
-    After `fit`: `classes_` (the labels, sorted), `n_features_in_`, `feature_names_in_` where X has names,
-    `run_` (the run). A pickled estimator keeps the path of its run, not its tables.
+    After `fit`: `classes_` (the labels, sorted), `n_features_in_`, `feature_names_in_` if X has names, `run_`
+    (the run). A pickled estimator keeps the path of its run, not its model.
     """
 
     def fit(self, X: object, y: object, sample_weight: object = None) -> Self:
-        """Train on the rows of X (B) and the labels y (B,), of two classes or more. sample_weight: (B,) from
-        0 on. Raises UserError, a ValueError."""
+        """Train on the rows of X (B) and the labels y (B,), of two classes or more. sample_weight: (B,), 0 or
+        more. Raises UserError, a ValueError."""
         frame = self._frame(X, reset=True)
         frame, labels = self._weighed(frame, y, sample_weight)
         check_classification_targets(labels)
@@ -185,9 +190,9 @@ class HybridClassifier(ClassifierMixin, _HybridEstimator):
             raise ValueError(f"Unknown label type: {type_of_target(labels)}; give classes")
         classes, number_B = np.unique(labels, return_inverse=True)
         if len(classes) < 2:
-            raise ValueError("y has one class; give labels of two classes at least")
+            raise ValueError("y has one class; give labels of two or more classes")
         task = "auto" if len(classes) == 2 else "multiclass"
-        # Numbers stand for the classes: a text such as "NA" would be read as no value.
+        # Train on the classes' numbers: a label such as "NA" would be read as a missing value.
         target_B = number_B.astype(np.int8 if len(classes) <= 128 else np.int32)
         self._train(frame, target_B, number_B, task)
         self.classes_ = classes
@@ -206,28 +211,30 @@ class HybridClassifier(ClassifierMixin, _HybridEstimator):
 
     def __sklearn_tags__(self) -> Tags:
         tags = super().__sklearn_tags__()
-        tags.classifier_tags.poor_score = True  # of a few rows, where trees and lines do better
+        # scikit-learn's checks expect high scores on a few rows, where trees and linear models do better.
+        tags.classifier_tags.poor_score = True
         return tags
 
 
 class HybridRegressor(RegressorMixin, _HybridEstimator):
-    """Numbers from a table of numbers, categories, bags and texts, with recipe ctr: `HybridClassifier`'s
-    sister, with the same arguments and attributes but for `classes_`.
+    """Numbers from a table of numbers, categories, bags and texts, with recipe ctr. The arguments and
+    attributes are those of `HybridClassifier`, except `classes_`.
 
-    `task="counts"` learns whole numbers from 0 on as counts.
+    `task="counts"` learns whole numbers of 0 or more as counts.
     """
 
     def fit(self, X: object, y: object, sample_weight: object = None) -> Self:
-        """Train on the rows of X (B) and the numbers y (B,). sample_weight: (B,) from 0 on. Raises UserError,
-        a ValueError."""
+        """Train on the rows of X (B) and the numbers y (B,). sample_weight: (B,), 0 or more. Raises
+        UserError, a ValueError."""
         frame = self._frame(X, reset=True)
         frame, labels = self._weighed(frame, y, sample_weight)
         target_B = check_array(labels, ensure_2d=False, dtype=np.float64, input_name="y")
+        # One group: the validation rows are any of them.
         self._train(frame, target_B, np.zeros(len(target_B), np.int64), "regression")
         return self
 
     def predict(self, X: object) -> np.ndarray:
-        """Return the number (B,) float64 of each row, in y's units."""
+        """Return the predicted number (B,) float64 of each row, in the units of y."""
         check_is_fitted(self, "run_")
         return self._predictor.predict(self._frame(X, reset=False))
 

@@ -1,4 +1,4 @@
-"""Runs as Python and notebooks see them: their metrics, splits, model, predictions and report."""
+"""Runs for Python and notebooks: metrics, splits, model, predictions and report."""
 
 import html
 from functools import cached_property
@@ -16,13 +16,14 @@ if TYPE_CHECKING:  # a list of runs needs no torch
     from dphybrid.run.folder import Run
 
 _REPORT_HEIGHT = 640
-"""Pixels of a report in a notebook's cell; the page scrolls in it."""
+"""Height in pixels of a report in a notebook's cell, where it scrolls."""
 
 
 class TrainedRun:
-    """A run: what `dphybrid.train` returns and `dphybrid.runs()` lists.
+    """A run, as `dphybrid.train` returns it and `dphybrid.runs()` lists it. folder: of the run.
 
-    It reads the run's folder when asked, so it is current, and as small as a path. folder: of the run.
+    Each property reads the run's folder anew, so the values are current and a pickle holds little more than
+    the path.
     """
 
     def __init__(self, folder: str | Path, settings: Settings | None = None) -> None:
@@ -30,18 +31,18 @@ class TrainedRun:
         from dphybrid.run.folder import read_run
 
         self.folder = Path(folder)
-        # Kept: where the run's code may come from is decided when it is opened.
+        # Kept, because the settings also decide which packages a run's page may name code of.
         self._settings = settings or load_settings()
         self._run: Run = read_run(self.folder, self._settings)
 
     @property
     def name(self) -> str:
-        """The run's name, which commands take too."""
+        """The run's name, by which commands find it, too."""
         return self.folder.name
 
     @property
     def run_id(self) -> str:
-        """Its id in MLflow; empty where it is not recorded."""
+        """The run's id in MLflow; empty if it is not recorded there."""
         return self._run.page.run_id
 
     @property
@@ -51,28 +52,28 @@ class TrainedRun:
 
     @property
     def devices(self) -> str:
-        """Where it was trained."""
+        """The devices of the training."""
         return self._run.page.devices
 
     @property
     def created(self) -> str:
-        """When it was started, in ISO's form."""
+        """Time of the start, in ISO format."""
         return self._run.page.created
 
     @property
     def status(self) -> str:
-        """finished, running, or stopped: it goes on with `resume=run.name` then."""
+        """finished, running or stopped. `dphybrid.train(..., resume=run.name)` continues a stopped run."""
         from dphybrid.run.folder import LOCK
         from dphybrid.util.locks import is_held
 
-        # The lock, not a page: a process that was killed cannot write that it stopped.
+        # The lock, not a page, shows that a run is alive: a killed process cannot write that it stopped.
         if is_held(self.folder / LOCK):
             return "running"
         return "finished" if (self.folder / "report.json").is_file() else "stopped"
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The best checkpoint's metrics on the validation split; none before the run has ended."""
+        """The best checkpoint's metrics on the validation split; empty before the run has ended."""
         from dphybrid.run.pages import MetricsPage
 
         page = self.folder / "metrics.json"
@@ -80,8 +81,8 @@ class TrainedRun:
 
     @property
     def splits(self) -> "pl.DataFrame":
-        """What each replica got of a batch: a row a split and replica. Raises UserError before it was
-        trained."""
+        """How batches were split: one row for each split and replica. Raises UserError before the training
+        has ended."""
         import polars as pl
 
         from dphybrid.run.pages import ResultPage
@@ -91,8 +92,8 @@ class TrainedRun:
 
     @property
     def history(self) -> "pl.DataFrame":
-        """Step, training loss and validation metrics, a row an epoch. Raises UserError before it was
-        trained."""
+        """Step, training loss and validation metrics, one row per epoch. Raises UserError before the training
+        has ended."""
         import polars as pl
 
         from dphybrid.run.pages import ResultPage
@@ -102,22 +103,23 @@ class TrainedRun:
 
     @property
     def checkpoint(self) -> Path:
-        """Folder of the best checkpoint. Raises UserError when there is none yet."""
+        """Folder of the best checkpoint. Raises UserError if the run has no checkpoint yet."""
         from dphybrid.serving.load import find_checkpoint
 
         return find_checkpoint(str(self.folder), self._settings)
 
     @cached_property
     def model(self) -> "nn.Module":
-        """The best checkpoint's module, on the CPU; `dphybrid.load_model(run.name, devices)` for other
-        devices."""
+        """The best checkpoint's module, on the CPU. `dphybrid.load_model(run.name, devices)` loads it for
+        other devices."""
         from dphybrid.serving.load import model_from_checkpoint
 
         return model_from_checkpoint(self.checkpoint, settings=self._settings)
 
     @cached_property
     def predictor(self) -> Any:
-        """What `dphybrid.load(run.name)` gives. Raises UserError when the recipe does not predict."""
+        """The object that `dphybrid.load(run.name)` returns. Raises UserError if the recipe does not
+        predict."""
         from dphybrid.serving.predict import open_predictor
 
         return open_predictor(self.checkpoint, settings=self._settings)
@@ -128,7 +130,7 @@ class TrainedRun:
 
     def recommend(self, users: object = None, k: int = 10) -> "pl.DataFrame":
         """Return user, rank, item and score of the k best items for each user; see `Recommender.recommend`.
-        Raises UserError for recipes that recommend nothing."""
+        Raises UserError for recipes that do not recommend."""
         from dphybrid.serving.predict import Predictor
 
         if isinstance(self.predictor, Predictor):
@@ -139,7 +141,8 @@ class TrainedRun:
         return self.predictor.recommend(users, k)
 
     def report(self) -> "RunReport":
-        """Return the results as text, values and a page. Raises UserError before the run has ended."""
+        """Return the report: results as text, as values and as a page. Raises UserError before the run has
+        ended."""
         return RunReport(self._run, self._trained("report.json"))
 
     def _trained(self, page: str) -> Path:
@@ -147,13 +150,13 @@ class TrainedRun:
         if not file.is_file():
             raise UserError(
                 f"run {self.name}: is {self.status} and has no {page} yet; "
-                f"dphybrid.train(..., resume={self.name!r}) goes on with it"
+                f"dphybrid.train(..., resume={self.name!r}) continues it"
             )
         return file
 
     def __getstate__(self) -> dict[str, object]:
-        """What a pickle keeps: where the run is, not its model."""
-        # Both are read again from the folder; a pickled table could be larger than memory.
+        """Return the state for a pickle: the run's place, without its model."""
+        # Model and predictor are read again from the folder; a pickled table could be larger than memory.
         return {name: value for name, value in vars(self).items() if name not in ("model", "predictor")}
 
     def __repr__(self) -> str:
@@ -165,8 +168,8 @@ class TrainedRun:
 
 
 class RunReport:
-    """The results of a run. `text`: the lines that the command line prints; `page()`: the report as HTML; a
-    notebook shows it."""
+    """The report of a run. `text`: the lines that the command line prints; `values`: the numbers; `page()`:
+    the report as HTML, which notebooks show."""
 
     def __init__(self, run: "Run", file: Path) -> None:
         from dphybrid.run.pages import Report
@@ -176,18 +179,18 @@ class RunReport:
 
     @property
     def text(self) -> str:
-        """The closing lines."""
+        """The last lines that the training prints."""
         return self.values.text.strip("\n")
 
     def page(self) -> str:
-        """Return the report as a page of HTML that needs nothing else. Raises UserError when the prepared
-        data is gone."""
+        """Return the report as one self-contained HTML page. Raises UserError if the prepared data no longer
+        exists."""
         from dphybrid.run.report import report_page
 
         return report_page(self._run)
 
     def save(self, file: str | Path) -> Path:
-        """Write the page to a file. Raises UserError when that cannot be done."""
+        """Write the page to a file and return its path. Raises UserError if the file cannot be written."""
         from dphybrid.util.files import check_target, write_text
 
         target = Path(file).expanduser()
@@ -199,7 +202,7 @@ class RunReport:
         return self.text
 
     def _repr_html_(self) -> str:
-        # A frame of its own keeps the page's style from the notebook's.
+        # In an iframe, the styles of page and notebook do not mix; sandbox="" forbids scripts.
         return (
             f'<iframe srcdoc="{html.escape(self.page())}" sandbox="" '
             f'style="width:100%;height:{_REPORT_HEIGHT}px;border:1px solid #d8dee6"></iframe>'
@@ -207,7 +210,7 @@ class RunReport:
 
 
 class Runs(list[TrainedRun]):
-    """Runs, newest first; by number or by name."""
+    """A list of runs, newest first, also indexed by name: `runs["NAME"]`."""
 
     def __getitem__(self, which: Any) -> Any:
         if not isinstance(which, str):
@@ -219,10 +222,10 @@ class Runs(list[TrainedRun]):
         raise UserError(f"{which}: there is no run of that name{suggestion(which, known)}")
 
     def frame(self) -> "pl.DataFrame":
-        """Return name, recipe, devices, status, start and metrics, a row a run."""
+        """Return name, recipe, devices, status, start and metrics, one row per run."""
         import polars as pl
 
-        # Of all rows: recipes have other metrics, and a run that has not ended none.
+        # None: look at all rows for the columns, because metrics differ by recipe and may come late.
         return pl.DataFrame([_row(run) for run in self], infer_schema_length=None)
 
     def __repr__(self) -> str:
@@ -236,7 +239,7 @@ class Runs(list[TrainedRun]):
 
 
 def runs(recipe: str | None = None) -> Runs:
-    """Return the runs of the data folder, newest first. recipe: only those of one."""
+    """Return the runs of the data folder, newest first. recipe: only those of this recipe."""
     from dphybrid.run.folder import all_runs
 
     settings = load_settings()
@@ -245,9 +248,9 @@ def runs(recipe: str | None = None) -> Runs:
 
 
 def tracking_uri() -> str:
-    """Return where MLflow finds the runs and models, for `mlflow.set_tracking_uri` and `MLFLOW_TRACKING_URI`:
-    the server of the settings, else the database in the data folder. Raises UserError when nothing is
-    recorded there yet."""
+    """Return MLflow's address of the runs and models, for `mlflow.set_tracking_uri` and
+    `MLFLOW_TRACKING_URI`: the server in the settings, else the database in the data folder. Raises UserError
+    if nothing is recorded there yet or the server does not answer."""
     from dphybrid.tracking.opening import store_to_read
 
     settings = load_settings()

@@ -1,5 +1,5 @@
-"""`dphybrid.train`: from a frame, or from files, to a run, by the same job as the command line's; and the
-values of an experiment as Python names them: keywords, sections, or dotted names."""
+"""`dphybrid.train`: trains a run on a frame or on files, by the same job as the command line. Its keywords
+name an experiment's values by field, by section or in full."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -47,34 +47,34 @@ def train(
 
     Args:
         data: a polars DataFrame or LazyFrame, a pandas DataFrame, an Arrow table, a dict of columns, a list
-            of records, or the path of files. Frames are written to the data folder once, and read as files
-            are: the same frame gives the same prepared data.
-        recipe: kind of experiment; "ctr" for frames, else what the data says.
+            of records, or a path: a file, a folder or a pattern. A frame is written to the data folder once
+            and read like any file; the same frame gives the same prepared data.
+        recipe: kind of experiment (default: "ctr" for frames, else decided by the data).
         label: column with the answer.
-        valid: validation rows of their own, in the same form as `data`.
+        valid: separate validation rows, in the same form as `data`.
         devices: auto, cpu, cpu*8 (eight virtual devices), cuda:0, cuda:0,cuda:1.
-        config: values to start from: a TOML file, nested values, or a config; keywords go over them.
+        config: values to start from: a TOML file, nested values, or a config; keywords override them.
         run_name: name of the run (default: recipe, devices, time).
-        resume: "latest", or a run's name, to go on with; give the same data and values.
+        resume: "latest" or the name of a run to continue; give the same data and values.
         tags: for the run in MLflow.
-        tracking: MLflow server or database; "none" records nothing (default: the settings').
+        tracking: MLflow server or database; "none" records nothing (default: by the settings).
         quiet: print nothing.
         callbacks: functions that are called after each epoch with a `dphybrid.training.callbacks.EpochEnd`;
             numbers that they return, as a dict by name, are logged as `own/NAME`.
-        values: any value of the recipe, by its own name where that is plain (`epochs=3, batch_size=64`), by
-            section (`train={"lr": 0.01}`) or in full (`train__lr=0.01`).
+        values: any value of the recipe, by its own name if only one section has it (`epochs=3,
+            batch_size=64`), by section (`train={"lr": 0.01}`) or in full (`train__lr=0.01`).
 
-    Raises UserError for wrong values before any work, and Interrupted, a KeyboardInterrupt, when stopped: a
-    checkpoint is written first, and `resume` goes on from it.
+    Raises UserError for wrong values before any work. When stopped, writes a checkpoint, from which `resume`
+    continues, and raises Interrupted, a KeyboardInterrupt.
     """
     settings = load_settings()
     if tracking is not None:
-        # Not model_copy, which checks nothing.
+        # Not model_copy, which does not validate.
         settings = Settings.model_validate({**settings.model_dump(), "tracking_uri": tracking})
     tables = {place: table for place, table in (("path", data), ("valid_path", valid)) if table is not None}
     framed = {place: table for place, table in tables.items() if not isinstance(table, str | Path)}
     if framed and len(framed) < len(tables):
-        raise UserError("data, valid: one is a path and the other a frame; give two paths, or two frames")
+        raise UserError("data, valid: one is a path and the other a frame; give two paths or two frames")
     if framed and config is None:
         recipe = recipe or OF_TABLES
     given = {
@@ -83,7 +83,7 @@ def train(
         "data.label": None if label is None else str(label),
         **{f"data.{place}": _AWAITED if framed else str(table) for place, table in tables.items()},
     }
-    # Before frames are written: a wrong value leaves no files behind.
+    # Before frames are written, so that a wrong value leaves no files behind.
     checked = experiment(config, given, values)
     for callback in callbacks:
         if not callable(callback):
@@ -92,9 +92,10 @@ def train(
             )
     if framed:
         checked = _with_frames(checked, framed, settings)
-    from dphybrid.run.train import run_job  # after the checks: torch takes its time
+    # After the checks, because it imports torch, which takes its time.
+    from dphybrid.run.train import run_job
 
-    # Standard output is the process's, so only its main thread may take it away.
+    # Standard output belongs to the whole process: only the main thread may redirect it.
     silent = quiet and threading.current_thread() is threading.main_thread()
     with redirect_stdout(StringIO()) if silent else nullcontext():
         report = run_job(
@@ -104,18 +105,18 @@ def train(
 
 
 _AWAITED = "(a frame)"
-"""Stands for the path of a frame while the other values are checked."""
+"""Placeholder for a frame's path while the other values are checked."""
 
 
 def _with_frames(
     config: ExperimentConfig, framed: Mapping[str, object], settings: Settings
 ) -> ExperimentConfig:
-    """Return the config with the paths of files that the frames were written to."""
+    """Write the frames to files, and return the config with the files' paths."""
     named = config.data.named_columns
     if not (named or find_recipe(config.recipe).tabular):
         raise UserError(
             f"data: is {type_text(next(iter(framed.values())))}, and recipe {config.recipe} reads no "
-            f"tables; {OF_TABLES} does; give this one a path, or name recipe={OF_TABLES!r}"
+            f"tables. Give it a path, or use recipe={OF_TABLES!r}"
         )
     from dphybrid.data.table.frames import as_frame, check_frame, save_frame
 
@@ -133,8 +134,9 @@ def _with_frames(
     folder, saved = settings.data_dir / "frames", {}
     for place, frame in frames.items():
         saved[place] = str(save_frame(frame, folder, names[place], ignored[place]))
-    gone = {field: () for field, _ in named if field == "ignore"}  # the files do not have them
-    return build_config(merge(given_values(config), {"data": saved | gone}))
+    # Ignored columns were not written, and a name that no file has would be an error.
+    not_ignored = {field: () for field, _ in named if field == "ignore"}
+    return build_config(merge(given_values(config), {"data": saved | not_ignored}))
 
 
 def experiment(
@@ -142,10 +144,10 @@ def experiment(
     given: Mapping[str, object],
     values: Mapping[str, object],
 ) -> ExperimentConfig:
-    """Return the config of the values given by keyword over those of `config`.
+    """Return the config made of `config` and the values given by keyword, which override it.
 
     given: by full name (`recipe`, `data.path`); None: not given. values: as `nested` takes them. Without a
-    recipe the data says which one is meant. Raises UserError that names the keyword.
+    recipe the data decides it. Raises UserError that names the keyword.
     """
     known = merge(_values_of(config), nest({n: value for n, value in given.items() if value is not None}))
     recipe = known.get("recipe") or infer_recipe(known)[0]
@@ -167,9 +169,9 @@ def _values_of(config: ExperimentConfig | Mapping[str, object] | str | Path | No
 def nested(values: Mapping[str, object], recipe: str, places: dict[str, str] | None = None) -> Values:
     """Return keywords as nested values of a recipe's config.
 
-    A keyword is a field's own name where only one section has it (`epochs`), a section with its values
-    (`train={"lr": 0.01}`), or sections and name joined by two underscores or dots (`train__lr`). places: gets
-    for each dotted name the keyword it came by. Raises UserError for other keywords.
+    A keyword is a field's own name if only one section has it (`epochs`), a section with its values
+    (`train={"lr": 0.01}`), or section and name joined by two underscores or a dot (`train__lr`). places: is
+    filled with the keyword of each dotted name, for messages. Raises UserError for other keywords.
     """
     fields = field_types(recipe)
     sections = {name.partition(".")[0] for name in fields if "." in name}
@@ -191,15 +193,15 @@ def nested(values: Mapping[str, object], recipe: str, places: dict[str, str] | N
 
 def _full_name(keyword: str, name: str, fields: Mapping[str, object], recipe: str) -> str:
     if name in fields or "." in name:
-        return name  # an unknown dotted name is explained where all values are checked
+        return name  # an unknown dotted name gets its message later, from `build_config`
     same = [full for full in fields if full.rpartition(".")[2] == name]
     if len(same) != 1:
-        raise UserError(f"{keyword}: {explain_unknown(name, recipe)} In full it is section__name")
+        raise UserError(f"{keyword}: {explain_unknown(name, recipe)} Write it in full as section__name")
     return same[0]
 
 
 def _plain(value: object) -> object:
-    """Lists of names as fields take them, paths as texts."""
+    """Return a value as fields take it: lists as tuples, paths as texts."""
     if isinstance(value, Path):
         return str(value)
     return tuple(value) if isinstance(value, list) else value
