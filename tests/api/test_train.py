@@ -148,7 +148,7 @@ def test_predictions_for_every_form(run: TrainedRun, tmp_path: Path) -> None:
         ({"epoch": 3}, "epoch: there is no such field; did you mean 'train.epochs'?"),
         (
             {"lr": 0.1},
-            "lr: there is no such field; did you mean 'table.lr' or 'train.lr'? Write it in full as section__",
+            "lr: there is no such field; did you mean 'table.lr' or 'train.lr'? Write it in full as",
         ),
         ({"epochs": -1}, "train.epochs = -1 (from epochs=): must be greater than or equal to 0"),
         ({"train": 3}, "train=3: is a section; give train={'name': value}"),
