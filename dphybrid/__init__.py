@@ -1,5 +1,5 @@
-"""Hybrid models: embedding tables in host memory, dense blocks data-parallel on GPUs, every split on
-record."""
+"""Hybrid models: embedding tables in host memory, dense blocks data-parallel on GPUs, every batch split
+recorded."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -32,8 +32,8 @@ _PLACES = {
     "tracking_uri": "dphybrid.api.run",
     "train": "dphybrid.api.training",
 }
-"""Modules that are imported when a name of theirs is asked for: torch, polars and scikit-learn are not for
-everyone who imports one part."""
+"""Public name -> the module that defines it, imported on first use. So `import dphybrid` loads neither torch
+nor polars nor scikit-learn."""
 
 
 def __getattr__(name: str) -> Any:
@@ -42,6 +42,6 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(_PLACES[name]), name)
 
 
-# Without it, notebooks would offer none of these names before their first use.
+# Without this, tab completion in notebooks would not offer a name before its first use.
 def __dir__() -> list[str]:
     return [*globals(), *_PLACES]

@@ -1,14 +1,14 @@
-"""A table's lookups for replicas: prepared ahead of their use, repaired where an update has changed their
+"""A table's lookups for replicas: prepared ahead of their use, and repaired if an update has changed their
 rows since.
 
 Letters: N ids of one replica's share, U unique ids among them, C rows changed meanwhile, D width of a row, V
 rows of the table.
 
-Rows change only through updates, which put the ids of each on record together with the weight's version
-before and after. A lookup carries the version read before its gathering began, so every update that may have
-run beside the gathering comes later and its rows are read again. A change that is not on record (a loaded
-state dict, an edit by hand) makes all rows be read again. What is written through `.data` or numpy raises no
-version, so a prepared lookup does not see it.
+Why a prepared lookup is exact: every tensor of torch has a version that each in-place write raises. An update
+records the rows it changed, with the weight's version before and after. A lookup stores the version that it
+read before it began to gather, so an update that may have run during the gathering has a later version, and
+its rows are read again. After a change without a record (a loaded state dict, an edit by hand) all rows are
+read again. Writes through `.data` or numpy do not raise the version, so a prepared lookup does not see them.
 """
 
 import time
@@ -29,8 +29,8 @@ from dphybrid.util.errors import UserError
 
 @dataclass
 class Lookup:
-    """One batch's ids of one table, any shape, and each replica's rows as they were at `version` of the
-    weight."""
+    """The ids that one batch looks up in one table (any shape), and each replica's rows as of `version` of
+    the weight."""
 
     ids: Tensor
     shares: list[Share]
@@ -39,16 +39,18 @@ class Lookup:
 
     @property
     def num_unique(self) -> int:
-        """Unique ids, counted by replica."""
+        """Number of unique ids, summed over the replicas' shares."""
         return sum(len(share.where.unique_U) for share in self.shares)
 
 
 class LookupsAhead:
-    """What a table's lookups need to know of replicas, of batches to come and of updates.
+    """Prepares, hands out and repairs a table's lookups for the replicas of a region.
 
-    changes: of each update on record its versions before and after, and its rows; None: there is no record.
+    changes: (version before, version after, changed rows) of the latest updates; None: updates are not
+    recorded.
 
-    Methods are given the weight: did this refer to the table, only the garbage collector would free it.
+    Methods take the weight as an argument. A reference to the table would be a cycle (the table holds this
+    object), and only the garbage collector would free its memory.
     """
 
     def __init__(self, name: str, counters: Counters) -> None:
@@ -60,8 +62,8 @@ class LookupsAhead:
         self._mark: Tensor | None = None
 
     def place_on(self, devices: Sequence[torch.device], sizes_of: SizesOf) -> None:
-        """Set where replicas are; see `HostEmbedding.place_on`."""
-        if len(devices) == 1 and devices[0].type == "cpu":  # rows are there already
+        """Set the replicas' devices and shares; see `HostEmbedding.place_on`."""
+        if len(devices) == 1 and devices[0].type == "cpu":  # the rows are on this device already
             self._channels, self._sizes_of = [], None
             return
         self._channels = [Channel(device, self._counters) for device in devices]
@@ -69,46 +71,48 @@ class LookupsAhead:
 
     @property
     def is_on_gpus(self) -> bool:
-        """Are rows delivered to GPUs?"""
+        """Whether rows are sent to GPUs."""
         return any(channel.device.type == "cuda" for channel in self._channels)
 
     @property
     def is_placed(self) -> bool:
-        """Are rows delivered to replicas?"""
+        """Whether rows are sent to replicas."""
         return self._sizes_of is not None
 
     def prepare(self, weight: Tensor, ids: Tensor, threads: int | None = 1) -> Lookup | None:
-        """Check `ids`, find each replica's unique ones and send their rows on the way; None where none are
-        delivered.
+        """Check `ids`, find the unique ids of each replica's share and start sending their rows. Return None
+        if rows are not sent to replicas.
 
-        May run in another thread, beside updates; then with `threads` 1. Raises UserError for ids that are no
-        rows of the table.
+        May run in another thread while updates run; use `threads=1` there. Raises UserError for ids that are
+        not rows of the table.
         """
-        if self._sizes_of is None:  # rows are read from the table itself when they are used
+        if self._sizes_of is None:  # the step reads the rows from the table itself
             return None
         ids = row_numbers(ids, len(weight), self._name)
         if not ids.dim():
             raise UserError(f"table {self._name!r}: one id, {int(ids)}, cannot be split; give ids (B, ...)")
         like = torch.empty((0, weight.shape[1]), dtype=native.real_dtype(weight.dtype), device="cpu")
         start = time.perf_counter()
-        each = ids.split(list(self._sizes_of(len(ids))))
-        wheres = [sort_ids(ids_BX.reshape(-1), len(weight)) for ids_BX in each]
+        ids_of_shares = ids.split(list(self._sizes_of(len(ids))))
+        occurrences = [sort_ids(ids_BX.reshape(-1), len(weight)) for ids_BX in ids_of_shares]
         dedup_ms = 1e3 * (time.perf_counter() - start)
-        version = weight._version  # before any row is read
+        version = weight._version  # read before any row is: a later update must look later
         shares = [
             channel.send(where, ids_BX.shape, partial(native.gather, weight.detach(), threads), like)
-            for channel, where, ids_BX in zip(self._channels, wheres, each, strict=False)
+            # a short batch has fewer shares than there are replicas
+            for channel, where, ids_BX in zip(self._channels, occurrences, ids_of_shares, strict=False)
         ]
         return Lookup(ids, shares, version, dedup_ms)
 
     def expect(self, lookups: Sequence[Lookup]) -> None:
-        """Use these prepared lookups for the next calls with equal ids, each once; earlier ones are
-        forgotten."""
+        """Use each of these prepared lookups once, for the next call with equal ids. Drops those set
+        before."""
         self._expected = list(lookups)
 
     def lookup_of(self, weight: Tensor, ids: Tensor) -> Lookup:
-        """Return the lookup of ids, prepared or done now, with the rows as the table holds them now."""
-        # by equality, not by identity: a batch may have been copied or moved on its way to `forward`
+        """Return a lookup of `ids` with the table's present rows: a prepared one if there is one, else one
+        made now."""
+        # Compared by value, not by identity: a batch may have been copied or moved on its way to `forward`.
         for place, lookup in enumerate(self._expected):
             if (
                 ids.shape == lookup.ids.shape
@@ -129,23 +133,24 @@ class LookupsAhead:
             channel.settle_times()
 
     def record_changes(self, updates: int) -> None:
-        """Remember which rows the last `updates` updates changed (0: no longer), so that `repair` can be
-        selective."""
+        """Record the rows that each of the latest `updates` updates changed, so that `repair` need not read
+        all rows again. 0: stop recording."""
         self.changes = deque(maxlen=updates) if updates else None
 
     def repair(self, weight: Tensor, lookup: Lookup) -> None:
-        """Bring the rows of prepared shares to what the table holds now, sending again no more than what was
-        changed.
+        """Update a prepared lookup to the table's present rows. Sends only the changed rows again, if all
+        changes since are recorded.
 
-        A row that an update wrote while it was being read may be torn: it belongs to a change after the
-        lookup's version, so it is read again.
+        A row that was read while an update wrote it may be torn (half old, half new). That update has a
+        later version than the lookup, so the row is read again.
         """
         now = weight._version
         if now == lookup.version:
             return
         start = time.perf_counter()
         changes = [change for change in list(self.changes or ()) if lookup.version < change[1] <= now]
-        # Recorded changes must follow each other without a gap, from the lookup's version or before to now.
+        # Recorded changes must follow each other without a gap, from the lookup's version (or earlier) to
+        # now. A gap is a write that is not in the record: then any row may have changed.
         befores, afters = [before for before, _, _ in changes], [after for _, after, _ in changes]
         known = bool(changes) and befores[0] <= lookup.version and [*befores[1:], now] == afters
         uniques = [share.where.unique_U for share in lookup.shares]
@@ -165,12 +170,13 @@ class LookupsAhead:
     def _changed_places(
         self, changes: list[tuple[int, int, Tensor]], uniques: list[Tensor], num_rows: int
     ) -> list[Tensor]:
-        """Return, for each tensor of unique ids, the places of those that were changed."""
-        if self._mark is None or len(self._mark) != num_rows:  # takes memory where it is touched
+        """Return, for each tensor of unique ids, the places of the changed ids in it."""
+        # One byte for each row of the table, but only pages that are written take memory.
+        if self._mark is None or len(self._mark) != num_rows:
             self._mark = zero_rows((num_rows,), torch.uint8)
         for _, _, changed in changes:
             self._mark.index_fill_(0, changed, 1)
         places = [self._mark.index_select(0, unique_U).nonzero().squeeze(1) for unique_U in uniques]
-        for _, _, changed in changes:  # not all rows: a pass over a large table takes longer than the step
+        for _, _, changed in changes:  # not zero_(): a pass over a large table takes longer than the step
             self._mark.index_fill_(0, changed, 0)
         return places

@@ -1,5 +1,5 @@
-"""Which rows updates have changed, so that a checkpoint need not hold the others again: a byte a row, set in
-the step.
+"""Records which rows updates have changed, so that a checkpoint need write only those. Costs one byte a row,
+set in each step.
 
 Letters: V rows of a table, U unique rows of an update.
 """
@@ -14,10 +14,11 @@ from dphybrid.embedding.storage import zero_rows
 
 
 class ChangedRows:
-    """The rows of tables that were changed since the last `forget`. tables: name -> what an update changes.
+    """The rows of tables that were changed since the last `forget`. tables: name -> the tensors that an
+    update changes (weight and states).
 
-    A change that is no update (a loaded state dict, an edit by hand) is noticed by the tensors' versions;
-    nothing is known of that table then, until the next `forget`.
+    A change by anything else (a loaded state dict, an edit by hand) shows in the tensors' versions. The
+    changed rows of that table are then unknown until the next `forget`.
     """
 
     def __init__(self, tables: Mapping[str, Sequence[Tensor]]) -> None:
@@ -27,26 +28,29 @@ class ChangedRows:
         self.forget()
 
     def add(self, name: str, rows_U: Tensor) -> None:
-        """An update changed these rows of a table, and each of its tensors' versions by one."""
+        """Record an update of these rows of a table. The update must have raised each of the table's tensor
+        versions by one."""
         if name in self._tables:
+            # numpy, not torch: on a few hundred rows its calls take less than half the time.
             self._marks[name].numpy()[rows_U.numpy()] = 1
             self._expected[name] = [version + 1 for version in self._expected[name]]
 
     def forget(self) -> None:
-        """Begin anew: nothing has changed since now."""
-        if self._expected:  # at first marks are zeros, which have no memory yet
+        """Reset: from now on, no row counts as changed."""
+        if self._expected:  # new marks are zeros already; writing to them would allocate their memory
             for mark_V in self._marks.values():
                 mark_V.zero_()
         self._expected = {name: [tensor._version for tensor in held] for name, held in self._tables.items()}
 
     def restore(self, rows: Mapping[str, Tensor]) -> None:
-        """Begin anew, with these rows (int64) of each table as changed."""
+        """Reset, with these rows (int64) of each table counted as changed."""
         self.forget()
         for name, rows_U in rows.items():
             self._marks[name].numpy()[rows_U.numpy()] = 1
 
     def rows(self) -> dict[str, Tensor | None]:
-        """Return the changed rows of each table (int64, ascending), None where they are not known."""
+        """Return the changed rows of each table (int64, ascending), or None for a table whose changes are
+        unknown."""
         return {
             name: torch.from_numpy(np.flatnonzero(self._marks[name].numpy().view(np.bool_)))
             if [tensor._version for tensor in held] == self._expected[name]

@@ -1,5 +1,5 @@
-"""Many tables of one width in one flat table: one sort, one gather and one update a step instead of one a
-table.
+"""Many tables of one width, stored in one flat table: each step sorts, gathers and updates once instead of
+once per table.
 
 Letters: B samples, F columns (one id column a table here), D width of a row.
 """
@@ -20,13 +20,14 @@ from dphybrid.util.errors import UserError
 
 
 class HostEmbeddingCollection(nn.Module):
-    """Tables name -> num_rows, laid one after the other in `flat`, a HostEmbedding of the sum of their rows.
+    """Several tables (name -> num_rows), stored one after the other in `flat`, one HostEmbedding with all
+    their rows.
 
-    dim: width of all rows. padding: name -> id that stays zero and is never trained. std: of the start
-    values, one for all or name -> std.
-    options: what else `HostEmbedding` takes (seed, dtype, storage, path). make: makes the flat table from
-    (num_rows, dim, name=, std=, scales=, and the options). Row optimizers and `RowPipeline` see `flat` alone,
-    which `find_tables` names as the collection is named; give the pipeline `flat_ids(...)`.
+    dim: width of all rows. padding: name -> id whose row stays zero and is never trained. std: standard
+    deviation of the start values, one for all tables or name -> std. make: builds the flat table from
+    (num_rows, dim, name=, std=, scales=, and the options). options: further arguments of `HostEmbedding`
+    (seed, dtype, storage, path). Row optimizers and `RowPipeline` see only `flat`, which `find_tables` lists
+    under the collection's name; give the pipeline `flat_ids(...)`.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class HostEmbeddingCollection(nn.Module):
         if isinstance(std, Mapping):
             if missing := [table for table in tables if table not in std]:
                 raise UserError(f"collection {name!r}: std has no value for table {missing[0]!r}; give one")
-            # drawn with 1: a table's own is then a factor on its rows
+            # Start values are drawn with std 1; each table's std is then a factor on its rows.
             scales += [(start, start + tables[table], std[table]) for table, start in self.starts.items()]
             std = 1.0
         self.flat = make(starts[-1], dim, std=std, scales=scales, name=name, **options)
@@ -74,20 +75,22 @@ class HostEmbeddingCollection(nn.Module):
         return self.flat.settled()[self.starts[table] : self.starts[table] + self.num_rows[table]]
 
     def flat_ids(self, ids_BF: Tensor, tables: slice = slice(None)) -> Tensor:
-        """Return the ids in `flat` of ids_BF, whose columns (the last dimension) are the tables in order, or
-        those of them that `tables` selects.
+        """Convert each table's own ids to ids of `flat`. The columns of ids_BF (its last dimension) are the
+        tables in order, or those that `tables` selects.
 
-        Raises UserError for an id that its own table lacks, naming table, value and position.
+        Raises UserError for an id that is not a row of its table, naming table, value and position.
         """
         names, ids_BF = list(self.num_rows)[tables], whole_numbers(ids_BF, self.flat.name)
         if ids_BF.shape[-1] != len(names):
             raise UserError(f"ids have shape {tuple(ids_BF.shape)}; give {len(names)} columns, one a table")
         starts_F, num_rows_F = self._starts_F[tables], self._num_rows_F[tables]
-        # torch.export records arithmetic alone; ids that an encoder made need no check
+        # torch.export cannot record a check that raises. An exported model gets its ids from an encoder,
+        # whose ids are rows.
         if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
             self._check_ids(ids_BF, num_rows_F, names)
         if torch.compiler.is_compiling() or is_captured(starts_F, ids_BF):
             return ids_BF + starts_F
+        # Ids must be checked here: in `flat`, an id beyond its table is a row of the next table.
         try:
             return native.flatten(ids_BF, starts_F, num_rows_F)
         except IndexError:
@@ -105,23 +108,23 @@ class HostEmbeddingCollection(nn.Module):
             )
 
     def forward(self, ids_BF: Tensor) -> Tensor:
-        """Return rows_BFD of one id a table and sample."""
+        """Return rows_BFD, given one id for each sample and table."""
         rows_BFD: Tensor = self.flat(self.flat_ids(ids_BF))
         return rows_BFD
 
     def place_on(self, devices: Sequence[torch.device], sizes_of: SizesOf) -> None:
-        """Say where `replica_rows` delivers; see `HostEmbedding.place_on`."""
+        """Set the devices that `replica_rows` sends rows to; see `HostEmbedding.place_on`."""
         self.flat.place_on(devices, sizes_of)
 
     def replica_rows(self, ids_BF: Tensor) -> list[Tensor]:
-        """Return for each used replica rows_bFD of its share of the samples, on its device; see
+        """Return, for each used replica, the rows_bFD of its share of the samples on its device; see
         `HostEmbedding.replica_rows`."""
         return self.flat.replica_rows(self.flat_ids(ids_BF))
 
 
 def find_tables(model: nn.Module) -> dict[str, HostEmbedding]:
-    """Return the host tables of a model by dotted name, each once; a collection's is named as the
-    collection."""
+    """Return the host tables of a model by dotted name, each once. The flat table of a collection has the
+    collection's name."""
     return dict(_tables(model))
 
 
@@ -129,21 +132,23 @@ def _tables(model: nn.Module) -> Iterator[tuple[str, HostEmbedding]]:
     collections: dict[int, str] = {}
     for name, module in model.named_modules():
         if isinstance(module, HostEmbeddingCollection):
-            # a collection comes before its flat table: a module before its children
+            # named_modules() yields a module before its children, so the collection comes before `flat`.
             collections[id(module.flat)] = name
         elif isinstance(module, HostEmbedding):
             yield collections.get(id(module)) or name, module
 
 
 def listed(params: Any) -> list[object]:
-    """Return what an optimizer is given as a list: of weights, tables, (name, one of both), or groups."""
+    """Return an optimizer's `params` as a list of weights, tables, (name, weight or table) pairs, or
+    groups."""
     if isinstance(params, Mapping):
         return list(params.items())
     return [params] if isinstance(params, HostEmbedding | Tensor) else list(params)
 
 
 def named_weights(params: list[object]) -> list[tuple[str, Tensor]]:
-    """Return weights, each once, by name. Raises UserError for what is not a table's."""
+    """Return (name, weight) pairs, each weight once. Raises UserError for anything that is not a table's
+    weight."""
     named: dict[int, tuple[str, Tensor]] = {}  # by identity: a weight of two tables is updated once
     for entry in params:
         name, weight = entry if isinstance(entry, tuple) else (None, entry)

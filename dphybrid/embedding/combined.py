@@ -1,4 +1,4 @@
-"""Several optimizers as one, for trainers that take one: the dense parameters' and the rows'."""
+"""Several optimizers as one, such as a dense and a row optimizer, for trainers that accept only one."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -12,10 +12,10 @@ from dphybrid.util.errors import UserError
 
 
 class CombinedOptimizer(EagerOptimizer):
-    """A torch.optim.Optimizer whose steps are those of several: `CombinedOptimizer(dense, rows)`.
+    """A torch.optim.Optimizer that steps several optimizers: `CombinedOptimizer(dense, rows)`.
 
-    `param_groups` are theirs, the same dicts, in their order; so a schedule changes each group's learning
-    rate from its own. `defaults` are those that all of them have. Raises UserError for other objects.
+    `param_groups` are the optimizers' own dicts, in order, so a learning-rate schedule scales each group from
+    that group's own rate. `defaults` are those that all of them have. Raises UserError for other objects.
     """
 
     optimizers: tuple[Optimizer, ...]
@@ -31,21 +31,22 @@ class CombinedOptimizer(EagerOptimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override] # a plain attribute of torch's
-        """The groups of all, in their order: loading states makes new ones."""
+        """The parameter groups of all optimizers, in order."""
+        # A property, not a list made once: load_state_dict replaces an optimizer's groups.
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @property
     def state(self) -> defaultdict[torch.Tensor, Any]:  # type: ignore[override]
-        """The states of all, to be read."""
+        """The states of all optimizers, for reading: a new dict each time."""
         return defaultdict(dict, {k: v for optimizer in self.optimizers for k, v in optimizer.state.items()})
 
     def add_param_group(self, param_group: dict[str, object]) -> None:
-        """Raise UserError: which of the optimizers is meant?"""
+        """Raise UserError: it is unclear which optimizer should train the group."""
         raise UserError("CombinedOptimizer: add the group to the optimizer that is to train it")
 
     def step(self, closure: Callable[[], object] | None = None) -> Any:
-        """Take a step of each, in their order. closure: computes the gradients anew, once, and returns the
-        loss, which is returned."""
+        """Step each optimizer, in order. closure: recomputes the gradients and returns the loss; called once
+        for all optimizers. Returns its loss."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -55,25 +56,26 @@ class CombinedOptimizer(EagerOptimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all."""
+        """Clear the gradients of all optimizers."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict of each, under "optimizers"."""
+        """Return the optimizers' state dicts as a list under "optimizers"."""
         return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned. Raises UserError where it is of another number of optimizers."""
+        """Load a result of `state_dict`. Raises UserError if it has another number of optimizers."""
         states = state_dict.get("optimizers", ())
         if len(states) != len(self.optimizers):
             raise UserError(
-                f"CombinedOptimizer: a state of {len(states)} optimizers for {len(self.optimizers)}; was it "
-                "saved by another one?"
+                f"CombinedOptimizer: the state holds {len(states)} optimizers, expected "
+                f"{len(self.optimizers)}; load the state of an optimizer that was combined the same way"
             )
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(state)
 
+    # For pickle and deepcopy: torch's own would set `param_groups` and `state`, which are properties here.
     def __getstate__(self) -> dict[str, Any]:
         return {"optimizers": self.optimizers}
 

@@ -1,8 +1,9 @@
-"""From lookups to one sparse gradient of the table's weight.
+"""Turns the gradients of all lookups in a forward into one sparse gradient of the table's weight.
 
-Autograd adds sparse gradients row by row, which takes longer than all else of a step. So the later lookups of
-a forward depend on the first one, by a tensor without elements, and not on the weight: their backward notes
-their gradients, and that of the first, which autograd calls last, makes one sparse gradient of all of them.
+Autograd adds sparse gradients row by row, which takes longer than the rest of a step. So only the first
+lookup of a forward is a function of the weight. The later ones depend on the first through a link, a tensor
+without elements. Their backward only stores their gradients; the backward of the first lookup, which autograd
+therefore calls last, builds one sparse gradient from all of them.
 
 Letters: N ids of a lookup, U unique ids, D width of a row, V rows of the table.
 """
@@ -25,16 +26,16 @@ from dphybrid.embedding.lookup import Counters
 from dphybrid.embedding.replicas import Channel
 
 if not torch.sparse.check_sparse_tensor_invariants.is_enabled():
-    # Said explicitly: torch 2.11 warns about each process that makes a sparse tensor and has not said it.
+    # Already off, but torch 2.11 warns in each process that makes a sparse tensor without having set it.
     torch.sparse.check_sparse_tensor_invariants.disable()
 
 
 @dataclass
 class RowsInfo:
-    """What optimizers and gradients need to know of the table that a weight belongs to.
+    """What optimizers and gradients need to know about the table that owns a weight.
 
-    frozen: rows, ascending, that row optimizers leave as they are. synchronized: see
-    `HostEmbedding.synchronized`. make_states: makes an optimizer's states where the rows are (in files, say).
+    frozen: ascending rows that row optimizers do not change. synchronized: see `HostEmbedding.synchronized`.
+    make_states: allocates an optimizer's states in the same kind of storage as the rows (such as files).
     """
 
     name: str
@@ -54,14 +55,14 @@ class RowsInfo:
 
 
 def info_of(weight: Tensor) -> RowsInfo | None:
-    """Return what a weight's table said of itself, None for the weight of another module."""
+    """Return the info of the table that owns a weight, or None for the weight of another module."""
     return getattr(weight, "rows_info", None)
 
 
 @dataclass
 class _Piece:
-    """Gradients of one lookup: those of `ids_N` are grads_ND. done: on a GPU, the end of their copy to the
-    host."""
+    """Gradients of one lookup: grads_ND of the rows ids_N. number: of the lookup in its forward. done: event
+    at the end of the copy from a GPU to the host."""
 
     number: int
     ids_N: Tensor
@@ -70,30 +71,32 @@ class _Piece:
 
 
 class _Pieces:
-    """The gradients of lookups that share a link, as backward passes bring them, perhaps side by side."""
+    """Collects the gradients of lookups that share a link. Several devices' backward threads may add to
+    it."""
 
     def __init__(self, weight: Tensor) -> None:
-        # weak: the graph of a forward would else keep a whole table alive after its model is gone
+        # Weak: otherwise the graph of a forward would keep the whole table alive after its model is gone.
         self.weight, self.is_leaf, self.shape = weakref.ref(weight), weight.is_leaf, weight.shape
         self.lookups, self.used = 0, False
-        self._came: list[_Piece] = []
+        self._arrived: list[_Piece] = []
         self._lock = threading.Lock()
 
     def note(self, grads: Tensor, number: int, ids_N: Tensor, via: Channel | None) -> None:
-        """Keep the gradients of lookup `number`, on their way to the host where they are not there."""
+        """Store the gradients of lookup `number`. If they are on a GPU, start copying them to the host by
+        `via`."""
         grads_ND, done = grads.reshape(-1, grads.shape[-1]), None
         if via is not None:
             grads_ND, done = via.start_receiving(grads_ND)
         if grads_ND.shape[-1] > 1 and grads_ND.stride(-1) != 1:
             grads_ND = grads_ND.contiguous()
         with self._lock:
-            self._came.append(_Piece(number, ids_N, grads_ND, done))
+            self._arrived.append(_Piece(number, ids_N, grads_ND, done))
 
     def gradient(self) -> Tensor | None:
-        """Return the weight's gradient: of all that came since the last call, in the order of the lookups."""
+        """Return the weight's gradient from everything stored since the last call, or None."""
         with self._lock:
-            came, self._came, self.used = self._came, [], True
-        # several devices' backward threads bring them in any order; sums need one order for the same bits
+            came, self._arrived, self.used = self._arrived, [], True
+        # Backward threads of several devices store in any order; a fixed order gives the same sums each time.
         came.sort(key=lambda piece: piece.number)
         weight = self.weight()
         info = None if weight is None else info_of(weight)
@@ -102,26 +105,31 @@ class _Pieces:
             return None
         accumulates = self.is_leaf and weight is not None and weight.grad is not None
         if len(came) == 1 and not accumulates:
-            # repeated ids are summed in the optimizer's kernel, in the one pass that it makes anyway
+            # No sum here: the optimizer's kernel sums repeated ids in the pass that it makes anyway.
             found = sparse(came[0].ids_N, came[0].grads_ND, self.shape)
         else:
             segments = [native.Segment(each.ids_N, each.grads_ND, self.shape[0]) for each in came]
             frozen = info.frozen if self.is_leaf and info is not None else []
-            # torch concatenates values with gaps between rows, and adds others row by row
+            # If there is a gradient already, autograd will add this one to it. torch adds sparse gradients
+            # row by row if their values are contiguous, but concatenates them if there are gaps between rows.
             ids_U, grads_UD, _ = native.sum_rows(segments, frozen, gap=int(accumulates))
             found = sparse(ids_U, grads_UD, self.shape)
-        # what computes a weight (weight_norm, ...) takes no sparse gradient
+        # A computed weight (weight_norm, ...) passes its gradient to torch functions that need a dense one.
         return found if self.is_leaf else found.to_dense()
 
 
 class _Rows(torch.autograd.Function):
-    """The weight, or a link, and (looked-up rows, pieces, what `_Pieces.note` wants) as no input -> the rows,
-    and a link: a tensor without elements, on the host as its gradients are."""
+    """(weight or link, (looked-up rows, pieces, arguments of `_Pieces.note`)) -> (the rows, a link).
+
+    The rows pass through unchanged and depend on the source, for autograd. The link is a tensor without
+    elements, on the host because its gradient is there.
+    """
 
     @staticmethod
     def forward(ctx: Any, source: Tensor, given: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
         rows, ctx.pieces, *ctx.noted = given
-        # None for rows that the loss does not use: zeros would count as a gradient of theirs
+        # So backward gets None, not zeros, for rows that the loss does not use. Zeros would count as a
+        # gradient: the row optimizer would touch these rows.
         ctx.set_materialize_grads(False)
         return rows, torch.empty(0, dtype=rows.dtype, device=native.CPU)
 
@@ -130,7 +138,7 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, grads: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, None]:
         if grads is not None:
             ctx.pieces.note(grads, *ctx.noted)
-        if ctx.noted[0]:  # a later lookup, whose gradient is that of the link
+        if ctx.noted[0]:  # not the first lookup: its source is the link, which has no elements
             return None if grads is None else torch.empty(0, dtype=grads.dtype, device=native.CPU), None
         return ctx.pieces.gradient(), None
 
@@ -144,15 +152,16 @@ def _wait(came: Sequence[_Piece], info: RowsInfo | None) -> None:
 
 
 class Links:
-    """The link of a table's lookups in the present forward."""
+    """Holds the link between a table's lookups in the present forward."""
 
     def __init__(self) -> None:
-        # not in `_Pieces`, which the link's own graph holds: such a circle is never freed
+        # Not in `_Pieces`: the link's graph holds those, and such a cycle through autograd is never freed.
         self._link: tuple[Tensor, _Pieces] | None = None
 
     def rows(self, weight: Tensor, rows: Tensor, ids_N: Tensor, via: Channel | None = None) -> Tensor:
-        """Return looked-up rows whose gradients reach the weight. via: the way back from their device."""
-        # a link belongs to one forward: after its backward, or with another weight, a new one begins
+        """Return looked-up rows as a function of the weight, for autograd. via: the channel that brings
+        their gradients back from a device."""
+        # A link belongs to one forward: start a new one after its backward, or if the weight was replaced.
         if self._link is None or self._link[1].used or self._link[1].weight() is not weight:
             pieces = _Pieces(weight)
             linked, link = _Rows.apply(weight, (rows, pieces, 0, ids_N, via))
@@ -165,13 +174,14 @@ class Links:
 
 
 def sparse(ids_N: Tensor, grads_ND: Tensor, shape: torch.Size) -> Tensor:
-    """Return the sparse gradient (V, D) of a weight without a copy; ids may repeat."""
+    """Return a sparse gradient of `shape` (V, D) that shares the memory of ids and gradients; ids may
+    repeat."""
     return torch.sparse_coo_tensor(ids_N.view(1, -1), grads_ND, shape, check_invariants=False)
 
 
 def segment_of(grad: Tensor, weight: Tensor, first_key: int = 0) -> native.Segment:
-    """Return a weight's gradient as the kernels read it; a dense one, of a weight used as a whole, has all
-    rows."""
+    """Return a weight's gradient in the form that the kernels read. A dense gradient, of a weight used as a
+    whole, has all rows."""
     real = native.real_dtype(weight.dtype)
     num_rows, dim = weight.shape
     if grad.layout is torch.sparse_coo and grad.sparse_dim() == 1:
@@ -186,8 +196,8 @@ def segment_of(grad: Tensor, weight: Tensor, first_key: int = 0) -> native.Segme
 
 
 def merged(weight: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return (ids_U sorted and unique, grads_UD, squares_U of their norms) of a weight's gradient, without
-    frozen rows; None without a gradient."""
+    """Return (ids_U sorted and unique, grads_UD, squared norms squares_U) of a weight's gradient, without
+    frozen rows; None if it has no gradient."""
     if weight.grad is None:
         return None
     info = info_of(weight)
@@ -197,7 +207,8 @@ def merged(weight: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
 
 @torch.library.custom_op("dphybrid::rows", mutates_args=())
 def rows_op(weight: Tensor, ids: Tensor) -> Tensor:
-    """Return the rows of `ids`, for graphs that torch captures: they cannot hold a Python function."""
+    """Return the rows of `ids`, as an operator. Graphs that torch captures cannot hold a Python function such
+    as `_Rows`."""
     return native.look_up(weight.detach(), ids.to("cpu", torch.int64))[0]
 
 
@@ -220,7 +231,7 @@ rows_op.register_autograd(_rows_backward, setup_context=_keep_for_backward)
 
 
 def is_captured(weight: Tensor, ids: Tensor) -> bool:
-    """Is a graph being made, or are these not tensors with values in host memory?"""
+    """Return whether torch is capturing a graph, or a tensor has no values in host memory (fake, meta)."""
     return (
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._get_tracing_state() is not None
@@ -230,11 +241,11 @@ def is_captured(weight: Tensor, ids: Tensor) -> bool:
 
 @torch.no_grad()
 def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float) -> Tensor:
-    """Scale the gradients of parameters, tables' weights among them, so that their common 2-norm is at most
-    `max_norm`; return the norm before.
+    """Scale the gradients of parameters, including tables' weights, so that their total 2-norm is at most
+    `max_norm`; return the norm before scaling.
 
-    torch's function of the same name refuses sparse gradients. A weight's gradient is summed by row; frozen
-    rows do not count.
+    torch's function of the same name refuses sparse gradients. Gradients of the same row are summed first;
+    frozen rows do not count.
     """
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     found = [parameter for parameter in given if parameter.grad is not None]
@@ -244,18 +255,19 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float) -> T
         info = info_of(weight)
         if info is not None and info.frozen and weight.grad is not None and not weight.grad.is_sparse:
             weight.grad[info.frozen] = 0.0
-    # begun before the rows are summed, so that a GPU computes meanwhile; read after, with one wait
+    # Started before the rows are summed, so that a GPU computes meanwhile; read below, with one wait for all.
     norms = [norm.to(dense[0].device) for norm in torch._foreach_norm(dense)] if dense else []
     squares = []
     for weight in sparse_ones:
         rows = merged(weight)
         assert rows is not None
-        # new memory: the values may be the incoming gradient itself, which a hook or a later backward holds
+        # In new memory, as the values are scaled in place below. The old ones may be the incoming gradient
+        # itself, which a hook or a later backward still holds.
         weight.grad = sparse(rows[0], rows[1], weight.shape)
         squares.append(rows[2].sum())
     if norms:
         squares = [*torch.stack(norms).double().cpu().square(), *squares]
-    # not torch's root, which is not always the nearest number and depends on the processor
+    # Not torch.sqrt, which is not always correctly rounded and differs between processors.
     total = math.sqrt(float(torch.stack(squares).sum())) if squares else 0.0
     factor = min(1.0, max_norm / (total + 1e-6))
     if factor < 1:

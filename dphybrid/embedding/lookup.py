@@ -1,5 +1,5 @@
-"""Ids of a lookup: checked, where each one occurs in a replica's share, the sum of gradients over its
-occurrences on the replica's device, and the counters that explain a slow run.
+"""Ids of a lookup: checks them, finds where each unique id occurs, and sums gradients over the occurrences on
+a replica's device. Also the counters that explain a slow run.
 
 Letters: N ids of a lookup, flattened, U unique ids among them, P pieces of their occurrences, D width of a
 row.
@@ -16,21 +16,21 @@ from dphybrid.util.errors import UserError
 
 _PIECE_BITS = 6
 PIECE = 1 << _PIECE_BITS
-"""Occurrences of an id whose gradients are summed in one go. On a GPU one thread sums a column of them, and
-the others would wait for an id that occurs thousands of times."""
+"""Largest number of occurrences of an id that are summed at once. On a GPU one thread sums one column of a
+piece; all other threads would wait for an id that occurs thousands of times."""
 
 
 @dataclass
 class Counters:
-    """Running totals of a table in training; lookups without gradients do not count. Only the thread that
-    trains adds to them.
+    """Running totals of a table in training; lookups without gradients do not count. Only the training
+    thread adds to them.
 
-    ids: looked up. unique: touched rows, counted by replica. prepared: of those, rows that a pipeline had
-    made ready. repaired: of those, rows read again because an update had changed them. bytes_gathered: of
-    rows read from the table for lookups.
-    Milliseconds: dedup_ms of checking and sorting ids. gather_ms of reading rows. h2d_ms of copies to the
-    devices. d2h_ms of waiting for row gradients from the devices. update_ms of the row optimizer, summing
-    included. repair_ms of finding and reading changed rows again.
+    ids: ids looked up. unique: rows touched, counted by replica. prepared: touched rows that a pipeline had
+    prepared. repaired: prepared rows that were read again because an update had changed them.
+    bytes_gathered: bytes of rows read from the table for lookups.
+    Milliseconds: dedup_ms: checking and sorting ids. gather_ms: reading rows. h2d_ms: copies to the devices.
+    d2h_ms: waiting for row gradients from the devices. update_ms: the row optimizer, including the sums of
+    gradients. repair_ms: finding and reading changed rows again.
     """
 
     ids: float = 0.0
@@ -50,11 +50,12 @@ class Counters:
 
 @dataclass(frozen=True)
 class Occurrences:
-    """Where each unique id occurs among N ids: unique id u is unique_U[u] (sorted, int64).
+    """Where each unique id occurs among N ids.
 
-    order_N: the places of the ids' occurrences, by id. starts_P: where in order_N each piece of at most
-    `PIECE` occurrences begins. first_U: each id's first piece; empty where all ids have one. inverse_N: the
-    place of each id in unique_U. All but unique_U are int32.
+    unique_U: the unique ids, ascending (int64; all others are int32). inverse_N: the index of each id in
+    unique_U. order_N: the positions 0..N-1, sorted by the id there. starts_P: where in order_N each piece
+    begins; a piece is at most `PIECE` occurrences of one id. first_U: index of each id's first piece; empty
+    if every id has one piece.
     """
 
     unique_U: Tensor
@@ -64,40 +65,41 @@ class Occurrences:
     first_U: Tensor
 
     def indices(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return what expands unique rows, and sums their gradients; see `replicas.DeviceRows`."""
+        """Return the indices that expand unique rows and sum their gradients; see `replicas.DeviceRows`."""
         return self.inverse_N, self.order_N, self.starts_P, self.first_U
 
 
 def sort_ids(ids_N: Tensor, num_rows: int) -> Occurrences:
-    """Return where each unique id of ids_N (int64, rows of a table of `num_rows`) occurs."""
+    """Return where each unique id occurs in ids_N (int64, each below `num_rows`)."""
     unique_U, inverse_N, bounds_U2, places_N = native.occurrences(ids_N, num_rows)
     return Occurrences(unique_U, inverse_N, places_N.int(), *_pieces(bounds_U2))
 
 
 def _pieces(bounds_U2: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (starts_P, first_U) of `Occurrences` that lie in these bounds."""
+    """Return (starts_P, first_U) of `Occurrences`, given where each id's occurrences begin and end."""
     starts_U = bounds_U2[:, 0]
     counts_U = (bounds_U2[:, 1] - starts_U + (PIECE - 1)).bitwise_right_shift_(_PIECE_BITS)
     total = int(counts_U.sum())
     if total == len(counts_U):
         return starts_U.contiguous(), torch.empty(0, dtype=torch.int32)
     first_U = counts_U.cumsum(0, dtype=torch.int32) - counts_U
-    # Piece p of all is piece p - first_U of its id.
+    # Piece p of all pieces is piece p - first_U of its id, so it starts at starts_U + PIECE * (p - first_U).
     shift_P = torch.repeat_interleave(starts_U - PIECE * first_U, counts_U, output_size=total)
     return torch.arange(total, dtype=torch.int32).mul_(PIECE).add_(shift_P), first_U
 
 
 def each_lookup(wanted: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return the ids of each lookup of a table, where those of one may stand alone."""
+    """Return a list of one tensor per lookup; `wanted` may be a single tensor for one lookup."""
     return [wanted] if isinstance(wanted, Tensor) else wanted
 
 
 def sum_by_row(grads_ND: Tensor, order_N: Tensor, starts_P: Tensor, first_U: Tensor) -> Tensor:
-    """Return grads_UD: the sum of grads_ND over the occurrences of each unique id, on their device: of each
-    piece of them in order, then of the pieces."""
+    """Return grads_UD: the sum of grads_ND over each unique id's occurrences, on their device. Sums the
+    occurrences of each piece in order, then the pieces."""
     if not order_N.numel():
         return grads_ND.new_zeros(0, grads_ND.shape[1])
-    # What nn.functional.embedding_bag(mode="sum") comes down to, without checks that a short step notices.
+    # The operator below nn.functional.embedding_bag(mode="sum"), whose checks cost noticeable time in a short
+    # step.
     summed_PD: Tensor = torch.embedding_bag(grads_ND, order_N, starts_P)[0]
     if not len(first_U):
         return summed_PD
@@ -107,9 +109,9 @@ def sum_by_row(grads_ND: Tensor, order_N: Tensor, starts_P: Tensor, first_U: Ten
 
 
 def whole_numbers(ids: Tensor, name: str) -> Tensor:
-    """Return ids of any whole-number type on the CPU, or on `meta`, as int64; name: the table's.
+    """Return ids of any integer type as int64 on the CPU (`meta` stays). name: the table's, for messages.
 
-    Raises UserError for ids that are not a tensor, or a nested or sparse one, and for other types.
+    Raises UserError for other types, for nested and sparse tensors, and for ids that are not a tensor.
     """
     if not isinstance(ids, Tensor):
         raise UserError(f"table {name!r}: ids are of type {type(ids).__name__}; give torch.as_tensor(ids)")
@@ -122,16 +124,18 @@ def whole_numbers(ids: Tensor, name: str) -> Tensor:
             f"table {name!r}: ids are a nested or sparse tensor; give ids.values(), and make the result "
             "nested with torch.nested.nested_tensor_from_jagged(rows, ids.offsets())"
         )
-    ids = ids.long()  # before anything is added to them: narrow types overflow
+    ids = ids.long()  # first of all: adding a table's start to narrow types would overflow
     return ids if ids.is_cpu or ids.is_meta else ids.cpu()
 
 
 def row_numbers(ids: Tensor, num_rows: int, name: str) -> Tensor:
-    """Return a copy of the ids as `whole_numbers` does, all of them rows of the table. Raises UserError for
-    one that is not."""
-    ids = whole_numbers(ids, name).clone()  # before the check: the owner of the batch may change it
+    """Return a copy of the ids, converted as by `whole_numbers`. Raises UserError if one is not a row of the
+    table."""
+    # Copied before the check: the owner of the batch may change it at any time, and unchecked ids would then
+    # read outside of the table.
+    ids = whole_numbers(ids, name).clone()
     if ids.numel():
-        # one pass over the ids; which one is wrong is looked for where there is one
+        # One fast pass over the ids; `no_row` looks for the wrong one only if there is one.
         low, high = torch.aminmax(ids)
         if int(low) < 0 or int(high) >= num_rows:
             raise no_row(ids, num_rows, name)
@@ -139,7 +143,7 @@ def row_numbers(ids: Tensor, num_rows: int, name: str) -> Tensor:
 
 
 def no_row(ids: Tensor, num_rows: int, name: str) -> UserError:
-    """Return the error that names the first of the ids that is not a row of the table."""
+    """Return the error for the first id that is not a row of the table."""
     wrong = ((ids < 0) | (ids >= num_rows)).nonzero()[0].tolist()
     return UserError(
         f"table {name!r}: id {int(ids[tuple(wrong)])} at position {wrong} is not a row; rows are 0 to "

@@ -1,8 +1,9 @@
-"""The kernels of tables as functions of tensors.
+"""The C kernels of tables as functions of tensors.
 
-Each function checks device, type, layout, length and range of what it is given, and keeps it alive during the
-call. Ids are copied, so a buffer that changes later reaches no memory. Every kernel that reads rows which are
-mapped from a checkpoint's files has them checked.
+Each function checks device, type, layout, length and range of its arguments, and keeps them alive during the
+call. Ids are copied before use, so a caller who changes them meanwhile cannot make a kernel access memory
+outside of the table. After a kernel has read rows that are mapped from a checkpoint's file, those rows are
+checked for damage.
 
 Letters: N ids of a lookup, U unique keys, D width of a row, V rows of a table.
 """
@@ -23,37 +24,40 @@ from dphybrid.kernels import STORED, address, is_plain, team
 from dphybrid.util.errors import UserError
 
 MAX_DIM = 16384
-"""Values of a row: a kernel sums a row's gradients on its stack."""
+"""Most values of a row: a kernel sums a row's gradients on its stack. The same as MAX_DIM of rows.c."""
 
-# not the text "cpu", which torch reads anew for each tensor
+# A torch.device, not the text "cpu": torch would parse the text for each new tensor.
 CPU = torch.device("cpu")
 
 _LARGEST_BETA = 0.99999
-"""Above it the corrections would take 4 million steps to reach 1."""
+"""With a larger beta, Adam's bias corrections would take more than 4 million steps to reach 1: too long a
+table."""
 
 _CHECKS: dict[int, Callable[[Tensor], None]] = {}
-"""Address of such rows -> what checks those of given ids (N,)."""
+"""Address of rows that are mapped from a checkpoint's file -> function that checks the rows of ids_N."""
 
 _CHECKED_AT_ONCE = 2**16
 
 
 def check_when_read(rows_VD: Tensor, check: Callable[[Tensor], None], memory: object) -> None:
-    """Have `check(ids_N)` called for ids whose rows were read. memory: what holds the rows, as long as it
-    exists. check: raises UserError when the rows are damaged."""
+    """Have `check(ids_N)` called with the ids of all rows that are read from now on, until `memory` is freed.
+
+    memory: the object that owns the rows' memory. check: raises UserError if the rows are damaged.
+    """
     _CHECKS[rows_VD.data_ptr()] = check
-    # another tensor may get the same address later
+    # Removed with the memory, as another tensor may get the same address later.
     weakref.finalize(memory, _CHECKS.pop, rows_VD.data_ptr())
 
 
 def check_read(address: int, ids_N: Tensor) -> None:
-    """Check the rows of ids_N (on the CPU) that a kernel read of the table at this address. Raises UserError
-    when some are damaged."""
+    """Check the rows of ids_N (on the CPU), which a kernel has read from the table at this address. Raises
+    UserError if some are damaged."""
     if address in _CHECKS:
         _CHECKS[address](ids_N)
 
 
 def check_all(rows_VD: Tensor) -> None:
-    """Check all rows of a table, whose memory is about to be read. Raises UserError when some are damaged."""
+    """Check all rows of a table before its memory is read. Raises UserError if some are damaged."""
     if _CHECKS and (check := _CHECKS.get(rows_VD.data_ptr())):
         for first in range(0, len(rows_VD), _CHECKED_AT_ONCE):
             check(torch.arange(first, min(first + _CHECKED_AT_ONCE, len(rows_VD))))
@@ -77,10 +81,10 @@ def _rows_address(weight_VD: Tensor) -> tuple[int, int, int]:
 def look_up(
     weight_VD: Tensor, ids: Tensor, out_XD: Tensor | None = None, threads: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return (rows of `ids`, flat_N: a copy of the ids).
+    """Return (the rows of `ids` (int64), flat_N: a flat copy of the ids). bfloat16 rows come as float32.
 
-    out_XD: where the rows go; bfloat16 as float32. threads: at most; None: torch's number where that pays.
-    Raises IndexError with the place (`args[0]`) of the first id of `ids` (int64) that is not a row.
+    out_XD: memory for the rows. threads: the most to use; None: torch's number if the lookup is large enough.
+    Raises IndexError if an id is not a row; `args[0]` is its position in the flat ids.
     """
     rows, num_rows, dim = _rows_address(weight_VD)
     real, ids, count = real_dtype(weight_VD.dtype), ids.contiguous(), ids.numel()
@@ -99,7 +103,8 @@ def look_up(
 
 
 def flatten(ids_BF: Tensor, starts_F: Tensor, num_rows_F: Tensor) -> Tensor:
-    """Return ids (..., F), a table each, as rows of all tables in order. Raises IndexError for a wrong id."""
+    """Add to the ids of each column (..., F) the start of that column's table. Raises IndexError if an id is
+    not a row of its table."""
     ids_BF, (columns,) = ids_BF.contiguous(), starts_F.shape
     flat_BF = torch.empty_like(ids_BF)
     call = kernels.Columns(
@@ -113,7 +118,8 @@ def flatten(ids_BF: Tensor, starts_F: Tensor, num_rows_F: Tensor) -> Tensor:
 
 
 def gather(weight_VD: Tensor, threads: int | None, ids_N: Tensor, out_ND: Tensor) -> None:
-    """Copy rows as `look_up` does. Raises UserError, with out_ND untouched, when an id is not a row."""
+    """Copy the rows of ids_N, checked before, to out_ND. Raises UserError, with out_ND untouched, if an id is
+    not a row any more."""
     try:
         look_up(weight_VD, ids_N, out_ND, threads)
     except IndexError:
@@ -121,16 +127,18 @@ def gather(weight_VD: Tensor, threads: int | None, ids_N: Tensor, out_ND: Tensor
 
 
 def fill_normal(rows_VD: Tensor, std: float, seed: int, first: int = 0) -> None:
-    """Fill a table, or its rows from `first` on, from normal(0, std) with as many threads as torch uses.
+    """Fill a table's rows, of which rows_VD[0] is row `first`, from normal(0, std), with torch's number of
+    threads.
 
-    A value depends on (seed, row, column) alone, so that a table that has grown starts with the rows of the
-    smaller one.
+    A value depends only on (seed, row, column), so a larger table begins with the same rows as a smaller one.
     """
     if not (rows_VD.device.type == "cpu" and rows_VD.is_contiguous()):
         drawn_VD = torch.empty(rows_VD.shape, dtype=rows_VD.dtype, device=CPU)
         fill_normal(drawn_VD, std, seed, first)
         rows_VD.copy_(drawn_VD)
         return
+    # Hashed: the kernel combines seed and place by xor, so seeds 0 and 1 would draw the same values in
+    # another order.
     start = int.from_bytes(hashlib.sha256(b"%d" % seed).digest()[:8], "little")
     rows, count = address(rows_VD.detach(), "rows", rows_VD.dtype, rows_VD.shape), rows_VD.numel()
     place, stored = first * rows_VD.shape[1], STORED[rows_VD.dtype]
@@ -140,12 +148,12 @@ def fill_normal(rows_VD: Tensor, std: float, seed: int, first: int = 0) -> None:
 
 
 _PLACES = torch.empty((0, 1), dtype=torch.uint8)
-"""Instead of gradients: their numbers are wanted, not their addresses."""
+"""Passed instead of gradients to get the positions of ids' occurrences, not the addresses of gradients."""
 
 
 class Segment(NamedTuple):
-    """Ids (int64) of one table; the gradient of id n is row n of rows_ND. first_key: rows of all tables
-    before."""
+    """Ids (int64) of one table and their gradients: that of ids_N[n] is rows_ND[n]. first_key: number of rows
+    in all tables before this one."""
 
     ids_N: Tensor
     rows_ND: Tensor
@@ -154,11 +162,11 @@ class Segment(NamedTuple):
 
 
 class _Arranged(NamedTuple):
-    """What the kernel sorts and fills: unique keys of several tables' ids, ascending, and where each one's
-    gradients lie, in their order.
+    """Arguments and results of the kernel `arrange`: the ascending unique keys of several tables' ids, and
+    for each key the addresses of its gradients, in order of occurrence.
 
-    A key is the row's number in its table plus the rows of all tables before. memory: keys, bounds and
-    places. held: what addresses point to.
+    A key is a row's number in its table plus the number of rows in all tables before. memory: holds keys,
+    bounds and places. held: the objects that addresses in `call` point to, kept alive.
     """
 
     call: c.Structure
@@ -168,12 +176,12 @@ class _Arranged(NamedTuple):
 
     @property
     def keys_U(self) -> Tensor:
-        """The keys."""
+        """The unique keys, ascending."""
         return self.memory[: self.call.num_unique]
 
 
 def _gradients(rows_ND: Tensor, count: int) -> tuple[int | None, int]:
-    """Return (address, bytes from row to row)."""
+    """Return (address, bytes from one row to the next)."""
     if rows_ND is _PLACES:
         return None, 1
     gaps = rows_ND.numel() > 0 and rows_ND.shape[-1] > 1 and rows_ND.stride(-1) != 1
@@ -187,8 +195,8 @@ def _gradients(rows_ND: Tensor, count: int) -> tuple[int | None, int]:
 def _to_arrange(
     segments: Sequence[Segment], num_keys: int, frozen: Sequence[int] = (), *, inverse: bool = False
 ) -> _Arranged:
-    """Return what sorts the ids of segments, stably, with memory for the results. frozen: ascending keys to
-    leave out."""
+    """Return the arguments of a stable sort of the segments' ids, and memory for its results. frozen:
+    ascending keys to leave out."""
     lines, held, count = (kernels.Segment * len(segments))(), [], 0
     for line, (ids, rows_ND, num_rows, first_key) in zip(lines, segments, strict=True):
         ids_N = ids.contiguous()
@@ -198,9 +206,10 @@ def _to_arrange(
         line.rows, line.row_bytes = _gradients(rows_ND, own)
         held.append((ids_N, rows_ND))
         count += own
-    # one lookup in order: places follow from the place of an id, and need no list before the sort
+    # With one segment, a gradient's address follows from its id's position. Otherwise the kernel lists the
+    # addresses before it sorts.
     direct = len(segments) == 1
-    # keys, bounds, places; scratch: two words an id, and the unsorted places where they are needed
+    # Results: keys, bounds, places. Scratch: two words per id, and the list of addresses unless `direct`.
     memory = torch.empty((5 if direct else 6) * count, dtype=torch.int64, device=CPU)
     keys = memory.data_ptr()
     bounds, places, words, unsorted = (keys + n * 8 * count for n in (1, 2, 3, 5))
@@ -228,7 +237,7 @@ def _refused(arranged: _Arranged, segments: Sequence[Segment]) -> Exception:
 def _arrange(
     segments: Sequence[Segment], num_keys: int, frozen: Sequence[int] = (), *, inverse: bool = False
 ) -> _Arranged:
-    """Sort now; see `_to_arrange`."""
+    """Sort the ids of segments; see `_to_arrange`."""
     arranged = _to_arrange(segments, num_keys, frozen, inverse=inverse)
     if not kernels.call("arrange", arranged.call):
         raise _refused(arranged, segments)
@@ -236,9 +245,12 @@ def _arrange(
 
 
 def occurrences(ids_N: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (unique_U, inverse_N, bounds_U2, places_N): the unique ids (int64), ascending; the place of each
-    id among them (int32); from where to where in places_N each one's occurrences are (int32); and these, as
-    places in ids_N (int64)."""
+    """Return (unique_U, inverse_N, bounds_U2, places_N).
+
+    unique_U: the unique ids, ascending (int64). inverse_N: each id's index among them (int32). places_N:
+    positions in ids_N, sorted by the id there (int64). bounds_U2: first and end of each unique id's positions
+    in places_N (int32).
+    """
     arranged = _arrange([Segment(ids_N, _PLACES, num_rows)], num_rows, inverse=True)
     assert arranged.inverse_N is not None
     count, unique = len(ids_N), arranged.call.num_unique
@@ -249,11 +261,12 @@ def occurrences(ids_N: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor, T
 def sum_rows(
     segments: Sequence[Segment], frozen: Sequence[int] = (), *, gap: int = 0, squares: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (keys_U, sums_UD, squares_U): unique ids of segments of one table, ascending, and the sums of
-    their rows, in order. frozen: ids, ascending, to leave out. gap: values between one sum and the next.
-    squares: of each sum's 2-norm (float64); else squares_U is empty.
+    """Sum the gradients of each row. Return (keys_U, sums_UD, squares_U): the unique ids of segments of one
+    table, ascending, the sums of their gradients, and the sums' squared 2-norms (float64).
 
-    Raises UserError when keys and places do not fit into 64 bits, IndexError for an id that is not a row.
+    frozen: ascending ids to leave out. gap: unused values between one sum and the next in memory. squares:
+    whether to compute squares_U, which is empty otherwise. Raises UserError if an id and its position do not
+    fit into 64 bits together, IndexError for an id that is not a row.
     """
     first = segments[0].rows_ND
     arranged = _arrange(segments, segments[0].num_rows, frozen)
@@ -270,9 +283,10 @@ def sum_rows(
     return keys_U, out_UX[:, :dim] if gap else out_UX, squares_U
 
 
-# not a dataclass: each table's is made and compared in every step, which takes one nearly twice as long
+# A NamedTuple, not a dataclass: each step makes and compares one per table, and a dataclass takes nearly
+# twice as long.
 class Rule(NamedTuple):
-    """How a touched row changes. number: of `enum rule` in rows.c."""
+    """How an update changes a touched row. number: the value in `enum rule` of rows.c."""
 
     number: int
     lr: float
@@ -283,12 +297,15 @@ class Rule(NamedTuple):
 
 @lru_cache(maxsize=8)
 def corrections(beta1: float, beta2: float) -> tuple[Tensor, Tensor]:
-    """Return 1 / (1 - beta1 ** k) and 1 / sqrt(1 - beta2 ** k) for k = 0, 1, ... up to where both are 1 in
-    float64: looked up, as computing them for every row takes longer. Raises UserError for a beta that has no
-    such step."""
+    """Return Adam's bias corrections 1 / (1 - beta1 ** k) and 1 / sqrt(1 - beta2 ** k) for k = 0, 1, ...
+    until both are 1 in float64. A table, as computing them for every row takes longer.
+
+    Raises UserError for a beta below 0 or above `_LARGEST_BETA`.
+    """
     if not (0 <= beta1 <= _LARGEST_BETA and 0 <= beta2 <= _LARGEST_BETA):
         raise UserError(f"row optimizer: betas={beta1, beta2}; give values from 0 to {_LARGEST_BETA}")
     largest = max(beta1, beta2)
+    # beta ** last is below 2 ** -60: subtracting it from 1 changes nothing in float64.
     last = 1 if largest == 0 else math.ceil(-60 * math.log(2) / math.log(largest)) + 1
     steps = torch.arange(last + 1, dtype=torch.float64, device=CPU)
     first, second = (-torch.expm1(steps * (math.log(beta) if beta else -math.inf)) for beta in (beta1, beta2))
@@ -296,9 +313,10 @@ def corrections(beta1: float, beta2: float) -> tuple[Tensor, Tensor]:
 
 
 class Tables:
-    """Tables of one width and type, as the update reads them: (weight, {field: (state, shape, type)}).
+    """Several tables of one width and type, as the update kernel reads them.
 
-    first_keys: the rows before each table, and of all.
+    members: (weight, {field of `struct table`: (state, its shape, its type)}) of each table. first_keys: the
+    number of rows before each table, and last that of all tables.
     """
 
     def __init__(
@@ -317,11 +335,13 @@ class Tables:
 
 
 def update(rule: Rule, tables: Tables, segments: Sequence[Segment], frozen: Sequence[int]) -> Tensor:
-    """Change the rows and states that segments have gradients of; return their keys (see
-    `_Arranged`). frozen: ascending keys to leave out. Raises what `sum_rows` does."""
+    """Update the rows and states for which the segments have gradients; return their keys (see `_Arranged`).
+
+    frozen: ascending keys to leave out. Raises what `sum_rows` raises.
+    """
     arranged = _to_arrange(segments, tables.first_keys[-1], frozen)
     fix1, fix2 = corrections(*rule.betas)
-    # threads by all ids, as the unique ones are counted within the call
+    # The team is chosen by the number of ids: how many are unique is known only within the call.
     call = kernels.Update(
         team(arranged.call.count, tables.dim * tables.dtype.itemsize), c.addressof(arranged.call),
         c.addressof(tables.lines), len(tables.lines), rule.number, STORED[tables.dtype], tables.dim, rule.lr,

@@ -1,9 +1,9 @@
 """Optimizers of table rows: they read and write only the rows that the batch touched.
 
-"Lazy", but for RowAdamW: momentum, decay and weight decay of a row stand still while no batch touches it. On
-rows that every step touches, sgd, lazy-adagrad and lazy-adam equal torch's SGD, Adagrad and Adam; adagrad and
-adam keep one second moment a row (the mean of the squared gradient), as FBGEMM's EXACT_ROWWISE_ADAGRAD and
-PARTIAL_ROWWISE_ADAM do. RowAdamW equals torch's AdamW without momentum on any rows.
+All but RowAdamW are lazy: a row's moments and weight decay do not change while no batch touches the row. On
+rows that every step touches, sgd, lazy-adagrad and lazy-adam equal torch's SGD, Adagrad and Adam. adagrad and
+adam keep one second moment per row (of the mean squared gradient), as FBGEMM's EXACT_ROWWISE_ADAGRAD and
+PARTIAL_ROWWISE_ADAM do. RowAdamW equals torch's AdamW without momentum, on all rows.
 """
 
 import math
@@ -30,32 +30,32 @@ from dphybrid.util.errors import UserError
 from dphybrid.util.row_rules import RULES, RowRule
 
 _UPDATES = "updates"
-"""The state that counts a table's updates."""
+"""Name of the state that counts a table's updates."""
 _NUMBERS = {name: number for number, name in enumerate(RULES)}
 _OPTIONS_OF_OTHERS = {
     *("momentum", "dampening", "nesterov", "maximize", "amsgrad", "lr_decay", "initial_accumulator_value"),
     *("decoupled_weight_decay", "foreach", "fused", "capturable", "differentiable", "betas", "eps"),
 }
-"""What torch's optimizers take besides: not ignored."""
+"""Options of torch's optimizers. A row optimizer that lacks one raises an error instead of ignoring it."""
 
 _Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class RowOptimizer(EagerOptimizer):
-    """Base: a torch.optim.Optimizer of tables' weights, whose kernel changes the touched rows.
+    """Base class: a torch.optim.Optimizer of tables' weights, whose C kernel updates the touched rows.
 
-    params: as torch's: weights (`model.table.parameters()`), named or not, or groups of them; tables, or
-    tables by name (`find_tables(model)`), stand for their weights. lr: learning rate. weight_decay: added to
-    the gradient of touched rows (lazy). A dense gradient, of a weight that was used as a whole, changes all
-    rows. Other options, with their defaults: `row_rules.RULES`. Raises UserError for other parameters and
-    numbers, TypeError for options that the optimizer does not have.
+    params: as for torch: weights (`model.table.parameters()`), named or not, or groups of them. Tables, or
+    tables by name (`find_tables(model)`), stand for their weights. lr: learning rate. weight_decay: times the
+    row, added to the gradient of touched rows (lazy). A dense gradient, of a weight that was used as a whole,
+    updates all rows. Other options and their defaults: `row_rules.RULES`. Raises UserError for other
+    parameters and numbers, TypeError for options that the optimizer does not have.
     """
 
-    of: RowRule
+    row_rule: RowRule
     changes: ChangedRows | None = None
 
     def __init__(self, params: object, lr: float | None = None, **numbers: object) -> None:
-        known = self.of.numbers
+        known = self.row_rule.numbers
         if foreign := sorted(numbers.keys() - known.keys() - {"weight_decay"}):
             raise TypeError(f"{type(self).__name__} got an unexpected keyword argument {foreign[0]!r}")
         groups: list[Any] = listed(params)
@@ -63,6 +63,7 @@ class RowOptimizer(EagerOptimizer):
             groups = [{"params": [entry]} for entry in named_weights(groups)]
         if not groups:
             raise UserError("row optimizer: there is no table; give it the tables of a model that has one")
+        # Kernel arguments of the step before, by the weights' ids; see `_tables`.
         self._kept: dict[object, tuple[object, native.Tables]] = {}
         if lr is not None:
             numbers["lr"] = lr
@@ -70,23 +71,23 @@ class RowOptimizer(EagerOptimizer):
 
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
-        self._kept = {}
+        self._kept = {}  # a copy has other memory than the addresses in there
 
     def _state_shapes(self, num_rows: int, dim: int, real: torch.dtype) -> _Shapes:
-        """Return shape and type of each state of a table of rows (num_rows, dim)."""
+        """Return the shape and type of each state for a table (num_rows, dim)."""
         shapes = {"row": ((num_rows,), real), "weight": ((num_rows, dim), real)}
         shapes["steps"] = ((num_rows,), torch.int32)
-        return {name: shapes[kind] for name, (_, kind) in self.of.states.items()}
+        return {name: shapes[kind] for name, (_, kind) in self.row_rule.states.items()}
 
     def rule(self, group: Mapping[str, Any]) -> Rule:
-        """Return the rule with the present numbers of a parameter group."""
+        """Return the kernel's rule with the present learning rate and options of a parameter group."""
         lr, decay, eps = (float(group.get(name, 0.0)) for name in ("lr", "weight_decay", "eps"))
         beta1, beta2 = map(float, group.get("betas", (0.0, group.get("beta2", 0.0))))
-        return Rule(_NUMBERS[self.of.name], lr, decay, eps, (beta1, beta2))
+        return Rule(_NUMBERS[self.row_rule.name], lr, decay, eps, (beta1, beta2))
 
     @property
     def tables(self) -> dict[str, nn.Parameter]:
-        """The weights by name."""
+        """The tables' weights by name."""
         return {
             name: weight
             for group in self.param_groups
@@ -95,7 +96,7 @@ class RowOptimizer(EagerOptimizer):
 
     @property
     def lr(self) -> float:
-        """The learning rate of the first group; set, that of all groups."""
+        """The learning rate of the first group. Setting it changes all groups."""
         return float(self.param_groups[0]["lr"])
 
     @lr.setter
@@ -104,7 +105,7 @@ class RowOptimizer(EagerOptimizer):
             group["lr"] = value
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Take over more weights, with zero states."""
+        """Add weights to train, with zero states."""
         group = {**param_group, "params": named_weights(listed(param_group["params"]))}
         group.pop("param_names", None)
         _check_numbers(self.defaults | group)
@@ -114,11 +115,12 @@ class RowOptimizer(EagerOptimizer):
         if taken:
             raise UserError(f"row optimizer: two tables are called {taken.pop()!r}; give them by other names")
         super().add_param_group(group)
+        # Unlike torch's optimizers, not in the first step: states that do not fit into memory fail early.
         for weight in self.param_groups[-1]["params"]:
             self._states(weight)
 
     def _states(self, weight: Tensor) -> dict[str, Tensor]:
-        """Return the states of a weight, zeros where somebody has cleared them."""
+        """Return the states of a weight. Makes zero states if there are none."""
         states: dict[str, Tensor] = self.state[weight]
         if not states:
             info = info_of(weight)
@@ -130,19 +132,19 @@ class RowOptimizer(EagerOptimizer):
                 if make is None
                 else make(wanted)
             )
-            if self.of.counts_updates or weight.dtype == torch.bfloat16:
+            if self.row_rule.counts_updates or weight.dtype == torch.bfloat16:
                 states[_UPDATES] = torch.zeros(1, dtype=torch.int64)
-        # in each step, as anybody may put others into `state` at any time
+        # In each step, as a trainer may replace states at any time; some move them to the model's device.
         for key, state in states.items():
-            if isinstance(state, Tensor) and state.device.type == "cuda":  # trainers move states to the model
+            if isinstance(state, Tensor) and state.device.type == "cuda":
                 states[key] = state.cpu()
         return states
 
     def step(self, closure: Callable[[], object] | None = None) -> Any:
-        """Apply the gradients: tables of one width, type and rule are sorted and updated in one go.
+        """Apply the gradients. Tables of one width, type and rule are sorted and updated together.
 
-        What that takes is counted on the first of them. closure: computes the gradients anew and returns the
-        loss, which is returned.
+        The counters of the first of them get the time. closure: recomputes the gradients and returns the
+        loss. Returns its loss.
         """
         if (
             profiler_looks_on()
@@ -151,11 +153,12 @@ class RowOptimizer(EagerOptimizer):
             or of_torch._global_optimizer_pre_hooks
             or of_torch._global_optimizer_post_hooks
         ):
-            # torch labels and hooks every step; here only where somebody looks
+            # torch's wrapper labels each step and calls hooks. It costs time, so it is used only if a
+            # profiler runs or a hook is registered.
             return self._step_with_hooks(closure)
         return self._step(closure)
 
-    step.hooked = True  # type: ignore[attr-defined] # torch would label every step for a profile: 15 us
+    step.hooked = True  # type: ignore[attr-defined] # or torch wraps it to label every step: 15 us
 
     @torch.no_grad()
     def _step(self, closure: Callable[[], object] | None) -> object:
@@ -173,20 +176,22 @@ class RowOptimizer(EagerOptimizer):
     _step_with_hooks = torch.optim.Optimizer.profile_hook_step(_step)
 
     def _refuse_copies(self) -> None:
+        """Raise UserError if several processes would train copies of a table that drift apart."""
         if not (dist.is_available() and dist.is_initialized()) or (count := dist.get_world_size()) == 1:
             return
         for name, weight in self.tables.items():
             if not ((info := info_of(weight)) and info.synchronized):
                 raise UserError(
-                    f"table {name!r}: each of {count} processes would train a copy of its own, as "
-                    "DistributedDataParallel, FSDP and the like know no rows' gradients; train in one "
-                    "process, with dphybrid.parallel.DataParallel over the GPUs, or as docs/cluster.md says; "
-                    "where your own loop makes all copies' gradients equal, set table.synchronized = True"
+                    f"table {name!r}: each of {count} processes would train its own copy, because "
+                    "DistributedDataParallel, FSDP and the like do not exchange gradients of rows. Train in "
+                    "one process with dphybrid.parallel.DataParallel over the GPUs, or as docs/cluster.md "
+                    "says; if your own loop makes all copies' gradients equal, set table.synchronized = True"
                 )
 
     def _alike(self) -> list[tuple[Rule, tuple[str, ...], list[Tensor]]]:
-        """Tables of one width, type and rule, with their rule and names."""
-        # updated in one go: 200 tables by themselves took five times as long as one of all their rows
+        """Group the tables by width, type and rule; return (rule, names, weights) of each group."""
+        # Each group is updated in one kernel call: 200 calls for 200 tables took five times as long as one
+        # call for a table with all their rows.
         found: dict[tuple[object, ...], tuple[Rule, list[str], list[Tensor]]] = {}
         for group in self.param_groups:
             rule = self.rule(group)
@@ -209,13 +214,13 @@ class RowOptimizer(EagerOptimizer):
                 frozen += [first_key + row for row in info.frozen]
         versions = [weight._version for weight in weights]
         keys_U = native.update(rule, tables, segments, frozen)
-        torch.autograd.graph.increment_version(changed)  # the kernel writes behind torch's back
-        for weight in weights:  # not before: one that was refused is no update
+        torch.autograd.graph.increment_version(changed)  # torch does not see the kernel's writes
+        for weight in weights:  # counted only now: the kernel may refuse an update
             if _UPDATES in (states := self.state[weight]):
                 states[_UPDATES] += 1
         recorded = [None if info is None else info.ahead.changes for info in infos]
         if self.changes is not None or any(record is not None for record in recorded):
-            # numpy, whose calls on a few hundred rows cost half of torch's
+            # numpy, not torch: on a few hundred rows its calls take half the time.
             keys = keys_U.numpy()
             bounds = np.searchsorted(keys, tables.first_keys).tolist()
             for n, (weight, record) in enumerate(zip(weights, recorded, strict=True)):
@@ -225,17 +230,20 @@ class RowOptimizer(EagerOptimizer):
                 if record is not None:
                     record.append((versions[n], weight._version, rows_U))
         if infos[0] is not None:
-            if not infos[0].ahead.is_placed:  # those of replicas were counted when they were looked up
+            if not infos[0].ahead.is_placed:  # a lookup for replicas has counted its unique rows already
                 infos[0].counters.unique += len(keys_U)
             infos[0].counters.update_ms += 1e3 * (time.perf_counter() - start)
 
     def _tables(self, weights: list[Tensor]) -> tuple[native.Tables, list[Tensor]]:
-        """Return what the kernel reads of the weights and their states, and these tensors. Made anew where
-        one of them has other memory than in the step before."""
+        """Return the kernel's description of the weights and states, and the tensors that an update changes.
+
+        The description holds addresses. It is made again only if a tensor's memory has changed since the step
+        before.
+        """
         own = [self._states(weight) for weight in weights]
-        names = list(self.of.states)
+        names = list(self.row_rule.states)
         changed = [*weights, *(states[name] for states in own for name in names)]
-        # addresses alone do not tell: memory that was freed may come back with another shape
+        # Addresses alone are not enough: memory that was freed may be reused for a tensor of another shape.
         now = [(each.data_ptr(), each.shape, each.stride(), each.dtype, type(each)) for each in changed]
         key = tuple(map(id, weights))
         kept = self._kept.get(key)
@@ -243,7 +251,7 @@ class RowOptimizer(EagerOptimizer):
             members = []
             for weight, states in zip(weights, own, strict=True):
                 shapes = self._state_shapes(len(weight), weight.shape[1], native.real_dtype(weight.dtype))
-                fields = self.of.states.items()
+                fields = self.row_rule.states.items()
                 held = {field: (states[name], *shapes[name]) for name, (field, _) in fields}
                 members.append((weight.detach(), held))
             kept = self._kept[key] = (now, native.Tables(members))
@@ -251,43 +259,48 @@ class RowOptimizer(EagerOptimizer):
             places = {id(weight): place for place, weight in enumerate(self.tables.values())}
             for line, weight, states in zip(kept[1].lines, weights, own, strict=True):
                 line.updates = int(states[_UPDATES]) + 1
-                # from a counter in the state, so that a resumed run rounds as the unbroken one would
+                # Noise for bfloat16's rounding, from a counter in the state: a resumed run rounds exactly as
+                # an uninterrupted one.
                 line.noise = (line.updates * 1_000_003 + places[id(weight)]) * 0x9E3779B97F4A7C15 % 2**64
         return kept[1], changed
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients. (torch's own labels the call for a profile: 60 us.)"""
+        """Drop the gradients. Unlike torch's, it does not label the call for a profiler, which takes 60
+        us."""
         for group in self.param_groups:
             for weight in group["params"]:
                 weight.grad = None
 
     def track_changes(self) -> ChangedRows:
-        """Keep, from now on, which rows are changed; return what knows them."""
+        """Start recording which rows updates change; return the record."""
         self.changes = ChangedRows(
             {name: [weight, *self.row_states(name).values()] for name, weight in self.tables.items()}
         )
         return self.changes
 
     def states_of(self, name: str) -> dict[str, Tensor]:
-        """Return the states of a table, as references."""
+        """Return the states of a table, not copied."""
         return self._states(self.tables[name])
 
     def row_states(self, name: str) -> dict[str, Tensor]:
-        """Return those states of a table that have a row for each of its rows, as references."""
+        """Return the states of a table that have an entry for each of its rows, not copied."""
         return {key: value for key, value in self.states_of(name).items() if key != _UPDATES}
 
     def states(self) -> dict[str, Tensor]:
-        """Return the states flat, `TABLE.STATE` -> tensor, as references."""
+        """Return all states as one dict, `TABLE.STATE` -> tensor, not copied."""
         return {f"{name}.{key}": value for name in self.tables for key, value in self.states_of(name).items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Fill states in place, in their own types, and set the groups' numbers. Raises UserError for states
-        or options of another optimizer."""
+        """Copy saved states into the present ones, keeping their types, and set the groups' options. Raises
+        UserError for states or options of another optimizer."""
         groups = state_dict["param_groups"]
-        # torch's own casts states to the weights' type: bfloat16 moments, and steps as floats
+        # torch's own method would cast states to the weight's type: moments to bfloat16, steps to floats.
         sizes, own = ([len(group["params"]) for group in each] for each in (groups, self.param_groups))
         if sizes != own:
-            raise UserError(f"row optimizer state does not fit: groups of {sizes} tables, expected {own}")
+            raise UserError(
+                f"row optimizer state does not fit: it has groups of {sizes} tables, expected {own}; load it "
+                "into an optimizer with the same groups"
+            )
         used = {
             key for group in groups for key in _OPTIONS_OF_OTHERS - self.defaults.keys() if group.get(key)
         }
@@ -303,7 +316,7 @@ class RowOptimizer(EagerOptimizer):
         }
         self.check_shapes({key: tuple(value.shape) for key, value in saved.items()})
         kept = dict(self.state)
-        # without their names, torch leaves the groups their own
+        # Without `param_names` in the saved groups, torch keeps the present names.
         unnamed = [{key: group[key] for key in group if key != "param_names"} for group in groups]
         super().load_state_dict({**state_dict, "param_groups": unnamed, "state": {}})
         self.state.update(kept)
@@ -312,8 +325,8 @@ class RowOptimizer(EagerOptimizer):
                 value.copy_(saved[key])
 
     def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise UserError that names missing, unexpected and differently shaped entries of a state that is to
-        be loaded."""
+        """Raise UserError if a state to load does not fit; names missing, unexpected and differently shaped
+        entries."""
         own = {key: tuple(value.shape) for key, value in self.states().items()}
         problems = [f"missing {key}" for key in own.keys() - shapes.keys()]
         problems += [f"unexpected {key}" for key in shapes.keys() - own.keys()]
@@ -329,13 +342,13 @@ class RowOptimizer(EagerOptimizer):
 
 
 def _refuse_between_steps() -> None:
-    """Raise UserError while accelerate accumulates gradients: it skips the steps of the optimizers that it
-    knows, and this one it does not."""
+    """Raise UserError while accelerate accumulates gradients. accelerate skips the steps of the optimizers
+    that it has prepared, but this one was not prepared, so it would step too often."""
     accelerate = sys.modules.get("accelerate")
     if accelerate is not None and not accelerate.state.GradientState().sync_gradients:
         raise UserError(
-            "row optimizer: accelerate accumulates gradients, and would not take a step with this batch; "
-            "give it the row optimizer, too, rows = accelerator.prepare(rows), or a CombinedOptimizer"
+            "row optimizer: accelerate is accumulating gradients, so this batch must not take a step; "
+            "prepare the row optimizer too, rows = accelerator.prepare(rows), or use a CombinedOptimizer"
         )
 
 
@@ -351,48 +364,49 @@ def _check_numbers(numbers: Mapping[str, Any]) -> None:
 class RowSGD(RowOptimizer):
     """w -= lr * g. No state."""
 
-    of = RULES["sgd"]
+    row_rule = RULES["sgd"]
 
 
 class RowAdagrad(RowOptimizer):
-    """Adagrad with one accumulator a row: s += mean(g^2); w -= lr * g / (sqrt(s) + eps)."""
+    """Adagrad with one accumulator per row: s += mean(g^2); w -= lr * g / (sqrt(s) + eps)."""
 
-    of = RULES["adagrad"]
+    row_rule = RULES["adagrad"]
 
 
 class RowAdam(RowOptimizer):
-    """Adam with one second moment a row (partial row-wise Adam). The step count is the row's own, so that a
-    rare row's bias correction is right."""
+    """Adam with one second moment per row (partial row-wise Adam). Each row counts its own steps, so that the
+    bias correction of rare rows is right."""
 
-    of = RULES["adam"]
+    row_rule = RULES["adam"]
 
 
 class LazyAdam(RowOptimizer):
-    """Adam with full moments, kept and changed for touched rows only."""
+    """Adam with full moments, updated only for touched rows."""
 
-    of = RULES["lazy-adam"]
+    row_rule = RULES["lazy-adam"]
 
 
 class RowAdamW(RowOptimizer):
-    """torch's AdamW with betas of (0, beta2), over all rows: weight decay, decoupled, and the second moment
-    follow the steps of the table, not of the row. What a row missed since its last step is made up for, by
-    the present learning rate, when it is next touched; until then lookups return it as it was left.
+    """torch's AdamW with betas=(0, beta2), over all rows: the decoupled weight decay and the fading of the
+    second moment follow the table's steps, not the row's. When a row is next touched, it first catches up on
+    the steps it missed, at the present learning rate; until then, lookups return it unchanged.
 
-    Rare rows take larger steps, and shrink between them: the choice for retrieval.
+    Rare rows take larger steps and shrink between them, which suits retrieval.
     """
 
-    of = RULES["adamw"]
+    row_rule = RULES["adamw"]
 
 
-_WITH_CLASS = {kind.of.name: kind for kind in (RowSGD, RowAdagrad, RowAdam, LazyAdam, RowAdamW)}
+_WITH_CLASS = {kind.row_rule.name: kind for kind in (RowSGD, RowAdagrad, RowAdam, LazyAdam, RowAdamW)}
 ROW_OPTIMIZERS: dict[str, type[RowOptimizer]] = {
-    name: _WITH_CLASS.get(name) or type(name, (RowOptimizer,), {"of": rule}) for name, rule in RULES.items()
+    name: _WITH_CLASS.get(name) or type(name, (RowOptimizer,), {"row_rule": rule})
+    for name, rule in RULES.items()
 }
 
 
 def row_optimizer(name: str, tables: object, **options: Any) -> RowOptimizer:
-    """Return the row optimizer of that name for all tables of a model, or for what a `RowOptimizer` takes.
-    Raises UserError for other names, and for a model without tables."""
+    """Return the row optimizer `name` for all tables of a model, or for any `params` of a `RowOptimizer`.
+    Raises UserError for an unknown name, and for a model without tables."""
     if name not in ROW_OPTIMIZERS:
         raise UserError(f"row optimizer {name!r}: use one of {', '.join(ROW_OPTIMIZERS)}")
     if isinstance(tables, nn.Module) and not isinstance(tables, HostEmbedding):

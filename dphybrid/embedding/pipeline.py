@@ -1,6 +1,6 @@
-"""Exact prefetching: while a step computes, a worker thread prepares the lookups of the steps that follow.
+"""Exact prefetching: while a step computes, a worker thread prepares the lookups of the next steps.
 
-How a training loop uses it (the loop is the same with mode "off"):
+Use in a training loop, which is the same with mode "off":
 
     with RowPipeline(model, mode="exact", lookahead=1) as pipeline:
         for batch in pipeline.prefetch(batches, model.table_ids):   # table_ids(batch) -> {table name: ids}
@@ -8,21 +8,19 @@ How a training loop uses it (the loop is the same with mode "off"):
             ...                                                      # backward, clip, optimizer.step()
             metrics |= pipeline.counters()
 
-The worker draws the next batch, sorts each replica's ids, gathers their unique rows and sends them to its
-device.
-`HostEmbedding` recognises a prepared lookup by the equality of its ids (53,248 ids: 0.05 ms), sends
-the rows again that an update has changed since they were gathered, and goes on as if it had gathered them
-itself. Thus a lookup that was not announced is simply done on the spot, and tables, losses and states have
-the same bits as with mode "off". A process that uses no GPU gets no worker: it would take turns with the step
-it is to run beside (measured on two cores: steps of 3 ms got a tenth longer, on two virtual devices up to
-three quarters).
+The worker draws the next batch, sorts the ids of each replica's share, gathers their unique rows and sends
+them to the replica's device. `HostEmbedding` recognises a prepared lookup by comparing its ids (0.05 ms for
+53,248 ids), sends those rows again that an update has changed since, and continues as if it had gathered the
+rows itself. A lookup that was not announced is done on the spot. So tables, losses and states have the same
+bits as with mode "off"; `ahead` explains why.
 
-Why that is exact: see `ahead`. The worker never writes to a table, so an evaluation or a checkpoint in
-between needs no draining. (The hazard and its remedy are those of FBGEMM's prefetch; see the comment on
-outdated caches in its table-batched embeddings.)
+A process that uses no GPU gets no worker, which would compete with the step for the same cores (measured on
+two cores: steps of 3 ms took a tenth longer, on two virtual devices up to three quarters).
 
-The worker draws batches ahead of their use: their source must not depend on torch's global generator or on
-what the step does.
+The worker never writes to a table, so an evaluation or a checkpoint between steps need not wait for it. (The
+hazard and its remedy are those of FBGEMM's prefetch; see the comment on outdated caches in its table-batched
+embeddings.) The worker draws batches before they are used, so their source must not depend on torch's global
+generator or on the effects of a step.
 """
 
 import itertools
@@ -47,30 +45,30 @@ from dphybrid.util.memory import is_out_of_memory
 
 Batch = TypeVar("Batch")
 Ids = Mapping[str, Tensor | Sequence[Tensor]]
-"""The ids that will be looked up, by table: one tensor, or one for each lookup."""
+"""Table name -> the ids that will be looked up: one tensor, or a list of one tensor per lookup."""
 _IdsOf = Callable[[Batch], Ids]
 
 _JOIN_S = 5.0
-"""How long closing waits for a worker that is inside the batch source."""
+"""How long `close` waits for a worker that is blocked in the batch source."""
 
 
 @runtime_checkable
 class DeclaresIds(Protocol):
-    """A model that says which rows its `forward` will look up, so that they can be fetched ahead."""
+    """A model that announces which rows its `forward` will look up, so that they can be fetched ahead."""
 
     def table_ids(self, batch: dict[str, Tensor]) -> Ids:
-        """Return the ids by table, named as `dphybrid.embedding.find_tables` names them: a tensor, or one for
-        each lookup."""
+        """Return table name -> ids, as one tensor or one per lookup. Names are those of
+        `dphybrid.embedding.find_tables`."""
         ...
 
 
 class RowPipeline:
-    """Hands out batches and has their lookups prepared ahead; see the module's description.
+    """Yields batches while a worker thread prepares the lookups of later ones; see the module's docstring.
 
-    model: whose tables are looked up ahead; or tables, as `find_tables` gives them. mode: "exact", or "off"
-    for handing out batches as they come. lookahead: batches prepared ahead at most (>= 1). on_cpu: have a
-    worker although no GPU is used, which costs time and shows that the bits stay the same. Raises UserError
-    for other values.
+    model: the model whose tables are looked up ahead, or its tables as from `find_tables`. mode: "exact", or
+    "off" to yield batches without a worker. lookahead: most batches prepared ahead (>= 1). on_cpu: use a
+    worker even without a GPU; slower, for tests that the bits stay the same. Raises UserError for other
+    values.
     """
 
     def __init__(
@@ -90,7 +88,7 @@ class RowPipeline:
         self._table_ids: Callable[[Any], Ids] | None = None
         if isinstance(model, DeclaresIds):
             self._table_ids = model.table_ids
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._runs: list[_Run] = []
         self.times_ms = {"prepare_ms": 0.0, "wait_ms": 0.0}
         self._seen = self._totals()
@@ -102,26 +100,25 @@ class RowPipeline:
         self.close()
 
     def close(self) -> None:
-        """Stop the worker and let go of what it has prepared. Called by leaving the `with` block, however it
-        is left."""
+        """Stop the worker and drop the lookups that it has prepared. Leaving the `with` block calls this."""
         for run in list(self._runs):
             run.stop()
 
     def prefetch(self, batches: Iterable[Batch], ids_of: _IdsOf[Batch] | None = None) -> Iterator[Batch]:
-        """Yield the batches in order. ids_of: returns the ids that the model will look up for a batch, by
-        table (one tensor, or a list of one tensor a lookup); None: the model's own `table_ids`.
+        """Yield the batches in order. ids_of: function from a batch to the ids that the model will look up,
+        by table (one tensor, or a list of one tensor per lookup); None: the model's own `table_ids`.
 
         The first forward places the tables (see `DataParallel.rows`), so its rows are looked up on the spot;
-        those of all later batches come prepared. Warns once, with the reason, when rows cannot be fetched
-        ahead. An exception of the batch source or of `ids_of`, and an id out of range, end the loop where its
-        batch would have come, with the worker's own traceback. Leaving the loop early, by `break` or an
+        those of all later batches are prepared ahead. Warns once, with the reason, if rows cannot be fetched
+        ahead. An exception in the batch source or in `ids_of`, or an id that is not a row, is raised when the
+        loop asks for that batch, with the worker's traceback. Leaving the loop early, by `break` or an
         exception, stops the worker.
         """
         ids_of = ids_of or self._table_ids
         if self.mode == "off" or not self.tables or not (self.on_cpu or torch.cuda.is_initialized()):
             yield from batches
         elif ids_of is None:
-            self._tell(
+            self._warn_once(
                 "the ids are not known ahead; give prefetch a function from a batch to {table: ids}, or the "
                 "model a method table_ids(batch)"
             )
@@ -129,11 +126,12 @@ class RowPipeline:
         else:
             source = iter(batches)
             if any(not table.is_placed for table in self.tables.values()):
+                # Without a worker: `forward` must run once before it is known where rows are sent.
                 for batch in itertools.islice(source, 1):
                     names = list(self._known(ids_of(batch)))
                     yield batch
                     if missing := [name for name in names if not self.tables[name].is_placed]:
-                        self._tell(
+                        self._warn_once(
                             f"no region takes the rows of {', '.join(missing)}; look them up in forward with "
                             "region.rows(table, ids)"
                         )
@@ -147,25 +145,27 @@ class RowPipeline:
             )
         if unknown := ids.keys() - self.tables.keys():
             raise UserError(
-                f"ids for the tables {sorted(unknown)}, which the model lacks; it has "
+                f"RowPipeline: ids for the tables {sorted(unknown)}, which the model lacks; it has "
                 f"{', '.join(self.tables)}"
             )
         return ids
 
-    def _tell(self, why: str) -> None:
-        """Warn about each reason once."""
-        if why not in self._told:
-            self._told.add(why)
+    def _warn_once(self, why: str) -> None:
+        """Warn that rows are not fetched ahead, once for each reason."""
+        if why not in self._warned:
+            self._warned.add(why)
             warnings.warn(f"RowPipeline: rows are not fetched ahead: {why}", RuntimeWarning, stacklevel=3)
 
     def _ahead(self, batches: Iterator[Batch], ids_of: _IdsOf[Batch]) -> Iterator[Batch]:
-        if not any(table.ahead.is_placed for table in self.tables.values()):  # all rows are where they belong
+        # One replica on the CPU reads rows from the table itself: there is nothing to prepare.
+        if not any(table.ahead.is_placed for table in self.tables.values()):
             yield from batches
             return
         handed, before = 0, self._num_prepared()
         run = _Run(batches, lambda batch: self._known(ids_of(batch)), self)
         self._runs.append(run)
-        # Updates between a lookup's gathering and its use: one a batch ahead, and one that was running.
+        # Between a lookup's gathering and its use come one update for each batch ahead, and the one that was
+        # running. If fewer were recorded, `repair` would read all rows again.
         for table in self.tables.values():
             table.ahead.record_changes(self.lookahead + 2)
         try:
@@ -174,10 +174,10 @@ class RowPipeline:
                 for name, table in self.tables.items():
                     table.ahead.expect(lookups.get(name, []))
                 handed += any(lookups.values())
-                del item, lookups  # the loop's body must be free to drop the batch
+                del item, lookups  # or this frame would keep the batch alive while the loop's body runs
                 yield batch
                 if handed == 2 and self._num_prepared() == before:
-                    self._tell(
+                    self._warn_once(
                         "forward looks up other ids than those announced; have prefetch's function return "
                         "the very ids that forward gives to region.rows"
                     )
@@ -189,11 +189,11 @@ class RowPipeline:
                 table.ahead.record_changes(0)
 
     def counters(self, steps: int = 1) -> dict[str, float]:
-        """Return what happened since the last call, summed over tables, divided by `steps`.
+        """Return the counts since the last call, summed over tables and divided by `steps`.
 
-        The entries of `counters.Counters`, and: prepare_ms: of the worker, all in all. wait_ms: of the loop
-        for the worker. Three ratios: unique_ratio: unique / ids. prepared_ratio: unique rows that came
-        prepared. conflict_ratio: prepared rows read again.
+        The fields of `lookup.Counters`, and: prepare_ms: the worker's whole time per batch. wait_ms: how long
+        the loop waited for the worker. Three ratios, not divided: unique_ratio: unique rows / ids.
+        prepared_ratio: prepared / unique rows. conflict_ratio: repaired / prepared rows.
         """
         totals, seen = self._totals(), self._seen
         self._seen = totals
@@ -222,11 +222,11 @@ class _Run(Generic[Batch]):
         self._iterator, self._ids_of, self._tables = batches, ids_of, pipeline.tables
         self._lookahead, self._times_ms = pipeline.lookahead, pipeline.times_ms
         self._pins = any(table.ahead.is_on_gpus for table in self._tables.values())
-        # a batch with its lookups by table; at the end an exception, or None
+        # Items: (batch, lookups by table); last, the exception that ended the worker, or None.
         self._done: queue.Queue[tuple[Batch, dict[str, list[Lookup]]] | BaseException | None] = queue.Queue()
         self._permits = threading.Semaphore(self._lookahead)
         self._stopping = threading.Event()
-        # a daemon: a batch source that hangs must not keep the interpreter from ending
+        # A daemon: a batch source that hangs must not keep the interpreter from exiting.
         self._thread = threading.Thread(target=self._work, name="dphybrid-rows", daemon=True)
         self._thread.start()
 
@@ -241,17 +241,17 @@ class _Run(Generic[Batch]):
 
     def stop(self) -> None:
         self._stopping.set()
-        self._permits.release()  # wakes a worker that waits for its turn
+        self._permits.release()  # wakes a worker that waits until a batch has been taken
         if self._thread is not threading.current_thread():
             self._thread.join(_JOIN_S)
         while not self._done.empty():
             self._done.get_nowait()
-        # a loop that goes on would else wait for a worker that is gone
+        # Without this, a loop that continues would wait forever for the stopped worker.
         self._done.put(UserError("RowPipeline: closed while a loop draws its batches; leave the loop first"))
 
     def _lookups(self, ids: Ids) -> dict[str, list[Lookup]]:
-        """Prepare a batch's lookups; none of them where a device has no memory for them: the step then looks
-        up by itself, and tells what did not fit."""
+        """Prepare a batch's lookups. Returns none if a device runs out of memory: the step then looks up by
+        itself, and its own error names what did not fit."""
         lookups: dict[str, list[Lookup]] = {}
         try:
             for name, wanted in ids.items():
@@ -265,7 +265,8 @@ class _Run(Generic[Batch]):
         return lookups
 
     def _reserve(self, lookups: dict[str, list[Lookup]], batch: Batch) -> None:
-        """Before the first forward: pinned memory for the batches that will be on their way at once."""
+        """Allocate pinned memory for all batches that will be in transit at once, before the first forward;
+        see `Channel.reserve`."""
         if self._pins:
             held = [pinned(batch, anew=True) for _ in range(self._lookahead + 1)]
             del held
@@ -295,6 +296,6 @@ class _Run(Generic[Batch]):
                     self._reserve(lookups, batch)
                 self._times_ms["prepare_ms"] += 1e3 * (time.perf_counter() - start)
                 self._done.put((batch, lookups))
-                del batch, ids, lookups  # what is handed over is not kept alive here
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the loop that waits must get it
+                del batch, ids, lookups  # or this frame would keep them alive while it waits for a permit
+        except BaseException as error:  # noqa: BLE001 - the waiting loop must get it, whatever it is
             self._done.put(error)

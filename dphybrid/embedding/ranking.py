@@ -1,7 +1,8 @@
-"""Scores of queries against every row of a table, block by block: the best rows, and ranks of known answers.
+"""Scores queries against every row of a table, one block of rows at a time: finds the best rows, and the
+ranks of known answers.
 
-Letters: Q queries, D width of a row, V rows of the table, N rows of a block, S hidden rows of a query, H
-hidden rows of all of them, K places of a list.
+Letters: Q queries, D width of a row, V rows of the table, N rows of a block, S hidden rows per query
+(padded), H hidden rows of all queries, K best rows to return.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,23 +14,26 @@ from torch import Tensor
 from dphybrid.embedding.table import HostEmbedding
 
 SCORES = 2**23
-"""Scores that are computed at a time."""
+"""Number of scores held at a time, which sets the size of a block."""
 _TIE = 1e-6
-"""Scores closer than this share are equal: their sums were taken in another order, perhaps."""
+"""Relative difference below which scores count as equal: the same sum in another order may differ so much."""
 
 Score = Callable[[Tensor, Tensor], Tensor]
 
 
 def dot_products(queries_QD: Tensor, rows_ND: Tensor) -> Tensor:
-    """Return scores_QN; further dimensions may stand before these."""
+    """Return scores_QN. Both arguments may have further dimensions in front."""
     return queries_QD @ rows_ND.transpose(-1, -2)
 
 
 @dataclass(frozen=True)
 class Ranked:
-    """What `rank_rows` found. rows_QK, scores_QK: the best rows and their scores, best first; row -1 and -inf
-    where there are fewer than K. ranks_Q: from 1 on, equal scores share the mean of their ranks. loss_Q: the
-    cross entropy of a softmax over the answer and all rows that are not hidden."""
+    """Result of `rank_rows`.
+
+    rows_QK, scores_QK: the best rows and their scores, best first; padded with row -1 and score -inf.
+    ranks_Q: rank of each answer, 1 for the best; equal scores share the mean of their ranks. loss_Q: cross
+    entropy of a softmax over the answer and all rows that are not hidden.
+    """
 
     rows_QK: Tensor
     scores_QK: Tensor
@@ -48,16 +52,17 @@ def rank_rows(
     score: Score = dot_products,
     numbers_a_score: int = 1,
 ) -> Ranked:
-    """Score each query against all rows of a table, and return the `k` best rows and the rank of its answer.
+    """Score each query against all rows of a table; return the `k` best rows and the rank of its answer.
 
-    Memory holds a block of rows and of scores at a time, on the queries' device. table: a host table, or rows
-    (V, D). answers_Q: one row a query; None: no ranks and losses (NaN). hidden_QS: rows that do not compete
-    (known answers, items that a user has met), padded with -1; an answer among them is ranked all the same.
-    score: from (..., Q, D) and (..., N, D) to (..., Q, N). numbers_a_score: numbers that it holds for each.
+    Holds one block of rows and scores at a time, on the queries' device. table: a host table, or rows (V, D).
+    answers_Q: one row per query; None: ranks and losses are NaN. hidden_QS: rows that do not compete (known
+    answers, items that a user has seen), padded with -1; an answer among them is still ranked. score:
+    function from (..., Q, D) and (..., N, D) to (..., Q, N). numbers_a_score: numbers that `score` holds for
+    each score while it computes; a larger one gives smaller blocks.
     """
     if hidden_QS is None:
         hidden_QS = torch.empty(len(queries_QD), 0, dtype=torch.int64)
-    # Autocast may have made the queries short; scores are sums of many products.
+    # Autocast may have made the queries 16-bit, too coarse for scores, which are sums of many products.
     queries_QD = queries_QD.to(torch.promote_types(queries_QD.dtype, torch.float32))
     best, ranking = Best(queries_QD, k), _Ranking(queries_QD, table, answers_Q, score)
     for start, scores_QN in score_blocks(queries_QD, table, hidden_QS, score, numbers_a_score):
@@ -74,11 +79,11 @@ def score_blocks(
     score: Score = dot_products,
     numbers_a_score: int = 1,
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield (first row, its block's scores on the queries' device); those of hidden rows are -inf."""
+    """Yield (first row of a block, the block's scores on the queries' device). Hidden rows score -inf."""
     num_rows = table.num_rows if isinstance(table, HostEmbedding) else len(table)
     step = max(1, SCORES // max(1, len(queries_QD) * numbers_a_score))
     query_H, place_H = (hidden_QS := hidden_QS.to(queries_QD.device)).ge(0).nonzero(as_tuple=True)
-    row_H = hidden_QS[query_H, place_H]  # a list, not a mask of all scores: few rows are hidden
+    row_H = hidden_QS[query_H, place_H]  # indices, not a mask of all scores: few rows are hidden
     for start in range(0, num_rows, step):
         rows_ND = _rows(table, torch.arange(start, min(start + step, num_rows))).to(queries_QD)
         here_H = (row_H >= start) & (row_H < start + len(rows_ND))
@@ -93,21 +98,22 @@ def _rows(table: HostEmbedding | Tensor, ids: Tensor) -> Tensor:
 
 
 def places_in(rows_QS: Tensor, start: int, size: int) -> Tensor:
-    """Return where rows stand in the block of `size` from `start` on; `size` for those elsewhere."""
+    """Return the place of each row in the block of `size` rows from `start` on; `size` if it is not in the
+    block."""
     place_QS = rows_QS - start
     return place_QS.where((place_QS >= 0) & (place_QS < size), size)
 
 
 class Best:
-    """The k best of scores that come block by block: scores_QK and rows_QK, best first; row -1 and -inf where
-    there are fewer."""
+    """Keeps the k best scores over all blocks: scores_QK and rows_QK, best first, padded with -inf and row
+    -1."""
 
     def __init__(self, queries_QD: Tensor, k: int) -> None:
         self.scores_QK = queries_QD.new_full((len(queries_QD), k), -torch.inf)
         self.rows_QK = torch.full((len(queries_QD), k), -1, device=queries_QD.device)
 
     def add(self, start: int, scores_QN: Tensor) -> None:
-        """Take note of a block of scores, that of row `start` first."""
+        """Add a block of scores, whose first row is `start`."""
         top_QK, place_QK = scores_QN.topk(min(self.scores_QK.shape[1], scores_QN.shape[1]))
         row_QK = (place_QK + start).where(top_QK > -torch.inf, -1)
         both_Q2K = torch.cat([self.scores_QK, top_QK], 1)
@@ -116,8 +122,8 @@ class Best:
 
 
 class _Ranking:
-    """The rank of each query's answer among scores that come block by block. total_Q: the logarithm of the
-    softmax's sum; own_Q: the answers' scores."""
+    """Computes the rank of each query's answer over all blocks. own_Q: the answers' scores. total_Q:
+    logarithm of the softmax's denominator so far."""
 
     def __init__(
         self, queries_QD: Tensor, table: HostEmbedding | Tensor, answers_Q: Tensor | None, score: Score
@@ -131,14 +137,14 @@ class _Ranking:
             self.ranks_Q = torch.ones_like(self.own_Q)
 
     def add(self, start: int, scores_QN: Tensor) -> None:
-        """Take note of a block of scores, that of row `start` first; the answers' own become -inf."""
+        """Add a block of scores, whose first row is `start`. Sets the answers' own scores in it to -inf."""
         if self._answers_Q is None:
             return
         here_Q = (self._answers_Q >= start) & (self._answers_Q < start + scores_QN.shape[1])
         scores_QN[here_Q, self._answers_Q[here_Q] - start] = -torch.inf  # it does not compete with itself
         own_Q1, close_Q1 = self.own_Q.unsqueeze(1), (_TIE * (1 + self.own_Q.abs())).unsqueeze(1)
-        halves_QN = (scores_QN > own_Q1 + close_Q1).view(torch.int8)  # bools take twice as long to sum
+        halves_QN = (scores_QN > own_Q1 + close_Q1).view(torch.int8)  # summing bools takes twice as long
         halves_QN += scores_QN > own_Q1 - close_Q1
-        # two halves for each better score and one for each equal one: ties share the mean of their ranks
+        # 2 for each better score and 1 for each equal one, halved: ties share the mean of their ranks.
         self.ranks_Q = self.ranks_Q + halves_QN.sum(1, dtype=torch.int32) / 2
         self.total_Q = torch.logaddexp(self.total_Q, scores_QN.logsumexp(1))

@@ -1,18 +1,17 @@
-"""Rows on their way to the replicas of a region, and the rows' gradients on their way back.
+"""Sends rows from a table to the replicas of a region, and the rows' gradients back.
 
 Letters: N ids of one replica's share, U unique ids among them, C rows changed meanwhile, D width of a row.
 
-Each replica gets the unique rows of its own share, straight from the table to its device: gathered into a
-pinned buffer, sent on a stream of its own together with the indices that expand them, while the devices still
-work on the batch before. Rows that an update has changed since are sent again just before they are used. On
-the device the rows are a leaf; gradients of repeated ids are summed there, so that one gradient a unique row
-comes back.
+Each replica gets only the unique rows of its own share, straight from the table. They are gathered into a
+pinned buffer and sent on a separate stream, together with the indices that expand them, while the devices
+still compute the batch before. Rows that an update has changed since are sent again just before their use. On
+the device, the rows are expanded to one row per id; in backward, gradients of repeated ids are summed there,
+so that only one gradient per unique row comes back.
 
-Pinned buffers go round by torch's caching host allocator: one is given out again when the copies from or to
-it have ended.
+torch's caching host allocator reuses pinned buffers once the copies from or to them have ended.
 
-On the CPU (virtual devices) the same code runs: buffers are plain memory, a device copy is a copy, streams
-and events do nothing.
+The same code runs for virtual devices on the CPU, where buffers are plain memory and there are no streams or
+events.
 """
 
 import time
@@ -29,15 +28,15 @@ from torch.utils._pytree import tree_map
 
 from dphybrid.embedding.lookup import Counters, Occurrences, sum_by_row
 
-_ALIGNMENT = 16  # a view of another type must begin at a multiple of its size
+_ALIGNMENT = 16  # bytes; Tensor.view(dtype) needs an offset that is a multiple of the type's size
 
 SizesOf = Callable[[int], Sequence[int]]
-"""From the number of rows of a batch to the rows of each replica's share."""
+"""Function from the number of rows of a batch to the number of rows of each replica's share."""
 
 
 class DeviceRows(torch.autograd.Function):
-    """rows_UD and `Occurrences.indices` -> rows_ND on a replica's device; gradients of repeated ids are
-    summed there."""
+    """(rows_UD, *`Occurrences.indices`) -> rows_ND, on a replica's device. Backward sums the gradients of
+    repeated ids there."""
 
     @staticmethod
     def forward(ctx: Any, rows_UD: Tensor, inverse_N: Tensor, *occurrences: Tensor) -> Tensor:
@@ -47,16 +46,18 @@ class DeviceRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grads_ND: Tensor) -> tuple[Tensor | None, ...]:
-        # A bag is summed by one thread in order: unlike index_add_, the same bits every time on a GPU too.
+        # Not index_add_: on a GPU its atomic adds come in any order. embedding_bag sums each bag in order, by
+        # one thread, so the bits are the same every time.
         return sum_by_row(grads_ND.contiguous(), *ctx.saved_tensors), None, None, None, None
 
 
 @dataclass
 class Share:
-    """One replica's part of a lookup, on its way to the device or there, by `channel`.
+    """One replica's part of a lookup, which `channel` is sending to the device.
 
-    where: its unique ids, on the host. shape: of its ids. rows_UD, indices (of `where`): on the device.
-    memory: what they are views of. ready: when they have arrived (None on the CPU).
+    where: its unique ids and their occurrences, on the host. shape: of its ids. rows_UD, indices
+    (`where.indices()`): on the device, views of `memory`. ready: event of their arrival (None on the CPU).
+    gather_ms: time of reading its rows from the table.
     """
 
     channel: "Channel"
@@ -70,8 +71,8 @@ class Share:
 
 
 class Channel:
-    """The way to one replica's device and back. Sending may happen in a worker thread, repairing and
-    receiving in the main one."""
+    """Sends rows to one replica's device and receives their gradients. A worker thread may send; repairs and
+    receiving run in the training thread."""
 
     def __init__(self, device: torch.device, counters: Counters) -> None:
         self.device, self._counters = device, counters
@@ -85,6 +86,7 @@ class Channel:
     ) -> Share:
         """Have `read(ids_U, out_UD)` fill a buffer with the rows, and start sending it. like: an empty tensor
         (0, D) of the rows' type."""
+        # Rows and indices share one buffer: one copy instead of five.
         shape_UD, on_host = (len(where.unique_U), like.shape[1]), where.indices()
         parts = _layout([(shape_UD, like.dtype), *((tuple(each.shape), each.dtype) for each in on_host)])
         memory = self._host_memory(parts[-1][0].stop)
@@ -94,13 +96,13 @@ class Channel:
         gather_ms = 1e3 * (time.perf_counter() - start)
         for target, source in zip(indices, on_host, strict=True):
             target.copy_(source)
-        there, ready = self._start_copy(memory)
-        rows_UD, *indices = _views(there, parts)
-        return Share(self, where, shape, there, rows_UD, indices, ready, gather_ms)
+        on_device, ready = self._start_copy(memory)
+        rows_UD, *indices = _views(on_device, parts)
+        return Share(self, where, shape, on_device, rows_UD, indices, ready, gather_ms)
 
     def mend(self, share: Share, places_C: Tensor, read: Callable[[Tensor], None]) -> None:
-        """Have `read(out_CD)` fill a buffer, and put its rows in the places of those that are
-        there or on their way."""
+        """Replace the rows at `places_C` of a share that was sent already. `read(out_CD)` fills a buffer with
+        the new rows."""
         shape = (len(places_C), share.rows_UD.shape[1])
         parts = _layout([(shape, share.rows_UD.dtype), ((len(places_C),), places_C.dtype)])
         memory = self._host_memory(parts[-1][0].stop)
@@ -108,15 +110,16 @@ class Channel:
         rows_CD, places = _views(memory, parts)
         read(rows_CD)
         places.copy_(places_C)
-        there, share.ready = self._start_copy(memory)
-        with self._on(self._to):  # behind both copies, in the same stream
-            rows_CD, places = _views(there, parts)
+        on_device, share.ready = self._start_copy(memory)
+        with self._on(self._to):  # the stream of both copies, so this runs after them
+            rows_CD, places = _views(on_device, parts)
             share.rows_UD.index_copy_(0, places, rows_CD)
             if self._to is not None and share.ready is not None:
                 share.ready.record(self._to)
 
     def arrive(self, share: Share, counted: bool) -> None:
-        """Make what the caller computes next on the device wait for the share."""
+        """Make the device's current stream wait until the share has arrived. counted: add it to the
+        counters."""
         if counted:
             self._counters.gather_ms += share.gather_ms
             self._counters.bytes_gathered += share.rows_UD.nbytes
@@ -124,36 +127,39 @@ class Channel:
         if share.ready is not None:
             stream = torch.cuda.current_stream(self.device)
             stream.wait_event(share.ready)
-            # the allocator would else hand the memory, of another stream, out before this one has read it
+            # The memory belongs to the copying stream. Without this, the allocator would reuse it before the
+            # computing stream has read it.
             share.memory.record_stream(stream)
-        self.settle_times()  # in every step: events that wait for a reader would pile up
+        self.settle_times()  # in every step, or finished events would pile up
 
     def start_receiving(self, grads_UD: Tensor) -> tuple[Tensor, "torch.cuda.Event | None"]:
-        """Start copying gradients to the host; return where they will be once the event has happened."""
+        """Start copying gradients to the host. Return (their place on the host, the event after which they
+        are there; None on the CPU)."""
         self._counters.bytes_from_devices += grads_UD.nbytes
         if self._back is None:
             return grads_UD, None
         host = torch.empty(grads_UD.shape, dtype=grads_UD.dtype, pin_memory=True)
-        # gradients are still being computed there; the copy must come after them
+        # The device may still be computing the gradients; the copy must come after.
         self._back.wait_stream(torch.cuda.current_stream(self.device))
         with self._on(self._back):
             host.copy_(grads_UD, non_blocking=True)
-            grads_UD.record_stream(self._back)
+            grads_UD.record_stream(self._back)  # its memory must not be reused before the copy has read it
             done = torch.cuda.Event()
             done.record(self._back)
         return host, done
 
     def settle_times(self) -> None:
-        """Add the durations of finished copies to the counters, which only the thread that trains does."""
+        """Add the durations of finished copies to the counters. Called only by the training thread."""
         while self._timed and (isinstance(took := self._timed[0], float) or took[1].query()):
             self._timed.popleft()
             self._counters.h2d_ms += took if isinstance(took, float) else took[0].elapsed_time(took[1])
 
     def reserve(self, num_bytes: int, count: int) -> None:
-        """Have the pinned memory of `count` such copies allocated, which goes round from then on.
+        """Make torch's allocator hold pinned memory for `count` copies of this size, to be reused from then
+        on.
 
-        Called before the first forward: an allocation of pinned memory beside the broadcast of a forward on
-        several GPUs has hung others (pytorch#31095).
+        Called before the first forward: allocating pinned memory while a forward broadcasts to several GPUs
+        has been reported to hang (pytorch#31095).
         """
         if self._cuda:
             held = [self._host_memory(num_bytes) for _ in range(count)]
@@ -165,27 +171,27 @@ class Channel:
     def _start_copy(self, memory: Tensor) -> tuple[Tensor, "torch.cuda.Event | None"]:
         start = time.perf_counter()
         if self._to is None:
-            there = torch.empty(len(memory), dtype=torch.uint8, device=self.device).copy_(memory)
+            on_device = torch.empty(len(memory), dtype=torch.uint8, device=self.device).copy_(memory)
             self._timed.append(1e3 * (time.perf_counter() - start))
-            return there, None
-        with self._on(self._to):  # the memory there, too, belongs to the stream that writes it first
+            return on_device, None
+        with self._on(self._to):  # also around torch.empty: memory belongs to the stream that allocates it
             began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            there = torch.empty(len(memory), dtype=torch.uint8, device=self.device)
+            on_device = torch.empty(len(memory), dtype=torch.uint8, device=self.device)
             began.record(self._to)
-            there.copy_(memory, non_blocking=True)
+            on_device.copy_(memory, non_blocking=True)
             ended.record(self._to)
         self._timed.append((began, ended))
         ready = torch.cuda.Event()
         ready.record(self._to)
-        return there, ready
+        return on_device, ready
 
     def _on(self, stream: "torch.cuda.Stream | None") -> AbstractContextManager[object]:
         return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def pinned(batch: object, *, anew: bool = False) -> Any:
-    """Return a batch whose tensors on the CPU lie in pinned memory, from where a forward copies them to its
-    devices without waiting. anew: also those that do already."""
+    """Return a batch with its CPU tensors in pinned memory, from which a forward copies them to its devices
+    without waiting. anew: copy also tensors that are pinned already."""
 
     def pin(value: object) -> object:
         if not isinstance(value, Tensor) or value.device.type != "cpu" or value.layout is not torch.strided:
@@ -198,7 +204,7 @@ def pinned(batch: object, *, anew: bool = False) -> Any:
 def _layout(
     wanted: Sequence[tuple[tuple[int, ...], torch.dtype]],
 ) -> list[tuple[slice, tuple[int, ...], torch.dtype]]:
-    """Places of several tensors, one behind the other in one piece of memory."""
+    """Return (bytes, shape, type) of each tensor, placed one after the other in one buffer."""
     parts, start = [], 0
     for shape, dtype in wanted:
         stop = start + torch.Size(shape).numel() * dtype.itemsize

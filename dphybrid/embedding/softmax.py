@@ -1,9 +1,11 @@
-"""Cross entropy over many classes: of a linear layer whose scores are never held all at once, and over
-sampled candidates.
+"""Cross entropy over many classes: after a linear layer, without holding all scores at once, and over sampled
+candidates.
 
-Known from "Cut Your Losses in Large-Vocabulary Language Models" (Wijmans et al. 2024) and Liger Kernel (Hsu
-et al. 2024): the scores of a few rows at a time become losses and, while they are at hand, gradients.
-Letters: X rows, H width of a row, V classes, N rows whose scores are held, C of them in the cache.
+The method is that of "Cut Your Losses in Large-Vocabulary Language Models" (Wijmans et al. 2024) and Liger
+Kernel (Hsu et al. 2024): compute the scores of a few rows at a time, and from them the losses and at once the
+gradients too, in forward.
+Letters: X rows, H width of a row, V classes, N rows of a block whose scores are held, C of those rows, as
+many as fit into a core's cache.
 """
 
 from typing import Any
@@ -16,25 +18,27 @@ from torch.nn.functional import cross_entropy, linear
 from dphybrid.util.errors import UserError
 
 IGNORED = -100
-"""The target of a row that has none: its loss is 0."""
+"""Target of a row that has no class; its loss is 0. The default of torch's cross_entropy."""
 HELD = 2**24
-"""Scores that are held at a time."""
+"""Most scores held at a time."""
 CACHED = {"cpu": 2**20}
-"""Those of them that pass through a core's cache together, by kind of device; elsewhere all."""
+"""Device type -> most scores processed at a time, so that they stay in a core's cache; other devices process
+all that are held."""
 
 
 def linear_cross_entropy(
     rows_XH: Tensor, weights_VH: Tensor, targets_X: Tensor, bias_V: Tensor | None = None
 ) -> Tensor:
-    """Return loss_X: what `cross_entropy(linear(rows, weights, bias), targets, reduction="none")` returns.
+    """Return loss_X, equal to `cross_entropy(linear(rows, weights, bias), targets, reduction="none")`.
 
-    Under autocast the products are of its number format, sums and losses of float32. Gradients are computed
-    beside the losses; a backward that does not weight all losses alike, as their sum or mean does, computes
-    the scores once more. There is no second derivative: asking for it raises RuntimeError. Raises UserError
-    for targets of another shape or type, and on the CPU for one that is not a class.
+    Under autocast, products are in its number format, sums and losses in float32. Forward computes the
+    gradients too. Backward uses them if all losses have the same weight, as in a sum or mean; otherwise it
+    computes the scores once more. There is no second derivative: asking for one raises RuntimeError. Raises
+    UserError for targets of another shape or type, and on the CPU for a target that is not a class.
     """
     _check_targets(rows_XH, len(weights_VH), targets_X)
-    if torch.compiler.is_compiling():  # which writes kernels of its own for it, and cannot follow the loop
+    # torch.compile fuses the plain form itself, and cannot trace the loop over blocks.
+    if torch.compiler.is_compiling():
         scores_XV = linear(rows_XH, weights_VH, bias_V)
         return cross_entropy(scores_XV, targets_X, ignore_index=IGNORED, reduction="none")
     kind = rows_XH.device.type
@@ -51,23 +55,24 @@ def _check_targets(rows_XH: Tensor, num_classes: int, targets_X: Tensor) -> None
             f"linear_cross_entropy: targets of shape {tuple(targets_X.shape)} of {targets_X.dtype} for rows "
             f"of shape {tuple(rows_XH.shape)}; give rows (X, H) and a class (X,), of int64, for each"
         )
-    if not targets_X.is_cpu or torch.compiler.is_compiling():  # a GPU's gather asserts without a wait
+    # Not on a GPU: reading the targets would wait for it, and its gather asserts anyway.
+    if not targets_X.is_cpu or torch.compiler.is_compiling():
         return
     wrong_X = (targets_X != IGNORED) & ((targets_X < 0) | (targets_X >= num_classes))
     if bool(wrong_X.any()):
         place = int(wrong_X.nonzero()[0])
         raise UserError(
             f"linear_cross_entropy: target {int(targets_X[place])} at position {place} is not a class; "
-            f"classes are 0 to {num_classes - 1}, and {IGNORED} stands for none"
+            f"classes are 0 to {num_classes - 1}, and {IGNORED} means no class"
         )
 
 
 def sampled_softmax(scores_BC: Tensor, places_B: Tensor, items_C: Tensor, log_q_C: Tensor) -> Tensor:
-    """Return loss_B: -log of the softmax, over the candidates C, of the sample's own one, which stands at
-    places_B (Yi et al. 2019).
+    """Return loss_B: the cross entropy of a softmax over C candidates, of which the sample's own item is
+    number places_B (Yi et al. 2019).
 
-    log_q_C, the logarithm of how probable a candidate is in a draw, is subtracted from its scores; candidates
-    that are the sample's own item once more (items_C) are left out.
+    log_q_C: log-probability that a candidate is drawn, subtracted from its scores. items_C: the candidates'
+    items; a candidate that is the sample's own item again is left out of the softmax.
     """
     logits_BC = scores_BC - log_q_C
     again_BC = (items_C[places_B].unsqueeze(1) == items_C).scatter(1, places_B.unsqueeze(1), False)
@@ -76,6 +81,8 @@ def sampled_softmax(scores_BC: Tensor, places_B: Tensor, items_C: Tensor, log_q_
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
+    """Computes the gradients of the summed losses in forward; backward scales them."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -98,8 +105,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, weight_X: Tensor) -> tuple[Tensor | None, ...]:
         rows_XH, weights_VH, bias_V, targets_X, known_X, *grads = ctx.saved_tensors
+        # The gradients from forward are those of the sum of losses: right only if all have the same weight.
         if bool((weight_X == weight_X[:1]).all()):
-            weight = weight_X[:1].sum()  # of one row, or of none
+            weight = weight_X[:1].sum()  # a sum, as there may be no row
             grads = [None if grad is None else grad * weight for grad in grads]
         else:
             weighted_X = known_X * weight_X
@@ -118,10 +126,10 @@ def _chunk_by_chunk(
     lower: torch.dtype,
     trains: bool,
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Return the losses times weight_X, and the gradients of their sum by rows, weights and bias: None where
-    there is no bias, or it does not train.
+    """Return the losses times weight_X, and the gradients of their sum with respect to rows, weights and
+    bias. A gradient is None if there is no bias, all are if `trains` is False.
 
-    Products are of the number format `lower`, sums of weight_X's.
+    Products are in the number format `lower`, sums in that of weight_X.
     """
     num_rows, num_classes = len(rows_XH), len(weights_VH)
     held = max(1, min(num_rows, HELD // num_classes))
@@ -133,11 +141,12 @@ def _chunk_by_chunk(
             None if given is None else torch.zeros_like(given) for given in (rows_XH, weights_VH, bias_V)
         ]
     grad_rows_XH, grad_weights_VH, grad_bias_V = grads
-    # Memory is taken once: new pages for each block cost as much as the sums.
+    # Allocated once and reused: fresh memory for each block would cost as much time as the sums.
     scores_held_NV = rows_XH.new_empty(held, num_classes, dtype=lower)
     powers_held_CV = None if lower == loss_X.dtype else loss_X.new_empty(min(held, cached), num_classes)
     lower_VH, lower_V = weights_VH.to(lower), None if bias_V is None else bias_V.to(lower)
-    # On CPUs, products in bfloat16 take several times as long with a transposed view.
+    # Copied, not only transposed: on CPUs, bfloat16 products with a transposed view take several times as
+    # long.
     lower_HV = lower_VH.T if powers_held_CV is None else lower_VH.T.contiguous()
     with torch.autocast(rows_XH.device.type, enabled=False):
         for start in range(0, num_rows, held):
@@ -162,8 +171,9 @@ def _chunk_by_chunk(
                 sum_C1 = powers_CV.sub_(best_C1).exp_().sum(1, keepdim=True)
                 loss_N[part] = (sum_C1.log() - own_C1).squeeze(1) * weight_N[part]
                 share_N[part] = weight_N[part] / sum_C1.squeeze(1)
-                # A row becomes sum_C1 times the softmax less one at the answer; its weight and the division
-                # by that sum go to the narrow factors of the products.
+                # The gradient by the scores is weight * (softmax - 1 at the target). The row now holds the
+                # exponentials, sum_C1 times the softmax. Factors weight / sum_C1 (share_N) are applied to the
+                # narrow sides of the products below, not to these V columns.
                 powers_CV.scatter_(1, target_C1, own_C1.exp() - sum_C1)
                 if grad_bias_V is not None:
                     grad_bias_V += share_N[part] @ powers_CV

@@ -1,4 +1,4 @@
-"""A table in host memory whose rows, not whose whole, take part in training.
+"""An embedding table in host memory, of which each training step touches only its batch's rows.
 
 Letters: N ids of a lookup, U unique rows of it, B samples, D width of a row.
 """
@@ -24,22 +24,23 @@ from dphybrid.util.errors import UserError
 
 
 class HostEmbedding(nn.Module):
-    """An embedding table (num_rows, dim) that stays on the CPU whatever `.to()` or `.cuda()` does.
+    """An embedding table (num_rows, dim) that stays on the CPU; `.to()` and `.cuda()` do not move it.
 
-    `weight` is a parameter whose gradient is sparse: it holds the looked-up rows alone. The row optimizers of
-    `dphybrid.embedding` read and write only these; torch's dense optimizers refuse a sparse gradient, so give
-    them `dense_parameters(model)`.
+    `weight` is a parameter with a sparse gradient, which holds only the looked-up rows. The row optimizers of
+    `dphybrid.embedding` read and write only those rows. torch's dense optimizers refuse a sparse gradient, so
+    give them `dense_parameters(model)`.
 
     num_embeddings, embedding_dim: shape of the table, also its `num_rows` and `dim`. padding_idx: a row that
-    stays zero and is never trained by a row optimizer; counts from the end when negative. std: of the normal
-    start values. scales: (first, last, factor)s, on the start values of the rows first to below last. seed:
-    start of those values. name: for messages. dtype: float32, float64, or bfloat16 (rows and gradients are
-    float32 then, and updates are rounded stochastically). storage: "memory", or "mmap" with the file `path`,
-    which outlives the process and, once there, is opened as it is; or with a folder as `path`, for a file
-    that is gone with the process. freeze: is not trained.
+    stays zero and that row optimizers do not train; negative values count from the end. std: standard
+    deviation of the normal start values. scales: (first, last, factor)s that scale the start values of the
+    rows from first to below last. seed: of the start values. name: for messages. dtype: float32, float64, or
+    bfloat16 (looked-up rows and gradients are float32 then, and updates are rounded stochastically). storage:
+    "memory", or "mmap" with a `path`. A file there outlives the process, and an existing one is opened
+    unchanged; a folder there gets an unnamed file that ends with the process. freeze: whether not to train
+    the table.
 
-    Raises UserError, with the numbers, when the table would not fit. What else nn.Embedding takes (max_norm,
-    ...) a table does not do.
+    Raises UserError, with the numbers, if the table does not fit. Other options of nn.Embedding (max_norm,
+    ...) are not supported.
     """
 
     weight: nn.Parameter
@@ -61,11 +62,11 @@ class HostEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         num_rows, dim = num_embeddings, embedding_dim
-        # 1e6 is a float
+        # Integral also refuses 1e6, which is a float.
         if any(not isinstance(n, Integral) or n < 1 for n in (num_rows, dim)) or dim > native.MAX_DIM:
             raise UserError(
-                f"table {name!r}: {num_rows!r} rows of {dim!r} values; both must be integers from 1 on, and "
-                f"a row has at most {native.MAX_DIM} values"
+                f"table {name!r}: {num_rows!r} rows of {dim!r} values; both must be integers of at least 1, "
+                f"and a row has at most {native.MAX_DIM} values"
             )
         padding_idx = _row(padding_idx, num_rows, name)
         if dtype not in native.STORED:
@@ -85,10 +86,11 @@ class HostEmbedding(nn.Module):
     def from_pretrained(
         cls, embeddings: Tensor, freeze: bool = True, padding_idx: int | None = None, **options: Any
     ) -> Self:
-        """Return a table of these rows (num_rows, dim), which it shares where they are contiguous on the CPU.
+        """Return a table with these rows (num_rows, dim). It shares their memory if they are contiguous on
+        the CPU.
 
-        freeze: as for nn.Embedding, it is not trained unless False. options: name. Raises UserError for
-        another type or shape.
+        freeze: whether not to train the table; True by default, as for nn.Embedding. options: further
+        arguments of the class, such as `name`. Raises UserError for another type or shape.
         """
         if embeddings.dim() != 2:
             raise UserError(f"from_pretrained: rows of shape {tuple(embeddings.shape)}; give (num_rows, dim)")
@@ -99,25 +101,28 @@ class HostEmbedding(nn.Module):
         return table
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Take a parameter; that of the name `weight` learns which table it belongs to."""
+        """Register a parameter. The one called `weight` gets this table's info (`rows_info`).
+
+        torch calls this for every new weight: an assignment, weight_norm, pruning, `from_pretrained`.
+        """
         super().register_parameter(name, param)
         if name == "weight" and param is not None:
             self._info.make_states = partial(open_states, path=self._path, fresh=self._fresh, name=self.name)
             param.rows_info = self._info  # type: ignore[attr-defined]
-            if param.dtype == torch.bfloat16:  # sums of many small gradients would round to nothing
+            if param.dtype == torch.bfloat16:  # a bfloat16 sum of many small gradients stops growing
                 param.grad_dtype = torch.float32
 
     def __getstate__(self) -> dict[str, object]:
-        """What a copy or a pickle gets: rows, in memory, and settings."""
-        # no path: two tables that write to one file would be one
-        self.settled()
+        """Return the state of a copy or pickle. A copy has its rows in memory."""
+        # Without the path: two tables that write to the same file would overwrite each other.
+        self.settled()  # do not copy damaged rows
         return self.__dict__ | {"_path": None, "_fresh": True, "_info": self._info.frozen, "_links": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         frozen = state["_info"]
         super().__setstate__(state)
         self._info, self._links = RowsInfo(self.name, self.num_rows, frozen), Links()
-        rows_VD = zero_rows(tuple(self.weight.shape), self.weight.dtype)  # in huge pages, which a copy is not
+        rows_VD = zero_rows(tuple(self.weight.shape), self.weight.dtype)  # huge pages, unlike pickle's copy
         self.weight.data = rows_VD.copy_(self.weight.detach())
         self.register_parameter("weight", self._parameters["weight"])
         if self._placed is not None:
@@ -125,28 +130,28 @@ class HostEmbedding(nn.Module):
 
     @property
     def num_embeddings(self) -> int:
-        """As nn.Embedding calls `num_rows`."""
+        """nn.Embedding's name for `num_rows`."""
         return self.num_rows
 
     @property
     def embedding_dim(self) -> int:
-        """As nn.Embedding calls `dim`."""
+        """nn.Embedding's name for `dim`."""
         return self.dim
 
     @property
     def counters(self) -> Counters:
-        """What lookups and updates did and took; see `Counters`."""
+        """Counts and times of lookups and updates; see `Counters`."""
         return self._info.counters
 
     @property
     def ahead(self) -> LookupsAhead:
-        """The table's lookups for replicas; see `LookupsAhead`."""
+        """Prepares the table's lookups for replicas; see `LookupsAhead`."""
         return self._info.ahead
 
     @property
     def synchronized(self) -> bool:
-        """Do all processes of a group share these rows, or make their gradients equal? Where not, a row
-        optimizer refuses to train one of several copies."""
+        """Whether all processes of a group share these rows, or make their gradients equal. If False, a row
+        optimizer refuses to train in one of several processes."""
         return self._info.synchronized
 
     @synchronized.setter
@@ -154,38 +159,40 @@ class HostEmbedding(nn.Module):
         self._info.synchronized = value
 
     def settled(self) -> Tensor:
-        """The rows as a plain tensor, without autograd. Raises UserError when they lie in a checkpoint's file
-        that is damaged."""
+        """Return all rows as a plain tensor, without autograd. Raises UserError if they are mapped from a
+        checkpoint's file that is damaged."""
         if native.is_plain(self.weight):
             native.check_all(self.weight)
         return self.weight.detach()
 
     def map_rows(self, rows_VD: Tensor) -> None:
-        """Take rows that lie in a file, which are not trained."""
+        """Use rows that are mapped from a file. They are not trained."""
         self.weight = nn.Parameter(rows_VD, requires_grad=False)
 
     def freeze_rows(self, rows: Sequence[int]) -> None:
-        """Have row optimizers leave these rows as they are."""
+        """Make row optimizers leave these rows unchanged."""
         self._info.frozen = sorted(rows)
 
     @property
     def frozen_rows(self) -> Sequence[int]:
-        """Rows, ascending, that row optimizers leave as they are."""
+        """Rows, ascending, that row optimizers leave unchanged."""
         return self._info.frozen
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # Moving or casting the model leaves the table as it is; looked-up rows follow the model's type.
+        # nn.Module calls this for .to(), .half() and the like. The table stays as it is; only the type of
+        # looked-up rows follows the model. `fn` is tried on an empty tensor to learn that type.
         self.out_dtype = fn(torch.empty(0, dtype=self.out_dtype, device="cpu")).dtype
         return self
 
     def _replicate_for_data_parallel(self) -> Self:
+        # torch's hook for a module that is being replicated: every device would get a copy of the table.
         raise UserError(
-            f"table {self.name!r} is inside a DataParallel block; look rows up outside and hand them to the "
+            f"table {self.name!r} is inside a DataParallel block; look rows up outside and pass them to the "
             "block"
         )
 
     def forward(self, ids: Tensor, *, by_replica: bool = False) -> Tensor | list[Tensor]:
-        """Return the rows of `ids` (any shape, of a whole-number type) as (*ids.shape, dim) on the CPU.
+        """Return the rows of `ids` (any shape, any integer type) as (*ids.shape, dim) on the CPU.
 
         by_replica: see `replica_rows`. Raises UserError for ids of another type or out of range, naming
         table, value and position.
@@ -200,6 +207,8 @@ class HostEmbedding(nn.Module):
             return self._in_graph(ids)
         if weight.dim() != 2:
             raise UserError(f"table {self.name!r}: its weight is {tuple(weight.shape)}; give (num_rows, dim)")
+        # The kernel checks the ids while it reads them; the slower search for the wrong one runs only after a
+        # failure.
         try:
             rows, flat_N = native.look_up(weight, ids)
         except IndexError:
@@ -214,20 +223,20 @@ class HostEmbedding(nn.Module):
         return self.as_model(rows)
 
     def _in_graph(self, ids: Tensor) -> Tensor:
-        """The lookup as one operation of a graph. torch.compile leaves those that train to Python: its
-        backward knows no sparse gradients."""
+        """Look up as one operator of a captured graph. In torch.compile, a lookup that trains breaks the
+        graph and runs in Python, because a compiled backward does not support sparse gradients."""
         if torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled() and self.weight.requires_grad:
             torch._dynamo.graph_break()
         rows: Tensor = rows_op(self.weight, ids)
         return self.as_model(rows)
 
     def as_model(self, rows: Tensor) -> Tensor:
-        """Rows in the type that the model was cast to."""
+        """Return rows in the type that the model was cast to."""
         return rows if rows.dtype == self.out_dtype else rows.to(self.out_dtype)
 
     def place_on(self, devices: Sequence[torch.device], sizes_of: SizesOf) -> None:
-        """Say where `replica_rows` delivers. devices: one a replica. sizes_of(rows): the rows of each
-        replica's share of a batch, in order.
+        """Set the devices that `replica_rows` sends rows to. devices: one per replica. sizes_of: function
+        from the rows of a batch to the rows of each replica's share, in order.
 
         For a region: `table.place_on(region.devices.replicas, region.sizes)`.
         """
@@ -236,20 +245,20 @@ class HostEmbedding(nn.Module):
 
     @property
     def is_placed(self) -> bool:
-        """Has `place_on` said where rows go?"""
+        """Whether `place_on` was called."""
         return self._placed is not None
 
     def replica_rows(self, ids: Tensor) -> list[Tensor]:
-        """Return for each used replica the rows of its share of `ids` (B, ...) on its device, as (b, ...,
-        dim).
+        """Return, for each used replica, the rows (b, ..., dim) of its share of `ids` (B, ...), on its
+        device.
 
-        Only the unique rows of a share travel, straight to their device, and only their summed gradients come
-        back. A region takes them as `parts(...)` of `dphybrid.parallel`. Before `place_on`: one share, on the
+        Only the unique rows of a share are sent to the device, and only their summed gradients come back. A
+        region takes the result as `parts(...)` of `dphybrid.parallel`. Before `place_on`: one share, on the
         CPU. Raises UserError like `forward`.
         """
-        # through __call__: hooks of the table see every lookup
+        # Through __call__, so that the table's hooks see every lookup.
         rows: Tensor | list[Tensor] = self(ids, by_replica=True)
-        return [rows] if isinstance(rows, Tensor) else rows  # a graph has the whole batch's
+        return [rows] if isinstance(rows, Tensor) else rows  # a captured graph is not split
 
     def _rows_by_replica(self, weight: Tensor, ids: Tensor) -> list[Tensor]:
         lookup = self.ahead.lookup_of(weight, ids)
@@ -269,12 +278,12 @@ class HostEmbedding(nn.Module):
         return rows
 
     def totals(self) -> dict[str, float]:
-        """Return the running totals by name, those of finished copies included; see `Counters`."""
+        """Return the running totals by name, including finished copies; see `Counters`."""
         self.ahead.settle_times()
         return asdict(self.counters)
 
     def row_gradients(self) -> tuple[Tensor, Tensor] | None:
-        """Return (ids_U sorted and unique, grads_UD) of `weight.grad`, or None when no row has a gradient."""
+        """Return (ids_U sorted and unique, grads_UD) of `weight.grad`, or None if no row has a gradient."""
         found = merged(self.weight)
         return None if found is None or not len(found[0]) else found[:2]
 
@@ -283,7 +292,7 @@ class HostEmbedding(nn.Module):
 
 
 def dense_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters of a model, but for its tables' weights."""
+    """Yield the parameters of a model, except its tables' weights."""
     return (parameter for parameter in model.parameters() if info_of(parameter) is None)
 
 

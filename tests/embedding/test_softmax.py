@@ -111,7 +111,7 @@ def test_torch_compile_follows_it_in_one_graph() -> None:
         ([0, 1, 2, 0], r"targets of shape \(4,\) of torch.int64 for rows of shape \(3, 5\)"),
         ([0, 1], r"targets of shape \(2,\)"),
         ([0.0, 1.0, 2.0], "of torch.float32"),
-        ([0, -1, 2], "target -1 at position 1 is not a class; classes are 0 to 6, and -100 stands for none"),
+        ([0, -1, 2], "target -1 at position 1 is not a class; classes are 0 to 6, and -100 means no class"),
         ([0, 1, 7], "target 7 at position 2"),
     ],
 )

@@ -48,7 +48,7 @@ def test_a_file_outlives_its_table(tmp_path: Path) -> None:
         (1000, 4, torch.float64),
         (2000, 4, torch.float32),
     ):
-        with pytest.raises(ValueError, match="made for another table"):
+        with pytest.raises(ValueError, match="give another path"):
             HostEmbedding(num_rows, dim, dtype=dtype, storage="mmap", path=path)
 
 
@@ -113,7 +113,7 @@ def test_states_that_do_not_fit_are_refused_with_the_numbers(tmp_path: Path) -> 
     path = tmp_path / "words"
     RowAdam({"t": HostEmbedding(1000, 8, storage="mmap", path=path)}, lr=0.1)
     with pytest.raises(
-        ValueError, match=r"words\.square has another size than state square; was the optimizer another one"
+        ValueError, match=r"words\.square has 4,000 bytes, but state square needs 32,000; use the optimizer"
     ):
         LazyAdam({"t": HostEmbedding(1000, 8, storage="mmap", path=path)}, lr=0.1)
 

@@ -110,7 +110,7 @@ def test_the_states_of_several_go_together(way: str, tmp_path: Path) -> None:
         each(IDS).backward()
         optimizer.step()
     assert torch.equal(rows_of(other), rows_of(model))
-    with pytest.raises(ValueError, match="a state of 1 optimizers for 2"):
+    with pytest.raises(ValueError, match="the state holds 1 optimizers, expected 2"):
         one.load_state_dict({"optimizers": [{}]})
     ReduceLROnPlateau(one, patience=0).step(1.0)
 
@@ -171,7 +171,7 @@ def test_one_of_several_copies_is_not_trained(two_processes: None) -> None:
     model = Model()
     rows = RowSGD(model.table, lr=0.1)
     model(IDS).backward()
-    with pytest.raises(ValueError, match=r"each of 2 processes would train a copy.*DistributedDataParallel"):
+    with pytest.raises(ValueError, match=r"2 processes would train its own copy.*DistributedDataParallel"):
         rows.step()
     model.table.synchronized = True
     rows.step()
@@ -230,7 +230,7 @@ def test_accelerate(plain: Any, accumulated: torch.Tensor, tmp_path: Path) -> No
     rows = row_optimizer("adagrad", own.table, lr=0.1)
     with accelerator.accumulate(own):
         own(IDS).backward()
-        with pytest.raises(ValueError, match="accelerate accumulates gradients.*prepare"):
+        with pytest.raises(ValueError, match="accelerate is accumulating gradients.*prepare"):
             rows.step()
     accelerate.state.GradientState._reset_state()
     accelerator, own = accelerate.Accelerator(cpu=True), Model()
