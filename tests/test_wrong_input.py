@@ -116,7 +116,7 @@ MANY = json.dumps({"train.seed": list(range(380))}, separators=(",", ":"))
         (f"prepare {OK} {KEY} --data.valid-path ok.csv", "with split=key: the files are the split"),
         (f"prepare {OK} --data.ignore y", "already named as label"),
         (f"prepare {OK} --data.weight w", "data.weight='w': ok.csv has no such column"),
-        (f"train {OK} --devices cuda:7", "cuda:7 is not here .*; use cpu$"),
+        (f"train {OK} --devices cuda:7", "cuda:7 does not exist .*; use cpu$"),
         (f"train {OK} --table.optimizer adamx", "table.optimizer = 'adamx'"),
         (f"train {OK} --devices gpu", "'gpu' .from --devices.: cannot read 'gpu'; use auto, "),
         ("train --config ok.csv", "--config ok.csv: cannot be read .Expected '='"),

@@ -1,4 +1,4 @@
-"""Blocks on several devices, real or virtual: splits that are exact and on record. Needs torch alone."""
+"""Data-parallel blocks on several devices, real or virtual, with exact, recorded splits. Needs only torch."""
 
 from dphybrid.parallel.applying import current_replica, parallel_apply
 from dphybrid.parallel.check import compare_split, refuse_split_differences

@@ -1,5 +1,5 @@
-"""parallel_apply: call every replica, here or in threads that know what the caller's thread knows. Like
-torch.nn.parallel.parallel_apply."""
+"""`parallel_apply`, like torch's: calls every replica, in this thread or in threads that get the calling
+thread's torch state."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -30,11 +30,11 @@ def parallel_apply(
     """Call each replica on its inputs (a tuple or list of arguments, or one argument); return the outputs in
     device order.
 
-    devices: None for those of the replicas' first inputs. mode: `inline` calls one after the other in this
-    thread (deterministic, fit for a debugger), `threads` all at once; None: threads for GPUs of their own.
-    Always inline below a transform of torch.func, which other threads know nothing of. When all have ended
-    the first failing replica's exception is raised, its place noted. Raises UserError for numbers that do not
-    fit.
+    devices: None for the devices of the replicas' first inputs. mode: `inline` calls one after the other in
+    this thread (deterministic, works in a debugger), `threads` calls all at once; None: threads if each
+    replica has its own GPU. Always inline inside a transform of torch.func, which other threads do not see.
+    After all replicas have ended, raises the exception of the first one that failed, with a note that names
+    it. Raises UserError if the numbers of replicas, inputs and devices do not match.
     """
     count = len(replicas)
     places = _places(inputs) if devices is None else resolve_devices(devices)
@@ -42,10 +42,10 @@ def parallel_apply(
         given = "none" if kwargs is None else len(kwargs)
         raise UserError(
             f"parallel_apply: {count} replicas, {len(inputs)} inputs, kwargs: {given}, {len(places)} "
-            "devices; give one of each a replica"
+            "devices; give one of each per replica"
         )
 
-    of_dropout: list[int] = []  # seeds, which all replicas share
+    dropout_seeds: list[int] = []  # shared by all replicas of this call
     named = [{}] * count if kwargs is None else kwargs
     shares = [(*first_size(each), 0)[0] for each in zip(inputs, named, strict=True)]
 
@@ -53,7 +53,7 @@ def parallel_apply(
         given = inputs[index]
         arguments = given if isinstance(given, tuple | list) else (given,)
         try:
-            with around(index), as_replica(index, count, shares, of_dropout):
+            with around(index), as_replica(index, count, shares, dropout_seeds):
                 return replicas[index](*arguments, **named[index])
         except Exception as error:
             error.add_note(f"in replica {index} of {count} on {places.labels[index]}")
@@ -64,13 +64,14 @@ def parallel_apply(
         return [call(index, lambda index: _on(places.replicas[index])) for index in range(count)]
     enter = _thread_state(places, count)
     futures = [_pool(count).submit(call, index, enter) for index in range(count)]
-    # All of them, before one's failure is raised: a second try must not meet replicas that still run.
+    # Wait for all before raising: a caller that tries again after running out of memory must not compete with
+    # replicas that still run and hold memory.
     wait(futures)
     return [future.result() for future in futures]
 
 
 def _places(inputs: Sequence[object]) -> Devices:
-    """The devices of the first tensors of each replica's inputs."""
+    """Return the devices of the first tensor of each replica's inputs."""
     found = [
         next((tensor.device for _, tensor in tensors_of(given)), torch.device("cpu")) for given in inputs
     ]
@@ -87,8 +88,10 @@ def _on(place: torch.device, stream: "torch.cuda.Stream | None" = None) -> ExitS
 
 @contextmanager
 def seeded(gpu: torch.device, seed: int) -> Iterator[None]:
-    """While the block runs, a GPU draws by this seed; its generator then goes on as if it had not."""
-    # Kernels take their numbers when they are launched, here: no stream needs to be waited for.
+    """While the block runs, a GPU draws random numbers from this seed; afterwards its generator is as
+    before."""
+    # A kernel gets its seed and offset when it is launched, so the state can be set back without waiting for
+    # the stream.
     generator = torch.cuda.default_generators[gpu.index or 0]
     state = generator.get_state()
     generator.manual_seed(seed)
@@ -104,21 +107,23 @@ def _pool(count: int) -> ThreadPoolExecutor:
 
 
 def _thread_state(places: Devices, count: int) -> Callable[[int], ExitStack]:
-    """Return a function that enters, in the thread of replica i, what torch keeps by thread and the caller's
-    has: grad and inference mode, autocast with its number format, the current stream of the replica's GPU.
+    """Return a function that gives the thread of replica i the calling thread's state, which torch keeps per
+    thread: grad and inference mode, autocast with its number format, current stream of the replica's GPU.
 
-    GPUs of their own get seeds: torch seeds all alike, and equal shares would have equal dropout masks.
+    If each replica has its own GPU, each gets its own seed. torch seeds all GPUs alike, so replicas with
+    equal shares would draw equal dropout masks.
     """
     used = places.replicas[:count]
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    # torch hands on that autocast is on, not its number format: bfloat16 would be float16 in threads
+    # torch's parallel_apply passes on that autocast is on, but not its number format: in threads, bfloat16
+    # would become float16.
     casts = [
         (k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k), torch.is_autocast_cache_enabled())
         for k in {places.home.type, "cpu"}
     ]
-    # work of the replicas belongs behind what the caller has queued
+    # Replicas must run after the work that the caller has queued on each GPU.
     streams = [torch.cuda.current_stream(place) if place.type == "cuda" else None for place in used]
-    # drawn on the CPU: what ran on a GPU before then does not matter
+    # Drawn on the CPU, so that they do not depend on earlier random draws on a GPU.
     seeds = torch.randint(2**62, (count,), device="cpu").tolist() if places.at_once else []
 
     def enter(index: int) -> ExitStack:
@@ -140,9 +145,11 @@ _local = threading.local()
 
 @dataclass
 class Replica:
-    """What computes in a thread: replica `index` of `count`. shares: rows of each replica's inputs, empty
-    where they are not known. seeds: drawn by the replicas' calls of dropout so far, one for the first call of
-    each, and so on; calls: of this one."""
+    """The replica that a thread computes: `index` of `count`.
+
+    shares: rows of each replica's inputs, empty if unknown. seeds: seeds drawn for dropout so far; all
+    replicas use seeds[k] in their k-th call of dropout. calls: this replica's calls of dropout so far.
+    """
 
     index: int = 0
     count: int = 1
@@ -165,12 +172,11 @@ def as_replica(
 
 
 def running() -> Replica:
-    """Return what computes in this thread."""
+    """Return the replica that this thread computes; replica 0 of 1 outside of any."""
     return vars(_local).get("replica") or Replica()
 
 
 def current_replica() -> tuple[int, int]:
-    """Return (index, number of replicas) of the replica that is computing in this thread; (0, 1) outside of
-    any."""
+    """Return (index, number of replicas) of the replica that this thread computes; (0, 1) outside of any."""
     replica = running()
     return replica.index, replica.count

@@ -1,8 +1,8 @@
-"""What of a module will differ or break when it runs as replicas, each finding with its place and a remedy.
+"""Finds what in a module differs or breaks when it runs as replicas; each finding has a place and a remedy.
 
-`check_module` looks at the module: most of what it lists shows only on two or more distinct GPUs.
-`compare_split` computes a batch unsplit and split: which module computes across the batch, and so cannot be
-right on several devices.
+`check_module` inspects the module; most of what it finds would fail only on two or more real GPUs.
+`compare_split` computes a batch unsplit and split, to find modules that compute across the batch and so give
+other results on several devices.
 """
 
 import types
@@ -28,10 +28,11 @@ from dphybrid.util.errors import UserError
 
 @dataclass(frozen=True)
 class Finding:
-    """breaks: it fails, or computes something else than it should; otherwise results differ from those of one
-    device.
+    """One problem of a module. breaks: it fails or computes something wrong; otherwise results only differ
+    from those on one device.
 
-    module: dotted name in the checked module. place: its class, its attribute, or what of it differs.
+    module: dotted name in the checked module. place: the module's class, its attribute, or its input or
+    output that differs.
     """
 
     breaks: bool
@@ -49,7 +50,7 @@ class Finding:
 
 
 def check_module(module: nn.Module) -> list[Finding]:
-    """Return what data parallelism changes in `module`, in the order of its submodules."""
+    """Return what data parallelism changes or breaks in `module`, in the order of its submodules."""
     found: list[Finding] = []
     for name, part in module.named_modules():
         found += [Finding(breaks, name, *words) for breaks, *words in (*_kind(part), *_attributes(part))]
@@ -57,6 +58,7 @@ def check_module(module: nn.Module) -> list[Finding]:
 
 
 _Words = tuple[bool, str, str, str]
+"""(breaks, place, problem, remedy)."""
 
 
 def _kind(part: nn.Module) -> Iterator[_Words]:
@@ -98,7 +100,8 @@ def _attributes(part: nn.Module) -> Iterator[_Words]:
 
 
 def _tied(module: nn.Module) -> list[Finding]:
-    """A table shared with another layer must lie on the GPU, so it cannot be a host table."""
+    """Find tables that share their weight with another layer. They must be on the GPU, so they cannot be host
+    tables."""
     users: dict[int, list[tuple[str, nn.Module]]] = {}
     for name, part in module.named_modules():
         for parameter in part._parameters.values():
@@ -119,7 +122,7 @@ def _tied(module: nn.Module) -> list[Finding]:
 
 
 _Event = tuple[str, str, list[Tensor]]
-"""Who is to blame when these tensors differ, what they are, and they themselves."""
+"""(module to blame if the tensors differ, what they are, the tensors)."""
 
 
 @torch.no_grad()
@@ -127,13 +130,13 @@ def compare_split(
     model: nn.Module, *args: object, rtol: float = 1e-3, atol: float = 1e-4, **kwargs: object
 ) -> list[Finding]:
     """Call `model` on one batch in eval mode and compare each data-parallel block in it, unsplit against
-    split; return where each that differs does so first.
+    split. Return, for each block that differs, the first place where it does.
 
-    model: a `DataParallel` or a module with some inside; its parameters, buffers, modes and all generators
-    are left as they were. Each block is computed as often as it has shares and once more, on copies of its
-    parameters, on its first device, without gradients: the memory of a whole batch's forward there. rtol,
-    atol: tolerances of float32 as in `torch.testing.assert_close`; a float64 block is held to 1e-9. A block
-    with one device is compared in two shares. Empty when nothing differs or nothing is split.
+    model: a `DataParallel` or a module that contains some; its parameters, buffers, modes and all random
+    generators stay as they are. Each block is computed once for the whole batch and once per share, on copies
+    of its parameters, on its first device, without gradients; that takes the memory of a whole batch's
+    forward there. rtol, atol: tolerances for float32 as in `torch.testing.assert_close`; float64 is held to
+    1e-9. A block with one device is compared in two shares. Returns nothing if nothing differs or is split.
     """
     calls: dict[str, tuple[tuple[object, ...], dict[str, object]]] = {}
     blocks = find_data_parallel(model)
@@ -146,7 +149,7 @@ def compare_split(
             ) -> None:
                 calls.setdefault(name, (given, named))
 
-            # what a block is given depends on the model around it: one call of the whole model tells it
+            # A block's inputs come from the model around it, so one call of the whole model collects them.
             hooks.callback(block.register_forward_pre_hook(keep, with_kwargs=True).remove)
             hooks.enter_context(block.off_the_record())
         model(*args, **kwargs)
@@ -155,10 +158,10 @@ def compare_split(
 
 
 def refuse_split_differences(model: nn.Module, *args: object, **kwargs: Any) -> None:
-    """Raise UserError with what `compare_split` finds on this batch, if anything."""
+    """Raise UserError with the findings of `compare_split` on this batch, if there are any."""
     if found := compare_split(model, *args, **kwargs):
-        told = "\n".join(one.text() for one in found)
-        raise UserError(f"the first batch is not what it is when split:\n{told}")
+        findings = "\n".join(finding.text() for finding in found)
+        raise UserError(f"the model computes something else when the first batch is split:\n{findings}")
 
 
 def _compare_block(
@@ -169,7 +172,7 @@ def _compare_block(
     rtol: float,
     atol: float,
 ) -> Finding | None:
-    """Compare one block's call unsplit and split, in the mode that it is in; return where it first differs,
+    """Compare a call of one block, unsplit against split, in its present mode. Return the first difference,
     or None."""
     home = block.devices.home
     args, kwargs = joined((args, block.with_wholes(kwargs)), home, block.dim)
@@ -185,7 +188,7 @@ def _compare_block(
         _events(throwaway(block.module, home), *share)
         for share in split((args, kwargs), [home] * len(sizes), sizes, block.dim)
     ]
-    # a share may have called fewer parts, or others
+    # A share may have called fewer parts of the module, or others: pad, so that the loop finds that too.
     of_shares = zip(*(share + [("", "", [])] * (len(whole) - len(share)) for share in shares), strict=False)
     for (module, what, tensors), parts in zip(whole, of_shares, strict=True):
         largest = float("inf")
@@ -196,14 +199,14 @@ def _compare_block(
         if largest > 0:
             problem = (
                 f"differs by {largest:.3g} between the batch as a whole and in shares of "
-                f"{','.join(map(str, sizes))} rows: it computes across the batch, or draws at random"
+                f"{','.join(map(str, sizes))} rows: it computes across the batch, or draws random numbers"
             )
             remedy = "compute that outside of the data-parallel block"
             return Finding(True, _dotted(name, module), what, problem, remedy)
     for (module, what), (held, version) in after.items():
         old, old_version = before.get((module, what), (None, 0))
         if held is not old or version != old_version:
-            problem = "forward writes it, which is lost on all replicas but the first"
+            problem = "forward writes it, and all replicas but the first lose what they write"
             remedy = "return the value, or keep it outside of the data-parallel block"
             return Finding(True, _dotted(name, module), what, problem, remedy)
     return None
@@ -214,23 +217,23 @@ def _dotted(block: str, module: str) -> str:
 
 
 def _state(module: nn.Module) -> dict[tuple[str, str], tuple[object, int]]:
-    """Return the value of each attribute and buffer of a module's parts, and how often it was changed in
-    place."""
+    """Return (value, version) of each attribute and buffer of a module's parts. torch raises a tensor's
+    version with each write in place."""
     return {
         (name, f"self.{key}"): (
             held,
             held._version if isinstance(held, Tensor) and not held.is_inference() else 0,
         )
         for name, part in module.named_modules()
-        if not part._forward_pre_hooks  # those of torch's own, such as weight_norm, write attributes
+        if not part._forward_pre_hooks  # torch's own hooks, such as weight_norm, write attributes
         for key, held in (vars(part) | part._buffers).items()
         if key not in OF_TORCH and key not in part._parameters
     }
 
 
 def _events(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> list[_Event]:
-    """Run a throwaway module; return what went into and came out of each of its parts, in the order in which
-    it happened."""
+    """Run a throwaway module; return the inputs and outputs of each of its parts, in the order of the
+    calls."""
     names = {id(part): name for name, part in module.named_modules()}
     stack: list[str] = [""]
     events: list[_Event] = []
@@ -240,7 +243,7 @@ def _events(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, objec
 
     def enter(part: nn.Module, given: object, named: object) -> None:
         name = names.get(id(part), "")
-        if part is not module:  # what a part gets, the part around it has computed
+        if part is not module:  # a part's inputs were computed by the part around it, which is to blame
             events.append((stack[-1], f"what it gives to {name}", copies((given, named))))
         stack.append(name)
 
@@ -249,7 +252,7 @@ def _events(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, objec
 
     with ExitStack() as hooks:
         for part in module.modules():
-            # the original's, which would keep an entry
+            # The throwaway module shares this dict with the original, which would keep an entry of the hook.
             part._forward_pre_hooks_with_kwargs = part._forward_pre_hooks_with_kwargs.copy()
             hooks.callback(part.register_forward_pre_hook(enter, with_kwargs=True).remove)
             hooks.callback(part.register_forward_hook(leave).remove)
@@ -258,15 +261,16 @@ def _events(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, objec
 
 
 def _difference(whole: Tensor, parts: list[Tensor], rtol: float, atol: float) -> float:
-    """Return the largest absolute difference beyond the tolerances, 0 for none.
+    """Return the largest absolute difference beyond the tolerances, 0 if there is none.
 
-    Inside of a block the batch may be on any dim, or flattened: the shares are joined where their sizes add
-    up to the whole's, and a tensor that is the same in all shares, such as a mask, is compared as it is.
+    Inside of a block the batch may be on any dim, or flattened, so the shares are joined on each dim that
+    allows it. A tensor that is the same in all shares, such as a mask, is compared as it is. The smallest
+    difference of all these readings counts.
     """
     if whole.is_nested or whole.layout is not torch.strided:
         return 0.0
     if whole.is_floating_point() and whole.dtype == torch.float64:
-        # what float64 rounds is far below these
+        # Rounding errors of float64 are far below these.
         rtol, atol = min(rtol, 1e-9), min(atol, 1e-9)
     found = [max(_distance(whole, part, rtol, atol) for part in parts)]
     for axis in range(whole.dim()):
@@ -288,6 +292,7 @@ def _distance(one: Tensor, two: Tensor, rtol: float, atol: float) -> float:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
+    # Each module's mode by itself: model.train() afterwards would also switch those that were in eval mode.
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

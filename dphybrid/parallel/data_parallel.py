@@ -1,6 +1,7 @@
-"""`DataParallel`: torch.nn.DataParallel's interface, right or refused, with every split on record.
+"""`DataParallel`: the interface of torch.nn.DataParallel, but a result is exact or an error, and every split
+is recorded.
 
-One class, as in torch: what subclasses may override, and what a call needs, in the order of a call.
+One class, as in torch. Its methods are in the order of a call; subclasses may override the steps.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,19 +26,19 @@ from dphybrid.util.memory import is_out_of_memory
 
 
 class DataParallel(nn.DataParallel):
-    """Runs one module on every device, each on its share of the batch, and joins the outputs in order.
+    """Runs a module on every device, each on its share of the batch, and joins the outputs in order.
 
     module: moved to the first device, where its parameters live. device_ids (or devices): device text,
-    `Devices`, a list of CUDA indices, texts or torch devices, or None for `DPHYBRID_DEVICES` or else auto.
-    output_device: where outputs are joined, the first device unless said. dim: the batch dimension of inputs
-    and outputs. whole: names of keyword arguments that every replica gets unsplit. The number of used devices
-    is that of torch.chunk: a short batch uses fewer.
+    `Devices`, a list of CUDA indices, texts or torch devices, or None for `DPHYBRID_DEVICES`, else auto.
+    output_device: where outputs are joined; the first device by default. dim: batch dimension of inputs and
+    outputs. whole: names of keyword arguments that every replica gets unsplit. Batches are split as by
+    torch.chunk, so a short batch uses fewer devices.
 
-    What differs from torch.nn.DataParallel, and why, is a table in docs/differences.md. The least: virtual
-    devices; what cannot be split or joined is refused with its place; state-dict keys carry no `module.`, so
-    files are the same for 1, 8 or virtual devices and for the bare module. As there: BatchNorm normalises
-    each chunk by itself, only replica 0's buffers last, and a parameter that no replica used gets a zero
-    gradient.
+    docs/differences.md lists all differences from torch.nn.DataParallel and their reasons. The main ones:
+    devices may be virtual; inputs and outputs that cannot be split or joined raise an error that names them;
+    state-dict keys have no `module.` prefix, so files are the same for 1, 8 or virtual devices and for the
+    bare module. As in torch: BatchNorm normalises each share by itself, only replica 0's changes to buffers
+    last, and a parameter that no replica used gets a zero gradient.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class DataParallel(nn.DataParallel):
         devices: Places | None = None,
         whole: Iterable[str] = (),
     ) -> None:
-        nn.Module.__init__(self)  # not nn.DataParallel's, which moves the module and asks for GPUs
+        nn.Module.__init__(self)  # not nn.DataParallel's, which needs GPUs and the module on the first
         if not isinstance(module, nn.Module):
             raise UserError(f"DataParallel: {type_text(module)} is not a module; give an nn.Module")
         if devices is not None and device_ids is not None:
@@ -67,8 +68,9 @@ class DataParallel(nn.DataParallel):
         self.whole = frozenset([whole] if isinstance(whole, str) else whole)
         self.device_ids = _device_ids(self.devices)
         self._target = _output_device(output_device, home)
-        self.output_device = self._target  # type: ignore[assignment] # upstream keeps an index, we a device
+        self.output_device = self._target  # type: ignore[assignment] # torch keeps an index
         self.src_device_obj = home
+        # Subclasses such as PyTorch Geometric's override steps; those are called instead of the faster paths.
         steps = ("scatter", "replicate", "parallel_apply", "gather")
         self._overridden = {n for n in steps if getattr(type(self), n) is not getattr(DataParallel, n)}
         self._record = Record()
@@ -92,7 +94,7 @@ class DataParallel(nn.DataParallel):
         else:
             found = batch_rows(inputs, kwargs, self.dim)
             paths, rows = tuple(found), max(found.values(), default=0)
-            if not rows:  # nothing to split: once, on the first device
+            if not rows:  # no tensor, or an empty batch: call the module once, on the first device
                 return self._on_one(inputs, kwargs)
             sizes = self.sizes(rows)
             if len(sizes) > 1:
@@ -102,7 +104,7 @@ class DataParallel(nn.DataParallel):
                     record.asked.add(paths)
             places = self.devices.replicas[: len(sizes)]
             with self._timed("scatter"):
-                # both at once: a tensor that is given twice stays one in each share
+                # Together, so that a tensor that is passed twice stays one tensor in each share.
                 shares_of_both = split((inputs, kwargs), places, sizes, self.dim)
                 replica_inputs, replica_kwargs = map(list, zip(*shares_of_both, strict=True))
         with self._timed("replicate"):
@@ -111,7 +113,7 @@ class DataParallel(nn.DataParallel):
             outputs = self.parallel_apply(replicas, replica_inputs, replica_kwargs)
         except (RuntimeError, ValueError, IndexError) as error:
             if trial is not None and not is_out_of_memory(error):
-                # what the module was given is what the user can change; the traceback shows only the inside
+                # The traceback shows only the inside of the module; users can change what they pass to it.
                 note_shares(error, trial)
             raise
         given_sizes = tuple(first_size(given) for given in zip(replica_inputs, replica_kwargs, strict=True))
@@ -119,11 +121,11 @@ class DataParallel(nn.DataParallel):
         with self._timed("gather"):
             if "gather" in self._overridden:
                 return self.gather(outputs, self.output_device)
-            # an overridden scatter knows its sizes alone: outputs are joined then without being checked
+            # Without `sizes`, because only an overridden scatter knows them, outputs are joined unchecked.
             join = Join(self._target, self.dim, sizes)
             output = join(list(outputs), "output")
         if trial is not None:
-            # each output once in each mode
+            # Check each kind of output once in training and once in eval mode.
             seen = {(self.training, leaf) for leaf in join.leaves}
             if not seen <= record.settled:
                 refuse_chance_rows(trial, outputs[0], join.leaves)
@@ -131,43 +133,45 @@ class DataParallel(nn.DataParallel):
         return output
 
     def with_wholes(self, kwargs: dict[str, object]) -> dict[str, object]:
-        """Return the keyword arguments, those named in `whole` marked as such; rows in parts are joined for
-        it."""
+        """Return the keyword arguments with those named in `whole` wrapped in `Whole`. `Parts` in them are
+        joined first."""
         wholes = {name: kwargs[name] for name in self.whole & kwargs.keys()}
         return kwargs | {name: Whole(joined(v, self.devices.home, self.dim)) for name, v in wholes.items()}
 
     @outside_of_graphs
     def rows(self, table: RowSource, ids: Tensor) -> Tensor | Parts:
-        """Return the rows of `ids` (B, ...), each replica's share (b, ..., dim) on its device:
+        """Look up `ids` (B, ...) and send each replica's share of the rows (b, ..., dim) to its device. Use:
         `self.net(self.net.rows(self.table, ids))`.
 
         table: a `HostEmbedding`, or another `RowSource`. Its unique rows go straight to the devices, and
-        `RowPipeline` fetches them ahead. One device gives a plain tensor, several give `Parts`, which only a
-        region takes: flatten, sum and the like belong inside. Raises UserError for a region with dim != 0,
-        for a table whose rows go to other devices of another region, and for ids that are not rows.
+        `RowPipeline` fetches them ahead. Returns a plain tensor for one device, and `Parts` for several,
+        which only a region accepts: flatten, sum and the like belong inside. Raises UserError for a region
+        with dim != 0, for a table whose rows go to another region on other devices, and for ids that are not
+        rows.
         """
         place(table, self)
         return parts(table.replica_rows(ids))
 
     def sizes(self, rows: int) -> list[int]:
-        """Return the rows of each used replica's share of a batch of `rows`."""
+        """Return the number of rows of each used replica's share of a batch of `rows` rows."""
         return shares(len(self.devices), rows)
 
     def scatter(
         self, inputs: tuple[object, ...], kwargs: dict[str, object] | None, device_ids: Places
     ) -> Any:
-        """Split arguments over devices: (tuples of positional, dicts of keyword arguments), one of each a
-        used device. May be overridden."""
+        """Split arguments over devices; return (tuples of positional arguments, dicts of keyword arguments),
+        one of each per used device. May be overridden."""
         return scatter_kwargs(inputs, kwargs, device_ids, self.dim)
 
     def replicate(self, module: nn.Module, device_ids: Places) -> list[nn.Module]:
-        """Return a replica a device. May be overridden. Raises UserError for modules that cannot be
+        """Return one replica per device. May be overridden. Raises UserError for modules that cannot be
         replicated."""
         if module is not self.module or not len(device_ids):
             return replicate(module, device_ids, not torch.is_grad_enabled())
+        # The check is needed once for each set of parts: they may have been replaced, or compiled, meanwhile.
         modules, record = list(module.modules()), self._record
         if modules != record.modules or any(part._compiled_call_impl is not None for part in modules):
-            refuse_unsuitable(module, self.devices.home)  # parts may have been replaced since the last time
+            refuse_unsuitable(module, self.devices.home)
             record.modules = modules
         return replicate_modules(
             modules, self.devices.replicas[: len(device_ids)], not torch.is_grad_enabled()
@@ -180,7 +184,7 @@ class DataParallel(nn.DataParallel):
         kwargs: Sequence[dict[str, object]] | None,
     ) -> list[object]:
         """Call each replica on its inputs; return the outputs in device order. May be overridden."""
-        # a short batch uses fewer: a prefix of the devices
+        # A short batch uses only the first devices.
         used = Devices(self.devices.text, self.devices.replicas[: len(replicas)], self.devices.virtual)
         return parallel_apply(replicas, inputs, kwargs, used)
 
@@ -189,8 +193,8 @@ class DataParallel(nn.DataParallel):
         return gather(outputs, output_device, self.dim)
 
     stage: Callable[[str], AbstractContextManager[None]] | None = None
-    """Set it to time the parts of a forward in training mode: called with scatter, replicate, host_to_device
-    or gather, it gives a context."""
+    """Set this to time the stages of a forward in training mode. It is called with scatter, replicate,
+    host_to_device or gather, and returns a context manager."""
 
     def _timed(self, part: str) -> AbstractContextManager[None]:
         return nullcontext() if self.stage is None or not self.training else self.stage(part)
@@ -198,19 +202,20 @@ class DataParallel(nn.DataParallel):
     def _on_one(self, inputs: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Call the module on the first device."""
         home = self.devices.home
+        # Plain tensors on the CPU, the usual case, need no copy and no walk through the nest.
         given = (*inputs, *kwargs.values())
         if home.type != "cpu" or any(type(each) is not Tensor and is_marked(each) for each in given):
             with self._timed("host_to_device"):
                 inputs, kwargs = map_tensors(lambda t: t.to(home, non_blocking=True), (inputs, kwargs))
-        module: Any = self._modules["module"]  # nn.Module's way to `self.module` takes a microsecond
+        module: Any = self._modules["module"]  # `self.module` goes through __getattr__: a microsecond
         output = module(*inputs, **kwargs)
-        if not torch.compiler.is_exporting():  # a graph in the making computes no batch
+        if not torch.compiler.is_exporting():  # torch.export runs no real batch
             self._record.note(((first_size(inputs) or first_size(kwargs),), (first_size(output),)))
         return output if self._target == home else map_tensors(lambda t: t.to(self._target), output)
 
     @contextmanager
     def off_the_record(self) -> Iterator[None]:
-        """While the block runs, splits are not recorded."""
+        """Return a context in which splits are not recorded."""
         kept, self._record = self._record, Record()
         try:
             yield
@@ -219,8 +224,8 @@ class DataParallel(nn.DataParallel):
 
     @property
     def last_sizes(self) -> Key | None:
-        """The replicas' input and output sizes of the latest forward, one object as long as they repeat, or
-        None before the first."""
+        """The replicas' input and output sizes of the latest forward, or None before the first. The same
+        object as long as they repeat."""
         return self._record.last
 
     @property
@@ -230,7 +235,7 @@ class DataParallel(nn.DataParallel):
         return None if last is None else self._split(last, self._record.earlier[last] + self._record.repeats)
 
     def splits(self) -> list[Split]:
-        """Return every split seen, in order of first appearance, with how often it happened."""
+        """Return every split so far with its count, in order of first appearance."""
         return [self._split(key, count) for key, count in self._record.counts().items()]
 
     def _split(self, key: Key, count: int) -> Split:
@@ -238,8 +243,8 @@ class DataParallel(nn.DataParallel):
         return Split(inputs, outputs, self.devices.labels[: len(inputs)], count)
 
     def __getattr__(self, name: str) -> Any:
-        # functional_call and get_parameter go through modules by the names of the state dict: ours has no
-        # `module.`
+        # functional_call and get_parameter walk the modules by the names of the state dict. Those have no
+        # `module.` here, so names of the module's parts must work on this object too.
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -248,19 +253,21 @@ class DataParallel(nn.DataParallel):
             raise
 
     def __setattr__(self, name: str, value: Any) -> None:
+        # functional_call swaps the module's parameters by setting them under the same names.
         for held in self._named(name) if isinstance(value, Tensor) else ():
             held[name] = value
             return
         super().__setattr__(name, value)
 
     def _named(self, name: str) -> Iterator[dict[str, object]]:
-        """Yield what of the module has a parameter, buffer or part of this name."""
+        """Yield the module's dict (of parameters, buffers or submodules) that has this name, if there is
+        one."""
         module = self.__dict__.get("_modules", {}).get("module")
         if module is not None:
             yield from (h for h in (module._parameters, module._buffers, module._modules) if name in h)
 
     def state_dict(self, *args: object, **kwargs: object) -> Any:
-        """The module's own state dict: keys without `module.`."""
+        """Return the module's own state dict, with keys without `module.`."""
         return self.module.state_dict(*args, **kwargs)
 
     def _load_from_state_dict(
@@ -268,8 +275,8 @@ class DataParallel(nn.DataParallel):
     ) -> None:
         own = self.module.state_dict(keep_vars=True).keys()
         mine = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
-        # Torch's files carry `module.`, ours do not, and the module may have a child of that name: the
-        # reading that finds more keys is meant.
+        # Files of torch's class have keys with `module.`, ours do not, and the module may itself have a child
+        # called `module`. So count which reading matches more keys.
         wrapped = sum(key.startswith("module.") and key.removeprefix("module.") in own for key in mine)
         if wrapped <= sum(key in own for key in mine):
             found = {key: state_dict.pop(f"{prefix}{key}") for key in mine}
@@ -281,27 +288,28 @@ class DataParallel(nn.DataParallel):
 
 
 def _device_ids(devices: Devices) -> list[Any]:
-    """What torch calls device_ids: indices of GPUs, nothing on the plain CPU. Virtual devices on the CPU have
-    no index: the device itself."""
+    """Return torch's attribute `device_ids`: indices of GPUs, none on the plain CPU. Virtual devices on the
+    CPU have no index and appear as torch devices."""
     if devices.home.type == "cuda":
         return [device.index for device in devices.replicas]
     return list(devices.replicas) if len(devices) > 1 else []
 
 
 def _output_device(wanted: int | str | torch.device | None, home: torch.device) -> torch.device:
-    # virtual devices on the CPU are all one device
+    # An index, such as output_device=0, of virtual devices on the CPU: they are all the same device.
     if wanted is None or (isinstance(wanted, int) and home.type == "cpu"):
         return home
     device = as_device(wanted)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(
-            f"DataParallel: output_device={wanted!r} is not here; name one of the module's devices, or cpu"
+            f"DataParallel: output_device={wanted!r} does not exist; name one of the module's devices, or cpu"
         )
     return torch.device("cuda", 0) if device == torch.device("cuda") else device
 
 
 def _in_step(inputs: Any, kwargs: Any) -> tuple[list[Any], list[Any]]:
-    """As many positional as keyword arguments, from an overridden `scatter`, which may give either alone."""
+    """Return equally many positional and keyword arguments. An overridden `scatter` may return only one of
+    the two."""
     inputs, kwargs = list(inputs or ()), list(kwargs or ())
     count = max(len(inputs), len(kwargs), 1)
     return inputs + [()] * (count - len(inputs)), kwargs + [{}] * (count - len(kwargs))
@@ -316,7 +324,7 @@ def data_parallel(
     module_kwargs: dict[str, object] | None = None,
 ) -> Any:
     """Call `module` once, split over the devices; return the joined output. inputs: a tensor, a tuple of
-    arguments, or None for none."""
+    arguments, or None for no positional argument."""
     arguments = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
     return DataParallel(module, device_ids, output_device, dim)(*arguments, **(module_kwargs or {}))
 
@@ -327,11 +335,11 @@ def find_data_parallel(model: nn.Module) -> dict[str, DataParallel]:
 
 
 def compile_regions(model: nn.Module, **options: Any) -> list[str]:
-    """Compile the modules of a model's data-parallel blocks in place, parameters and state-dict keys as
-    before; return the blocks' names.
+    """Compile the modules of a model's data-parallel blocks in place; return the blocks' names. Parameters
+    and state-dict keys stay the same.
 
-    options: those of torch.compile. Raises UserError for a block on several devices: replicas are made anew
-    for each batch, and a graph would run with the weights of the ones that it was made for.
+    options: of torch.compile. Raises UserError for a block on several devices: its replicas are new for each
+    batch, but a graph would keep using the weights of those for which it was compiled.
     """
     blocks = find_data_parallel(model)
     for name, block in blocks.items():
@@ -346,6 +354,6 @@ def compile_regions(model: nn.Module, **options: Any) -> list[str]:
 
 
 def _call(module: nn.Module, *args: object, **kwargs: object) -> object:
-    # A function of ours: `module.compile()` leaves modules of torch's own classes, such as nn.Sequential, as
-    # they are.
+    # A function of this package: `module.compile()` would not compile modules of torch's own classes, such as
+    # nn.Sequential.
     return module._call_impl(*args, **kwargs)

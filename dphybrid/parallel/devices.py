@@ -1,4 +1,4 @@
-"""From device texts to torch devices, and settings that must precede CUDA's start."""
+"""Resolves device texts to torch devices, and makes settings that CUDA reads when it starts."""
 
 import os
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ from dphybrid.util.errors import UserError
 
 @dataclass(frozen=True)
 class Devices:
-    """Where the replicas of a region live.
+    """The devices of a region's replicas.
 
-    text: canonical device text. replicas: one torch device a replica, in split order. virtual: replicas share
-    hardware.
+    text: canonical device text. replicas: one torch device per replica, in split order. virtual: whether
+    replicas share hardware.
     """
 
     text: str
@@ -33,33 +33,33 @@ class Devices:
 
     @property
     def at_once(self) -> bool:
-        """Do replicas run at the same time, in threads? They do on GPUs of their own."""
+        """Whether replicas run at the same time, in threads: if each has its own GPU."""
         return len(self.replicas) > 1 and self.home.type == "cuda" and not self.virtual
 
     @property
     def noun(self) -> str:
-        """ "GPUs" for GPUs of their own, "devices" otherwise."""
+        """ "GPUs" if each replica has its own GPU, else "devices"."""
         return "GPUs" if self.home.type == "cuda" and not self.virtual else "devices"
 
     @property
     def gpu_uuids(self) -> tuple[str, ...]:
-        """The UUIDs of the GPUs, each once, as the driver's tools write them."""
+        """The UUIDs of the GPUs, each once, in the form of nvidia-smi."""
         gpus = dict.fromkeys(device for device in self.replicas if device.type == "cuda")
         return tuple(f"GPU-{torch.cuda.get_device_properties(gpu).uuid}" for gpu in gpus)
 
     @cached_property
     def labels(self) -> tuple[str, ...]:
-        """One name a replica: `cuda:1`, or `cpu[3]` for the virtual device 3 on the CPU."""
+        """One name per replica: `cuda:1`, or `cpu[3]` for virtual device 3 on the CPU."""
         if not self.virtual:
             return tuple(str(device) for device in self.replicas)
         return tuple(f"{device}[{index}]" for index, device in enumerate(self.replicas))
 
 
 def resolve_devices(spec: "str | Devices | Sequence[int | str | torch.device] | None") -> Devices:
-    """Return the devices that a text or a list (of CUDA indices, device texts or torch devices) names. -1 is
-    the CPU; None stands for `DPHYBRID_DEVICES` where that is set, else for auto.
+    """Return the devices named by a text or a list (of CUDA indices, device texts or torch devices). -1 is
+    the CPU; None is the value of `DPHYBRID_DEVICES` if set, else auto.
 
-    Raises UserError for texts that cannot be read and for GPUs that are not there.
+    Raises UserError for texts that cannot be parsed and for GPUs that do not exist.
     """
     if isinstance(spec, Devices):
         return spec
@@ -82,14 +82,14 @@ def device_count() -> int:
 
 
 def before_cuda_starts() -> None:
-    """Have cuBLAS, and cuDNN's RNNs with it, use workspaces of their own for each stream: the same bits every
-    time. Read once, as CUDA starts; what the user has set stays."""
+    """Make cuBLAS, and cuDNN's RNNs, use a separate workspace for each stream, so that results have the same
+    bits every time. CUDA reads the setting once, when it starts. A value set by the user stays."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:2")
 
 
 def start_on(devices: Devices) -> None:
-    """Make the devices' home the current one: events and streams that are made without a device belong to
-    it."""
+    """Make the devices' home the current CUDA device, to which events and streams without a device
+    belong."""
     before_cuda_starts()
     if devices.home.type == "cuda":
         torch.cuda.set_device(devices.home)
@@ -103,7 +103,7 @@ def _name(item: int | str | torch.device) -> str:
 
 def _with_hardware(parsed: DeviceSpec) -> Devices:
     count = torch.cuda.device_count()
-    if parsed.count:  # without a GPU the same split on the CPU
+    if parsed.count:  # auto*2: two GPUs or, without any GPU, the same split on the CPU
         return _with_hardware(
             parse_device_spec(
                 ",".join(f"cuda:{i}" for i in range(parsed.count)) if count else f"cpu*{parsed.count}"
@@ -114,9 +114,9 @@ def _with_hardware(parsed: DeviceSpec) -> Devices:
         name for name in dict.fromkeys(names) if name.startswith("cuda") and int(name.split(":")[1]) >= count
     ]
     if missing:
-        there = f"GPUs found: cuda:0 to cuda:{count - 1}" if count else "no GPU found"
+        found = f"GPUs found: cuda:0 to cuda:{count - 1}" if count else "no GPU found"
         same = f", or cpu*{len(names)} for the same split" if len(names) > 1 else ""
-        raise UserError(f"{', '.join(missing)} is not here ({there}); use cpu{same}")
-    # by name in the record: auto is something else on another machine
+        raise UserError(f"{', '.join(missing)} does not exist ({found}); use cpu{same}")
+    # Recorded by name, as auto means something else on another machine.
     text = ",".join(names) if parsed.is_auto else parsed.text
     return Devices(text, tuple(torch.device(name) for name in names), parsed.virtual)

@@ -17,19 +17,21 @@ _DRAWING = threading.Lock()
 class Dropout(nn.Dropout):
     """`nn.Dropout` with the same masks on `cpu` and `cpu*8`, in a half to a seventh of its time there.
 
-    p: probability of a zero, 0 to 1. On the CPU a value is dropped by a hash of three numbers: one that each
-    call draws from torch's CPU generator, its row in the whole batch (dim 0; rows may be flattened with
-    further dims), and its place in the row. Backward computes the mask again, so none is kept.
+    p: probability of a zero, 0 to 1. On the CPU, a hash of three numbers decides whether a value is dropped:
+    a seed that each call draws from torch's CPU generator, the value's row in the whole batch (dim 0; rows
+    may be flattened with further dims), and its place in the row. Backward computes the mask again, so no
+    mask is stored.
 
-    torch's own dropout takes over on GPUs, in torch.compile and below transforms of torch.func. Where a
-    forward may be computed again, as in activation checkpointing, each replica draws by itself.
+    On GPUs, in torch.compile and inside transforms of torch.func, this is torch's own dropout. If a forward
+    may be computed again, as in activation checkpointing, each replica draws its own seed.
     """
 
     def __init__(self, p: float = 0.5) -> None:
         super().__init__(p)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return `input`, or in training mode a tensor of its shape, dropped and scaled by 1 / (1 - p)."""
+        """Return `input` or, in training mode, a copy with values set to zero and the rest scaled by
+        1 / (1 - p)."""
         if not self.training or self.p in (0, 1) or not _can_be_hashed(input):
             return F.dropout(input, self.p, self.training)
         values = input if input.dtype is torch.float64 else input.float()
@@ -38,7 +40,8 @@ class Dropout(nn.Dropout):
 
 
 class _Dropped(torch.autograd.Function):
-    """A linear map, so its own derivative. given: (p, seed, number of the first row)."""
+    """Dropout with a given mask is linear, so backward and jvp apply the same function. given: (p, seed,
+    number of the first row)."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, *given: Any) -> Tensor:
@@ -47,7 +50,7 @@ class _Dropped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        if not is_plain(grad):  # many gradients at once, as of `is_grads_batched`
+        if not is_plain(grad):  # a batch of gradients (`is_grads_batched`), which the kernel cannot read
             ones = torch.ones(grad.shape, dtype=grad.dtype, device="cpu")
             return grad * _kernel(ones, *ctx.given), None, None, None
         again = _Dropped.apply if torch.is_grad_enabled() else _kernel
@@ -61,12 +64,13 @@ class _Dropped(torch.autograd.Function):
 def _can_be_hashed(tensor: Tensor) -> bool:
     if torch.compiler.is_dynamo_compiling() or not is_plain(tensor) or not tensor.is_floating_point():
         return False
-    # a trace would hold the memory that the kernel fills, not the kernel
+    # A trace cannot record the kernel; it would record the memory that the kernel fills as a constant.
     return not torch.jit.is_tracing() and not torch._C._len_torch_dispatch_stack()
 
 
 def _draw(rows: int) -> tuple[int, int]:
     """Return (seed, number of the first of these rows in the whole batch)."""
+    # All replicas use the same seed in their k-th call; the first one to get there draws it.
     replica = running()
     if not any(replica.shares) or _may_be_computed_again():
         return _seed(), 0
@@ -78,11 +82,12 @@ def _draw(rows: int) -> tuple[int, int]:
     own, before = replica.shares[replica.index], sum(replica.shares[: replica.index])
     if own and rows % own == 0:
         return seed, before * (rows // own)
-    return seed ^ replica.index << 48, 0  # no rows of the batch: masks of its own
+    return seed ^ replica.index << 48, 0  # not the batch's rows: a separate mask per replica
 
 
 def _may_be_computed_again() -> bool:
-    """Does autograd repeat this forward in backward, or is this the repetition? Neither knows the share."""
+    """Return whether autograd may repeat this forward in backward, or this is the repetition, which does not
+    know the replica's share."""
     hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     return hooked or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1
 

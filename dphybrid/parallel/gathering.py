@@ -1,5 +1,5 @@
-"""gather: the replicas' outputs as one. Like torch.nn.parallel.gather, but what cannot be joined is refused
-with its place."""
+"""`gather`, like torch's: joins the replicas' outputs. An output that cannot be joined raises an error that
+names it."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,8 +13,8 @@ from dphybrid.util.errors import UserError, type_text
 
 
 class Leaf(NamedTuple):
-    """A joined tensor, as far as it says where the batch is. rows: on the batch dim for each sample. rank:
-    its number of dims."""
+    """Shape of a joined tensor, as far as it shows where the batch is. rows: number of rows on the batch dim
+    per sample. rank: number of dims."""
 
     path: str
     rows: int
@@ -27,11 +27,12 @@ def gather(
     dim: int = 0,
     sizes: Sequence[int] | None = None,
 ) -> Any:
-    """Join the replicas' outputs on `dim`, on the device `target_device` (an int is a GPU, -1 the CPU).
+    """Join the replicas' outputs along `dim`, on `target_device` (an int is a GPU's index, -1 the CPU).
 
-    sizes: the samples of each replica's share. With it, a tensor must have the same whole number of rows for
-    each sample: one that has its batch elsewhere, such as an RNN's state (layers, B, H), is refused instead
-    of joined on the wrong dim. Raises UserError for what cannot be joined, with its place.
+    sizes: number of samples in each replica's share. If given, each tensor must have the same whole number of
+    rows per sample. So a tensor with the batch on another dim, such as an RNN's state (layers, B, H), raises
+    an error instead of being joined on the wrong dim. Raises UserError, with the place, for an output that
+    cannot be joined.
     """
     return Join(as_device(target_device), dim, sizes)(list(outputs), "output")
 
@@ -44,8 +45,8 @@ def as_device(device: torch.device | str | int) -> torch.device:
 
 
 class Join:
-    """Joins one forward's outputs. leaves: what was joined by rows, for whoever wants to know whether it
-    could be chance."""
+    """Joins the outputs of one forward. leaves: the tensors whose number of rows was checked; `probing` asks
+    whether they match by chance."""
 
     __slots__ = ("dim", "leaves", "sizes", "target")
 
@@ -57,6 +58,7 @@ class Join:
         first = outputs[0]
         kind = type(first)
         for output in outputs:
+            # Tensors of different classes may be joined: replica 0 may return an nn.Parameter, others a copy.
             if type(output) is not kind and not (isinstance(first, Tensor) and isinstance(output, Tensor)):
                 kinds = ", ".join(type(o).__name__ for o in outputs)
                 raise UserError(
@@ -81,7 +83,7 @@ class Join:
     def _nests(self, outputs: list[object], path: str) -> object:
         first, maps = outputs[0], [items_of(output) for output in outputs]
         refuse_attributes(first, path)
-        # By key, not by place: replicas may have made their dicts in another order.
+        # Matched by key: replicas may have filled their dicts in different orders.
         if any(found.keys() != maps[0].keys() for found in maps):
             is_row = isinstance(first, tuple | list)
             kinds = f"sequences of {list(map(len, maps))} items" if is_row else "dicts with different keys"
@@ -93,7 +95,8 @@ class Join:
     def _tensors(self, outputs: list[Tensor], path: str) -> Tensor:
         first, dim, sizes = outputs[0], self.dim, self.sizes
         rank = first.dim()
-        # torch joins single numbers to a vector, whose mean overweighs the samples of a short last share
+        # torch joins 0-dim outputs to a vector. Its mean would give the samples of a short last share too
+        # much weight.
         if not -rank <= dim < rank:
             raise UserError(
                 f"{path}: a {rank}-dim tensor has no dim {dim} to join on; return one value a sample, such "
@@ -108,6 +111,7 @@ class Join:
             self._check_rows(outputs, path, sizes)
         shapes = [list(output.shape) for output in outputs]
         for shape in shapes:
+            # The sizes on the batch dim may differ; if the ranks do, the comparison below fails anyway.
             if len(shape) == rank:
                 shape[dim] = 0
         if shapes.count(shapes[0]) < len(shapes):

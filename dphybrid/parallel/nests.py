@@ -1,5 +1,5 @@
-"""Nests of values (tuples, lists, dicts, dataclasses): what they are made of, how many rows they hold, and
-what in them cannot be split."""
+"""Nested values (tuples, lists, dicts, dataclasses): walks and rebuilds them, counts their rows, and refuses
+contents that cannot be split."""
 
 import copy
 import dataclasses
@@ -18,25 +18,24 @@ from dphybrid.util.errors import UserError, type_text
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """Marks a value (tensor, or a nest of them) that every replica gets unsplit, such as a (T, T) attention
-    mask."""
+    """Marks a value (tensor or nest) that every replica gets unsplit, such as a (T, T) attention mask."""
 
     value: object
 
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """Marks a value that is split already: one tensor a used replica, each on its replica's device and with
-    the sizes of the batch's split."""
+    """Marks a value that is split already: one tensor per used replica, on the replica's device, with as many
+    rows as the replica's share."""
 
     tensors: Sequence[Tensor]
 
     def joined(self, device: torch.device, dim: int) -> Tensor:
-        """Return all rows as one tensor on a device."""
+        """Return all parts as one tensor on `device`."""
         return torch.cat([part.to(device) for part in self.tensors], dim)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__"):  # copy, pickle and others only ask whether a special method exists
             raise AttributeError(name)
         raise AttributeError(
             f".{name}: these rows are on their devices already, in parts, and only a region takes them; call "
@@ -45,38 +44,40 @@ class Parts:
 
     @classmethod
     def __torch_function__(cls, function: Callable[..., object], *_: object) -> None:
-        # torch asks every argument that has this: torch.cat and layers would else tell only this class's name
+        # torch functions and layers call this for an argument that has it. Without it, their error would only
+        # name this class and not say what to do.
         cls(()).__getattr__(function.__name__)
 
 
 def parts(tensors: Sequence[Tensor]) -> Tensor | Parts:
-    """Return what a region takes for a value that is split already, such as the rows of
-    `HostEmbedding.replica_rows`."""
+    """Wrap a value that is split already, such as the rows of `HostEmbedding.replica_rows`, as a region's
+    input."""
     return tensors[0] if len(tensors) == 1 else Parts(tensors)
 
 
 def is_nest(value: object) -> bool:
-    """Is it a container whose items are known?"""
+    """Return whether a value is a container whose items can be walked."""
     if isinstance(value, tuple | list | dict | UserDict):
         return not isinstance(value, PackedSequence)
     return dataclasses.is_dataclass(value) and not isinstance(value, type | Whole | Parts)
 
 
 def items_of(value: object) -> dict[Any, object]:
-    """Return a nest's items by key, place or attribute."""
+    """Return a nest's items by key, index or attribute name."""
     if isinstance(value, dict | UserDict):
-        # not dict(value): a subclass may give something else for value[key] than it holds
+        # Not dict(value), which calls value[key]: a subclass may return something else than it holds.
         return dict(value.items())
     if isinstance(value, tuple | list):
         return dict(enumerate(value))
-    # All attributes of a dataclass, also those that its __post_init__ set beside the fields.
+    # All attributes of a dataclass, including those that __post_init__ set in addition to the fields.
     return {name: getattr(value, name) for name in (*_filled_slots(value), *getattr(value, "__dict__", {}))}
 
 
 def rebuild(like: object, items: list[object]) -> object:
-    """Return a nest like `like` with other items; attributes that mirror an item are those of the new one. No
-    constructor runs: a `__post_init__` would compute from a share what it did for the batch."""
-    if type(like) is dict:
+    """Return a nest of the same type as `like` with other items. Attributes that refer to an old item refer
+    to the new one. No constructor runs: a `__post_init__` would compute from a share what it computed from
+    the batch."""
+    if type(like) is dict:  # dict and list first: by far the most common
         return dict(zip(like, items, strict=True))
     if type(like) is list:
         return items
@@ -95,9 +96,10 @@ def rebuild(like: object, items: list[object]) -> object:
         for name, item in zip(items_of(like), items, strict=True):
             object.__setattr__(new, name, item)
         return new
-    if getattr(like, "__dict__", None) is like:  # a dict whose attributes are its items
+    if getattr(like, "__dict__", None) is like:  # a dict whose `__dict__` is the dict itself
         object.__setattr__(new, "__dict__", new)
         return new
+    # Model outputs of Hugging Face, for one, hold each item under its key and again as an attribute.
     mirrored = {id(old): item for old, item in zip(items_of(like).values(), items, strict=True)}
     for name, held in getattr(like, "__dict__", {}).items():
         if not (isinstance(like, UserDict) and name == "data"):
@@ -106,19 +108,20 @@ def rebuild(like: object, items: list[object]) -> object:
 
 
 def map_leaves(function: Callable[[object], object], value: object) -> Any:
-    """Return the nest with `function` applied to every item that is not a nest."""
+    """Return the nest with `function` applied to every value in it that is not a nest itself."""
     if is_nest(value):
         return rebuild(value, [map_leaves(function, item) for item in items_of(value).values()])
     return function(value)
 
 
 def joined(value: object, device: torch.device, dim: int) -> Any:
-    """Return the nest with all `Parts` as one tensor each, on a device."""
+    """Return the nest with each `Parts` joined to one tensor on `device`."""
     return map_leaves(lambda leaf: leaf.joined(device, dim) if isinstance(leaf, Parts) else leaf, value)
 
 
 def map_tensors(function: Callable[[Tensor], object], value: object) -> Any:
-    """Return the nest with `function` applied to every tensor, those in `Whole` included."""
+    """Return the nest with `function` applied to every tensor, and each `Whole` replaced by its value. Raises
+    UserError for `Parts`."""
 
     def leaf(value: object) -> object:
         if isinstance(value, Tensor):
@@ -136,7 +139,7 @@ def map_tensors(function: Callable[[Tensor], object], value: object) -> Any:
 
 
 def is_marked(value: object) -> bool:
-    """Is there a `Whole` or `Parts` in a nest?"""
+    """Return whether a nest contains a `Whole` or `Parts`."""
     if isinstance(value, Whole | Parts):
         return True
     return is_nest(value) and any(map(is_marked, items_of(value).values()))
@@ -152,22 +155,22 @@ def tensors_of(value: object, path: str = "output") -> Iterator[tuple[str, Tenso
 
 
 def _named_inputs(args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, object]:
-    """Return the arguments by the names that messages give them."""
+    """Return the arguments under the names used in messages: `input 0`, or the keyword."""
     return {f"input {index}": value for index, value in enumerate(args)} | kwargs
 
 
 def input_tensors(args: tuple[object, ...], kwargs: dict[str, object]) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of a call's arguments with the path that messages give it."""
+    """Yield (path used in messages, tensor) for every tensor of a call's arguments."""
     for name, value in _named_inputs(args, kwargs).items():
         yield from tensors_of(value, name)
 
 
 def batch_rows(args: tuple[object, ...], kwargs: dict[str, object], dim: int) -> dict[str, int]:
-    """Return the rows on `dim` of each tensor by its path, all equal. A number (0-dim) has no rows, and each
-    replica gets it.
+    """Return path -> number of rows on `dim`, which is equal for all tensors. 0-dim tensors are left out;
+    every replica gets them.
 
-    Raises UserError that lists the sizes when they disagree, instead of losing the rows beyond the smallest;
-    and for what carries tensors or data and cannot be split.
+    Raises UserError with all sizes if they disagree (torch would silently drop the rows beyond the smallest),
+    and for values that contain tensors or data but cannot be split.
     """
     sizes: dict[str, int | None] = {}
     for name, value in _named_inputs(args, kwargs).items():
@@ -188,13 +191,13 @@ def _rows(value: Tensor, dim: int, path: str) -> int | None:
     if value.is_nested or value.layout not in (torch.strided, torch.sparse_coo):
         kind = "nested (jagged)" if value.is_nested else str(value.layout).removeprefix("torch.")
         raise UserError(
-            f"{path}: a {kind} tensor cannot be split; give values and offsets a sample, a padded tensor, or "
-            "one in COO layout"
+            f"{path}: a {kind} tensor cannot be split; give a padded tensor, one in COO layout, or values "
+            "and offsets for each sample"
         )
     if value.is_sparse and value.requires_grad:
         raise UserError(
-            f"{path}: a sparse tensor that requires grad cannot be split (torch has no way back); give its "
-            "indices and values apart"
+            f"{path}: a sparse tensor that requires grad cannot be split (torch has no backward for it); "
+            "give its indices and values as separate inputs"
         )
     return value.shape[dim] if -value.dim() <= dim < value.dim() else None
 
@@ -216,12 +219,12 @@ def _collect(value: object, dim: int, path: str, sizes: dict[str, int | None]) -
 PLAIN: frozenset[type] = frozenset(
     (types.NoneType, bool, int, float, complex, str, bytes, slice, range, torch.dtype, torch.device)
 )
-"""Types of values that neither are nor hold tensors."""
+"""Types whose values neither are nor contain tensors."""
 
 
 def _refuse_unsplittable(value: Any, path: str) -> None:
-    """Raise UserError for a value that is not a known container and would reach the replicas whole though it
-    holds the batch, or once only."""
+    """Raise UserError for a value of an unknown kind that holds the batch, so that every replica would get
+    all of it, or that can be read only once."""
     kind = type(value).__name__
     if isinstance(value, PackedSequence):
         raise UserError(
@@ -230,7 +233,7 @@ def _refuse_unsplittable(value: Any, path: str) -> None:
         )
     if isinstance(value, Iterator):
         raise UserError(
-            f"{path}: a {kind} can be read once only, by the first replica; give a list, or a tensor"
+            f"{path}: a {kind} can be read only once, by the first replica; give a list or a tensor"
         )
     if type(value).__module__.split(".")[0] == "numpy" and vars(type(value)).get("ndim") and value.ndim:
         raise UserError(
@@ -245,7 +248,8 @@ def _refuse_unsplittable(value: Any, path: str) -> None:
 
 
 def refuse_attributes(value: object, path: str) -> None:
-    """Raise UserError for an instance of a container's subclass that holds tensors beside its items."""
+    """Raise UserError for an instance of a container's subclass with an attribute that holds tensors which
+    are not items."""
     if type(value) in (tuple, list, dict) or not isinstance(value, tuple | list | dict | UserDict):
         return  # a dataclass's attributes are its items
     inside = {id(item) for item in items_of(value).values()}
@@ -260,12 +264,12 @@ def refuse_attributes(value: object, path: str) -> None:
 
 
 _DEPTH = 8
-"""Steps from object to object in the search for tensors: objects that refer to each other are many."""
+"""How many references deep `reachable` follows objects: without a limit it might walk most of the process."""
 
 
 def reachable(value: object, but_not_in: type | tuple[type, ...] = ()) -> Iterator[object]:
-    """Yield the value and what it refers to, in whatever way, nearest first. but_not_in: types that are not
-    looked into."""
+    """Yield the value and all objects that it refers to, directly or not, nearest first. but_not_in: types
+    whose references are not followed."""
     found, seen = [value], set[int]()
     for _ in range(_DEPTH):
         yield from found
@@ -279,15 +283,15 @@ def _carries_tensors(value: object) -> bool:
 
 
 def _held(value: object) -> Sequence[object]:
-    """Return what an object refers to, in whatever way it does."""
+    """Return the objects that an object refers to directly, in any way (attributes, items, closures)."""
     if type(value) in PLAIN or isinstance(value, type | types.ModuleType):
         return ()
-    if isinstance(value, types.FunctionType):  # not its module's global names
+    if isinstance(value, types.FunctionType):  # get_referents would add its module's globals
         return value.__closure__ or ()
     return gc.get_referents(value)
 
 
 def _filled_slots(value: object) -> list[str]:
-    # slots have no __dict__, and each class of the hierarchy names only its own
+    # Slots are not in __dict__, and each class of the hierarchy lists only its own.
     slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
     return [name for name in slots if not name.startswith("__") and hasattr(value, name)]

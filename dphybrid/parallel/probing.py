@@ -1,16 +1,16 @@
-"""Is it chance that an output, or an input, has as many rows as there are samples? Asked once, at the first
-forward that leaves it open.
+"""Checks whether an output, or an input, has as many rows as there are samples only by chance. Runs once, at
+the first forward for which sizes leave it open.
 
-Outputs. Shares of two sizes settle it: what then has its rows in step with the samples has the batch there.
-Where all shares are alike, an RNN's state (layers, B, H) of as many layers, a transposed or stacked result, a
-parameter or a constant may look like rows by chance. So a throwaway copy of the module computes one sample
-more, once: the cost of one replica's forward without gradients; of three where an output has several rows a
-sample.
+Outputs: if shares have two sizes and an output's rows follow them, its rows are the samples. If all shares
+are equal, another tensor may look like rows by chance: an RNN's state (layers, B, H) with B layers, a
+transposed or stacked result, a parameter, a constant. So a throwaway copy of the module computes a share with
+one more sample, once. That costs one replica's forward without gradients, or three if an output has several
+rows per sample.
 
-Inputs, such as class weights as long as the batch, or a (T, T) mask with T samples: splitting one that all
-replicas share computes something else. The throwaway copy computes two samples, in evaluation mode. Where
-that fails and works with the tensor unsplit, or where the first sample's output depends on the tensor's
-second row, the tensor belongs to all samples.
+Inputs: a tensor that all samples share, such as class weights as long as the batch or a (T, T) mask with T
+samples, must not be split. So the throwaway copy computes two samples in eval mode. The tensor is shared if
+that fails but works with the tensor unsplit, or if the first sample's output depends on the tensor's second
+row.
 """
 
 import io
@@ -32,13 +32,13 @@ from dphybrid.parallel.scattering import split
 from dphybrid.util.errors import UserError
 
 _Swap = tuple[Tensor, Tensor] | None
-"""An input, and what all replicas get in its place, unsplit."""
+"""(an input tensor, the tensor that the module gets unsplit in its place)."""
 
 
 class Trial:
-    """Calls a throwaway copy of a module on the first samples of a batch; nothing else is left of the call.
+    """Calls a throwaway copy of a module on the first samples of a batch, without any side effect.
 
-    given: (args, kwargs) of the whole batch. home: where it computes. sizes: of the batch's shares.
+    given: (args, kwargs) of the whole batch. home: device to compute on. sizes: of the batch's shares.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class Trial:
 
     @torch.no_grad()
     def __call__(self, rows: int, *, training: bool = True, swap: _Swap = None) -> object:
-        """Return what the module makes of so many samples. training: as the module is, else in evaluation
-        mode."""
+        """Return the module's output for the first `rows` samples. training: in the module's present mode;
+        False: in eval mode."""
         given = joined(self.given, self.home, self.dim)
         given = map_leaves(lambda v: Whole(swap[1]) if swap and v is swap[0] else v, given)
         ((args, kwargs),) = split(given, [self.home], [rows], self.dim)
-        # a module that prints its shares, as the tutorials' do, would print one that no batch has
+        # Modules that print their shares, as in the tutorials, would print one that no batch has.
         silent = redirect_stdout(io.StringIO())
         with own_random_state(self.home), as_replica(0, len(self.sizes)), silent:
             copy = throwaway(self.module, self.home)
@@ -62,21 +62,21 @@ class Trial:
 
 @torch.no_grad()
 def refuse_chance_rows(trial: Trial, output: object, leaves: list[Leaf]) -> None:
-    """Raise UserError where an output has its rows by chance.
+    """Raise UserError if an output's number of rows matches the samples only by chance.
 
-    output: of the first replica. leaves: what was joined of it.
+    output: of the first replica. leaves: the tensors in it that were joined.
     """
     share = trial.sizes[0]
     if share != trial.sizes[-1] and all(leaf.rows == 1 for leaf in leaves):
-        return  # two sizes have settled it
+        return  # shares of two sizes: `Join` has checked that rows follow them
     try:
-        # one sample more than a share: what has its rows by chance keeps its size, and cannot be joined
+        # One more sample than a share. A tensor with its rows by chance keeps its size, and `Join` refuses
+        # it.
         more = trial(share + 1)
-    except Exception as error:  # noqa: BLE001 # a module may refuse any other size, and is right so far
+    except Exception as error:  # noqa: BLE001 # a module may accept only one size; not an error
         warnings.warn(
-            f"DataParallel: outputs have {share} rows for shares of {share} samples, and it could not be "
-            f"seen whether by chance: with {share + 1} samples the module raised {type(error).__name__}: "
-            f"{error}",
+            f"DataParallel: outputs have {share} rows for shares of {share} samples; whether by chance could "
+            f"not be checked, as the module raised {type(error).__name__} for {share + 1} samples: {error}",
             RuntimeWarning,
             stacklevel=4,
         )
@@ -87,11 +87,11 @@ def refuse_chance_rows(trial: Trial, output: object, leaves: list[Leaf]) -> None
 
 
 def _refuse_sample_minor(trial: Trial, paths: list[str], share: int) -> None:
-    """Raise UserError for an output with several rows a sample that are not side by side, as those of
-    torch.cat([x, -x]): sizes do not tell, but with one sample more its first rows are others."""
+    """Raise UserError for an output with several rows per sample that are not next to each other, as in
+    torch.cat([x, -x]). Sizes do not show that; but with one more sample, its first rows are different."""
     try:
         one, two = (dict(tensors_of(trial(rows, training=False))) for rows in (share, share + 1))
-    except Exception:  # noqa: BLE001 # not made to be evaluated
+    except Exception:  # noqa: BLE001 # a module that cannot run in eval mode is not checked
         return
     for path in paths:
         if path in one and path in two:
@@ -99,15 +99,15 @@ def _refuse_sample_minor(trial: Trial, paths: list[str], share: int) -> None:
             outer = b.unflatten(0, (-1, share + 1))[:, :share].flatten(0, 1)
             if not _equal([a], [b[: len(a)]]) and _equal([a], [outer]):
                 raise UserError(
-                    f"{path}: its rows go through all samples once and then again; the shares' rows would be "
-                    "mixed: return all rows of a sample one behind the other (repeat_interleave instead of "
-                    "repeat, a stack on dim 1), or each part as an output of its own"
+                    f"{path}: its rows go through all samples once and then again, so joining would mix the "
+                    "shares' rows; return all rows of a sample next to each other (repeat_interleave instead "
+                    "of repeat, a stack on dim 1), or each part as a separate output"
                 )
 
 
 @contextmanager
 def own_random_state(*homes: torch.device) -> Iterator[None]:
-    """What the block draws is as if it had not been drawn: torch's generators, Python's, and numpy's where it
+    """Return a context that restores the random generators afterwards: torch's, Python's, and numpy's if it
     is loaded."""
     numpy = sys.modules.get("numpy")
     python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
@@ -121,8 +121,8 @@ def own_random_state(*homes: torch.device) -> Iterator[None]:
 
 
 def refuse_shared_inputs(trial: Trial) -> None:
-    """Raise UserError that names an input which all samples share and which would be split."""
-    # one given twice stays one; rows in parts are of samples by construction
+    """Raise UserError that names an input which would be split although all samples share it."""
+    # A tensor that is passed twice counts once. `Parts` are rows of samples by construction.
     found = list({id(t): (path, t) for path, t in input_tensors(*trial.given) if t.dim()}.values())
     if len(found) < 2:
         return
@@ -130,7 +130,8 @@ def refuse_shared_inputs(trial: Trial) -> None:
     for path, tensor in found[1:]:  # the first one is the batch itself
         if not (tensor.is_floating_point() or tensor.dtype == torch.bool) or tensor.is_sparse:
             continue
-        # two samples, the second with another row; else the tensor as it is, unsplit
+        # Change the tensor's second row: does the first sample's output change? If two samples did not work
+        # at all (`expected` is empty), try the whole tensor unsplit.
         other = tensor
         if expected:
             other = tensor.detach().narrow(trial.dim, 0, 2).clone()
@@ -146,22 +147,22 @@ def refuse_shared_inputs(trial: Trial) -> None:
 
 
 def note_shares(error: Exception, trial: Trial) -> None:
-    """Add to an error of a replica what it was given, and what may be meant instead."""
+    """Add a note to a replica's error: how the inputs were split, and which mistakes may be the cause."""
     given = [f"{path} {tuple(t.shape)}" for path, t in input_tensors(*trial.given)]
     error.add_note(
         f"DataParallel split {', '.join(given) or 'rows'} on dim {trial.dim} into shares of {trial.sizes} "
-        "rows. If the module works without a split: one sample alone needs a batch dim (x.unsqueeze(0)), and "
-        "what all samples share, such as a mask or class weights, is given as Whole(...) or named in "
+        "rows. If the module works without a split: give a single sample a batch dim (x.unsqueeze(0)), and "
+        "wrap what all samples share, such as a mask or class weights, in Whole(...) or name it in "
         "whole=[...]"
     )
 
 
 def _first_output(trial: Trial, swap: _Swap = None) -> list[Tensor]:
-    """Return the first of two samples' part of each output; nothing where the module fails."""
+    """Compute two samples; return the first sample's part of each output, or nothing if the module fails."""
     dim = trial.dim
     try:
         output = trial(2, training=False, swap=swap)
-    except Exception:  # noqa: BLE001 # whatever it is, the module cannot be asked
+    except Exception:  # noqa: BLE001 # a module that fails here is not checked
         return []
     tensors = [t for _, t in tensors_of(output) if -t.dim() <= dim < t.dim() and t.layout is torch.strided]
     return [t.narrow(dim, 0, t.shape[dim] // 2) for t in tensors if t.shape[dim] % 2 == 0]

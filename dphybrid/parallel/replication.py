@@ -1,5 +1,5 @@
-"""replicate: one copy of a module a device, gradients summed on the way back. Like
-torch.nn.parallel.replicate, for virtual devices too."""
+"""`replicate`, like torch's but also for virtual devices: makes one copy of a module per device; backward
+sums their gradients."""
 
 import copy
 import types
@@ -18,19 +18,19 @@ from dphybrid.util.errors import UserError
 
 
 def _copy(tensor: Tensor, place: torch.device) -> Tensor:
-    """Return a copy of a tensor without its graph. On the tensor's own device the two share memory until one
-    is written to."""
+    """Return a copy of a tensor without its graph. On the same device it is lazy: both share memory until one
+    is written."""
     if tensor.device == place:
         try:
             return torch._lazy_clone(tensor.detach())
-        except RuntimeError:  # memory that is not torch's own: shared, pinned, numpy's
+        except RuntimeError:  # memory that torch did not allocate as usual: shared, pinned, numpy's
             pass
     return tensor.detach().to(place, copy=True)
 
 
 class _Broadcast(torch.autograd.Function):
-    """All parameters to all replicas in one node: replica 0 sees the originals, the others copies; gradients
-    are summed in device order."""
+    """Gives all parameters to all replicas in one autograd node. Replica 0 gets the originals, the others
+    copies; backward sums gradients in device order."""
 
     @staticmethod
     def forward(ctx: Any, devices: tuple[torch.device, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -50,7 +50,8 @@ class _Broadcast(torch.autograd.Function):
             parts = [grad.to(ctx.home) for grad in grads[i :: ctx.count]]
             if len({part.is_sparse for part in parts}) > 1:  # nn.Embedding(sparse=True), also used as a whole
                 parts = [part.to_dense() if part.is_sparse else part for part in parts]
-            # a replica that did not use a parameter gives zeros, so nobody's gradient is None, as upstream
+            # autograd passes zeros for a parameter that a replica did not use. So no gradient is None, as
+            # with torch's class.
             total = parts[0] if len(parts) == 1 else parts[0] + parts[1]
             for part in parts[2:]:
                 total += part
@@ -59,13 +60,13 @@ class _Broadcast(torch.autograd.Function):
 
 
 def under_functorch() -> bool:
-    """Is a transform of torch.func running around this? Its bookkeeping knows neither this module's autograd
-    function nor other threads."""
+    """Return whether a transform of torch.func is active. It supports neither this module's autograd function
+    nor other threads."""
     return torch._C._are_functorch_transforms_active()
 
 
 def _copies(tensors: Sequence[Tensor], places: tuple[torch.device, ...], detach: bool) -> Sequence[Tensor]:
-    """Return the tensors for the first place, copies of them for the second, ..., in one row."""
+    """Return one flat sequence: the tensors for the first place, then their copies for each further place."""
     if tensors and not detach and not under_functorch():
         return _Broadcast.apply(places, *tensors)
     copy = _copy if detach else partial(Tensor.to, copy=True)
@@ -73,10 +74,11 @@ def _copies(tensors: Sequence[Tensor], places: tuple[torch.device, ...], detach:
 
 
 def replicate(module: nn.Module, devices: Places, detach: bool = False) -> list[nn.Module]:
-    """Return one replica of `module` a device. Gradients of the replicas add up in the module's parameters.
+    """Return one replica of `module` per device. The replicas' gradients are added up in the module's
+    parameters.
 
-    detach: without a way back for gradients. Replica 0 shares storage with the module; buffers that the
-    others change are lost. Raises UserError for modules that cannot be replicated, see `refuse_unsuitable`.
+    detach: without gradients. Replica 0 shares storage with the module; changes of buffers in the other
+    replicas are lost. Raises UserError for modules that cannot be replicated, see `refuse_unsuitable`.
     """
     refuse_unsuitable(module)
     return replicate_modules(list(module.modules()), resolve_devices(devices).replicas, detach)
@@ -85,19 +87,19 @@ def replicate(module: nn.Module, devices: Places, detach: bool = False) -> list[
 def replicate_modules(
     modules: list[nn.Module], places: tuple[torch.device, ...], detach: bool
 ) -> list[nn.Module]:
-    """Return replicas of modules[0], of which `modules` are all the parts."""
+    """Return replicas of modules[0]. modules: `list(module.modules())` of it."""
     if places[0].type == "cuda" and len(set(places)) == len(places) > 1:
-        # GPUs of their own: torch copies all parameters in a few large messages between them
+        # One GPU per replica: torch's own function sends all parameters in a few large messages.
         from torch.nn.parallel import replicate as torch_replicate
 
         replicas = list(torch_replicate(modules[0], list(places), detach))
-        # torch's replicas have no parameters(); modules that ask for them in forward find these
+        # parameters() of torch's replicas is empty; modules that call it in forward get these.
         for part in (part for replica in replicas for part in replica.modules()):
             part._parameters = part._former_parameters | part._parameters  # type: ignore[operator]
         return replicas
-    # each once: a weight that two layers share must stay one in every replica
+    # Each tensor once: a weight that two layers share must stay shared in every replica.
     buffers = {id(b): b for module in modules for b in module._buffers.values() if b is not None}
-    # a buffer may carry a graph or want a gradient: its copies then have a way back, as those of parameters
+    # A buffer that requires a gradient is broadcast like a parameter, so that gradients come back.
     broadcast = {key: b for key, b in buffers.items() if b.requires_grad and not detach}
     broadcast |= {id(p): p for module in modules for p in module._parameters.values() if p is not None}
     flat, count = _copies(list(broadcast.values()), places, detach), len(broadcast)
@@ -112,8 +114,8 @@ def replicate_modules(
 
 
 def throwaway(module: nn.Module, home: torch.device) -> nn.Module:
-    """Return a replica on `home` that shares nothing with the module: what it changes is lost, also in lists
-    of its own, and the user's hooks do not see it."""
+    """Return a replica on `home` that shares nothing with the module. What it changes is lost, including in
+    lists and other attributes, and it does not call the user's hooks."""
     replica = replicate_modules(list(module.modules()), (home, home), detach=True)[1]
     for part in replica.modules():
         held = vars(part)
@@ -128,29 +130,29 @@ def throwaway(module: nn.Module, home: torch.device) -> nn.Module:
 
 
 OF_TORCH = frozenset(vars(nn.Module())) | {"_former_parameters", "_flat_weights", "_flat_weight_refs"}
-"""Attributes of a module that torch keeps for itself."""
+"""Names of torch's internal attributes of a module."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 def _of_its_own(value: object) -> object:
-    """Return a copy of what a module holds besides parameters, buffers and modules."""
+    """Return a copy of an attribute's value; modules, functions and types are returned as they are."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, nn.Module | types.FunctionType | types.MethodType | type) or type(value) in PLAIN:
         return value
     try:
         return map_leaves(_of_its_own, value) if is_nest(value) else copy.deepcopy(value)
-    except Exception:  # noqa: BLE001 # what cannot be copied stays shared
+    except Exception:  # noqa: BLE001 # a value that cannot be copied stays shared
         return value
 
 
 def _replica(modules: list[nn.Module], tensors: dict[int, Tensor]) -> nn.Module:
-    """The structure of torch's own replicas, shallow module copies whose parameters are plain tensor
-    attributes; `parameters()` finds these too, which torch's replicas have none of. tensors: by the ids of
-    the modules' own."""
+    """Return a replica built like torch's: shallow copies of the modules, with parameters as plain tensor
+    attributes. Unlike torch's, `parameters()` returns them. tensors: id of an original tensor -> the
+    replica's."""
     copies = {id(module): _shallow(module) for module in modules}
     for module in modules:
-        # Into its dicts: nn.Module's way of setting attributes took half of a replica's time.
+        # Written to the module's dicts: nn.Module.__setattr__ took half of the time of making a replica.
         held = vars(copies[id(module)])
         former = held["_former_parameters"] = {}
         for key, parameter in module._parameters.items():
@@ -158,6 +160,7 @@ def _replica(modules: list[nn.Module], tensors: dict[int, Tensor]) -> nn.Module:
                 tensor = former[key] = tensors[id(parameter)]
                 if tensor is not parameter:
                     held[key] = tensor
+        # Names whose parameter is None stay in the dict: layers without a bias look them up.
         held["_parameters"] = dict.fromkeys(module._parameters) | former
         held["_modules"] = {k: None if m is None else copies[id(m)] for k, m in module._modules.items()}
         held["_buffers"] = {k: None if b is None else tensors[id(b)] for k, b in module._buffers.items()}
@@ -165,9 +168,11 @@ def _replica(modules: list[nn.Module], tensors: dict[int, Tensor]) -> nn.Module:
 
 
 def _shallow(module: nn.Module) -> nn.Module:
-    """Return a copy of one module whose parts are still to be replaced."""
+    """Return a shallow copy of one module; its parameters, buffers and submodules are still the
+    original's."""
     kind = type(module)
-    if kind._replicate_for_data_parallel is not nn.Module._replicate_for_data_parallel:  # RNNs have their own
+    # torch's hook; RNNs override it, and `HostEmbedding` refuses in it.
+    if kind._replicate_for_data_parallel is not nn.Module._replicate_for_data_parallel:
         return module._replicate_for_data_parallel()
     replica: nn.Module = kind.__new__(kind)
     vars(replica).update(vars(module), _is_replica=True)
@@ -175,10 +180,10 @@ def _shallow(module: nn.Module) -> nn.Module:
 
 
 def unsuitable(part: nn.Module) -> tuple[str, str] | None:
-    """Return (why replicas would not run this part right, the remedy), or None."""
+    """Return (why replicas of this module would not work, the remedy), or None if they would."""
     if isinstance(part, nn.DataParallel):
         return "is data-parallel itself", "wrap one region, not a region within a region"
-    # such a module hands attributes on to the one that it wraps: torch's replicate would empty the original
+    # A compiled module forwards attributes to the one it wraps: torch's replicate would empty the original.
     if type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None:
         why = "is compiled, and replicas would run the original's code"
         return why, "compile outside or not at all"

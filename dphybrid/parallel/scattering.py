@@ -1,7 +1,8 @@
-"""What goes to the replicas' devices: a batch's rows, and the rows of tables in host memory.
+"""Sends each replica its share of the inputs, and connects tables in host memory to a region.
 
-`scatter` is like torch.nn.parallel.scatter, but copies also where devices share hardware. `RowSource` is the
-seam to tables, so that neither package imports the other: a table is whatever has these two methods.
+`scatter` is like torch.nn.parallel.scatter, but copies also if devices share hardware. `RowSource` is the
+interface to tables: anything with its two methods is a table, so `dphybrid.parallel` and
+`dphybrid.embedding` do not import each other.
 """
 
 import weakref
@@ -22,10 +23,10 @@ Places = str | Devices | Sequence[int | str | torch.device]
 
 def scatter(inputs: object, devices: Places, dim: int = 0) -> list[Any]:
     """Split every tensor of a nest (tuples, lists, dicts, namedtuples, dataclasses) on `dim`; return one nest
-    a used device.
+    per used device.
 
-    `Whole` values and everything that is no tensor go to each device. Raises UserError for tensors that
-    disagree on their rows and for what carries tensors and is not a known container.
+    Every device gets all `Whole` values and everything that is not a tensor. Raises UserError for tensors
+    with different numbers of rows, and for unknown containers of tensors.
     """
     return [share for (share,) in scatter_kwargs((inputs,), None, devices, dim)[0]]
 
@@ -33,12 +34,12 @@ def scatter(inputs: object, devices: Places, dim: int = 0) -> list[Any]:
 def scatter_kwargs(
     inputs: tuple[object, ...], kwargs: dict[str, object] | None, devices: Places, dim: int = 0
 ) -> tuple[tuple[Any, ...], tuple[dict[str, object], ...]]:
-    """Split positional and keyword arguments alike; return one tuple and one dict a used device, as torch's
-    function of this name does."""
+    """Split positional and keyword arguments; return (tuples, dicts), one of each per used device, like
+    torch's function of this name."""
     given, places = (tuple(inputs), dict(kwargs or {})), resolve_devices(devices).replicas
     rows = batch_rows(*given, dim)
     sizes = shares(len(places), next(iter(rows.values()))) if rows else [0] * len(places)
-    # only used devices: torch calls the others without their tensors (pytorch#31460)
+    # Only used devices: torch calls idle ones too, without their tensors (pytorch#31460).
     found = split(given, places[: len(sizes)], sizes, dim)
     return tuple(share[0] for share in found), tuple(share[1] for share in found)
 
@@ -50,16 +51,18 @@ def split(
     dim: int,
     seen: dict[int, list[object]] | None = None,
 ) -> list[Any]:
-    """Split what `batch_rows` has found fit to be split. sizes: of all rows, or one of the first ones. seen:
-    tensors that were split before; one given twice stays one in each share."""
+    """Split a value that `batch_rows` has checked; return one value per place.
+
+    sizes: rows of each place, all rows together; or one size, for the first rows only. seen: id of a tensor
+    -> its pieces, so that a tensor which is passed twice stays one tensor in each share.
+    """
     if isinstance(value, Tensor):
         if seen is not None:
             if id(value) not in seen:
                 seen[id(value)] = split(value, places, sizes, dim)
             return seen[id(value)]
         pieces = _rows(value, sizes, dim) if value.dim() else [value] * len(places)
-        # A copy also where the device is the same: an in-place first operation must not reach the caller's
-        # batch.
+        # Copied even on the same device: an in-place first operation must not change the caller's batch.
         return [
             part.to(place, non_blocking=True, copy=True) for part, place in zip(pieces, places, strict=True)
         ]
@@ -71,7 +74,7 @@ def split(
         if found != sizes:
             raise UserError(
                 f"parts of {found} rows in a batch that is split into {sizes}; split them as the region "
-                "does, with its `sizes`"
+                "does, with region.sizes(rows)"
             )
         return list(value.tensors)
     if is_nest(value):
@@ -84,35 +87,38 @@ def split(
 def _rows(value: Tensor, sizes: list[int], dim: int) -> Sequence[Tensor]:
     if value.layout is not torch.sparse_coo:
         return value.split(sizes, dim) if sum(sizes) == value.shape[dim] else [value.narrow(dim, 0, *sizes)]
+    # Tensor.split returns views, which sparse tensors do not have.
     starts = [sum(sizes[:j]) for j in range(len(sizes))]
     return [torch.narrow_copy(value, dim, start, size) for start, size in zip(starts, sizes, strict=True)]
 
 
 class RowSource(Protocol):
-    """A table that delivers rows to the replicas of a region; `HostEmbedding` is one."""
+    """A table that sends rows to the replicas of a region, such as `HostEmbedding`."""
 
     def place_on(self, devices: Sequence[torch.device], sizes_of: Callable[[int], Sequence[int]], /) -> None:
-        """Set where `replica_rows` delivers. sizes_of: from the rows of a batch to those of each share."""
+        """Set the devices that `replica_rows` sends rows to. sizes_of: function from the rows of a batch to
+        the rows of each share."""
         ...
 
     def replica_rows(self, ids: Tensor, /) -> list[Tensor]:
-        """Return each used replica's rows of its share of `ids`, on its device."""
+        """Return, for each used replica, the rows of its share of `ids` on its device."""
         ...
 
 
 class _Region(Protocol):
-    """What of a `DataParallel` says where rows go."""
+    """The attributes of a `DataParallel` that decide where rows go."""
 
     devices: Devices
     dim: int
 
 
+# Weak on both sides, so that this dict keeps neither tables nor regions alive.
 _regions: "weakref.WeakKeyDictionary[RowSource, weakref.ref[_Region]]" = weakref.WeakKeyDictionary()
 
 
 def place(table: RowSource, region: _Region) -> None:
-    """Deliver the rows of `table` to the replicas of `region`, from the first call on. Raises UserError for a
-    table that delivers to other devices of another region."""
+    """Make `table` send its rows to the replicas of `region`; only the first call does something. Raises
+    UserError for a table that sends rows to another region on other devices."""
     if not hasattr(table, "place_on"):  # nn.Embedding, or the arguments in the other order
         raise UserError(
             f"DataParallel.rows: {type_text(table)} is not a table; give a HostEmbedding, or call "

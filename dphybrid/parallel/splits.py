@@ -1,4 +1,4 @@
-"""The rows of each replica, planned and recorded."""
+"""Plans and records how many rows of a batch each replica gets."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,30 +10,30 @@ from dphybrid.util.errors import UserError, counted
 
 Size = tuple[int, ...]
 Key = tuple[tuple[Size, ...], tuple[Size, ...]]
-"""The replicas' input sizes and output sizes."""
+"""(input sizes, output sizes) of the replicas of one forward."""
 
 
 def split_sizes(batch_size: int, num_devices: int) -> list[int]:
-    """Return the rows of each used device, in device order: what `torch.chunk` gives, at most `num_devices`
-    numbers, none of them 0. Raises UserError for sizes below 1."""
+    """Return the number of rows of each used device, in device order: the sizes of `torch.chunk`, so at most
+    `num_devices`, all above 0. Raises UserError for arguments below 1."""
     if batch_size < 1 or num_devices < 1:
         raise UserError(f"cannot split {batch_size} rows over {num_devices} devices; both must be at least 1")
-    chunk = -(-batch_size // num_devices)
+    chunk = -(-batch_size // num_devices)  # rounded up
     return [min(chunk, batch_size - start) for start in range(0, batch_size, chunk)]
 
 
 def shares(count: int, rows: int) -> list[int]:
-    """Return `split_sizes`, and one share of no rows for an empty batch: the module still runs once."""
+    """Return `split_sizes(rows, count)`, or [0] for an empty batch, on which the module still runs once."""
     return split_sizes(rows, count) if rows else [0]
 
 
 class Record:
-    """What was seen so far. Apart from the module: setting a module's attribute costs more than all the rest
-    of recording.
+    """Splits and checks of a region so far. An object of its own, because setting an attribute of an
+    nn.Module costs more than the rest of recording.
 
-    last, repeats: the latest split and how often it has come since another one. earlier: how often each came
-    before. modules: the parts found fit to be replicated. settled: outputs whose rows are the samples', with
-    the mode of the module. asked: paths of inputs that have been examined.
+    last, repeats: the latest split and how often it has occurred in a row. earlier: counts without that row.
+    modules: parts that were found fit for replication. settled: (training mode, output) whose rows were found
+    to be the samples. asked: paths of inputs that were examined.
     """
 
     __slots__ = ("asked", "earlier", "last", "modules", "repeats", "settled")
@@ -47,8 +47,8 @@ class Record:
         self.asked: set[tuple[str, ...]] = set()
 
     def note(self, key: Key) -> None:
-        """Count a split. One that comes again and again, as nearly all do, is compared and not looked up:
-        that takes half the time."""
+        """Count a split. Nearly all splits equal the one before; comparing takes half the time of a dict
+        look-up."""
         if key == self.last:
             self.repeats += 1
             return
@@ -57,12 +57,12 @@ class Record:
         self.earlier.setdefault(key, 0)
 
     def counts(self) -> dict[Key, int]:
-        """Return how often each split came, in order of first appearance."""
+        """Return how often each split occurred, in order of first appearance."""
         return {key: count + self.repeats * (key == self.last) for key, count in self.earlier.items()}
 
 
 def first_size(value: object) -> Size:
-    """Return the size of the first tensor in a value that has dims, () where there is none."""
+    """Return the size of the first tensor in a value that has dims; () if there is none."""
     if isinstance(value, Tensor):
         return (value.size(0),) if value.is_nested else value.shape
     if isinstance(value, (tuple, list, dict)):
@@ -74,11 +74,10 @@ def first_size(value: object) -> Size:
 
 @dataclass(frozen=True)
 class Split:
-    """What one forward was split into, replicas in device order.
+    """How a forward was split, with replicas in device order.
 
-    input_sizes, output_sizes: size of the first tensor that went into and came out of each replica (() where
-    there was none).
-    devices: the replicas' device labels. count: forwards that were split this way.
+    input_sizes, output_sizes: size of the first tensor in each replica's inputs and outputs; () if there was
+    none. devices: the replicas' device labels. count: number of forwards that were split this way.
     """
 
     input_sizes: tuple[Size, ...]
@@ -87,8 +86,8 @@ class Split:
     count: int = 1
 
     def lines(self) -> list[str]:
-        """Return one line a replica, in device order, and one for the whole batch, in the words of PyTorch's
-        data-parallel tutorial."""
+        """Return one line per replica, in device order, and one for the whole batch, formatted as in
+        PyTorch's data-parallel tutorial."""
         replicas = zip(self.input_sizes, self.output_sizes, strict=True)
         inside = [
             f"\tIn Model: input size {_size(inputs)} output size {_size(outputs)}"
@@ -110,8 +109,8 @@ def _whole(sizes: tuple[Size, ...]) -> Size:
 
 
 def split_plan(rows: int, batch_size: int, labels: Sequence[str]) -> str:
-    """Return, as text, how an epoch of `rows` rows will be split over the labelled devices, and what to do
-    about idle ones. Raises UserError for numbers below 1."""
+    """Return a text that shows how an epoch of `rows` rows will be split over the labelled devices, and how
+    to avoid idle ones. Raises UserError for numbers below 1."""
     if rows < 1:
         raise UserError(f"rows={rows}: must be at least 1")
     count, (num_full, rest) = len(labels), divmod(rows, batch_size)

@@ -64,7 +64,7 @@ def test_auto_takes_the_gpus_and_cpu_modules_move_there() -> None:
     assert (devices.home.type, len(devices), devices.noun) == ("cuda", torch.cuda.device_count(), "GPUs")
     wrapped = DataParallel(mlp(), "cuda:0")
     assert {p.device for p in wrapped.parameters()} == {torch.device("cuda:0")}
-    with pytest.raises(ValueError, match="is not here"):
+    with pytest.raises(ValueError, match="does not exist"):
         resolve_devices(f"cuda:{torch.cuda.device_count()}")
 
 

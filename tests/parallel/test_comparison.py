@@ -97,7 +97,7 @@ def test_the_comparison_leaves_no_split_on_record_and_stops_when_asked() -> None
     region = DataParallel(nn.Softmax(0), "cpu*2")
     assert len(compare_split(region, torch.randn(5, 3))) == 1
     assert region.splits() == []
-    told = "the first batch is not what it is when split:\nBREAKS .*its output.: differs"
+    told = "the model computes something else when the first batch is split:\nBREAKS .*its output.: differs"
     with pytest.raises(UserError, match=told):
         refuse_split_differences(region, torch.randn(5, 3))
     refuse_split_differences(DataParallel(nn.Softmax(1), "cpu*2"), torch.randn(5, 3))

@@ -113,7 +113,7 @@ def test_s_state_summed_in_a_replica_is_named_by_the_comparison(how: str) -> Non
     region = DataParallel(module, "cpu*2")
     (difference,) = compare_split(region, X)
     assert difference.text().startswith(
-        f"BREAKS  1 [self.{name}]: forward writes it, which is lost on all replicas but the first"
+        f"BREAKS  1 [self.{name}]: forward writes it, and all replicas but the first lose what they write"
     )
     assert compare_split(DataParallel(nn.Sequential(nn.Linear(3, 3), Counts("not")), "cpu*2"), X) == []
 

@@ -144,7 +144,7 @@ def chance(function: Callable[[Tensor], Any], features: int = 3) -> None:
 
 FURTHER: list[tuple[Callable[[], object], str]] = [
     (lambda: DataParallel(nn.Linear, TWO), "a type is not a module"),  # type: ignore[arg-type]
-    (lambda: wraps(devices=63), "cuda:63 is not here"),
+    (lambda: wraps(devices=63), "cuda:63 does not exist"),
     (lambda: gives(1, 1), "output: an int cannot be joined"),
     (
         lambda: DataParallel(nn.Linear(3, 3), TWO).rows(nn.Embedding(9, 3), torch.arange(8)),  # type: ignore[arg-type]
@@ -153,7 +153,7 @@ FURTHER: list[tuple[Callable[[], object], str]] = [
     (lambda: takes([Carrier(X)]), "input 0[0]: a Carrier carries tensors"),
     (lambda: takes(Slotted(X)), "input 0: a Slotted carries tensors"),
     (lambda: takes({X, -X}), "input 0: a set carries tensors"),
-    (lambda: takes(map(torch.neg, X)), "input 0: a map can be read once only"),
+    (lambda: takes(map(torch.neg, X)), "input 0: a map can be read only once"),
     (lambda: takes(nn.Linear(2, 2)), "input 0: a Linear carries tensors"),
     (lambda: takes((lambda x: lambda: x)(X)), "input 0: a function carries tensors"),
     (lambda: takes(types.MappingProxyType({"x": X})), "carries tensors"),
