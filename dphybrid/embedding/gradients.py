@@ -50,6 +50,7 @@ class RowsInfo:
     def __post_init__(self) -> None:
         self.ahead = LookupsAhead(self.name, self.counters)
 
+    # A copy gets new counters and no `make_states`, which refers to the original's file.
     def __reduce__(self) -> Any:
         return RowsInfo, (self.name, self.num_rows, self.frozen)
 
@@ -95,20 +96,20 @@ class _Pieces:
     def gradient(self) -> Tensor | None:
         """Return the weight's gradient from everything stored since the last call, or None."""
         with self._lock:
-            came, self._arrived, self.used = self._arrived, [], True
+            pieces, self._arrived, self.used = self._arrived, [], True
         # Backward threads of several devices store in any order; a fixed order gives the same sums each time.
-        came.sort(key=lambda piece: piece.number)
+        pieces.sort(key=lambda piece: piece.number)
         weight = self.weight()
         info = None if weight is None else info_of(weight)
-        _wait(came, info)
-        if not came:
+        _wait_for(pieces, info)
+        if not pieces:
             return None
         accumulates = self.is_leaf and weight is not None and weight.grad is not None
-        if len(came) == 1 and not accumulates:
+        if len(pieces) == 1 and not accumulates:
             # No sum here: the optimizer's kernel sums repeated ids in the pass that it makes anyway.
-            found = sparse(came[0].ids_N, came[0].grads_ND, self.shape)
+            found = sparse(pieces[0].ids_N, pieces[0].grads_ND, self.shape)
         else:
-            segments = [native.Segment(each.ids_N, each.grads_ND, self.shape[0]) for each in came]
+            segments = [native.Segment(piece.ids_N, piece.grads_ND, self.shape[0]) for piece in pieces]
             frozen = info.frozen if self.is_leaf and info is not None else []
             # If there is a gradient already, autograd will add this one to it. torch adds sparse gradients
             # row by row if their values are contiguous, but concatenates them if there are gaps between rows.
@@ -143,8 +144,9 @@ class _Rows(torch.autograd.Function):
         return ctx.pieces.gradient(), None
 
 
-def _wait(came: Sequence[_Piece], info: RowsInfo | None) -> None:
-    start, events = time.perf_counter(), [each.done for each in came if each.done is not None]
+def _wait_for(pieces: Sequence[_Piece], info: RowsInfo | None) -> None:
+    """Wait until all pieces are on the host; count the time."""
+    start, events = time.perf_counter(), [piece.done for piece in pieces if piece.done is not None]
     for event in events:
         event.synchronize()
     if events and info is not None:

@@ -236,7 +236,7 @@ class _Run(Generic[Batch]):
         self._times_ms["wait_ms"] += 1e3 * (time.perf_counter() - start)
         if isinstance(item, BaseException):
             raise item
-        self._permits.release()
+        self._permits.release()  # the worker may prepare one more batch
         return item
 
     def stop(self) -> None:
@@ -268,7 +268,9 @@ class _Run(Generic[Batch]):
         """Allocate pinned memory for all batches that will be in transit at once, before the first forward;
         see `Channel.reserve`."""
         if self._pins:
-            held = [pinned(batch, anew=True) for _ in range(self._lookahead + 1)]
+            # Allocated all together, then freed to torch's allocator, which reuses the memory for later
+            # batches.
+            held = [pinned(batch, always=True) for _ in range(self._lookahead + 1)]
             del held
         for lookup in itertools.chain(*lookups.values()):
             for share in lookup.shares:

@@ -189,14 +189,16 @@ class Channel:
         return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
-def pinned(batch: object, *, anew: bool = False) -> Any:
+def pinned(batch: object, *, always: bool = False) -> Any:
     """Return a batch with its CPU tensors in pinned memory, from which a forward copies them to its devices
-    without waiting. anew: copy also tensors that are pinned already."""
+    without waiting. always: copy also tensors that are pinned already."""
 
     def pin(value: object) -> object:
         if not isinstance(value, Tensor) or value.device.type != "cpu" or value.layout is not torch.strided:
             return value
-        return (value.clone() if anew else value).pin_memory() if anew or not value.is_pinned() else value
+        if not always and value.is_pinned():
+            return value
+        return (value.clone() if always else value).pin_memory()
 
     return tree_map(pin, batch)
 

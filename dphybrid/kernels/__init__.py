@@ -1,7 +1,7 @@
-"""The C kernels of tables, dropout and bins: their compiled library, its structs, teams of threads, and the
-only place where a tensor becomes an address. Needs torch alone.
+"""Calls the C kernels of tables, dropout and bins through ctypes: the compiled library, its structs, thread
+teams, and the only place where a tensor becomes an address. Needs only torch.
 
-Whoever calls a kernel checks length and range of what it hands over, and keeps it alive during the call.
+The caller of a kernel must check length and range of its arguments, and keep them alive during the call.
 """
 
 import ctypes as c
@@ -17,22 +17,25 @@ from dphybrid.kernels.compile_rows import HERE, compile_library, levels, library
 from dphybrid.util.errors import UserError
 
 STORED = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
+"""Type of stored values -> its number in `enum stored` of rows.c."""
 
-# bound once: a step asks `is_plain` a dozen times, and looks these up for longer than they take
+# Bound once: `is_plain` runs a dozen times a step, and looking these names up takes longer than using them.
 _PLAIN, _STRIDED = frozenset((Tensor, nn.Parameter)), torch.strided
 _has_storage, _is_functorch = torch._C._has_storage, torch._C._functorch.is_functorch_wrapped_tensor
 
 _ALONE_BYTES = 2**18
-"""Below this many bytes of rows one thread is as fast as a team."""
+"""Bytes of rows below which one thread is as fast as a team."""
 _BORN_IN = os.getpid()
 _OPENMP = ("libgomp", "libiomp", "libomp")
+"""How the file names of OpenMP libraries begin, of which torch loads one."""
 
 _TYPES = {"int64_t": c.c_int64, "uint64_t": c.c_uint64, "uint32_t": c.c_uint32, "double": c.c_double}
 
 
 def _structs(*names: str) -> list[type[c.Structure]]:
-    """Return these structs of rows.c."""
-    # read, not declared a second time: two declarations that differ would write past their ends
+    """Return ctypes classes for these structs of rows.c, parsed from its text."""
+    # Parsed, not declared a second time in Python: if two declarations differed, a kernel would access memory
+    # beyond the smaller one.
     text = re.sub(r"/\*.*?\*/", "", (HERE / "rows.c").read_text(encoding="utf-8"), flags=re.DOTALL)
     made: dict[str, type[c.Structure]] = {}
     for name in names:
@@ -54,14 +57,14 @@ Team, Lookup, Columns, Segment, Arrange, Sums, Table, Update, Draw, Dropout, Bin
 
 
 def _level() -> str:
-    # asked of torch, not of the processor: ATEN_CPU_CAPABILITY then lowers both alike
+    # torch's capability, not the processor's, so that ATEN_CPU_CAPABILITY lowers torch and the kernels alike.
     known = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
     return known.get(torch.backends.cpu.get_cpu_capability(), levels()[0])
 
 
 @cache
 def library() -> c.CDLL:
-    """Return the library for this processor; compile it first in a checkout that was never installed."""
+    """Return the library for this processor. In a checkout that was never installed, compile it first."""
     file = Path(os.environ.get("DPHYBRID_ROWS_LIBRARY") or HERE / library_name(_level()))
     if not file.exists():
         try:
@@ -72,13 +75,14 @@ def library() -> c.CDLL:
 
 
 def call(name: str, arguments: c.Structure) -> bool:
-    """Call a kernel; return False where it refused its arguments and wrote nothing."""
+    """Call a kernel. Return False if it refused its arguments; it has then changed no table."""
     return bool(getattr(library(), name)(c.byref(arguments)))
 
 
 @cache
 def _parallel() -> int | None:
-    """Return the address of GOMP_parallel in torch's OpenMP: no second pool competes for cores."""
+    """Return the address of GOMP_parallel in the OpenMP library that torch has loaded, or None."""
+    # The kernels use torch's thread pool: a second one would compete with it for cores.
     try:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     except OSError:  # not Linux
@@ -90,18 +94,22 @@ def _parallel() -> int | None:
 
 
 def team(count: int, row_bytes: int, threads: int | None = None) -> c.Structure:
-    """Return as many threads as pay; one in a forked child, which has lost the team's."""
+    """Return the thread team for `count` rows of `row_bytes`. threads: None for torch's number if there are
+    enough bytes, else one."""
     if threads is None:
-        # a sum's order never depends on the team, so any number of threads gives the same bits
+        # The order of sums does not depend on the team, so any number of threads gives the same bits.
         threads = torch.get_num_threads() if count * row_bytes >= _ALONE_BYTES else 1
+    # A forked child has none of the pool's threads; OpenMP would wait for them.
     if os.getpid() != _BORN_IN:
         threads = 1
     return Team(_parallel() if threads > 1 else None, threads)
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Has the tensor readable memory on the host: is it not fake, meta, sparse, functorch's or on a GPU?"""
-    # asked before any data_ptr(): that of a fake tensor is no address, and reading there ends the process
+    """Return whether a tensor has readable memory on the host: it is dense, not on a GPU, and not a meta,
+    fake or functorch tensor."""
+    # Checked before every data_ptr(): for a fake tensor that is not an address, and reading there would crash
+    # the process.
     return (
         type(tensor) in _PLAIN
         and tensor.is_cpu
@@ -112,8 +120,8 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def address(tensor: Tensor, what: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """Return the address of a contiguous tensor. Raises TypeError for another type, shape or kind of tensor;
-    what: names it."""
+    """Return the address of a contiguous tensor. Raises TypeError, which calls it `what`, for another type,
+    shape or kind of tensor."""
     if not is_plain(tensor):
         raise TypeError(f"{what}: a {type(tensor).__name__} on {tensor.device} has no memory on the host")
     if tensor.dtype is not dtype or tensor.shape != shape or not tensor.is_contiguous():

@@ -1,6 +1,6 @@
-/* Numbers through the bins of their columns, included by rows.c. */
+/* Piecewise-linear encoding of numbers, included by rows.c. */
 
-/* For each number of the rows: it, squashed, then `width` outputs of its bin, in torch's order of operations. */
+/* For each number: its squashed value, then `width` outputs of its bin, in torch's order of operations. */
 INLINE void bin_rows(const struct bins *b, int64_t first, int64_t last, int64_t width)
 {
     const int64_t edges = b->bins - 1;
@@ -8,7 +8,7 @@ INLINE void bin_rows(const struct bins *b, int64_t first, int64_t last, int64_t 
         const float value = b->dense[at], squashed = b->squashed[at], *inner = b->inner + n * edges;
         int32_t bin = 0;
         for (int32_t e = 0; e < (int32_t)edges; e++)
-            bin += !(inner[e] > value);
+            bin += !(inner[e] > value); /* counts edges without a branch; NaN passes all of them: the last bin */
         const int64_t place = n * b->bins + bin;
         const float ratio = (value - b->left[place]) / b->wide[place];
         const float share = ratio < 0 ? 0 : ratio > 1 ? 1 : ratio;
@@ -25,13 +25,14 @@ INLINE void bin_rows(const struct bins *b, int64_t first, int64_t last, int64_t 
 static void bins_of_rows(void *pointer, int64_t first, int64_t last)
 {
     const struct bins *b = pointer;
-    if (b->width == 8) /* the usual one, in registers */
+    if (b->width == 8) /* the usual width: with a constant, the loop stays in registers */
         bin_rows(b, first, last, 8);
     else
         bin_rows(b, first, last, b->width);
 }
 
-/* Encode each number piecewise linearly: the bin is found among the inner edges, its start and slope are looked up. */
+/* Encode numbers: find each one's bin among the column's inner edges and interpolate with the bin's start and slope.
+ * Returns 0 for sizes out of range. */
 int embed(struct bins *b)
 {
     if (b->rows < 0 || b->columns < 1 || b->bins < 1 || b->width < 1)

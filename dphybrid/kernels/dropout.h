@@ -1,6 +1,7 @@
 /* Dropout, included by rows.c. */
 
-/* Bits of a row's value that look random: the end of MurmurHash3, with half of the row's bits before and half within. */
+/* Hash of a row's noise and a place in the row: the finalizer of MurmurHash3. Half of the noise's bits go in before it,
+ * half in its middle. */
 INLINE uint32_t scrambled(uint64_t noise, uint32_t place)
 {
     uint32_t h = place * 0x9E3779B1u + (uint32_t)noise;
@@ -29,7 +30,8 @@ static void drops(void *pointer, int64_t first, int64_t last)
     }
 }
 
-/* Zero, or the value times `scale`: whether a value goes is a function of (seed, row, place in it) alone. */
+/* Write 0 or the value times `scale`. Which of the two depends only on (seed, row, place in the row): not on the split
+ * of the batch, nor on threads. Returns 0 for sizes or types out of range. */
 int drop_out(struct dropout *d)
 {
     if ((d->stored != FLOAT32 && d->stored != FLOAT64) || d->rows < 0 || d->width < 1)

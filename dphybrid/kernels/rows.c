@@ -1,9 +1,10 @@
-/* Rows of embedding tables in host memory: look up, sort, sum, update, draw; and dropout and bins of blocks.
+/* Kernels on rows of embedding tables in host memory: look up, sort, sum, update, draw. Also dropout and bins.
  *
- * __init__.py calls this through ctypes: no Python API, no GIL. It keeps all memory alive and states its size; here
- * every id is compared with the number of rows before anything is written. Work is cut into blocks that own their
- * rows, sums have one order whatever the width of a vector, and -ffp-contract=off forbids fused products: bits
- * depend neither on the number of threads nor on the processor.
+ * __init__.py calls them through ctypes, so they run without the GIL and use no Python API. The caller keeps all memory
+ * alive and passes its sizes; here every id is compared with the number of rows before anything is written.
+ *
+ * Results have the same bits for any number of threads and on any processor: work is cut into blocks that own
+ * their rows, sums have one order for all vector widths, and -ffp-contract=off forbids fused multiply-adds.
  */
 #include <stdatomic.h>
 #include <stdint.h>
@@ -22,14 +23,15 @@
 #define VECTOR_BYTES 16
 #endif
 
-/* Measured with 53,248 ids of 1M rows of 64: an update took 1.9 ms with gradients prefetched by occurrence, AHEAD of their
- * use, and 2.8 by row; prefetching rows for writing, ROWS_AHEAD, took another sixth off. */
+/* AHEAD: gradients are prefetched this many occurrences before their use; ROWS_AHEAD: rows, for writing, this many rows
+ * before. Measured with 53,248 ids of 1M rows of 64: an update took 1.9 ms with gradients prefetched by occurrence, 2.8 ms
+ * by row; prefetching rows for writing saved another sixth. DRAWN: values that share one hash of the seed. */
 enum { LINE = 64, AHEAD = 24, ROWS_AHEAD = 8, DIGIT_BITS = 11, MAX_PASSES = 6, MAX_DIM = 16384, DRAWN = 32 };
-enum { BLOCK_BYTES = 1 << 16 };
+enum { BLOCK_BYTES = 1 << 16 }; /* of rows that a thread takes at a time */
 enum stored { FLOAT32, FLOAT64, BFLOAT16, STORED_TYPES };
 enum rule { SGD, ADAGRAD, LAZY_ADAGRAD, ADAM, LAZY_ADAM, ADAMW };
 
-/* ------------------------------------------------------------------ arguments, whose declarations __init__.py reads */
+/* ------------------------------------------------------------------ arguments; __init__.py parses these declarations */
 
 typedef void task(void *);
 typedef void team_call(task *, void *, unsigned, unsigned);
@@ -45,14 +47,14 @@ struct lookup {
     int64_t num_rows, dim, stored;
     void *out;     /* float64 or float32 */
     int64_t *flat; /* out: a copy of the ids */
-    int64_t wrong; /* out: the first id that is no row, or count */
+    int64_t wrong; /* out: position of the first id that is not a row, or count */
 };
-struct columns { /* of ids, one after the other; the rows of column f's table begin at starts[f] in all tables */
+struct columns { /* ids of samples x columns; the table of column f begins at row starts[f] of all tables together */
     const int64_t *ids, *starts, *num_rows;
     int64_t count, num_columns;
-    int64_t *flat; /* out: rows of all tables */
+    int64_t *flat; /* out: ids of rows of all tables together */
 };
-struct segment { /* ids of one table; the gradient of id n is row n of `rows` */
+struct segment { /* ids of one table; the gradient of ids[n] is row n of `rows` */
     const int64_t *ids;
     int64_t count, first_key, num_rows;
     const char *rows;
@@ -64,54 +66,55 @@ struct arrange {
     const int64_t *frozen; /* ascending keys to leave out */
     int64_t num_frozen;
     uint64_t *words;         /* scratch, 2 x count */
-    int64_t *unsorted;       /* scratch, count; NULL where there is one segment */
+    int64_t *unsorted;       /* scratch, count: addresses of gradients; NULL if there is one segment */
     int64_t *keys;           /* out, room for count: unique, ascending */
-    int32_t *bounds;         /* out, room for 2 x count: from where to where in `places` */
-    int64_t *places;         /* out, count: address of each occurrence's gradient, by key */
-    int32_t *inverse;        /* out, count: each id's place in `keys`; may be NULL */
+    int32_t *bounds;         /* out, room for 2 x count: first and end of each key's occurrences in `places` */
+    int64_t *places;         /* out, count: address of each occurrence's gradient, sorted by key */
+    int32_t *inverse;        /* out, count: index of each id in `keys`; may be NULL */
     int64_t num_unique, wrong_segment, wrong_place; /* out */
 };
-struct sums { /* of the arranged rows' gradients */
+struct sums { /* sums of gradients by row, for arranged ids */
     struct team team;
     const struct arrange *arranged;
     int64_t dim, stored;
     void *target;        /* num_unique x dim */
-    int64_t target_step; /* values from row to row of it */
-    double *squares;     /* of each sum's 2-norm; may be NULL */
+    int64_t target_step; /* values from one row of target to the next */
+    double *squares;     /* out: squared 2-norm of each sum; may be NULL */
 };
-struct table { /* mean, square: of the Adams; Adagrad's sum is `square`. steps: of a row; AdamW: its last update */
+struct table { /* mean, square: Adam's moments; Adagrad's sum is `square`. steps: of each row; for AdamW, the number of the
+                * table's update that last touched it */
     int64_t first_key, num_rows;
     void *rows, *mean, *square;
     int32_t *steps;
-    int64_t updates; /* of the table, with this one */
-    uint64_t noise;  /* start of the rounding's noise, for bfloat16 */
+    int64_t updates; /* number of the table's updates, including this one */
+    uint64_t noise;  /* seed of stochastic rounding, for bfloat16 */
 };
 struct update {
     struct team team;
-    struct arrange *arranged; /* of the tables' ids: in, and out */
+    struct arrange *arranged; /* in and out: the tables' ids */
     const struct table *tables;
     int64_t num_tables, rule, stored, dim;
     double lr, decay, eps, beta1, beta2;
-    const double *fix1, *fix2; /* 1 / (1 - beta1^k), 1 / sqrt(1 - beta2^k) */
+    const double *fix1, *fix2; /* bias corrections 1 / (1 - beta1^k), 1 / sqrt(1 - beta2^k) for k = 0 to last_fix */
     int64_t last_fix;
 };
 struct draw {
     struct team team;
     void *values;
-    int64_t count, first, stored; /* first: the number of values[0] in the whole table */
+    int64_t count, first, stored; /* first: index of values[0] in the whole table */
     uint64_t seed;
     double std;
 };
-struct dropout { /* of rows x width values; first: the number of rows before, in the whole batch */
+struct dropout { /* of rows x width values; first: number of the whole batch's rows before these */
     struct team team;
     const void *values;
     void *out;
     int64_t rows, width, first, stored;
     uint64_t seed;
-    uint32_t dropped; /* of 2^32 */
+    uint32_t dropped; /* probability of a zero, times 2^32 */
     double scale;
 };
-struct bins { /* see EmbeddedBins: of each column inner edges, of each bin its left edge, width, starts and slopes */
+struct bins { /* see EmbeddedBins: inner edges of each column; left edge, width, starts and slopes of each bin */
     struct team team;
     const float *dense, *squashed, *inner, *left, *wide, *table, *itself;
     float *out;
@@ -127,6 +130,7 @@ struct job {
     _Atomic int64_t next;
 };
 
+/* Each thread takes the next block until none is left: threads that started late, or run slowly, get fewer. */
 static void take_blocks(void *pointer)
 {
     struct job *job = pointer;
@@ -151,7 +155,7 @@ static int64_t block_of(int64_t row_bytes)
     return BLOCK_BYTES / row_bytes + 1;
 }
 
-/* Can these rows be handled? Whoever calls has refused the others by name. */
+/* Whether the kernels support rows of this width and type. The caller has refused others already, with their names. */
 static int fits(int64_t dim, int64_t stored)
 {
     return dim >= 1 && dim <= MAX_DIM && stored >= 0 && stored < STORED_TYPES;
@@ -169,7 +173,8 @@ INLINE void prefetch_for_writing(const char *place, int64_t bytes)
         __builtin_prefetch(place + at, 1);
 }
 
-/* Bits that look random, of one row in one update. Shifts keep the sign: files hold rows drawn this way. */
+/* A 64-bit hash. The shifts are arithmetic (of signed values), unlike in usual mixers: they must stay so, because files
+ * contain rows that were drawn this way. */
 INLINE uint64_t mixed(uint64_t seed)
 {
     int64_t noise = (int64_t)(seed * 0x9E3779B97F4A7C15u);
@@ -211,14 +216,14 @@ typedef void part(void *, int64_t, int64_t);
 
 /* ------------------------------------------------------------------ look up */
 
-/* Copy rows. Returns 0, with `out` untouched, where an id is no row. */
+/* Copy rows. Returns 0, with `out` untouched, if an id is not a row. */
 int look_up(struct lookup *l)
 {
     l->wrong = l->count;
     if (!fits(l->dim, l->stored))
         return 0;
-    /* Checked by the calling thread, as a second team a lookup costs more than the check; and kept: the team reads the
-     * copy, which no other thread can change. */
+    /* The calling thread checks all ids, as starting a second team would cost more than the check. It copies them, and
+     * the team reads the copy: another thread of the caller cannot change an id after it was checked. */
     for (int64_t n = 0; n < l->count; n++) {
         int64_t id = l->ids[n];
         if ((uint64_t)id >= (uint64_t)l->num_rows) {
@@ -232,13 +237,13 @@ int look_up(struct lookup *l)
     return 1;
 }
 
-/* Find the rows of columns' ids in all tables. Returns 0 where an id is no row of its own one. */
+/* Convert ids of each column's table to ids of all tables together. Returns 0 if an id is not a row of its table. */
 int flatten(struct columns *c)
 {
     int wrong = 0;
     for (int64_t n = 0; n < c->count; n += c->num_columns)
         for (int64_t f = 0; f < c->num_columns; f++) {
-            uint64_t id = (uint64_t)c->ids[n + f]; /* a wrong one's sum may overflow */
+            uint64_t id = (uint64_t)c->ids[n + f]; /* unsigned: negative ids are too large, and sums may overflow */
             wrong |= id >= (uint64_t)c->num_rows[f];
             c->flat[n + f] = (int64_t)(id + (uint64_t)c->starts[f]);
         }
@@ -247,12 +252,12 @@ int flatten(struct columns *c)
 
 /* ------------------------------------------------------------------ sort */
 
-struct digits {
+struct digits { /* of a radix sort: a word is a key, shifted left by place_bits, and its position in the ids */
     int place_bits, digit_bits, passes, ascending;
     uint32_t counts[MAX_PASSES][1 << DIGIT_BITS];
 };
 
-/* Write (key, place) words and count their digits. Returns 0 at the first id that is no row. */
+/* Write the words and count their digits, of all passes at once. Returns 0 at the first id that is not a row. */
 static int read_ids(struct arrange *a, struct digits *d)
 {
     uint64_t last = 0, mask = ((uint64_t)1 << d->digit_bits) - 1;
@@ -278,7 +283,7 @@ static int read_ids(struct arrange *a, struct digits *d)
     return 1;
 }
 
-/* A stable radix sort of the words; returns where they are then. */
+/* Sort the words by key, stably (radix sort, lowest digit first). Returns the half of `words` that holds the result. */
 static uint64_t *sort_words(uint64_t *words, int64_t count, struct digits *d)
 {
     uint64_t *other = words + count, mask = ((uint64_t)1 << d->digit_bits) - 1;
@@ -303,7 +308,7 @@ static int bits_of(int64_t value)
     return 64 - __builtin_clzll((uint64_t)value | 1);
 }
 
-/* Take the frozen keys out of the unique ones. */
+/* Remove the frozen keys from the unique ones. Both ascend, so one pass is enough. */
 static void leave_out(struct arrange *a)
 {
     int64_t f = 0, kept = 0;
@@ -318,8 +323,8 @@ static void leave_out(struct arrange *a)
     a->num_unique = a->num_frozen ? kept : a->num_unique;
 }
 
-/* Find the unique keys of all ids, and where each one's gradients lie, in order of occurrence. Returns 0 where an
- * id is out of range (wrong_segment >= 0) or the numbers do not fit into 64 bits (-1). */
+/* Find the unique keys of all ids, and the addresses of each key's gradients in order of occurrence. Returns 0 if an id
+ * is not a row (wrong_segment >= 0), or if a key and a position do not fit into 64 bits together (-1). */
 int arrange(struct arrange *a)
 {
     struct digits d = {.place_bits = bits_of(a->count), .ascending = 1};
@@ -332,13 +337,14 @@ int arrange(struct arrange *a)
     d.digit_bits = (key_bits + d.passes - 1) / d.passes;
     if (!read_ids(a, &d))
         return 0;
+    /* Ids that ascend already, such as those of a lookup's unique rows, need no sort. */
     uint64_t *words = d.ascending ? a->words : sort_words(a->words, a->count, &d);
     uint64_t place_mask = ((uint64_t)1 << d.place_bits) - 1, last_key = UINT64_MAX;
     const char *rows = a->num_segments ? a->segments->rows : NULL;
     int64_t row_bytes = a->num_segments ? a->segments->row_bytes : 0, unique = -1, first = 0;
     for (int64_t n = 0; n < a->count; n++) {
         uint64_t key = words[n] >> d.place_bits, place = words[n] & place_mask;
-        /* No branch, as no processor can guess which ids occur again. */
+        /* No branch: processors cannot predict which ids occur again. */
         unique += key != last_key;
         first = key != last_key ? n : first;
         last_key = key;
@@ -356,7 +362,7 @@ int arrange(struct arrange *a)
 
 /* ------------------------------------------------------------------ sum, update */
 
-/* Sum gradients that lie anywhere, in order. */
+/* Sum each row's gradients, in order of occurrence. */
 int sum_rows(struct sums *s)
 {
     if (!fits(s->dim, s->stored) || s->stored == BFLOAT16)
@@ -365,8 +371,8 @@ int sum_rows(struct sums *s)
     return 1;
 }
 
-/* Arrange; then sum each touched row's gradients, decay, apply the rule, write row and states: one pass over memory.
- * Returns 0, with nothing written to the tables, where `arrange` does or a key would be no row of theirs. */
+/* Arrange the ids; then, in one pass over memory, sum each touched row's gradients, apply weight decay and the rule, and
+ * write row and states. Returns 0, with the tables untouched, if `arrange` does or a key is beyond the last table. */
 int update_rows(struct update *u)
 {
     const struct table *last = u->tables + u->num_tables - 1;

@@ -1,4 +1,8 @@
-/* Start values, included by rows.c. */
+/* Normal start values of tables, included by rows.c. Drawn by sums, products and square roots alone: the logarithms of C
+ * libraries differ in the last bits, and a table must start with the same bits everywhere. */
+
+/* Coefficients of polynomials, highest power first. LOGARITHM: Cephes. MIDDLE, TAIL: the inverse of the error function
+ * near 0 and far from it (Giles, "Approximating the erfinv function", 2011). */
 
 static const float LOGARITHM[] = {0.070376836292f, -0.1151461031f, 0.1167699874f, -0.12420140846f, 0.14249322787f,
                                   -0.16668057665f, 0.20000714765f, -0.24999993993f, 0.33333331174f};
@@ -15,7 +19,7 @@ INLINE float polynomial(const float *factors, float x)
     return p;
 }
 
-/* A value between -1 and 1: the end of MurmurHash3, twice, of the group's 64 bits and the column. */
+/* A value between -1 and 1, exclusive, from a hash of a group's 64-bit noise and a column: MurmurHash3's finalizer, twice. */
 INLINE float uniform(uint64_t noise, uint32_t column)
 {
     uint32_t h = column * 0x9E3779B1u + (uint32_t)noise;
@@ -28,7 +32,7 @@ INLINE float uniform(uint64_t noise, uint32_t column)
     return (float)((int32_t)(h >> 7 | 1) - (1 << 24)) * 0x1p-24f;
 }
 
-/* The logarithm of Cephes: sums and products alone, which have the same bits everywhere. */
+/* The natural logarithm of a normal float, as in Cephes. */
 INLINE float logarithm(float y)
 {
     uint32_t bits;
@@ -54,8 +58,8 @@ static void store_drawn(void *values, int64_t n, float value, int64_t stored)
     }
 }
 
-/* Groups of DRAWN normal values, each a function of (seed, place): the inverse of the normal distribution is that
- * of Giles, "Approximating the erfinv function", 2011. */
+/* Draw groups of DRAWN normal values: std * sqrt(2) * erfinv(uniform). Each depends only on (seed, place in the table), so
+ * a part of a table is drawn with the same values as the whole. */
 static void draws(void *pointer, int64_t first, int64_t last)
 {
     const struct draw *d = pointer;
@@ -70,11 +74,12 @@ static void draws(void *pointer, int64_t first, int64_t last)
             inverse[k] = polynomial(MIDDLE, w[k] - 2.5f);
             far |= 5.0f < w[k];
         }
+        /* Few values are that far out: kept out of the loop above. */
         for (int k = 0; far && k < DRAWN; k++)
             if (5.0f < w[k])
                 inverse[k] = polynomial(TAIL, __builtin_sqrtf(w[k]) - 3.0f);
         for (int k = 0; k < DRAWN; k++) {
-            int64_t n = group * DRAWN + k - d->first;
+            int64_t n = group * DRAWN + k - d->first; /* the first and last group may be only partly within */
             if (n >= 0 && n < d->count)
                 store_drawn(d->values, n, inverse[k] * x[k] * scale, d->stored);
         }

@@ -1,5 +1,6 @@
-/* Included by rows.c for each type of stored values: TYPE names it, STORED is its C type, REAL that of arithmetic.
- * Includes itself for vectors of the processor's width and for single values, where rows have another width. */
+/* Row kernels for one type of stored values, included by rows.c once per type. TYPE: its name; STORED: its C type; REAL:
+ * the C type of arithmetic. This file includes itself twice: with vectors of the processor's width, and with single
+ * values (LANES 1), for rows whose width is not a multiple of the vector's. */
 #ifndef LANES
 
 #define LANES (VECTOR_BYTES / (int)sizeof(REAL))
@@ -56,7 +57,8 @@ INLINE VEC OF(load_row)(const STORED *from)
     return v;
 }
 
-/* Up or down by chance: noise below the kept bits, a hash of the row's and the column. NaN stays NaN. */
+/* Round stochastically: add noise (a hash of the row's noise and the column) below the 16 bits that are kept, then cut.
+ * NaN stays NaN; adding to its bits could turn it into a number. */
 INLINE void OF(store_row)(STORED *to, VEC v, uint32_t row_noise, int64_t column)
 {
     static const uint32_t PLACES[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -105,14 +107,14 @@ INLINE VEC OF(roots)(VEC v)
 #endif
 }
 
-/* The lanes in which squares are summed: the largest power of two that divides the width, a cache line's at most. So
- * the order of the sum depends on the row alone. */
+/* The number of partial sums for squares: the largest power of two that divides the row's width, at most the values of a
+ * cache line. So the order of the sum depends only on the row, not on the processor's vectors. */
 INLINE int OF(lanes_of)(int64_t dim)
 {
     return (int)MIN(dim & -dim, LINE_LANES);
 }
 
-/* The sum of these lanes: halves are added until one is left. */
+/* The sum of all lanes: add the upper half to the lower half until one value is left. */
 INLINE REAL OF(total)(const VEC *parts, int lanes)
 {
     REAL values[LINE_LANES];
@@ -135,7 +137,7 @@ INLINE REAL OF(square_of)(const REAL *sum, int64_t dim)
     return OF(total)(squares, lanes);
 }
 
-/* Widths that have code of their own: loops of known length stay in registers. */
+/* Calls with a constant for common widths: loops of known length are unrolled and stay in registers. */
 #ifdef IS_SINGLE
 #define BY_DIM(call, dim) call(dim);
 #else
@@ -175,8 +177,8 @@ INLINE void OF(prefetch_gradient)(const int64_t *places, int64_t num_places, int
     prefetch_for_reading((const char *)(intptr_t)places[MIN(at + AHEAD, num_places - 1)], dim * (int64_t)sizeof(REAL));
 }
 
-/* The sum of one row's gradients, in their order. How many there are is guessed wrong half the time: a narrow row has
- * one loop over them. */
+/* Sum one row's gradients, in their order. The number of gradients is hard for the processor to predict, and each wrong
+ * guess is expensive, so narrow rows have only one loop over the gradients; wide ones copy a single gradient. */
 INLINE void OF(sum_gradients)(const struct arrange *a, int64_t unique, REAL *sum, int64_t dim)
 {
     const int64_t *places = a->places, num_places = a->count;
@@ -229,7 +231,7 @@ static void OF(sums)(void *pointer, int64_t first, int64_t last)
 #undef CALL
 }
 
-/* By products alone, which have the same bits everywhere. */
+/* base to the power of exponent, by products alone: pow() of C libraries differs in the last bits. */
 INLINE double OF(power)(double base, int64_t exponent)
 {
     double power = 1;
@@ -239,7 +241,7 @@ INLINE double OF(power)(double base, int64_t exponent)
     return power;
 }
 
-/* Change one row and its states by the sum of its gradients. */
+/* Update one row and its states with the sum of its gradients. */
 INLINE void OF(change)(const struct update *u, const struct table *t, int64_t id, REAL *sum, int64_t dim, int64_t rule)
 {
     STORED *row = (STORED *)t->rows + id * dim;
@@ -262,7 +264,7 @@ INLINE void OF(change)(const struct update *u, const struct table *t, int64_t id
             *square = *square * (REAL)u->beta2 + rest2 * mean_square;
             step = step / (OF(root)(*square) * scale + eps);
         }
-    } else if (rule == ADAMW) { /* what the steps since the row's last one would have done to it, first */
+    } else if (rule == ADAMW) { /* catch up on the decays of all table updates since the row was last touched */
         int64_t waited = t->updates - t->steps[id];
         t->steps[id] = (int32_t)t->updates;
         kept = (REAL)OF(power)(1.0 - u->lr * u->decay, waited), second_kept = (REAL)OF(power)(u->beta2, waited);
@@ -274,7 +276,7 @@ INLINE void OF(change)(const struct update *u, const struct table *t, int64_t id
         VEC g = OF(load)(sum + d), w = OF(load_row)(row + d);
         if (rule == SGD || rule == ADAGRAD)
             w -= step * g;
-        else if (rule == ADAMW || rule == LAZY_ADAGRAD) { /* whose beta2 is 0, and no second moment fades */
+        else if (rule == ADAMW || rule == LAZY_ADAGRAD) { /* LAZY_ADAGRAD: beta2 = 0 and second_kept = 1 make it a plain sum */
             VEC second = OF(load)(squares + d) * second_kept + g * g * rest2;
             OF(store)(squares + d, second);
             w = w * kept - step * g / (OF(roots)(second) * scale + eps);
@@ -327,7 +329,7 @@ INLINE void OF(update)(const struct update *u, int64_t first, int64_t last, int6
 static void OF(updates)(void *pointer, int64_t first, int64_t last)
 {
     const struct update *u = pointer;
-    if (u->rule == ADAGRAD) { /* the usual one, without a branch a vector */
+    if (u->rule == ADAGRAD) { /* a constant rule, so that no vector needs a branch */
 #define CALL(dim) OF(update)(u, first, last, dim, ADAGRAD)
         BY_DIM(CALL, u->dim)
 #undef CALL

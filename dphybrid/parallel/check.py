@@ -73,15 +73,15 @@ def _kind(part: nn.Module) -> Iterator[_Words]:
             "use GroupNorm or LayerNorm, or batches large enough for each device",
         )
     if isinstance(part, nn.RNNBase | nn.MultiheadAttention) and not part.batch_first:
-        yield True, kind, "reads the batch on dim 1, and the split is on dim 0", "set batch_first=True"
+        yield True, kind, "expects the batch on dim 1, but the split is on dim 0", "set batch_first=True"
     if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0 and not isinstance(part, Dropout):
         why = "masks differ from those of one device"
-        yield False, kind, why, "on the CPU, dphybrid.parallel.Dropout draws the same; else nothing"
+        yield False, kind, why, "on the CPU, use dphybrid.parallel.Dropout, whose masks are the same"
 
 
 def _attributes(part: nn.Module) -> Iterator[_Words]:
     for name, value in vars(part).items():
-        if name in OF_TORCH or name == "_all_weights":
+        if name in OF_TORCH or name == "_all_weights":  # of RNNs: their parameters' names
             continue
         held = list(reachable(value, but_not_in=(nn.Module, Tensor)))
         if any(isinstance(each, nn.Module) for each in held):
@@ -244,7 +244,7 @@ def _events(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, objec
     def enter(part: nn.Module, given: object, named: object) -> None:
         name = names.get(id(part), "")
         if part is not module:  # a part's inputs were computed by the part around it, which is to blame
-            events.append((stack[-1], f"what it gives to {name}", copies((given, named))))
+            events.append((stack[-1], f"its input to {name}", copies((given, named))))
         stack.append(name)
 
     def leave(*call: object) -> None:

@@ -181,8 +181,8 @@ def batch_rows(args: tuple[object, ...], kwargs: dict[str, object], dim: int) ->
             f"{path}: {f'no dim {dim}' if size is None else size}" for path, size in sizes.items()
         )
         raise UserError(
-            f"tensors disagree on their rows (dim {dim}): {listed}; give each one row a sample, or wrap what "
-            "all replicas share in Whole(...)"
+            f"tensors disagree on their rows (dim {dim}): {listed}; give each one row per sample, or wrap "
+            "what all replicas share in Whole(...)"
         )
     return found
 

@@ -57,7 +57,7 @@ ACROSS: list[Callable[[Tensor], Tensor]] = [
 @pytest.mark.parametrize(
     ("make", "module", "what"),
     [
-        *((partial(Head, function), "1", "what it gives to 1.after") for function in ACROSS),
+        *((partial(Head, function), "1", "its input to 1.after") for function in ACROSS),
         (Contrastive, "1", "its output"),
         (BatchSecond, "1.attention", "its output"),
         (partial(nn.Softmax, 0), "1", "its output"),

@@ -73,30 +73,30 @@ def nested() -> Tensor:
 
 REFUSED: dict[str, Callable[[], Any]] = {
     "`device_ids` and `devices`": lambda: DataParallel(nn.Identity(), TWO, devices=TWO),
-    "a GPU that is not there": lambda: wraps(devices="cuda:97"),
-    "an output device that is not there": lambda: wraps(output_device="cuda:7"),
-    "is or holds a data-parallel one": lambda: wraps(nn.Sequential(DataParallel(nn.Identity(), TWO))),
-    "is or holds a compiled one": lambda: wraps(nn.Sequential(torch.compile(nn.Identity()))),
+    "a GPU that does not exist": lambda: wraps(devices="cuda:97"),
+    "an output device that does not exist": lambda: wraps(output_device="cuda:7"),
+    "is or contains a data-parallel module": lambda: wraps(nn.Sequential(DataParallel(nn.Identity(), TWO))),
+    "is or contains a compiled module": lambda: wraps(nn.Sequential(torch.compile(nn.Identity()))),
     "has parameters without a size": lambda: wraps(nn.LazyLinear(3)),
-    "holds a `HostEmbedding`": lambda: DataParallel(HostEmbedding(8, 2), TWO)(torch.arange(8)),
+    "contains a `HostEmbedding`": lambda: DataParallel(HostEmbedding(8, 2), TWO)(torch.arange(8)),
     "has parameters on another device": moved_after_wrapping,
-    "is or holds a SyncBatchNorm": lambda: wraps(nn.Sequential(nn.SyncBatchNorm(3))),
+    "is or contains a SyncBatchNorm": lambda: wraps(nn.Sequential(nn.SyncBatchNorm(3))),
     "is to be compiled by `compile_regions`, on several devices": lambda: compile_regions(
         nn.Sequential(DataParallel(nn.Linear(3, 3), TWO))
     ),
-    "tensors of different numbers of rows": lambda: takes(torch.ones(6), torch.ones(1)),
-    "a tensor that all samples share, with a row for each by chance": shares_weights,
+    "tensors with different numbers of rows": lambda: takes(torch.ones(6), torch.ones(1)),
+    "a tensor that all samples share, with as many rows by chance": shares_weights,
     "a nested (jagged) tensor": lambda: takes(nested()),
     "a CSR tensor": lambda: takes(torch.eye(4).to_sparse_csr()),
     "a COO tensor that requires a gradient": lambda: takes(torch.eye(4).to_sparse().requires_grad_()),
     "a PackedSequence": lambda: takes(PACKED),
     "a generator": lambda: takes(row for row in X),
     "a numpy array": lambda: takes(X.numpy()),
-    "an object or a set that carries tensors": lambda: takes(Carrier(X)),
-    "a list, dict or tuple of a class of its own with a tensor beside its items": lambda: takes(Batch(X)),
-    "`parts` of other sizes than the split's": lambda: takes(parts([torch.ones(1), torch.ones(5)])),
+    "an object or a set that contains tensors": lambda: takes(Carrier(X)),
+    "a subclass of list, dict or tuple with a tensor in an attribute": lambda: takes(Batch(X)),
+    "`parts` with other sizes than the split": lambda: takes(parts([torch.ones(1), torch.ones(5)])),
     "`parts` for one device": lambda: DataParallel(nn.Identity(), "cpu")(parts([X, X])),
-    "other numbers of replicas, inputs and devices for `parallel_apply`": lambda: parallel_apply(
+    "`parallel_apply` with different numbers of replicas, inputs and devices": lambda: parallel_apply(
         [nn.Identity()] * 2, [X]
     ),
     "one number from each replica": lambda: computes(torch.sum),
@@ -106,11 +106,15 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "different types": lambda: gives(X, None),
     "sequences of different lengths": lambda: gives([X, X, X], [X, X]),
     "dicts with different keys": lambda: gives({"a": X}, {"b": X}),
-    "other sizes apart from the batch": lambda: gather([torch.ones(3, 3), torch.ones(2, 2)], "cpu"),
+    "different sizes on other dims than the batch": lambda: gather(
+        [torch.ones(3, 3), torch.ones(2, 2)], "cpu"
+    ),
     "rows that are not the share's": lambda: computes(lambda x: x.new_ones(2, len(x), 5)),
-    "a state, constant or parameter of as many rows as a share": lambda: computes(lambda x: torch.ones(4, 3)),
+    "a state, constant or parameter with as many rows as a share": lambda: computes(
+        lambda x: torch.ones(4, 3)
+    ),
     "all samples against all others": lambda: computes(lambda x: x @ x.t()),
-    "rows that go through the samples twice": lambda: computes(lambda x: torch.cat([x, -x])),
+    "rows that go through all samples twice": lambda: computes(lambda x: torch.cat([x, -x])),
     "a list of samples": lambda: computes(lambda x: [x + row for row in x]),
 }
 
