@@ -82,7 +82,7 @@ class HostEmbeddingCollection(nn.Module):
         """
         names, ids_BF = list(self.num_rows)[tables], whole_numbers(ids_BF, self.flat.name)
         if ids_BF.shape[-1] != len(names):
-            raise UserError(f"ids have shape {tuple(ids_BF.shape)}; give {len(names)} columns, one a table")
+            raise UserError(f"ids have shape {tuple(ids_BF.shape)}; give {len(names)} columns, one per table")
         starts_F, num_rows_F = self._starts_F[tables], self._num_rows_F[tables]
         # torch.export cannot record a check that raises. An exported model gets its ids from an encoder,
         # whose ids are rows.
@@ -157,8 +157,8 @@ def named_weights(params: list[object]) -> list[tuple[str, Tensor]]:
         if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.dtype not in native.STORED:
             what = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
             raise UserError(
-                f"row optimizer: {what} is not a table; give the tables' weights, and what else is to be "
-                "trained to a torch.optim optimizer"
+                f"row optimizer: {what} is not a table; give it only the tables' weights, and other "
+                "parameters to a torch.optim optimizer"
             )
         info = info_of(weight)
         named.setdefault(id(weight), (name or (info.name if info else f"weight {len(named)}"), weight))

@@ -62,7 +62,7 @@ class RowOptimizer(EagerOptimizer):
         if isinstance(params, Mapping):  # one group a table
             groups = [{"params": [entry]} for entry in named_weights(groups)]
         if not groups:
-            raise UserError("row optimizer: there is no table; give it the tables of a model that has one")
+            raise UserError("row optimizer: no table to train; give it the tables of a model that has some")
         # Kernel arguments of the step before, by the weights' ids; see `_tables`.
         self._kept: dict[object, tuple[object, native.Tables]] = {}
         if lr is not None:
@@ -110,7 +110,7 @@ class RowOptimizer(EagerOptimizer):
         group.pop("param_names", None)
         _check_numbers(self.defaults | group)
         if foreign := sorted(_OPTIONS_OF_OTHERS & group.keys() - self.defaults.keys()):
-            raise UserError(f"row optimizer: {type(self).__name__} has no {', '.join(foreign)}")
+            raise UserError(f"row optimizer: {type(self).__name__} has no {', '.join(foreign)}; leave it out")
         taken = self.tables.keys() & {name for name, _ in group["params"]}
         if taken:
             raise UserError(f"row optimizer: two tables are called {taken.pop()!r}; give them by other names")
@@ -336,8 +336,8 @@ class RowOptimizer(EagerOptimizer):
         ]
         if problems:
             raise UserError(
-                f"row optimizer state does not fit: {'; '.join(sorted(problems))}; was it saved by another "
-                "optimizer?"
+                f"row optimizer state does not fit: {'; '.join(sorted(problems))}; load the state of the "
+                "same optimizer and tables"
             )
 
 
@@ -356,7 +356,10 @@ def _check_numbers(numbers: Mapping[str, Any]) -> None:
     lr, decay = float(numbers["lr"]), numbers["weight_decay"]
     betas = (0.0, numbers["beta2"]) if "beta2" in numbers else numbers.get("betas", ())
     if not 0 <= lr < math.inf or not 0 <= decay < math.inf or numbers.get("eps", 0.0) < 0:
-        raise UserError(f"row optimizer: lr={lr}, weight_decay={decay} and eps must not be below 0")
+        raise UserError(
+            f"row optimizer: lr={lr}, weight_decay={decay}, eps={numbers.get('eps', 0.0)}; give finite "
+            "numbers of at least 0"
+        )
     if betas:
         native.corrections(*map(float, betas))
 

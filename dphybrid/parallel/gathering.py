@@ -99,7 +99,7 @@ class Join:
         # much weight.
         if not -rank <= dim < rank:
             raise UserError(
-                f"{path}: a {rank}-dim tensor has no dim {dim} to join on; return one value a sample, such "
+                f"{path}: a {rank}-dim tensor has no dim {dim} to join on; return one value per sample, such "
                 'as a loss with reduction="none", and take the mean outside'
             )
         if first.is_nested or first.layout not in (torch.strided, torch.sparse_coo):

@@ -98,6 +98,10 @@ def test_a_group_a_table_each_with_numbers_of_its_own() -> None:
         (lambda: RowSGD([table(), table()], lr=0.1), "two tables are called 'words'"),
         (lambda: RowSGD([{"params": table(), "momentum": 0.9}], lr=0.1), "RowSGD has no momentum"),
         (lambda: RowSGD([{"params": table(), "lr": -1}], lr=0.1), "lr=-1"),
+        (
+            lambda: RowAdam(table(), lr=float("inf")),
+            r"lr=inf, weight_decay=0\.0, eps=1e-08; give finite numbers",
+        ),
     ],
 )
 def test_what_is_no_table_or_no_number_is_named(make: Callable[[], Any], words: str) -> None:

@@ -167,7 +167,7 @@ def test_ids_of_some_tables_are_shifted() -> None:
     expected = columns_first.mT + torch.tensor([0, 300, 305])
     assert torch.equal(tables.flat_ids(columns_first.mT), expected)
     assert torch.equal(torch.vmap(tables.flat_ids)(columns_first.mT), expected)
-    with pytest.raises(ValueError, match=r"columns, one a table"):
+    with pytest.raises(ValueError, match=r"columns, one per table"):
         tables.flat_ids(torch.zeros(2, 2, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"'tags': id 7 at position \[0, 1\] is not a row; rows are 0 to 6"):
         tables.flat_ids(torch.tensor([[0, 7]]), slice(1, None))
