@@ -180,7 +180,7 @@ def test_auto_takes_all_that_are_free_and_counts_are_exact(
     with refused("4 GPUs did not come free .* GPU 1: 1.0 GiB taken by "):
         acquire(Wanted(count=4), fake, folder, "four", told.append, gpu_wait_s=0.1)
     assert len(told) == 1
-    with refused("5 GPUs wanted, 4 are here"):
+    with refused("5 GPUs wanted, 4 visible"):
         acquire(Wanted(count=5), fake, folder, run="five")
     assert not list(folder.glob("*.ticket"))
 

@@ -1,2 +1,2 @@
-"""GPUs of a shared workstation: inventory, policy for free GPUs, and leases that end with their process.
-Needs neither torch nor Prefect."""
+"""GPUs of a shared workstation: the inventory, the rule for which GPUs are free, and leases that end with
+their process. Imports neither torch nor Prefect."""

@@ -1,7 +1,6 @@
 """Read this machine's GPUs through NVML (memory, load, processes and their owners) and decide which are free.
 
-Units are whole GPUs and, where a GPU is in MIG mode, its MIG devices. Index order is NVML's, the order of the
-PCI bus.
+A unit is a whole GPU, or one MIG device of a GPU in MIG mode. Units are in NVML's order, that of the PCI bus.
 """
 
 import importlib
@@ -23,7 +22,7 @@ _T = TypeVar("_T")
 @dataclass(frozen=True)
 class Process:
     """A compute process on a GPU. memory_bytes, owner, since and command are None where the system does not
-    tell."""
+    report them."""
 
     pid: int
     memory_bytes: int | None
@@ -34,11 +33,11 @@ class Process:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU, or a MIG device of one, at one moment.
+    """The state of a GPU, or of one MIG device, at one moment.
 
-    label: "GPU 1", or "GPU 1 MIG 0". utilisation: per cent of the last moment, None where NVML does not tell
-    (MIG). parent: UUID of the whole GPU that a MIG device belongs to. fault: what is wrong with it; a GPU
-    with a fault is never free.
+    label: "GPU 1", or "GPU 1 MIG 0". utilisation: NVML's latest load in per cent, None where it reports none
+    (MIG). parent: for a MIG device, the UUID of its whole GPU. fault: NVML's error for this GPU; a GPU with a
+    fault is never free.
     """
 
     index: int
@@ -58,10 +57,9 @@ class Gpu:
 
 
 class Inventory:
-    """Reads the GPUs through a module with NVML's functions (nvidia-ml-py's `pynvml`, or one that stands in
-    for it).
+    """Reads the GPUs through a module with NVML's functions: nvidia-ml-py's `pynvml`, or a replacement.
 
-    reason: why the last reading found none. Raises UserError when the module cannot be imported.
+    reason: why the last reading found no GPU. Raises UserError when the module cannot be imported.
     """
 
     def __init__(self, module: str = "pynvml") -> None:
@@ -73,8 +71,8 @@ class Inventory:
         self._open = False
 
     def read(self) -> tuple[Gpu, ...]:
-        """Return all units now; none, with a `reason`, where there is no driver. One that fails is there with
-        its fault."""
+        """Return all units now. Without a driver, return none and set `reason`; a GPU that fails is included
+        with its `fault`."""
         nvml = self._nvml
         try:
             if not self._open:
@@ -82,7 +80,7 @@ class Inventory:
                 self._open = True
             count = nvml.nvmlDeviceGetCount()
         except nvml.NVMLError as error:
-            # a reloaded driver is found again at the next reading
+            # call nvmlInit again at the next reading: the driver may have been reloaded by then
             self.reason, self._open = f"NVML: {error}", False
             return ()
         units = tuple(unit for index in range(count) for unit in self._units(index))
@@ -98,7 +96,7 @@ class Inventory:
             if self._ask(lambda: nvml.nvmlDeviceGetMigMode(handle)[0]) == nvml.NVML_DEVICE_MIG_ENABLE:
                 return self._mig_devices(index, handle, uuid)
             return [self._unit(handle, Gpu(index, f"GPU {index}", uuid))]
-        except nvml.NVMLError as error:  # fallen off the bus, say; the other ones are still of use
+        except nvml.NVMLError as error:  # fallen off the bus, say; the other GPUs remain usable
             return [Gpu(index, f"GPU {index}", uuid, fault=str(error))]
 
     def _mig_devices(self, index: int, parent: object, parent_uuid: str) -> list[Gpu]:
@@ -108,7 +106,7 @@ class Inventory:
             try:
                 handle = nvml.nvmlDeviceGetMigDeviceHandleByIndex(parent, number)
             except nvml.NVMLError_NotFound:
-                continue  # slots are numbered with gaps
+                continue  # MIG device numbers have gaps
             uuid = nvml.nvmlDeviceGetUUID(handle)
             device = Gpu(index, f"GPU {index} MIG {number}", uuid, parent=parent_uuid)
             units.append(self._unit(handle, device))
@@ -118,7 +116,7 @@ class Inventory:
         nvml = self._nvml
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
         running = self._ask(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle)) or []
-        load = None  # NVML tells none of a MIG device
+        load = None  # NVML reports no load for a MIG device
         if not unit.is_mig:
             load = self._ask(lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu))
         return replace(
@@ -130,11 +128,11 @@ class Inventory:
             processes=tuple(_process(int(found.pid), found.usedGpuMemory) for found in running),
         )
 
-    def _ask(self, question: Callable[[], _T]) -> _T | None:
-        """Return the answer, or None where the GPU does not support the question or this user may not ask."""
+    def _ask(self, query: Callable[[], _T]) -> _T | None:
+        """Return the answer, or None where the GPU does not support the query or this user may not ask."""
         nvml = self._nvml
         try:
-            return question()
+            return query()
         except (nvml.NVMLError_NotSupported, nvml.NVMLError_NoPermission):
             return None
 
@@ -144,12 +142,12 @@ def _process(pid: int, memory_bytes: int | None) -> Process:
         found = psutil.Process(pid)
         since = datetime.fromtimestamp(found.create_time())
         return Process(pid, memory_bytes, found.username(), since, found.name())
-    except psutil.Error:  # ended meanwhile, or of another container
+    except psutil.Error:  # it has just ended, or runs in another container
         return Process(pid, memory_bytes)
 
 
 def _is_own(pid: int) -> bool:
-    """Is `pid` this process or one that it started?"""
+    """Return whether `pid` is this process or one of its descendants."""
     try:
         found = psutil.Process(pid)
         return os.getpid() in (pid, *(parent.pid for parent in found.parents()))
@@ -158,7 +156,7 @@ def _is_own(pid: int) -> bool:
 
 
 def foreign_processes(gpu: Gpu, settings: Settings) -> list[Process]:
-    """Return the processes on a GPU that are neither ours nor ignored."""
+    """Return the processes on a GPU that this process did not start and DPHYBRID_GPU_IGNORE does not name."""
     ignored = [name.strip() for name in settings.gpu_ignore.split(",")]
     return [p for p in gpu.processes if p.command not in ignored and not _is_own(p.pid)]
 
@@ -173,17 +171,18 @@ def describe_process(process: Process) -> str:
 
 
 def clock_time(moment: datetime) -> str:
-    """Return 09:12, with the date when it was not today."""
+    """Return the time as 09:12, with the date in front if that is not today."""
     today = moment.date() == datetime.now(moment.tzinfo).date()
     return moment.strftime("%H:%M" if today else "%Y-%m-%d %H:%M")
 
 
 def busy_reason(gpu: Gpu, settings: Settings) -> str | None:
-    """Return why a GPU is not free at this moment, or None. Leases are another matter."""
+    """Return why a GPU is not free at this moment, or None. Does not look at leases; see `find_holder`."""
     if gpu.fault:
         return f"{gpu.label}: {gpu.fault}; `nvidia-smi` may say more"
     if foreign := foreign_processes(gpu, settings):
         return f"{gpu.label}: " + ", ".join(describe_process(process) for process in foreign)
+    # Without the rights to see other users' or containers' processes, only the used memory gives them away.
     if gpu.free_bytes < settings.gpu_free_share * gpu.total_bytes:
         used = (gpu.total_bytes - gpu.free_bytes) / GIB
         of = f"{used:.1f} of {gpu.total_bytes / GIB:.1f} GiB"
@@ -194,17 +193,17 @@ def busy_reason(gpu: Gpu, settings: Settings) -> str | None:
 
 
 def visible(units: Iterable[Gpu]) -> list[Gpu]:
-    """Return the units that CUDA_VISIBLE_DEVICES leaves, in its order (unset: all); as in CUDA, the first
+    """Return the units that CUDA_VISIBLE_DEVICES names, in its order (unset: all). As in CUDA, the first
     unknown name ends the list.
 
-    A number names a GPU in NVML's order (CUDA_DEVICE_ORDER=PCI_BUS_ID), or the first MIG device of one in MIG
-    mode.
+    A number names a GPU in NVML's order (CUDA_DEVICE_ORDER=PCI_BUS_ID); for a GPU in MIG mode, its first MIG
+    device.
     """
     units, names = list(units), os.environ.get("CUDA_VISIBLE_DEVICES")
     if names is None:
         return units
     chosen: list[Gpu] = []
-    # A beginning of a UUID is enough for CUDA, if no other has it.
+    # CUDA accepts the first characters of a UUID if they match one device only.
     for name in (part.strip() for part in names.split(",")):
         if name.isdigit():
             matching = [unit for unit in units if unit.index == int(name)][:1]

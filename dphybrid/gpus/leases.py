@@ -1,9 +1,9 @@
-"""GPU leases: one lock file for each GPU, locked by the training process, so that the kernel frees the GPU
+"""GPU leases: one lock file for each GPU, locked by the training process. The kernel releases the lock
 however that process ends.
 
-The files stay; only the lock counts. Their text says who holds the lease, for people. All users of the
-machine write into the folder, so nothing in it is trusted: links and special files are refused, opening never
-blocks, and the text is checked.
+The files stay; only the lock counts. Their text says who holds the lease, for people to read. All users of
+the machine write into the folder, so nothing in it is trusted: links and special files are refused, opening
+never blocks, and the text is checked.
 """
 
 import json
@@ -25,7 +25,7 @@ from dphybrid.util.errors import UserError
 from dphybrid.util.locks import is_locked, lock, stands_at
 
 _FALLBACK = Path("/tmp/dphybrid-leases")  # noqa: S108 - its owner, mode and files are looked at before use
-"""For machines whose /var/lock only root may write to; the same for every user."""
+"""Used where only root may write to /var/lock. All users must share one folder, so it cannot be in a home."""
 _MAX_BYTES = 65536
 
 
@@ -36,11 +36,11 @@ def _printable(text: str) -> str:
 
 
 _ShownText = Annotated[str, Field(max_length=300), AfterValidator(_printable)]
-"""Text of another user's file that comes to a terminal."""
+"""Text from another user's file that is printed on a terminal: no control characters, limited length."""
 
 
 class Holder(BaseModel):
-    """Who holds a lease. odd: why the lock file cannot be used, if it cannot."""
+    """Who holds a lease. odd: why the lock file cannot be used; "" when it can."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -57,8 +57,7 @@ class Holder(BaseModel):
 
 
 class Lease:
-    """The right to use some GPUs, until `release`, the end of the `with` block, or the end of this
-    process."""
+    """The right to use some GPUs until `release`, the end of the `with` block, or the end of this process."""
 
     def __init__(self, gpus: Sequence[Gpu], handles: Sequence[int], folder: Path, mark: str) -> None:
         self.gpus = tuple(gpus)
@@ -71,11 +70,12 @@ class Lease:
         """Give the GPUs back."""
         for handle in self._handles:
             os.ftruncate(handle, 0)
-        # the file stays: a process that waits may have it open, and a new file would be a second lock
+        # Do not remove the file: a waiting process may have it open and lock it, while a later one would
+        # create and lock a new file of the same name.
         self._close()
 
     def lost(self) -> str | None:
-        """Return which GPU others may lease now because somebody removed its lock file, or None."""
+        """Return which GPU has lost its lock file, so that others can lease it too, or None."""
         for gpu, handle in zip(sorted(self.gpus, key=lambda gpu: gpu.uuid), self._handles, strict=True):
             if not stands_at(_lock_file(self.folder, gpu.uuid), handle):
                 return f"{gpu.label}: somebody removed the file of its lease"
@@ -101,14 +101,14 @@ def _forget_in_child() -> None:
         lease._close()
 
 
-# A forked child shares the lock, and would keep the GPU taken when its parent is killed.
+# A forked child shares the lock: it would keep the GPU leased after its parent is killed.
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def lease_folder(wanted: Path) -> Path:
-    """Return the folder of the locks, made for all users of this machine.
+    """Return the folder of the lock files; create it, writable for all users, if needed.
 
-    Raises UserError when it cannot be written, or when any user could remove the others' locks.
+    Raises UserError when it cannot be written to, or when any user could remove the others' locks.
     """
     for folder in (wanted, _FALLBACK):
         try:
@@ -118,9 +118,10 @@ def lease_folder(wanted: Path) -> Path:
         except OSError:
             continue
         else:
-            folder.chmod(0o1777)  # the umask took bits away
+            folder.chmod(0o1777)  # the umask removed bits from mkdir's mode
         if os.access(folder, os.W_OK):
             fault = shared_folder_fault(folder)
+            # A folder that belongs to another user is accepted: whoever trains first creates it for all.
             if fault and "belongs to" not in fault:
                 raise UserError(
                     f"DPHYBRID_LEASE_DIR={str(wanted)!r}: {fault}; run `install -d -m 1777 -o root "
@@ -132,8 +133,8 @@ def lease_folder(wanted: Path) -> Path:
 
 
 def shared_folder_fault(folder: Path) -> str | None:
-    """Return why a folder is not safe to share with other users, or None: some of them could take away what
-    others put there."""
+    """Return why a folder is not safe to share, or None. In an unsafe one, some users can remove the files of
+    others."""
     facts = folder.lstat()
     if not stat.S_ISDIR(facts.st_mode):
         return f"{folder} is not a folder"
@@ -145,18 +146,17 @@ def shared_folder_fault(folder: Path) -> str | None:
 
 
 def try_lease(folder: Path, gpus: Sequence[Gpu], run: str) -> Lease | None:
-    """Lock all of `gpus`, or none: in the order of their UUIDs, without waiting. None when somebody holds one
-    of them."""
+    """Lock all of `gpus` without waiting, or none of them. Returns None when another run holds one."""
     handles: list[int] = []
     try:
-        # one order for everybody: two runs that want the same GPUs cannot each hold one that the other lacks
+        # All runs lock in the same order, so two that want the same GPUs never each get a part of them.
         for gpu in sorted(gpus, key=lambda gpu: gpu.uuid):
             file = _lock_file(folder, gpu.uuid)
             handles.append(_open_shared(file))
             _lock_now(handles[-1])
             if not stands_at(file, handles[-1]):
                 raise BlockingIOError
-    except OSError:  # held, or no file of ours, which `find_holder` tells
+    except OSError:  # held by another run, or not a usable lock file: `find_holder` says which
         for handle in handles:
             os.close(handle)
         return None
@@ -177,12 +177,12 @@ def find_holder(folder: Path, uuid: str) -> Holder | None:
         return None
     try:
         return Holder.model_validate_json(page)
-    except ValidationError:  # locked this instant and its page not yet written, or no page of ours
+    except ValidationError:  # just locked and its text not yet written, or not written by dphybrid
         return Holder()
 
 
 def ask_for(folder: Path, gpu: Gpu) -> str:
-    """Ask the run that holds a GPU to give it back; return what was done, for people."""
+    """Ask the run that holds a GPU to give it back; return a message that says what was done."""
     holder = find_holder(folder, gpu.uuid)
     if holder is None:
         return f"{gpu.label} is leased to no run; nothing to ask"
@@ -201,7 +201,7 @@ def ask_for(folder: Path, gpu: Gpu) -> str:
 def asked_by(lease: Lease) -> str | None:
     """Return who has asked for a GPU of this lease, or None."""
     for gpu in lease.gpus:
-        # suppress: nobody asked, or what stands there is no request
+        # suppress: nobody has asked, or the file is not a request
         with suppress(OSError), _opened(_ask_file(lease.folder, gpu.uuid)) as handle:
             mark, _, name = _read_page(handle)[:160].partition(" ")
             if mark == lease.mark:
@@ -210,9 +210,9 @@ def asked_by(lease: Lease) -> str | None:
 
 
 def locked_page(file: Path) -> str | None:
-    """Return the text of a file that a living process holds locked ("" while it is being written), or None.
+    """Return the text of a file that a living process holds locked ("" before it is written), else None.
 
-    Raises OSError, which names the file, for what is not a regular file or closed.
+    Raises OSError, naming the file, when it is not a regular file or this user may not open it.
     """
     try:
         with _opened(file) as handle:
@@ -230,8 +230,8 @@ def _user_name() -> str:
 
 
 def _mark(pid: int, since: datetime) -> str:
-    # Names one lease in a request. Not the request's age: a clock that is set back or forward in between
-    # would have requests ignored, or make each later run give way.
+    # Identifies the lease that a request is for. Comparing the request's age instead would fail when the
+    # clock is set: requests would be ignored, or every later run would give way.
     return f"{pid}@{since.timestamp():.6f}"
 
 
@@ -244,7 +244,7 @@ def _ask_file(folder: Path, uuid: str) -> Path:
 
 
 def _open_regular(file: Path, flags: int = os.O_RDONLY) -> int:
-    """Open a regular file that no other name leads to. Raises OSError, which names it."""
+    """Open a regular file that has no second hard link. Raises OSError, naming the file."""
     # O_NONBLOCK: opening another user's FIFO would wait for a writer that never comes
     handle = os.open(file, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     facts = os.fstat(handle)
@@ -264,21 +264,21 @@ def _opened(file: Path) -> Iterator[int]:
 
 
 def _open_shared(file: Path) -> int:
-    # Not O_CREAT alone: in a sticky folder the kernel refuses it for a file of another user
-    # (fs.protected_regular).
+    # Not one open with O_CREAT: in a sticky folder the kernel refuses that for an existing file of another
+    # user (fs.protected_regular).
     while True:
         with suppress(FileNotFoundError):
             return _open_regular(file, os.O_RDWR)
         try:
             handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-        except FileExistsError:
+        except FileExistsError:  # another process was faster: open its file
             continue
-        os.fchmod(handle, 0o666)
+        os.fchmod(handle, 0o666)  # whatever the umask: every user has to lock it
         return handle
 
 
 def _write_page(handle: int, text: str) -> None:
-    # In place: others may have the file open, and a new one would be a second lock.
+    # In place, not write-and-rename: the lock is on this file, and a new one would be a second lock.
     os.ftruncate(handle, 0)
     os.pwrite(handle, text.encode(), 0)
 
@@ -288,9 +288,9 @@ def _read_page(handle: int) -> str:
 
 
 def _lock_now(handle: int) -> None:
-    """Raises BlockingIOError when another process holds it."""
+    """Lock a file. Raises BlockingIOError when another process holds it."""
     for _ in range(3):
         if lock(handle):
             return
-        time.sleep(0.005)  # perhaps somebody is only looking
+        time.sleep(0.005)  # `is_locked` in another process takes the lock for a moment
     raise BlockingIOError

@@ -1,8 +1,8 @@
-"""Wait for GPUs: first come, first served; all the GPUs that a run needs at once, or none.
+"""Wait for GPUs, first come, first served. A run leases all the GPUs that it needs at once, or none.
 
-A waiting run holds a numbered ticket, which is a locked file. Later runs leave the GPUs alone that an earlier
-ticket can use: otherwise runs that need one GPU would overtake a run that needs three for ever. A ticket that
-cannot be served now, because of other people's processes, holds nobody up.
+A waiting run holds a numbered ticket, which is a locked file. Later runs do not take GPUs that an earlier
+ticket can use; otherwise runs that need one GPU would overtake a run that needs three for ever. A ticket that
+cannot be served because other users' processes occupy its GPUs does not block later runs.
 """
 
 import os
@@ -23,16 +23,16 @@ from dphybrid.util.hours import parse_training_hours
 from dphybrid.util.locks import lock
 from dphybrid.util.stop import StopRequest
 
-_BIRTH_S = 60.0
-"""A hidden ticket older than this was left by a process that died while making it."""
+_TICKET_CREATION_S = 60.0
+"""A hidden ticket file older than this was left by a process that died while creating it."""
 
 
 @dataclass(frozen=True)
 class Wanted:
     """Which GPUs a run needs.
 
-    count: so many, any (0: all that are free, at least one, and at most `at_most` if that is not 0). numbers:
-    exactly these, counted as torch counts the visible ones.
+    count: any `count` GPUs; 0 means all that are free, at least one, and at most `at_most` if that is not 0.
+    numbers: exactly these GPUs, as torch numbers the visible ones.
     """
 
     count: int = 0
@@ -45,7 +45,7 @@ class Wanted:
 
 
 class _Ticket(BaseModel):
-    """A run that waits: the GPUs that it can use, and how many of them it needs at least."""
+    """A waiting run: the GPUs that it can use, and how many of them it needs at least."""
 
     uuids: frozenset[str]
     least: int = Field(ge=1)
@@ -60,24 +60,24 @@ def acquire(
     on_wait: Callable[[str], None],
     stop: StopRequest | None = None,
 ) -> Lease:
-    """Wait until the GPUs are free, training hours are open and nobody has leased them; lease them.
+    """Wait until the GPUs are free, not leased, and training hours are open; then lease them.
 
-    run: the name that others see. on_wait: is called with the reason whenever it changes. stop: a request
-    that ends the waiting. Raises UserError for GPUs that are not there or did not come free in time;
-    Interrupted.
+    run: the run's name, shown to other users. on_wait: called with the reason for waiting whenever it
+    changes. stop: a request that ends the waiting. Raises UserError for GPUs that do not exist or did not
+    come free in time, and Interrupted when `stop` was asked.
     """
     window_s, poll_s, timeout_s = settings.gpu_window_s, settings.gpu_poll_s, settings.gpu_wait_s
-    # at least two windows: a GPU that is free now must be seen to stay so
+    # At least two windows, even with a timeout of 0: a GPU must be seen free for a whole window.
     deadline = time.monotonic() + max(timeout_s, 2 * window_s + 2 * poll_s)
-    hours, told = parse_training_hours(settings.training_hours), ""
+    hours, last_reason = parse_training_hours(settings.training_hours), ""
     search = _Search(wanted, inventory, lease_folder(settings.lease_dir), run, settings)
 
-    # This machine's clock, as people wrote the hours by it.
+    # Local time: training hours are written in this machine's time zone.
     def closed() -> str | None:
         return hours.closed_reason(datetime.now())
 
     def wait(why: str) -> None:
-        nonlocal told
+        nonlocal last_reason
         if stop:
             stop.obey()
         if time.monotonic() >= deadline:
@@ -85,17 +85,17 @@ def acquire(
                 f"{counted(wanted.least, 'GPU')} did not come free within {timeout_s:.0f} s: "
                 f"{why or 'another run was faster'}; try later, raise DPHYBRID_GPU_WAIT_S, or use devices=cpu"
             )
-        if why and why != told:
-            told = why
+        if why and why != last_reason:
+            last_reason = why
             on_wait(why)
         time.sleep(poll_s)
 
     while True:
         eligible = _eligible(wanted, search.units())
         if shut := closed():
-            wait(shut)  # without a ticket, which would keep GPUs idle that others may use now
+            wait(shut)  # without a ticket, which would reserve GPUs that others may use now
             continue
-        # closed hours are no time in which a GPU was seen to be free
+        # Nobody looked at the GPUs during closed hours, so start the window again.
         search.free_since.clear()
         with _ticket(search.folder, eligible, wanted.least) as number:
             while not closed():
@@ -107,8 +107,8 @@ def acquire(
 
 @dataclass(frozen=True)
 class _Search:
-    """What `acquire` was given, and what its looks have found. folder: of the leases. free_since: UUID ->
-    since when it has been free."""
+    """The arguments of `acquire` and the observations so far. folder: of the leases. free_since: by UUID, the
+    monotonic time since when the GPU has been seen free."""
 
     wanted: Wanted
     inventory: Inventory
@@ -121,7 +121,10 @@ class _Search:
         return visible(self.inventory.read())
 
     def look(self, number: str) -> tuple[Lease | None, str]:
-        """Look once, and take what is ours to take; return (lease, why not). number: of our ticket."""
+        """Read the GPUs once and lease those that this run may take; return (lease, reason for having none).
+
+        number: the name of this run's ticket.
+        """
         now, reasons, leased = time.monotonic(), [], set()
         eligible = _eligible(self.wanted, self.units())
         for gpu in eligible:
@@ -137,25 +140,25 @@ class _Search:
         ready = [g for g in eligible if now - self.free_since.get(g.uuid, now + 1) >= window_s]
         # names begin with a time of fixed width, so the smaller name is the older ticket
         ahead = [ticket for name, ticket in _tickets(self.folder).items() if name < number]
-        kept = _kept_for(ahead, ready, leased)
-        if lease := self._take([gpu for gpu in ready if gpu.uuid not in kept]):
+        reserved = _reserved_for(ahead, ready, leased)
+        if lease := self._take([gpu for gpu in ready if gpu.uuid not in reserved]):
             return lease, ""
-        if kept:
-            reasons.append(f"{len(ahead)} earlier runs wait for {len(kept)} of the GPUs")
+        if reserved:
+            reasons.append(f"{len(ahead)} earlier runs wait for {len(reserved)} of the GPUs")
         return None, "; ".join(reasons)
 
-    def _take(self, mine: list[Gpu]) -> Lease | None:
+    def _take(self, free: list[Gpu]) -> Lease | None:
         wanted = self.wanted
-        if len(mine) < wanted.least:
+        if len(free) < wanted.least:
             return None
-        # CUDA gives a process one MIG device: all that are free are the whole GPUs, or one device.
-        whole = [gpu for gpu in mine if not gpu.is_mig] or mine[:1]
-        chosen = mine[: wanted.least] if wanted.numbers or wanted.count else whole[: wanted.at_most or None]
+        # A CUDA process can use one MIG device only, so "all free" means the whole GPUs, or one MIG device.
+        whole = [gpu for gpu in free if not gpu.is_mig] or free[:1]
+        chosen = free[: wanted.least] if wanted.numbers or wanted.count else whole[: wanted.at_most or None]
         lease = try_lease(self.folder, chosen, self.run)
         if lease is None:
             return None
-        # Under the locks once more: between the look and the lock another run may have come and gone, or
-        # somebody begun.
+        # Check again now that the GPUs are locked: between `look` and the lock, another run may have held and
+        # released them, or another user's process may have started.
         now = {gpu.uuid: gpu for gpu in self.units()}
         if all(gpu.uuid in now and busy_reason(now[gpu.uuid], self.settings) is None for gpu in chosen):
             return lease
@@ -169,31 +172,33 @@ def _eligible(wanted: Wanted, units: Sequence[Gpu]) -> list[Gpu]:
         raise UserError(f"devices: cuda:{missing[0]} is not here; {there}")
     chosen = [units[number] for number in wanted.numbers] or list(units)
     if wanted.least > 1 and not wanted.numbers:
-        chosen = [unit for unit in chosen if not unit.is_mig]  # CUDA gives a process one MIG device
+        chosen = [unit for unit in chosen if not unit.is_mig]  # a CUDA process can use one MIG device only
     if sum(unit.is_mig for unit in chosen) > 1 and wanted.numbers:
         raise UserError("devices: a process can use one MIG device at a time; name one")
     if len(chosen) < wanted.least:
         raise UserError(
-            f"devices: {counted(wanted.least, 'GPU')} wanted, {len(chosen)} are here and visible"
+            f"devices: {counted(wanted.least, 'GPU')} wanted, {len(chosen)} visible"
             f"{' that are not split by MIG' if len(chosen) < len(units) else ''}; ask for fewer, or change "
             "CUDA_VISIBLE_DEVICES"
         )
     return chosen
 
 
-def _kept_for(ahead: Sequence[_Ticket], ready: Sequence[Gpu], leased: set[str]) -> set[str]:
-    """The ready GPUs that earlier tickets will take, now or once other leases end."""
-    kept: set[str] = set()
+def _reserved_for(ahead: Sequence[_Ticket], ready: Sequence[Gpu], leased: set[str]) -> set[str]:
+    """Return the ready GPUs that earlier tickets will take, now or once other leases end."""
+    reserved: set[str] = set()
     for ticket in ahead:
-        usable = [gpu.uuid for gpu in ready if gpu.uuid in ticket.uuids and gpu.uuid not in kept]
+        usable = [gpu.uuid for gpu in ready if gpu.uuid in ticket.uuids and gpu.uuid not in reserved]
+        # Leased GPUs count, as leases end. GPUs that other users' processes occupy do not: nobody knows when
+        # those come free, and a ticket that waits for them reserves nothing.
         if len(usable) + len(leased & ticket.uuids) >= ticket.least:
-            kept.update(usable[: ticket.least])
-    return kept
+            reserved.update(usable[: ticket.least])
+    return reserved
 
 
 @contextmanager
 def _ticket(folder: Path, eligible: Sequence[Gpu], least: int) -> Iterator[str]:
-    # The time since the machine's start, which setting its clock does not change; no ticket survives a start.
+    # The time since boot, because setting the clock does not change it; no ticket survives a reboot.
     name = f"{time.monotonic_ns():020d}-{os.getpid()}.ticket"
     page = _Ticket(uuids=frozenset(gpu.uuid for gpu in eligible), least=least)
     hidden = folder / f".{name}"
@@ -202,7 +207,7 @@ def _ticket(folder: Path, eligible: Sequence[Gpu], least: int) -> Iterator[str]:
         os.fchmod(handle, 0o644)
         lock(handle, wait=True)
         os.write(handle, page.model_dump_json().encode())
-        hidden.rename(folder / name)  # seen only when locked
+        hidden.rename(folder / name)  # visible only once locked: others remove tickets without a lock
         yield name
     finally:
         for file in (hidden, folder / name):
@@ -211,14 +216,15 @@ def _ticket(folder: Path, eligible: Sequence[Gpu], least: int) -> Iterator[str]:
 
 
 def _tickets(folder: Path) -> dict[str, _Ticket]:
-    """The living tickets by name, oldest first; removes those of dead processes, and leaves what is no
-    ticket alone."""
+    """Return the tickets of living processes by name, oldest first. Removes those of dead processes and
+    leaves other files alone."""
     found = {}
     for file in sorted(folder.glob("*.ticket")):
-        # Another user's, in a sticky folder; gone meanwhile; or no ticket: that harms nobody.
+        # suppress: another user's dead ticket, which a sticky folder protects; removed meanwhile; or not a
+        # ticket. Skipping such a file does no harm.
         with suppress(OSError, ValidationError):
-            # glob finds hidden files, too: being made, and not locked yet
-            if file.name.startswith(".") and time.time() - file.lstat().st_mtime < _BIRTH_S:
+            # glob also finds hidden files: tickets that are being created and not locked yet
+            if file.name.startswith(".") and time.time() - file.lstat().st_mtime < _TICKET_CREATION_S:
                 continue
             page = locked_page(file)
             if page is None:
