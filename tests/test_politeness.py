@@ -198,7 +198,7 @@ def test_a_foreign_process_gets_its_gpu_and_the_run_goes_on_with_the_same_bits(
     assert polite.wait(patience(120)) == 0, log.read_text()
     shown = log.read_text()
     assert "Giving way" in shown
-    assert "Going on from" in shown
+    assert "Resuming from" in shown
     one, other = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("undisturbed", "polite"))
     assert one["digests"] == other["digests"]
     assert one["metrics"] == other["metrics"]

@@ -1,1 +1,1 @@
-"""One run: its folder, from building to its report."""
+"""One training run and its folder, from building the model to the report."""

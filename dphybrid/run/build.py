@@ -1,4 +1,4 @@
-"""The first part of a run: prepare its data, build its model once, make its folder and its record."""
+"""The first part of a run: prepare the data, build the model once, create the run's folder and its record."""
 
 import os
 import platform
@@ -41,22 +41,23 @@ def prepare_data(
     here: int = 0,
     run_name: str | None = None,
 ) -> Experiment:
-    """Make the prepared data, or find it made; return the experiment on it. Raises UserError for what cannot
-    be trained, before work starts.
+    """Prepare the data, or reuse prepared data; return the experiment on it. Raises UserError for an
+    experiment that cannot be trained, before any work starts.
 
-    callbacks: beside those of the config. here: of a cluster's processes, those of this machine; 0: all.
-    run_name: of the run that is to come.
+    callbacks: in addition to those of the config. here: how many of a cluster's processes run on this
+    machine; 0: all. run_name: the name that the run will get.
     """
     check_run_name(run_name)
     recipe, engine = find_recipe(config.recipe), choose_engine(config)
     devices, own = expected_devices(config, settings), type(recipe)
+    # A recipe's own step computes in one process: ranks of a cluster take the engine's step.
     own_step = own.step is not Recipe.step or own.optimizers is not Recipe.optimizers
     engine.check(recipe.one_process or own_step, settings, devices, callbacks, here)
-    # Errors that need no data come before the data is read.
+    # Check first what needs no data: reading the data may take hours.
     resolve_devices(devices)
     find_callbacks(config.train.callbacks)
     with naming(settings.data_dir):
-        # data, runs and records are their owner's, unless the folder was made otherwise
+        # Only its owner can read the data, runs and records. An existing folder keeps its mode.
         make_folder(settings.data_dir, mode=0o700)
     if settings.threads:
         torch.set_num_threads(settings.threads)
@@ -74,7 +75,7 @@ def prepare_data(
 
 
 def _note_idle_devices(config: ExperimentConfig, devices: str) -> None:
-    """Note it when batches are too small to give each device a row."""
+    """Print a note if a batch has too few rows to use every device."""
     resolved = resolve_devices(devices)
     used = len(split_sizes(config.train.batch_size, len(resolved)))
     if used < len(resolved):
@@ -87,8 +88,8 @@ def _note_idle_devices(config: ExperimentConfig, devices: str) -> None:
 
 
 def resumed_replicas(experiment: Experiment, resume: str | None) -> int:
-    """Return on how many devices the run to resume computed, 0 for a new one. Raises UserError when there is
-    none to resume."""
+    """Return how many devices the run to resume used, or 0 for a new run. Raises UserError when there is no
+    run to resume."""
     return len(parse_device_spec(find_run(experiment, resume).page.devices).names) if resume else 0
 
 
@@ -102,25 +103,29 @@ def build_run(
     tags: dict[str, str] | None = None,
     links: dict[str, str] | None = None,
 ) -> Run:
-    """Build the model once on the given devices, create (or reopen) the run folder and its MLflow run.
+    """Build the model once on the given devices; create, or reopen, the run folder and its MLflow run.
 
     tags: more tags for the MLflow run. links: name -> address, shown on the run's page (the flow run, say).
     resume: "latest" for the newest run of this recipe, model and data, or a run's name. Raises UserError when
-    there is none.
+    there is no such run.
     """
     settings, config, data = experiment.settings, experiment.config, experiment.data
     devices, given = resolve_devices(devices_text), experiment.engine.tags(tags or {})
     facts = _facts_of_model(experiment, devices)
     previous = find_run(experiment, resume) if resume else None
-    if previous:  # devices as they were found: `auto` is no change
+    if previous:  # compare the devices in use: `auto` and the devices it resolved to are no change
         was = previous.config.model_dump(mode="json") | {"devices": previous.page.devices}
         changed = changed_values(was, config.model_copy(update={"devices": devices.text}))
         given |= {f"{CHANGED_TAG}{name}": both for name, both in changed.items()}
-    # A new run gets its id from the server; one that goes on has an outbox, which sends when that is back.
+    # A new run gets its id from the server, so that must answer. A resumed run has an id and an outbox, which
+    # sends its records once the server is back.
     tracker = open_run_tracker(settings, must_answer=not (previous and previous.page.run_id))
     if count := waiting(settings.mlflow_dir / "spool"):
-        print(f"Records of {counted(count, 'earlier run')} wait; `dphybrid sync` sends them", flush=True)
-    # after the server has answered: a run that cannot be recorded leaves no folder behind
+        print(
+            f"Records of {counted(count, 'earlier run')} are not in MLflow yet; `dphybrid sync` sends them",
+            flush=True,
+        )
+    # Only after the server has answered, so that a run that cannot be recorded leaves no folder behind.
     folder = previous.folder if previous else new_run_folder(experiment, devices, run_name)
     now = datetime.now(UTC).isoformat()
     new = RunPage(run_id="", attempt=0, config={}, prepared="", data_digest="", created=now)
@@ -140,11 +145,10 @@ def build_run(
         run_id = _recorded(Run(folder, page, settings), experiment, tracker, given, facts)
     except BaseException:
         if previous is None:
-            # A run without a record leaves nothing behind; its folder is still empty.
-            folder.rmdir()
+            folder.rmdir()  # still empty, because run.json is written below
         raise
     finally:
-        # The run stays open: the training attaches to it, perhaps in another process.
+        # This closes the tracker, not the MLflow run: training attaches to that, perhaps in another process.
         tracker.close()
     run = Run(folder, page.model_copy(update={"run_id": run_id}), settings)
     run.page.write(folder / "run.json")
@@ -155,12 +159,12 @@ def build_run(
 
 
 def _facts_of_model(experiment: Experiment, devices: Devices) -> dict[str, Any]:
-    """Build the model, to be looked at; tell its sizes, and return them and what the label is learnt as.
+    """Build the model only to check it; print its sizes, and return them with the label's kind of task.
     Raises UserError for a model, or a label, that cannot be trained."""
     engine = experiment.engine
     engine.check_data(experiment.data, experiment.recipe.tabular)
     label = _label_of(experiment)
-    # Built to be looked at: its rows need no start values.
+    # filled: the rows of this model are never used, so drawing start values would only cost time.
     with engine.new_tables(filled=True):
         model = experiment.build(devices)
     engine.check_model(model)
@@ -184,7 +188,7 @@ def _facts_of_model(experiment: Experiment, devices: Devices) -> dict[str, Any]:
 def _recorded(
     run: Run, experiment: Experiment, tracker: Tracker, tags: Mapping[str, str], facts: Mapping[str, object]
 ) -> str:
-    """Begin the run's record, or go on with it; return its id. facts: about the model."""
+    """Start the run's record, or continue it; return its id. facts: params about the model."""
     config, data, page = experiment.config, experiment.data, run.page
     shown = experiment.engine.shown_devices(page.devices, tags)
     all_tags = {
@@ -202,11 +206,11 @@ def _recorded(
     else:
         values = {**flatten(page.config), "devices": shown, **facts}
         values |= {f"split.{name}": value for name, value in data.manifest.split.items()}
-        # MLflow keeps params as texts; a list stands there as its flag takes it.
+        # MLflow stores params as text; a list is written as its command-line flag takes it: `a,b`.
         texts = {name: value if isinstance(value, list) else [value] for name, value in values.items()}
         params = {name: ",".join(map(str, value)) for name, value in texts.items()}
         what = f"`{config.recipe}` on prepared data `{data.path.name}`"
-        note = f"{what}; the report stands here when the run has ended."
+        note = f"{what}; the report replaces this text when the run ends."
         run_id = tracker.start(run.folder.name, params, all_tags, note)
     tracker.log_dataset(
         name=data.path.name,
@@ -220,7 +224,8 @@ def _recorded(
 
 
 def _label_of(experiment: Experiment) -> str | None:
-    """Return what the label of a table is learnt as. Raises UserError when the recipe learns no such one."""
+    """Return the kind of task that a table's label makes, such as "binary"; None for other data. Raises
+    UserError when the recipe cannot learn it."""
     recipe = experiment.recipe
     if not recipe.tabular:
         return None
@@ -235,7 +240,7 @@ def _label_of(experiment: Experiment) -> str | None:
 
 
 def _environment_tags() -> dict[str, str]:
-    """Return what a result may depend on: versions, machine, commit."""
+    """Return tags for what a result may depend on: versions, machine, commit."""
     packages = ("dphybrid", "torch", "mlflow", "polars")
     tags = {f"version.{name}": version(name) for name in packages if find_spec(name)}
     tags |= {"version.python": platform.python_version(), "torch.threads": str(torch.get_num_threads())}
@@ -250,6 +255,6 @@ def _environment_tags() -> dict[str, str]:
 
 
 def _git(*words: str) -> str:
-    # The commit of dphybrid's own sources, wherever the run was started.
-    command = ["git", "-C", str(Path(__file__).parent), *words]  # the user's own git
+    # -C: the commit of dphybrid's own sources, not of the folder where the run was started
+    command = ["git", "-C", str(Path(__file__).parent), *words]
     return subprocess.check_output(command, stderr=subprocess.PIPE, encoding="utf-8", timeout=10).strip()

@@ -1,4 +1,4 @@
-"""Checks of a model before training: the effects of data parallelism."""
+"""Checks a model before training for layers that compute something else once a batch is split."""
 
 import inspect
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from dphybrid.util.errors import UserError, failure_text, type_text
 from dphybrid.util.importing import import_callable
 
 _COMPARED_ROWS = 64
-"""Rows of the batch that is computed unsplit and split."""
+"""Size of the batch that is computed both unsplit and split."""
 
 
 def check_target(
@@ -25,10 +25,10 @@ def check_target(
 ) -> list[tuple[str, list[Finding]]]:
     """Check `package.module:factory`, or the recipe's model; return the findings by block.
 
-    A factory is called without arguments, or with the recipe's ModelContext when it takes one. Where the
-    model has data-parallel blocks these are checked, otherwise the model as if it were one. With the recipe's
-    data, its first rows are also computed unsplit and split, to name what computes across the batch. Raises
-    UserError when the factory gives no module.
+    A factory is called without arguments, or with the recipe's ModelContext if it takes one. The model's
+    data-parallel blocks are checked; a model without any is checked as if it were one block. If the model is
+    built for the recipe's data, its first rows are also computed unsplit and split, to find layers that
+    compute across the batch. Raises UserError when the factory does not return a module.
     """
     across: list[Finding] = []
     if target is None or _takes_context(target):
@@ -53,7 +53,8 @@ def check_target(
 
 
 def _made(target: str, factory: Callable[[], object]) -> nn.Module:
-    # Here alone: a run whose factory fails has its traceback, and a sweep tries it again.
+    # Only `check` turns a factory's exception into one line: in training the traceback is worth more, and a
+    # sweep does not retry a UserError.
     try:
         model = factory()
     except UserError:
@@ -66,8 +67,8 @@ def _made(target: str, factory: Callable[[], object]) -> nn.Module:
 
 
 def _takes_context(target: str) -> bool:
-    """Is a factory called with a ModelContext? Raises UserError when it can be called neither with one nor
-    without."""
+    """Return whether a factory takes a ModelContext. Raises UserError when it can be called neither with one
+    nor without arguments."""
     factory = import_callable(target, "check")
     try:
         signature = inspect.signature(factory)

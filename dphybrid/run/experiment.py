@@ -1,4 +1,4 @@
-"""The parts of a run, resolved once where a command or flow begins."""
+"""The parts of a run: recipe, config, settings, data, engine; resolved once when a command or flow starts."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +21,8 @@ from dphybrid.training.metrics import Task
 
 @dataclass(frozen=True)
 class Experiment:
-    """What is trained on what, where, and how. data: the recipe's prepared data. engine: who trains."""
+    """Everything that defines a training. data: the recipe's prepared data. engine: trains in this process or
+    in the processes of a cluster."""
 
     recipe: Recipe
     config: ExperimentConfig
@@ -31,7 +32,7 @@ class Experiment:
 
     @classmethod
     def open(cls, config: ExperimentConfig, settings: Settings, prepared: str | Path) -> Self:
-        """Return the experiment on a folder of prepared data. Raises UserError when that is gone or
+        """Return the experiment on a folder of prepared data. Raises UserError when the folder is missing or
         damaged."""
         recipe = find_recipe(config.recipe)
         return cls.sized(recipe, config, settings, recipe.open(Path(prepared)))[0]
@@ -40,8 +41,8 @@ class Experiment:
     def sized(
         cls, recipe: Recipe, config: ExperimentConfig, settings: Settings, data: Prepared
     ) -> tuple[Self, list[str]]:
-        """Return the experiment on prepared data with what its config leaves to their number of rows, and a
-        line about each such value."""
+        """Return the experiment on prepared data, and a line about each value of the config that was chosen
+        here because it depends on the number of rows."""
         config, lines = recipe.sized(config, len(data.dataset("train")), data.info)
         return cls(recipe, config, settings, data, choose_engine(config)), lines
 
@@ -51,36 +52,37 @@ class Experiment:
         return self.recipe.task(self.data.info)
 
     def build(self, devices: Devices, rows: Dataset | None = None) -> nn.Module:
-        """Build the model with its start values. rows: what it may look at; see `ModelContext`."""
+        """Build the model with its start values. rows: data that the model may read; see `ModelContext`."""
         folder = self.settings.table_folder
         context = ModelContext.of(self.config, self.data.info, devices, folder, rows)
         return self.recipe.new_model(context)
 
     def unfilled(self, devices: str, mapped: bool = False) -> nn.Module:
-        """Build the model for weights that are there: its rows get no start values.
+        """Build the model for existing weights: its rows get no start values.
 
-        devices: their text. mapped: its rows will be files.
+        devices: a device text such as "cpu*2". mapped: the rows will be memory-mapped files.
         """
         with deferred_rows() if mapped else unfilled_rows():
             return self.build(resolve_devices(devices))
 
     @property
     def encoder(self) -> tuple[Path | None, dict[str, str]]:
-        """The folder of what turns new rows into the model's input, and the sha256 of its files by name."""
+        """The folder of the encoder that turns new rows into the model's input (None: no encoder), and the
+        sha256 of the prepared files by name."""
         folder = self.data.path / "encoder"
         return folder if folder.is_dir() else None, self.data.manifest.files
 
     @property
     def source(self) -> str:
-        """What the data was read from, for people: the path, or the recipe that makes it."""
+        """The source of the data, as text for people: its path, or the recipe that generates it."""
         path = self.config.data.model_dump().get("path")
         return str(path) if path else f"built in, recipe {self.config.recipe}"
 
 
 def choose_engine(config: ExperimentConfig) -> Engine:
-    """Return what trains: this process, or the processes of a cluster."""
+    """Return the engine that trains: in this process, or in the processes of a cluster."""
     if config.cluster.several:
-        # Late: a run of one process never imports the cluster's half.
+        # Late: a run of one process never imports the cluster's code, which needs TorchRec.
         from dphybrid.cluster.engine import ClusterEngine
 
         return ClusterEngine(config)

@@ -1,5 +1,5 @@
-"""Run folders: one a run, with a page that says what the run is, and how to find the one to go on with. Needs
-no torch."""
+"""Run folders: each run has one, with a page that describes the run. Also finds the run to resume. Imports no
+torch."""
 
 import shlex
 import sys
@@ -30,8 +30,8 @@ _RUNNING = "run {} is running in another process; wait for its end, or stop it f
 
 
 class RunPage(Page):
-    """`run.json`: what a run is. config: the experiment's values. created: ISO time. links: name -> address,
-    for its page in MLflow."""
+    """`run.json` describes a run. config: the experiment's values. created: ISO time. links: name -> address,
+    shown on the run's page in MLflow."""
 
     run_id: str
     attempt: int
@@ -50,7 +50,8 @@ class RunPage(Page):
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder and its page. settings: say which runs are the user's own."""
+    """A run folder and its page. settings: name the folder of runs, which tells the user's own runs from
+    foreign ones."""
 
     folder: Path
     page: RunPage
@@ -61,7 +62,7 @@ class Run:
         return stored_config(self.page.config, self.folder / "run.json", self.settings)
 
     def experiment(self) -> "Experiment":
-        """Resolve what the run is made of. Raises UserError when its prepared data is gone or damaged."""
+        """Return the run's experiment. Raises UserError when its prepared data is missing or damaged."""
         from dphybrid.run.experiment import Experiment
 
         return Experiment.open(self.config, self.settings, self.page.prepared)
@@ -75,7 +76,8 @@ class Run:
         return self.folder / "checkpoints"
 
 
-# Another value of these would not fit the checkpoint, or give it other rows and batches.
+# With other values of these, the checkpoint would not fit the model, or training would continue on other rows
+# and batches.
 _FIXED = (
     "recipe",
     "model.",
@@ -90,9 +92,9 @@ _FIXED = (
 
 
 def named_run(settings: Settings, which: str, recipe: str) -> Run:
-    """Return the newest run of a recipe ("latest"), or the run of a name or MLflow id. Raises UserError when
+    """Return the newest run of a recipe ("latest"), or the run with a name or MLflow id. Raises UserError if
     there is none."""
-    # A name needs no other run's page: damaged ones of others would be named again at each look-up.
+    # By name, read no other run's page: `all_runs` would print a note about each damaged one.
     folder, newest = settings.runs_dir / which, which == "latest"
     if folder.name == which and not newest and (folder / "run.json").is_file():
         return read_run(folder, settings)
@@ -108,13 +110,13 @@ def named_run(settings: Settings, which: str, recipe: str) -> Run:
 def find_run(experiment: "Experiment", which: str) -> Run:
     """Return the run to resume, as `named_run` does.
 
-    Raises UserError too when it is running, and when model, tables or data differ from the config's, naming
-    each difference.
+    Also raises UserError when it is running, and when its model, tables or data differ from the config's,
+    naming each difference.
     """
     settings, config, data = experiment.settings, experiment.config, experiment.data
     run = named_run(settings, which, config.recipe)
-    # For a message before GPUs are waited for; what keeps two processes apart is `running`.
-    with _own(run.folder):
+    # Only for an error before the run waits for GPUs; the lock in `running` keeps two processes apart.
+    with _permission_explained(run.folder):
         held = is_held(run.folder / LOCK)
     if held:
         raise UserError(f"--resume: {_RUNNING.format(run.folder.name)}")
@@ -131,13 +133,13 @@ def find_run(experiment: "Experiment", which: str) -> Run:
 
 
 def changed_values(before: dict[str, Any], config: ExperimentConfig) -> dict[str, str]:
-    """Return the values that differ from those of an earlier page, `0.1 -> 0.2` by name."""
+    """Return, by name, the values that differ from those of an earlier page, as `0.1 -> 0.2`."""
     old, new = flatten(before), flatten(config.model_dump(mode="json"))
     return {name: f"{old.get(name)} -> {new[name]}" for name in new if old.get(name) != new[name]}
 
 
 def read_run(run_folder: str | Path, settings: Settings) -> Run:
-    """Return a run by its folder. Raises UserError when it is none."""
+    """Return the run of a folder. Raises UserError when it is not a run folder."""
     folder = Path(run_folder)
     if not (folder / "run.json").is_file():
         raise UserError(f"{folder}: is not a run folder (it has no run.json)")
@@ -145,8 +147,8 @@ def read_run(run_folder: str | Path, settings: Settings) -> Run:
 
 
 def all_runs(settings: Settings) -> list[Run]:
-    """Return the runs of the data folder, oldest first; one whose page cannot be read is named and left out:
-    it is no matter of the others."""
+    """Return the runs of the data folder, oldest first. Prints a note about a run whose page cannot be read
+    and leaves it out, so that it does not stop work on the others."""
     runs = []
     for path in settings.runs_dir.glob("*/run.json"):
         try:
@@ -158,10 +160,10 @@ def all_runs(settings: Settings) -> list[Run]:
 
 @contextmanager
 def running(folder: Path) -> Iterator[None]:
-    """Be the one that runs the run of this folder; the kernel ends this with the process. Raises UserError
-    when somebody else is."""
+    """Hold the run's lock during the block; the kernel releases it with the process. Raises UserError when
+    another process holds it."""
     lock = FileLock(folder / LOCK)
-    with _own(folder):
+    with _permission_explained(folder):
         acquired = lock.acquire()
     if not acquired:
         raise UserError(_RUNNING.format(folder.name))
@@ -172,49 +174,49 @@ def running(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _own(folder: Path) -> Iterator[None]:
-    """Raise UserError where the block may not open a run's files."""
+def _permission_explained(folder: Path) -> Iterator[None]:
+    """Turn a PermissionError on another user's run into a UserError that says what to do."""
     try:
         yield
     except PermissionError as error:
         raise UserError(
-            f"run {folder.name} belongs to user {folder.stat().st_uid}, and {error.filename} is closed to "
-            "you; go on with a copy in your own DPHYBRID_DATA_DIR, or have its owner go on"
+            f"run {folder.name} belongs to user {folder.stat().st_uid}, and you may not open "
+            f"{error.filename}; resume a copy in your own DPHYBRID_DATA_DIR, or ask its owner to resume it"
         ) from error
 
 
 def find_tagged_run(settings: Settings, tag: str, value: str | None) -> str | None:
-    """Return the name of the run that carries a tag value, or None."""
+    """Return the name of the run with this value of a tag, or None."""
     if value is None:
         return None
     return next((run.folder.name for run in all_runs(settings) if run.page.tags.get(tag) == value), None)
 
 
 def check_run_name(name: str | None, where: str = "run name") -> None:
-    """Raise UserError for a name that cannot be a folder's. None: one will be made."""
+    """Raise UserError for a run name that cannot name a folder. None is allowed: a name will be generated."""
     if name is None:
         return
     plain = name.strip() and name.isprintable() and Path(name).name == name and not name.startswith(".")
-    # Files are first written under a longer, hidden name; 255 bytes fit.
+    # File systems allow 255 bytes. The rest is for the longer, hidden names of files while they are written.
     if not plain or len(name.encode()) > 200:
         remedy = "of at most 200 bytes" if plain else "without slashes, control characters or a dot in front"
         raise UserError(f"{where} {name!r}: use a plain name {remedy}, it also names a folder")
 
 
 def new_run_folder(experiment: "Experiment", devices: "Devices", name: str | None) -> Path:
-    """Make a folder for a new run: the given name, or recipe, devices and time. Raises UserError
-    for a name that is taken too often."""
-    # No `*` in names of folders: shells expand it.
+    """Create the folder of a new run, named `name`, or by recipe, devices and time. A number is appended to a
+    name that is taken; raises UserError when a thousand are."""
+    # `cpu*8` becomes `cpux8`: a shell would expand a `*` in a folder's name.
     settings, where = experiment.settings, devices.text.translate(str.maketrans("*,", "x+", ":"))
     base = name or f"{experiment.recipe.name}-{where}-{time.strftime('%m%d-%H%M%S')}"
     make_folder(settings.runs_dir)
     for attempt in range(1, 1000):
         folder = settings.runs_dir / (base if attempt == 1 else f"{base}-{attempt}")
         try:
-            # Only one of two runs that begin in the same second gets the name.
+            # mkdir, not a check first: two runs may start in the same second, and only one gets the name.
             folder.mkdir()
         except FileExistsError:
             continue
-        sync(settings.runs_dir)
+        sync(settings.runs_dir)  # so that the new folder survives a power loss
         return folder
-    raise UserError(f"run name {base!r}: taken a thousand times in {settings.runs_dir}; give another")
+    raise UserError(f"run name {base!r}: taken a thousand times in {settings.runs_dir}; choose another")

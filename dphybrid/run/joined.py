@@ -1,4 +1,4 @@
-"""This process as one of several ranks that train a run: `python -m dphybrid.run.joined RUN_FOLDER`, as
+"""Entry point of a rank: `python -m dphybrid.run.joined RUN_FOLDER` trains a run together with other ranks.
 `cluster.launch` starts it."""
 
 import os
@@ -21,9 +21,9 @@ from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
 
 
 def _be_a_rank(run: Run) -> None:
-    """Train as the rank that this process's variables say, and write how it ended."""
+    """Train as the rank given by the environment variables RANK and LOCAL_RANK; write how training ended."""
     stop, settings, names = StopRequest(), run.settings, parse_device_spec(run.page.devices).names
-    # the CPU, or this rank's own among the GPUs that the run has
+    # the CPU, or the run's GPU with this rank's local number
     device = torch.device("cpu" if names == ("cpu",) else names[int(os.environ["LOCAL_RANK"])])
     with (
         stop_signals(stop),
@@ -31,7 +31,7 @@ def _be_a_rank(run: Run) -> None:
         joined(settings.cluster_timeout_s, device, settings.cluster_wait_s, stop.obey) as ranks,
     ):
         outcome = _train(run, stop, ranks)
-        # what one rank alone refuses, the others see as its end
+        # A rank that refuses the run must write the outcome itself: the other ranks only see it end.
         if ranks.leads or outcome.state == "refused":
             outcome.write(run.folder / OUTCOME)
         if outcome.state != "refused":
@@ -49,13 +49,14 @@ def _train(run: Run, stop: StopRequest, ranks: Ranks) -> Outcome:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Be a rank of the run of a folder. A failure ends this process alone; the agent sees to the others."""
+    """Run one rank of the run in a folder. A failure ends only this process; the launcher ends the others."""
     run = read_run(argv[0], load_settings())
-    if (run.folder / OUTCOME).is_file():  # started again for the ranks that did not know the end
+    # Restarted after training had ended, because another rank failed before it knew: nothing is left to do.
+    if (run.folder / OUTCOME).is_file():
         return 0
     try:
         _be_a_rank(run)
-    except Interrupted as interruption:  # before all ranks were here
+    except Interrupted as interruption:  # while waiting for all ranks to join
         Outcome(state="stopped", words=str(interruption)).write(run.folder / OUTCOME)
     except LostRanks as error:
         print(error, file=sys.stderr, flush=True)
@@ -63,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     except BaseException:  # noqa: BLE001 - printed, and the end of this process
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)  # not in torch's good time: the others wait
+        os._exit(1)  # at once: torch's own clean-up takes long, and the other ranks wait
     return 0
 
 

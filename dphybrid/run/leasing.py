@@ -1,5 +1,8 @@
-"""From a device text to leased GPUs: a run asks, waits, and then sees them as `cuda:0`, `cuda:1`, ... And the
-way back: a thread watches them, and asks the run to stop when their owner needs them."""
+"""Lease the GPUs that a device text asks for, and give them back.
+
+A run waits for its GPUs and then sees them as `cuda:0`, `cuda:1`, ... While it trains, a thread watches them,
+and asks the run to stop when others need them.
+"""
 
 import os
 import sys
@@ -24,13 +27,13 @@ from dphybrid.util.stop import Interrupted, StopRequest, watching
 
 REAL_NVML = "pynvml"
 _SQUEEZE_SHARE = 0.02
-"""Share of a GPU's memory below which, beside another process, what is free does not last: one of the two
-will fail."""
+"""A run gives way when another process is on its GPU and less than this share of the memory is free: soon one
+of the two would run out of memory."""
 
 
 @dataclass(frozen=True)
 class _LeasedDevices:
-    """What a run computes on. text: for `resolve_devices`. lease: None on the CPU and where NVML does not
+    """The devices of a run. text: for `resolve_devices`. lease: None on the CPU and where NVML does not
     answer."""
 
     text: str
@@ -39,32 +42,32 @@ class _LeasedDevices:
 
     @property
     def tags(self) -> dict[str, str]:
-        """What the record says of the GPUs."""
+        """Tags for the run's record that name its GPUs."""
         if self.lease is None:
             return {}
         return {"dphybrid.gpus": ", ".join(f"{gpu.label} {gpu.name} {gpu.uuid}" for gpu in self.lease.gpus)}
 
 
 def wanted_spec(config: ExperimentConfig, settings: Settings) -> DeviceSpec:
-    """Return the config's devices, or the settings' where it says auto."""
+    """Return the config's devices, or those of the settings if the config says auto."""
     return parse_device_spec(settings.devices if config.devices == "auto" else config.devices)
 
 
 def expected_devices(config: ExperimentConfig, settings: Settings) -> str:
-    """Return the device text that a run would get if all it wants were free. Raises UserError for GPUs that
-    are not there."""
+    """Return the device text that a run would get if all GPUs that it wants were free. Raises UserError for
+    GPUs that do not exist."""
     spec = wanted_spec(config, settings)
     units = _units(spec, settings, Inventory(settings.nvml))
     if not units:
         return resolve_devices(spec.text).text
     count = spec.count or min(len(units), settings.max_gpus or len(units))
-    # Of stand-in GPUs leases are real, and torch computes on as many virtual devices.
+    # Simulated GPUs (DPHYBRID_NVML) have real leases, but torch computes on as many virtual devices.
     return _virtual(spec, count) if settings.nvml != REAL_NVML else resolve_devices(spec.text).text
 
 
 def num_at_once(configs: Sequence[ExperimentConfig], settings: Settings) -> int:
-    """Return how many runs could hold leases at the same time: GPUs by the fewest that one of these takes; 1
-    on the CPU."""
+    """Return how many of these runs can train at the same time: the number of GPUs divided by the fewest that
+    one of them needs; 1 on the CPU."""
     units = visible(Inventory(settings.nvml).read())
     specs = [wanted_spec(config, settings) for config in configs]
     if not units or any("cpu" in spec.names for spec in specs):
@@ -83,30 +86,31 @@ def leased_devices(
     on_wait: Callable[[str], None] | None = None,
     stop: StopRequest | None = None,
 ) -> Iterator[_LeasedDevices]:
-    """Wait for the GPUs that the config wants and hold them while the block runs.
+    """Wait for the GPUs that the config wants and lease them while the block runs.
 
-    run: shown to others. replicas: how many devices a resumed run had, so that `auto` takes as many again and
-    the result keeps its bits; fewer where the machine has fewer. on_wait is told why it waits. stop: ends the
-    waiting, too. Raises UserError, Interrupted.
+    run: the run's name, shown to other users. replicas: how many devices a resumed run had. `auto` takes as
+    many again, so that the result keeps its bits, or fewer if the machine has fewer. on_wait: called with the
+    reason for waiting. stop: a request that ends the waiting. Raises UserError, and Interrupted for `stop`.
     """
     spec, inventory = wanted_spec(config, settings), Inventory(settings.nvml)
     units = _units(spec, settings, inventory)
     if not units:
         if settings.nvml == REAL_NVML and "cpu" not in spec.names and torch.cuda.device_count():
-            why = inventory.reason or "none of them is known to NVML"
-            print(f"Note: GPUs are used without a lease, for {why}", flush=True)
+            why = inventory.reason or "NVML does not know them"
+            print(f"Note: GPUs are used without a lease: {why}", flush=True)
         yield _LeasedDevices(resolve_devices(spec.text).text)
         return
     if spec.is_auto and not spec.count and replicas > len(units):
-        few = f"Note: this run had {replicas} devices, here are {len(units)} GPUs"
-        print(f"{few}; its results will round differently", flush=True)
+        few = f"Note: this run had {replicas} devices, and this machine has {len(units)} GPUs"
+        print(f"{few}; its results will be rounded differently", flush=True)
     wanted = Wanted(
         count=spec.count or min(replicas, len(units)),
+        # a set: `cuda:1*2` computes two replicas on one GPU, which is leased once
         numbers=tuple(sorted({int(name.split(":")[1]) for name in spec.names})),
         at_most=settings.max_gpus,
     )
-    tell = on_wait or (lambda reason: print(f"Waiting for GPUs: {reason}", flush=True))
-    lease = acquire(wanted, inventory, settings, run=run, on_wait=tell, stop=stop)
+    report = on_wait or (lambda reason: print(f"Waiting for GPUs: {reason}", flush=True))
+    lease = acquire(wanted, inventory, settings, run=run, on_wait=report, stop=stop)
     with lease:
         print(f"Leased: {', '.join(gpu.label for gpu in lease.gpus)}", flush=True)
         if settings.nvml != REAL_NVML:
@@ -116,14 +120,14 @@ def leased_devices(
         try:
             numbers = _show_to_torch(lease.gpus)
             yield _LeasedDevices(_renumbered(spec, wanted.numbers, numbers), lease, inventory)
-        finally:  # given back: a later run of this process chooses among all GPUs again
+        finally:  # a later run of this process can choose among all GPUs again
             os.environ.pop("CUDA_VISIBLE_DEVICES", None)
             if before is not None:
                 os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
 def _units(spec: DeviceSpec, settings: Settings, inventory: Inventory) -> list[Gpu]:
-    """The units to choose from; none where the CPU was asked for, or torch could not use a GPU."""
+    """Return the units to choose from; none if the CPU was asked for, or torch cannot use a GPU."""
     if "cpu" in spec.names or (settings.nvml == REAL_NVML and not torch.cuda.device_count()):
         return []
     return visible(inventory.read())
@@ -135,10 +139,11 @@ def _virtual(spec: DeviceSpec, count: int) -> str:
 
 
 def _show_to_torch(gpus: tuple[Gpu, ...]) -> list[int]:
-    """Return torch's numbers of the leased GPUs, once CUDA has said which they are.
+    """Hide all GPUs but the leased ones from CUDA; return torch's numbers of the leased GPUs.
 
-    CUDA is told of no others, so that nothing can open a context on somebody else's. It may have read the
-    variable before, though, even when torch has not started it: a look whether it is available is enough.
+    With CUDA_VISIBLE_DEVICES set to the leased GPUs, nothing can open a context on another user's GPU. But
+    CUDA may have read the variable earlier, even if torch has not initialised it: calling
+    `torch.cuda.is_available()` is enough. So the numbers come from CUDA's own UUIDs.
     """
     if not torch.cuda.is_initialized():
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in gpus)
@@ -146,28 +151,29 @@ def _show_to_torch(gpus: tuple[Gpu, ...]) -> list[int]:
     try:
         torch.cuda.init()
         count = torch.cuda.device_count()
-        there = [str(torch.cuda.get_device_properties(number).uuid) for number in range(count)]
-    except (RuntimeError, AssertionError) as error:
+        uuids = [str(torch.cuda.get_device_properties(number).uuid) for number in range(count)]
+    except (RuntimeError, AssertionError) as error:  # AssertionError: a torch build without CUDA
         raise UserError(
-            f"{', '.join(gpu.label for gpu in gpus)}: leased, but CUDA does not start: {error}"
+            f"{', '.join(gpu.label for gpu in gpus)}: leased, but CUDA does not start: {error}; see "
+            "`dphybrid doctor`"
         ) from error
     numbers = []
     for gpu in gpus:
         bare, parent = (
             uuid.removeprefix("MIG-").removeprefix("GPU-") for uuid in (gpu.uuid, gpu.parent or "")
         )
-        # Of a MIG device CUDA may tell the whole GPU's name, which says enough when there is no other.
-        own = parent if there == [parent] else bare
-        if own not in there:
+        # For a MIG device, CUDA may report the UUID of its whole GPU: enough if it sees no other device.
+        own = parent if uuids == [parent] else bare
+        if own not in uuids:
             raise UserError(
                 f"{gpu.label}: CUDA was started in this process without it; start the run in a new process"
             )
-        numbers.append(there.index(own))
+        numbers.append(uuids.index(own))
     return numbers
 
 
 def _renumbered(spec: DeviceSpec, wanted: tuple[int, ...], numbers: list[int]) -> str:
-    """The device text in torch's numbers: `cuda:2*2` is `cuda:0,cuda:0` once CUDA sees GPU 2 alone."""
+    """Return the device text in torch's numbers: `cuda:2*2` is `cuda:0,cuda:0` if CUDA sees GPU 2 alone."""
     if spec.is_auto:
         return ",".join(f"cuda:{number}" for number in numbers)
     now = dict(zip(wanted, numbers, strict=True))
@@ -176,10 +182,10 @@ def _renumbered(spec: DeviceSpec, wanted: tuple[int, ...], numbers: list[int]) -
 
 @contextmanager
 def giving_way(devices: _LeasedDevices, settings: Settings, stop: StopRequest) -> Iterator[None]:
-    """While the block runs, ask its run to stop, and to be queued again, when `reason_to_yield` finds a
-    reason.
+    """While the block runs, ask its run to stop and to be queued again if `reason_to_yield` finds a reason
+    twice in a row.
 
-    Twice in a row: processes that only look at a GPU come and go.
+    Not at the first time: programs that only query a GPU appear on it for a moment.
     """
     if devices.lease is None:
         yield
@@ -202,9 +208,8 @@ def giving_way(devices: _LeasedDevices, settings: Settings, stop: StopRequest) -
 def reason_to_yield(devices: _LeasedDevices, settings: Settings, now: datetime) -> str | None:
     """Return why the GPUs should be given back at this moment, or None.
 
-    The end of training hours and a lost lease count whatever `yield_to_others` says. ask: a request, or
-    memory that runs out beside another process.
-    always: any other process, too.
+    Reasons are the end of training hours and a lost lease; unless `yield_to_others` is `never`, a request,
+    and another process that leaves too little memory; with `always`, any other process.
     """
     if devices.lease is None or devices.inventory is None:
         return None
@@ -218,13 +223,14 @@ def reason_to_yield(devices: _LeasedDevices, settings: Settings, now: datetime) 
         return asked
     units = {unit.uuid: unit for unit in devices.inventory.read()}
     for gpu in devices.lease.gpus:
-        if gpu.uuid in units and (reason := _crowded(units[gpu.uuid], settings)):
+        if gpu.uuid in units and (reason := _crowding_reason(units[gpu.uuid], settings)):
             return reason
     return None
 
 
-def _crowded(gpu: Gpu, settings: Settings) -> str | None:
-    # Processes of other containers have numbers that could be our own, so only those seen here count.
+def _crowding_reason(gpu: Gpu, settings: Settings) -> str | None:
+    # NVML reports processes of other containers by pids that mean nothing here: such a pid may even be this
+    # process, seen from outside. So only processes whose owner is known count.
     others = [process for process in foreign_processes(gpu, settings) if process.owner]
     if not others:
         return None
@@ -238,10 +244,11 @@ def _crowded(gpu: Gpu, settings: Settings) -> str | None:
 def go_on_later(
     interruption: Interrupted, settings: Settings, before: Callable[[], None] = lambda: None
 ) -> NoReturn:
-    """Go on with an interrupted run in a new process image, after a pause: with nothing left on the GPUs
-    meanwhile.
+    """Replace this process by one that sleeps and then continues the interrupted run; meanwhile nothing is
+    left on the GPUs.
 
-    before: what to end first. The same command is run again, with `--resume RUN` once the run had begun.
+    before: called first, to end other processes. The same command runs again, with `--resume RUN` if the run
+    has a folder.
     """
     print(
         f"{interruption}\nGiving way; asks for GPUs again in {settings.requeue_after_s:.0f} s (Ctrl-C ends "
@@ -249,11 +256,12 @@ def go_on_later(
         flush=True,
     )
     before()
-    # Nothing of this program is imported while it waits.
+    # A bare interpreter sleeps: it imports neither torch nor dphybrid, so it uses little memory.
     code = "import sys, time, os; time.sleep(float(sys.argv[1])); os.execv(sys.argv[2], sys.argv[2:])"
     resume = ["--resume", interruption.run] if interruption.run else []
+    # orig_argv, not argv: it still has `-m dphybrid` and the interpreter's own flags.
     again = [sys.executable, *sys.orig_argv[1:], *resume]
-    # exec, not a pause here: CUDA gives its memory back only when the process image is gone
+    # exec, not a sleep in this process: CUDA frees its memory only when the process image is replaced
     os.execv(  # noqa: S606 - this program again, with its own arguments
         sys.executable, [sys.executable, "-c", code, str(settings.requeue_after_s), *again]
     )

@@ -1,4 +1,4 @@
-"""The pages of a run folder: the results of its training, its metrics, splits and report."""
+"""The JSON pages of a run folder: training results, metrics and report."""
 
 from pydantic import Field
 
@@ -9,9 +9,9 @@ from dphybrid.util.pages import Page
 
 
 class ResultPage(Page):
-    """`result.json`: the results of training. checkpoint: the latest one. step_ms: of the steps with a full
-    batch, whose number is steps_timed. stages: seconds. saving: what the checkpoints cost. splits: what each
-    replica got; split_lines: as they were printed."""
+    """`result.json`: the results of training. checkpoint: the latest one. step_ms: times of the steps with a
+    full batch; there are steps_timed of them. stages: seconds. saving: what the checkpoints cost. splits: the
+    rows that each replica received; split_lines: the same as printed."""
 
     checkpoint: str
     best_checkpoint: str
@@ -27,14 +27,14 @@ class ResultPage(Page):
     steps_per_epoch: int
     steps_skipped: int = 0
     saving: SavingCosts = SavingCosts()
-    # Not in pages of before, whose models are still loaded by them.
+    # With defaults, because pages of earlier versions lack them and must remain readable.
     splits: list[SplitRow] = Field(default_factory=list)
     split_lines: list[str] = Field(default_factory=list)
 
 
 class MetricsPage(Page):
-    """`metrics.json`: the best checkpoint's metrics, what they add to simple predictions, and the figures of
-    its predictions where its task has some."""
+    """`metrics.json`: the best checkpoint's metrics, a text that compares them with the baselines (beside),
+    and the charts of its predictions, if its task has any."""
 
     metrics: dict[str, float]
     beside: str = ""
@@ -45,8 +45,8 @@ class Report(Page):
     """The report of a run; `--report FILE` writes it as JSON.
 
     views: name -> address of MLflow's tables of all runs. stages: seconds; stages_ms: milliseconds of an
-    average step. saving: what the checkpoints cost.
-    registered_as: "" where the registry did not take it; not_registered says why then.
+    average step. saving: what the checkpoints cost. registered_as: "" if the model is not in the registry;
+    not_registered then says why.
     """
 
     run_name: str

@@ -1,4 +1,4 @@
-"""The last part of a run: its report as numbers, pictures and a page, and the end of its record."""
+"""The last part of a run: write its report as JSON, figures and an HTML page, and end its record."""
 
 import shlex
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from dphybrid.training.saving import checkpoint_uid
 
 
 def open_run_tracker(settings: Settings, must_answer: bool) -> Tracker:
-    """Return the tracker that the settings name. must_answer: raise UserError when its server does not answer
+    """Return the tracker that the settings name. must_answer: raise UserError if its server does not answer
     now."""
     return open_tracker(
         settings.mlflow_uri,
@@ -43,7 +43,7 @@ def open_run_tracker(settings: Settings, must_answer: bool) -> Tracker:
 
 
 def attached(run: Run) -> Tracker:
-    """Return a tracker that goes on recording a run; its server need not answer now."""
+    """Return a tracker that continues the record of a run; its server need not answer now."""
     tracker = open_run_tracker(run.settings, must_answer=False)
     tracker.attach(run.page.run_id)
     return tracker
@@ -51,7 +51,8 @@ def attached(run: Run) -> Tracker:
 
 def report_run(run: Run, experiment: Experiment) -> Report:
     """Write the report of a trained and evaluated run, end its MLflow run, and return the report."""
-    # Closed whatever happens, so that a run that goes on in this process can send its records.
+    # Close it whatever happens: an open tracker holds the outbox, and a run resumed in this process could not
+    # send its records.
     with closing(attached(run)) as tracker:
         return _reported(run, experiment, tracker)
 
@@ -68,10 +69,10 @@ def _reported(run: Run, experiment: Experiment, tracker: Tracker) -> Report:
     if result.steps_skipped:
         warnings.insert(
             0,
-            f"{result.steps_skipped} of {result.steps} steps were skipped, as their loss or gradients were "
-            "no finite numbers",
+            f"{result.steps_skipped} of {result.steps} steps were skipped because their loss or gradients "
+            "were not finite",
         )
-    # `dphybrid ui` finds this store by itself; of another database MLflow's own command is told.
+    # `dphybrid ui` finds the embedded store by itself; for another database, print MLflow's own command.
     embedded = tracker.tracking_uri.startswith("sqlite") and settings.mlflow_uri is None
     name, not_registered = experiment.config.checkpoint.register_as or "", ""
     if name:
@@ -103,7 +104,7 @@ def _reported(run: Run, experiment: Experiment, tracker: Tracker) -> Report:
     report = report.model_copy(update={"text": _closing_words(report)})
     report.write(run.folder / "report.json")
     tracker.log_summary(_summary(result, experiment.config))
-    if run.page.run_id:  # else nobody sees them
+    if run.page.run_id:  # without a record, nobody would see the figures: do not draw them
         facts, pictures = _facts(run, experiment, report)
         for name, picture in pictures.items():
             tracker.log_figure(name, picture)
@@ -116,8 +117,8 @@ def _reported(run: Run, experiment: Experiment, tracker: Tracker) -> Report:
 
 
 def report_page(run: Run) -> str:
-    """Return the report of a finished run as a page of HTML that needs nothing else. Raises UserError when
-    the run has not ended, or its data is gone."""
+    """Return the report of a finished run as a self-contained HTML page. Raises UserError when the run has
+    not ended, or its data is missing."""
     report = Report.read(run.folder / "report.json")
     return run_report_html(*_facts(run, run.experiment(), report))
 
@@ -186,7 +187,7 @@ def _pictures(table: list[dict[str, object]], charts: Sequence[Chart | Confusion
 
 
 def _facts(run: Run, experiment: Experiment, report: Report) -> tuple[dict[str, object], dict[str, bytes]]:
-    """Return what the run's page tells, the report and more, and its pictures by name."""
+    """Return the facts for the run's page (the report and more), and its figures by name."""
     table = [row.table_row() for row in report.splits]
     charts = MetricsPage.read(run.folder / "metrics.json").charts
     facts = report.model_dump() | {

@@ -1,5 +1,5 @@
-"""The start of a training: the process, the model and its optimizers, the checkpoint they go on from, the
-session."""
+"""The start of a training: set up the process, build the model and its optimizers, load the checkpoint, make
+the session."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -48,18 +48,19 @@ def begin(run: Run, experiment: Experiment) -> Devices:
 
 
 def newest_checkpoint(run: Run) -> Path | None:
-    """Return the checkpoint from which a run goes on, None for a new run; see `newest_whole_checkpoint`."""
+    """Return the checkpoint to resume from, None for a new run; see `newest_whole_checkpoint`."""
     make_folder(run.checkpoints)
-    # What a killed process had begun to write; nobody else runs this run now.
+    # Remove the partial files of a killed process. This process holds the run's lock, so nobody writes them.
     clear_leftovers(run.folder)
     clear_leftovers(run.checkpoints)
     return newest_whole_checkpoint(run.checkpoints)
 
 
 def build_trained(experiment: Experiment, devices: Devices, done: Path | None) -> Trained:
-    """Build the model and its optimizers. done: the checkpoint that will fill them. Raises UserError when
-    they do not fit into memory."""
+    """Build the model and its optimizers. done: the checkpoint that will fill them, if any. Raises UserError
+    when they do not fit into memory."""
     config, engine = experiment.config, experiment.engine
+    # Rows that a checkpoint will fill need no start values, which take long to draw for a large table.
     filled = bool(done or config.train.warm_start)
     with engine.new_tables(filled):
         model = experiment.build(devices, None if filled else experiment.data.dataset("train"))
@@ -74,10 +75,10 @@ def build_trained(experiment: Experiment, devices: Devices, done: Path | None) -
     trained = Trained(model, dense, rows, Progress(), blocks)
     if devices.home.type == "cuda" and trained.dense is not None:
         make_states(trained.dense, config.train.batch_size, model)
-    # After `make_states`, whose empty step would count as the average's first.
+    # After `make_states`: its step with zero gradients would count as the first of the average.
     for optimizer in blocks.values() if config.train.average else ():
         keep_average(optimizer, config.train.average)
-    # Once more: masks of dropout must not follow from how many start values were drawn.
+    # Seed again: otherwise dropout masks would depend on how many start values were drawn.
     torch.manual_seed(config.train.seed)
     return trained
 
@@ -85,8 +86,8 @@ def build_trained(experiment: Experiment, devices: Devices, done: Path | None) -
 def fill(
     trained: Trained, experiment: Experiment, saver: CheckpointWriter, done: Path | None
 ) -> Mapping[str, Any]:
-    """Fill `trained` from the checkpoint `done`, else from that of train.warm_start; return the states by
-    name with which a training goes on."""
+    """Fill `trained` from the checkpoint `done`, or else from train.warm_start; return the saved states, by
+    name, with which training continues."""
     if done is None:
         checkpoint = experiment.config.train.warm_start
         warm_start(Path(str(checkpoint)), trained.model, experiment.data)
@@ -95,17 +96,17 @@ def fill(
     page = load_checkpoint(done, trained)
     saver.resumed(done, page)
     progress = trained.progress
-    print(f"Going on from {done}: step {progress.step}, epoch {progress.epoch + 1}", flush=True)
+    print(f"Resuming from {done}: step {progress.step}, epoch {progress.epoch + 1}", flush=True)
     return page.record
 
 
 def warm_start(checkpoint: Path, model: nn.Module, data: Prepared) -> None:
-    """Fill `model` from a checkpoint. On every row of `data` it then answers as the checkpoint's own model
-    would.
+    """Fill `model` with a checkpoint's weights: on every row of `data` it then predicts what the checkpoint's
+    own model predicts.
 
-    data.base, where it has one, must be what the checkpoint was trained on: the rows of old values are the
-    checkpoint's, those of new values copies of the row that stood for them there, the unknown one's or a hash
-    bucket's. Optimizers start anew. Raises UserError when model and checkpoint do not fit.
+    If the data has a data.base, the checkpoint must have been trained on that base. Values known there keep
+    their rows. A new value gets a copy of the row that the checkpoint used for it: the unknown row or a hash
+    bucket. Optimizers start from scratch. Raises UserError when model and checkpoint do not fit.
     """
     trained_on, base = verify_checkpoint(checkpoint).data_digest, data.manifest.base
     if base is None:
@@ -114,8 +115,8 @@ def warm_start(checkpoint: Path, model: nn.Module, data: Prepared) -> None:
     earlier = open_base(Path(base))
     if trained_on != earlier.prepared.digest:
         raise UserError(
-            f"train.warm_start={checkpoint}: was trained on data {trained_on[:12]}, data.base is "
-            f"{earlier.prepared.path.name}"
+            f"train.warm_start={checkpoint}: was trained on data {trained_on[:12]}, but data.base is "
+            f"{earlier.prepared.path.name}; give the checkpoint's data as data.base"
         )
     sources_V = torch.from_numpy(old_rows(earlier.encoder, open_base(data.path).encoder))
     tables = find_tables(model)
@@ -125,13 +126,13 @@ def warm_start(checkpoint: Path, model: nn.Module, data: Prepared) -> None:
         fits = len(rows_VD) == len(sources_V) and shape[0] > int(sources_V.max())
         if not fits or shape[1] != rows_VD.shape[1]:
             raise UserError(
-                f"train.warm_start={checkpoint}: table {name} is {shape} there and {tuple(rows_VD.shape)} "
-                f"here, and the columns have {len(sources_V)} ids; only a table over all columns can grow, "
-                "with the same width"
+                f"train.warm_start={checkpoint}: table {name} is {shape} in the checkpoint and "
+                f"{tuple(rows_VD.shape)} in this model, and the columns have {len(sources_V)} ids; only a "
+                "table over all columns can grow, with the same width"
             )
         before = torch.empty(shape, dtype=rows_VD.dtype)
         read_table(checkpoint, name, "weight", before)
-        # out: a third copy of the table might not fit.
+        # out: without it, memory would hold three copies of the table at once
         torch.index_select(before, 0, sources_V, out=rows_VD)
 
 
@@ -145,7 +146,7 @@ def make_session(
     stop: StopRequest,
     callbacks: Sequence[Callback],
 ) -> Session:
-    """Return everything that the training works with."""
+    """Return the session: everything that the training loop works with."""
     config, data, recipe, engine = experiment.config, experiment.data, experiment.recipe, experiment.engine
     each = config.train.print_splits == "each"
     return Session(

@@ -1,9 +1,8 @@
 """The main job as five plain functions - prepare, build, train, evaluate, report - and `run_job`, which calls
 them in turn.
 
-The flow and the command line share them. A run is a folder: `run.json` (what it is), `checkpoints/`,
-`result.json`, `splits.txt`, `report.json`; its MLflow run holds the same for people to
-compare.
+The flow and the command line share them. A run is a folder: `run.json` (its description), `checkpoints/`,
+`result.json`, `splits.txt`, `report.json`; its MLflow run shows the same, for comparing runs.
 """
 
 import gc
@@ -40,25 +39,25 @@ def run_job(
 ) -> Report:
     """Prepare, build, train, evaluate and report in this process.
 
-    stop: by which others can ask the run to stop; signals do in any case. callbacks: called after each epoch,
+    stop: lets other threads ask the run to stop; signals always do. callbacks: called after each epoch,
     before those that train.callbacks names. Raises UserError before work starts, Interrupted on request.
     """
     stop = stop or StopRequest()
-    # What prepares or waits for GPUs loses nothing when it is cut off. A training finishes its step first:
-    # thus `stop_signals` once more, below.
+    # A signal ends preparation, or the wait for GPUs, at once: nothing is lost. Training finishes its step
+    # first, hence the second `stop_signals` below.
     with stop_signals(stop, at_once=True), ExitStack() as held:
         experiment = prepare_data(config, settings, callbacks, run_name=run_name)
         stop.obey("before it was built")
         replicas = resumed_replicas(experiment, resume)
         name = run_name or resume or experiment.recipe.name
-        # Leased until the report is written, as the evaluation computes on them, too.
+        # Keep the lease until the report is written: the evaluation uses the GPUs, too.
         devices = held.enter_context(leased_devices(config, settings, run=name, replicas=replicas, stop=stop))
         with giving_way(devices, settings, stop), stop_signals(stop):
             all_tags = devices.tags | (tags or {})
             run = build_run(experiment, devices.text, run_name=run_name, resume=resume, tags=all_tags)
             with closing_run(run):
                 train_run(run, experiment, stop, callbacks)
-        # Outside of the inner handler of signals: an evaluation has no step to finish, and ends at once.
+        # Outside the inner signal handler: an evaluation has no step to finish, so a signal ends it at once.
         with closing_run(run):
             evaluate_run(run, experiment)
             return report_run(run, experiment)
@@ -66,18 +65,19 @@ def run_job(
 
 @contextmanager
 def closing_run(run: Run) -> Iterator[None]:
-    """End the MLflow run as KILLED when the block is interrupted, with the run's name in the Interrupted, and
-    as FAILED when it fails.
+    """Hold the run's lock during the block; end the MLflow run as KILLED if the block is interrupted, and as
+    FAILED if it fails.
 
-    Nobody else runs it meanwhile. Raises UserError when somebody does, or when the disk takes no more.
+    Writes the run's name into the Interrupted. Raises UserError when another process runs the run, or when
+    the disk is full.
     """
     with running(run.folder), disk_errors_told("then go on with --resume"):
         try:
             yield
         except BaseException as error:
             if isinstance(error, Interrupted):
-                error.run = run.folder.name
-            # Interrupted is a KeyboardInterrupt: asked to end, which is no failure.
+                error.run = run.folder.name  # `go_on_later` resumes the run by it
+            # Interrupted is a KeyboardInterrupt, not an Exception: the run was asked to end and did not fail.
             attached(run).finish("FAILED" if isinstance(error, Exception) else "KILLED")
             raise
 
@@ -89,13 +89,12 @@ def train_run(
     callbacks: Sequence[Callback] = (),
     meeting: object = None,
 ) -> ResultPage:
-    """Train a built run to its end, from its latest checkpoint where it has one; return what `result.json`
-    holds.
+    """Train a built run to its end, from its latest checkpoint if it has one; return the page `result.json`.
 
-    callbacks: beside those that train.callbacks names. meeting: of a cluster's machines.
+    callbacks: in addition to those that train.callbacks names. meeting: where a cluster's machines meet.
 
-    Raises Interrupted when `stop` was asked: as soon as the model is built and its checkpoint loaded, or
-    after a checkpoint. Raises UserError when the loss is no longer a number.
+    Raises Interrupted when `stop` was asked: once the model is built and its checkpoint loaded, or after a
+    checkpoint. Raises UserError when the loss is no longer finite.
     """
     stop.obey("before it was trained; it goes on with --resume")
     if experiment.engine.launch(run.folder, run.page.devices, experiment.settings, stop, meeting):
@@ -104,18 +103,18 @@ def train_run(
 
 
 def evaluate_run(run: Run, experiment: Experiment) -> dict[str, float]:
-    """Evaluate the best checkpoint on the validation rows, and on test rows where the data has some
-    (`test_...`); log it all as `final/...`."""
+    """Evaluate the best checkpoint on the validation rows, and on test rows if the data has any
+    (`test_...`); log all metrics as `final/...`."""
     data, task, mapped = experiment.data, experiment.task, experiment.engine.mapped
     best = Path(ResultPage.read(run.folder / "result.json").best_checkpoint)
-    gc.collect()  # frames of torch's lazy imports may hold the trained table: two would not fit
+    gc.collect()  # frames of torch's lazy imports may keep the trained table alive, and two may not fit
     model = experiment.unfilled(run.page.devices, mapped)
     try:
         verify_checkpoint(best)
-    except UserError as damage:  # nothing takes its place by itself: it would be another model
+    except UserError as damage:  # not replaced automatically: the next best checkpoint is another model
         raise UserError(
-            f"the run's best checkpoint is damaged: {damage}; remove {best} and give --resume "
-            f"{run.folder.name}: the best of the others takes its place"
+            f"the run's best checkpoint is damaged: {damage}; remove {best} and run again with --resume "
+            f"{run.folder.name} to use the best of the others"
         ) from damage
     load_weights(best, model, mapped)
     batch_size = experiment.config.train.batch_size
@@ -137,7 +136,7 @@ def evaluate_run(run: Run, experiment: Experiment) -> dict[str, float]:
 
 
 def _beside(metrics: Mapping[str, float], baselines: Mapping[str, Mapping[str, float]], task: Task) -> str:
-    """Say what the run adds to its baselines, in the deciding metric: positive where it is better."""
+    """Return a text that compares the run with its baselines in the task's deciding metric."""
     sign = 1 if task.higher_is_better else -1
     return ", ".join(
         f"{which} {task.metric} {values[task.metric]:.4f} "

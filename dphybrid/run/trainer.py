@@ -1,4 +1,4 @@
-"""The training of a built run in this process; its results, as `result.json`."""
+"""Trains a built run in this process and writes its results, `result.json`."""
 
 from collections.abc import Sequence
 from contextlib import closing
@@ -30,41 +30,42 @@ from dphybrid.util.stop import StopRequest
 def train_here(
     run: Run, experiment: Experiment, stop: StopRequest, callbacks: Sequence[Callback] = ()
 ) -> ResultPage:
-    """Train a built run; return what `result.json` holds. Raises as `run.train.train_run`."""
+    """Train a built run; return the page `result.json`. Raises as `run.train.train_run` does."""
     engine = experiment.engine
-    # Each file against its checksum: what a disk has damaged since the preparation would train another model.
+    # Compare each file with its checksum: data damaged on disk since preparation would train another model.
     experiment.recipe.open(experiment.data.path, verified=True)
     devices = begin(run, experiment)
     done = newest_checkpoint(run) if engine.leads else None
     trained = build_trained(experiment, devices, done)
     saver = engine.writer(run.checkpoints, trained, *experiment.encoder)
-    # One process reads the checkpoint; its engine hands the states on to the others.
+    # One process reads the checkpoint, and the engine passes the states on to the others.
     fills = engine.leads and (done or experiment.config.train.warm_start)
     states = engine.read(trained, partial(fill, trained, experiment, saver, done) if fills else None) or {}
     engine.obey(stop, f"after step {trained.progress.step}; it goes on with --resume")
-    # The plain Tracker drops what it gets: only one process of a run records.
+    # Only one process of a run records; the others get the base Tracker, which discards everything.
     record = attached(run) if engine.leads else Tracker()
     with closing(record) as tracker, Display() as display:
         session = make_session(run, experiment, devices, trained, saver, tracker, stop, callbacks)
-        # Before the states are restored: its window of metrics goes on, too.
+        # Before `restore`, because the observer's window of metrics is one of the restored states.
         session.stateful["meter"] = seen = Observer(session, display)
         session.restore(states)
         if len(devices) > 1:
-            # Word for word as PyTorch's tutorials on data parallelism print it.
+            # The exact words of PyTorch's tutorials on data parallelism.
             line = f"Let's use {len(devices)} {devices.noun}!"
-            # A resumed run has it from its checkpoint.
+            # A resumed run already has this line in the split log of its checkpoint.
             if not states:
                 session.splits.note([line])
             display.line(line)
         if done:
-            keep_checkpoints(session, trained.progress)  # the process before may have ended in between
+            # The previous process may have ended after writing a checkpoint and before removing older ones.
+            keep_checkpoints(session, trained.progress)
         started = datetime.fromisoformat(run.page.created).timestamp()
         system: dict[str, float] = {}
         try:
             with system_metrics(tracker, started, devices.gpu_uuids) as system, saver:
                 train(session, seen)
         finally:
-            # Of an interrupted run, too: its page names the checkpoint from which it goes on.
+            # Also after an interruption: the page then names the checkpoint to resume from.
             result = _result_of(session, seen.times, system)
             if engine.leads:
                 _keep_outcome(run, tracker, result)
@@ -73,8 +74,8 @@ def train_here(
 
 
 def _result_of(session: Session, times: StepTimes, system: dict[str, float]) -> ResultPage:
-    """Return the results of a training, up to now when it was interrupted. system: means of the machine's
-    figures."""
+    """Return the results of a training; after an interruption, those so far. system: means of the system
+    metrics."""
     progress, folder = session.trained.progress, session.checkpoints
     done = complete_checkpoints(folder)
     best = best_checkpoint(done, progress, session.task)
@@ -100,17 +101,19 @@ def _result_of(session: Session, times: StepTimes, system: dict[str, float]) -> 
 
 
 def _step_ms_before(page: Path, step: int) -> dict[str, float]:
-    """Return how long steps took in the process before, where that one took the last step: it may have been
-    killed before its report."""
+    """Return the previous process's step times if it took the last step.
+
+    A process killed between its last step and its report is resumed by one that takes no step to time.
+    """
     try:
         before = ResultPage.read(page)
-    except UserError:  # there is none, or a damaged one
+    except UserError:  # no page, or a damaged one
         return {}
     return before.step_ms if before.steps == step else {}
 
 
 def _keep_outcome(run: Run, tracker: Tracker, result: ResultPage) -> None:
-    """Write the results; record what each replica got of a batch, as it was printed and as a table."""
+    """Write the results; record which rows each replica received, as printed and as a table."""
     text = "\n".join(result.split_lines) + "\n"
     write_text(run.folder / "splits.txt", text)
     result.write(run.folder / "result.json")

@@ -73,7 +73,7 @@ def test_what_the_ranks_refuse_is_told_once_and_not_tried_again(
 ) -> None:
     with refused(r"step \d: the loss is nan.*: not finite"):
         train(settings, tmp_path, "nan", "table.lr=1e38", "train.lr=1e38", "train.clip_norm=0")
-    assert "Going on from" not in capfd.readouterr().out
+    assert "Resuming from" not in capfd.readouterr().out
 
 
 @pytest.mark.skipif("DPHYBRID_LONG_TESTS" not in os.environ, reason="takes a minute: DPHYBRID_LONG_TESTS=1")
@@ -85,4 +85,4 @@ def test_a_rank_that_stands_still_is_ended_after_the_limit(
     limited = settings.model_copy(update={"cluster_timeout_s": 10.0})
     report = train(limited, tmp_path, "still")
     assert report.metrics["auc"] > 0
-    assert "Going on from" in capfd.readouterr().out
+    assert "Resuming from" in capfd.readouterr().out

@@ -64,7 +64,7 @@ def test_two_machines_train_one_run_though_one_dies_and_end_together(
     assert report.devices == "2 x 1 ranks on cpu"
     assert {row.device for row in report.splits} >= {"rank 0", "rank 1"}
     for run in (head, last["id"]):
-        assert "Going on from" in (said := two_workers.lines_of(run)) or "epoch 3" in said, said
+        assert "Resuming from" in (said := two_workers.lines_of(run)) or "epoch 3" in said, said
 
     client = two_workers.mlflow
     wanted = f"tags.`prefect.flow_run_id` = '{head}'"

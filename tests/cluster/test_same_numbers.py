@@ -152,7 +152,7 @@ def test_a_killed_rank_goes_on_with_the_same_bits_and_all_is_one_record(
     monkeypatch.setenv("MORTAL_STEP", "17")
     config = load_config(None, [*BASE, *SMALL, f"data.path={two.settings.data_dir / 'clicks.csv'}", *MORTAL])
     killed = run_job(config, recorded, run_name="killed")
-    assert "Going on from" in capfd.readouterr().out
+    assert "Resuming from" in capfd.readouterr().out
     folders = [two.settings.runs_dir / killed.run_name, Path(two.undisturbed)]
     runs = [ResultPage.read(folder / "result.json") for folder in folders]
     sums = [read_state(Path(run.checkpoint)).digests for run in runs]

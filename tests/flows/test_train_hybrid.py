@@ -116,7 +116,7 @@ def test_ctrl_c_in_a_terminal_checkpoints_at_once_and_resume_goes_on(
     assert "Crash detected" not in shown
     (folder,) = (tmp_path / "data" / "runs").iterdir()
     assert train_hybrid.main([*options, "--train.epochs", "3", "--resume"]) == 0
-    assert f"Going on from {folder}" in capsys.readouterr().out
+    assert f"Resuming from {folder}" in capsys.readouterr().out
 
 
 def test_a_full_disk_is_told_without_a_traceback_of_its_task(
