@@ -20,7 +20,7 @@ from dphybrid.lifecycle.retrain import CHAMPION_TAG, Decision, Plan, judge, plan
 from dphybrid.orchestration.embedded import in_this_process
 from dphybrid.orchestration.forms import experiment
 from dphybrid.orchestration.queueing import ended, too_late
-from dphybrid.orchestration.shown import not_needed
+from dphybrid.orchestration.shown import tolerating_outage
 from dphybrid.orchestration.steps import FLOW_RUN_TAG, prepare, step, trained
 from dphybrid.orchestration.supervised import supervised
 from dphybrid.recipes.configs import AnyExperiment, build_config
@@ -120,7 +120,7 @@ def _decided(planned: Plan, decision: Decision) -> State:
         for name, value in decision.champion.items()
     )
     table = f"\n\n| validation | champion | challenger |\n|---|---|---|\n{rows}" if rows else ""
-    with not_needed("Prefect's artifact could not be written; the decision is in MLflow's registry"):
+    with tolerating_outage("Prefect's artifact could not be written; the decision is in MLflow's registry"):
         create_markdown_artifact(f"{state}: {text}{table}", key="decision", description=planned.model)
     return ended(state, text)
 

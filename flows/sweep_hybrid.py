@@ -35,7 +35,7 @@ from dphybrid.lifecycle.sweep import (
 )
 from dphybrid.orchestration.forms import experiment
 from dphybrid.orchestration.queueing import too_late
-from dphybrid.orchestration.shown import not_needed, show_run
+from dphybrid.orchestration.shown import show_run, tolerating_outage
 from dphybrid.orchestration.supervised import supervised, watched_flow_run
 from dphybrid.recipes.configs import AnyExperiment, build_config
 from dphybrid.run.train import Report
@@ -175,7 +175,7 @@ def _reported(sweep: str, cells: list[Cell], reports: Reports, settings: Setting
     rows, file = write_sweep(folder, cells, reports)
     print(f"Results: {file}", flush=True)
     address = compare_sweep(cells, reports, sweep, settings)
-    with not_needed(f"Prefect's artifact could not be written; the results are in {folder}"):
+    with tolerating_outage(f"Prefect's artifact could not be written; the results are in {folder}"):
         create_table_artifact(rows, key="sweep", description=f"Sweep {sweep}")
         if address:
             text = f"Comparison of {sweep}, among the artifacts of its MLflow run"

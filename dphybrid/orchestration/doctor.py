@@ -1,18 +1,18 @@
-"""Prefect's half of `dphybrid doctor`: versions, server, settings. Importing it fails where versions do not
-fit together."""
+"""Prefect's part of `dphybrid doctor`: versions, server, settings. Importing this module fails when installed
+versions do not work together."""
 
 import json
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from typing import Any
 
-import prefect.server.api.server  # noqa: F401 - a broken set of versions fails here
+import prefect.server.api.server  # noqa: F401 - incompatible versions fail here, as the server's start would
 from prefect.settings.models.root import Settings
 
 
 def checks(ask: Callable[[str, str | None], Any]) -> Iterator[tuple[bool, str]]:
     """Yield for each check whether it passed, and its line. ask: returns a server's answer to (url,
-    USER:PASSWORD), or what is wrong, as text."""
+    USER:PASSWORD), or a text that says what is wrong."""
     here, sqlalchemy = version("prefect"), version("sqlalchemy")
     yield True, f"prefect {here} with fastapi {version('fastapi')}: the server can start"
     if tuple(int(part) for part in sqlalchemy.split(".")[:2]) >= (2, 1):
@@ -21,17 +21,18 @@ def checks(ask: Callable[[str, str | None], Any]) -> Iterator[tuple[bool, str]]:
     settings = Settings()
     url, auth = settings.api.url, settings.api.auth_string
     if not url:
-        yield True, "Prefect server: none is set (PREFECT_API_URL); flows start a temporary one"
+        yield True, "Prefect server: PREFECT_API_URL is not set; flows start a temporary server"
         return
     answer = ask(f"{url}/admin/version", auth.get_secret_value() if auth else None)
     if isinstance(answer, str):
-        remedy = "correct PREFECT_API_URL or PREFECT_API_AUTH_STRING, or start it"
+        remedy = "correct PREFECT_API_URL or PREFECT_API_AUTH_STRING, or start the server"
         yield False, f"Prefect server {url}: {answer}; remedy: {remedy}"
     elif (there := json.loads(answer.read())) != here:
-        yield False, f"Prefect server {url} is {there}, here is {here}; remedy: the same version everywhere"
+        remedy = "remedy: install the same version on both"
+        yield False, f"Prefect server {url} has version {there}, this machine {here}; {remedy}"
     else:
         yield True, f"Prefect server {url}: the same version"
-    # where nobody has set these two, the worker brings them
+    # `dphybrid worker` sets these two if nobody else has, so being unset is no fault.
     client, flows = settings.client, settings.flows
     retries = client.max_retries if "max_retries" in client.model_fields_set else 9
     heartbeat_s = flows.heartbeat_frequency if "heartbeat_frequency" in flows.model_fields_set else 60
@@ -44,4 +45,4 @@ def checks(ask: Callable[[str, str | None], Any]) -> Iterator[tuple[bool, str]]:
         where = "infra/make-env writes them for services, else `dphybrid deploy --write` to prefect.toml"
         yield False, f"Prefect settings: set {', '.join(missing)} ({where})"
     else:
-        yield True, "Prefect settings: outages are waited for, heartbeats are sent, bare names work"
+        yield True, "Prefect settings: runs wait out outages and send heartbeats, bare deployment names work"

@@ -1,5 +1,5 @@
-"""Run a flow in this process: on a temporary server where none is set, with its output straight on the
-terminal."""
+"""Run a flow in this process, with its output on the terminal; on a temporary Prefect server if no server is
+set."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -25,22 +25,22 @@ from dphybrid.util.stop import Interrupted
 
 @contextmanager
 def in_this_process() -> Iterator[Callable[[], None]]:
-    """Make flows that are called in the block run quietly and quickly; yields what ends the temporary
-    server."""
+    """Let flows that are called in the block run quietly and quickly; yield a function that stops the
+    temporary server."""
     without_tracebacks_of_user_errors()
     server = start_server()
-    with kept_from_gc():  # what every flow needs, and takes long, while the server starts
+    # These imports take seconds, so do them while the server starts.
+    with kept_from_gc():
         import dphybrid.orchestration.steps  # noqa: F401
-    # Here as well, while the server starts: both take seconds.
     import_mlflow(load_settings().mlflow_uri)
-    # only a standing server reads it, at a second's cost
+    # No heartbeats: only a permanent server's automation reads them, and sending them costs about a second.
     updates: dict[object, object] = {PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}
     if server:
         server.wait(get_current_settings().server.ephemeral.startup_timeout_seconds)
         updates |= {
             PREFECT_API_URL: server.api_url,
-            PREFECT_UI_URL: "",  # it has no pages
-            # a standing server comes back, this one does not: what is to be told it is soon given up
+            PREFECT_UI_URL: "",  # it serves no pages
+            # A permanent server comes back after an outage, this one does not: give up soon.
             PREFECT_CLIENT_MAX_RETRIES: 2,
         }
     with temporary_settings(updates), _only_warnings() if server else nullcontext():
@@ -48,35 +48,35 @@ def in_this_process() -> Iterator[Callable[[], None]]:
             yield server.stop if server else lambda: None
         except Exception as error:
             if interruption := _interruption_behind(error):
-                # the server ended at the same signal, so the flow could not tell it
+                # The signal may have ended the server, too; the flow then fails to report its interruption.
                 raise interruption from None
             raise
 
 
 @contextmanager
 def _only_warnings() -> Iterator[None]:
-    """Print Prefect's warnings and errors alone, unless its level is set: the flow prints each step itself,
-    and the temporary server has no page to look a run up."""
+    """Let Prefect print only warnings and errors, unless its log level is set. The flow prints each step
+    itself, and the links that Prefect prints lead nowhere without a permanent server."""
     shown = [seen for seen in logging.getLogger().handlers if isinstance(seen, PrefectConsoleHandler)]
     if "level" in get_current_settings().logging.model_fields_set:
         shown = []
     for handler in shown:
-        handler.addFilter(_says_more_than_the_command)
+        handler.addFilter(_adds_to_the_command)
     try:
         yield
     finally:
         for handler in shown:
-            handler.removeFilter(_says_more_than_the_command)
+            handler.removeFilter(_adds_to_the_command)
 
 
-def _says_more_than_the_command(record: logging.LogRecord) -> bool:
-    ended = record.getMessage().startswith("Finished in state")  # the command ends with the reason
+def _adds_to_the_command(record: logging.LogRecord) -> bool:
+    ended = record.getMessage().startswith("Finished in state")  # the command's own last line says why
     return record.levelno >= logging.WARNING and not ended
 
 
 def start_server() -> TemporaryServer | None:
-    """Start the temporary server where one is needed and allowed; None too where Prefect has to start its
-    own."""
+    """Start a temporary server. Returns None if another server is set, or if Prefect's settings forbid
+    temporary servers."""
     settings = get_current_settings()
     if settings.api.url or not settings.server.ephemeral.enabled:
         return None

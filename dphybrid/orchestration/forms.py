@@ -1,8 +1,8 @@
-"""The form that Prefect's pages show for a deployment: first the few values that everybody sets, then the
-recipe's other values as `config`, last what is rarely used.
+"""The form that Prefect's pages show for a deployment: the few values that most users set, then the recipe's
+other values as `config`.
 
-Each deployment has its own JSON schema on the server. Fields have no defaults: Prefect sends what a field
-shows, and an empty field keeps the recipe's value.
+Each deployment has its own JSON schema on the server. Fields have no defaults, because Prefect submits
+whatever a field shows; an empty field keeps the recipe's value.
 """
 
 import re
@@ -26,17 +26,18 @@ FEW = {
     "batch_size": "train.batch_size",
     "lr": "train.lr",
 }
-"""The values that everybody sets: parameter of a flow -> field of the config."""
+"""The values that most users set: parameter of a flow -> field of the config."""
 
+# A word with an asterisk, such as cpu*8, without brackets and punctuation around it.
 _WITH_ASTERISK = re.compile(r"[^\s,;()]*\*[^\s,;()]*[^\s,;:().]")
 
 
 def experiment(parameters: Mapping[str, Any]) -> ExperimentConfig:
-    """Return the experiment that a flow's parameters describe: `config`, the few values of `FEW` over it,
-    `overrides` over both.
+    """Return the experiment that a flow's parameters describe: `config`, overridden by the values of `FEW`,
+    overridden by `overrides`.
 
-    Of the few, None or "" is as the config says. Raises UserError for values that the recipe does not use, or
-    that are wrong.
+    A value of `FEW` that is None or "" leaves the config's. Raises UserError for values that are wrong, or
+    that the recipe does not use.
     """
     few = [
         f"{field}={parameters[name]}" for name, field in FEW.items() if parameters.get(name) not in (None, "")
@@ -49,34 +50,35 @@ def experiment(parameters: Mapping[str, Any]) -> ExperimentConfig:
 def form_of(flow: Flow[..., object], recipe: str) -> ParameterSchema:
     """Return the schema of a flow's parameters for a deployment of one recipe."""
     fields, form = field_types(recipe), flow.parameters.model_copy(deep=True)
-    there, shown = form.properties, {}
-    few = {name: FEW[name] for name in there if FEW.get(name) in fields}
-    for name in (name for name in there if name in few or name not in FEW):
-        own = (there[name].get("description", ""), there[name].get("default"))
-        shown[name] = _leaf(there[name]) | {
+    parameters, shown = form.properties, {}
+    few = {name: FEW[name] for name in parameters if FEW.get(name) in fields}
+    # A recipe without a label, say, has no field for that parameter: leave it out of the form.
+    for name in (name for name in parameters if name in few or name not in FEW):
+        own = (parameters[name].get("description", ""), parameters[name].get("default"))
+        shown[name] = _leaf(parameters[name]) | {
             "description": _sentence(*(fields[few[name]][1:] if name in few else own))
         }
     shown["config"] = _section(find_recipe(recipe).config_class, few.values())
-    shown["config"] |= {"title": "config", "description": there["config"].get("description", "")}
-    if recipe != DEFAULT:  # a config without a recipe would be the default one's
+    shown["config"] |= {"title": "config", "description": parameters["config"].get("description", "")}
+    if recipe != DEFAULT:  # a config without a recipe means the default recipe
         shown["config"]["required"] = ["recipe"]
     shown["config"]["properties"]["recipe"] |= {"enum": [recipe], "description": find_recipe(recipe).summary}
     for position, field in enumerate(shown.values()):
         field["position"] = position
-    # Sections stand where they are used: nothing refers to a definition.
+    # Sections are written out where they are used, so the schema needs no definitions.
     form.properties, form.definitions = shown, {}
     return form
 
 
 def _section(model: type[BaseModel], elsewhere: Collection[str], prefix: str = "") -> dict[str, object]:
-    """Return a section as a group of fields, none of which has a value.
+    """Return the schema of a config section: a group of fields without values.
 
-    elsewhere: dotted names of fields that the form shows outside of `config`. The server takes them here,
-    too, as patterns, which Prefect's pages do not show.
+    elsewhere: dotted names of fields that the form shows outside of `config`. Here they become
+    `patternProperties`: the server accepts them, and Prefect's pages do not show them.
     """
     schema = model.model_json_schema()
     shown: dict[str, object] = {}
-    taken: dict[str, object] = {}
+    hidden: dict[str, object] = {}
     for name, field in fields_of(model).items():
         kind = type(field.default) if isinstance(field.default, Section) else field.annotation
         if isinstance(kind, type) and issubclass(kind, Section):
@@ -86,15 +88,14 @@ def _section(model: type[BaseModel], elsewhere: Collection[str], prefix: str = "
             group = _leaf(schema["properties"][name])
             text = _sentence(field.description or "", field.default)
         if f"{prefix}{name}" in elsewhere:
-            taken[f"^{name}$"] = group
+            hidden[f"^{name}$"] = group
         else:
             shown[name] = group | {"title": name, "description": text, "position": len(shown)}
-    return {"type": "object", "properties": shown, "patternProperties": taken, "additionalProperties": False}
+    return {"type": "object", "properties": shown, "patternProperties": hidden, "additionalProperties": False}
 
 
 def _leaf(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a value's schema without its default; "or nothing" goes without saying, as every field may be
-    left empty."""
+    """Return a value's schema without its default and without "or null": every field may be left empty."""
     leaf = {name: value for name, value in schema.items() if name not in ("default", "anyOf")}
     kinds = [kind for kind in schema.get("anyOf", []) if kind != {"type": "null"}]
     if len(kinds) == 1:
@@ -103,11 +104,12 @@ def _leaf(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sentence(text: str, default: object) -> str:
-    """Return a field's description with its default. Prefect's pages read it as Markdown, so values with an
-    asterisk, such as cpu*8, become code."""
+    """Return a field's description with its default. Values with an asterisk, such as cpu*8, become code,
+    because Prefect's pages render the text as Markdown."""
     shown = ", ".join(map(str, default)) if isinstance(default, tuple | list) else default
     if shown not in (None, ""):
         text = f"{text} Empty: {shown}."
     parts = re.split("(`[^`]*`)", text)
+    # Every second part is code already.
     parts[::2] = [_WITH_ASTERISK.sub(r"`\g<0>`", part) for part in parts[::2]]
     return "".join(parts)

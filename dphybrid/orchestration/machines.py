@@ -1,10 +1,10 @@
 """One run on several machines. The flow run on the first machine starts a flow run `join-hybrid` on each of
-the others, which starts ranks there.
+the other machines, which starts ranks there.
 
-The flow runs watch each other's states through Prefect: when one ends, all end, and the first one is queued
-again and continues with the machines that are there then. The ranks find each other through files in the
-run's folder, which all machines see, and then talk through torch alone. The other machines run `follow`:
-check that they see the same data and versions as the first machine, lease the devices, start ranks, and end
+The flow runs watch each other's states through Prefect. When one ends, all end; the first one is queued again
+and continues with the machines that are online by then. The ranks find each other through files in the run's
+folder, which all machines share, and then communicate through torch only. The other machines run `follow`: it
+checks that they have the same data and versions as the first machine, leases devices, starts ranks, and ends
 when the first machine does.
 """
 
@@ -39,9 +39,9 @@ from dphybrid.cluster.launch import Meeting, address_towards, train_in_ranks
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.orchestration.queueing import (
-    HOME,
     MACHINE_TAG,
     MAX_RUNS,
+    OWNER_LABEL,
     UNREACHABLE,
     WORKER,
     WORKER_LABEL,
@@ -60,53 +60,53 @@ from dphybrid.util.stop import Interrupted, StopRequest, stop_signals, watching
 
 _JOIN = "join-hybrid/join-hybrid"
 _JOINED = "Joined"
-"""Name of the state of a machine's flow run that starts its ranks."""
+"""State name of another machine's flow run once it starts its ranks."""
 LEFT = "Left"
 SEAT = ".machines"
-"""File in the run's folder that holds the seat. A machine that reads the same seat there sees the same
-folder, and only who can write there can make machines join."""
+"""File in the run's folder that holds the first machine's seat. Another machine that finds its own seat's
+values there shares the folder; and whoever invites it must be able to write to that folder."""
 _LOOK_EVERY_S = 2.0
 _LEAVE_S = 10.0
-"""How long a machine may go on after another one has left."""
+"""Grace period: how long a machine may continue after another one has left."""
 _ACTIVE = [StateType.RUNNING, StateType.PENDING]
 
 
 class Seat(BaseModel):
-    """What the first machine's flow run tells another one's."""
+    """The invitation that the first machine's flow run sends to another machine's."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     head: UUID
-    """The first machine's flow run."""
+    """Id of the first machine's flow run."""
     home: str
-    """Which start of it: a later one has other seats."""
+    """The process of that flow run, as in `OWNER_LABEL`: after a restart the seats are others."""
     host: str
-    """Name of the first machine."""
+    """Host name of the first machine."""
     run: str
-    """The run, a folder of the data folder's runs."""
+    """Name of the run's folder below the data folder's runs."""
     job: str
     """Name of this start of the run's ranks."""
     nodes: int
     node: int
-    """Number of the machine; the first one is 0."""
+    """Number of the machine that the seat is for; the first machine is 0."""
     address: str
-    """The first machine's, as its ranks listen at it."""
+    """Address at which the first machine's ranks listen."""
     wait_s: float
     versions: dict[str, str]
 
 
 def check_nodes(config: ExperimentConfig, nodes: int) -> None:
-    """Raise UserError when the ranks that a config names cannot be spread evenly over so many machines."""
+    """Raise UserError when the config's number of ranks cannot be spread evenly over `nodes` machines."""
     if nodes > 1 and (ranks := config.cluster.ranks) % nodes:
         raise UserError(
-            f"nodes={nodes} with cluster.ranks={ranks}: each machine has as many ranks; give "
-            f"{max(ranks // nodes, 1) * nodes}, or none, which is one a device"
+            f"nodes={nodes} with cluster.ranks={ranks}: each machine needs the same number of ranks; use "
+            f"{max(ranks // nodes, 1) * nodes}, or leave it out for one rank on each device"
         )
 
 
 def over_machines(config: ExperimentConfig, nodes: int, settings: Settings) -> ExperimentConfig:
-    """Return the config for so many machines: where it names no ranks, with one for each device of each
-    machine, as many as this one has. Raises UserError."""
+    """Return the config for `nodes` machines. If it sets no number of ranks, each machine gets one rank for
+    each device of this machine. Raises UserError when the ranks cannot be spread evenly."""
     check_nodes(config, nodes)
     if nodes == 1 or config.cluster.ranks:
         return config
@@ -115,17 +115,17 @@ def over_machines(config: ExperimentConfig, nodes: int, settings: Settings) -> E
 
 
 def other_workers(nodes: int, machines: Sequence[str], settings: Settings, stop: StopRequest) -> list[str]:
-    """Return the workers that take part beside this flow run's own: the named ones, or of those online the
-    ones with the least to do. Waits for those that are known and not online.
+    """Return the workers that take part besides this flow run's own: the named ones, or the least busy ones
+    that are online. Waits for workers that the pool knows and that are offline.
 
-    Raises UserError that names what is missing: at once when the pool does not know as many, or after
-    `cluster_wait_s`. Raises Interrupted.
+    Raises UserError that names what is missing: at once if the pool does not know enough workers, else after
+    `cluster_wait_s`. Raises Interrupted when `stop` was asked.
     """
     own = os.environ.get(WORKER)
     if own is None or runtime.flow_run.id is None:
         raise UserError(
-            f"nodes={nodes}: machines are known by their workers; queue this run with `prefect deployment "
-            "run`, and start `dphybrid worker` on each machine"
+            f"nodes={nodes}: several machines need a worker on each; start `dphybrid worker` there, and "
+            "queue this run with `prefect deployment run`"
         )
     wanted = [name for name in dict.fromkeys(machines) if name != own]
     if machines and len(wanted) != nodes - 1:
@@ -133,7 +133,7 @@ def other_workers(nodes: int, machines: Sequence[str], settings: Settings, stop:
             f"nodes={nodes} and machines {', '.join(machines)}: besides {own}, whose worker took this run, "
             f"these are {len(wanted)} others; name {nodes - 1}"
         )
-    deadline, told = time.monotonic() + settings.cluster_wait_s, False
+    deadline, reported = time.monotonic() + settings.cluster_wait_s, False
     while True:
         stop.obey("while it waited for machines")
         pool, workers, busy = _pool()
@@ -147,20 +147,20 @@ def other_workers(nodes: int, machines: Sequence[str], settings: Settings, stop:
         online = [name for name in wanted or others if others[name].status == WorkerStatus.ONLINE]
         if len(online) >= nodes - 1:
             return sorted(online, key=lambda name: (busy[name], name))[: nodes - 1]
-        away = ", ".join(_last_heard(others[name]) for name in wanted or others if name not in online)
+        offline = ", ".join(_last_heard(others[name]) for name in wanted or others if name not in online)
         if time.monotonic() > deadline:
             raise UserError(
-                f"nodes={nodes}: after {settings.cluster_wait_s:g} s these workers are still away: {away}; "
-                "start them, or wait longer with DPHYBRID_CLUSTER_WAIT_S"
+                f"nodes={nodes}: after {settings.cluster_wait_s:g} s these workers are still offline: "
+                f"{offline}; start them, or wait longer with DPHYBRID_CLUSTER_WAIT_S"
             )
-        if not told:
-            print(f"Waiting for machines: {away}", flush=True)
-        told = True
+        if not reported:
+            print(f"Waiting for machines: {offline}", flush=True)
+        reported = True
         time.sleep(_LOOK_EVERY_S)
 
 
 def _pool() -> tuple[str, list[Worker], Counter[str]]:
-    """Return the pool of this flow run, its workers, and how many runs each of them has."""
+    """Return the pool of this flow run, its workers, and the number of active runs by worker name."""
     with get_client(sync_client=True) as client:
         pool = client.read_flow_run(UUID(runtime.flow_run.id)).work_pool_name or ""
         workers = client.read_workers_for_work_pool(pool)
@@ -182,11 +182,12 @@ def _last_heard(worker: Worker) -> str:
 def gathered(
     others: Sequence[str], run_folder: str, settings: Settings, join: str = _JOIN
 ) -> Iterator[Meeting]:
-    """In the first machine's flow run: have the workers `others` join, and let them go when the block ends.
+    """In the first machine's flow run: let the workers `others` join, and end their flow runs when the block
+    ends.
 
-    Yields the meeting of their ranks, whose `look` raises UserError when a machine does not come within
-    `cluster_wait_s`, or fails, with its name and reason; and Interrupted, for the run to go on later, when
-    one crashed or left. join: the deployment of the others' flow runs.
+    Yields the meeting of the ranks. Its `look` raises UserError, with name and reason, when a machine fails
+    or does not join within `cluster_wait_s`; and Interrupted, so that the run continues later, when a machine
+    crashed or left. join: the deployment of the other machines' flow runs.
     """
     folder = Path(run_folder)
     host = urlsplit(PREFECT_API_URL.value() or "").hostname or "127.0.0.1"
@@ -196,7 +197,7 @@ def gathered(
     starts = num_starts(head)
     seat = Seat(
         head=head.id,
-        home=str(head.labels.get(HOME, "")),
+        home=str(head.labels.get(OWNER_LABEL, "")),
         host=platform.node(),
         run=folder.name,
         job=f"{head.id}-{starts}",
@@ -206,7 +207,7 @@ def gathered(
         wait_s=settings.cluster_wait_s,
         versions=versions(),
     )
-    # Before the others are called: who does not find it there sees another folder.
+    # Written before the other machines start: one that does not find the seat here does not share the folder.
     write_text(folder / SEAT, seat.model_dump_json())
     followers = _Followers(seat, starts)
     try:
@@ -221,7 +222,8 @@ def gathered(
 
 
 class _Followers:
-    """The other machines' flow runs, as the first one sees them. starts: how often this one was begun."""
+    """The other machines' flow runs, as the first machine sees them. starts: how often its own flow run was
+    started."""
 
     def __init__(self, seat: Seat, starts: int) -> None:
         self._seat, self._starts = seat, starts
@@ -237,7 +239,7 @@ class _Followers:
             timeout=0,
             flow_run_name=f"{self._seat.run} on {name}",
             tags=["dphybrid", MACHINE_TAG],
-            # a call that is tried again after a lost answer makes no second flow run
+            # The client retries a call whose answer was lost; the key prevents a second flow run.
             idempotency_key=f"{self._seat.job}-{name}",
             work_queue_name=name,
         )
@@ -245,7 +247,7 @@ class _Followers:
         self._runs[name] = run.id
 
     def look(self) -> bool:
-        """Look once; has something ended the work together?"""
+        """Check the other machines' states once; return whether one of them has to end the run."""
         try:
             states = self._states()
         except UNREACHABLE:
@@ -258,7 +260,8 @@ class _Followers:
             raise self._verdict
 
     def let_go(self) -> None:
-        """End those that do not end by themselves, as they do when their ranks have ended."""
+        """Wait for the other machines' flow runs, which end once their ranks have ended; cancel those that do
+        not end in time."""
         deadline, why = time.monotonic() + _LEAVE_S, "the run's first machine has ended its part"
         try:
             while any(not state.is_final() for state in self._states().values()):
@@ -270,11 +273,12 @@ class _Followers:
                     now = client.read_flow_run(run_id).state
                     if now is None or now.is_final() or now.type == StateType.CANCELLING:
                         continue
-                    begun = now.type == StateType.RUNNING
-                    ending: State = Cancelling(message=why) if begun else Cancelled(message=why)
+                    running = now.type == StateType.RUNNING
+                    # Only a running one has a process, which Cancelling asks to stop.
+                    ending: State = Cancelling(message=why) if running else Cancelled(message=why)
                     client.set_flow_run_state(run_id, ending, force=True)
-        except UNREACHABLE as error:  # they watch this run as well
-            print(f"The other machines could not be told the end ({error}); they see it themselves")
+        except UNREACHABLE as error:  # no harm: they watch this flow run as well
+            print(f"Prefect could not stop the other machines ({error}); they see this run's end and stop")
 
     def _states(self) -> dict[str, State]:
         with get_client(sync_client=True) as client:
@@ -284,34 +288,35 @@ class _Followers:
     def _judged(self, states: dict[str, State]) -> UserError | Interrupted | None:
         missing, now = [], time.monotonic()
         for name, state in states.items():
-            told = f"{state.name}{': ' + state.message if state.message else ''}"
+            shown = f"{state.name}{': ' + state.message if state.message else ''}"
             if state.type == StateType.FAILED or (
                 state.type == StateType.CRASHED and self._starts >= MAX_RUNS
             ):
-                return UserError(f"machine {name}: its flow run is {told}")
+                return UserError(f"machine {name}: its flow run is {shown}")
             if state.type == StateType.CRASHED:
-                return Interrupted(f"stopped by the end of machine {name} ({told})", requeue=True)
+                return Interrupted(f"stopped by the crash of machine {name} ({shown})", requeue=True)
             if state.is_final() or state.type == StateType.CANCELLING:
-                # At the end of a training it may be a moment ahead of the ranks here.
+                # When training ends, another machine may be finished a moment before the ranks here.
                 if now - self._left.setdefault(name, now) > _LEAVE_S:
-                    return Interrupted(f"stopped by machine {name}, which left ({told})", requeue=True)
+                    return Interrupted(f"stopped by machine {name}, which left ({shown})", requeue=True)
             elif state.name != _JOINED:
-                missing.append(f"{name} ({told})")
+                missing.append(f"{name} ({shown})")
         if missing and now - self._called > self._seat.wait_s:
             return UserError(
-                f"{len(missing)} of {self._seat.nodes} machines did not come within {self._seat.wait_s:g} s: "
-                f"{'; '.join(missing)}; see whether their workers run and their GPUs are free, or wait "
-                "longer with DPHYBRID_CLUSTER_WAIT_S"
+                f"{len(missing)} of {self._seat.nodes} machines did not join within {self._seat.wait_s:g} s: "
+                f"{'; '.join(missing)}; check that their workers run and their GPUs are free, or wait longer "
+                "with DPHYBRID_CLUSTER_WAIT_S"
             )
         return None
 
 
 @contextmanager
 def _seated(seat: Seat, stop: StopRequest) -> Iterator[tuple[Run, Meeting]]:
-    """In another machine's flow run: have the devices that the run wants, leased, and a place in its meeting.
+    """In another machine's flow run: lease the devices that the run wants; yield the run and its meeting.
 
-    stop: is asked when the first machine's flow run ends, or begins anew; a while later `look` of the meeting
-    raises Interrupted. Raises UserError when this machine does not see what the first one does.
+    stop: asked when the first machine's flow run ends or is started again; if the ranks do not end within a
+    grace period, the meeting's `look` raises Interrupted. Raises UserError when this machine's data folder or
+    versions differ from the first machine's.
     """
     settings, head = load_settings(), _Head(seat, stop)
     head.look()
@@ -319,13 +324,16 @@ def _seated(seat: Seat, stop: StopRequest) -> Iterator[tuple[Run, Meeting]]:
     run = same_run(seat, settings)
     ranks = run.config.cluster.ranks // seat.nodes
     with watching(head.look, _LOOK_EVERY_S, "dphybrid-first-machine"), ExitStack() as held:
-        with shown_waiting(runtime.flow_run.id) as tell:
+        with shown_waiting(runtime.flow_run.id) as report:
             leased = leased_devices(
-                run.config, settings, run=seat.run, replicas=ranks, on_wait=tell, stop=stop
+                run.config, settings, run=seat.run, replicas=ranks, on_wait=report, stop=stop
             )
             devices = held.enter_context(leased)
         if devices.text != run.page.devices:
-            raise UserError(f"devices: {devices.text} here, {run.page.devices} on {seat.host}; name as many")
+            raise UserError(
+                f"devices: {devices.text} here, {run.page.devices} on {seat.host}; each machine needs the "
+                "same devices"
+            )
         with giving_way(devices, settings, stop), stop_signals(stop):
             address = address_towards(seat.address, settings.cluster_address)
             set_state(runtime.flow_run.id, Running(name=_JOINED, message=f"its ranks listen at {address}"))
@@ -333,7 +341,7 @@ def _seated(seat: Seat, stop: StopRequest) -> Iterator[tuple[Run, Meeting]]:
 
 
 def follow(seat: Seat, stop: StopRequest) -> State:
-    """Be one of the other machines of a run: start its ranks here; return the state to end in."""
+    """Take part in another machine's run: start this machine's ranks; return the flow run's final state."""
     with _seated(seat, stop) as (run, meeting):
         outcome = train_in_ranks(run.folder, run.config.cluster.ranks, load_settings(), stop, meeting)
     stop.obey()
@@ -350,7 +358,7 @@ class _Head:
         self._over: float | None = None
 
     def look(self) -> bool:
-        """Look once; is the work together over?"""
+        """Check the first machine's flow run once; return whether its part is over."""
         try:
             with get_client(sync_client=True) as client:
                 run = client.read_flow_run(self._seat.head)
@@ -361,9 +369,9 @@ class _Head:
         else:
             state = run.state
             if state is not None and state.type == StateType.RUNNING:
-                if run.labels.get(HOME) == self._seat.home:
+                if run.labels.get(OWNER_LABEL) == self._seat.home:
                     return False
-                name = "begun anew"
+                name = "started again"  # it will invite machines again, with new seats
             else:
                 name = state.name if state is not None and state.name else "gone"
         self._over = time.monotonic()
@@ -372,23 +380,23 @@ class _Head:
 
     def obey(self) -> None:
         if self._over is not None and time.monotonic() - self._over > _LEAVE_S:
-            self._stop.obey("which its ranks did not heed in time")
+            self._stop.obey("and its ranks did not stop in time")
 
 
 def same_run(seat: Seat, settings: Settings) -> Run:
-    """Return the run of a seat as this machine sees it. Raises UserError when that is not what the first one
-    sees."""
+    """Return the run of a seat. Raises UserError when this machine's data folder or versions differ from the
+    first machine's."""
     here, folder = os.environ.get(WORKER) or platform.node(), settings.runs_dir / Path(seat.run).name
     remedy = f"give it the data folder of {seat.host}, shared, under the same path (DPHYBRID_DATA_DIR)"
     try:
-        told = (folder / SEAT).read_text(encoding="utf-8")
+        written = (folder / SEAT).read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(
             f"machine {here} does not see {folder / SEAT} ({error.strerror}); {remedy}"
         ) from error
-    # not by their texts: the server orders names anew
-    if Seat.model_validate_json(told) != seat.model_copy(update={"node": 0}):
-        raise UserError(f"machine {here} reads in {folder / SEAT} something else than it was told; {remedy}")
+    # Compared as objects, not as texts: Prefect's server reorders the keys of parameters.
+    if Seat.model_validate_json(written) != seat.model_copy(update={"node": 0}):
+        raise UserError(f"machine {here} reads another run's data in {folder / SEAT}; {remedy}")
     run = read_run(folder, settings)
     if not Path(run.page.prepared).is_dir():
         raise UserError(f"machine {here} does not see the prepared data {run.page.prepared}; {remedy}")

@@ -1,11 +1,11 @@
 """Lets `prefect deployment run train-hybrid` find the deployment by its bare name, and refuses wrong
-parameters before a run is made.
+parameters before a run is created.
 
-Prefect's command asks for FLOW/DEPLOYMENT, and its server checks types and bounds only: not the texts of
-`overrides`, no rule between fields. This start-up hook (entry-point group `prefect.plugins`, switched on in
-`prefect.toml`) resolves a name without a slash to the one deployment of that name, and checks the parameters
-of dphybrid's deployments before a run is made. The hook is a public interface; the methods it extends are
-not, so without them nothing is changed.
+Prefect's command requires FLOW/DEPLOYMENT, and its server checks only types and bounds: neither the texts in
+`overrides` nor rules between fields. This start-up hook (entry-point group `prefect.plugins`, switched on in
+`prefect.toml`) resolves a name without a slash to the only deployment of that name, and checks the parameters
+of dphybrid's deployments before a run is created. The hook is a public interface; the client methods that it
+extends are not. A version of Prefect without them is left unchanged.
 """
 
 import sys
@@ -19,7 +19,8 @@ PREFECT_PLUGIN_API_REQUIRES = ">=0.1,<1"
 
 @register_hook
 def setup_environment(*, ctx: Any) -> None:  # noqa: ARG001 - the hook's signature
-    """Extend the client's look-up by name."""
+    """Extend two methods of Prefect's client: the look-up by name, and the creation of flow runs."""
+    # Imported here: the hook runs at the start of every prefect command.
     from prefect.client.orchestration import PrefectClient
 
     by_name = getattr(PrefectClient, "read_deployment_by_name", None)
@@ -43,7 +44,8 @@ def setup_environment(*, ctx: Any) -> None:  # noqa: ARG001 - the hook's signatu
 
 
 async def _full_name(client: Any, name: str) -> str:
-    """Return FLOW/DEPLOYMENT for a bare deployment name. Raises ValueError when several flows have one."""
+    """Return FLOW/DEPLOYMENT for a bare deployment name. Raises ValueError when several flows have such a
+    deployment."""
     from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName
 
     found = await client.read_deployments(
@@ -59,8 +61,9 @@ async def _full_name(client: Any, name: str) -> str:
 
 
 async def refuse_wrong_parameters(client: Any, deployment_id: object, parameters: dict[str, object]) -> None:
-    """Raise UserError for parameters of a dphybrid deployment that its flow would not take, or that name code
-    of packages that DPHYBRID_FACTORY_PACKAGES does not allow; the command `prefect` ends with its message."""
+    """Raise UserError for parameters of a dphybrid deployment that its flow would refuse, or that name code
+    in packages that DPHYBRID_FACTORY_PACKAGES does not allow. The command `prefect` exits with its
+    message."""
     from dphybrid.config.settings import load_settings
     from dphybrid.orchestration.validate import check_values
     from dphybrid.util.errors import UserError
@@ -70,7 +73,7 @@ async def refuse_wrong_parameters(client: Any, deployment_id: object, parameters
     if "dphybrid" not in deployment.tags:
         return
     try:
-        # anybody with the server's password may have set the deployment's values
+        # Checking imports the code that values name, and anybody with the server's password can set values.
         with importing_only(load_settings().factory_packages):
             check_values(
                 {**deployment.parameters, **parameters},

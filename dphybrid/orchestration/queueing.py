@@ -1,7 +1,7 @@
-"""How a flow run waits, gives way, is late and is queued again: its states, as people see them in Prefect.
+"""The states of a flow run that waits for GPUs, gives way, is late or is queued again, as Prefect shows them.
 
-A run is queued again when its process died: by its worker, which sees its process end, and, when worker or
-machine died too, by any worker of the pool once Prefect's automation has missed the run's heartbeats.
+A run whose process died is queued again by its worker, which sees the process end. If the worker or the whole
+machine died, too, any worker of the pool queues it again once Prefect's automation misses its heartbeats.
 """
 
 import os
@@ -30,40 +30,44 @@ from prefect.states import AwaitingRetry, Cancelled, Completed, Crashed, Running
 from dphybrid.util.errors import UserError
 
 STARTED_BY = "DPHYBRID_STARTED_BY"
-"""Environment variable in which a worker tells a run's process who started it: `PID TOKEN`, as in `HOME`."""
-HOME = "dphybrid.home"
-"""Label of a flow run: who started it last. A process that finds other words there has lost its run."""
+"""Environment variable of a run's process: the worker that started it, as `PID TOKEN`. The same as
+`OWNER_LABEL`."""
+OWNER_LABEL = "dphybrid.home"
+"""Label of a flow run: the last start of it (`PID TOKEN`, with the worker's PID). A process that reads a
+different value no longer owns the run."""
 WORKER = "DPHYBRID_WORKER"
-"""Environment variable in which a worker tells a run's process its own name, which is its queue's, too."""
+"""Environment variable of a run's process: the name of its worker, which is also the name of a queue."""
 WORKER_LABEL = "dphybrid.worker"
 """Label of a flow run: the name of the worker that started it last."""
-BEGUN = "dphybrid.begun"
-"""Label of a flow run: how often it was started. Prefect's own count grows with each state that says that it
-waits, too."""
+STARTS_LABEL = "dphybrid.begun"
+"""Label of a flow run: how often it was started. Prefect's own `run_count` also grows with each `Running`
+state that says why the run waits."""
 
 MACHINE_TAG = "machine"
-"""Tag of another machine's part of a run over several; the run's first machine asks for it anew."""
+"""Tag of a flow run that is another machine's part of a run. It is not queued again by itself: the run's
+first machine starts a new one."""
 MAX_RUNS = 10
-"""A flow run that was begun so often is not queued again: it may be what kills its machine."""
+"""A flow run that was started this often is not queued again: the run itself may be what kills machines."""
 SILENT = "no heartbeat: its machine died"
-"""What the automation of `dphybrid.orchestration.setup` writes on a run."""
+"""Message of the state that the automation of `dphybrid.orchestration.setup` gives to a run."""
 SILENT_FOR = timedelta(seconds=200)
-"""Silence after which it does; at least three heartbeats, or living runs would be begun twice."""
+"""How long a run may send no heartbeat before the automation marks it. At least three heartbeat intervals;
+otherwise a live run could be started twice."""
 _STUCK = timedelta(seconds=120)
-"""How long the start of a process may take."""
+"""How long a run may be pending while its process starts; after that it is queued again."""
 
 UNREACHABLE = (httpx.HTTPError, PrefectException, RuntimeError)
-"""What a call to Prefect's server raises when it is away."""
+"""What a call to Prefect's server raises when the server is unreachable."""
 
 ENDINGS = ("SkippedLate", "NothingNew", "NotEnoughNew", "Kept", "Promoted", "Left")
-"""Names of the states, besides Prefect's own, that a flow run may end in. The automation for dead machines
-has to know them all."""
+"""Names of the final states that dphybrid adds to Prefect's own. The automation for dead machines lists them
+all: a run that ended in an unlisted state would count as silent."""
 
 
 @contextmanager
 def reaching_server() -> Iterator[str]:
-    """Yield the address of Prefect's server to what cannot begin without it. Raises UserError where none is
-    set, and where the one that is set does not answer, or not as Prefect's API does."""
+    """Yield the address of Prefect's server. Raises UserError if no address is set, or if the block finds
+    that nothing answers there as Prefect's API does."""
     address = PREFECT_API_URL.value()
     if not address:
         raise UserError("PREFECT_API_URL is not set; name the Prefect server, such as http://server:4200/api")
@@ -77,11 +81,11 @@ def reaching_server() -> Iterator[str]:
 
 
 def client_for_threads() -> Callable[[], AbstractContextManager[SyncPrefectClient]]:
-    """Return what opens a client in any thread, of the server that this thread has.
+    """Return a function that opens, in any thread, a client of the calling thread's server.
 
-    A thread has none of its starter's settings, and without the address of a temporary server a client would
-    start another one. It is a new client each time: one that has been connected retries for a minute when the
-    server is away.
+    Prefect's settings are per thread: without them, a client in a new thread would not know the temporary
+    server and start another one. Each call opens a new client, because a client that was connected once
+    retries for a minute when the server is unreachable.
     """
     here = get_settings_context()
 
@@ -97,7 +101,7 @@ def client_for_threads() -> Callable[[], AbstractContextManager[SyncPrefectClien
 
 
 def ended(name: str, text: str) -> State:
-    """Return one of the `ENDINGS`, and tell it."""
+    """Return the final state `name`, one of `ENDINGS`, and print it."""
     assert name in ENDINGS
     print(f"{name}: {text}", flush=True)
     return Completed(name=name, message=text)
@@ -105,69 +109,72 @@ def ended(name: str, text: str) -> State:
 
 @contextmanager
 def shown_waiting(flow_run_id: str) -> Iterator[Callable[[str], None]]:
-    """Yield a function that tells why the run waits: as a line, and as the run's state WaitingForGPU, which
-    ends with the block."""
+    """Yield a function that reports why the run waits: it prints a line and sets the run's state to
+    WaitingForGPU. When the block ends, the state is Running again."""
     waiting = False
 
-    def tell(reason: str) -> None:
+    def report(reason: str) -> None:
         nonlocal waiting
         print(f"Waiting for GPUs: {reason}", flush=True)
         waiting = set_state(flow_run_id, Running(name="WaitingForGPU", message=reason)) or waiting
 
     try:
-        yield tell
+        yield report
     finally:
         if waiting:
             set_state(flow_run_id, Running(), only_if="WaitingForGPU")
 
 
 def set_state(flow_run_id: str, state: State, only_if: str | None = None) -> bool:
-    """Give a running flow run another state of the same kind, or end it; return whether that was done.
+    """Set the state of a running flow run; return whether that was done.
 
-    only_if: the name that its state must have. Not done to what does not run, nor while the server is away.
+    only_if: change it only if the current state has this name. Does nothing if the run is not running or the
+    server is unreachable.
     """
     try:
         with get_client(sync_client=True) as client:
             now = client.read_flow_run(UUID(flow_run_id)).state
             if now is None or now.type != StateType.RUNNING or (only_if and now.name != only_if):
-                return False  # cancelled meanwhile: not to be overwritten
+                return False  # it may have been cancelled meanwhile, which must not be overwritten
             client.set_flow_run_state(UUID(flow_run_id), state, force=True)
     except UNREACHABLE:
         return False
     return True
 
 
-def lives_elsewhere(run: FlowRun) -> bool:
-    """Was this process's flow run given back to the queue, or begun by another worker since?"""
+def owned_elsewhere(run: FlowRun) -> bool:
+    """Return whether this process no longer owns the flow run: it is queued again, or another worker has
+    started it."""
     own = os.environ.get(STARTED_BY)
     queued = run.state is not None and run.state.type in (StateType.SCHEDULED, StateType.PENDING)
-    return queued or (own is not None and run.labels.get(HOME, own) != own)
+    return queued or (own is not None and run.labels.get(OWNER_LABEL, own) != own)
 
 
 def num_starts(run: FlowRun) -> int:
-    """Return how often a run was started."""
-    starts = run.labels.get(BEGUN)
+    """Return how often a flow run was started."""
+    starts = run.labels.get(STARTS_LABEL)
     return starts if isinstance(starts, int) else 0
 
 
-def after_death(run: FlowRun, reason: str) -> State | None:
-    """Return the state of a run whose process died without a word: queued again, or why it is not; None for
-    one that is left as it is."""
+def state_after_death(run: FlowRun, reason: str) -> State | None:
+    """Return the new state of a run whose process died without setting one: queued again, or final with the
+    reason; None if its state should stay as it is."""
     assert run.state is not None  # its process has set one
     if run.state.type == StateType.CANCELLING:
         return Cancelled(message=reason)
-    alive = run.state.type in (StateType.RUNNING, StateType.PENDING, StateType.CRASHED)
-    if not alive or run.deployment_id is None or MACHINE_TAG in run.tags:
+    # CRASHED, too: the automation marks dead runs so. All other final states stay.
+    unfinished = run.state.type in (StateType.RUNNING, StateType.PENDING, StateType.CRASHED)
+    if not unfinished or run.deployment_id is None or MACHINE_TAG in run.tags:
         return None
     if (starts := num_starts(run)) >= MAX_RUNS:
-        return Crashed(message=f"{reason}, and it was begun {starts} times; it is not queued again")
+        return Crashed(message=f"{reason}, and it was started {starts} times; it is not queued again")
     when = datetime.now(UTC) + timedelta(seconds=1)
     return AwaitingRetry(scheduled_time=when, message=f"{reason}; queued again")
 
 
 def queue_lost_runs(pool: str) -> list[str]:
-    """Queue the runs of a pool again whose machine died, or whose worker before they began, wherever that
-    was; return a line for each. Does nothing while the server is away."""
+    """Queue those runs of a pool again whose machine died, or whose worker died before it started them, on
+    whatever machine; return a line for each. Does nothing while the server is unreachable."""
     kinds = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.PENDING, StateType.CRASHED]))
     lines = []
     try:
@@ -182,9 +189,9 @@ def queue_lost_runs(pool: str) -> list[str]:
                 if pending and datetime.now(UTC) - run.state.timestamp < _STUCK:
                     continue
                 if not pending and run.state.message != SILENT:
-                    continue  # it crashed by itself, or was queued too often
-                state = None if pending else _waiting_before(client, run)
-                state = state or after_death(run, "it did not begin" if pending else SILENT)
+                    continue  # the run itself crashed, or was queued too often
+                state = None if pending else _queued_before(client, run)
+                state = state or state_after_death(run, "its process did not start" if pending else SILENT)
                 if state is not None:
                     client.set_flow_run_state(run.id, state, force=True)
                     lines.append(f"flow run {run.name}: {state.message}")
@@ -193,23 +200,24 @@ def queue_lost_runs(pool: str) -> list[str]:
     return lines
 
 
-def _waiting_before(client: SyncPrefectClient, run: FlowRun) -> State | None:
-    """Return the state, once more, of a run that had gone back to the queue before it was thought dead.
+def _queued_before(client: SyncPrefectClient, run: FlowRun) -> State | None:
+    """Return a copy of the queued state that a run had before the automation marked it as dead, or None if it
+    was not queued.
 
-    Of a run that a schedule planned, Prefect's automations see no state for up to 15 minutes: each event
-    waits for the one before it, and of the planning there is none.
+    The automation can be wrong about runs that a schedule planned: it sees their states up to 15 minutes
+    late. Prefect holds back an event until the preceding one has arrived, and planning emits no event.
     """
-    *_, before, _ = [None, *client.read_flow_run_states(run.id)]
+    *_, before, _ = [None, *client.read_flow_run_states(run.id)]  # None: a run may have one state only
     if before is None or before.type != StateType.SCHEDULED:
         return None
     return AwaitingRetry(scheduled_time=before.state_details.scheduled_time, message=before.message)
 
 
 def too_late(limit_min: float) -> State | None:
-    """Return the state to end with when this run was planned by a schedule more than `limit_min` minutes ago,
-    else None; 0: never.
+    """Return the final state SkippedLate if a schedule planned this run more than `limit_min` minutes ago, or
+    None. 0: no limit.
 
-    Prefect makes up for every missed time when a worker comes back; one run is enough.
+    When a worker comes back, Prefect starts a run for every missed time of a schedule; one is enough.
     """
     context = FlowRunContext.get()
     run = context.flow_run if context else None
@@ -218,7 +226,7 @@ def too_late(limit_min: float) -> State | None:
         or run is None
         or not run.auto_scheduled
         or run.expected_start_time is None
-        or run.run_count > 1
+        or run.run_count > 1  # it started in time and was queued again
     ):
         return None
     late_min = (datetime.now(UTC) - run.expected_start_time).total_seconds() / 60

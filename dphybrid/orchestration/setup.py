@@ -1,8 +1,8 @@
-"""`dphybrid deploy`: create everything that a Prefect server needs, or bring it up to date; run it as often
-as you like.
+"""`dphybrid deploy`: create or update everything that a Prefect server needs. It can be run any number of
+times.
 
-Pool and queues, the deployments of prefect.yaml (checked first), and the automation that queues runs again
-whose machine died.
+It makes the pool and its queues, the deployments of prefect.yaml (validated first), and the automation that
+marks runs whose machine died.
 """
 
 import asyncio
@@ -53,16 +53,17 @@ _OVER = [
 
 
 async def _make_queues(client: PrefectClient, pool: str, hosts: Sequence[str]) -> list[str]:
-    """Make the pool and its queues where they are not there; return their names by priority: those of these
-    hosts, those of others that are there, and the shared ones."""
+    """Create the pool and its queues if they do not exist; return the queues' names by priority: those of
+    `hosts`, other existing ones, and the shared ones."""
     try:
         await client.read_work_pool(pool)
     except ObjectNotFound:
         await client.create_work_pool(WorkPoolCreate(name=pool, type="process"))
     there = {queue.name: queue for queue in await client.read_work_queues(work_pool_name=pool)}
     kept = sorted(there.keys() - {*hosts, *SHARED_QUEUES, "default"}, key=lambda name: there[name].priority)
-    # Lower numbers come first, and a new queue gets the highest: runs of a host's own queue would wait behind
-    # those of `any`. All of them in turn: a number that is taken pushes its queue and those behind it back.
+    # Lower numbers come first, and Prefect gives a new queue the highest number: a host's own queue would
+    # come after `any`. Set all of them, in order: giving one a number in use moves the queues from there on
+    # back.
     wanted = [*hosts, *kept, *SHARED_QUEUES]
     for priority, name in enumerate(wanted, start=1):
         if name in there:
@@ -72,14 +73,14 @@ async def _make_queues(client: PrefectClient, pool: str, hosts: Sequence[str]) -
     return wanted
 
 
-async def _give_forms(file: Path) -> None:
+async def _set_forms(file: Path) -> None:
     """Give each deployment of a dphybrid flow the form of its own recipe."""
     async with get_client() as client:
         for deployment in read_deployments(file):
             flow = load_flow(deployment.entrypoint)
             if "config" not in flow.parameters.properties:
                 continue
-            # Afterwards: Prefect's command gives a deployment its flow's form, the same for all recipes.
+            # After `prefect deploy`, which gives each deployment its flow's form, the same for all recipes.
             there = await client.read_deployment_by_name(f"{flow.name}/{deployment.name}")
             recipe = (there.parameters.get("config") or {}).get("recipe", DEFAULT)
             form = form_of(flow, recipe).model_dump(exclude_unset=True)
@@ -87,15 +88,15 @@ async def _give_forms(file: Path) -> None:
 
 
 async def _upsert_automation() -> str:
-    """Make the automation, or bring the one of its name up to date (a second one would act twice); return
-    which it did."""
+    """Create the automation, or update the existing one of its name; return which was done. A second one
+    would act twice."""
     automation = Automation(
         name=_AUTOMATION,
-        description="A training whose heartbeats stop has lost its machine. Workers queue it again, and one "
-        "goes on from its checkpoint.",
+        description="Marks a training as crashed when its heartbeats stop, because its machine has died. A "
+        "worker then queues it again, and it continues from its checkpoint.",
         trigger=EventTrigger(
             posture=Posture.Proactive,
-            # Running, too: a machine may die before the first heartbeat.
+            # After Running, too: a machine may die before the first heartbeat.
             after={_HEARTBEAT, "prefect.flow-run.Running"},
             expect={_HEARTBEAT, *_OVER},
             match={"prefect.resource.id": ["prefect.flow-run.*"]},
@@ -105,8 +106,8 @@ async def _upsert_automation() -> str:
             within=SILENT_FOR,
         ),
         actions=[
-            # Not SCHEDULED: Prefect triggers this for runs that ended long ago, too, which cannot become
-            # Crashed, but would begin again.
+            # Not SCHEDULED, which would queue the run directly: Prefect also triggers this for runs that
+            # ended long ago. They cannot become Crashed, but SCHEDULED would start them again.
             ChangeFlowRunState(state=StateType.CRASHED, name="Crashed", message=SILENT, force=False)
         ],
     )
@@ -114,15 +115,17 @@ async def _upsert_automation() -> str:
         there = await Automation.aread(name=_AUTOMATION)
     except ValueError:
         await automation.acreate()
-        return "made"
+        return "created"
     automation.id = there.id
     await automation.aupdate()
-    return "brought up to date"
+    return "updated"
 
 
 def call_prefect(*argv: str) -> None:
-    """Call Prefect's command in this process, which has imported what takes most of its time: Prefect and the
-    flows. Raises UserError with what it printed when it fails."""
+    """Run the `prefect` command in this process. Raises UserError with its output when it fails.
+
+    A new process would take long, mostly to import Prefect and the flows, which this one has imported.
+    """
     from prefect.cli import app
 
     printed = io.StringIO()
@@ -133,14 +136,15 @@ def call_prefect(*argv: str) -> None:
             app()
     except SystemExit as end:
         if end.code:
-            told = f"{printed.getvalue()}{'' if isinstance(end.code, int) else end.code}"
-            raise UserError(f"deployments could not be made: {told[-2000:]}") from end
+            output = f"{printed.getvalue()}{'' if isinstance(end.code, int) else end.code}"
+            raise UserError(f"deployments could not be created: {output[-2000:]}") from end
     finally:
         sys.argv = before
 
 
 def write(file: Path) -> None:
-    """Write the package's deployments, and beside them Prefect's settings. Raises UserError."""
+    """Write the package's prefect.yaml to `file` and its prefect.toml beside it. Raises UserError if a file
+    exists or cannot be written."""
     for path, packaged in ((file, PACKAGED), (file.with_name("prefect.toml"), PACKAGED.with_suffix(".toml"))):
         try:
             with path.open("x", encoding="utf-8") as out:
@@ -148,27 +152,27 @@ def write(file: Path) -> None:
         except OSError as error:
             raise UserError(f"{path}: cannot be written: {error.strerror}") from error
         print(f"{path}: written")
-    print(f"Change {file.name}, then run `dphybrid deploy` in its folder")
+    print(f"Edit {file.name}, then run `dphybrid deploy` in its folder")
 
 
 def _what_next(file: Path, api: str) -> str:
-    """Return the commands and addresses that a server with these deployments is used by."""
+    """Return the text with the commands and addresses for using a server with these deployments."""
     names = [f"{load_flow(page.entrypoint).name}/{page.name}" for page in read_deployments(file)]
     first = next((name for name in names if name.endswith("/train-tutorial-hybrid")), names[0])
-    lines = ["Deployments, made or brought up to date:", *(f"  {name}" for name in names)]
+    lines = ["Deployments, created or updated:", *(f"  {name}" for name in names)]
     lines += [f"Pages:  {PREFECT_UI_URL.value()}/deployments"]
     lines += [f"Worker: PREFECT_API_URL={api} dphybrid worker"]
     lines += [f"Run:    PREFECT_API_URL={api} prefect deployment run {first} --watch"]
     short = first.partition("/")[2]
-    return "\n".join([*lines, f"        With PREFECT_PLUGINS_ENABLED=true, {short} alone names it, too."])
+    return "\n".join([*lines, f"        With PREFECT_PLUGINS_ENABLED=true, the name {short} is enough."])
 
 
 def deploy(pool: str, hosts: Sequence[str], file: Path | None) -> None:
-    """Set the server up. hosts: workstations that get queues of their own. file: a prefect.yaml; None: the
-    one here, or the package's."""
+    """Set the server up. hosts: workstations that get their own queues. file: a prefect.yaml; None: that of
+    the current folder, or else the package's."""
     file = deployments_file(file)
     if file == PACKAGED:
-        print("Deployments: the package's own; `dphybrid deploy --write` puts them here, to be changed")
+        print("Deployments: those of the package; `dphybrid deploy --write` copies them here for you to edit")
     check_prefect_yaml(file)
 
     async def make() -> None:
@@ -180,5 +184,5 @@ def deploy(pool: str, hosts: Sequence[str], file: Path | None) -> None:
     with reaching_server() as address:
         asyncio.run(make())
         call_prefect("--no-prompt", "deploy", "--all", "--prefect-file", str(file))
-        asyncio.run(_give_forms(file))
+        asyncio.run(_set_forms(file))
     print(_what_next(file, address))

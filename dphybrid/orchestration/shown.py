@@ -1,4 +1,4 @@
-"""What Prefect's pages show of a training: name, tags, the link to its MLflow run, and its progress."""
+"""Shows a training on Prefect's pages: its name, tags, a link to its MLflow run, and its progress."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,26 +13,26 @@ from dphybrid.training.callbacks import EpochEnd
 from dphybrid.util.stop import watching
 from dphybrid.util.text import as_markdown, masked
 
-_TELL_EVERY_S = 2.0
+_SEND_EVERY_S = 2.0
 
 
 @contextmanager
-def not_needed(what: str) -> Iterator[None]:
-    """Tell that the server did not take what the block gives it, and go on: `what` is lost then, and where it
-    is to be found."""
+def tolerating_outage(note: str) -> Iterator[None]:
+    """If the server does not accept what the block sends, print `note` and continue. The note says what is
+    missing in Prefect, and where it can be found instead."""
     try:
         yield
     except UNREACHABLE as error:
-        print(masked(f"Note: {what} ({error})"), flush=True)
+        print(masked(f"Note: {note} ({error})"), flush=True)
 
 
-@not_needed("Prefect does not show the run's name and link")
+@tolerating_outage("Prefect does not show the run's name and link")
 def show_run(flow_run_id: str, name: str, tags: Sequence[str], address: str) -> None:
-    """Give a flow run the name of its run, more tags, and a link to `address`, where MLflow shows it ("": not
-    recorded by a server). A server that does not answer is reported and does not stop the training."""
+    """Give a flow run the name of its run, more tags, and a link to its page in MLflow (address; "" for
+    none). If Prefect's server does not answer, print a note and continue."""
     with get_client(sync_client=True) as client:
         run = client.read_flow_run(UUID(flow_run_id))
-        # what is left out is overwritten
+        # An update replaces the whole list of tags, so keep the present ones.
         client.update_flow_run(run.id, name=name, tags=sorted({*run.tags, *tags}))
         if address:
             text = f"[MLflow run {as_markdown(name)}]({address})"
@@ -48,8 +48,8 @@ def show_run(flow_run_id: str, name: str, tags: Sequence[str], address: str) -> 
 
 @contextmanager
 def shown_progress(flow_run_id: str) -> Iterator[Callable[[EpochEnd], None]]:
-    """Yield what shows each epoch as the flow run's progress: one artifact, which a thread brings up to date,
-    for training waits for no server."""
+    """Yield a function that takes each epoch's end, to show it as the flow run's progress. A thread updates
+    one artifact, so that training never waits for the server."""
     latest: tuple[float, str] | None = None
     shown: tuple[float, str] | None = None
     artifact: UUID | None = None
@@ -76,22 +76,24 @@ def shown_progress(flow_run_id: str) -> Iterator[Callable[[EpochEnd], None]]:
             shown = now
             return False
 
-    def tell(seen: EpochEnd) -> None:
+    def report(seen: EpochEnd) -> None:
         nonlocal latest
         latest = 100 * seen.epoch / seen.epochs, _epoch_text(seen)
 
-    with watching(show, _TELL_EVERY_S, "dphybrid-progress", end_s=1.0):
-        yield tell
-    if latest is not None:  # and nobody has interrupted it
+    with watching(show, _SEND_EVERY_S, "dphybrid-progress", end_s=1.0):
+        yield report
+    # Reached only when training was not interrupted: then `yield` raises.
+    if latest is not None:
         latest = 100.0, f"{latest[1]}; trained"  # early stopping ends before the last epoch
-        # A thread, for this one's client is the flow's: it asks for minutes when the server is away.
+        # In a thread that is not waited for long: this thread's client is the flow's, which retries for
+        # minutes when the server is unreachable.
         last = Thread(target=show, daemon=True)
         last.start()
-        last.join(_TELL_EVERY_S)
+        last.join(_SEND_EVERY_S)
 
 
 def _epoch_text(seen: EpochEnd) -> str:
-    """Return an epoch's end in a line."""
+    """Return one line about an epoch's end."""
     metrics = ", ".join(f"{name} {value:.5g}" for name, value in seen.metrics.items())
     best = ", the best so far" if seen.best else ""
     return (

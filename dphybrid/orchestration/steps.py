@@ -1,7 +1,7 @@
 """Shared parts of the flows: the steps of the main job as Prefect tasks, and `trained`, which calls them in
 turn.
 
-Tasks pass paths; the work is in `dphybrid.run.train`.
+Tasks pass each other paths, never models or data; the work is in `dphybrid.run.train`.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import load_settings
 from dphybrid.orchestration.machines import gathered, other_workers, over_machines
 from dphybrid.orchestration.queueing import UNREACHABLE, shown_waiting
-from dphybrid.orchestration.shown import not_needed, show_run, shown_progress
+from dphybrid.orchestration.shown import show_run, shown_progress, tolerating_outage
 from dphybrid.orchestration.supervised import watched_flow_run
 from dphybrid.run import train as job
 from dphybrid.run.experiment import Experiment
@@ -31,7 +31,8 @@ from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
 
 FLOW_RUN_TAG = "prefect.flow_run_id"
 
-# Around the steps, too, not around all of them alone: Prefect logs the traceback of what leaves a task.
+# Inside the tasks, although `closing_run` does the same around them: Prefect logs the traceback of any
+# exception but a UserError that leaves a task.
 _disk_errors_told = disk_errors_told("then go on with --resume")
 
 _P = ParamSpec("_P")
@@ -39,8 +40,11 @@ _R = TypeVar("_R")
 
 
 def step(name: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Make a function a Prefect task, called as the function is. An interruption goes on from it, too, and
-    its state is Cancelled then, where Prefect would log a crash."""
+    """Make a function a Prefect task that is called like the function.
+
+    An Interrupted leaves the call as it would leave the function, and the task ends as Cancelled; Prefect
+    alone would log a crash.
+    """
 
     def made(work: Callable[_P, _R]) -> Callable[_P, _R]:
         @wraps(work)
@@ -57,7 +61,7 @@ def step(name: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
             done: Any = as_task(*args, **named)
             if isinstance(done, State):
                 interruption: Any = done.data
-                raise interruption.result  # done.result() would raise another: its event loop's own
+                raise interruption.result  # not done.result(), which raises an exception of its own
             result: _R = done
             return result
 
@@ -88,7 +92,7 @@ def build(
     run = job.build_run(experiment, devices, run_name=run_name, resume=resume, tags=tags, links=links)
     address = ""
     if run.page.run_id:
-        # closed, or it would hold the record that `train` has to send
+        # Close it: an open tracker holds the outbox that `train` has to send.
         with closing(attached(run)) as tracker:
             address = tracker.run_url
     shown = [config.recipe, devices, *filter(None, [config.checkpoint.register_as])]
@@ -105,10 +109,10 @@ def train(run_folder: str, stop: StopRequest, others: list[str]) -> dict[str, ob
     settings = load_settings()
     with (
         gathered(others, run_folder, settings) if others else nullcontext() as meeting,
-        shown_progress(runtime.flow_run.id) as tell,
+        shown_progress(runtime.flow_run.id) as on_epoch,
     ):
         run = read_run(run_folder, settings)
-        return job.train_run(run, run.experiment(), stop, [tell], meeting).model_dump()
+        return job.train_run(run, run.experiment(), stop, [on_epoch], meeting).model_dump()
 
 
 @step("evaluate")
@@ -126,12 +130,12 @@ def report(run_folder: str) -> job.Report:
     run = read_run(run_folder, load_settings())
     done = job.report_run(run, run.experiment())
     print(done.text, flush=True)
-    with not_needed(f"Prefect's artifacts could not be written; the report is in {run_folder}"):
+    with tolerating_outage(f"Prefect's artifacts could not be written; the report is in {run_folder}"):
         metrics = [{"metric": name, "value": value} for name, value in done.metrics.items()]
         create_table_artifact(metrics, key="metrics", description="Validation metrics")
         if done.splits:
             rows = [row.table_row() for row in done.splits]
-            create_table_artifact(rows, key="splits", description="What each replica got of a batch")
+            create_table_artifact(rows, key="splits", description="Rows of a batch on each replica")
         create_markdown_artifact(f"```\n{done.text.strip()}\n```", key="result", description=done.run_name)
     return done
 
@@ -147,32 +151,35 @@ def trained(
     nodes: int = 1,
     machines: Sequence[str] = (),
 ) -> job.Report:
-    """Train in the flow run at hand, from where it stood if it began before: it gave way, or its worker died.
+    """Train in the current flow run. If it was started before (it gave way, or its worker died), continue
+    from its checkpoint.
 
     Args:
         config: the experiment.
-        stop: asked by signals, by Prefect's cancelling and by those who want the GPUs.
+        stop: asked by signals, by cancelling in Prefect, and by others who want the GPUs.
         run_name: name of the run (default: the flow run's).
         resume: "latest", or a run's name.
         tags: more tags for the MLflow run.
-        prepared: folder of the prepared data, where the flow run has made it already.
-        nodes: machines that train it together, see `dphybrid.orchestration.machines`.
-        machines: their workers' names; empty: any.
+        prepared: folder of the prepared data, if the flow run has prepared it already.
+        nodes: number of machines that train together, see `dphybrid.orchestration.machines`.
+        machines: names of their workers; empty: any.
 
     Raises Interrupted when it has to stop before the end.
     """
     settings, flow_run_id = load_settings(), runtime.flow_run.id
     config = over_machines(config, nodes, settings)
-    # A flow run that is begun again has no other memory of its run than the tag on it.
+    # A flow run that is started again finds its run only by this tag of the run.
     resume = resume or find_tagged_run(settings, FLOW_RUN_TAG, flow_run_id)
     with watched_flow_run(flow_run_id, stop), ExitStack() as held:
         others = other_workers(nodes, machines, settings, stop) if nodes > 1 else []
         prepared = prepared or prepare(config, config.cluster.on_each(nodes), run_name)
         stop.obey("before it was built")
         replicas = job.resumed_replicas(Experiment.open(config, settings, prepared), resume)
-        with shown_waiting(flow_run_id) as tell:
+        with shown_waiting(flow_run_id) as report_wait:
             name = run_name or runtime.flow_run.name or config.recipe
-            leased = leased_devices(config, settings, run=name, replicas=replicas, on_wait=tell, stop=stop)
+            leased = leased_devices(
+                config, settings, run=name, replicas=replicas, on_wait=report_wait, stop=stop
+            )
             devices = held.enter_context(leased)
         all_tags = _tags() | devices.tags | (tags or {})
         if others:
@@ -195,12 +202,13 @@ def _tags() -> dict[str, str]:
         "prefect.deployment_id": deployment.id,
         "mlflow.source.name": "train-hybrid",
     }
-    with suppress(*UNREACHABLE):  # the name alone is asked of the server, which may be away by now
+    with suppress(*UNREACHABLE):  # only the name needs a request to the server, which may be unreachable
         found["prefect.deployment_name"] = deployment.name
     return {name: str(value) for name, value in found.items() if value}
 
 
 def _links() -> dict[str, str]:
-    # An embedded server is gone when the run has ended, so its address would lead nowhere.
+    # Without a deployment the server is a temporary one: it ends with the run, and a link to it would be
+    # dead.
     address = runtime.flow_run.ui_url if runtime.deployment.id else None
     return {"Prefect flow run": address} if address else {}

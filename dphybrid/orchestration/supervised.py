@@ -1,4 +1,4 @@
-"""Supervise a deployment's flow run: stop it when its worker dies or another worker has started it anew, and
+"""Supervise a deployment's flow run: stop it when its worker dies or another worker has started it again, and
 queue it again when it had to stop early."""
 
 import logging
@@ -18,7 +18,7 @@ from prefect.exceptions import Pause, TerminationSignal
 from prefect.states import AwaitingRetry, Cancelled, Completed
 
 from dphybrid.config.settings import load_settings
-from dphybrid.orchestration.queueing import STARTED_BY, UNREACHABLE, client_for_threads, lives_elsewhere
+from dphybrid.orchestration.queueing import STARTED_BY, UNREACHABLE, client_for_threads, owned_elsewhere
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import Interrupted, StopRequest, stop_signals, watching
 
@@ -28,19 +28,19 @@ _ENDED = {StateType.CANCELLING, StateType.CANCELLED, StateType.CRASHED}
 
 @contextmanager
 def supervised(ending: str | None = None) -> Iterator[StopRequest]:
-    """Supervise the flow run at hand while the block runs; yields the request to stop it, which its signals
-    and its worker's death make.
+    """Supervise the current flow run while the block runs. Yields its stop request, which signals and the
+    death of its worker set off.
 
-    A block that is interrupted - to give way, by SIGTERM, or because its worker died - and is not cancelled
-    is queued again; or, with an `ending` of `queueing.ENDINGS`, ends so.
+    A run that is interrupted (to give way, by SIGTERM, or because its worker died) and not cancelled is
+    queued again. With an `ending` of `queueing.ENDINGS` it ends in that state instead.
     """
     without_tracebacks_of_user_errors()
     flow_run_id = runtime.flow_run.id if runtime.deployment.id else None
     stop = StopRequest()
     with ExitStack() as held:
-        if flow_run_id is not None:  # a worker started it, and others see it
-            _end_if_begun_elsewhere(flow_run_id)
-            held.enter_context(noticing_the_workers_death(stop))
+        if flow_run_id is not None:  # a worker started it
+            _exit_if_owned_elsewhere(flow_run_id)
+            held.enter_context(watching_worker(stop))
         try:
             with stop_signals(stop, at_once=True):
                 yield stop
@@ -51,7 +51,7 @@ def supervised(ending: str | None = None) -> Iterator[StopRequest]:
             if asked_to_end:
                 raise TerminationSignal(signal=signal.SIGTERM) from interruption
             raise
-        except TerminationSignal as ended:  # before or after these handlers
+        except TerminationSignal as ended:  # Prefect's handler: the signal came while `stop_signals` was off
             if flow_run_id is not None:
                 _leave(flow_run_id, f"stopped by {ended!r}", True, ending)
             raise
@@ -59,9 +59,10 @@ def supervised(ending: str | None = None) -> Iterator[StopRequest]:
 
 @contextmanager
 def watched_flow_run(flow_run_id: str, stop: StopRequest, every_s: float = _ASK_EVERY_S) -> Iterator[None]:
-    """While the block runs, ask its run to stop once the flow run is cancelled or was given up.
+    """While the block runs, ask its run to stop once the flow run is cancelled or owned by another process.
 
-    Prefect's own observer dies for good in an outage of half a minute, and a cancelled run would train on.
+    Prefect's own observer ends for good after an outage of half a minute; a run cancelled later would
+    continue to train.
     """
     opened = client_for_threads()
 
@@ -74,8 +75,8 @@ def watched_flow_run(flow_run_id: str, stop: StopRequest, every_s: float = _ASK_
         if run.state is not None and run.state.type in _ENDED:
             stop.ask(f"Prefect (flow run {run.state.name})")
             return True
-        if lives_elsewhere(run):
-            stop.ask("Prefect (the flow run was thought dead, and begun again elsewhere)")
+        if owned_elsewhere(run):
+            stop.ask("Prefect (the flow run was considered dead and was started again elsewhere)")
             return True
         return False
 
@@ -83,24 +84,24 @@ def watched_flow_run(flow_run_id: str, stop: StopRequest, every_s: float = _ASK_
         yield
 
 
-def _end_if_begun_elsewhere(flow_run_id: str) -> None:
-    """End this process when another worker has started its run since: one whose start took too long."""
+def _exit_if_owned_elsewhere(flow_run_id: str) -> None:
+    """Exit if another worker has started this flow run: a process that starts too slowly counts as dead."""
     try:
         with get_client(sync_client=True) as client:
-            elsewhere = lives_elsewhere(client.read_flow_run(UUID(flow_run_id)))
+            elsewhere = owned_elsewhere(client.read_flow_run(UUID(flow_run_id)))
     except UNREACHABLE:
-        return  # known later, by `watched_flow_run`
+        return  # `watched_flow_run` will notice later
     if elsewhere:
-        print("Another worker has begun this flow run by now", flush=True)
-        os._exit(0)  # anything else, and this worker would call the run crashed that lives there
+        print("Another worker has started this flow run meanwhile; this process ends", flush=True)
+        os._exit(0)  # with another code, this process's worker would mark the other worker's run as crashed
 
 
 @contextmanager
-def noticing_the_workers_death(stop: StopRequest, every_s: float = 0.5) -> Iterator[None]:
-    """While the block runs, end its run in good order (as SIGTERM does) when the worker that started it dies,
-    or has died before: nobody would supervise it."""
-    # A worker may die while this process still imports: its parent is another one then, from the first look
-    # on.
+def watching_worker(stop: StopRequest, every_s: float = 0.5) -> Iterator[None]:
+    """While the block runs, stop its run as SIGTERM does when the worker that started it dies, or has died:
+    nobody would supervise the run."""
+    # A worker may die while this process still imports. Then another process is the parent from the first
+    # look on, so a change of parent would not show; the ancestors' pids do.
     worker, parent = os.environ.get(STARTED_BY, "").partition(" ")[0], os.getppid()
     orphaned = bool(worker) and worker not in {str(above.pid) for above in psutil.Process().parents()}
 
@@ -116,34 +117,34 @@ def noticing_the_workers_death(stop: StopRequest, every_s: float = 0.5) -> Itera
 
 
 def without_tracebacks_of_user_errors() -> None:
-    """Make Prefect log the message of a UserError once, as the reason of the state Failed, and no crash when
-    a flow is interrupted."""
+    """Make Prefect log the message of a UserError once, as the reason of the state Failed; and log no crash
+    when a flow is interrupted."""
     for name in ("prefect.flow_runs", "prefect.task_runs"):
-        logging.getLogger(name).addFilter(_tells_more_than_the_state)
+        logging.getLogger(name).addFilter(_adds_to_the_state)
 
 
-def _tells_more_than_the_state(record: logging.LogRecord) -> bool:
-    if str(record.msg).startswith("Crash detected!"):  # which is logged without the exception
+def _adds_to_the_state(record: logging.LogRecord) -> bool:
+    if str(record.msg).startswith("Crash detected!"):  # Prefect logs this one without exc_info
         return not isinstance(sys.exception(), Interrupted)
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, UserError | KeyboardInterrupt)
 
 
 def _leave(flow_run_id: str, reason: str, later: bool, ending: str | None) -> None:
-    """Leave an interrupted run in the state that fits, and end this process without another one; return when
-    Prefect should say what it is.
+    """Set the final or queued state of an interrupted flow run, and raise Pause so that Prefect sets no other
+    one; return without a change if Prefect should choose the state.
 
-    Cancelled when somebody cancelled it. Queued again after a while (later: wanted), if a worker can take it
-    up; one that sees its checkpoints goes on with it. ending: one of the `ENDINGS`, for a run that nobody
-    goes on with. Left as it is when it was thought dead and is another process's now.
+    A cancelled run becomes Cancelled. A run with an `ending`, one of `ENDINGS`, becomes that. If `later` and
+    a worker can take it, it is queued again after a pause. A run that another process owns by now is left as
+    it is.
     """
     state: State[object] | None = None
     try:
         with get_client(sync_client=True) as client:
             run = client.read_flow_run(UUID(flow_run_id))
             now = run.state.type if run.state else StateType.RUNNING
-            if lives_elsewhere(run):
-                # Prefect sets no state after a Pause: the run is another process's.
+            if owned_elsewhere(run):
+                # Prefect sets no state after a Pause, and must not: another process owns the run.
                 raise Pause(state=run.state)
             if now in (StateType.CANCELLING, StateType.CANCELLED):
                 state = Cancelled(message=reason)
@@ -157,12 +158,12 @@ def _leave(flow_run_id: str, reason: str, later: bool, ending: str | None) -> No
     except Pause:
         raise
     except UNREACHABLE as error:
-        # Without a word to Prefect, which would try for long, and then call it crashed: its worker sees that
-        # the process ended so, and queues the run.
+        # Exit at once: Prefect would retry for long and then mark the run as crashed. The worker sees this
+        # exit code and queues the run.
         print(
-            f"{reason}\nPrefect's server is away ({error}); the run is queued again when it is back",
+            f"{reason}\nPrefect's server is unreachable ({error}); the worker will queue the run again",
             flush=True,
         )
         os._exit(128 + signal.SIGTERM)
     if state is not None:
-        raise Pause(state=state)  # after which Prefect sets no state of its own, and the process ends with 0
+        raise Pause(state=state)  # Prefect then sets no state of its own, and the process exits with 0

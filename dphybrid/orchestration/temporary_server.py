@@ -1,8 +1,8 @@
-"""Prefect's temporary server: a process for the flows of another one, with which it ends.
+"""A temporary Prefect server: a child process that serves the flows of its parent and ends with it.
 
-It serves what Prefect's own does (`prefect.server.api.server.SubprocessASGIServer`), with the same database.
-Importing that one costs the flow's process two CPU seconds before the server begins to start; this one starts
-beside the flow's own imports.
+It serves the same API and database as Prefect's own one (`prefect.server.api.server.SubprocessASGIServer`).
+Importing Prefect's costs the flow's process two CPU seconds before the server even starts; this one starts in
+parallel to the flow's imports.
 """
 
 import atexit
@@ -20,31 +20,33 @@ from http.client import HTTPConnection, HTTPException
 from dphybrid.util.errors import UserError
 
 LEFT_OUT = {
-    "PREFECT__SERVER_EPHEMERAL": "1",  # its pages, and what looks after deployments
-    # The types of blocks are for the pages of a standing server, which registers them when it starts: unless
-    # this one noted in their folder that it had been done.
+    "PREFECT__SERVER_EPHEMERAL": "1",  # leaves out the pages, and the services for deployments
+    # Block types are for the pages of a permanent server, which registers them when it starts. With the
+    # second setting left on, this server would note in Prefect's folder that they are registered, and a
+    # permanent one would skip them.
     "PREFECT_SERVER_REGISTER_BLOCKS_ON_START": "false",
     "PREFECT_SERVER_MEMOIZE_BLOCK_AUTO_REGISTRATION": "false",
 }
 
 
 class TemporaryServer:
-    """A server on a free port of this machine, which begins to start when this is made.
+    """A server on a free port of this machine. The constructor starts it and does not wait for it.
 
-    settings: environment variables for it, besides this process's.
+    settings: environment variables for the server, besides those of this process.
     """
 
     def __init__(self, settings: Mapping[str, str]) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listening:
             self.api_url = f"http://127.0.0.1:{listening.getsockname()[1]}/api"
-            # A terminal sends Ctrl-C, and that it closes, to every process started from it: that ends the
-            # training, not the server below it. A process inherits what its starting thread has blocked.
+            # A terminal sends SIGINT (Ctrl-C) and SIGHUP (it closes) to all processes started from it. They
+            # should end the training, which still needs its server. So block both: a child inherits the
+            # signal mask of the thread that starts it.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
             try:
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", __name__, str(listening.fileno())],
                     pass_fds=[listening.fileno()],
-                    stdin=subprocess.PIPE,  # which ends with this process
+                    stdin=subprocess.PIPE,  # closes when this process ends, which ends the server
                     env={**os.environ, **settings, **LEFT_OUT},
                 )
             finally:
@@ -52,22 +54,23 @@ class TemporaryServer:
         atexit.register(self.stop)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until it answers. Raises UserError when it does not; why, it has written itself."""
+        """Wait until the server answers. Raises UserError if it does not; the server itself prints why."""
         place = self.api_url.removeprefix("http://").removesuffix("/api")
         try:
-            # its port takes requests from the start, and keeps them until they can be answered
+            # One request without retries: the socket listens already, and the kernel keeps the request until
+            # the server can answer.
             with closing(HTTPConnection(place, timeout=timeout_s)) as connection:
                 connection.request("GET", "/api/health")
                 connection.getresponse()
         except (OSError, HTTPException) as error:
             self.stop()
             raise UserError(
-                f"Prefect's temporary server does not start ({error}); `dphybrid doctor` looks for the "
-                "cause, and `dphybrid train` needs none"
+                f"Prefect's temporary server does not start ({error}); run `dphybrid doctor` to find the "
+                "cause, or `dphybrid train`, which needs no server"
             ) from error
 
     def stop(self) -> None:
-        """End it, which first writes down what it was told."""
+        """End the server; it first writes the events that it has received to the database."""
         atexit.unregister(self.stop)
         with self._process as process:
             process.terminate()
@@ -78,14 +81,16 @@ class TemporaryServer:
 
 
 def serve(listening: socket.socket) -> None:
-    """Serve until SIGTERM, or until whoever holds the other end of the standard input is gone."""
+    """Serve until SIGTERM, or until the process at the other end of standard input has ended."""
 
     def end_with_the_starter() -> None:
         sys.stdin.buffer.read()
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=end_with_the_starter, daemon=True).start()
-    gc.disable()  # while a hundred thousand things are made, and all are kept
+    # The imports create about a hundred thousand objects and keep them all, so collecting garbage meanwhile,
+    # or looking at them later, only costs time.
+    gc.disable()
     import uvicorn
     from prefect.server.api.server import create_app
 

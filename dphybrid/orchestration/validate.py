@@ -1,8 +1,8 @@
-"""Check deployments where Prefect's server does not: values inside `overrides`, rules between fields,
+"""Check what Prefect's server does not check in deployments: values inside `overrides`, rules between fields,
 parameters of schedules, cron lines.
 
-`dphybrid validate` runs it on prefect.yaml, the set-up command before it deploys, and the plugin before
-`prefect deployment run` schedules.
+`dphybrid validate` and `dphybrid deploy` check prefect.yaml; the plugin checks the parameters of
+`prefect deployment run`.
 """
 
 from collections.abc import Mapping
@@ -26,25 +26,25 @@ from dphybrid.util.importing import import_module_of
 def _check_parameters(
     entrypoint: str, parameters: Mapping[str, object], where: str, will_run: bool = False
 ) -> None:
-    """Check the parameters of a deployment's flow. will_run: nobody adds to them. Raises UserError that names
-    `where` and each wrong field."""
+    """Check the parameters of a deployment's flow. will_run: a schedule runs it with just these parameters,
+    so none may be missing. Raises UserError that names `where` and each wrong field."""
     flow = load_flow(entrypoint)
     properties = flow.parameters.properties
     try:
-        # With its defaults: rules between two fields need both of them.
+        # Add the flow's defaults: a rule between two fields needs both of them.
         defaults = {name: facts["default"] for name, facts in properties.items() if "default" in facts}
         values = flow.validate_parameters(defaults | {**parameters})
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {plain_words(e)}" for e in error.errors())
         raise UserError(f"{where}: {wrong}") from error
-    except Exception as error:  # names and types that do not fit come as errors of Prefect's own
+    except Exception as error:  # Prefect has its own exceptions for unknown names and wrong types
         raise UserError(f"{where}: {error}") from error
     check_values(values, where, entrypoint if will_run else "")
 
 
 def check_values(parameters: Mapping[str, Any], where: str, entrypoint: str = "") -> None:
-    """Check config, overrides and grid together, as the flow will read them; with its entrypoint also what
-    that flow cannot do without.
+    """Check config, overrides and grid together, as the flow will read them. entrypoint: of the flow, to
+    check the values that this flow requires as well; "" to skip that.
 
     Raises UserError that names `where` and the field.
     """
@@ -71,7 +71,7 @@ def load_flow(entrypoint: str) -> Flow[..., object]:
 
 
 class _Schedule(BaseModel):
-    """What of a schedule is looked at."""
+    """The checked fields of a schedule."""
 
     slug: object = None
     cron: Any = None
@@ -83,7 +83,7 @@ class _Schedule(BaseModel):
 
 
 class _Deployment(BaseModel):
-    """What of a deployment in a prefect.yaml is looked at."""
+    """The checked fields of a deployment in a prefect.yaml."""
 
     name: str
     entrypoint: str
@@ -96,17 +96,17 @@ class _PrefectYaml(BaseModel):
 
 
 PACKAGED = Path(__file__).with_name("prefect.yaml")
-"""The project's own deployments, which an installed package brings along."""
+"""The project's own deployments, installed with the package."""
 
 
 def deployments_file(given: Path | None) -> Path:
-    """Return the file given, or the prefect.yaml of the current folder, or else the package's own."""
+    """Return the given file, or the prefect.yaml of the current folder, or else the package's own."""
     here = Path("prefect.yaml")
     return given or (here if here.is_file() else PACKAGED)
 
 
 def read_deployments(file: Path) -> list[_Deployment]:
-    """Return the deployments of a prefect.yaml. Raises UserError for a file that is none."""
+    """Return the deployments of a prefect.yaml. Raises UserError if the file cannot be read as one."""
     try:
         page = _PrefectYaml.model_validate(yaml.safe_load(read_small_text(file)))
     except ValidationError as error:
@@ -120,8 +120,8 @@ def read_deployments(file: Path) -> list[_Deployment]:
 
 
 def check_prefect_yaml(file: Path) -> list[str]:
-    """Check all deployments of a prefect.yaml; return a line for each. Raises UserError with every mistake
-    that was found."""
+    """Check all deployments of a prefect.yaml and their schedules; return a line for each. Raises UserError
+    that lists every mistake."""
     lines: list[str] = []
     mistakes: list[str] = []
     for deployment in read_deployments(file):
@@ -137,7 +137,7 @@ def check_prefect_yaml(file: Path) -> list[str]:
             except UserError as error:
                 mistakes.append(str(error))
             else:
-                lines.append(f"{where}: in order")
+                lines.append(f"{where}: valid")
     if mistakes:
         raise UserError("\n".join(mistakes))
     return lines

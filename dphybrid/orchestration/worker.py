@@ -2,9 +2,10 @@
 training.
 
 On SIGTERM (`systemctl stop`, a new release) or Ctrl-C it takes no more runs and asks its runs to write a
-checkpoint and go back to the queue; with --wait it lets them end, and a second signal asks. A third signal
-kills everything at once. Prefect's own worker kills its runs within a second and leaves them `Running` for
-ever. This one also queues runs again whose process or machine died (`dphybrid.orchestration.queueing`).
+checkpoint and go back to the queue. With --wait it lets them finish, and a second signal asks them to stop. A
+third signal kills everything at once. Prefect's own worker kills its runs within a second and leaves them
+`Running` for ever. This worker also queues runs again whose process or machine died
+(`dphybrid.orchestration.queueing`).
 """
 
 import asyncio
@@ -31,17 +32,17 @@ from prefect.workers.process import ProcessJobConfiguration, ProcessWorker, Proc
 
 from dphybrid.config.settings import load_settings
 from dphybrid.orchestration.queueing import (
-    BEGUN,
-    HOME,
+    OWNER_LABEL,
     SILENT_FOR,
     STARTED_BY,
+    STARTS_LABEL,
     UNREACHABLE,
     WORKER,
     WORKER_LABEL,
-    after_death,
     num_starts,
     queue_lost_runs,
     reaching_server,
+    state_after_death,
 )
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.importing import ONLY, check_import
@@ -52,7 +53,8 @@ if TYPE_CHECKING:
     from prefect.client.schemas.responses import DeploymentResponse
 
 SHARED_QUEUES = ("urgent", "any", "night")
-"""Queues that every workstation works off, the first ones first; its own, by its name, comes before them."""
+"""Queues that every worker serves, in order of priority. The worker's own queue, which has its name, comes
+before them."""
 _QUERY_S, _HEARTBEAT_S = 2, 60
 _LOOK_EVERY_S = 0.5
 _LOOK_FOR_LOST_EVERY_S = 20.0
@@ -62,15 +64,15 @@ _HARMLESS_STEP = "prefect.deployments.steps.set_working_directory"
 _log = logging.getLogger("prefect.worker.dphybrid")
 
 
-# Prefect warns of a second worker class for process pools, which is what this one is.
+# Prefect warns about a second worker class of type "process". DrainingWorker is meant to replace the first.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
 
     class GuardedConfiguration(ProcessJobConfiguration):
-        """Refuses what would let anybody who reaches the server run commands as this worker, unless the
-        settings allow it."""
+        """Refuses job values with which anybody who reaches the server could run commands as this worker's
+        user, unless the settings allow them."""
 
-        # Prefect calls this before each run, with what pool, deployment and run have put together.
+        # Prefect calls this before each run, once it has merged the values of pool, deployment and run.
         def prepare_for_flow_run(
             self,
             flow_run: "FlowRun",
@@ -95,8 +97,8 @@ with warnings.catch_warnings():
             try:
                 return await super().get_and_submit_flow_runs()
             except RuntimeError as error:
-                # A run that gave way is due again before its old process has quite ended here: it is taken at
-                # the next look.
+                # A run that gave way may be due again before its old process has fully ended here. The next
+                # query will take it.
                 if "already holding" not in str(error):
                     raise
                 return []
@@ -106,10 +108,15 @@ with warnings.catch_warnings():
         ) -> ProcessWorkerResult:
             started_by = f"{os.getpid()} {uuid4()}"
             configuration.env |= {STARTED_BY: started_by, WORKER: self.name}
-            labels: Any = {HOME: started_by, BEGUN: num_starts(flow_run) + 1, WORKER_LABEL: self.name}
+            labels: Any = {
+                OWNER_LABEL: started_by,
+                STARTS_LABEL: num_starts(flow_run) + 1,
+                WORKER_LABEL: self.name,
+            }
             await self.client.update_flow_run_labels(flow_run.id, labels)
             result = await super().run(flow_run, configuration, task_status)
-            # The process of a run that has told Prefect how it ended exits with 0.
+            # A run's process exits with 0 once it has reported its final state to Prefect. Any other exit
+            # code means that the process died.
             while result.status_code != 0:
                 try:
                     await self._queue_again(flow_run, started_by, result.status_code)
@@ -117,15 +124,16 @@ with warnings.catch_warnings():
                     if not self.draining:
                         await asyncio.sleep(_ASK_AGAIN_S)
                         continue
-                break  # without a server, the missing heartbeats tell another worker
+                break  # draining without a server: another worker queues the run when its heartbeats stop
+            # 0, because Prefect's worker marks a run as crashed for any other code.
             return ProcessWorkerResult(status_code=0, identifier=result.identifier)
 
         async def _queue_again(self, flow_run: "FlowRun", started_by: str, status: int) -> None:
-            """Give a run the state that fits, whose process died."""
+            """Queue a run again whose process died, or set the final state that fits."""
             now = await self.client.read_flow_run(flow_run.id)
-            if now.labels.get(HOME) != started_by or now.state is None:
-                return  # another process's by now
-            if state := after_death(now, f"its process died ({status})"):
+            if now.labels.get(OWNER_LABEL) != started_by or now.state is None:
+                return  # another process owns the run by now
+            if state := state_after_death(now, f"its process died ({status})"):
                 await self.client.set_flow_run_state(flow_run.id, state, force=True)
                 _log.warning(f"flow run {now.name}: {state.message}")
 
@@ -135,15 +143,15 @@ with warnings.catch_warnings():
 
 
 def check_job(job: ProcessJobConfiguration, deployment: "DeploymentResponse | None") -> None:
-    """Raise UserError when pool, deployment or run would run other code as this worker than its settings
+    """Raise UserError when pool, deployment or run would make this worker run code that its settings do not
     allow."""
     settings = load_settings()
     if deployment is not None:
         entrypoint = deployment.entrypoint or ""
-        # Prefect runs any Python file that a deployment names.
+        # Prefect itself would run any Python file that a deployment names.
         if not _ENTRYPOINT.fullmatch(entrypoint) or entrypoint.partition(":")[0].endswith(".py"):
             raise UserError(
-                f"deployment's entrypoint {entrypoint!r}: this worker runs flows of packages alone; write "
+                f"deployment's entrypoint {entrypoint!r}: this worker runs only flows of packages; write "
                 "package.module:function"
             )
         check_import(entrypoint, "deployment's entrypoint", settings.factory_packages)
@@ -156,20 +164,22 @@ def check_job(job: ProcessJobConfiguration, deployment: "DeploymentResponse | No
     }
     if refused := [name for name, is_given in given.items() if is_given and name not in settings.worker_may]:
         raise UserError(
-            f"this worker takes no {' and no '.join(refused)} from pool, deployment or run, for whoever "
-            "sets them runs commands as its "
-            f"user; set DPHYBRID_WORKER_ALLOWS={','.join(refused)} for the worker where that is wanted"
+            f"this worker accepts no {' and no '.join(refused)} from pool, deployment or run, because "
+            "whoever sets them can run commands as the worker's user; to allow it, set "
+            f"DPHYBRID_WORKER_ALLOWS={','.join(refused)} for the worker"
         )
 
 
 async def _make_queues(pool: str, names: Sequence[str]) -> None:
-    """Make the queues that are not there: a worker that asks for one of those gets no runs from the others
-    either. Raises UserError."""
+    """Create the queues that do not exist: a worker that asks for a missing queue gets no runs from its other
+    queues either. Raises UserError when the pool does not exist."""
     async with get_client() as client:
         try:
             there = {queue.name for queue in await client.read_work_queues(work_pool_name=pool)}
         except ObjectNotFound as error:
-            raise UserError(f"work pool {pool!r} is not on the server; `dphybrid deploy` makes it") from error
+            raise UserError(
+                f"the server has no work pool {pool!r}; create it with `dphybrid deploy`"
+            ) from error
         for name in names:
             if name not in there:
                 await client.create_work_queue(
@@ -178,7 +188,7 @@ async def _make_queues(pool: str, names: Sequence[str]) -> None:
 
 
 async def work(worker: DrainingWorker, pool: str, wait: bool) -> int:
-    """Run the worker until it is told to end and its runs have ended; return the exit code."""
+    """Run the worker until it is asked to stop and its runs have ended; return the exit code."""
     requests, asked = 0, set[int]()
     loop = asyncio.get_running_loop()
 
@@ -193,22 +203,25 @@ async def work(worker: DrainingWorker, pool: str, wait: bool) -> int:
         elif not worker.num_running:
             print("Stopping", flush=True)
         elif requests == 1 + wait:
-            print(f"Stopping: {runs} to write a checkpoint and go back to the queue", flush=True)
+            print(f"Stopping: {runs} will write a checkpoint and go back to the queue", flush=True)
         elif wait:
-            print(f"Stopping: {runs} to go on to the end; a second signal asks for checkpoints", flush=True)
-        else:  # not asked again: a second SIGTERM ends a training without a checkpoint
-            print(f"Still stopping: {runs} to end; a third signal kills, without checkpoints", flush=True)
+            print(
+                f"Stopping after the end of {runs}; a second signal asks for checkpoints instead", flush=True
+            )
+        else:  # the runs are not signalled again: a second SIGTERM ends a training without a checkpoint
+            print(f"Still stopping: waiting for {runs}; a third signal kills without checkpoints", flush=True)
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, end)  # instead of Prefect's, which kills the runs within a second
-    loop.add_signal_handler(signal.SIGHUP, lambda: None)  # the terminal's end is no reason to stop
+        loop.add_signal_handler(number, end)  # replaces Prefect's handler, which kills the runs in a second
+    loop.add_signal_handler(signal.SIGHUP, lambda: None)  # continue when the terminal is closed
     working = asyncio.create_task(worker.start())
     try:
-        # In a thread of its own, which the worker's end does not wait for.
+        # end_s=0: a thread that waits for an unreachable server must not hold up the worker's end.
         with watching(partial(_look_for_lost, pool), _LOOK_FOR_LOST_EVERY_S, "dphybrid-lost-runs", end_s=0):
             while not working.done():
                 await asyncio.sleep(_LOOK_EVERY_S)
-                # Each look: the process of a run that was just being taken begins after the signal.
+                # At every turn, not once: the process of a run that was just taken may start after the
+                # signal.
                 if requests > wait:
                     asked |= _signal_runs(signal.SIGTERM, asked)
                 if worker.draining and not worker.num_running:
@@ -228,32 +241,33 @@ def _look_for_lost(pool: str) -> bool:
 
 
 def _signal_runs(number: int, but: Collection[int] = ()) -> set[int]:
-    """Signal the process groups of the flow runs of this worker, `but` those; return which got it."""
-    got = set()
+    """Signal the process groups of this worker's flow runs, except those in `but`; return the pids that were
+    signalled."""
+    signalled = set()
     for pid in {child.pid for child in psutil.Process().children()}.difference(but):
-        with suppress(ProcessLookupError, PermissionError):  # ended, or no group of its own yet
+        with suppress(ProcessLookupError, PermissionError):  # it has ended, or is not a group leader yet
             os.killpg(pid, number)
-            got.add(pid)
-    return got
+            signalled.add(pid)
+    return signalled
 
 
 def run(pool: str, name: str, limit: int, queues: Sequence[str] | None, wait: bool) -> int:
-    """Run the worker of that name; return the exit code.
+    """Run a worker; return the exit code.
 
-    limit: runs at once. queues: those to work off; None: its own and the shared ones.
-    wait: let runs end at the first signal.
+    limit: most runs at once. queues: the queues to serve; None: its own and the shared ones. wait: at the
+    first signal, let the runs finish.
     """
-    # What nobody has set otherwise; the runs' processes get it, too.
+    # Only defaults: a user's own settings win. The runs' processes inherit them.
     with temporary_settings(
         set_defaults={PREFECT_WORKER_QUERY_SECONDS: _QUERY_S, PREFECT_FLOWS_HEARTBEAT_FREQUENCY: _HEARTBEAT_S}
     ):
         every_s = PREFECT_FLOWS_HEARTBEAT_FREQUENCY.value()
         if every_s is None or 3 * every_s > SILENT_FOR.total_seconds():
             raise UserError(
-                f"PREFECT_FLOWS_HEARTBEAT_FREQUENCY={every_s}: set {_HEARTBEAT_S}, or leave it out; runs "
-                f"that are silent for {SILENT_FOR.total_seconds():.0f} s count as dead"
+                f"PREFECT_FLOWS_HEARTBEAT_FREQUENCY={every_s}: set {_HEARTBEAT_S}, or leave it out; a run "
+                f"without a heartbeat for {SILENT_FOR.total_seconds():.0f} s counts as dead"
             )
-        # so that a finished run can tell it after a long outage
+        # With 9 retries, a finished run can still report its state after an outage of a quarter of an hour.
         os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "9")
         wanted = list(queues or [name, *SHARED_QUEUES])
         with reaching_server():

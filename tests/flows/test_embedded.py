@@ -55,7 +55,7 @@ def test_threads_ask_the_server_of_their_flow(
         raise httpx.ConnectError("no server here")
 
     monkeypatch.setattr(queueing, "get_client", away)
-    monkeypatch.setattr(shown, "_TELL_EVERY_S", 0.01)
+    monkeypatch.setattr(shown, "_SEND_EVERY_S", 0.01)
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}), beside():
         wait_until(lambda: len(asked) > 1, "the server was asked twice")
     assert set(asked) == {"http://127.0.0.1:9/api"}

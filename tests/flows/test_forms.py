@@ -36,7 +36,7 @@ def leaves(shown: dict[str, Any], prefix: str = "") -> dict[str, dict[str, Any]]
 def test_what_prefect_says_of_a_failed_deploy_keeps_its_lines_whole(tmp_path: Path) -> None:
     missing = tmp_path / ("a-long-name-" * 8) / "prefect.yaml"
     away = temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"})  # or a server would be started
-    with away, refused(rf"deployments could not be made: [^\n]*{missing}"):
+    with away, refused(rf"deployments could not be created: [^\n]*{missing}"):
         call_prefect("--no-prompt", "deploy", "--all", "--prefect-file", str(missing))
 
 

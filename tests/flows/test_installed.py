@@ -52,7 +52,7 @@ def test_a_wheel_brings_the_flows_beside_a_foreign_folder_of_their_name(tmp_path
         str(elsewhere / "flows/__init__.py"),
         "120",
     ]
-    assert all(line.endswith(": in order") for line in lines)
+    assert all(line.endswith(": valid") for line in lines)
 
 
 def test_the_doctor_tells_a_broken_prefect(tmp_path: Path) -> None:

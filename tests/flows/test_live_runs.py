@@ -19,14 +19,14 @@ from prefect.workers.process import ProcessWorker, ProcessWorkerResult
 from dphybrid.orchestration import queueing, supervised, worker
 from dphybrid.orchestration.plugin import refuse_wrong_parameters
 from dphybrid.orchestration.queueing import (
-    BEGUN,
-    HOME,
     MAX_RUNS,
+    OWNER_LABEL,
     SILENT,
     STARTED_BY,
-    after_death,
-    lives_elsewhere,
+    STARTS_LABEL,
+    owned_elsewhere,
     queue_lost_runs,
+    state_after_death,
 )
 from dphybrid.orchestration.worker import GuardedConfiguration, check_job
 from dphybrid.util.importing import ONLY
@@ -43,7 +43,7 @@ def test_a_workers_run_imports_from_the_workers_packages_alone(monkeypatch: pyte
 
 
 def dead_run(kind: StateType = StateType.RUNNING, starts: int = 1, **facts: Any) -> FlowRun:
-    labels: Any = {HOME: "77 token", BEGUN: starts}
+    labels: Any = {OWNER_LABEL: "77 token", STARTS_LABEL: starts}
     state = State(type=kind)
     known = {"id": uuid4(), "flow_id": uuid4(), "name": "run", "deployment_id": uuid4()} | facts
     return FlowRun(labels=labels, state=state, run_count=20, **known)
@@ -64,7 +64,7 @@ def dead_run(kind: StateType = StateType.RUNNING, starts: int = 1, **facts: Any)
     ],
 )
 def test_a_run_whose_process_died_is_queued_again(run: FlowRun, name: str | None) -> None:
-    state = after_death(run, "its process died (-9)")
+    state = state_after_death(run, "its process died (-9)")
     assert (state and state.name) == name
     assert state is None or (state.message or "").startswith("its process died (-9)")
 
@@ -98,9 +98,9 @@ def test_a_worker_queues_a_run_again_whose_process_died(
     run = dead_run(StateType.CRASHED)
 
     async def died(_worker: object, _run: object, configuration: Any, _status: object) -> ProcessWorkerResult:
-        assert configuration.env[STARTED_BY] == run.labels[HOME]
+        assert configuration.env[STARTED_BY] == run.labels[OWNER_LABEL]
         if taken:  # another worker has started it since
-            run.labels[HOME] = "78 other"
+            run.labels[OWNER_LABEL] = "78 other"
         return ProcessWorkerResult(status_code=status, identifier="1")
 
     monkeypatch.setattr(ProcessWorker, "run", died)
@@ -110,7 +110,7 @@ def test_a_worker_queues_a_run_again_whose_process_died(
     done = asyncio.run(one.run(run, SimpleNamespace(env={})))
     assert done.status_code == 0  # or Prefect would call the run crashed
     assert [state.name for state in client.states] == ["AwaitingRetry"] * queued
-    assert run.labels[BEGUN] == 2
+    assert run.labels[STARTS_LABEL] == 2
 
 
 def test_a_run_that_waited_when_it_was_thought_dead_waits_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,11 +142,11 @@ def test_a_run_that_is_cancelled_in_prefect_is_asked_to_stop(monkeypatch: pytest
 
 def test_a_process_knows_when_its_run_lives_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     run = dead_run()
-    assert not lives_elsewhere(run)  # no worker of ours started it
+    assert not owned_elsewhere(run)  # no worker of ours started it
     monkeypatch.setenv(STARTED_BY, "77 token")
-    assert not lives_elsewhere(run)  # though Prefect's count has grown with its waiting
-    run.labels[HOME] = "78 other"
-    assert lives_elsewhere(run)
+    assert not owned_elsewhere(run)  # though Prefect's count has grown with its waiting
+    run.labels[OWNER_LABEL] = "78 other"
+    assert owned_elsewhere(run)
 
 
 SHELL = [{"prefect.deployments.steps.run_shell_script": {"script": "id"}}]
@@ -167,7 +167,7 @@ ELSEWHERE += ["dphybrid.evil", ""]
         ({}, SHELL, OWN, "", "no pull_steps .*DPHYBRID_WORKER_ALLOWS=pull_steps"),
         ({}, None, "mine.flows:nightly", "others, mine", ""),
         ({}, None, "mine.flows:nightly", "", "entrypoint .*would run code of package 'mine'"),
-        *(({}, None, place, "evil", "entrypoint .*flows of packages alone") for place in ELSEWHERE),
+        *(({}, None, place, "evil", "entrypoint .*only flows of packages") for place in ELSEWHERE),
     ],
 )
 def test_a_worker_takes_no_commands_and_runs_flows_of_named_packages_alone_unless_it_is_set_to(

@@ -88,7 +88,7 @@ def test_a_machine_that_sees_something_else_is_refused(data_dir: Path) -> None:
     (folder / SEAT).write_text(seat.model_dump_json())
     by_server = seat.model_copy(update={"versions": dict(reversed(seat.versions.items()))})
     assert same_run(by_server.model_copy(update={"node": 1}), load_settings()).folder == folder
-    refuses(seat.model_copy(update={"address": "elsewhere"}), "something else than it was told")
+    refuses(seat.model_copy(update={"address": "elsewhere"}), "another run.s data in")
     for update, words in (
         ({"host": "there"}, "there's ranks listen at 127.0.0.1, .*DPHYBRID_CLUSTER_ADDRESS on there"),
         ({"versions": versions() | {"torch": "2.0"}}, "has torch .*has 2.0; give all machines"),
@@ -184,7 +184,7 @@ def test_a_machine_that_dies_ends_all_and_one_that_hangs_is_missed(team: Team, f
         team.wait_for(head, *OVER, timeout_s=60)
         assert team.flow_run(head)["run_count"] > 1
         assert team.state(head) == "Failed"
-        missed = "1 of 2 machines did not come within 1 s: two (Scheduled"
+        missed = "1 of 2 machines did not join within 1 s: two (Scheduled"
         assert missed in team.flow_run(head)["state"]["message"]
         assert team.runs_of("join-hybrid")[0]["state"]["name"] == "Cancelled"
         assert not team.holders()

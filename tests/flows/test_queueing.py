@@ -47,10 +47,10 @@ def test_scheduled_runs_that_come_too_late_are_left_out(
 
 _RUN = """
 import os, signal, sys, time
-from dphybrid.orchestration.supervised import noticing_the_workers_death
+from dphybrid.orchestration.supervised import watching_worker
 from dphybrid.util.stop import StopRequest
 signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
-with noticing_the_workers_death(StopRequest(), every_s=0.1):
+with watching_worker(StopRequest(), every_s=0.1):
     time.sleep(float(sys.argv[1]))
 os._exit(0)
 """
