@@ -1,13 +1,15 @@
-"""Prefect flows: thin combinations of the parts in `dphybrid`. Installed as `dphybrid.flows`."""
+"""Prefect flows: thin combinations of the parts of `dphybrid`. Installed as `dphybrid.flows`."""
 
 import signal
 import sys
 
-import dphybrid.orchestration  # noqa: F401 - sets what Prefect reads when it is imported, which a flow's file does first
+import dphybrid.orchestration  # noqa: F401 - before prefect: sets environment variables that prefect reads on import
 from dphybrid.util.importing import kept_from_gc, missing_extra
 
+# `python -m dphybrid.flows...`: let Ctrl-C end the process during the imports, which take seconds, instead of
+# printing a traceback. `run_cli` installs its own handler later.
 if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the imports of a flow; `run_cli` takes it over
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 try:
     with kept_from_gc():
         import prefect.main  # noqa: F401

@@ -1,4 +1,4 @@
-"""The flow `join-hybrid`: this machine's part of a run over several, which the run's first machine starts."""
+"""The flow `join-hybrid`: one machine's part of a run over several. The run's first machine starts it."""
 
 from prefect import flow
 from prefect.client.schemas.objects import State
@@ -10,15 +10,15 @@ from dphybrid.util.errors import UserError
 
 @flow(name="join-hybrid", log_prints=True)
 def join_hybrid(seat: Seat | None = None) -> State:
-    """Be one of the other machines of a run with `nodes` above 1.
+    """Take part in a run over several machines. The run's first machine starts this flow.
 
     Args:
-        seat: What the run's first machine says of it. Nobody fills it in by hand.
+        seat: Filled in by the run's first machine; leave it alone.
     """
     if seat is None:
         raise UserError(
-            "join-hybrid is started by a run over several machines; queue that one: `prefect deployment run "
-            "train-cluster`"
+            "join-hybrid is started by a run over several machines; start that run instead: `prefect "
+            "deployment run train-cluster`"
         )
     with supervised(ending=LEFT) as stop:
         return follow(seat, stop)

@@ -1,5 +1,5 @@
-"""The flow `retrain-hybrid`: new data -> prepare -> train on from the champion -> compare on the same
-validation rows -> promote or keep.
+"""The flow `retrain-hybrid`: new data -> prepare -> continue training from the champion -> compare on the
+same validation rows -> promote the challenger or keep the champion.
 
 `python -m flows.retrain_hybrid` runs it in this process. The work is in `dphybrid.lifecycle.retrain`.
 """
@@ -31,13 +31,13 @@ from dphybrid.util.stop import StopRequest
 
 @step("plan")
 def plan(config: ExperimentConfig, event: str) -> Plan:
-    """Look for new data and for the champion to go on from."""
+    """Look for new data, and for the champion to continue from."""
     return plan_retraining(config, load_settings(), event)
 
 
 @step("compare")
 def compare(run_folder: str, min_gain: float) -> Decision:
-    """Compare challenger and champion; promote or keep."""
+    """Compare challenger and champion; promote the challenger or keep the champion."""
     return judge(run_folder, load_settings(), min_gain)
 
 
@@ -57,7 +57,7 @@ def retrain_hybrid(
     event: str = "",
     skip_if_late_min: float = 0,
 ) -> State:
-    """Train a registered model on when data has arrived, and promote the result if it is better.
+    """Continue to train a registered model when data has arrived, and promote the result if it is better.
 
     Args:
         data_path: File, folder or pattern of the data.
@@ -68,14 +68,14 @@ def retrain_hybrid(
         epochs: Passes over the training split.
         batch_size: Rows of a batch over all devices together.
         lr: Learning rate of the dense blocks.
-        overrides: Single values that go over all others, such as `model.hidden=64`.
-        min_new_rows: Retrain from this many new rows on.
-        min_gain: Promote when the whole 95 % interval of the metric's gain is above this.
+        overrides: Single values that override all others, such as `model.hidden=64`.
+        min_new_rows: Retrain only if there are at least this many new rows.
+        min_gain: Promote if the whole 95 % interval of the metric's gain is above this.
         config: All other values; a field left empty keeps the recipe's value.
-        event: Reason to retrain even without new data; it is recorded with the run.
+        event: Reason to retrain even without new data.
         skip_if_late_min: Skip a scheduled run that starts more than this many minutes late; 0: never skip.
     """
-    given = locals()  # the form's values, by their names
+    given = locals()  # first line, so these are just the parameters: the form's values by name
     if late := too_late(skip_if_late_min):
         return late
     with supervised() as stop:
@@ -90,11 +90,12 @@ def _retrained(
     event: str,
 ) -> State:
     settings = load_settings()
-    # this very flow run began before
+    # This flow run was started before and was queued again: continue its run, whatever is new by now.
     if before := find_tagged_run(settings, FLOW_RUN_TAG, runtime.flow_run.id):
         run = read_run(settings.runs_dir / before, settings)
         name = run.config.checkpoint.register_as or ""
         planned = Plan(config=run.config, model=name, champion=run.page.tags.get(CHAMPION_TAG, ""))
+        # Trained and reported: only the comparison is missing.
         if (run.folder / "report.json").is_file():
             planned = planned.model_copy(update={"undecided": str(run.folder)})
     else:
@@ -128,14 +129,14 @@ def _decided(planned: Plan, decision: Decision) -> State:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the flow in this process; return the exit code."""
     given = sys.argv[1:] if argv is None else argv
-    sentence = "Train a registered model on when data has arrived; promote it if it is better."
+    sentence = "Continue to train a registered model when data has arrived; promote it if it is better."
     parser = flow_parser("retrain_hybrid", sentence, given)
     add_experiment_flags(parser)
     add = parser.add_argument
-    add("--min-new-rows", type=int, default=1, metavar="N", help="new rows that are worth a training (1)")
-    gain = "gain that the whole 95 %% interval must exceed (0)"
+    add("--min-new-rows", type=int, default=1, metavar="N", help="retrain from this many new rows (1)")
+    gain = "promote if the gain's whole 95 %% interval is above this (0)"
     add("--min-gain", type=float, default=0.0, metavar="X", help=gain)
-    add("--event", default="", metavar="TEXT", help="retrain even without new data, because of this")
+    add("--event", default="", metavar="TEXT", help="reason to retrain even without new data")
     args = parser.parse_args(given)
 
     def run() -> int:

@@ -1,5 +1,5 @@
-"""The flow `sweep-hybrid`: a grid of trainings, as many at once as the GPUs allow, and one page that compares
-them.
+"""The flow `sweep-hybrid`: train a grid of values, or search among them, as many at once as the GPUs allow;
+one page compares the results.
 
 The work is in `dphybrid.lifecycle.sweep`; `dphybrid sweep` does it without Prefect.
 """
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from dphybrid.lifecycle.search import Search  # imports optuna, which a grid does not need
 
 
-def _worth_another_try(_task: Any, _run: Any, state: State) -> bool:
+def _should_retry(_task: Any, _run: Any, state: State) -> bool:
     error = state.result(raise_on_failure=False)
     return not (isinstance(error, CellFailed) and error.final)
 
@@ -54,15 +54,15 @@ def _worth_another_try(_task: Any, _run: Any, state: State) -> bool:
     name="cell",
     cache_policy=NO_CACHE,
     task_run_name="{cell.name}",
-    retry_condition_fn=_worth_another_try,
+    retry_condition_fn=_should_retry,
     retry_delay_seconds=1,
 )
 def _train_cell(cell: Cell, sweep: str, tags: dict[str, str], stop: StopRequest) -> Report:
-    """Train one cell in a process of its own."""
+    """Train one cell in its own process."""
     settings = load_settings()
     context = TaskRunContext.get()
     if context and context.task_run.run_count > 1:
-        print(f"{cell.name}: once more", flush=True)
+        print(f"{cell.name}: retrying", flush=True)
     return run_cell(cell, sweep_folder(sweep, settings), settings, sweep, tags, stop)
 
 
@@ -86,26 +86,21 @@ def sweep_hybrid(
 ) -> State:
     """Train every combination of the grid's values, or search among them, and compare them on one page.
 
-    Args:
-        grid: Fields and their values, such as `{"train.batch_size": [256, 512], "devices": ["auto*1",
-            "auto*2"]}`; in a search also ranges, `{"train.lr": {"low": 0.0001, "high": 0.1, "log": true}}`.
-        data_path: File, folder or pattern of the data.
-        label: Column to predict.
-        devices: Where the blocks run: auto, auto*2 (two free GPUs), cpu, cpu*8 (eight virtual devices),
-            cuda:0.
-        epochs: Passes over the training split.
-        batch_size: Rows of a batch over all devices together.
-        lr: Learning rate of the dense blocks.
-        overrides: Single values that go over all others, such as `model.hidden=64`.
-        sweep: Name of the sweep; the name of an earlier one continues it. Empty: the flow run's name.
-        at_once: Trainings at the same time; 0: as many as there are free GPUs.
-        retries: Further attempts at a training that failed.
-        trials: Trainings in a search, whose values Optuna chooses; 0: every combination of the grid.
-        prune: End a training of a search after an epoch in which it does worse than the median of the others.
-        config: All other values, common to all trainings; a field left empty keeps the recipe's value.
-        skip_if_late_min: Skip a scheduled run that starts more than this many minutes late; 0: never skip.
+    Args: grid: Fields and their values, such as `{"train.batch_size": [256, 512], "devices": ["auto*1",
+    "auto*2"]}`; in a search also ranges, `{"train.lr": {"low": 0.0001, "high": 0.1, "log": true}}`.
+    data_path: File, folder or pattern of the data. label: Column to predict. devices: Where the blocks
+    run: auto, auto*2 (two free GPUs), cpu, cpu*8 (eight virtual devices), cuda:0. epochs: Passes over the
+    training split. batch_size: Rows of a batch over all devices together. lr: Learning rate of the dense
+    blocks. overrides: Single values that override all others, such as `model.hidden=64`. sweep: Name of
+    the sweep; the name of an earlier one continues it. Empty: the flow run's name. at_once: Trainings at
+    the same time; 0: as many as there are free GPUs. retries: How often a failed training is tried again.
+    trials: Number of trainings in a search, whose values Optuna chooses; 0: every combination of the
+    grid. prune: In a search, end a training after an epoch in which it does worse than the median of the
+    others. config: All other values, common to all trainings; a field left empty keeps the recipe's
+    value. skip_if_late_min: Skip a scheduled run that starts more than this many minutes late; 0: never
+    skip.
     """
-    given = locals()  # the form's values, by their names
+    given = locals()  # first line, so these are just the parameters: the form's values by name
     if late := too_late(skip_if_late_min):
         return late
     with supervised() as stop:
@@ -124,7 +119,7 @@ def _searched(what: "Search", config: ExperimentConfig, stop: StopRequest, sweep
     show_run(runtime.flow_run.id, sweep, [config.recipe], "")
     with watched_flow_run(runtime.flow_run.id, stop), _passing_on_the_end(stop):
         cells, reports = search(what, config, sweep, settings, stop, at_once, _tags())
-    stop.obey("with trials left; they go on when it does")
+    stop.obey("with trials left; they continue when the sweep does")
     return _reported(sweep, cells, reports, settings)
 
 
@@ -156,13 +151,13 @@ def _swept(
             future.wait()
             result = future.state.result(raise_on_failure=False)
             reports[cell.name] = result if isinstance(result, Report) else str(result)
-    stop.obey("with cells left; they go on when it does")
+    stop.obey("with cells left; they continue when the sweep does")
     return _reported(sweep, cells, reports, settings)
 
 
 @contextmanager
 def _passing_on_the_end(stop: StopRequest) -> Iterator[None]:
-    """Tell the cells' processes when this one has to end; they write checkpoints meanwhile."""
+    """Pass an interruption of this process on to the cells' processes, so that they write checkpoints."""
     try:
         yield
     except (TerminationSignal, KeyboardInterrupt):
@@ -181,9 +176,9 @@ def _reported(sweep: str, cells: list[Cell], reports: Reports, settings: Setting
             text = f"Comparison of {sweep}, among the artifacts of its MLflow run"
             create_link_artifact(address, link_text=text, key="comparison", description=text)
     if failed := failures(reports):
-        told = "\n".join(failed.values())
-        print(told, flush=True)
-        return Failed(message=f"{len(failed)} of {len(reports)} cells failed: {told}")
+        texts = "\n".join(failed.values())
+        print(texts, flush=True)
+        return Failed(message=f"{len(failed)} of {len(reports)} cells failed: {texts}")
     return Completed(message=f"{len(reports)} cells trained; {address or folder}")
 
 
@@ -192,5 +187,7 @@ def _own_name() -> str:
     run = context.flow_run if context else None
     if run is None:
         return f"sweep-{os.getpid()}"
-    own = f"-{str(run.id)[:4]}"
-    return run.name if run.name.endswith(own) else run.name + own  # one that goes on was given that name
+    # The id keeps two flow runs of one name from sharing a sweep. A flow run that was queued again has the
+    # sweep's name already, from `show_run`.
+    suffix = f"-{str(run.id)[:4]}"
+    return run.name if run.name.endswith(suffix) else run.name + suffix

@@ -1,6 +1,6 @@
 """The flow `train-hybrid`: prepare -> build -> train -> evaluate -> report.
 
-`python -m flows.train_hybrid` runs it in this process; no server is needed. Its steps are in
+`python -m flows.train_hybrid` runs it in this process and needs no server. Its steps are in
 `dphybrid.orchestration.steps`.
 """
 
@@ -54,7 +54,7 @@ def train_hybrid(
         epochs: Passes over the training split.
         batch_size: Rows of a batch over all devices together.
         lr: Learning rate of the dense blocks.
-        overrides: Single values that go over all others, such as `model.hidden=64`.
+        overrides: Single values that override all others, such as `model.hidden=64`.
         run_name: Name of the run; empty: the flow run's name.
         resume: `latest`, or a run's name: continue from its newest checkpoint.
         config: All other values; a field left empty keeps the recipe's value.
@@ -62,10 +62,12 @@ def train_hybrid(
         machines: Names of the workers to use; empty: any that are online.
         skip_if_late_min: Skip a scheduled run that starts more than this many minutes late; 0: never skip.
     """
-    given = locals()  # the form's values, by their names
+    given = locals()  # first line, so these are just the parameters: the form's values by name
     if late := too_late(skip_if_late_min):
         return late
-    with supervised() as stop:  # which first says that the run lives: imports take long on a busy machine
+    with supervised() as stop:
+        # Imported only here, in the running and supervised flow run: on a busy machine this takes long, and a
+        # run that stays pending for two minutes is queued again.
         with kept_from_gc():
             from dphybrid.orchestration.steps import trained
         return trained(

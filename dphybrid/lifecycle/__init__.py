@@ -1,1 +1,1 @@
-"""From one run to the next: retraining, sweeps."""
+"""What spans several runs: retraining and sweeps."""

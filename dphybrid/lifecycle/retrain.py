@@ -1,5 +1,5 @@
-"""Retraining: is there something new, the config that goes on from the champion, and whether the challenger
-takes its place."""
+"""Retraining: find out whether there is new data, make the config that continues from the champion, and
+decide whether the challenger replaces it."""
 
 import shutil
 from collections.abc import Callable
@@ -36,8 +36,8 @@ _NUM_RESAMPLES = 300
 
 
 class Decision(Page):
-    """Champion against challenger on the same validation rows; gain > 0: the challenger is better. low, high:
-    of the 95 % interval."""
+    """The comparison of champion and challenger on the same validation rows. gain: positive if the challenger
+    is better; low, high: the ends of its 95 % interval."""
 
     promoted: bool
     why: str
@@ -51,11 +51,11 @@ class Decision(Page):
 
 
 class Plan(BaseModel):
-    """What a retraining will do. stop: why there is nothing to do; undecided: run folder of a challenger that
-    was trained and not yet judged.
+    """What a retraining will do.
 
-    config: the experiment with the champion's data and weights filled in. champion: its version, "" for the
-    first model of its name.
+    config: the experiment, with the champion's data and weights filled in. champion: its version, "" for the
+    first model of its name. stop: why there is nothing to do. undecided: the run folder of a challenger that
+    was trained and not yet compared.
     """
 
     config: SerializeAsAny[AnyExperiment]
@@ -66,16 +66,19 @@ class Plan(BaseModel):
 
 
 def open_registry(settings: Settings) -> Registry:
-    """Return the model registry in force. Raises UserError where nothing is recorded."""
+    """Return the model registry that the settings name. Raises UserError if tracking is switched off."""
     if settings.mlflow_uri == "none":
-        raise UserError("retraining needs MLflow's registry, and tracking is none; name a server")
+        raise UserError(
+            "retraining needs MLflow's model registry, and the tracking URI is none; name a server"
+        )
     return Registry(store_to_write(settings.mlflow_uri, settings.mlflow_dir))
 
 
 def plan_retraining(config: ExperimentConfig, settings: Settings, event: str = "") -> Plan:
-    """Look whether data has arrived since the newest version was made, and from where to go on.
+    """Find out whether data has arrived since the newest version was trained, and which weights to start
+    from.
 
-    event: why to retrain even when none has. Raises UserError for a config that cannot be retrained.
+    event: a reason to retrain even without new data. Raises UserError for a config that cannot be retrained.
     """
     model = config.checkpoint.register_as
     if model is None:
@@ -83,7 +86,7 @@ def plan_retraining(config: ExperimentConfig, settings: Settings, event: str = "
     recipe = find_recipe(config.recipe)
     if not recipe.tabular:
         raise UserError(
-            f"recipe={config.recipe}: only tables ({OF_TABLES}) can be retrained; train others anew"
+            f"recipe={config.recipe}: only tables ({OF_TABLES}) can be retrained; train this one from scratch"
         )
     registry = open_registry(settings)
     newest, champion = registry.newest(model), registry.champion(model)
@@ -95,6 +98,7 @@ def plan_retraining(config: ExperimentConfig, settings: Settings, event: str = "
     if champion is None:
         stop = f"no new data since version {newest.number}, which was not promoted: {newest.decision}"
         return plan.model_copy(update={"stop": stop if nothing_new and newest.decision else ""})
+    # A challenger without a decision: the process that trained it ended before the comparison.
     its_challenger = newest.number != champion.number and newest.run_tags.get(CHAMPION_TAG) == champion.number
     if its_challenger and not newest.decision:
         return plan.model_copy(update={"undecided": newest.run_tags["dphybrid.run_folder"]})
@@ -104,19 +108,21 @@ def plan_retraining(config: ExperimentConfig, settings: Settings, event: str = "
 
 
 def _kept_checkpoint(champion: Version, registry: Registry, settings: Settings) -> Path:
-    """Return the champion's checkpoint in a folder that lasts: its run's, else a copy of what MLflow has."""
+    """Return the champion's checkpoint in a folder that will stay: in its run's folder, or else a copy of
+    MLflow's artifact."""
     copy = settings.data_dir / "champions" / f"{champion.name}-{champion.number}"
     if (copy / "state.json").is_file():
         return copy
     found = checkpoint_folder(champion.uri, registry.uri)
     step = f"step-{read_state(found).progress.step:06d}"
     kept = Path(champion.run_tags.get("dphybrid.run_folder", "")) / "checkpoints" / step
+    # Same page, same checkpoint: it holds a checksum of each of the checkpoint's files.
     page = kept / "state.json"
     if page.is_file() and file_digest(page) == file_digest(found / "state.json"):
         return kept
     copy.parent.mkdir(parents=True, exist_ok=True)
     with locked(copy.with_name(f".{copy.name}.lock")):
-        if not (copy / "state.json").is_file():  # else another process was faster
+        if not (copy / "state.json").is_file():  # otherwise another process has just made the copy
             clear_leftovers(copy.parent, copy.name)
             with making(copy) as partial:
                 shutil.copytree(found, partial, dirs_exist_ok=True)
@@ -142,16 +148,16 @@ def _from_champion(
     ]
     if changed:
         raise UserError(
-            f"champion {champion.uri} has another network than the config "
+            f"champion {champion.uri} has a different network from the config's "
             f"({'; '.join(f'model.{text}' for text in changed)}); "
-            "give the same one, or another checkpoint.register_as"
+            "give the champion's values, or another checkpoint.register_as"
         )
     return apply_overrides(config, [f"data.base={state.prepared}", f"train.warm_start={checkpoint}"])
 
 
 def reason_to_wait(prepared: str, min_new_rows: int, event: str = "") -> str | None:
-    """Return why the data that has arrived is not worth a training yet, or None. min_new_rows: so many rows
-    are. event: so is one."""
+    """Return why there are too few new rows to retrain, or None. min_new_rows: how many are needed. event: a
+    reason to retrain with fewer."""
     arrays = open_prepared(Path(prepared)).arrays
     if event or "new_rows" not in arrays or len(arrays["new_rows"]) >= max(1, min_new_rows):
         return None
@@ -159,19 +165,20 @@ def reason_to_wait(prepared: str, min_new_rows: int, event: str = "") -> str | N
 
 
 def _compare(run: Run, min_gain: float) -> Decision:
-    """Return the comparison of a run's best checkpoint, on the run's validation rows, with the checkpoint it
-    started from; of a first model with the recipe's floor, which the whole interval must beat."""
+    """Compare a run's best checkpoint with the checkpoint it started from, on the run's validation rows. A
+    first model is compared with the recipe's floor, a constant prediction."""
     experiment = run.experiment()
     config, task = experiment.config, experiment.task
     best = Path(ResultPage.read(run.folder / "result.json").best_checkpoint)
     if config.train.warm_start is None:
-        # Against a constant, any gain that is sure will do.
+        # Against a constant prediction, any significant gain is enough, whatever min_gain says.
         name, min_gain, before = "a constant prediction's", 0.0, experiment.recipe.floor(experiment.data)
         if before is None:
-            return Decision(promoted=True, why="new: there is no champion to compare it with")
+            return Decision(promoted=True, why="new: there is no champion to compare with")
     else:
         warm = Path(config.train.warm_start)
         name = "the champion's"
+        # Not plain weights: the run's data may have grown, and `warm_start` fits the champion's tables to it.
         before = _outputs_of(run, experiment, lambda network: warm_start(warm, network, experiment.data))
     verify_checkpoint(best)  # a damaged challenger must not take the champion's place
     after = _outputs_of(run, experiment, lambda network: load_weights(best, network))
@@ -180,7 +187,7 @@ def _compare(run: Run, min_gain: float) -> Decision:
     low, high = np.quantile(gains, [0.025, 0.975]).tolist()
     gain = (1 if task.higher_is_better else -1) * (challenger[metric] - champion[metric])
     num_rows = len(next(iter(after.values())))
-    verdict = "better" if low > min_gain else "not surely better" if high > min_gain else "not better"
+    verdict = "better" if low > min_gain else "not significantly better" if high > min_gain else "not better"
     why = (
         f"{verdict}: validation {metric} {challenger[metric]:.5f} against {name} {champion[metric]:.5f} on "
         f"the same {counted(num_rows, 'row')}; gain {gain:+.5f}, 95 % interval {low:+.5f} to {high:+.5f}"
@@ -200,7 +207,8 @@ def _compare(run: Run, min_gain: float) -> Decision:
 
 
 def _outputs_of(run: Run, experiment: Experiment, fill: Callable[[nn.Module], None]) -> dict[str, Tensor]:
-    """Return the validation outputs of the model that `fill` gives its weights; its memory is free then."""
+    """Return the validation outputs of a model that `fill` gives its weights. The model is freed on return,
+    so that two never share the memory."""
     network = experiment.unfilled(run.page.devices)
     fill(network)
     batch_size = experiment.config.train.batch_size
@@ -210,18 +218,18 @@ def _outputs_of(run: Run, experiment: Experiment, fill: Callable[[nn.Module], No
 def bootstrap_gains(
     champion: dict[str, Tensor], challenger: dict[str, Tensor], task: Task, seed: int
 ) -> np.ndarray:
-    """Return the challenger's gain in the task's metric on `_NUM_RESAMPLES` sets of the same rows, drawn
-    with replacement: the paired bootstrap (Efron 1979)."""
+    """Return the challenger's gains in the task's metric on `_NUM_RESAMPLES` resamples of the rows: the
+    paired bootstrap (Efron 1979)."""
     num_rows = len(next(iter(champion.values())))
     random = np.random.default_rng(seed)
     gains: list[float] = []
     while len(gains) < _NUM_RESAMPLES:
-        # The same rows for both: how hard they are cancels out.
+        # The same rows for both models, so that how difficult the drawn rows are cancels out.
         rows = torch.from_numpy(random.integers(0, num_rows, num_rows))
         try:
             drawn = ({name: values[rows] for name, values in out.items()} for out in (champion, challenger))
             before, after = (task.compute(outputs)[task.metric] for outputs in drawn)
-        except UserError:  # a few rows, drawn all of one label
+        except UserError:  # all drawn rows have the same label, which happens with few rows: draw again
             if len(set(champion["labels_B"].tolist())) < 2:
                 raise
             continue
@@ -230,19 +238,19 @@ def bootstrap_gains(
 
 
 def judge(run_folder: str, settings: Settings, min_gain: float = 0.0) -> Decision:
-    """Compare the trained challenger of a run folder with the champion it started from, a first model with
-    the recipe's floor; promote it, or keep the champion; write down why.
+    """Compare the trained challenger of a run folder with its champion (a first model with the recipe's
+    floor); promote it or keep the champion; record why.
 
-    Promoted when the whole 95 % interval of the gain lies above `min_gain`. Raises UserError when MLflow does
-    not answer.
+    It is promoted if the whole 95 % interval of the gain is above `min_gain`. Raises UserError when MLflow
+    does not answer.
     """
     run = read_run(run_folder, settings)
-    # made before this process, which goes on where another one died
+    # An earlier process decided and died afterwards: keep to its decision.
     if (run.folder / "decision.json").is_file():
         return Decision.read(run.folder / "decision.json")
     registry = open_registry(settings)
     model = run.config.checkpoint.register_as
-    assert model is not None  # plan_retraining has looked
+    assert model is not None  # plan_retraining has checked
     challenger = registry.newest(model)
     if challenger is None or challenger.run_id != run.page.run_id:
         raise UserError(

@@ -1,5 +1,5 @@
-"""A sweep that searches: Optuna chooses each run's values by the results of those before, and ends runs early
-that do worse than the median. Its study is `study.db` in the sweep's folder. Alone imports optuna."""
+"""A sweep that searches: Optuna chooses each run's values from earlier results, and ends runs early that do
+worse than the median. The study is `study.db` in the sweep's folder. Only this module imports optuna."""
 
 import contextlib
 from collections.abc import Mapping
@@ -26,11 +26,12 @@ _RANGE = {"low", "high", "log", "step"}
 
 @dataclass(frozen=True)
 class Search:
-    """What is searched and how.
+    """What to search, and how.
 
-    space: field -> a list of choices, or {"low": 0.001, "high": 0.1, "log": true}; whole numbers at both ends
-    give whole numbers, "step" a raster. trials: runs in all, those of an earlier part of the sweep counted.
-    prune: end a run after an epoch in which it does worse than the median of the others at that epoch.
+    space: field -> a list of choices, or {"low": 0.001, "high": 0.1, "log": true}. If both ends are integers,
+    so are the values; "step" spaces them evenly. trials: number of runs in total, including those before the
+    sweep was continued. prune: end a run after an epoch in which it does worse than the median of the others
+    at that epoch.
     """
 
     space: Mapping[str, Any]
@@ -38,12 +39,15 @@ class Search:
     prune: bool = True
 
     def check(self, config: ExperimentConfig, settings: Settings) -> None:
-        """Raise UserError for an unknown field, or ends or choices that it does not allow."""
+        """Raise UserError for an unknown field, or for choices or range ends that the field does not
+        allow."""
         if not self.space:
             raise UserError('grid: give at least one field, such as {"train.lr": {"low": 1e-4, "high": 0.1}}')
         for name, values in self.space.items():
             if isinstance(values, Mapping) and not {"low", "high"} <= values.keys() <= _RANGE:
-                raise UserError(f"grid: {name} = {dict(values)}; give low and high, and log or step")
+                raise UserError(
+                    f"grid: {name} = {dict(values)}; give low and high, and optionally log or step"
+                )
             ends = [values["low"], values["high"]] if isinstance(values, Mapping) else values
             if isinstance(ends, str) or not isinstance(ends, list) or not ends:
                 raise UserError(f"grid: {name} = {values!r}; give a list of values, or low and high")
@@ -56,7 +60,7 @@ class Search:
                     raise UserError(f"grid: {name} = {dict(values)}: {error}") from error
 
     def suggest(self, trial: optuna.Trial) -> dict[str, object]:
-        """Return the values of a trial."""
+        """Return Optuna's choice of values for a trial, by field."""
         chosen: dict[str, object] = {}
         for name, values in self.space.items():
             if not isinstance(values, Mapping):
@@ -70,7 +74,8 @@ class Search:
 
 
 def _distribution(values: Mapping[str, object]) -> optuna.distributions.BaseDistribution:
-    """Return a field's range. Raises ValueError or TypeError for ends, log and step that do not fit."""
+    """Return a field's range as Optuna's distribution. Raises ValueError or TypeError if low, high, log and
+    step do not fit together."""
     whole = isinstance(values["low"], int) and isinstance(values["high"], int)
     kind: Any = optuna.distributions.IntDistribution if whole else optuna.distributions.FloatDistribution
     made: optuna.distributions.BaseDistribution = kind(**values)
@@ -79,7 +84,8 @@ def _distribution(values: Mapping[str, object]) -> optuna.distributions.BaseDist
 
 @dataclass
 class _Watch:
-    """Tells a trial its run's validation metric after each epoch, and whether to end it."""
+    """Callable that reports a run's validation metric of each epoch to its trial; returns whether to prune
+    the run. Reads the run's checkpoints, because the run is another process."""
 
     trial: optuna.Trial
     checkpoints: Path
@@ -91,7 +97,7 @@ class _Watch:
         there = complete_checkpoints(self.checkpoints)
         if not there or self.pruned:
             return self.pruned
-        # a checkpoint may be removed meanwhile: the next look finds another one
+        # suppress: the run may have just removed this checkpoint; the next call reads a newer one
         with contextlib.suppress(UserError, FileNotFoundError):
             history = read_state(there[-1]).progress.history
             for epoch, row in enumerate(history[self.seen :], start=self.seen + 1):
@@ -110,13 +116,13 @@ def search(
     at_once: int = 0,
     tags: Mapping[str, str] = {},
 ) -> tuple[list[Cell], Reports]:
-    """Run trials until there are `what.trials`, each in a process of its own; return their cells and reports.
+    """Run `what.trials` trials, each in its own process; return their cells and reports.
 
-    A sweep of the same name goes on: a trial that was cut off is trained to its end first. Raises UserError
-    for a space that is not allowed, data that cannot be used, and as `begin_sweep` does.
+    A sweep of the same name is continued: interrupted trials are finished first. Raises UserError for a
+    search space that is not allowed, for data that cannot be used, and as `begin_sweep` does.
     """
     what.check(config, settings)
-    # Which values come is not known yet; how many runs, and their devices, is.
+    # The trials' values are not known yet, but their number and devices are: enough for `begin_sweep`.
     cells_of_all = [make_cell(config, {}, sweep, settings)] * what.trials
     folder, workers = begin_sweep(sweep, cells_of_all, settings, at_once)
     recipe = find_recipe(config.recipe)
@@ -139,7 +145,7 @@ def search(
             if watch.pruned:
                 raise optuna.TrialPruned from failure
             if stop.pending:
-                study.stop()
+                study.stop()  # start no further trials
             raise
         reports[name] = report
         return float(report.metrics[task.metric])
@@ -147,8 +153,9 @@ def search(
     ended = (TrialState.COMPLETE, TrialState.PRUNED)
     left = what.trials - len(study.get_trials(states=ended))
     if left > 0:
+        # catch: a failed run is a failed trial, not the end of the search
         study.optimize(train, n_trials=left, n_jobs=workers, catch=(CellFailed,))
-    for trial in study.trials:  # those of an earlier part of the sweep
+    for trial in study.trials:  # add those that ran before the sweep was continued
         name = trial.user_attrs.get(_CELL, "")
         if name and name not in cells and trial.state.is_finished():
             cells[name] = make_cell(config, trial.params, name, settings)
@@ -158,20 +165,23 @@ def search(
 
 
 def _study(folder: Path, sweep: str, seed: int, task: Task) -> optuna.Study:
-    """Open the sweep's study; trials that were cut off are in its queue again, by the names of their runs."""
-    optuna.logging.set_verbosity(optuna.logging.ERROR)  # the results name failed runs
+    """Open the sweep's study and queue interrupted and failed trials again, each for the run that it had."""
+    optuna.logging.set_verbosity(
+        optuna.logging.ERROR
+    )  # no warnings about failed trials: the results show them
     study = optuna.create_study(
         study_name=sweep,
         storage=f"sqlite:///{folder / 'study.db'}",
-        # Of fewer than three runs a median says nothing, and of a first epoch little.
+        # A median of fewer than three runs means nothing, and a first epoch says little about a run.
         pruner=optuna.pruners.MedianPruner(n_startup_trials=3, n_warmup_steps=1),
         direction="maximize" if task.higher_is_better else "minimize",
         load_if_exists=True,
     )
-    # a sampler draws anew after each start: of the same seed it would draw the first trials again
+    # A new sampler starts its random numbers from the seed. With the same seed, a continued sweep would draw
+    # the values of its first trials again.
     study.sampler = optuna.samplers.TPESampler(seed=seed + len(study.trials))
     again = {trial.user_attrs.get(_CELL) for trial in study.get_trials(states=(TrialState.WAITING,))}
-    # Optuna leaves the trials of a killed process RUNNING for ever.
+    # RUNNING, too: Optuna never ends the trials of a killed process.
     for trial in study.get_trials(states=(TrialState.RUNNING, TrialState.FAIL)):
         name = trial.user_attrs.get(_CELL)
         if trial.state == TrialState.RUNNING:

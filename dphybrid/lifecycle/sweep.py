@@ -1,5 +1,5 @@
-"""A grid of runs: its cells, each checked before any starts, and running one in a process of its own, which
-leases its own GPUs."""
+"""A sweep over a grid of values. All cells are checked before the first run starts; each cell is trained in
+its own process, which leases its own GPUs."""
 
 import itertools
 import re
@@ -27,17 +27,17 @@ from dphybrid.util.files import read_json, write_json, write_text
 from dphybrid.util.stop import StopRequest
 
 Reports = Mapping[str, Report | str]
-"""What each run of a sweep came to, by name: its report, or why there is none."""
+"""The result of each run of a sweep, by name: its report, or a text that says why there is none."""
 MAX_CELLS = 256
 PRUNED = "pruned"
-"""Begins the words about a run that a search ended early."""
-END_S = 25.0
-"""How long a cell's process may take to write its checkpoint when the sweep has to stop; Prefect allows 30
-seconds."""
+"""First word of the text about a run that a search ended early."""
+_END_S = 25.0
+"""How long a cell's process may take to write its checkpoint when the sweep has to stop. Less than the 30
+seconds after which Prefect kills a cancelled flow run."""
 
 
 class Cell(BaseModel):
-    """One run of a sweep. values: its place in the grid, by field."""
+    """One run of a sweep. values: the values that the sweep gives it, as text by field."""
 
     name: str
     values: dict[str, str]
@@ -45,7 +45,7 @@ class Cell(BaseModel):
 
 
 class CellFailed(Exception):
-    """A cell's process ended without a result; `final` when trying again cannot help."""
+    """A cell's process ended without a result. final: trying again cannot help."""
 
     def __init__(self, text: str, final: bool) -> None:
         super().__init__(text)
@@ -55,10 +55,10 @@ class CellFailed(Exception):
 def make_grid(
     config: ExperimentConfig, grid: Mapping[str, Sequence[object]], sweep: str, settings: Settings
 ) -> list[Cell]:
-    """Return all combinations of the grid's values over `config`, the last field changing fastest.
+    """Return a cell for each combination of the grid's values over `config`, the last field changing fastest.
 
-    grid: config field -> its values. Raises UserError for unknown fields, for values that are not allowed,
-    with the cell, and for devices that are not there.
+    grid: config field -> its values. Raises UserError, naming the cell, for unknown fields, values that are
+    not allowed, and devices that do not exist.
     """
     if not grid or not all(grid.values()):
         raise UserError('grid: give at least one field with values, such as {"train.batch_size": [256, 512]}')
@@ -69,12 +69,13 @@ def make_grid(
             raise UserError(f"grid: {name} = {values!r}; give a list of values{ranges}")
         count *= len(values)
     if count > MAX_CELLS:
-        raise UserError(f"grid: {count:,} combinations, {MAX_CELLS} are allowed; give fewer values")
+        raise UserError(f"grid: {count:,} combinations, at most {MAX_CELLS} are allowed; give fewer values")
     cells = []
     for number, combination in enumerate(itertools.product(*grid.values()), start=1):
         chosen = dict(zip(grid, combination, strict=True))
-        differing = _differing({field: _text(chosen[field]) for field in grid if len(grid[field]) > 1})
-        name = f"{sweep}-{number:0{len(str(count))}d}{differing}"
+        suffix = _name_suffix({field: _text(chosen[field]) for field in grid if len(grid[field]) > 1})
+        # Zero-padded numbers, so that names sort in the grid's order.
+        name = f"{sweep}-{number:0{len(str(count))}d}{suffix}"
         try:
             cells.append(make_cell(config, chosen, name, settings))
         except UserError as error:
@@ -83,8 +84,8 @@ def make_grid(
 
 
 def make_cell(config: ExperimentConfig, values: Mapping[str, object], name: str, settings: Settings) -> Cell:
-    """Return a run of a sweep. Raises UserError, with the values, for those that are not allowed, and for
-    devices that are not there."""
+    """Return one run of a sweep. Raises UserError, naming the values, for values that are not allowed and for
+    devices that do not exist."""
     chosen = {field: _text(value) for field, value in values.items()}
     shown = [f"{field}={value}" for field, value in chosen.items()]
     try:
@@ -95,8 +96,8 @@ def make_cell(config: ExperimentConfig, values: Mapping[str, object], name: str,
     return Cell(name=name, values=chosen, config=made)
 
 
-def _differing(chosen: Mapping[str, str]) -> str:
-    """Return what tells a cell apart, for its name: `-cpux8-b512-lr0.01`."""
+def _name_suffix(chosen: Mapping[str, str]) -> str:
+    """Return the end of a cell's name, made of its values: `-cpux8-b512-lr0.01`."""
     short = {"devices": "", "train.batch_size": "b"}
     words = (short.get(name, name.rpartition(".")[2]) + value for name, value in chosen.items())
     return "".join(f"-{re.sub(r'[^A-Za-z0-9._+-]', '', word.replace('*', 'x'))}" for word in words)[:80]
@@ -117,11 +118,11 @@ def run_cell(
     stop: StopRequest,
     enough: Callable[[], bool] = lambda: False,
 ) -> Report:
-    """Run a cell in a process of its own, or go on with it, or only read what it came to; its output goes to
-    `folder`/NAME.log.
+    """Train a cell in its own process, from its checkpoint if it has one; return its report. A cell with a
+    report is not trained again. The process writes its output to `folder`/NAME.log.
 
-    stop: is handed on to the cell's process, which writes a checkpoint. enough: is asked again and again
-    whether to end that process, too. Raises CellFailed with the end of its output.
+    stop: passed on to the process, which then writes a checkpoint. enough: called repeatedly; when it returns
+    True, the process is ended in the same way. Raises CellFailed with the last lines of the output.
     """
     report = folder / f"{cell.name}.json"
     if report.is_file():
@@ -130,23 +131,23 @@ def run_cell(
         raise CellFailed(f"{cell.name}: not run, {stop.reason}", final=True)
     page, log = folder / f"{cell.name}.config.json", folder / f"{cell.name}.log"
     write_text(page, cell.config.model_dump_json(indent=1))
-    # A process a run: CUDA's memory, and a crash, end with it.
+    # One process per run: CUDA frees all of its memory at the process's end, and a crash ends only this run.
     argv = [sys.executable, "-m", "dphybrid", "train", "--config", str(page), "--report", str(report)]
     for name, value in {**tags, SWEEP_TAG: sweep}.items():
         argv += ["--tag", f"{name}={value}"]
-    # A cell that was cut off goes on from its checkpoint, under the name that its place gives it.
+    # An interrupted cell continues from its checkpoint; its run has the cell's name.
     known = (settings.runs_dir / cell.name / "run.json").is_file()
     argv += ["--resume", cell.name] if known else ["--run-name", cell.name]
-    # Appended: another try keeps what the one before has said.
+    # Append: keep the output of earlier attempts.
     with log.open("ab") as stream:
         child = subprocess.Popen(argv, stdout=stream, stderr=stream)
         _wait(child, lambda: stop.pending or enough())
-    # The log's last lines: the cell's own error message, or its traceback's end.
     if code := child.returncode:
+        # The last lines are the cell's error message, or the end of its traceback.
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        told = f"{cell.name} ended with {code}: {' | '.join(lines[-3:])} ({log})"
-        # 2: the config is wrong; another try would say so again.
-        raise CellFailed(told, final=code == 2 or stop.pending)
+        text = f"{cell.name} ended with {code}: {' | '.join(lines[-3:])} ({log})"
+        # 2 is the exit code for wrong values: another attempt would fail in the same way.
+        raise CellFailed(text, final=code == 2 or stop.pending)
     return Report.read(report)
 
 
@@ -156,23 +157,24 @@ def sweep_folder(sweep: str, settings: Settings) -> Path:
 
 
 def _wait(child: "subprocess.Popen[bytes]", ends: Callable[[], bool]) -> None:
-    """Wait for a process; end it in good order when `ends` says so."""
+    """Wait for a process. When `ends` returns True, ask it to stop; kill it if it does not stop in time."""
     while child.poll() is None and not ends():
         time.sleep(0.2)
     if child.poll() is None:
         child.terminate()
     try:
-        child.wait(END_S)
+        child.wait(_END_S)
     except subprocess.TimeoutExpired:
         child.kill()
         child.wait()
 
 
 def begin_sweep(sweep: str, cells: Sequence[Cell], settings: Settings, at_once: int = 0) -> tuple[Path, int]:
-    """Make a sweep's folder; return it and how many runs train at once. at_once: 0 for as many as GPUs allow.
+    """Create a sweep's folder; return it and how many runs train at once. at_once: 0 for as many as GPUs
+    allow.
 
-    Raises UserError for a name that cannot be a folder's, for one whose runs have other values, and for
-    `at_once` below 0.
+    Raises UserError for a sweep name that cannot name a folder, for an existing sweep whose runs have other
+    values, and for `at_once` below 0.
     """
     check_run_name(sweep, "--sweep")
     if at_once < 0:
@@ -181,10 +183,10 @@ def begin_sweep(sweep: str, cells: Sequence[Cell], settings: Settings, at_once: 
     for cell in cells:
         page = folder / f"{cell.name}.config.json"
         if page.is_file() and (changed := changed_values(read_json(page), cell.config)):
-            told = "; ".join(map(": ".join, changed.items()))
+            differences = "; ".join(map(": ".join, changed.items()))
             raise UserError(
-                f"--sweep {sweep}: its run {cell.name} has other values ({told}); give the same ones, or "
-                "this sweep another name"
+                f"--sweep {sweep}: its run {cell.name} has other values ({differences}); give the same ones, "
+                "or choose another name for this sweep"
             )
     folder.mkdir(parents=True, exist_ok=True)
     workers = at_once or min(len(cells), num_at_once([cell.config for cell in cells], settings))
@@ -195,7 +197,7 @@ def begin_sweep(sweep: str, cells: Sequence[Cell], settings: Settings, at_once: 
 def run_grid(
     cells: Sequence[Cell], sweep: str, settings: Settings, stop: StopRequest, at_once: int = 0
 ) -> Reports:
-    """Run a grid's cells in processes of their own; return each one's report, or why it failed, by name.
+    """Run each of a grid's cells in its own process; return by name the cell's report, or why it failed.
     Raises UserError as `begin_sweep` does."""
     folder, workers = begin_sweep(sweep, cells, settings, at_once)
 
@@ -205,14 +207,14 @@ def run_grid(
         except CellFailed as failure:
             return str(failure)
 
-    # Threads only wait for processes here.
+    # Threads are enough: they only wait for the cells' processes.
     with ThreadPoolExecutor(workers) as pool:
         return dict(zip([cell.name for cell in cells], pool.map(train, cells), strict=True))
 
 
 def write_sweep(folder: Path, cells: Sequence[Cell], reports: Reports) -> tuple[list[dict[str, Any]], Path]:
-    """Write `sweep.json`: for each cell its values, and its run's metrics or the reason why it failed.
-    Returns its rows and the file."""
+    """Write `sweep.json`: for each cell its values, and its run's metrics or the reason for its failure.
+    Return the rows and the file."""
     rows = []
     for cell in cells:
         done = reports.get(cell.name, "not run")
@@ -224,13 +226,13 @@ def write_sweep(folder: Path, cells: Sequence[Cell], reports: Reports) -> tuple[
 
 
 def compare_sweep(cells: Sequence[Cell], reports: Reports, sweep: str, settings: Settings) -> str:
-    """Compare the runs of a sweep that MLflow has, on a page in its folder, which goes into MLflow, too;
-    return its address there, "" without two of them."""
+    """Compare the sweep's runs that are in MLflow on a page in the sweep's folder, and log the page to
+    MLflow. Return its address there, "" if there are fewer than two such runs."""
     done = [report for report in reports.values() if isinstance(report, Report)]
     run_ids = [report.run_id for report in done if report.run_id and report.tracking_uri != FILES]
     if len(run_ids) < 2:
         return ""
-    # Late: these import MLflow, which a sweep does without.
+    # Imported here, because these import MLflow, which a sweep itself does not need.
     from dphybrid.tracking.compare import log_comparison, read_runs
     from dphybrid.tracking.compare_page import write_comparison
 
@@ -242,6 +244,6 @@ def compare_sweep(cells: Sequence[Cell], reports: Reports, sweep: str, settings:
 
 
 def failures(reports: Reports) -> dict[str, str]:
-    """Return why cells failed, by name; those that a search ended early did not."""
-    told = {name: done for name, done in reports.items() if isinstance(done, str)}
-    return {name: text for name, text in told.items() if not text.startswith(PRUNED)}
+    """Return by name why cells failed. Runs that a search pruned did not fail."""
+    texts = {name: done for name, done in reports.items() if isinstance(done, str)}
+    return {name: text for name, text in texts.items() if not text.startswith(PRUNED)}

@@ -81,7 +81,7 @@ def test_a_sweep_runs_at_once_tries_again_and_compares(
     assert state.is_failed()
     told = capsys.readouterr().out
     assert "Sweep widths: 3 runs, 3 at once" in told
-    assert "widths-2-dim8: once more" in told
+    assert "widths-2-dim8: retrying" in told
     assert re.search(r"widths-3-dim9 ended with 1: .*always fails", told)
     assert len(list(marks.iterdir())) == 2
     assert len(list(tmp_path.glob("hopeless-*"))) == 2
