@@ -161,7 +161,7 @@ def _leave(flow_run_id: str, reason: str, later: bool, ending: str | None) -> No
         # Exit at once: Prefect would retry for long and then mark the run as crashed. The worker sees this
         # exit code and queues the run.
         print(
-            f"{reason}\nPrefect's server is unreachable ({error}); the worker will queue the run again",
+            f"{reason}\nPrefect's server is unreachable ({error}); the run is queued again when it answers",
             flush=True,
         )
         os._exit(128 + signal.SIGTERM)

@@ -124,7 +124,8 @@ with warnings.catch_warnings():
                     if not self.draining:
                         await asyncio.sleep(_ASK_AGAIN_S)
                         continue
-                break  # draining without a server: another worker queues the run when its heartbeats stop
+                # Done; or draining without a server: another worker queues the run once its heartbeats stop.
+                break
             # 0, because Prefect's worker marks a run as crashed for any other code.
             return ProcessWorkerResult(status_code=0, identifier=result.identifier)
 
