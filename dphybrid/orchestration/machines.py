@@ -100,7 +100,7 @@ def check_nodes(config: ExperimentConfig, nodes: int) -> None:
     if nodes > 1 and (ranks := config.cluster.ranks) % nodes:
         raise UserError(
             f"nodes={nodes} with cluster.ranks={ranks}: each machine needs the same number of ranks; use "
-            f"{max(ranks // nodes, 1) * nodes}, or leave it out for one rank on each device"
+            f"{max(ranks // nodes, 1) * nodes}, or leave cluster.ranks out for one rank on each device"
         )
 
 

@@ -57,7 +57,7 @@ def make_run(data: Path) -> Path:
 
 def test_each_machine_has_as_many_ranks(data_dir: Path) -> None:
     check_nodes(spread(4), 2)
-    with refused("nodes=3 with cluster.ranks=4: .* give 3, or none"):
+    with refused("nodes=3 with cluster.ranks=4: .* use 3, or leave cluster.ranks out"):
         check_nodes(spread(4), 3)
     three_of_each = apply_overrides(spread(0), ["devices=cpu*3"])
     assert over_machines(three_of_each, 2, load_settings()).cluster.ranks == 6
