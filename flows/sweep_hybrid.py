@@ -86,19 +86,24 @@ def sweep_hybrid(
 ) -> State:
     """Train every combination of the grid's values, or search among them, and compare them on one page.
 
-    Args: grid: Fields and their values, such as `{"train.batch_size": [256, 512], "devices": ["auto*1",
-    "auto*2"]}`; in a search also ranges, `{"train.lr": {"low": 0.0001, "high": 0.1, "log": true}}`.
-    data_path: File, folder or pattern of the data. label: Column to predict. devices: Where the blocks
-    run: auto, auto*2 (two free GPUs), cpu, cpu*8 (eight virtual devices), cuda:0. epochs: Passes over the
-    training split. batch_size: Rows of a batch over all devices together. lr: Learning rate of the dense
-    blocks. overrides: Single values that override all others, such as `model.hidden=64`. sweep: Name of
-    the sweep; the name of an earlier one continues it. Empty: the flow run's name. at_once: Trainings at
-    the same time; 0: as many as there are free GPUs. retries: How often a failed training is tried again.
-    trials: Number of trainings in a search, whose values Optuna chooses; 0: every combination of the
-    grid. prune: In a search, end a training after an epoch in which it does worse than the median of the
-    others. config: All other values, common to all trainings; a field left empty keeps the recipe's
-    value. skip_if_late_min: Skip a scheduled run that starts more than this many minutes late; 0: never
-    skip.
+    Args:
+        grid: Fields and their values, such as `{"train.batch_size": [256, 512], "devices": ["auto*1",
+            "auto*2"]}`; in a search also ranges, `{"train.lr": {"low": 0.0001, "high": 0.1, "log": true}}`.
+        data_path: File, folder or pattern of the data.
+        label: Column to predict.
+        devices: Where the blocks run: auto, auto*2 (two free GPUs), cpu, cpu*8 (eight virtual devices),
+            cuda:0.
+        epochs: Passes over the training split.
+        batch_size: Rows of a batch over all devices together.
+        lr: Learning rate of the dense blocks.
+        overrides: Single values that override all others, such as `model.hidden=64`.
+        sweep: Name of the sweep; the name of an earlier one continues it. Empty: the flow run's name.
+        at_once: Trainings at the same time; 0: as many as there are free GPUs.
+        retries: How often a failed training is tried again.
+        trials: Trainings in a search, whose values Optuna chooses; 0: every combination of the grid.
+        prune: End a search's training after an epoch in which it does worse than the median of the others.
+        config: All other values, common to all trainings; a field left empty keeps the recipe's value.
+        skip_if_late_min: Skip a scheduled run that starts more than this many minutes late; 0: never skip.
     """
     given = locals()  # first line, so these are just the parameters: the form's values by name
     if late := too_late(skip_if_late_min):
