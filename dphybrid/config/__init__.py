@@ -1,10 +1,10 @@
-"""The config of an experiment: sections of values, each declared once with type, default, bound, unit and a
-sentence.
+"""The config of an experiment: sections of fields, each declared once with type, default, bounds, unit and
+description.
 
-One declaration feeds the Prefect form, TOML files, the command line and MLflow's params. Every field changes
-results; where an experiment runs is in `dphybrid.config.settings`. `table`, `train` and `checkpoint` are
-common to all recipes; `data` and `model` are a recipe's own classes (`dphybrid.recipes`). Needs pydantic
-alone.
+The Prefect form, TOML files, the command line and MLflow's params all come from these declarations. Every
+field can change results; where an experiment runs is set in `dphybrid.config.settings`. All recipes share the
+sections `table`, `train`, `checkpoint` and `cluster`; each has its own classes for `data` and `model`
+(`dphybrid.recipes`). Needs no package but pydantic.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,14 +27,14 @@ from pydantic.fields import FieldInfo
 from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.row_rules import RULES
 
-# A type checker cannot read a Literal that is computed.
+# Type checkers reject a Literal whose values are computed; pydantic accepts it.
 if TYPE_CHECKING:
     RowOptimizerName = str
 else:
     RowOptimizerName = Literal[tuple(RULES)]
 
 
-# Flags and overrides are texts; TOML and Python give lists.
+# A flag or an override gives one comma-separated text; TOML and Python give lists.
 def _split_names(value: object) -> object:
     if not isinstance(value, str):
         return value
@@ -45,8 +45,9 @@ Names = Annotated[tuple[str, ...], BeforeValidator(_split_names)]
 
 
 class Section(BaseModel):
-    """A part of the config: frozen, and a name it does not know is an error."""
+    """A section of the config: frozen, and an unknown field is an error."""
 
+    # use_attribute_docstrings: the string below a field is its description in --help, forms and docs.
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
@@ -55,11 +56,11 @@ class DataConfig(Section):
 
     @property
     def named_columns(self) -> list[tuple[str, str]]:
-        """The columns of a table that are named, each with the field that names it."""
+        """The columns that this section names, as pairs of field and column."""
         return []
 
     def left_out(self, columns: Sequence[str]) -> Sequence[str]:
-        """Return those of a table's columns that are not read: the ones that nothing names."""
+        """Return the columns that are not read: all that no field names."""
         named = {column for _, column in self.named_columns}
         return [column for column in columns if column not in named]
 
@@ -68,50 +69,51 @@ class ModelConfig(Section):
     """The network and its sizes."""
 
     of_training: ClassVar[frozenset[str]] = frozenset()
-    """Fields that change training alone: weights can be carried across them, as retraining does."""
+    """Fields that affect only training: retraining can change them and still reuse the old weights."""
 
     factory: str | None = None
-    """Your own model, `package.module:function`; it is called with a dphybrid.recipes.ModelContext. Empty:
-    the recipe's model."""
+    """Function that builds your own model, `package.module:function`; it receives a
+    dphybrid.recipes.ModelContext. Empty: the recipe's model."""
     dtype: Literal["float32", "float64"] = "float32"
-    """Number format of tables and blocks; float64 is for comparing results to the last digit."""
+    """Number format of tables and blocks; use float64 to compare results to the last digit."""
 
 
 @cache
 def fields_of(section: type[BaseModel]) -> Mapping[str, FieldInfo]:
-    """Return a section's fields in the order for people: a recipe's own before `factory` and `dtype`."""
+    """Return a section's fields in the order shown to users: a recipe's own before `factory` and `dtype`."""
+    # pydantic lists inherited fields first; the sort is stable, so that all others keep their order.
     return dict(sorted(section.model_fields.items(), key=lambda item: item[0] in ModelConfig.model_fields))
 
 
 class TableConfig(Section):
-    """How rows of the host tables are trained."""
+    """How the rows of the host tables are trained."""
 
-    # Not a docstring below it, as elsewhere: those cannot be computed.
+    # The description is an argument here because it is computed from RULES, which a docstring cannot be.
     optimizer: RowOptimizerName = Field(
         default="adam",
-        description="Optimizer of the batch's rows, and its state: "
+        description="Optimizer of the table rows. Its state: "
         + "; ".join(f"{rule.name}, {rule.says}" for rule in RULES.values())
         + ".",
     )
     lr: float = Field(default=0.01, ge=0.0)
-    """Learning rate of the rows. 0, for recipe ctr: set by train.lr, model.kind and the data; the run prints
-    it."""
+    """Learning rate of the rows. 0 (recipe ctr only): computed from train.lr, model.kind and the data; the
+    run prints it."""
     weight_decay: float = Field(default=0.0, ge=0.0)
-    """Weight decay, applied to the rows of the batch only (lazy). adamw: decoupled, and for the steps that a
-    row was not in a batch, too."""
+    """Weight decay, applied only to the rows of the batch (lazy). With adamw it is decoupled, and makes up
+    for the steps since the row's last batch."""
     dtype: Literal["model", "bfloat16"] = "model"
-    """Number format of rows: the blocks' own, or bfloat16, half the memory, updated with
-    stochastic rounding."""
+    """Number format of rows: model, the same as the blocks; or bfloat16, which halves the memory and is
+    updated with stochastic rounding."""
 
 
 class TrainConfig(Section):
-    """How long and how the dense blocks are trained."""
+    """How long training runs, and how the dense blocks are trained."""
 
     epochs: int = Field(default=8, ge=0)
-    """Passes over the training part; 0: as many as make 4,000 steps, within 10 and 200."""
+    """Passes over the training rows. 0: enough for about 4,000 steps, at least 10 and at most 200."""
     batch_size: int = Field(default=16, ge=0)
-    """Rows of a batch over all devices together; each device gets about batch_size / devices of them. 0: set
-    by the number of training rows; the run prints it."""
+    """Rows per batch, over all devices together; each device gets about batch_size / devices of them. 0:
+    computed from the number of training rows; the run prints it."""
     lr: float = Field(default=0.003, gt=0.0)
     """Learning rate of the dense blocks."""
     optimizer: Literal["adam", "adamw", "sgd"] = "adam"
@@ -119,104 +121,103 @@ class TrainConfig(Section):
     weight_decay: float = Field(default=0.0, ge=0.0)
     """Weight decay of the dense blocks."""
     schedule: Literal["constant", "cosine", "linear"] = "cosine"
-    """Course of both learning rates over the run: constant, or down to a hundredth by a half cosine or a
-    line."""
+    """Schedule of both learning rates over the run: constant, or a decay to a hundredth along a half cosine
+    or a line."""
     clip_norm: float = Field(default=1.0, ge=0.0)
-    """Largest global norm of the gradients of blocks and rows together; 0: no clipping."""
+    """Gradient clipping: the largest global norm of the gradients of blocks and rows together. 0: off."""
     patience: int = Field(default=3, ge=-1)
-    """Epochs without a better validation metric (ctr's classes: log loss) after which training stops; 0:
-    never; -1: a tenth of the epochs, 3 or more."""
+    """Early stopping: epochs without a better validation metric (log loss for ctr's classes) before training
+    stops. 0: off. -1: a tenth of the epochs, at least 3."""
     average: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Decay a step of a moving average of the blocks' weights, which is evaluated and kept in their place; 0:
-    none."""
+    """Decay per step of a moving average of the blocks' weights; the average is evaluated and saved in place
+    of the weights. 0: off."""
     seed: int = Field(default=0, ge=0, lt=2**63)
-    """Seed of every random choice: same seed, same devices, same bits."""
+    """Seed of every random choice. The same seed on the same devices gives the same bits."""
     precision: Literal["float32", "tf32", "bfloat16"] = "float32"
-    """Number format that blocks compute in while training: float32; tf32, float32 whose products GPUs round
-    to ten bits; or bfloat16 (autocast). Parameters, rows and all updates stay float32, and so does
-    evaluation."""
+    """Number format in which blocks compute during training: float32; tf32, where GPUs round the factors of
+    products to ten bits; or bfloat16 (autocast). Parameters, rows, updates and evaluation stay float32."""
     log_every: int = Field(default=20, ge=1)
     """Steps between two lines of metrics."""
     print_splits: Literal["new", "each"] = "new"
-    """Print how a batch was split when that split is new, or in each step."""
+    """When to print how a batch was split: new, when the split differs from all before; each, at every
+    step."""
     warm_start: str | None = None
     """Checkpoint folder whose weights a new run starts from. New values since data.base start from
     the "unknown" embedding."""
     callbacks: Names = ()
-    """Functions of your own as package.module:NAME, separated by commas, called after each epoch with what it
-    came to; numbers that they return are logged as own/NAME."""
+    """Your own functions as package.module:NAME, separated by commas. Each is called with the results of
+    every epoch; the numbers it returns are logged as own/NAME."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What follows a loss or gradient that is NaN or infinite: stop, or skip that step (no update of blocks
-    nor rows; steps skipped are counted). A weight that is not finite ends training either way."""
+    """What to do when a loss or gradient is NaN or infinite: stop, or skip that step's update and count it. A
+    weight that is not finite ends training either way."""
     pipeline: Literal["off", "exact"] = "exact"
-    """exact looks up the rows of the next batch while this one computes, and repairs those that changed: the
-    same bits as off."""
+    """exact looks up the rows of the next batch while this one computes, and then replaces those that
+    changed. Results are the same bits as with off."""
     check_split: bool = False
-    """Compute the first batch unsplit and split before training, in evaluation mode, and stop where a module
-    computes across the batch. One device: in two shares. Costs about three forwards without gradients, and
-    the memory of a whole batch's on the first device."""
+    """Before training, compute the first batch both unsplit and split, in evaluation mode, and stop if a
+    module computes across the batch; one device splits it in two. Costs about three forward passes without
+    gradients, and the first device must hold the whole batch."""
     deterministic: bool = False
-    """Refuse operations of the blocks that may give other bits from run to run on a GPU, instead of using
-    them."""
+    """Stop with an error when a block uses a GPU operation whose bits may differ from run to run."""
     compile: bool = False
-    """Compile the dense blocks with torch.compile, on one device. The first step takes a minute; results
-    differ by rounding."""
+    """Compile the dense blocks with torch.compile; one device only. The first step takes about a minute, and
+    results differ by rounding."""
     shuffle_rows: int = Field(default=2**24, ge=1)
-    """Rows shuffled at once. A larger epoch is dealt out in blocks of 4,096 neighbours, and shuffled so
-    many rows at a time: for files larger than memory, which are read in long runs then."""
+    """Rows shuffled at once. An epoch with more rows is dealt at random in blocks of 4,096 neighbours and
+    shuffled this many rows at a time, so that files larger than memory are read in long runs."""
 
 
 class CheckpointConfig(Section):
-    """What is kept of a run."""
+    """Which checkpoints of a run are written and kept."""
 
     every_steps: int = Field(default=0, ge=0)
-    """Steps between checkpoints, besides the one after each epoch; 0: only those."""
+    """Steps between checkpoints, in addition to the one after each epoch. 0: only after epochs."""
     full_every: int = Field(default=10, ge=1)
-    """One checkpoint in so many holds whole tables; those between hold the rows changed since, where
-    these are at most half of them, and share the others' file by a hard link. 1: each one is written
-    whole."""
+    """Every n-th checkpoint holds whole tables; the others hold only the rows changed since, if these are at
+    most half of the table, and share the whole table's file by a hard link. 1: all are whole."""
     keep_last: int = Field(default=2, ge=1)
-    """Newest checkpoints to keep."""
+    """How many of the newest checkpoints to keep."""
     keep_best: int = Field(default=1, ge=1)
-    """Checkpoints with the best validation metric to keep."""
+    """How many of the checkpoints with the best validation metric to keep."""
     keep_every: int = Field(default=0, ge=0)
-    """Also keep each checkpoint whose step is a multiple of this; 0: none."""
+    """Also keep each checkpoint whose step is a multiple of this number. 0: none."""
+    # MLflow addresses models as models:/NAME/VERSION, so that a name can hold neither slash nor colon.
     register_as: str | None = Field(default=None, min_length=1, max_length=200, pattern=r"^[^/:]+$")
     """Name in MLflow's model registry; the best checkpoint becomes its newest version, with the alias
     challenger. Empty: not registered."""
 
 
 class ClusterConfig(Section):
-    """Over how many processes, perhaps on several machines, a training is spread."""
+    """The number of processes, perhaps on several machines, that train together."""
 
     ranks: int = Field(default=0, ge=0, le=4096)
-    """Processes that hold the table in rows and train together, on TorchRec; 0: one process with the table in
-    its host memory."""
+    """Processes that share one table by rows and train together, on TorchRec. 0: a single process, with the
+    table in its host memory."""
 
     @property
     def several(self) -> bool:
-        """Do several processes train?"""
+        """Whether processes train as ranks of a cluster."""
         return self.ranks > 0
 
     def on_each(self, machines: int) -> int:
-        """Return how many processes each of so many machines has; 0: one that has no part in a cluster."""
+        """Return the number of ranks on each of `machines` machines; 0: a single process without ranks."""
         return self.ranks // machines
 
 
 class ExperimentConfig(Section):
-    """A whole experiment. Each recipe has a class of its own below this one, with its own sections and
-    defaults.
+    """A whole experiment. Each recipe has its own subclass, with its own sections and defaults.
 
     Build one with `dphybrid.recipes.build_config`, which finds the recipe's class.
     """
 
     recipe: str = "text"
-    """Kind of experiment: a recipe's name, or your own as `package.module:NAME`. It sets every value that is
-    not given."""
+    """Kind of experiment: a recipe's name, or your own as `package.module:NAME`. It determines the default of
+    every value that you do not set."""
     devices: str = "auto"
     """Where the blocks run: auto, auto*2 (two free GPUs), cpu, cpu*8 (eight virtual devices), cuda:0,
-    cuda:0,cuda:1, cuda:0*4 (four of one GPU)."""
-    # SerializeAsAny: pydantic dumps a field as its declared class, which lacks the recipe's own values.
+    cuda:0,cuda:1, cuda:0*4 (four virtual devices on one GPU)."""
+    # Without SerializeAsAny pydantic dumps only the fields of the declared class, not the recipe's own. The
+    # default sections are shared by all configs, which is safe because sections are frozen.
     data: SerializeAsAny[DataConfig] = DataConfig()
     model: SerializeAsAny[ModelConfig] = ModelConfig()
     table: TableConfig = TableConfig()
@@ -228,14 +229,15 @@ class ExperimentConfig(Section):
     def _without_an_unused_cluster(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
         values: dict[str, object] = dump(self)
         if not self.cluster.several:
-            values.pop("cluster", None)  # pages of one process are what they were before there were more
+            # Keeps the saved config of a single process equal to those written before `cluster` existed.
+            values.pop("cluster", None)
         return values
 
     @model_validator(mode="after")
     def _formats_agree(self) -> Self:
         if self.train.precision != "float32" and self.model.dtype != "float32":
             raise ValueError(
-                f"train.precision={self.train.precision} is for model.dtype=float32, not {self.model.dtype}; "
+                f"train.precision={self.train.precision} needs model.dtype=float32, not {self.model.dtype}; "
                 "leave one of them out"
             )
         return self
@@ -243,15 +245,16 @@ class ExperimentConfig(Section):
     @field_validator("devices")
     @classmethod
     def _devices_parse(cls, value: str) -> str:
+        # Stored as parsed: lower case and without blanks.
         return parse_device_spec(value).text
 
 
 def merge(base: dict[str, object], top: dict[str, object]) -> dict[str, Any]:
-    """Return `base` with the values of `top` over it, section by section."""
+    """Return `base` overridden by the values of `top`, section by section."""
     out = dict(base)
     for key, value in top.items():
         if isinstance(value, Section):
-            # What was given, alone: the section's other defaults must not overrule `base`.
+            # Only the values that were set: the section's defaults must not override `base`.
             value = value.model_dump(exclude_unset=True)
         if isinstance(value, dict):
             below = out.get(key)
@@ -269,9 +272,10 @@ def flatten(values: dict[str, object], prefix: str = "") -> dict[str, object]:
 
 
 def nest(flat: Mapping[str, object]) -> dict[str, Any]:
-    """Return values under dotted names as nested ones: what `flatten` is given."""
+    """Return values under dotted names as nested dicts: the inverse of `flatten`."""
     out: dict[str, Any] = {}
     for name, value in flat.items():
         section, dot, rest = name.partition(".")
+        # Merged, not assigned: several names share a section.
         out = merge(out, {section: nest({rest: value}) if dot else value})
     return out

@@ -290,5 +290,5 @@ def test_a_run_in_bfloat16_learns_the_same(data_dir: Path, unrecorded: None) -> 
     rounded = run_with(*values, "train.precision=bfloat16", "train.deterministic=true").metrics
     assert rounded != plain
     assert rounded == pytest.approx(plain, abs=0.02)
-    with refused(r"train.precision=bfloat16 is for model.dtype=float32, not float64"):
+    with refused(r"train.precision=bfloat16 needs model.dtype=float32, not float64"):
         build_config({"recipe": "ctr", "model": {"dtype": "float64"}, "train": {"precision": "bfloat16"}})
