@@ -1,4 +1,4 @@
-"""Sources -> prepared data set on disk -> batches."""
+"""What all recipes share: sources are prepared once into a folder of arrays, which is read in batches."""
 
 from dphybrid.data.batches import Dataset, DrawnDataset, Draws, batches, num_batches
 from dphybrid.data.store import Prepared, open_prepared, prepare_source, source_digest, verify_prepared

@@ -1,9 +1,9 @@
-"""Batches whose order is a function of (seed, epoch), so that a resumed run sees the same ones.
+"""Batches whose order depends only on (seed, epoch), so that a resumed run sees the same ones.
 
-A data set is a view of prepared arrays: it has a length and fetches the samples of given numbers. A drawn one
-adds what is random, such as negatives, and a resumed run draws alike.
+A data set is a view of prepared arrays: it has a length and fetches samples by their numbers. A
+`DrawnDataset` adds random parts, such as negatives, which a resumed run draws alike.
 
-Letters: B samples, N draws a sample.
+Letters: B samples, N draws per sample.
 """
 
 from abc import ABC, abstractmethod
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 Array = np.ndarray
 
 BLOCK_ROWS = 4096
-"""Neighbouring rows that stay together where an epoch is shuffled in windows."""
+"""Size of the blocks of neighbouring rows that go to one window when an epoch is shuffled in windows."""
 
 
 class Dataset(ABC):
-    """Samples by number."""
+    """Samples that are fetched by number."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -32,12 +32,12 @@ class Dataset(ABC):
         """Return the samples of `index_B` (B,) int64 as CPU tensors with samples on dim 0."""
 
     def at_epoch(self, seed: int, epoch: int) -> "Dataset":
-        """Return the view of an epoch."""
+        """Return the data set as one epoch sees it. Data sets without random parts are the same in each."""
         return self
 
 
 class ArrayDataset(Dataset):
-    """Named arrays with samples on dim 0, taken as they are; part_rows: the rows that belong to this part."""
+    """Named arrays with samples on dim 0. part_rows: the rows of this part, such as the training rows."""
 
     def __init__(self, arrays: dict[str, Array], part_rows: Array) -> None:
         self.arrays = arrays
@@ -47,57 +47,58 @@ class ArrayDataset(Dataset):
         return len(self.part_rows)
 
     def fetch(self, index_B: Array) -> "dict[str, Tensor]":
-        import torch  # the command line's help, too, imports this module
+        import torch  # here, as `--help` imports this module and torch takes seconds
 
         rows_B = self.part_rows[index_B]
         tensors = {
             name: torch.from_numpy(np.ascontiguousarray(array[rows_B])) for name, array in self.arrays.items()
         }
-        # Ids are int64 wherever they are used, and smaller only on disk.
+        # Ids are int64 everywhere; int32 is only their smaller form on disk.
         return {name: rows.long() if rows.dtype == torch.int32 else rows for name, rows in tensors.items()}
 
 
 class Draws:
-    """Random numbers of the samples `index_B` in an epoch. seed: (seed, epoch)."""
+    """Random numbers for the samples `index_B` of an epoch. seed: (seed, epoch)."""
 
     def __init__(self, seed: tuple[int, int], index_B: Array) -> None:
         self._seed, self._index_B = seed, index_B
 
     def uniform(self, num: int) -> Array:
-        """Return numbers (B, num) float64 in [0, 1): SplitMix64 (Steele, Lea and Flood 2014) of each place.
+        """Return numbers (B, num) float64 in [0, 1): SplitMix64 (Steele, Lea and Flood 2014) of a counter.
 
-        Seed, epoch, sample and column alone decide: a resumed run, another batch size, and processes that
-        share a batch see the same.
+        They depend only on seed, epoch, sample and column: a resumed run, another batch size, and processes
+        that share a batch see the same numbers.
         """
-        # 29, and 3 below: apart from the numbers that shuffle, which start from (seed, epoch) alone.
+        # 29, and 3 below, keep these streams apart from the one that shuffles, which has (seed, epoch) alone.
         start = np.random.default_rng([*self._seed, 29]).integers(2**64, dtype=np.uint64)
         place_BN = (self._index_B[:, None] * num + np.arange(num)).astype(np.uint64)
         x: Array = start + place_BN * np.uint64(0x9E3779B97F4A7C15)
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
             x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+        # The top 53 bits: as many as a float64 holds.
         return ((x ^ (x >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53
 
     def integers(self, low: int, high: int, num: int) -> "Tensor":
-        """Return whole numbers (B, num) int64 from low to high - 1, each as likely, as `uniform` draws."""
-        import torch  # the command line's help, too, imports this module
+        """Return whole numbers (B, num) int64 from low to high - 1, all equally likely; see `uniform`."""
+        import torch  # here, as `--help` imports this module and torch takes seconds
 
         return torch.from_numpy(low + (self.uniform(num) * (high - low)).astype(np.int64))
 
     def of_batch(self) -> np.random.Generator:
-        """Return a generator for what the whole batch shares: (seed, epoch, the batch's first sample) decide,
-        as a sample stands in one batch of an epoch only."""
+        """Return a generator for numbers that the whole batch shares. Its seed is (seed, epoch, the batch's
+        first sample); a sample is in only one batch of an epoch."""
         return np.random.default_rng([*self._seed, *self._index_B[:1].tolist(), 3])
 
 
 Draw = Callable[["dict[str, Tensor]", Draws], "dict[str, Tensor]"]
-"""From a batch and its draws to what is added to the batch, or takes the place of what it has."""
+"""Takes a batch and its draws; returns the tensors to add to the batch or to replace in it, by name."""
 
 
 class DrawnDataset(Dataset):
-    """Samples with random additions: the same in a resumed run, others in each epoch.
+    """Samples with random additions, which differ in each epoch and are the same in a resumed run.
 
-    samples: to which is added. draw(batch, draws): returns the additions. Tensors with samples on dim 0 have
-    names that end in `_B` or `_BN`; what a whole batch shares has a name such as `negatives_K`.
+    samples: the data set to add to. draw(batch, draws): returns the additions. Names of tensors with samples
+    on dim 0 end in `_B` or `_BN`; a tensor that the whole batch shares has a name such as `negatives_K`.
     """
 
     def __init__(self, samples: Dataset, draw: Draw, seed: tuple[int, int] = (0, 0)) -> None:
@@ -115,10 +116,12 @@ class DrawnDataset(Dataset):
 
 
 def lists_of(starts: Array, items: Array, rows_B: Array, none: int) -> "Tensor":
-    """Return (B, longest) int64: the items of each row, items[starts[r] : starts[r + 1]], then `none`."""
+    """Return (B, longest) int64: the items of each row, items[starts[r] : starts[r + 1]], padded with
+    `none`."""
     import torch
 
-    # Places beyond a row's items are read somewhere else and replaced: one gather instead of a loop.
+    # One gather instead of a loop over rows: places behind a row's items read other rows' items, and are
+    # replaced below.
     start_B, stop_B = starts[rows_B], starts[rows_B + 1]
     within_BL = start_B[:, None] + np.arange(max(1, int((stop_B - start_B).max(initial=0))))
     found_BL = items[np.minimum(within_BL, max(0, len(items) - 1))]
@@ -126,13 +129,14 @@ def lists_of(starts: Array, items: Array, rows_B: Array, none: int) -> "Tensor":
 
 
 def part_of(num_rows: int, part: tuple[int, int]) -> slice:
-    """Return which rows of a batch belong to process part[0] of part[1]: as even as can be, in order."""
+    """Return the slice of a batch that process part[0] of part[1] processes gets; slices are in order and
+    differ by at most one row."""
     number, count = part
     return slice(number * num_rows // count, (number + 1) * num_rows // count)
 
 
 def num_batches(dataset: Dataset, batch_size: int) -> int:
-    """Return the batches of an epoch, the short last one counted."""
+    """Return the number of batches of an epoch, including a short last one."""
     return -(-len(dataset) // batch_size)
 
 
@@ -147,9 +151,9 @@ def batches(
     shuffle_rows: int | None = None,
     part: tuple[int, int] = (0, 1),
 ) -> "Iterator[dict[str, Tensor]]":
-    """Yield the batches of an epoch from number `start_batch` on. shuffle_rows: at most so many are shuffled
-    as one, see `shuffled_windows`; None: all. part: only these rows of each batch, see `part_of`."""
-    # Validation draws alike in each epoch, or its metrics could not be compared.
+    """Yield the batches of an epoch from number `start_batch` on. shuffle_rows: most rows to shuffle at once
+    (None: all), see `shuffled_windows`. part: yield only this process's rows of each batch, see `part_of`."""
+    # Without shuffling (validation), every epoch draws alike, so that its metrics can be compared.
     view = dataset.at_epoch(seed, epoch) if shuffle else dataset
     if not shuffle:
         for start in range(start_batch * batch_size, len(view), batch_size):
@@ -160,7 +164,7 @@ def batches(
     for window in shuffled_windows(
         len(view), seed, epoch, shuffle_rows or len(view), start_batch * batch_size
     ):
-        # Rows that fill no batch wait for those of the next window.
+        # Rows that do not fill a batch are put in front of the next window.
         rest = np.concatenate([rest, window])
         whole = len(rest) - len(rest) % batch_size
         for start in range(0, whole, batch_size):
@@ -174,12 +178,11 @@ def shuffled_windows(
     num_rows: int, seed: int, epoch: int, window_rows: int, skipped: int = 0
 ) -> Iterator[Array]:
     """Yield the numbers 0 to num_rows - 1 in the order of an epoch, at most `window_rows` (rounded to blocks)
-    at a time.
+    at a time, without the first `skipped` ones.
 
-    Up to `window_rows` rows are shuffled as one. More are dealt out in blocks of `BLOCK_ROWS` neighbours, in
-    random order, to windows, and shuffled within their window: what is read at a time of a file larger than
-    memory lies in long runs then, and no order of all rows needs to be kept. skipped: leaves out so many at
-    the beginning.
+    Up to `window_rows` rows are shuffled as a whole. With more, blocks of `BLOCK_ROWS` neighbours are dealt
+    to windows in random order, and rows are shuffled within their window. A file larger than memory is then
+    read in long runs, and no permutation of all rows has to be kept.
     """
     random = np.random.default_rng([seed, epoch])
     if num_rows <= window_rows:
@@ -191,9 +194,10 @@ def shuffled_windows(
     for number, first in enumerate(range(0, max(1, len(starts)), blocks_of_window)):
         window_starts = starts[first : first + blocks_of_window]
         rows = (window_starts[:, None] + np.arange(BLOCK_ROWS)).ravel()
-        # the last window takes the rows of the block that is not whole
+        # The last window also takes the rows of the last, incomplete block.
         if first + blocks_of_window >= len(starts):
             rows = np.concatenate([rows, np.arange(whole, num_rows)])
+        # A generator per window, so that a resumed run need not shuffle the windows that it skips.
         if skipped < len(rows):
             yield np.random.default_rng([seed, epoch, number]).permutation(rows)[skipped:]
         skipped = max(0, skipped - len(rows))

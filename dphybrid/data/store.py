@@ -1,8 +1,8 @@
-"""Prepared data: a folder of memory-mapped arrays named by the digest of what went in.
+"""Prepared data: a folder of memory-mapped arrays, named by the digest of its input.
 
-Built under a temporary name and renamed when complete; a lock of the kernel lets processes that want the same
-folder build it once, and ends with its process, so that whoever comes next clears away what a killed one
-left.
+It is built under a temporary name and renamed when complete. A kernel lock makes processes that want the same
+folder build it only once. The kernel releases it with its process, so that the next process can clear away
+the partial work of a killed one.
 """
 
 import hashlib
@@ -34,22 +34,23 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 ENCODER_VERSION = 10
-"""Raise it when the same input would be encoded differently: old folders are then left alone."""
+"""Part of the digest. Increase it when the same input would be encoded differently, so that folders of the
+older encoding are not used."""
 
 _PIECE_BYTES = 2**24
 """Bytes of a file that are digested at a time."""
 
-_ANEW = "delete the folder and run the preparation again"
+_REMEDY = "delete the folder and run the preparation again"
 
 THREADS = min(4, os.cpu_count() or 1)
-"""Threads of `mapped`."""
+"""Default number of threads of `mapped`."""
 
 Progress = Callable[[str, int, int], None]
-"""Told about long work: what is being done, how much of it is done, how much there is."""
+"""Callback of long work: (what is being done, amount done, total amount)."""
 
 
 class _ArrayFacts(BaseModel):
-    """An array's file."""
+    """What the manifest records of an array's file."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -60,10 +61,9 @@ class _ArrayFacts(BaseModel):
 class Manifest(Page):
     """`manifest.json`: what a prepared folder holds.
 
-    info: facts that models need. description: lines for people. rejected: rows left out. base: the prepared
-    folder that was extended.
-    split: how the validation split was chosen. files: sha256 of the other files by name. facts: what else the
-    source tells.
+    info: facts that models need. description: lines for people. rejected: number of rows left out. base: the
+    prepared folder that was extended. split: how the validation split was chosen. files: sha256 of the files
+    that are not arrays, by name. facts: further facts from the source.
     """
 
     VERSION: ClassVar[int] = 2
@@ -83,7 +83,7 @@ class Manifest(Page):
 
     @property
     def sums(self) -> dict[str, str]:
-        """The sha256 of every file by its name in the folder."""
+        """The sha256 of every file of the folder, by name."""
         return {
             f"{name}.npy": facts.sha256 for name, facts in self.arrays.items() if facts.sha256
         } | self.files
@@ -91,8 +91,8 @@ class Manifest(Page):
 
 @dataclass(frozen=True)
 class Prepared:
-    """A prepared folder. reused: it was there before this call. view: makes a split of it, as its recipe
-    reads it; None: rows of arrays."""
+    """A prepared folder. reused: it existed before this call. view: the recipe's function that returns a part
+    of it as a data set; None: plain rows of arrays."""
 
     path: Path
     manifest: Manifest
@@ -101,7 +101,7 @@ class Prepared:
 
     @property
     def digest(self) -> str:
-        """Hex digest of source bytes, schema and encoder."""
+        """Hex digest of the source's bytes, its options (such as the schema) and the encoder's version."""
         return self.manifest.digest
 
     @property
@@ -110,7 +110,7 @@ class Prepared:
         return self.manifest.info
 
     def describe(self) -> str:
-        """Return what a person wants to know of the data, in lines."""
+        """Return a description of the data for people, in lines."""
         return "\n".join(self.manifest.description)
 
     @cached_property
@@ -119,7 +119,7 @@ class Prepared:
 
     @property
     def parts(self) -> list[str]:
-        """What the rows are divided into: train, valid, and test where the source comes with one."""
+        """The parts of the rows: train, valid, and test if the source has one."""
         return [
             part
             for part in ("train", "valid", "test")
@@ -127,11 +127,11 @@ class Prepared:
         ]
 
     def dataset(self, part: str) -> Dataset:
-        """Return one of the parts, as the recipe reads it."""
+        """Return the data set of a part, as the recipe reads it."""
         return self.rows(part) if self.view is None else self.view(self, part)
 
     def rows(self, part: str) -> ArrayDataset:
-        """Return the rows of a part that the manifest's batch arrays have."""
+        """Return a part as plain rows of the manifest's batch arrays."""
         rows = self.arrays[f"{part}_rows"]
         return ArrayDataset({name: self.arrays[name] for name in self.manifest.batch_arrays}, rows)
 
@@ -142,9 +142,11 @@ _Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
 
 @dataclass(frozen=True)
 class Content:
-    """What a source comes to: arrays to save, facts for models, lines for people, rejected rows. save: writes
-    more files into the folder. shapes, blocks: of arrays too large for memory, which come side by side, block
-    by block along dim 0."""
+    """What a source was encoded to: arrays to save, facts for models, lines for people, rejected rows.
+
+    save: writes more files into the folder. shapes, blocks: arrays too large for memory, all of which come
+    together in blocks along dim 0. extra: the manifest's source_digest, base, split and facts.
+    """
 
     arrays: Mapping[str, Array]
     info: Mapping[str, object]
@@ -158,30 +160,29 @@ class Content:
 
 
 def file_stamps(files: Sequence[Path]) -> list[tuple[int, int]]:
-    """Return the size and the time of change of each file."""
+    """Return the size and the modification time of each file."""
     return [(stat.st_size, stat.st_mtime_ns) for stat in (file.stat() for file in files)]
 
 
 def check_unchanged(files: Sequence[Path], before: list[tuple[int, int]]) -> None:
-    """Raise UserError for a file that changed since `file_stamps` gave `before`: one that grows while it is
-    read would give half of its rows under the digest of all."""
+    """Raise UserError for a file that changed since `file_stamps` returned `before`. Otherwise a part of a
+    growing file's rows could be saved under the digest of all of them."""
     for file, now, then in zip(files, file_stamps(files), before, strict=True):
         if now != then:
             raise UserError(f"data.path: {file} changed while it was read; run again when it is complete")
 
 
 class Source(Protocol):
-    """Something to prepare. What a class below says nothing of: no options, no files, and these files'
-    digests."""
+    """Something to prepare. By default it has no options and no files, and `digests` digests its files."""
 
     @property
     def options(self) -> dict[str, object]:
-        """Values that the prepared data depends on, beside its files."""
+        """Values, other than the files, that the prepared data depends on."""
         return {}
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Files that are read."""
+        """The files that are read."""
         return ()
 
     def digests(self, progress: Progress) -> list[bytes]:
@@ -190,12 +191,13 @@ class Source(Protocol):
 
     @abstractmethod
     def read(self, progress: Progress, scratch: Path) -> Content:
-        """Read and encode everything; scratch: an empty folder that lasts until the content is written.
+        """Read and encode everything. scratch: an empty folder that is deleted after the content is written.
         Raises UserError for input that cannot be used."""
 
 
 def mapped(function: Callable[[S], T], items: Iterable[S], threads: int = THREADS) -> Iterator[T]:
-    """Yield `function(item)` of each item in order, computed by threads that are two items ahead."""
+    """Yield `function(item)` for each item, in order. Threads compute at most `threads` + 2 items ahead of
+    the consumer, so that results do not pile up in memory."""
     pending: deque[Future[T]] = deque()
     with ThreadPoolExecutor(threads) as workers:
         try:
@@ -206,25 +208,27 @@ def mapped(function: Callable[[S], T], items: Iterable[S], threads: int = THREAD
             while pending:
                 yield pending.popleft().result()
         finally:
+            # After an error or an early stop of the consumer: leaving the pool waits for running items only.
             for future in pending:
                 future.cancel()
 
 
 def open_prepared(path: Path) -> Prepared:
-    """Open a prepared folder, its parts as plain rows; `Recipe.open` reads them as the recipe does.
+    """Open a prepared folder, with its parts as plain rows; `Recipe.open` reads them as the recipe does.
 
-    Raises UserError when it is none, or when an array is missing, not as long as it was written, or another.
+    Raises UserError if it is not a prepared folder, or if an array's file is missing or has another size or
+    header than the one written.
     """
     try:
         manifest = Manifest.read(path / "manifest.json")
     except UserError as error:
-        raise UserError(f"{path}: is not complete prepared data ({error}); {_ANEW}") from error
-    # Sizes and headers alone, so that it takes no time; `verify_prepared` reads every byte.
+        raise UserError(f"{path}: is not complete prepared data ({error}); {_REMEDY}") from error
+    # Only sizes and headers, which takes no time; `verify_prepared` reads every byte.
     for name, facts in manifest.arrays.items():
         file = path / f"{name}.npy"
         found = file.stat().st_size if file.is_file() else 0
         if found != facts.bytes:
-            raise UserError(f"{file}: has {found:,} bytes of {facts.bytes:,}; {_ANEW}")
+            raise UserError(f"{file}: has {found:,} bytes of {facts.bytes:,}; {_REMEDY}")
         head = _header(facts.shape, np.dtype(facts.dtype))
         try:
             with file.open("rb") as stream:
@@ -233,22 +237,22 @@ def open_prepared(path: Path) -> Prepared:
             is_whole = False
         if not is_whole:
             raise UserError(
-                f"{file}: is damaged (its header is not that of a {facts.shape} array of {facts.dtype}); "
-                f"{_ANEW}"
+                f"{file}: is damaged (its header does not describe a {facts.shape} array of {facts.dtype}); "
+                f"{_REMEDY}"
             )
     return Prepared(path, manifest)
 
 
 def verify_prepared(path: Path) -> Prepared:
-    """Open a prepared folder and check every byte of it against its manifest. Raises UserError that names the
-    first damaged file."""
+    """Open a prepared folder and check every byte against its manifest. Raises UserError that names the first
+    damaged file."""
     prepared = open_prepared(path)
-    verify_files(path, {"sha256": prepared.manifest.sums}, _ANEW)
+    verify_files(path, {"sha256": prepared.manifest.sums}, _REMEDY)
     return prepared
 
 
 def _header(shape: tuple[int, ...], dtype: "np.dtype[Any]") -> bytes:
-    """Return what numpy's file of an array begins with."""
+    """Return the header of an array's .npy file."""
     head = io.BytesIO()
     descr = np.lib.format.dtype_to_descr(dtype)
     np.lib.format.write_array_header_1_0(head, {"descr": descr, "fortran_order": False, "shape": shape})
@@ -256,27 +260,27 @@ def _header(shape: tuple[int, ...], dtype: "np.dtype[Any]") -> bytes:
 
 
 def _prepared_path(folder: Path, name: str, digest: str) -> Path:
-    """Return where the prepared data of a digest lies."""
+    """Return the folder of the prepared data with a digest."""
     return folder / f"{name}-{digest[:12]}"
 
 
 def build_once(folder: Path, name: str, digest: str, make: Callable[[Path], Content]) -> Prepared:
-    """Return the prepared folder `folder/name-digest`, built by `make(scratch folder)` when it is not there
-    yet.
+    """Return the prepared folder `folder/name-digest`. If it does not exist, build it from
+    `make(scratch folder)`.
 
-    Raises UserError when the folder is damaged or cannot be written; nothing half-made is left then.
+    Raises UserError if the folder is damaged or cannot be written; no partial work is left then.
     """
     final = _prepared_path(folder, name, digest)
-    # Without the lock: a folder of this name is complete, and never changed.
+    # No lock is needed: a folder with its final name is complete and never changes.
     if final.exists():
         return verify_prepared(final)
     try:
         make_folder(folder)
-        # Another process that wants the same data waits here instead of making it twice.
+        # A second process that wants the same data waits here instead of building it too.
         with locked(folder / f".{final.name}.lock"):
-            # of a killed process: whoever holds the lock is the only one alive
+            # Only the holder of the lock builds, so that any partial folder is a killed process's.
             clear_leftovers(folder, final.name)
-            if final.exists():  # another process was faster
+            if final.exists():  # built while this process waited for the lock
                 return verify_prepared(final)
             with making(final) as partial:
                 scratch = partial / "scratch"
@@ -284,8 +288,8 @@ def build_once(folder: Path, name: str, digest: str, make: Callable[[Path], Cont
                 manifest = _write(partial, make(scratch), digest)
     except OSError as error:
         raise UserError(
-            f"{folder}: prepared data cannot be written there: {error}; make room, or name another folder "
-            "in DPHYBRID_DATA_DIR"
+            f"{folder}: prepared data cannot be written there: {error}; make room, or set DPHYBRID_DATA_DIR "
+            "to another folder"
         ) from error
     return Prepared(final, manifest, reused=False)
 
@@ -296,15 +300,16 @@ def _write(partial: Path, content: Content, digest: str) -> Manifest:
     arrays |= _save_blocks(partial, content.shapes, content.blocks())
     if content.save:
         content.save(partial)
+    # Before the files are listed below: the arrays' blocks were read from it until here.
     shutil.rmtree(partial / "scratch")
     num_rejected, description = len(content.rejected), content.description
     with naming(partial), (partial / "rejected.jsonl").open("w", encoding="utf-8") as stream:
         stream.writelines(json.dumps(row) + "\n" for row in content.rejected)
     if num_rejected:
-        place = "rejected.jsonl in the prepared folder says which and why"
+        place = "see rejected.jsonl in the prepared folder for their lines and the reasons"
         description = [*description, f"  {counted(num_rejected, 'row')} rejected: {place}"]
     facts: dict[str, Any] = dict(content.extra)
-    there = [file for file in sorted(partial.rglob("*")) if file.is_file()]
+    written = [file for file in sorted(partial.rglob("*")) if file.is_file()]
     manifest = Manifest(
         digest=digest,
         arrays=arrays,
@@ -315,7 +320,10 @@ def _write(partial: Path, content: Content, digest: str) -> Manifest:
         source_digest=facts.pop("source_digest", ""),
         base=facts.pop("base", None),
         split=facts.pop("split", {}),
-        files={str(file.relative_to(partial)): file_digest(file) for file in there if file.suffix != ".npy"},
+        # The arrays' digests were computed while they were written.
+        files={
+            str(file.relative_to(partial)): file_digest(file) for file in written if file.suffix != ".npy"
+        },
         facts=facts,
     )
     manifest.write(partial / "manifest.json")
@@ -325,7 +333,7 @@ def _write(partial: Path, content: Content, digest: str) -> Manifest:
 def _save_blocks(
     folder: Path, shapes: _Shapes, blocks: Iterable[Mapping[str, Array]]
 ) -> dict[str, _ArrayFacts]:
-    """Write arrays as numpy's format has them; return the facts about them."""
+    """Write arrays as .npy files, block by block; return the facts about them."""
     files = {name: folder / f"{name}.npy" for name in shapes}
     sums = {name: hashlib.sha256() for name in files}
     with ExitStack() as opened:
@@ -338,7 +346,7 @@ def _save_blocks(
 
         for name, (shape, dtype) in shapes.items():
             write(name, _header(shape, dtype))
-        # Summed on their way to the disk, so that no array is read again for it.
+        # Digests are computed while writing, so that no array has to be read again.
         for block in blocks:
             for name, (_, dtype) in shapes.items():
                 data = np.ascontiguousarray(block[name], dtype).reshape(-1).view(np.uint8).data
@@ -354,7 +362,7 @@ def _save_blocks(
 
 @contextmanager
 def reading_files() -> Iterator[None]:
-    """Raise UserError for a data file that cannot be read in the body."""
+    """Turn an OSError in the body into a UserError that names the data file."""
     try:
         yield
     except OSError as error:
@@ -365,14 +373,15 @@ def reading_files() -> Iterator[None]:
 
 
 def source_digests(files: Sequence[Path], progress: Progress) -> list[bytes]:
-    """Return one digest a file, in the given order: the sha256 of its pieces' sha256, which threads
-    compute."""
+    """Return a digest for each file, in the given order: the sha256 of its pieces' sha256, which threads
+    compute in parallel."""
 
     def digest(piece: tuple[Path, int]) -> bytes:
         with piece[0].open("rb", buffering=0) as stream:
             stream.seek(piece[1])
             return hashlib.sha256(stream.read(_PIECE_BYTES)).digest()
 
+    # max(1, ...): an empty file has a piece, too, and so a digest.
     pieces = [
         (file, start) for file in files for start in range(0, max(1, file.stat().st_size), _PIECE_BYTES)
     ]
@@ -391,11 +400,11 @@ def prepare_source(
     on_progress: Progress | None = None,
     view: Callable[[Prepared, str], Dataset] | None = None,
 ) -> Prepared:
-    """Return the prepared data of a source under `folder`, building it when it is not there.
+    """Return the prepared data of a source under `folder`; build it if it does not exist.
 
-    name: of the recipe. seed: chooses what is held out for validation. on_progress(what, done, total) is
-    called along the way. view: see `Prepared`. The same bytes and values give the same digest on any machine.
-    Raises UserError for input that cannot be used; nothing half-made is left then.
+    name: the recipe's. seed: chooses the validation rows. on_progress(what, done, total): called during the
+    work. view: see `Prepared`. The same bytes and values give the same digest on any machine. Raises
+    UserError for input that cannot be used; no partial work is left then.
     """
     progress = on_progress or _silent
     with reading_files():
@@ -414,8 +423,8 @@ def prepare_source(
 def find_prepared(
     name: str, source: Source, folder: Path, seed: int, view: Callable[[Prepared, str], Dataset] | None = None
 ) -> Prepared | None:
-    """Return the prepared data of a source where it is there, else None. Raises UserError for a source that
-    is not there."""
+    """Return the prepared data of a source, or None if it does not exist. Raises UserError if the source
+    cannot be read."""
     with reading_files():
         path = _prepared_path(folder, name, _digest(name, source, seed, source.digests(_silent)))
     return replace(open_prepared(path), view=view) if path.exists() else None
@@ -427,11 +436,11 @@ def _digest(name: str, source: Source, seed: int, digests: list[bytes]) -> str:
 
 
 def source_digest(source: Source) -> str:
-    """Return the digest of the source's bytes alone: it changes when data arrives. Raises UserError for a
-    source that is not there."""
+    """Return the digest of only the source's bytes, without its options: it changes when data arrives. Raises
+    UserError if the source cannot be read."""
     with reading_files():
         return combined_digest(source.digests(_silent))
 
 
 def _silent(what: str, done: int, total: int) -> None:
-    """Report nothing."""
+    """A `Progress` that reports nothing."""

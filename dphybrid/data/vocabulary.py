@@ -1,5 +1,5 @@
-"""From texts or ids of any kind to rows of a table: a vocabulary that a reader fits, and that prepared data
-and checkpoints keep for predictions."""
+"""Vocabularies map texts or ids of any kind to rows of a table. A recipe's reader fits them; prepared data
+and checkpoints keep them, so that predictions use the same rows."""
 
 import zlib
 from collections import Counter
@@ -19,15 +19,16 @@ _SUFFIX = ".vocabulary.json"
 
 
 class Vocabulary:
-    """Values and their rows: row 0 for no value, `unknown_rows` for values without a row of their own, each
-    chosen by the value's hash, then a row a value.
+    """Maps values to rows: row 0 is "no value", the next `unknown_rows` are shared by unknown values (the
+    value's hash chooses one), and each known value has its own row after them.
 
-    With many unknown rows and no values it hashes all: `Vocabulary([], unknown_rows=2**20)`. Values are
-    compared as texts: 7 and "7" are the same one.
+    Without known values, every value is hashed: `Vocabulary([], unknown_rows=2**20)`. Values are compared as
+    texts: 7 and "7" are the same value.
     """
 
     def __init__(self, values: Iterable[object] = (), *, unknown_rows: int = 1) -> None:
-        """values: in the order of their rows, each once. Raises UserError without a row for unknown ones."""
+        """values: the known values in the order of their rows; repeated ones count once. Raises UserError if
+        no row is left for unknown values."""
         if unknown_rows < 1:
             raise UserError(f"vocabulary: unknown_rows={unknown_rows}; reserve at least 1")
         self.unknown_rows = unknown_rows
@@ -38,26 +39,26 @@ class Vocabulary:
     def fit(cls, values: object, *, least: int = 1, unknown_rows: int = 1) -> Self:
         """Return the vocabulary of training values, the most frequent first.
 
-        values: an array, a Series or a list, of any shape. least: times that a value must occur to have a row
-        of its own.
+        values: an array, a Series or a list, of any shape. least: how often a value must occur to get its own
+        row.
         """
         counts = Counter(text for text in _texts(values) if text)
-        # Ties by text, so that the same values give the same rows in any order.
+        # Ties are broken by the text, so that the rows do not depend on the order of the values.
         ranked = sorted(counts, key=lambda text: (-counts[text], text))
         return cls((text for text in ranked if counts[text] >= least), unknown_rows=unknown_rows)
 
     def extended(self, values: object, *, least: int = 1) -> Self:
-        """Return this vocabulary grown by new values: known ones keep their rows, the others follow."""
+        """Return this vocabulary with new values added: known values keep their rows, new ones follow."""
         newer = self.fit(values, least=least).values
         return type(self)([*self.values, *newer], unknown_rows=self.unknown_rows)
 
     @property
     def first(self) -> int:
-        """The row of the first value; those before are of no value, and of unknown ones."""
+        """The row of the first known value; the rows before it are for no value and for unknown values."""
         return 1 + self.unknown_rows
 
     def __len__(self) -> int:
-        """Rows that a table needs."""
+        """Return the number of rows that the table needs."""
         return self.first + len(self.values)
 
     def ids(self, values: Any) -> Array:
@@ -66,7 +67,7 @@ class Vocabulary:
         return np.array([self._row(text) for text in _texts(values)], np.int64).reshape(shape)
 
     def value(self, row: int) -> str | None:
-        """Return the value of a row; None for a row that values share."""
+        """Return the value of a row; None for the row of no value and the rows of unknown values."""
         place = row - self.first
         return self.values[place] if 0 <= place < len(self.values) else None
 
@@ -74,21 +75,23 @@ class Vocabulary:
         found = self._rows.get(text)
         if found is not None:
             return found
-        # Not hash(): Python salts that of texts anew in each process.
+        # Not hash(): Python salts it differently in each process.
         return 1 + zlib.crc32(text.encode()) % self.unknown_rows if text else NO_VALUE
 
     def page(self) -> dict[str, object]:
-        """Return what its file holds."""
+        """Return the content of its JSON file."""
         return {"unknown_rows": self.unknown_rows, "values": self.values}
 
 
 def _texts(values: object) -> list[str]:
+    # As objects: numpy would make floats of [7, 7.5], and the text of 7 would be "7.0".
     flat = np.asarray(values, object).ravel().tolist()
     return ["" if value is None else str(value) for value in flat]
 
 
 def write_vocabularies(vocabularies: Mapping[str, Vocabulary], folder: Path) -> None:
-    """Write vocabularies by name below the `encoder` folder of prepared data, which checkpoints copy."""
+    """Write each vocabulary under its name into the `encoder` folder of prepared data; checkpoints copy that
+    folder."""
     if vocabularies:
         (folder / "encoder").mkdir(exist_ok=True)
     for name, vocabulary in vocabularies.items():
@@ -96,7 +99,7 @@ def write_vocabularies(vocabularies: Mapping[str, Vocabulary], folder: Path) -> 
 
 
 def read_vocabularies(folder: Path) -> dict[str, Vocabulary]:
-    """Return the vocabularies, by name, of prepared data or of a checkpoint."""
+    """Return the vocabularies of prepared data or of a checkpoint by name."""
     files = sorted((folder / "encoder").glob(f"*{_SUFFIX}"))
     pages = {file.name.removesuffix(_SUFFIX): read_json(file) for file in files}
     return {
