@@ -101,14 +101,20 @@ MANY = json.dumps({"train.seed": list(range(380))}, separators=(",", ":"))
 @pytest.mark.parametrize(
     ("typed", "words"),
     [
-        ("prepare --data.path document.json --data.label a", ".json files are not read; save the table as "),
-        ("prepare --data.path book.xlsx --data.label a", ".xlsx files are not read; save the table as CSV"),
+        (
+            "prepare --data.path document.json --data.label a",
+            ".json files are not supported; save the ",
+        ),
+        (
+            "prepare --data.path book.xlsx --data.label a",
+            ".xlsx files are not supported; save the table",
+        ),
         ("prepare --data.path headed.csv --data.label y", "has a header and no rows that can be read"),
         ("prepare --data.path constant.csv --data.label y", "needs two different values"),
         ("prepare --data.path single.csv --data.label y", "'1' has 1 of 100 rows"),
         ("prepare --data.path ok.csv --data.label Y", "'Y': ok.csv has no such column; columns: a, b, y"),
-        ("prepare --data.path ok.csv", "data.label is not set; name the column with the answer"),
-        (f"prepare {OK} --data.times a", "data.times: column 'a' holds '0', no date or time"),
+        ("prepare --data.path ok.csv", "data.label is not set; name the column to predict"),
+        (f"prepare {OK} --data.times a", "data.times: column 'a' holds '0', not a date or time"),
         (f"prepare {OK} --data.dayfirst maybe", "data.dayfirst = 'maybe'"),
         (f"prepare {OK} --data.thousands . --data.decimal .", "give two different signs"),
         (f"prepare {OK} --data.split time", "split=time needs a column: set data.split_column"),

@@ -132,7 +132,7 @@ def test_vocabulary_and_limits_come_from_the_schema_and_the_training_part(tmp_pa
     assert bags_BL[8:].tolist() == [[2, 1, 2], [1, -1, -1]]
     assert prepared.manifest.facts["unseen"] == {"tags": 0.25}
     assert prepared.manifest.facts["left_out"] == {"column tags": 3}
-    assert "tags: 3 cells hold more than 3 items, the rest is left out; max_items" in prepared.describe()
+    assert "tags: 3 cells hold more than 3 items; only the first 3 are used (max_items" in prepared.describe()
     schema.write_text(text + "hash_buckets = 4\nmin_count = 100\n")
     hashed = made(tmp_path, rows, **told)
     assert hashed.info["num_ids"] == [6]
@@ -256,8 +256,8 @@ def test_a_grown_model_answers_as_before(quiet: Path) -> None:
     schema = (base / "schema.toml").read_text()
     for written, told in (
         ('role = "bag"\nmax_items = 20', "with '|' between items, at most 16 of a cell and is .*at most 20"),
-        ('role = "bag"\nseparator = ";"', "with '|' .* and is a bag with ';' between items"),
-        ('role = "categorical"', "with .* and is categorical; a model cannot be carried over"),
+        ('role = "bag"\nseparator = ";"', "with '|' .* and is now a bag with ';' between items"),
+        ('role = "categorical"', "with .* and is now categorical; the earlier model cannot be retrained"),
     ):
         (quiet / "s.toml").write_text(schema.replace('role = "bag"', written))
         other = TableDataConfig(
@@ -297,7 +297,7 @@ def test_items_of_lists_may_hold_a_separator(tmp_path: Path) -> None:
         ({"weight": "tags"}, "data.weight='tags': holds lists"),
         ({"split": "key", "split_column": "tags"}, "data.split_column='tags': holds lists"),
         *(
-            ({field: ("tags",)}, f"column 'tags' holds lists, and {role} columns single values")
+            ({field: ("tags",)}, f"column 'tags' holds lists, but {role} columns need single values")
             for field, role in (
                 ("numeric", "numeric"),
                 ("times", "time"),
@@ -316,5 +316,5 @@ def test_lists_are_read_as_bags_alone(tmp_path: Path, fields: dict[str, object],
 def test_a_later_file_with_lists_is_refused(tmp_path: Path) -> None:
     for name, cells in (("a", ["u", "v"] * 20), ("b", [["u"], ["v"]] * 20)):
         pl.DataFrame({"x": cells, "y": [0, 1] * 20}).write_parquet(tmp_path / f"{name}.parquet")
-    with refused("column 'x' holds lists, and categorical columns single values"):
+    with refused("column 'x' holds lists, but categorical columns need single values"):
         from_file(tmp_path, label="y", min_count=1)

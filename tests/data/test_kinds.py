@@ -48,7 +48,7 @@ def test_a_kind_is_a_class_and_an_entry(recipe: Ctr, tmp_path: Path) -> None:
     assert recipe.prepare(recipe.data(**again), tmp_path / "prepared", 0).info["num_ids"] == [3]
 
     (tmp_path / "x.csv").write_text(rows + "soon,1\n")
-    with refused(r"data.durations: column 'took' holds 'soon', no duration"):
+    with refused(r"data.durations: column 'took' holds 'soon', not a duration"):
         recipe.prepare(recipe.data(**again | {"durations": "took"}), tmp_path / "prepared", 0)
     grown = recipe.data(path=str(tmp_path / "x.csv"), label="y", base=str(prepared.path), missing=("soon",))
     assert recipe.prepare(grown, tmp_path / "prepared", 0).info["num_ids"] == prepared.info["num_ids"]

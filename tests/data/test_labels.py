@@ -79,9 +79,9 @@ def test_labels_that_turn_out_to_be_numbers_later(tmp_path: Path, monkeypatch: p
         ([2, 0.5, 1], {"task": "counts"}, ["line 3", "holds '0.5'", "whole numbers"]),
         ([*SIZES[:59], "soon"], {}, ["column 'y' holds 'soon' among numbers", "data.missing"]),
         ([*SIZES[:59], "soon"], {"task": "counts"}, ["holds '20.5'"]),
-        ([*SIZES[:59], "soon"], {"task": "regression"}, ["line 61", "data.label", "'soon', no number"]),
-        ([f"n{i}" for i in range(1001)], {}, ["column 'y' has 1,001 different", "1,000 at most"]),
-        ([1, 2], {"weight": "y"}, ["data.weight='y'", "already named as label"]),
+        ([*SIZES[:59], "soon"], {"task": "regression"}, ["line 61", "data.label", "'soon', not a number"]),
+        ([f"n{i}" for i in range(1001)], {}, ["column 'y' has 1,001 different", "at most 1,000 classes"]),
+        ([1, 2], {"weight": "y"}, ["data.weight='y'", "already the label"]),
         ([1, 2], {"weight": "w", "ignore": ("w",)}, ["data.ignore='w'", "already named as weight"]),
     ],
 )
@@ -126,7 +126,7 @@ def test_labels_grow_with_the_offset_and_the_classes_of_before(tmp_path: Path) -
     number = more.info["label"]["offset"] + more.info["label"]["scale"] * more.arrays["labels_B"].max()
     assert number == pytest.approx(600)
     classes = labelled(tmp_path, ["a", "b", "c"])
-    with refused(r"data\.base: classes were \['a', 'b', 'c'\] and are"):
+    with refused(r"data\.base: classes were \['a', 'b', 'c'\] and are now"):
         labelled(tmp_path, ["a", "b", "c", "d"], 120, base=str(classes.path))
 
 
@@ -150,6 +150,6 @@ def test_dates_of_one_order_are_times_and_the_rest_is_told(tmp_path: Path) -> No
         "either": "categorical",
         "word": "categorical",
     }
-    assert "--data.dayfirst true where the day comes first" in new.describe()
-    assert "--data.categorical reads each as a category" in new.describe()
+    assert "--data.dayfirst true if the day comes first" in new.describe()
+    assert "--data.categorical reads them as categories" in new.describe()
     assert roles(table_of(tmp_path, columns, categorical=("iso",)))["iso"] == "categorical"

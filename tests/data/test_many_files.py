@@ -67,7 +67,7 @@ def test_files_whose_columns_stand_in_another_order_are_put_in_order(tmp_path: P
     write(tmp_path, "two/b.csv", turned, header)
     assert same(ctr(tmp_path, tmp_path / "two"), one)
     write(tmp_path, "two/c.csv", lines(), HEADER.replace("word", "text"))
-    with refused(r"c\.csv has other columns than .*a\.csv, 'text' for one"):
+    with refused(r"c\.csv has other columns than .*a\.csv, such as 'text'"):
         ctr(tmp_path, tmp_path / "two")
 
 
@@ -156,14 +156,14 @@ def test_no_key_is_in_both_parts(tmp_path: Path) -> None:
     assert train.isdisjoint(held)
     assert len(held) == 5
     assert prepared.manifest.facts["unseen"]["user_id"] == 1.0
-    assert "validation split: 5 of 12 values of user_id; their rows do not train" in prepared.describe()
+    assert "validation split: all rows of 5 of 12 values of user_id" in prepared.describe()
     assert "values without a training row: user_id 100.0%" in prepared.describe()
 
 
 def test_a_file_in_both_parts_is_refused(tmp_path: Path) -> None:
     for name in ("a.csv", "b.csv"):
         write(tmp_path / "clicks", name, lines())
-    with refused(r"b\.csv is among the files of data\.path, too"):
+    with refused(r"b\.csv is also among the files of data\.path"):
         ctr(tmp_path, tmp_path / "clicks", valid_path=str(tmp_path / "clicks/b*"))
 
 
@@ -218,8 +218,8 @@ def test_dirty_rows_are_rejected_with_file_line_and_reason(tmp_path: Path) -> No
         5: "2 values, expected 5",
         12: "misplaced quote: ',' expected after '\"'",
         22: "a quote is opened and not closed",
-        32: "data.numeric: column 'n' holds 'one', no number",
-        97: "data.numeric: column 'n' holds 'one', no number",
+        32: "data.numeric: column 'n' holds 'one', not a number",
+        97: "data.numeric: column 'n' holds 'one', not a number",
     }
     assert {'5" pipe', "two\nlines"} < set(vocabulary(prepared, "word"))
     assert {row["file"] for row in rejected} == {str(file)}

@@ -139,7 +139,7 @@ def test_a_time_becomes_numbers_that_new_rows_get_too(
     prepared = table(tmp_path, "\n".join(["at,w,y", *body]), times="at", max_rejected=0.01)
     assert prepared.manifest.rejected == 1
     rejected = (prepared.path / "rejected.jsonl").read_text()
-    assert "column 'at' holds 'yesterday', no date or time" in rejected
+    assert "column 'at' holds 'yesterday', not a date or time" in rejected
     assert prepared.info["columns"][:3] == [
         {"name": f"at ({part})", "role": "buckets", "num_ids": num_ids}
         for part, num_ids in zip(("hour", "weekday", "day"), prepared.info["num_ids"], strict=False)
@@ -168,15 +168,15 @@ def test_cells_with_line_ends_are_printed_on_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("cells", "role", "told"),
     [
-        (["98,000", "1,250,000", "7"], "numeric", "thousands marked by ','; --data.decimal"),
-        (["98,5", "1,25", "7"], "numeric", "decimals after ','; --data.decimal"),
-        (["1.206,73", "7"], "numeric", "thousands marked by '.', decimals after ','"),
-        (["1.5", "inf", "7"], "numeric", "20 infinite ones count as no value"),
-        (["TRUE", "true", "False"], "categorical", "letters' case is ignored"),
+        (["98,000", "1,250,000", "7"], "numeric", "thousands separator ','; --data.decimal"),
+        (["98,5", "1,25", "7"], "numeric", "decimal mark ','; --data.decimal"),
+        (["1.206,73", "7"], "numeric", "thousands separator '.', decimal mark ','"),
+        (["1.5", "inf", "7"], "numeric", "20 infinite numbers count as no value"),
+        (["TRUE", "true", "False"], "categorical", "upper and lower case count as equal"),
         (["06/11/1996", "14/03/2000"], "time", "dates or times, day first; --data.categorical"),
         (["31.12.2024", "1.2.2024"], "time", "dates or times, day first; --data.categorical"),
         (["1/1/2024", "2/3/2024", "12/9/2024"], "categorical", "--data.times reads hour, weekday and day"),
-        ([f"o{i}" for i in range(60)], "categorical", "x: hardly any value comes twice.*--data.ignore x"),
+        ([f"o{i}" for i in range(60)], "categorical", "x: hardly any value occurs twice.*--data.ignore x"),
         ([str(2**60 + i % 7) for i in range(60)], "categorical", "whole numbers beyond 2\\^53"),
     ],
 )
@@ -216,7 +216,7 @@ def test_typed_numbers_are_numbers_in_any_notation(tmp_path: Path, decimal: str)
 
 
 def test_typed_numbers_that_mean_no_value(tmp_path: Path) -> None:
-    """As their texts do: nan and what data.missing names; infinite ones count as none."""
+    """As their texts do: nan and what data.missing names; infinite numbers count as no value."""
     n = [0.5, float("nan"), -999.0, float("inf"), None, 2.5] * 20
     frame = pl.DataFrame({"n": n, "y": [0.5, 1.5, float("nan"), 2.5, 3.5, -999.0] * 20})
     frame.write_parquet(tmp_path / "x.parquet")

@@ -58,7 +58,7 @@ def test_one_odd_value_is_told_as_the_reason(tmp_path: Path) -> None:
     columns = {"n": n, "y": [i % 2 for i in range(60)]}
     prepared = table(tmp_path, columns)
     assert "categorical" in prepared.describe()
-    assert "'x' is not a number; data.missing can name it" in prepared.describe()
+    assert "'x' is not a number; data.missing can list it" in prepared.describe()
     known = table(tmp_path, columns, missing=("x",))
     assert [column["role"] for column in known.manifest.facts["columns"]] == ["numeric"]
     with refused(r"line 9: .*column 'n' holds 'x'.*data\.missing.*data\.categorical"):

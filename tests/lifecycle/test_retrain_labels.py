@@ -81,5 +81,5 @@ def test_the_better_challenger_is_promoted(
     assert champion.decision.startswith(f"better: validation {metric} ")
     if label == "kind":
         day(4, range(6)).with_columns(kind=pl.lit("pink")).write_parquet(days / "day-4.parquet")
-        with refused(r"classes were \['blue', 'green', 'red'\] and are .*'pink'"):
+        with refused(r"classes were \['blue', 'green', 'red'\] and are now .*'pink'"):
             retrained(days, label)

@@ -353,7 +353,7 @@ def test_unknown_users_get_the_popular_items(trained: tuple[Report, Path], tmp_p
         assert "Without a training row: 1 user," in told
         (rejected,) = (tmp_path / f"top.{ending}.rejected.jsonl").read_text().splitlines()
         assert json.loads(rejected)["line"] == 4
-        assert f"top.{ending}.rejected.jsonl says which and why" in told
+        assert f"top.{ending}.rejected.jsonl lists them with the reasons" in told
     assert pl.read_csv(tmp_path / "top.csv", schema=frame.schema).drop("score").equals(frame.drop("score"))
     assert pl.read_parquet(tmp_path / "top.parquet").equals(frame)
     assert run.predict({"user": ["u1", "nobody"]}).head(3).equals(frame.head(3))

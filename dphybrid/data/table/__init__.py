@@ -1,2 +1,2 @@
-"""Tables: CSV, TSV and Parquet files read in chunks, their columns' roles, and the encoder from cells to ids
-and numbers."""
+"""Tables: CSV, TSV and Parquet files that are read in chunks, the roles of their columns, and the encoder
+that turns cells into ids and numbers."""

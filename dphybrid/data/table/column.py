@@ -1,4 +1,5 @@
-"""What a kind of column is, and what one learns from. Letters: B rows."""
+"""The base class of the kinds of columns, the values that a column is inferred and fitted from, and the
+dictionary of its texts. Letters: B rows."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ Array = np.ndarray
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """What the first rows hold of a column. cells: those with a value; num_rows: of all; whole: the table has
-    no other rows."""
+    """The cells of a column in the first rows, from which its kind is inferred. cells: only those with a
+    value. num_rows: number of these rows. whole: the table has no other rows."""
 
     name: str
     cells: pl.Series
@@ -29,21 +30,22 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Found:
-    """What was read of a column. numbers: of a sample of the training rows; texts: the different ones, with
-    the training rows of each."""
+class TrainingValues:
+    """The values of a column in the training rows, from which it is fitted. numbers: returns those of a
+    sample of the rows. texts: returns the distinct texts, and the number of training rows with each."""
 
+    # Functions, as a kind calls only one of them and each reads the whole column from disk.
     data: TableDataConfig
     numbers: Callable[[], pl.Series]
     texts: Callable[[], tuple[pl.Series, Array]]
 
 
 class Column(Section):
-    """A column of a table. Its fields but `name` and `learned` are keys of its section in schema.toml.
+    """A column of a table. All its fields except `name` and `learned` are keys of its section in schema.toml.
 
-    role: the kind's name. flag: the field of the data section that lists such columns, `flag_help` its
-    sentence. noun: what a cell must hold; None: any cell can be read. lists: cells may be lists. coded: its
-    values are texts, kept as codes of a dictionary; else numbers or times, kept as they are.
+    role: the kind's name. flag: the field of the data section that lists such columns; flag_help: its
+    description. noun: what a cell must hold; None: any cell can be read. lists: whether cells may be lists.
+    coded: values are texts, stored as codes of a dictionary; otherwise numbers or times, stored as they are.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -65,12 +67,14 @@ class Column(Section):
 
     @classmethod
     def claims(cls, sample: Sample) -> str | None:
-        """Return why this kind takes a column by its first cells (empty: plain), None where it does not."""
+        """Return why this kind claims a column, judged by its first cells (empty if there is nothing to
+        report); None if it does not claim it."""
         return None
 
     @classmethod
-    def told(cls, sample: Sample) -> dict[str, Any]:
-        """Return the keys of its section that the first cells tell, also where a person gave the kind."""
+    def inferred(cls, sample: Sample) -> dict[str, Any]:
+        """Return the schema keys, with their values, that can be inferred from the first cells; also called
+        if the user chose the kind."""
         return {}
 
     @classmethod
@@ -78,66 +82,68 @@ class Column(Section):
         """Raise UserError for lists in a column of single values."""
         if cells.dtype == pl.List and not cls.lists:
             raise UserError(
-                f"column {name!r} holds lists, and {cls.role} columns single values; name it in data.bags or "
-                "data.ignore, or write single values"
+                f"column {name!r} holds lists, but {cls.role} columns need single values; name it in "
+                "data.bags or data.ignore, or write single values"
             )
 
     def values(self, cells: pl.Series) -> pl.Series:
-        """Return what `read` does of cells that were checked."""
+        """Check cells, then return `read` of them."""
         self.check(self.name, cells)
         return self.read(cells)
 
     def read(self, cells: pl.Series) -> pl.Series:
-        """Return the values of stripped cells (None: no value), None also for what cannot be read."""
+        """Return the values of stripped cells; None for cells with no value or that cannot be read."""
         return cells
 
     def wrong(self, cells: pl.Series, values: pl.Series) -> pl.Series:
-        """Return which cells (B,) make their rows bad ones. values: what `read` gave."""
+        """Return a mask (B,) of the cells that make their rows rejected ones. values: `read` of the cells."""
         return cells.is_not_null() & values.is_null()
 
-    def fitted(self, found: Found) -> Self:
-        """Return the column with what training rows tell."""
+    def fitted(self, training: TrainingValues) -> Self:
+        """Return the column fitted to the training rows, with its vocabulary or statistics in `learned`."""
         return self
 
     def extended(self, newer: "Column") -> Self:
-        """Return the column with the values that `newer` has besides; ids and statistics stay."""
+        """Return the column with the values that only `newer` has added; its ids and statistics stay."""
         return self
 
     @property
     def form(self) -> str:
-        """What must not change between a model and its retraining, in words."""
+        """Describes what must stay the same for a model to be retrained on newer data."""
         return self.role
 
     @property
     def tables(self) -> list[tuple[str, str, int]]:
-        """Name, role and number of ids of each embedding table that it needs."""
+        """Name, role and number of ids of each embedding table that the column needs."""
         return []
 
 
 class Dictionary:
-    """Numbers texts as they come, in any thread and as many as memory holds."""
+    """Assigns numbers to texts in the order of their arrival; threads may use it at once."""
 
     def __init__(self) -> None:
-        # A mapping of its own inside polars. Which text gets which number may depend on threads.
+        # A mapping inside polars that only this object uses. Which text gets which number may depend on
+        # threads, so that whatever lasts must not depend on the numbers.
         self.dtype = pl.Categorical(pl.Categories.random())
-        self._keep = pl.Series([], dtype=self.dtype)  # polars forgets a mapping that no series uses
+        self._keep = pl.Series([], dtype=self.dtype)  # polars drops a mapping that no series uses
         self._size, self._lock = 0, Lock()
 
     def codes(self, texts: pl.Series) -> pl.Series:
-        """Return uint32 of texts: 0 for no value, else 1 + the place in `values`; of lists, lists."""
+        """Return the uint32 code of each text: 0 for no value, else 1 + its position in `values`. Lists of
+        texts give lists of codes."""
         if texts.dtype == pl.List:
             lists = texts.list.eval(pl.element().cast(self.dtype).to_physical() + 1)
-            self._met(lists.list.max())
+            self._note_largest(lists.list.max())
             return lists
         codes = texts.cast(self.dtype).to_physical() + 1
-        self._met(codes)
+        self._note_largest(codes)
         return codes.fill_null(0)
 
-    def _met(self, codes: pl.Series) -> None:
-        # Threads number texts at once; the largest code that any of them met is what there is.
+    def _note_largest(self, codes: pl.Series) -> None:
+        # Several threads add texts; the largest code of any of them is the number of texts.
         with self._lock:
             self._size = max(self._size, int(cast(int, codes.max() or 0)))
 
     def values(self) -> pl.Series:
-        """Return the texts by number."""
+        """Return the texts in the order of their numbers."""
         return pl.Series("value", np.arange(self._size, dtype=np.uint32)).cat.to(self.dtype).cast(pl.String)

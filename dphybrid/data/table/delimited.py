@@ -1,9 +1,9 @@
-"""Rows of CSV and TSV files, block by block: RFC 4180 plus what files in the wild do (blanks around values,
+"""Rows of CSV and TSV files, block by block: RFC 4180, and what real files add to it (blanks around values,
 ragged rows, stray quotes).
 
-polars parses a block that holds no quote and the same number of separators in every line. Python's `csv`
-reads any other block line by line and gives the same values, only slower; a quote that opens and never closes
-costs its own row only. Separator, header and column names are inferred from the first rows.
+polars parses blocks without quotes in which every line has the same number of separators. Python's `csv`
+reads all other blocks line by line, which gives the same values more slowly; an unclosed quote rejects only
+its own row. Separator, header and column names are inferred from the first rows.
 """
 
 import csv
@@ -26,22 +26,22 @@ from dphybrid.data.table.rows import SHOWN, Job, Rejected, Rows, as_job, check_c
 from dphybrid.util.errors import UserError
 
 BLOCK_BYTES = 2**23
-"""Text read at a time."""
+"""Bytes of text read at a time."""
 _MAX_LINE_BYTES = 2**26
-"""Length of a line from which on a file is taken for no text."""
+"""With a longer line, a file is taken not to be a table."""
 _SEPARATORS = ",\t;|"
-"""Separators that are looked for; the earlier one wins a tie."""
+"""Separators that can be inferred; an earlier one wins a tie."""
 _SAMPLE = 50
-"""Rows that separator, header and width are inferred from."""
+"""Number of rows from which separator, header and width are inferred."""
 _MAX_SPAN = 64
-"""Lines that one quoted value may run over."""
+"""Most lines that one quoted value may extend over; limits the work on an unclosed quote."""
 _BLANKS = (b" ", b"\t", b"\v", b"\f")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """How a delimited file is written. body: number of the first line after the header, from 0 on."""
+    """How a delimited file is written. body: index of the first line after the header."""
 
     separator: str
     names: list[str]
@@ -50,8 +50,8 @@ class _Layout:
 
 
 def csv_jobs(file: Path, data: TableDataConfig) -> Iterator[Job]:
-    """Yield the jobs that return the rows of a file's blocks, in order. Raises UserError when it cannot be
-    read, is empty, or is not text."""
+    """Yield a job for each block of a file, in order, that returns its rows. Raises UserError if the file
+    cannot be read, is empty, or is not text."""
     layout: _Layout | None = None
     line, unread, num_blocks = 0, b"", 0
     for piece, bytes_read, last in _whole_lines(file):
@@ -64,7 +64,8 @@ def csv_jobs(file: Path, data: TableDataConfig) -> Iterator[Job]:
             continue
         block = _Block(file, text, layout, data.no_value, line, bytes_read)
         num_blocks += 1
-        # A quoted value may run into the next block, so such blocks are read here, in order.
+        # A quoted value may continue in the next block, so these blocks are read here, in order, and not by
+        # a job in another thread.
         if b'"' in text:
             rows, num_lines, unread = block.line_by_line(last)
             yield as_job(rows)
@@ -77,8 +78,8 @@ def csv_jobs(file: Path, data: TableDataConfig) -> Iterator[Job]:
 
 
 def _whole_lines(file: Path) -> Iterator[tuple[bytes, int, bool]]:
-    """Yield a file's text, unpacked when it is gzip, in blocks of lines that all end in \\n, the bytes read
-    so far, and whether the block is the last one."""
+    """Yield a file's text in blocks of whole lines, unpacked if it is gzip, with all line ends as \\n. With
+    each block, also yield the bytes read so far, and whether it is the last one."""
     rest = b""
     with file.open("rb", buffering=0) as raw:
         packed = file.suffix.lower() == ".gz"
@@ -88,31 +89,32 @@ def _whole_lines(file: Path) -> Iterator[tuple[bytes, int, bool]]:
             while piece := following:
                 following = stream.read(BLOCK_BYTES)
                 if b"\r" in piece:
-                    if piece.endswith(b"\r"):  # half of a line end, perhaps
+                    if piece.endswith(b"\r"):  # perhaps the first half of \r\n
                         piece, following = piece + following[:1], following[1:] or stream.read(BLOCK_BYTES)
                     piece = piece.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
                 if not following and not piece.endswith(b"\n"):
                     piece += b"\n"
                 if cut := piece.rfind(b"\n") + 1:
                     text = rest + piece[:cut]
-                    if not text.isascii():  # files that were joined have a byte-order mark inside, too
+                    if not text.isascii():  # concatenated files have byte-order marks inside, too
                         text = text.replace(_BYTE_ORDER_MARK, b"")
                     yield text, raw.tell(), not following
                 rest = piece[cut:] if cut else rest + piece
                 if len(rest) > _MAX_LINE_BYTES:
                     raise UserError(
-                        f"data.path={file}: has a line of over {_MAX_LINE_BYTES:,} bytes; is it a table? "
-                        "Give a text file with line ends"
+                        f"data.path={file}: has a line of over {_MAX_LINE_BYTES:,} bytes, so that it is not "
+                        "read as a table; give a text file with line ends"
                     )
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise UserError(
-                f"data.path={file}: is not a complete gzip file: {error}; pack it again, or unpack it"
+                f"data.path={file}: is not a complete gzip file: {error}; compress it again, or give it "
+                "uncompressed"
             ) from error
 
 
 @dataclass(frozen=True)
 class _Block:
-    """Whole lines of a file. line: number of the lines before them; bytes_read: of the file up to here."""
+    """Whole lines of a file. line: number of lines before them. bytes_read: of the file, up to their end."""
 
     file: Path
     text: bytes
@@ -138,16 +140,17 @@ class _Block:
         return Rows(columns, numbers, rejected, self.file, self.layout.header, self.bytes_read)
 
     def _parsed(self) -> list[pl.Series] | None:
-        """Return the columns as polars reads them, None where `line_by_line` would read others."""
+        """Return the columns as polars reads them; None if `line_by_line` would read something else."""
         text, num_rows = self.text, self.num_lines
         separator, width = self.layout.separator.encode(), len(self.layout.names)
-        if len(separator) > 1 or width == 1:  # of one column, a blank line is no row
+        # polars takes separators of one byte, and reads a blank line of a single column as a row.
+        if len(separator) > 1 or width == 1:
             return None
-        # polars fills short rows up in silence, so the fields are counted here.
+        # polars fills up short rows silently, so the separators are counted here.
         if _count(text, separator) != num_rows * (width - 1):
             return None
         blanks = not text.isascii() or any(sign in text for sign in _BLANKS if sign != separator)
-        # A text for no value costs a comparison with each cell: name only those that the block can hold.
+        # Each text for no value is compared with every cell: pass only those whose letters the block holds.
         present = [] if blanks else [no for no in self.no_value if all(sign in text for sign in no.encode())]
         try:
             frame = pl.read_csv(
@@ -160,20 +163,21 @@ class _Block:
             )
         except pl.exceptions.PolarsError:  # a row has too many fields, or the text is not UTF-8
             return None
-        # With all separators there, and no row with too many fields, every row has its own.
+        # The total number of separators is right and no row has too many fields, so that every row has the
+        # right width, if polars dropped none.
         if len(frame) != num_rows:
             return None
         return clean(frame.get_columns(), self.no_value) if blanks else frame.get_columns()
 
     def line_by_line(self, last: bool) -> tuple[Rows, int, bytes]:
-        """Return the rows, how many lines they took, and the end of the block that needs lines of the next
-        one."""
+        """Return the rows, the number of lines that they took, and the rest of the block, which needs lines
+        of the next one. last: there is no next block, so that nothing is left as a rest."""
         width, separator = len(self.layout.names), self.layout.separator
         lines = _lines(self.file, self.text, self.line)
         rows, numbers, rejected = list[list[str]](), list[int](), list[Rejected]()
         i = 0
         while i < len(lines):
-            row, end, reason = _row(lines, i, separator, width)
+            row, end, reason = _read_row(lines, i, separator, width)
             if reason and not last and '"' in lines[i] and i + _MAX_SPAN > len(lines):
                 break  # an open quote may close in the next block
             number = self.line + i + 1
@@ -192,13 +196,14 @@ class _Block:
 
 
 def _count(block: bytes, sign: bytes) -> int:
-    """Return how often a byte occurs; `bytes.count` takes four times as long where it does so often."""
+    """Return how often a byte occurs. `bytes.count` takes four times as long for frequent bytes."""
     signs = np.frombuffer(block, np.uint8)
     return sum(int(np.count_nonzero(signs[i : i + 2**20] == sign[0])) for i in range(0, len(signs), 2**20))
 
 
 def _lines(file: Path, raw: bytes, line: int) -> list[str]:
-    """Return the lines of a block; `line` lines precede it. Raises UserError for text that is not UTF-8."""
+    """Return the lines of a block. line: number of lines before it, for messages. Raises UserError for text
+    that is not UTF-8."""
     try:
         return raw.decode("utf-8").split("\n")[:-1]
     except UnicodeDecodeError as error:
@@ -208,29 +213,31 @@ def _lines(file: Path, raw: bytes, line: int) -> list[str]:
         ) from error
 
 
-def _row(lines: list[str], start: int, separator: str, width: int | None) -> tuple[list[str], int, str]:
-    """Return the row that begins in line `start` (empty for a blank line), its last line, and what is wrong
-    with it. width None: any."""
+def _read_row(lines: list[str], start: int, separator: str, width: int | None) -> tuple[list[str], int, str]:
+    """Return the row that begins in line `start` (empty for a blank line), its last line, and the reason why
+    it is rejected (empty: it is not). width: expected number of values; None: any."""
     text = lines[start]
     if '"' not in text:
         row = text.split(separator) if text.strip() else []
         return row, start, _wrong_width(row, width) if row else ""
-    # A quoted value may hold line ends: try one line more until csv takes them for a row.
+    # A quoted value may hold line ends: add one line at a time until csv reads a complete row.
     for last in range(start, min(start + _MAX_SPAN, len(lines))):
         if last > start:
             text += "\n" + lines[last]
-            if '"' not in lines[last]:  # cannot close the value
+            if '"' not in lines[last]:  # the value cannot end in this line
                 continue
         try:
             (row,) = csv.reader([text], delimiter=separator, skipinitialspace=True, strict=True)
         except csv.Error as error:
+            # csv has a single class of errors; this text means an open quote.
             if str(error) == "unexpected end of data":
                 continue
             if last == start:
                 return [], start, f"misplaced quote: {error}"
             break
         reason = _wrong_width(row, width)
-        if reason and last > start:  # an open quote took in rows that follow: it alone is at fault
+        # A stray quote joined the row to the lines after it: reject its own line only.
+        if reason and last > start:
             break
         return row, last, reason
     return [], start, "a quote is opened and not closed"
@@ -240,8 +247,8 @@ def _wrong_width(row: list[str], width: int | None) -> str:
     return "" if width in (None, len(row)) else f"{len(row)} values, expected {width}"
 
 
-def _loose(line: str, separator: str) -> list[str]:
-    """Return the cells of a line that may be broken."""
+def _split_leniently(line: str, separator: str) -> list[str]:
+    """Return the cells of a line, even if its quotes are misplaced."""
     try:
         (cells,) = csv.reader([line], delimiter=separator, skipinitialspace=True)
     except csv.Error:
@@ -250,7 +257,8 @@ def _loose(line: str, separator: str) -> list[str]:
 
 
 def _layout(file: Path, block: bytes, data: TableDataConfig) -> _Layout | None:
-    """Infer the layout from the first rows; None where all lines are blank."""
+    """Infer the layout from the first rows; return None if all lines are blank."""
+    # Decode a mebibyte of whole lines, or the whole block if its first line is longer.
     head = block if len(block) <= 2**20 else block[: block.rfind(b"\n", 0, 2**20) + 1] or block
     lines = _lines(file, head, 0)
     sample = list(islice((line for line in lines if line.strip()), _SAMPLE))
@@ -259,41 +267,44 @@ def _layout(file: Path, block: bytes, data: TableDataConfig) -> _Layout | None:
     separator = _separator(sample, data.delimiter)
     rows, i, body = list[list[str]](), 0, 0
     while i < len(lines) and len(rows) < _SAMPLE:
-        row, end, reason = _row(lines, i, separator, None)
+        row, end, reason = _read_row(lines, i, separator, None)
         if row or reason:
-            body = body or end + 1
-            rows.append(_loose(lines[i], separator) if reason else [cell.strip() for cell in row])
+            body = body or end + 1  # set by the first row, which may be the header
+            rows.append(_split_leniently(lines[i], separator) if reason else [cell.strip() for cell in row])
         i = end + 1
     first, *others = rows
     check_columns(file, len(first))
     if _has_header(first, others, data):
         return _Layout(separator, _column_names(first), True, body)
+    # The usual width: the first row of a file without a header may be a broken one.
     width = Counter(map(len, rows)).most_common(1)[0][0]
     return _Layout(separator, [str(i) for i in range(width)], False, 0)
 
 
 def _separator(sample: Sequence[str], wanted: str) -> str:
-    """Return the wanted separator, else the one that cuts the most lines into the same number of cells, then
-    into the most cells."""
+    """Return the wanted separator; for auto, the one that splits most lines into the same number of cells
+    and, among equals, into the most cells."""
     if wanted != "auto":
         separator = {"tab": "\t", "\\t": "\t"}.get(wanted, wanted)
         if len(separator) != 1 or separator in '"\r\n':
             raise UserError(
-                f"data.delimiter={wanted!r}: give one character, no quote and no line end, or tab"
+                f"data.delimiter={wanted!r}: give one character other than a quote or line end, or tab"
             )
         return separator
 
     def score(separator: str) -> tuple[float, int]:
-        cells, lines = Counter(len(_loose(line, separator)) for line in sample).most_common(1)[0]
+        cells, lines = Counter(len(_split_leniently(line, separator)) for line in sample).most_common(1)[0]
         return (lines / len(sample), cells) if cells > 1 else (0.0, 0)
 
     return max(_SEPARATORS, key=score)
 
 
 def _has_header(first: list[str], others: list[list[str]], data: TableDataConfig) -> bool:
-    """Tell whether the first line names the columns: it holds a column name that the config gives; else it
-    holds no number, and names a column whose other values are all numbers, or is complete, without
-    repetition, and none of its cells appears below it."""
+    """Return whether the first line names the columns.
+
+    It does if it holds a column name from the config. Otherwise it must hold no number, and either stand
+    above a column of numbers, or have a distinct text in every cell, none of which appears below it.
+    """
     if data.header != "auto":
         return data.header == "yes"
     given = {name for _, name in data.named_columns if name and not is_number(name)}
@@ -314,11 +325,12 @@ def _has_header(first: list[str], others: list[list[str]], data: TableDataConfig
 
 
 def _column_names(header: list[str]) -> list[str]:
-    """Return distinct names: a column without a name gets its position, a repeated name a number."""
+    """Return distinct column names: an unnamed column gets its position, and a repeated name a number."""
     names: dict[str, None] = {}
     given = set(header)
     for position, cell in enumerate(header):
         name, count = cell or str(position), 1
+        # A numbered name must not be one that the header gives to another column.
         while name in names or (count > 1 and name in given):
             count += 1
             name = f"{cell or position}_{count}"

@@ -1,6 +1,6 @@
-"""From the cells of a table to the arrays that a model takes, for preparing, predicting and retraining.
+"""Turns the cells of a table into the arrays that a model takes, for preparing, predicting and retraining.
 
-Letters: B rows, F columns of one id a row, L ids of a bag, N dense columns.
+Letters: B rows, F columns with one id per row, L ids of a bag, N dense columns.
 """
 
 import json
@@ -26,10 +26,10 @@ from dphybrid.util.errors import UserError
 
 @dataclass(frozen=True)
 class Encoder:
-    """Columns with what the training rows told, and the label. Saved beside a checkpoint.
+    """Columns fitted to the training rows, and the label. Saved beside each checkpoint.
 
-    Arrays have the columns of numbers first (`dense_BN`, and in `ids_BF` their buckets), then categories,
-    then bags (`bags_BFL`). as_given: learned texts are looked up before they are cleaned."""
+    In the arrays, columns of numbers come first (`dense_BN`, and their buckets in `ids_BF`), then categories
+    (`ids_BF`), then bags (`bags_BFL`). as_given: look texts up first, and clean only those not found."""
 
     columns: tuple[Column, ...]
     label: Label
@@ -37,22 +37,22 @@ class Encoder:
 
     @cached_property
     def numbers(self) -> list[Numbers]:
-        """Columns of numbers and times."""
+        """The columns of numbers and times."""
         return [column for column in self.columns if isinstance(column, Numbers)]
 
     @cached_property
     def categories(self) -> list[Category]:
-        """Columns of one text a row."""
+        """The columns with one text per row."""
         return [c for c in self.columns if isinstance(c, Category) and not isinstance(c, Bag)]
 
     @cached_property
     def bags(self) -> list[Bag]:
-        """Columns of several texts a row."""
+        """The columns with several texts per row."""
         return [column for column in self.columns if isinstance(column, Bag)]
 
     @cached_property
     def names(self) -> list[str]:
-        """Columns that are read."""
+        """The names of the columns that are read, in the order of the arrays."""
         return [column.name for column in (*self.numbers, *self.categories, *self.bags)]
 
     @cached_property
@@ -63,22 +63,22 @@ class Encoder:
 
     @property
     def num_dense(self) -> int:
-        """Columns of dense_BN."""
+        """Number of columns of dense_BN."""
         return sum(1 + part.learned.indicator for column in self.numbers for part in column.parts)
 
     @property
     def max_items(self) -> int:
-        """Items of a bag, at most."""
+        """The largest `max_items` of the bags."""
         return max((bag.max_items for bag in self.bags), default=1)
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """The label's classes, the positive one of two last; none of numbers."""
+        """The label's classes, the positive one of two last; empty for numbers."""
         return self.label.classes
 
     def encode(self, cells: Mapping[str, pl.Series]) -> tuple[dict[str, Array], int]:
-        """Return the arrays of rows, and how many cells of numbers and times could not be read and count as
-        missing. cells: those of each of `names`, stripped, None for no value."""
+        """Return the arrays of rows, and the number of cells of numbers and times that could not be read and
+        count as missing. cells: those of each of `names`, stripped; None for no value."""
         known: dict[str, Array] = {}
         if self.as_given and isinstance(cells, Cells):
             known = {c.name: c.ids_as_given(cells.given[c.name], cells.cleaned) for c in self.categories}
@@ -93,9 +93,11 @@ class Encoder:
         longest: int = 1,
         known: Mapping[str, Array] | None = None,
     ) -> dict[str, Array]:
-        """Return the arrays of rows whose cells were read. by_code: where texts come as codes, what
-        `ids_by_code` gave. longest: items of the arrays' bags, at least. known: ids of columns that are not
-        among the values."""
+        """Return the arrays of rows, given the values that the columns read.
+
+        by_code: result of `ids_by_code`, if texts are stored as codes. longest: least width of the bags'
+        array. known: ids of the columns that are missing in `values`.
+        """
 
         known = known or {}
 
@@ -108,7 +110,7 @@ class Encoder:
         dense, ids = list[Array](), list[Array]()
         for column in self.numbers:
             for part, numbers_B in zip(column.parts, column.numbers(values[column.name]), strict=True):
-                # The indicator of no value is an input of its own, as 0 is also what the mean becomes.
+                # "No value" needs a separate input, as it is standardized to 0, like the mean.
                 scale = part.learned
                 dense.append(standardized(numbers_B, scale.log, scale.mean, scale.std))
                 dense += [np.isnan(numbers_B)] if scale.indicator else []
@@ -124,50 +126,50 @@ class Encoder:
         return arrays
 
     def ids_by_code(self, texts: Mapping[str, pl.Series]) -> dict[str, Array]:
-        """Return the ids of the codes of dictionaries, 0 for no value. texts: by column, those of a
-        dictionary."""
+        """Return, for each column of texts, the id of each code. texts: the texts of its dictionary, by
+        column."""
         columns = (*self.categories, *self.bags)
         # A dictionary's code 0 means no value; its texts are numbered from 1 on.
         return {c.name: np.insert(c.ids_of(texts[c.name]), 0, MISSING_ID) for c in columns}
 
     def written(self, data: TableDataConfig) -> "Encoder":
-        """Return the encoder for files that are written as `data` says: with another decimal sign, say."""
+        """Return the encoder for files in the notation that `data` sets, such as another decimal mark."""
         columns = (
             c.model_copy(update={key: value for key, value in data.reading.items() if key in c.options()})
             for c in self.columns
         )
-        # A learned text may mean no value in these files, and must be cleaned then.
+        # If a learned text means no value in these files, it must be cleaned before it is looked up.
         as_given = not any(column.knows(data.no_value) for column in self.categories)
         return replace(self, columns=tuple(columns), as_given=as_given)
 
     def extended(self, newer: "Encoder") -> "Encoder":
-        """Return the encoder with the values that `newer` has besides: old ids keep their meaning. Raises
-        UserError where the label is another; `check_forms` has compared the columns."""
+        """Return the encoder with the values that only `newer` has added; old ids keep their meaning. Raises
+        UserError if the label is not the same; call `check_forms` before, which compares the columns."""
         for what, before, now in (
             ("labels", self.label.task, newer.label.task),
             ("classes", list(self.classes), list(newer.classes)),
         ):
             if before != now:
                 raise UserError(
-                    f"data.base: {what} were {before} and are {now}; a model cannot be carried over, train a "
-                    "new one"
+                    f"data.base: {what} were {before} and are now {now}; the earlier model cannot be "
+                    "retrained, train a new one"
                 )
         by_name = {column.name: column for column in newer.columns}
         return replace(self, columns=tuple(c.extended(by_name[c.name]) for c in self.columns))
 
     def check_forms(self, columns: Sequence[Column]) -> None:
-        """Raise UserError where the columns of newer data cannot be encoded as these are."""
+        """Raise UserError if the columns of newer data cannot be encoded like the columns of this encoder."""
         before, now = ({c.name: c.form for c in each} for each in (self.columns, columns))
         for name in before:
             if name not in now:
                 raise UserError(
-                    f"data.base: the earlier table has a column {name!r} that is used no more; train a new "
-                    "model"
+                    f"data.base: column {name!r} of the earlier table is no longer used; use it, or train a "
+                    "new model"
                 )
             if now[name] != before[name]:
                 raise UserError(
-                    f"data.base: column {name!r} was {before[name]} and is {now[name]}; a model cannot be "
-                    "carried over, train a new one"
+                    f"data.base: column {name!r} was {before[name]} and is now {now[name]}; the earlier "
+                    "model cannot be retrained, train a new one"
                 )
         if more := [name for name in now if name not in before]:
             raise UserError(
@@ -181,20 +183,20 @@ class Encoder:
         columns = [{"role": c.role, **c.model_dump(mode="json")} for c in self.columns]
         page = {"version": ENCODER_VERSION, "columns": columns, **self.label.facts()}
         (folder / "encoder.json").write_text(json.dumps(page, indent=1, ensure_ascii=False), encoding="utf-8")
-        # Values may be millions: as JSON they would take seconds to read for each prediction.
+        # Not in the JSON: with millions of values, reading it would take seconds before each prediction.
         texts = [c.learned.implode() for c in self.columns if isinstance(c, Category)]
         values = pl.concat([pl.Series([], dtype=pl.List(pl.String)), *texts])
         pl.DataFrame({"values": values}).write_parquet(folder / "vocabularies.parquet")
 
     @classmethod
     def load(cls, folder: Path) -> "Encoder":
-        """Read what `save` wrote. Raises UserError for what another version wrote."""
+        """Read an encoder from the folder that `save` wrote. Raises UserError if another version wrote it."""
         page = json.loads((folder / "encoder.json").read_text(encoding="utf-8"))
         if page.get("version") != ENCODER_VERSION:
             raise UserError(
                 f"{folder}: was written by another version of dphybrid; prepare the data and train again"
             )
-        # In the order of the columns that have one.
+        # Saved in the order of the columns that have one.
         vocabularies = iter(pl.read_parquet(folder / "vocabularies.parquet")["values"])
         columns = []
         for values in page["columns"]:
@@ -205,8 +207,8 @@ class Encoder:
 
 
 def _side_by_side(columns: Sequence[Array], num_rows: int, dtype: type[np.generic]) -> Array:
-    """Return columns (B,) as (B, F); some rows at a time, which lie in a core's cache: `np.stack` takes far
-    longer."""
+    """Return columns (B,) as one array (B, F)."""
+    # Blocks of rows that fit into a core's cache: `np.stack` takes far longer.
     out_BF: Array = np.empty((num_rows, len(columns)), dtype)
     for start in range(0, num_rows, 2**13):
         rows = slice(start, start + 2**13)
@@ -217,14 +219,15 @@ def _side_by_side(columns: Sequence[Array], num_rows: int, dtype: type[np.generi
 
 @dataclass(frozen=True)
 class Base:
-    """The earlier prepared data and its encoder."""
+    """Earlier prepared data, which is extended by new rows, and its encoder."""
 
     prepared: Prepared
     encoder: Encoder
 
 
 def open_base(path: Path) -> Base:
-    """Open the prepared data to extend. Raises UserError when it is gone, or no table."""
+    """Open the prepared data to extend. Raises UserError if it does not exist, is damaged or is not a
+    table."""
     if not (path / "encoder").is_dir():
         raise UserError(
             f"data.base={path}: is not a prepared table (it has no encoder); name the prepared folder "
@@ -234,17 +237,18 @@ def open_base(path: Path) -> Base:
 
 
 def old_ids(base: Encoder, now: Encoder) -> list[Array]:
-    """Return for each id column, by new id, the base's id of the same value: new values are unknown or hashed
-    to it."""
+    """Return, for each id column, an array that maps new ids to the base's id of the same value; new values
+    map to the base's unknown id or hash bucket."""
     found = [np.arange(num_ids) for number in base.numbers for _, _, num_ids in number.tables]
     for old, new in zip((*base.categories, *base.bags), (*now.categories, *now.bags), strict=True):
+        # The number of hash buckets is part of `form`, so that it is the same in both.
         hashed = FIRST_ID + len(old.learned) + np.arange(old.hash_buckets)
         found.append(np.concatenate([[0, 1], old.ids_of(new.learned), hashed]))
     return found
 
 
 def old_rows(base: Encoder, now: Encoder) -> Array:
-    """Return (V,) for each row of a table over all columns, one after another, the row of the base's table to
-    start from."""
+    """Return (V,) the row of the base's table from which each row of the new table starts. Both tables hold
+    the rows of all columns, one column after another."""
     starts = np.cumsum([0, *(column["num_ids"] for column in base.id_columns[:-1])])
     return np.concatenate([start + ids for start, ids in zip(starts, old_ids(base, now), strict=True)])

@@ -1,5 +1,5 @@
-"""Tables from memory - polars, pandas, Arrow, columns, records - as polars frames, and as files that are
-named by what they hold; and frames written piece by piece to a file of the user's."""
+"""Tables from memory (polars, pandas, Arrow, columns, records) as polars frames, and as files named by their
+digest; and frames of predictions, written piece by piece to the user's file."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ from typing import Any
 
 import polars as pl
 from polars.io.plugins import register_io_source
-from polars.selectors import by_name  # names as they are: `*` is a pattern elsewhere
+from polars.selectors import by_name  # takes names literally; select() reads `*` as a pattern
 
 from dphybrid.data.table.cells import FEW
 from dphybrid.data.table.rows import check_types
@@ -19,11 +19,12 @@ from dphybrid.util.errors import UserError, counted, type_text
 from dphybrid.util.files import check_target, make_folder, sync, temporary, write_text
 
 PART_ROWS = 2**20
-"""Rows of a file that a frame is written to."""
+"""Rows per file when a frame is saved."""
 _ROW_GROUP = 2**17
 _WRITTEN = (".parquet", ".csv")
 _PLAIN = {"object", "str", "string", "int64", "float64", "bool"}
-"""Types of pandas that mean the same to Python, which copies up to `FEW` rows in a third of Arrow's time."""
+"""Types of pandas that Python objects represent exactly. Copying up to `FEW` rows as objects takes a third of
+the time of Arrow."""
 KINDS = (
     "a polars DataFrame or LazyFrame, a pandas DataFrame, an Arrow table, a dict of columns, a list of "
     "records, or a path"
@@ -31,13 +32,14 @@ KINDS = (
 
 
 def as_frame(data: object, where: str) -> pl.DataFrame | pl.LazyFrame:
-    """Return a table from memory as a polars frame; a lazy one stays lazy. An index of pandas is left out.
+    """Return a table from memory as a polars frame; a lazy frame stays lazy. The index of pandas is dropped.
 
-    where: what a person calls the table, for messages. Raises UserError for what is not a table.
+    where: the user's name for the table, for messages. Raises UserError if `data` is not a table.
     """
     if isinstance(data, pl.DataFrame | pl.LazyFrame):
         return data
     try:
+        # Recognised by the module's name, so that pandas need not be installed.
         if type(data).__module__.partition(".")[0] == "pandas" and hasattr(data, "columns"):
             return _from_pandas(data, where)
         if hasattr(data, "__arrow_c_stream__"):
@@ -47,7 +49,7 @@ def as_frame(data: object, where: str) -> pl.DataFrame | pl.LazyFrame:
                 str(name): _of_series(values) if hasattr(values, "iloc") else values
                 for name, values in data.items()
             }
-            for name, values in columns.items():  # polars would repeat a single value for each row
+            for name, values in columns.items():  # polars would repeat a single value in every row
                 if isinstance(values, str) or not hasattr(values, "__len__"):
                     raise UserError(f"{where}: column {name!r} is {values!r}; give it a list or an array")
             return pl.DataFrame(columns, strict=False)
@@ -73,13 +75,14 @@ def _from_pandas(frame: Any, where: str) -> pl.DataFrame:
 def _of_series(series: Any) -> pl.Series:
     try:
         return pl.Series(pl.from_pandas(series))
-    except Exception:  # noqa: BLE001 - pyarrow's errors for columns of mixed objects are of many classes
+    except Exception:  # noqa: BLE001 - pyarrow raises many classes for columns of mixed objects
+        # `value != value` is true of nan and NaT only, which become None.
         return pl.Series([None if value != value else value for value in series.to_list()], strict=False)
 
 
 def check_frame(frame: pl.DataFrame | pl.LazyFrame, where: str, ignored: Sequence[str] = ()) -> list[str]:
-    """Return the columns' names. Raises UserError where a column that is not ignored holds what no file of
-    rows could."""
+    """Return the columns' names. Raises UserError if a column that is not in `ignored` has a type that no
+    table can have."""
     schema = frame.collect_schema() if isinstance(frame, pl.LazyFrame) else frame.schema
     if not schema:
         raise UserError(f"{where}: has no columns")
@@ -90,20 +93,21 @@ def check_frame(frame: pl.DataFrame | pl.LazyFrame, where: str, ignored: Sequenc
 def save_frame(
     frame: pl.DataFrame | pl.LazyFrame, folder: Path, where: str, ignored: Sequence[str] = ()
 ) -> Path:
-    """Write a frame as Parquet files of `PART_ROWS` rows into a folder below `folder`, named by their digest;
-    equal frames are one folder. A lazy frame is computed and written part by part.
+    """Write a frame as Parquet files of `PART_ROWS` rows into a folder below `folder`, named by their digest,
+    so that equal frames share a folder. A lazy frame is computed and written part by part.
 
-    Raises UserError for fewer than two rows, for columns that no file of rows could hold, and where a lazy
+    Raises UserError for fewer than two rows, for a column of a type that no table can have, and if a lazy
     frame fails.
     """
-    # A file, not the frame: a run must find its rows again when it is resumed or compared.
+    # Saved even though the frame is in memory: a resumed or compared run must find its rows again.
     names = check_frame(frame, where, ignored)
     keep = [name for name in names if name not in ignored] or names
     make_folder(folder)
     written, digest, num_rows = temporary(folder / "frame"), hashlib.blake2b(digest_size=8), 0
     try:
         written.mkdir()
-        # Parts of one size, however the rows were computed: how they lie shows in the bytes of their file.
+        # Parts of a fixed size, however the rows were computed: otherwise equal frames would be written as
+        # different bytes, and get different digests.
         parts = frame.lazy().select(by_name(*keep)).collect_batches(chunk_size=PART_ROWS, maintain_order=True)
         for number, part in enumerate(parts):
             file = written / f"part-{number:05d}.parquet"
@@ -114,7 +118,7 @@ def save_frame(
             num_rows += len(part)
         if num_rows < 2:
             raise UserError(
-                f"{where}: has {counted(num_rows, 'row')}; at least 2 are needed, one of them for validation"
+                f"{where}: has {counted(num_rows, 'row')}; at least 2 are needed, one for validation"
             )
         target = folder / digest.hexdigest()
         if not target.exists():
@@ -128,29 +132,30 @@ def save_frame(
 
 
 def _compact(rows: pl.DataFrame) -> pl.DataFrame:
-    """Copy rows into buffers of their own: lists keep what lies around a slice of them, even rechunked."""
+    """Copy rows into new buffers: a slice of lists keeps the buffers of the rows around it, even rechunked,
+    which would show in the bytes of the file."""
     return rows.select(pl.all().gather(pl.int_range(pl.len())))
 
 
 @dataclass
 class Written:
-    """What became of the rows of files."""
+    """Counts of the rows that were predicted and of those that could not be read. out: the file written."""
 
     out: Path
     num_rows: int = 0
     num_rejected: int = 0
 
     def told(self) -> list[str]:
-        """Return the line that says which rows could not be read, or none."""
+        """Return a line that says how many rows could not be read; no line if all could be."""
         if not self.num_rejected:
             return []
-        page = _rejected_page(self.out)
+        file = _rejected_file(self.out)
         left_out = counted(self.num_rejected, "row cannot be read and is", "rows cannot be read and are")
-        return [f"{left_out} left out: {page} says which and why"]
+        return [f"{left_out} left out: {file} lists them with the reasons"]
 
 
 def table_target(out: str | Path) -> Path:
-    """Return the path of --out. Raises UserError where no file can be written, or of no such kind."""
+    """Return the path of --out. Raises UserError if its ending is unknown or no file can be written there."""
     target = Path(out)
     if target.suffix.lower() not in _WRITTEN:
         raise UserError(f"--out {out}: give a name that ends in {' or '.join(_WRITTEN)}")
@@ -164,22 +169,22 @@ def write_frames(
     target: Path,
     rejected: Sequence[Mapping[str, object]],
 ) -> None:
-    """Write the frames, all of one schema; the file is there when all of them are. Beside it a page says
-    which rows could not be read, and why; `rejected` may grow while frames are made. An earlier page goes.
+    """Write frames of one schema to `target`, which appears when all of them are written. The rows that could
+    not be read go to TARGET.rejected.jsonl beside it; an older such file is replaced or deleted.
 
-    Errors of `frames` are raised as they are, and UserError where the file cannot be written; nothing is left
-    at `target` then.
+    rejected: may grow while `frames` is consumed. Errors of `frames` are raised unchanged, and UserError if
+    the file cannot be written; nothing is left at `target` then.
     """
-    partial, page = temporary(target), _rejected_page(target)
+    partial, rejected_file = temporary(target), _rejected_file(target)
     try:
-        # A lazy frame over the frames: polars writes it piece by piece.
+        # Wrapped as a lazy frame, which polars writes piece by piece.
         lazy = register_io_source(lambda *_: frames, schema=dict(schema))
         lazy.sink_parquet(partial) if target.suffix.lower() == ".parquet" else lazy.sink_csv(partial)
         sync(partial)
         if rejected:
-            write_text(page, "".join(json.dumps(row) + "\n" for row in rejected))
+            write_text(rejected_file, "".join(json.dumps(row) + "\n" for row in rejected))
         else:
-            page.unlink(missing_ok=True)
+            rejected_file.unlink(missing_ok=True)
         partial.replace(target)
     except (pl.exceptions.PolarsError, OSError) as error:
         raise UserError(f"--out {target}: cannot be written: {error}") from error
@@ -187,5 +192,5 @@ def write_frames(
         partial.unlink(missing_ok=True)
 
 
-def _rejected_page(target: Path) -> Path:
+def _rejected_file(target: Path) -> Path:
     return target.with_name(f"{target.name}.rejected.jsonl")

@@ -1,8 +1,8 @@
-"""The kinds of columns: why each claims a column, how it reads cells, what it learns from training rows, and
-what a model gets of it.
+"""The kinds of columns: which columns each claims, how it reads cells, what it learns from the training rows,
+and which inputs a model gets from it.
 
 A new kind is a subclass of `Column` and an entry of `KINDS`: the flag that lists such columns, its keys in
-schema.toml and its page of the saved encoder follow from the class. Ids: 0 = no value, 1 = unknown value.
+schema.toml and its part of the saved encoder follow from the class. Ids: 0 = no value, 1 = unknown value.
 Letters: B rows, N dense columns, L items of a bag.
 """
 
@@ -30,7 +30,7 @@ from dphybrid.data.table.cells import (
     time_parts,
     words_of,
 )
-from dphybrid.data.table.column import Array, Column, Found, Sample
+from dphybrid.data.table.column import Array, Column, Sample, TrainingValues
 from dphybrid.data.table.numbers import (
     YEAR_FIRST,
     Scale,
@@ -38,19 +38,21 @@ from dphybrid.data.table.numbers import (
     has_leading_zeros,
     is_day_first,
     looks_like_dates,
-    no_numbers,
+    not_numbers,
     notation_of,
-    why_no_number,
+    why_not_numeric,
 )
 from dphybrid.util.errors import UserError
 
 _ROW_NUMBERS = 20
-"""Rows from which on a column that counts them is taken for a row number."""
+"""Fewest rows for which a column of increasing numbers is taken for a row number."""
 _ROW_GAPS = 0.05
-"""Share of row numbers that may be left out: rows that were filtered out or rejected."""
+"""Share of row numbers that may be missing, because rows were filtered out or rejected."""
 _BUCKET_ROWS = 128
-"""Training rows for each bucket that nobody asked for, at least: rows of fewer are learnt by heart."""
+"""Fewest training rows per bucket, unless schema.toml asks for more buckets: with fewer, an embedding
+memorises its rows."""
 _MOST = 2**31 - 1
+"""Largest int32: ids are stored as such."""
 
 
 class Ignore(Column):
@@ -67,7 +69,7 @@ class Ignore(Column):
             return "no values" if sample.whole else None
         if sample.cells.dtype != pl.String and not sample.cells.dtype.is_integer():
             return None
-        # A counter of rows tells the model when a row was written, which new rows lie beyond.
+        # A model would learn from a row number when a row was written, and new rows are beyond all of them.
         numbers = sample.cells.cast(pl.Int64, strict=False)
         counts = len(numbers) == sample.num_rows >= _ROW_NUMBERS and not numbers.null_count()
         if not counts or has_leading_zeros(sample.cells) or not (numbers.diff().drop_nulls() > 0).all():
@@ -77,20 +79,20 @@ class Ignore(Column):
 
 
 class Numbers(Column):
-    """One or more numbers a cell: standardized, and in quantile buckets that have an embedding each."""
+    """One or more numbers per cell: standardized, and in quantile buckets with an embedding each."""
 
     scale: Literal["auto", "log", "standard", "none"] = Field(default="auto", examples=["auto"])
-    """log and standardize, standardize, neither, or by the look of the training rows."""
+    """log: logarithm, then standardized; standard: standardized; none: as is; auto: log for heavy tails."""
     buckets: int | None = Field(default=None, ge=0, le=4096, examples=[32])
-    """Quantile buckets that get an embedding each; 0: none."""
+    """Quantile buckets, each with its own embedding; 0: none."""
 
     @property
     @abstractmethod
     def parts(self) -> "tuple[Numeric, ...]":
-        """The columns of one number a cell that it becomes."""
+        """The numeric columns that this column becomes, each with one number per cell."""
 
     def numbers(self, values: pl.Series) -> list[Array]:
-        """Return the numbers (B,) of its parts, nan for no value."""
+        """Return the numbers (B,) of each part, nan for no value."""
         return [values.to_numpy()]
 
     @property
@@ -103,43 +105,44 @@ class Numeric(Numbers):
 
     role = "numeric"
     flag = "numeric"
-    flag_help = "Columns to read as numbers, separated by commas; the rest is inferred."
+    flag_help = "Columns to read as numbers, separated by commas; roles of unlisted columns are inferred."
     noun = "number"
 
     decimal: Literal[".", ","] = Field(default=".", examples=["."])
-    """Sign before the decimals."""
+    """Decimal mark."""
     thousands: Literal["", ",", ".", " ", "'", "_"] = Field(default="", examples=[""])
-    """Sign between groups of three digits."""
+    """Thousands separator; empty: none."""
     learned: Scale = Scale()
 
     @classmethod
     def claims(cls, sample: Sample) -> str | None:
-        if not len(sample.cells) or why_no_number(sample) is not None:
+        if not len(sample.cells) or why_not_numeric(sample) is not None:
             return None
-        column = cls(name=sample.name, **cls.told(sample))
+        column = cls(name=sample.name, **cls.inferred(sample))
         infinite = column.read(sample.cells).null_count()
-        said = [f"{infinite:,} infinite ones count as no value"] if infinite else []
-        said += [f"thousands marked by {column.thousands!r}"] if column.thousands else []
-        said += [f"decimals after {column.decimal!r}"] if column.decimal != "." else []
+        notes = [f"{infinite:,} infinite numbers count as no value"] if infinite else []
+        notes += [f"thousands separator {column.thousands!r}"] if column.thousands else []
+        notes += [f"decimal mark {column.decimal!r}"] if column.decimal != "." else []
         usual = (column.decimal, column.thousands) == (".", "")
-        return ", ".join(said) + ("" if usual else "; --data.decimal and --data.thousands overrule")
+        return ", ".join(notes) + ("" if usual else "; --data.decimal and --data.thousands override this")
 
     @classmethod
-    def told(cls, sample: Sample) -> dict[str, Any]:
+    def inferred(cls, sample: Sample) -> dict[str, Any]:
         return dict(zip(("decimal", "thousands"), notation_of(sample)[0], strict=True))
 
     def read(self, cells: pl.Series) -> pl.Series:
         return read_numbers(cells, self.decimal, self.thousands)
 
     def wrong(self, cells: pl.Series, values: pl.Series) -> pl.Series:
-        return no_numbers(cells, values)
+        # Infinite numbers were read as None too, but count as no value instead of rejecting their rows.
+        return not_numbers(cells, values)
 
-    def fitted(self, found: Found) -> Self:
-        return self._fitted_to(found.numbers().to_numpy(), found.data)
+    def fitted(self, training: TrainingValues) -> Self:
+        return self._fitted_to(training.numbers().to_numpy(), training.data)
 
     def _fitted_to(self, numbers_B: Array, data: TableDataConfig) -> Self:
-        """Return the column with what numbers (B,) of the training rows tell, nan for no value."""
-        # Few rows need few buckets, or an embedding learns single rows.
+        """Return the column fitted to numbers (B,) of the training rows, nan for no value."""
+        # With few rows, few buckets: otherwise an embedding would learn single rows.
         most = max(2, int(np.count_nonzero(~np.isnan(numbers_B))) // _BUCKET_ROWS)
         buckets = min(data.buckets, most) if self.buckets is None else self.buckets
         return self.model_copy(update={"learned": fit_scale(numbers_B, buckets, self.scale)})
@@ -150,18 +153,18 @@ class Numeric(Numbers):
 
 
 class Time(Numbers):
-    """Dates and times: the hour, the weekday (1: Monday) and the days since 1970 are numbers."""
+    """Dates and times, as three numbers: the hour, the weekday (1: Monday) and the days since 1970."""
 
     role = "time"
     flag = "times"
     flag_help = (
-        "Columns to read as dates or times, by commas: hour, weekday and day become numbers. Dates whose "
-        "order of day and month is plain are inferred."
+        "Columns to read as dates or times, separated by commas: hour, weekday and day become numbers. Dates "
+        "are inferred if the order of day and month is clear."
     )
     noun = "date or time"
 
     dayfirst: bool = Field(default=False, examples=[False])
-    """Is 3/12/2024 the third of December? Else it is the twelfth of March."""
+    """true reads 3/12/2024 as 3 December, false as 12 March."""
     learned: tuple[Numeric, ...] = ()
 
     @classmethod
@@ -171,26 +174,26 @@ class Time(Numbers):
             return None
         order = "month" if not first and sample.cells.str.contains("/", literal=True).any() else "day"
         how = "" if sample.cells.str.contains(YEAR_FIRST).all() else f", {order} first"
-        return f"dates or times{how}; --data.categorical reads each as a category"
+        return f"dates or times{how}; --data.categorical reads them as categories"
 
     @classmethod
-    def told(cls, sample: Sample) -> dict[str, Any]:
+    def inferred(cls, sample: Sample) -> dict[str, Any]:
         return {"dayfirst": bool(is_day_first(sample.cells, sample.data))}
 
     def read(self, cells: pl.Series) -> pl.Series:
         return read_times(cells, self.dayfirst)
 
-    def fitted(self, found: Found) -> Self:
-        values = found.numbers()
+    def fitted(self, training: TrainingValues) -> Self:
+        values = training.numbers()
         parts = [
-            Numeric(name=name, scale=self.scale, buckets=self.buckets)._fitted_to(numbers_B, found.data)
+            Numeric(name=name, scale=self.scale, buckets=self.buckets)._fitted_to(numbers_B, training.data)
             for name, numbers_B in zip(self.part_names, self.numbers(values), strict=True)
         ]
         return self.model_copy(update={"learned": tuple(parts)})
 
     @property
     def part_names(self) -> list[str]:
-        """Names of its columns of numbers."""
+        """Names of its numeric columns."""
         return [f"{self.name} ({part})" for part in ("hour", "weekday", "day")]
 
     @property
@@ -202,7 +205,7 @@ class Time(Numbers):
 
 
 class Category(Column):
-    """Texts that have an embedding each."""
+    """Texts with an embedding each."""
 
     role = "categorical"
     flag = "categorical"
@@ -210,28 +213,31 @@ class Category(Column):
     coded = True
 
     min_count: int | None = Field(default=None, ge=1, le=_MOST, examples=[2])
-    """Values seen in fewer training rows become the unknown one."""
+    """Values in fewer training rows than this count as the unknown value."""
     top: int | None = Field(default=None, ge=1, le=_MOST, examples=[10000])
-    """At most so many values, the most frequent ones, get an embedding of their own."""
+    """Most values that get their own embedding; the most frequent ones do."""
     hash_buckets: int = Field(default=0, ge=0, le=_MOST, examples=[1000])
-    """Embeddings that the other values share by a hash, instead of the unknown one."""
+    """Embeddings that all other values share by a hash, instead of a single unknown one."""
     ignore_case: bool = Field(default=False, examples=[False])
-    """Are Yes and yes the same value?"""
+    """true reads Yes and yes as the same value."""
+    # Excluded: the encoder saves the texts of all columns in one Parquet file.
     learned: pl.Series = Field(default_factory=lambda: pl.Series("value", [], dtype=pl.String), exclude=True)
-    """Values that have an id of their own, in the order of their ids."""
+    """The values with their own id, in the order of their ids."""
 
     @classmethod
     def claims(cls, sample: Sample) -> str | None:
         cells = sample.cells
         if not len(cells):
             return f"no values in the first {sample.num_rows:,} rows"
-        return why_no_number(sample) or ("letters' case is ignored" if cls.told(sample) else "")
+        return why_not_numeric(sample) or (
+            "upper and lower case count as equal" if cls.inferred(sample) else ""
+        )
 
     @classmethod
-    def told(cls, sample: Sample) -> dict[str, Any]:
+    def inferred(cls, sample: Sample) -> dict[str, Any]:
         distinct = sample.cells.unique().to_list() if sample.cells.dtype == pl.String else []
         folded = {str(text).lower() for text in distinct[:8]}
-        # True, TRUE and true come from different programs; other words may differ on purpose.
+        # Different programs write True, TRUE and true; the case of other words may be meant.
         mixed = len(folded) < len(distinct) <= 6 and folded <= {"true", "false"}
         return {"ignore_case": True} if mixed else {}
 
@@ -239,14 +245,15 @@ class Category(Column):
         texts = cells.cast(pl.String)
         return texts.str.to_lowercase() if self.ignore_case else texts
 
-    def fitted(self, found: Found) -> Self:
-        texts, counts = found.texts()
-        return self.kept(texts, counts, found.data.min_count if self.min_count is None else self.min_count)
+    def fitted(self, training: TrainingValues) -> Self:
+        texts, counts = training.texts()
+        return self.kept(texts, counts, training.data.min_count if self.min_count is None else self.min_count)
 
     def kept(self, texts: pl.Series, counts: Array, least: int) -> Self:
-        """Return the column with the texts that at least so many training rows have, most frequent first."""
+        """Return the column with the texts that occur in at least `least` training rows, most frequent
+        first."""
         seen = pl.DataFrame({"value": texts, "rows": counts}).filter(pl.col("rows") >= least)
-        # Ties by name: the order in which texts were read may depend on threads.
+        # Ties are broken by the text, as the order in which texts arrive may depend on threads.
         kept = seen.sort(["rows", "value"], descending=[True, False])["value"]
         return self._with(kept if self.top is None else kept.head(self.top))
 
@@ -256,7 +263,8 @@ class Category(Column):
 
     def _with(self, texts: pl.Series) -> Self:
         values = {name: getattr(self, name) for name in type(self).model_fields}
-        return type(self)(**values | {"learned": texts})  # a copy would have what is cached of the old ones
+        # Not model_copy, which would also copy the cached properties of the old texts.
+        return type(self)(**values | {"learned": texts})
 
     @property
     def form(self) -> str:
@@ -272,32 +280,34 @@ class Category(Column):
 
     @cached_property
     def _known(self) -> dict[str | None, int]:
-        """The ids of the learned texts and of no value."""
+        """The id of each learned text, and of None (no value)."""
         return {None: MISSING_ID, **{text: n for n, text in enumerate(self.learned.to_list(), FIRST_ID)}}
 
     @cached_property
     def _expression(self) -> pl.Expr:
-        """The ids of a frame's first column; made once, as to hand an Enum to polars takes time for each of
-        its texts."""
+        """Expression for the ids of a frame's first column. Cached, as the time to give polars an Enum grows
+        with the number of its texts."""
         codes = pl.first().cast(pl.Enum(self.learned), strict=False).to_physical().cast(pl.Int32)
         ids = codes.fill_null(UNKNOWN_ID - FIRST_ID) + FIRST_ID
         return pl.when(pl.first().is_null()).then(MISSING_ID).otherwise(ids).alias("ids")
 
     def ids_of(self, texts: pl.Series) -> Array:
         """Return the id (B,) of each text (None: no value)."""
+        # Hash buckets need crc32, which polars lacks; for few rows, its engine takes longer to start.
         if self.hash_buckets or len(texts) <= FEW:
             return ids_of(texts.to_list(), self._known, FIRST_ID + len(self.learned), self.hash_buckets)
         return texts.to_frame().select(self._expression).to_series().to_numpy()
 
     def knows(self, texts: Sequence[str]) -> bool:
-        """Are some of these texts learned ones?"""
+        """Return whether any of these texts has its own id."""
         return bool(pl.Series(texts, dtype=pl.String).is_in(self.learned.implode()).any())
 
     def ids_as_given(self, cells: pl.Series, cleaned: Callable[[pl.Series], pl.Series]) -> Array:
-        """Return the ids (B,) of cells of which none is cleaned but those that are not learned as they are:
-        learned texts are clean."""
-        reads_otherwise = type(self) is not Category or self.ignore_case or cells.dtype != pl.String
-        if reads_otherwise or self.hash_buckets:
+        """Return the ids (B,) of cells, and clean only those that are not learned texts: learned texts are
+        clean already."""
+        needs_reading = type(self) is not Category or self.ignore_case or cells.dtype != pl.String
+        # Hashing gives every text an id, so that none would be left to clean.
+        if needs_reading or self.hash_buckets:
             return self.ids(self.values(cleaned(cells)))
         ids_B = np.array(self.ids_of(cells))
         odd = np.flatnonzero(ids_B == UNKNOWN_ID)
@@ -306,17 +316,17 @@ class Category(Column):
         return ids_B
 
     def ids(self, values: pl.Series) -> Array:
-        """Return the ids (B,) of what `read` gave; of a bag (B, L)."""
+        """Return the ids (B,) of the values that `read` returned; of a bag (B, L)."""
         return self.ids_of(values)
 
     def ids_of_codes(self, codes: pl.Series, ids_by_code: Array) -> Array:
-        """Return the ids of values that are codes of a `Dictionary`."""
+        """Return the ids of values that are stored as codes of a `Dictionary`."""
         return ids_by_code.take(codes.to_numpy())
 
 
 class Bag(Category):
-    """Several values in a cell, such as drama|comedy: the mean of their embeddings. An item that comes twice
-    counts twice."""
+    """Several values in a cell, such as drama|comedy; the model gets the mean of their embeddings. An item
+    that occurs twice counts twice."""
 
     role = "bag"
     lists = True
@@ -326,16 +336,16 @@ class Bag(Category):
     )
 
     separator: str = Field(default="|", min_length=1, examples=["|"])
-    """Text between the items of a cell; lists have none."""
+    """Text between the items of a cell; not used for lists."""
     max_items: int = Field(default=16, ge=1, le=1024, examples=[16])
-    """Items of a cell that are looked up, the first ones."""
+    """Number of items of a cell that are looked up, from the first one on."""
 
     @classmethod
     def claims(cls, sample: Sample) -> str | None:
         return "lists" if sample.cells.dtype == pl.List else None
 
     @classmethod
-    def told(cls, sample: Sample) -> dict[str, Any]:
+    def inferred(cls, sample: Sample) -> dict[str, Any]:
         return {}
 
     @property
@@ -345,15 +355,15 @@ class Bag(Category):
         )
 
     def items(self, cells: pl.Series, most: int | None = None) -> pl.Series:
-        """Return the items of cells as lists: blanks around them are stripped, empty ones dropped."""
+        """Return the items of cells as lists, stripped and without empty ones."""
         return items_of(cells, self.separator, most)
 
     def read(self, cells: pl.Series) -> pl.Series:
         return self.items(cells, self.max_items)
 
     def left_out(self, cells: pl.Series, values: pl.Series) -> int:
-        """Return how many cells hold more items than are looked up. values: what `read` gave."""
-        full = cells.filter(values.list.len() == self.max_items)  # the only ones that may hold more
+        """Return how many cells hold more items than are looked up. values: `read` of the cells."""
+        full = cells.filter(values.list.len() == self.max_items)  # no other cell can hold more
         return int((self.items(full).list.len() > self.max_items).sum())
 
     def ids(self, values: pl.Series) -> Array:
@@ -364,12 +374,12 @@ class Bag(Category):
 
 
 class Text(Bag):
-    """The lower-cased words of a free text, as a bag."""
+    """A free text, read as the bag of its lower-cased words."""
 
     role = "text"
     lists = False
     flag = "text"
-    flag_help = "Columns to read as free text, whose words are a bag, separated by commas."
+    flag_help = "Columns to read as free text (a bag of words), separated by commas."
 
     @classmethod
     def claims(cls, sample: Sample) -> str | None:
@@ -384,11 +394,11 @@ class Text(Bag):
 
 
 KINDS: list[type[Column]] = [Bag, Text, Time, Ignore, Numeric, Category]
-"""In the order in which they are asked; the last one claims every column."""
+"""All kinds, in the order in which they may claim a column; the last one claims every column."""
 
 
 def kind_of(role: str) -> type[Column]:
-    """Return the kind of a role. Raises UserError for none of `KINDS`."""
+    """Return the kind with a role. Raises UserError for an unknown role."""
     for kind in KINDS:
         if kind.role == role:
             return kind
@@ -396,12 +406,13 @@ def kind_of(role: str) -> type[Column]:
 
 
 def roles() -> list[str]:
-    """Return the names of the kinds."""
+    """Return the roles of all kinds."""
     return [kind.role for kind in KINDS]
 
 
 def table_config() -> type[TableDataConfig]:
-    """Return the data section of tables, with a field that lists columns for each of `KINDS`."""
+    """Return the data section of tables, with a field for each of `KINDS` that lists its columns."""
+    # Computed when it is asked for, as another package may have added a kind; cached by the kinds.
     return _table_config(tuple(KINDS))
 
 

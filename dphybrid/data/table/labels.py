@@ -1,9 +1,9 @@
-"""The task of a label column, by its values or by `data.task`:
+"""The task of a label column, inferred from its values or set by `data.task`:
 
 - binary: two values;
-- multiclass: texts, or up to 20 whole numbers below 100 (either sign), three or more;
+- multiclass: three or more texts, or 3 to 20 different whole numbers from -99 to 99;
 - regression: other numbers;
-- counts: whole numbers from 0 on, when `data.task` says so, never inferred.
+- counts: whole numbers of 0 or more, only if set, never inferred.
 
 Letters: B rows."""
 
@@ -26,17 +26,17 @@ from dphybrid.util.errors import UserError
 _TaskName = Literal["binary", "multiclass", "regression", "counts"]
 
 _POSITIVE = ("1", "true", "yes", "y", "t", "positive", "click", "clicked")
-"""Label values that mean 1 although they would sort first."""
+"""Label values that are the positive class even if they sort first."""
 _MAX_CLASSES = 1000
 _FEW_NUMBERS = 20
-"""Different whole numbers up to which they are taken for classes."""
+"""Most different whole numbers that are taken for classes."""
 _SMALL_NUMBER = 99
-"""Size up to which whole numbers are taken for classes."""
+"""Largest absolute value of whole numbers that are taken for classes."""
 
 
 class Label(Section):
-    """A kind of label. name: of its column. classes: texts by number, the positive one of two last; none of
-    numbers. offset, scale: models learn (number - offset) / scale."""
+    """A kind of label. name: the column's. classes: texts in the order of their numbers, the positive one of
+    two last; empty for numbers. offset, scale: models learn (number - offset) / scale."""
 
     task: ClassVar[_TaskName]
     name: str = ""
@@ -46,38 +46,38 @@ class Label(Section):
 
     @property
     def columns(self) -> dict[str, str]:
-        """What a prediction consists of: names and numpy's types."""
+        """The columns of a prediction, with numpy's names of their types."""
         return {"prediction": "float64"}
 
     def text(self) -> str:
-        """Say what is predicted."""
+        """Return a short text that names what is predicted."""
         return f"{self.name} ({self.task})"
 
     @abstractmethod
-    def told(self) -> str:
-        """Say what the label was taken for."""
+    def summary(self) -> str:
+        """Return how the label was read, for the summary of a table."""
 
     def fitted(self, train_B: Array, weights_B: Array | None) -> Self:
-        """Return the label with the offset and the scale of its training rows."""
+        """Return the label with the offset and scale of the training rows."""
         return self
 
     def encoded(self, values_B: Array) -> Array:
-        """Return what models learn (B,) float32, of numbers, or of numbers of classes."""
+        """Return the targets (B,) float32 of models. values_B: numbers, or class numbers."""
         return ((values_B - self.offset) / self.scale).astype(np.float32)
 
     def facts(self) -> dict[str, object]:
-        """Return the label as JSON has it, among the facts about prepared data."""
+        """Return the label in the form of JSON, for the facts about prepared data."""
         return {"label": {"task": self.task, **self.model_dump(mode="json")}}
 
     @staticmethod
     def of(facts: Mapping[str, Any]) -> "Label":
-        """Return the label of facts about prepared data; without one a binary label."""
+        """Return the label from the facts about prepared data; a binary label if they have none."""
         page = dict(facts.get("label", {}))
         return _LABELS[page.pop("task", "binary")](**page)
 
 
 class _Binary(Label):
-    """One of two values: the probability of the second one."""
+    """One of two values; models predict the probability of the second one."""
 
     task = "binary"
 
@@ -88,12 +88,12 @@ class _Binary(Label):
     def text(self) -> str:
         return f"{self.name}={self.classes[1]}"
 
-    def told(self) -> str:
+    def summary(self) -> str:
         return f"{self.classes[1]!r} is 1, {self.classes[0]!r} is 0"
 
 
 class _Multiclass(Label):
-    """One of several values: a probability each."""
+    """One of several values; models predict the probability of each."""
 
     task = "multiclass"
 
@@ -104,32 +104,32 @@ class _Multiclass(Label):
     def text(self) -> str:
         return f"{self.name} ({len(self.classes)} classes)"
 
-    def told(self) -> str:
+    def summary(self) -> str:
         shown = ", ".join(map(repr, self.classes[:8])) + ", ..." * (len(self.classes) > 8)
         return f"{len(self.classes)} classes, {shown}"
 
 
 class _Regression(Label):
-    """A number, standardized by the training rows."""
+    """A number, standardized with the mean and deviation of the training rows."""
 
     task = "regression"
 
-    def told(self) -> str:
+    def summary(self) -> str:
         return f"mean {self.offset:.6g}, standard deviation {self.scale:.6g} in training"
 
     def fitted(self, train_B: Array, weights_B: Array | None) -> Self:
         mean = float(np.average(train_B, weights=weights_B))
         std = float(np.sqrt(np.average((train_B - mean) ** 2, weights=weights_B)))
-        # A constant label has no deviation, and nothing to divide by.
+        # The deviation of a constant label is 0, which cannot be divided by.
         return self.model_copy(update={"offset": mean, "scale": std or 1.0})
 
 
 class _Counts(Label):
-    """A count, divided by the mean of the training rows."""
+    """A count, divided by the mean count of the training rows."""
 
     task = "counts"
 
-    def told(self) -> str:
+    def summary(self) -> str:
         return f"mean {self.scale:.6g} in training"
 
     def fitted(self, train_B: Array, weights_B: Array | None) -> Self:
@@ -140,28 +140,28 @@ _LABELS: dict[str, type[Label]] = {kind.task: kind for kind in (_Binary, _Multic
 
 
 def label_column(sample: Sample) -> Column:
-    """Return how the cells of a label are read, by the first ones: as numbers, or as the names of classes.
-    Raises UserError for numbers with a few texts among them."""
-    data, numeric = sample.data, Numeric(name=sample.name, **Numeric.told(sample))
-    category = Category(name=sample.name, **Category.told(sample))
+    """Return how the cells of a label are read, inferred from the first ones: as numbers, or as names of
+    classes. Raises UserError for numbers with a few texts among them."""
+    data, numeric = sample.data, Numeric(name=sample.name, **Numeric.inferred(sample))
+    category = Category(name=sample.name, **Category.inferred(sample))
     if data.task != "auto":
         return numeric if data.task in ("regression", "counts") else category
-    # A label of many different numbers is one to predict; a few texts among them are more likely slips than
-    # classes, which only the person knows.
+    # Many different numbers are values to predict, not classes. A few texts among them are probably mistakes,
+    # but only the user knows.
     numbers = numeric.read(sample.cells)
     others = sample.cells.filter(numbers.is_null())
     if len(others) > FEW_OTHERS * len(numbers) or not _too_many_for_classes(numbers.drop_nulls()):
         return category
     if len(others):
         raise UserError(
-            f"data.label={data.label}: column {sample.name!r} holds {others[0]!r} among numbers; list it in "
-            "data.missing, which leaves its rows out, mend it, or give data.task=multiclass"
+            f"data.label={data.label}: column {sample.name!r} holds {others[0]!r} among numbers; correct it, "
+            "list it in data.missing (which leaves its rows out), or give data.task=multiclass"
         )
     return numeric
 
 
 def _too_many_for_classes(numbers: pl.Series) -> bool:
-    """Are numbers too many, too large or too fine for the names of classes?"""
+    """Return whether numbers are too many, too large or too fine to be names of classes."""
     if numbers.n_unique() <= 2:
         return False
     odd = (numbers.floor() != numbers) | (numbers.abs() > _SMALL_NUMBER)
@@ -169,21 +169,21 @@ def _too_many_for_classes(numbers: pl.Series) -> bool:
 
 
 def label_of_numbers(name: str, numbers_B: Array, data: TableDataConfig) -> Label:
-    """Return the label of a column of numbers. Raises UserError where all are the same."""
+    """Return the label for a column of numbers. Raises UserError if all numbers are equal."""
     if len(numbers_B) and numbers_B.min() == numbers_B.max():
         _check_values(name, [f"{numbers_B[0]:g}"], data)
     return _LABELS["counts" if data.task == "counts" else "regression"](name=name)
 
 
 def label_of_texts(name: str, values: list[str], data: TableDataConfig, typed: bool) -> tuple[Label, Array]:
-    """Return the label of a column of texts, and the class number, or the number, of each different one.
-    typed: the files hold numbers, no texts.
+    """Return the label for a column of distinct texts, and the class number (or the number) of each.
+    typed: the files store the column as numbers, not as texts.
 
-    Raises UserError where `data.task` does not fit, or there is nothing to tell apart.
+    Raises UserError if `data.task` does not fit the values, or if there are fewer than two.
     """
     _check_values(name, values, data)
     cells = pl.Series(values, dtype=pl.String)
-    # The first rows were too few to tell: by now all values are known.
+    # Inferred again, now that all values are known: the first rows may have held only a few numbers.
     sample = Sample(name, cells, len(cells), whole=True, data=data)
     numbers = read_numbers(cells, *((".", "") if typed else notation_of(sample)[0]))
     if data.task == "auto" and not numbers.null_count() and _too_many_for_classes(numbers):
@@ -191,10 +191,10 @@ def label_of_texts(name: str, values: list[str], data: TableDataConfig, typed: b
     if len(values) > _MAX_CLASSES:
         raise UserError(
             f"data.label={data.label}: column {name!r} has {len(values):,} different values, such as "
-            f"{_shown(values)}, and classes are {_MAX_CLASSES:,} at most ({data.path}); name another column, "
-            "or bring rare values together"
+            f"{_shown(values)}, but at most {_MAX_CLASSES:,} classes are supported ({data.path}); name "
+            "another column, or merge rare values"
         )
-    # Texts first, then numbers by size: 2 comes before 10.
+    # Texts first, then numbers by size, so that 2 comes before 10.
     classes = sorted(values, key=lambda v: (is_number(v), float(v) if is_number(v) else 0.0, v))
     two = len(classes) == 2 and data.task != "multiclass"
     if two and classes[0].lower() in _POSITIVE:
@@ -206,10 +206,10 @@ def label_of_texts(name: str, values: list[str], data: TableDataConfig, typed: b
 
 def _check_values(name: str, values: list[str], data: TableDataConfig) -> None:
     if len(values) < 2 or (data.task == "binary" and len(values) != 2):
-        other = "" if len(values) < 2 else ", make the label two-valued, or give another data.task"
+        other = "" if len(values) < 2 else ", or give another data.task"
         raise UserError(
-            f"data.label={data.label}: needs two different values, column {name!r} has {len(values):,}: "
-            f"{_shown(values)} ({data.path}); name another column{other}"
+            f"data.label={data.label}: needs two different values, but column {name!r} has "
+            f"{len(values):,}: {_shown(values)} ({data.path}); name another column{other}"
         )
 
 

@@ -1,4 +1,4 @@
-"""How cells write numbers and dates, and how a network receives numbers. Letters: B rows."""
+"""How cells write numbers and dates, and how numbers are scaled for a network. Letters: B rows."""
 
 import re
 from functools import lru_cache
@@ -14,13 +14,15 @@ from dphybrid.data.table.cells import plain_numbers, read_numbers, read_times, s
 from dphybrid.data.table.column import Array, Sample
 
 _INFINITE = ("inf", "infinity", "+inf", "-inf", "+infinity", "-infinity", "nan")
-"""Lower-cased texts of numbers that are not finite, which count as no value."""
+"""Lower-cased texts of numbers that are not finite; they count as no value."""
 _NOTATIONS = [(".", ""), (".", ","), (",", "."), (",", "")]
 _NOTATIONS += [(decimal, group) for decimal in ".," for group in " '_"]
-"""Signs of decimals and of groups that are tried, in this order."""
+"""Pairs of decimal mark and thousands separator, in the order in which they are tried."""
 FEW_OTHERS = 0.05
-"""Share of cells that are not numbers up to which the first one is named as the reason."""
+"""Largest share of cells other than numbers (or dates) that is taken for mistakes in a column of them; the
+first one is then named as the reason why the column is read otherwise."""
 
+# user_id, "user id" and userId name ids; paid does not.
 _NAMES_AN_ID = re.compile(
     r"(?:^|[\W_])(?i:ids?|uid|uuid|guid|code|zip|zipcode|postcode)$|[a-z0-9](?:Id|ID|Code)$"
 )
@@ -28,64 +30,68 @@ _WITH_MARKS = r"^[+-]?\d[\d.,' _]*$"
 YEAR_FIRST = r"^\d{4}[-/]\d{1,2}[-/]\d{1,2}(?:[T ]|$)"
 _DATE = r"^\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}(?:[T ]|$)"
 _FEW = 20
+"""Cells that are looked at before a pattern is tried on all cells of a column."""
 
 
 def is_number(text: str) -> bool:
-    """Tell whether a text is written as a finite number."""
+    """Return whether a text is written as a finite number."""
     try:
+        # Python reads 1_000 as a number; polars does not.
         return bool(np.isfinite(float(text))) and "_" not in text
     except ValueError:
         return False
 
 
-def no_numbers(cells: pl.Series, numbers: pl.Series) -> pl.Series:
-    """Return which cells (B,) hold neither a number nor infinity. numbers: what was read of them."""
+def not_numbers(cells: pl.Series, numbers: pl.Series) -> pl.Series:
+    """Return a mask (B,) of the cells that hold neither a number nor infinity. numbers: the cells as read."""
     odd = cells.is_not_null() & numbers.is_null()
     return odd & ~cells.cast(pl.String).str.to_lowercase().is_in(_INFINITE) if odd.any() else odd
 
 
-@lru_cache(maxsize=1)  # several kinds ask in turn
+@lru_cache(maxsize=1)  # several kinds ask this of one column in turn
 def notation_of(sample: Sample) -> tuple[tuple[str, str], pl.Series]:
-    """Return the signs before decimals and between groups of three digits (empty: none) of a column's
-    numbers, as the config says, else as most of its cells are read; and the cells that are no numbers
-    then."""
+    """Return decimal mark and thousands separator (empty: none) of a column's numbers, and the cells that are
+    not numbers in this notation. The config determines it, else the notation that reads the most cells."""
     cells, data = sample.cells, sample.data
 
     def others(signs: tuple[str, str]) -> pl.Series:
-        return cells.filter(no_numbers(cells, read_numbers(cells, *signs)))
+        return cells.filter(not_numbers(cells, read_numbers(cells, *signs)))
 
-    fits = [
+    allowed = [
         (decimal, thousands)
         for decimal, thousands in _NOTATIONS
         if data.decimal in ("auto", decimal) and data.thousands in ("auto", thousands)
     ]
-    odd = others(fits[0])
-    if len(fits) == 1 or cells.dtype != pl.String or not len(odd):
-        return fits[0], odd
+    odd = others(allowed[0])
+    if len(allowed) == 1 or cells.dtype != pl.String or not len(odd):
+        return allowed[0], odd
+    # Trying all notations takes time; most columns of texts do not look like numbers at all.
     if not odd.head(_FEW).str.contains(_WITH_MARKS).all():
-        return fits[0], odd
-    return min(((signs, others(signs)) for signs in fits), key=lambda found: len(found[1]))
+        return allowed[0], odd
+    # min returns the first of equals, so that the usual notation wins a tie.
+    return min(((signs, others(signs)) for signs in allowed), key=lambda found: len(found[1]))
 
 
 def has_leading_zeros(cells: pl.Series) -> bool:
-    """Tell whether a number of a column is written like 007."""
+    """Return whether any number of a column is written like 007."""
     return cells.dtype == pl.String and bool(cells.str.contains(r"^-?0\d").any())
 
 
-@lru_cache(maxsize=1)  # several kinds ask in turn
-def why_no_number(sample: Sample) -> str | None:
-    """Return why a column is not read as numbers (empty: most cells are none), None where it is."""
+@lru_cache(maxsize=1)  # several kinds ask this of one column in turn
+def why_not_numeric(sample: Sample) -> str | None:
+    """Return why a column is not read as numbers (empty: most cells are other texts); None if it is."""
     cells = sample.cells
     if cells.dtype.is_float():
         return None
     signs, odd = notation_of(sample)
     if len(odd):
         few = len(odd) <= FEW_OTHERS * len(cells)
-        return f"{odd[0]!r} is not a number; data.missing can name it" if few else _other_kind(odd)
+        return f"{odd[0]!r} is not a number; data.missing can list it" if few else _suggestion(odd)
     if has_leading_zeros(cells):
         return "leading zeros"
     plain = plain_numbers(cells, *signs)
     whole = plain.cast(pl.Int64, strict=False)
+    # Float64 holds whole numbers exactly up to 2^53; beyond, ids that differ would become the same number.
     if whole.null_count():
         large = plain.dtype == pl.String and plain.str.contains(r"^-?\d{17,}$").any()
         return "whole numbers beyond 2^53" if large else None
@@ -95,12 +101,12 @@ def why_no_number(sample: Sample) -> str | None:
 
 
 def looks_like_dates(cells: pl.Series, day_first: bool) -> bool:
-    """Tell whether all cells are written as dates."""
-    return bool(len(cells)) and not len(_no_dates(cells, day_first))
+    """Return whether all cells are written as dates."""
+    return bool(len(cells)) and not len(_not_dates(cells, day_first))
 
 
-def _no_dates(cells: pl.Series, day_first: bool) -> pl.Series:
-    """Return the cells that are not written as dates; all of them, where most of the first few are not."""
+def _not_dates(cells: pl.Series, day_first: bool) -> pl.Series:
+    """Return the cells that are not written as dates; all cells if most of the first few are not."""
     if cells.dtype != pl.String or not 2 * int(cells.head(_FEW).str.contains(_DATE).sum()) > min(
         _FEW, len(cells)
     ):
@@ -109,32 +115,33 @@ def _no_dates(cells: pl.Series, day_first: bool) -> pl.Series:
 
 
 def is_day_first(cells: pl.Series, data: TableDataConfig) -> bool | None:
-    """Tell the order of day and month: as the config says, else by what the cells allow; None where that is
-    both."""
+    """Return whether the day comes before the month: from the config, else from the cells; None if the cells
+    allow both orders."""
     if data.dayfirst is not None:
         return data.dayfirst
     if cells.dtype != pl.String or not cells.str.contains("/", literal=True).any():
         return False
     slashes = cells.filter(~cells.str.contains(YEAR_FIRST))
-    month, day = (read_times(slashes, first).null_count() for first in (False, True))
-    return None if month == day and len(slashes) else day < month
+    unread_month, unread_day = (read_times(slashes, first).null_count() for first in (False, True))
+    return None if unread_month == unread_day and len(slashes) else unread_day < unread_month
 
 
-def _other_kind(cells: pl.Series) -> str:
-    """Return what texts could be read as instead of categories."""
-    odd = min((_no_dates(cells, first) for first in (False, True)), key=len)
+def _suggestion(cells: pl.Series) -> str:
+    """Return a hint to what texts could be read as instead of categories; empty if there is none."""
+    odd = min((_not_dates(cells, first) for first in (False, True)), key=len)
     if not len(odd):
-        order = ", --data.dayfirst true where the day comes first"
+        order = " (with --data.dayfirst true if the day comes first)"
         return f"dates or times, read as categories; --data.times reads hour, weekday and day{order}"
     if len(odd) <= FEW_OTHERS * len(cells):
-        return f"{odd[0]!r} is not a date or time; data.missing can name it"
+        return f"{odd[0]!r} is not a date or time; data.missing can list it"
     several = 2 * int(cells.cast(pl.String).str.contains("|", literal=True).sum()) > len(cells)
     return "most cells hold '|'; --data.bags reads the items between" if several else ""
 
 
 class Scale(Section):
-    """What the training rows tell of a column of numbers. log: they pass through sign(x) log(1 + |x|).
-    indicator: a second input says where there is none. edges: of the quantile buckets, None for none."""
+    """How a column of numbers is scaled, learned from the training rows. log: numbers first pass through
+    sign(x) log(1 + |x|). indicator: a second input is 1 for no value. edges: of the quantile buckets; None:
+    no buckets."""
 
     log: bool = False
     mean: float = 0.0
@@ -144,45 +151,49 @@ class Scale(Section):
 
     @property
     def num_ids(self) -> int:
-        """Ids of the buckets, 0 without."""
+        """Number of ids of the buckets; 0 without buckets."""
+        # Each edge separates two buckets, and id 0 is for no value.
         return 0 if self.edges is None else len(self.edges) + 2
 
 
 def fit_scale(numbers_B: Array, num_buckets: int, scale: str = "auto") -> Scale:
-    """Learn from training rows (nan: no value). num_buckets 0: none. scale: auto (log for heavy tails), log,
-    standard or none."""
+    """Return the scale of numbers of training rows (nan: no value). num_buckets: 0 for none. scale: auto (log
+    for heavy tails), log, standard or none."""
     known = np.sort(numbers_B[~np.isnan(numbers_B)])
     indicator = len(known) < len(numbers_B)
     if not len(known):
         return Scale(indicator=indicator)
     log = scale == "log" or (scale == "auto" and _has_heavy_tail(known))
     fit = signed_log(known) if log else known
+    # `or 1.0`: a constant column has no deviation to divide by.
     mean, std = (0.0, 1.0) if scale == "none" else (float(fit.mean()), float(fit.std()) or 1.0)
     edges = tuple(bucket_edges(known, num_buckets).tolist()) if num_buckets else None
     return Scale(log=log, mean=mean, std=std, indicator=indicator, edges=edges)
 
 
 def _has_heavy_tail(known: Array) -> bool:
+    """Return whether a few of the sorted numbers are so much larger that standardizing would squeeze the
+    rest together."""
     low, middle, high, top = np.quantile(known, [0.05, 0.5, 0.95, 0.999])
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore"):  # differences of numbers near the end of float64 may be infinite
         far = top - middle > 10 * max(high - low, 1e-12)
     skewed = low >= 0 and high > 30 * max(middle, 1e-12)
     return bool(far or skewed or max(abs(known[0]), abs(known[-1])) > 1e100)
 
 
 def bucket_edges(known: Array, num_buckets: int) -> Array:
-    """Return at most `num_buckets` - 1 edges at quantiles of sorted numbers, sorted.
+    """Return at most `num_buckets` - 1 edges at quantiles of sorted numbers, in order.
 
-    A value that would fill whole buckets gets one of its own, and the rest share the others.
+    A value that is frequent enough to fill a bucket gets its own; all others share the remaining buckets.
     """
     shares = np.linspace(0, 1, num_buckets + 1)[1:-1]
-    # By hand, as np.unique would sort them again.
+    # Not np.unique, which would sort the numbers again.
     starts = np.flatnonzero(np.append(True, known[1:] != known[:-1]))
     large = known[starts[np.diff(starts, append=len(known)) * num_buckets > len(known)]]
     rest = known[~np.isin(known, large)] if len(large) else known
     if not len(large) or not len(rest):
         return np.unique(np.quantile(known, shares))
-    # An edge on either side of a value, so that it is alone between them.
+    # Edges at the value and at the next float64 enclose that value alone.
     around = np.concatenate([large, np.nextafter(large, np.inf)])
     spare = max(0, num_buckets - 1 - len(around))
     inner = np.quantile(rest, np.linspace(0, 1, spare + 2)[1:-1]) if spare else np.empty(0)

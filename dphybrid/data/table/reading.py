@@ -1,6 +1,7 @@
-"""Rows of files, read once, chunk by chunk: bad rows set apart, the others kept on disk as numbers and codes.
+"""Reads the rows of files once, chunk by chunk: rejects bad rows and stores the others on disk as numbers and
+codes.
 
-Threads read and encode some chunks ahead of the one that is being written. Letters: B rows.
+Threads read and encode a few chunks ahead of the one that is being written. Letters: B rows.
 """
 
 import errno
@@ -19,38 +20,47 @@ from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array
 from dphybrid.data.store import THREADS, Progress, mapped
 from dphybrid.data.table.column import Column, Dictionary
-from dphybrid.data.table.files import Done, read_jobs
+from dphybrid.data.table.files import ReadProgress, read_jobs
 from dphybrid.data.table.kinds import Bag, Category, Ignore, Numeric
 from dphybrid.data.table.labels import label_column
 from dphybrid.data.table.rows import Rejected, Rows, check_enough, check_rejected
-from dphybrid.data.table.schema import Look, SchemaFile, find_column, look, sample_of
+from dphybrid.data.table.schema import (
+    DescribedColumn,
+    SchemaFile,
+    describe_columns,
+    find_column,
+    sample_of,
+)
 from dphybrid.util.errors import UserError
 
 _READERS = max(3, THREADS)
-"""Chunks that are read at a time; one more than two cores, since threads of polars parse each of them."""
+"""Chunks that are read at once. At least three, even on two cores, as each chunk is parsed by threads of
+polars."""
 _STORED_ROWS = 2**16
-"""Rows of a stored block, about."""
+"""Approximate number of rows of a stored block."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What the first rows say: how each column is read. label, weight, split: of these columns."""
+    """How each column is read, inferred from the first rows. described: the feature columns. label, weight,
+    split: the columns with these functions."""
 
     data: TableDataConfig
     first: Rows
-    looks: list[Look]
+    described: list[DescribedColumn]
     label: Column
     weight: Numeric | None
     split: Category | None
 
     @classmethod
     def of(cls, first: Rows, data: TableDataConfig, schema: SchemaFile) -> "Plan":
-        """Return the plan by the first rows. Raises UserError when these do not fit."""
+        """Return the plan for a table with these first rows. Raises UserError if they do not fit the
+        config."""
         label = find_column(first, data.label or schema.label or "", "data.label")
         weight = find_column(first, data.weight, "data.weight") if data.weight else None
         if weight == label:
             raise UserError(
-                f"data.weight={data.weight!r}: this column is already named as label; name another one"
+                f"data.weight={data.weight!r}: this column is already the label; name another one"
             )
         split = find_column(first, data.split_column, "data.split_column") if data.split_column else None
         for name, place in ((label, "label"), (weight, "weight"), (split, "split_column")):
@@ -60,28 +70,29 @@ class Plan:
         return cls(
             data,
             first,
-            look(first, data, schema, taken),
+            describe_columns(first, data, schema, taken),
             label_column(sample_of(first, label, data)),
-            Numeric(name=weight, **Numeric.told(sample_of(first, weight, data))) if weight else None,
+            Numeric(name=weight, **Numeric.inferred(sample_of(first, weight, data))) if weight else None,
             Category(name=split) if split else None,
         )
 
     @cached_property
     def columns(self) -> list[Column]:
-        """The columns that a model gets."""
-        return [look.column for look in self.looks if not isinstance(look.column, Ignore)]
+        """The feature columns that a model gets."""
+        return [found.column for found in self.described if not isinstance(found.column, Ignore)]
 
     @cached_property
     def read(self) -> dict[str, tuple[str, Column]]:
-        """All columns that are read, by their names in the store, each with the field that says how."""
-        # With a prefix, as a column may be named label, weight or split.
+        """All columns that are read, by their names in the stored blocks, each with its field of the data
+        section."""
+        # Features get a prefix, as one may be named label, weight or split.
         found = {f"column {c.name}": (c.flag, c) for c in self.columns}
         others = {"label": self.label, "weight": self.weight, "split": self.split}
         return found | {name: (name, column) for name, column in others.items() if column}
 
 
 class _Chunk(NamedTuple):
-    """Rows in numbers, those that cannot be read, and counts as `Table` has them."""
+    """A chunk of rows as numbers and codes, its rejected rows, and counts as in `Table`."""
 
     rows: Rows
     values: pl.DataFrame
@@ -91,10 +102,12 @@ class _Chunk(NamedTuple):
 
 @dataclass
 class Table:
-    """A table that was read: its rows lie in `folder` in blocks, as numbers, times and codes of the
-    dictionaries (0: no value), and in the column "held" whether their file is held out. counts: rows without
-    a label and without a weight, and by bag, by its name in the store, the cells with too many items.
-    longest: items of a bag."""
+    """A table that was read. Its rows are stored in `folder` in blocks, as numbers, times and codes of the
+    dictionaries (0: no value); the stored column "held" is true for rows of held-out files.
+
+    lengths: rows of each block. counts: "label" and "weight" count the rows without them, and a bag's stored
+    name counts its cells with too many items. longest: most items of a bag's cell.
+    """
 
     plan: Plan
     folder: Path
@@ -106,15 +119,15 @@ class Table:
 
     @property
     def num_rows(self) -> int:
-        """Rows that can be used."""
+        """Number of stored rows, which are the usable ones."""
         return sum(self.lengths)
 
     def texts(self, name: str) -> pl.Series:
-        """Return the texts by code of a stored column."""
+        """Return the texts of a stored column in the order of their codes, from code 1 on."""
         return self.dictionaries[name].values()
 
     def values(self, number: int) -> dict[str, pl.Series]:
-        """Return a block of the columns that a model gets, texts as codes."""
+        """Return the feature columns of a block by name, texts as codes."""
         names = {f"column {column.name}": column.name for column in self.plan.columns}
         frame = pl.read_ipc(self._file(number), columns=list(names))
         return {names[c.name]: c for c in frame.get_columns()}
@@ -128,12 +141,12 @@ class Table:
         return self.folder / f"{number:06d}.arrow"
 
     def store(self, frames: list[pl.DataFrame]) -> None:
-        """Write frames as blocks."""
+        """Write frames as further blocks."""
         for part in pl.concat(frames).iter_slices(_STORED_ROWS):
             file = self._file(len(self.lengths))
             try:
                 part.write_ipc(file, compression="uncompressed")
-            except OSError as error:  # polars' has no number
+            except OSError as error:  # polars' has no errno; a full disk is the usual cause
                 raise OSError(errno.ENOSPC, str(error), str(file)) from error
             self.lengths.append(len(part))
 
@@ -141,12 +154,12 @@ class Table:
 def read_table(
     plan: Plan, files: Sequence[Path], held: Collection[Path], folder: Path, progress: Progress
 ) -> Table:
-    """Read files into blocks in `folder`. held: those whose rows are held out. Raises UserError when they
+    """Read files into blocks in `folder`. held: the files whose rows are held out. Raises UserError if files
     cannot be read, do not fit together, or have too few rows."""
     folder.mkdir()
     table = Table(plan, folder, {name: Dictionary() for name, (_, c) in plan.read.items() if c.coded})
-    done, jobs = Done(files), read_jobs(files, plan.data)
-    next(jobs)  # its rows are in the plan
+    done, jobs = ReadProgress(files), read_jobs(files, plan.data)
+    next(jobs)  # the plan already holds the rows of the first job
     waiting: list[pl.DataFrame] = []
     for chunk in mapped(
         lambda job: _encoded(plan, job(), table.dictionaries),
@@ -154,7 +167,7 @@ def read_table(
         _READERS,
     ):
         progress("read rows", done.bytes_of(chunk.rows), done.total)
-        # Small chunks, as of many small files, are joined: a block costs a file and a scan of it.
+        # Small chunks, such as those of many small files, are joined, as each block costs a file and a scan.
         waiting.append(chunk.values.with_columns(held=pl.lit(chunk.rows.file in held)))
         if sum(map(len, waiting)) > _STORED_ROWS // 2:
             table.store(waiting)
@@ -165,7 +178,7 @@ def read_table(
         table.rejected += chunk.rejected
         table.counts += chunk.counts
         seen, most = table.num_rows + len(table.rejected), plan.data.max_rejected
-        # Far past what is allowed: more of the file would not mend it.
+        # Far beyond the limit, stop at once: the rest of the files will hardly bring the share below it.
         if len(table.rejected) > max(10_000, 10 * most * seen):
             check_rejected(str(plan.data.path), table.rejected, seen, most)
     if waiting:
@@ -190,12 +203,13 @@ def _check(table: Table) -> None:
 
 
 def _encoded(plan: Plan, rows: Rows, dictionaries: Mapping[str, Dictionary]) -> _Chunk:
-    """Set apart the rows that cannot be used and turn the others into numbers; in any thread."""
+    """Return a chunk with its rows as numbers and codes, without the rows that are rejected or left out. Runs
+    in any thread."""
     if {*rows.names} != {*plan.first.names}:
         other = min({*rows.names} ^ {*plan.first.names})
         raise UserError(
-            f"data.path={plan.data.path}: {rows.file} has other columns than {plan.first.file}, {other!r} "
-            "for one; give files with the same columns"
+            f"data.path={plan.data.path}: {rows.file} has other columns than {plan.first.file}, such as "
+            f"{other!r}; give files with the same columns"
         )
     cells = {name: rows.cells[column.name] for name, (_, column) in plan.read.items()}
     values = {name: column.values(cells[name]) for name, (_, column) in plan.read.items()}
@@ -203,15 +217,15 @@ def _encoded(plan: Plan, rows: Rows, dictionaries: Mapping[str, Dictionary]) -> 
     weightless_B = _weightless(plan, rows, values) & ~unlabelled_B
     drop_B, rejected = unlabelled_B | weightless_B, list(rows.rejected)
     for name, (flag, column) in plan.read.items():
-        # Most blocks have no bad cell, which the counts tell at once.
+        # Most chunks have no unreadable cell, which comparing the counts shows at once.
         if column.noun is None or values[name].null_count() == cells[name].null_count():
             continue
         odd_B = column.wrong(cells[name], values[name]).to_numpy() & ~drop_B
         other = "give data.task=multiclass" if flag == "label" else "name the column in data.categorical"
         for row in np.flatnonzero(odd_B).tolist():
             reason = (
-                f"data.{flag}: column {column.name!r} holds {cells[name][row]!r}, no {column.noun}; mend it, "
-                f"list it in data.missing, or {other}"
+                f"data.{flag}: column {column.name!r} holds {cells[name][row]!r}, not a {column.noun}; "
+                f"correct it, list it in data.missing, or {other}"
             )
             rejected.append(Rejected(file=str(rows.file), line=int(rows.lines[row]), reason=reason))
         drop_B = drop_B | odd_B
@@ -221,31 +235,33 @@ def _encoded(plan: Plan, rows: Rows, dictionaries: Mapping[str, Dictionary]) -> 
             counts[name] = column.left_out(cells[name], values[name])
     kept = pl.DataFrame([column.alias(name) for name, column in values.items()])
     kept = kept.filter(pl.Series(~drop_B)) if drop_B.any() else kept
-    # Codes instead of texts: 4 bytes a cell on disk, and each text is encoded once, not once a row.
+    # Codes instead of texts: 4 bytes per cell on disk, and each text is encoded once instead of in each row.
     stored = [dictionaries[c.name].codes(c) if c.name in dictionaries else c for c in kept.get_columns()]
     return _Chunk(rows, pl.DataFrame(stored), sorted(rejected, key=lambda row: row["line"]), counts)
 
 
 def _weightless(plan: Plan, rows: Rows, values: Mapping[str, pl.Series]) -> Array:
-    """Return the rows (B,) bool whose weight is 0. Raises UserError that names the first line with no weight,
-    or no count as label."""
+    """Return a mask (B,) of the rows with weight 0. Raises UserError that names the first line with a wrong
+    weight or, for data.task=counts, with a label that is not a count."""
     if plan.data.task == "counts":
         counts_B = values["label"].to_numpy()
         wrong_B = (counts_B < 0) | (counts_B != np.floor(counts_B)) & ~np.isnan(counts_B)
-        what, remedy = "counts are whole numbers from 0 on", "give data.task=regression"
-        _refuse(rows, wrong_B, "data.label", plan.label, f"{what}; mend it, or {remedy}")
+        what, remedy = "counts are whole numbers of 0 or more", "give data.task=regression"
+        _refuse(rows, wrong_B, "data.label", plan.label, f"{what}; correct it, or {remedy}")
     if plan.weight is None:
         return np.zeros(len(rows), bool)
     weights_B = values["weight"].to_numpy()
-    wrong_B = ~(weights_B >= 0)  # true of nan
-    why = "weights are numbers from 0 on; mend it, or leave the row out"
+    wrong_B = ~(weights_B >= 0)  # also true for nan, a missing weight
+    why = "weights are numbers of 0 or more; correct it, or leave the row out"
     _refuse(rows, wrong_B, "data.weight", plan.weight, why)
+    # As float32, in which weights are stored: a tiny weight may round to 0.
     return weights_B.astype(np.float32) == 0
 
 
 def _refuse(rows: Rows, wrong_B: Array, field: str, column: Column, why: str) -> None:
+    """Raise UserError for the first of the wrong rows, if any."""
     for row in np.flatnonzero(wrong_B)[:1].tolist():
         held = rows.texts(column.name)[row]
         raise UserError(
-            f"{field}={column.name!r}: {rows.file}, line {int(rows.lines[row])}: holds {held!r}, and {why}"
+            f"{field}={column.name!r}: {rows.file}, line {int(rows.lines[row])}: holds {held!r}, but {why}"
         )

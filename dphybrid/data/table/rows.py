@@ -1,4 +1,5 @@
-"""Rows of a table as they are read: cells, line numbers and rejected rows; and the limits of what is read."""
+"""Rows of a table as they are read (cells, line numbers and rejected rows), and the checks of their number,
+columns and types."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,13 +13,13 @@ from dphybrid.data.table.cells import clean, is_list_of_items
 from dphybrid.util.errors import UserError
 
 SHOWN = 500
-"""Characters of a rejected row that are kept."""
+"""How many characters of a rejected row are kept."""
 _MAX_COLUMNS = 32_768
-"""Columns above which a file is taken for damaged, or read with the wrong delimiter."""
+"""With more columns, a file is taken to be damaged or read with the wrong delimiter."""
 
 
 class Rejected(TypedDict):
-    """A row that cannot be read: where it stands, why, and how it begins."""
+    """A row that cannot be read: its file and line, the reason, and the start of its text."""
 
     file: str
     line: int
@@ -27,8 +28,10 @@ class Rejected(TypedDict):
 
 
 class Cells(Mapping[str, pl.Series]):
-    """Columns that are cleaned when they are first asked for. given: as they are; no_value: texts that mean
-    no value."""
+    """Columns by name, each cleaned on first access, as not every column is used.
+
+    given: the columns as they are. no_value: the texts that mean no value.
+    """
 
     def __init__(self, given: Mapping[str, pl.Series], no_value: Sequence[str]) -> None:
         self.given, self._no_value = given, no_value
@@ -46,16 +49,17 @@ class Cells(Mapping[str, pl.Series]):
         return len(self.given)
 
     def cleaned(self, cells: pl.Series) -> pl.Series:
-        """Return `clean` of some cells."""
+        """Return cells cleaned as this mapping cleans its columns."""
         return clean([cells], self._no_value)[0]
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Cells by column, the line of each row from 1 on, and the rejected rows.
+    """A chunk of rows: cells by column, the line of each row from 1 on, and the rejected rows.
 
-    cells: stripped text (None: no value), lists of texts, or numbers; no frame, as polars reads names such as
-    `*` as patterns. header: the first line named the columns; Parquet files always do.
+    cells: stripped text (None: no value), lists of texts, or numbers; not a frame, as polars reads names such
+    as `*` as patterns. header: whether the first line named the columns; always true for Parquet files.
+    bytes_read: of the file, up to the end of this chunk.
     """
 
     cells: Mapping[str, pl.Series]
@@ -74,57 +78,57 @@ class Rows:
         return list(self.cells)
 
     def texts(self, name: str) -> pl.Series:
-        """The cells of a column as texts or lists."""
+        """Return the cells of a column as texts or lists."""
         cells = self.cells[name]
         return cells.cast(pl.String) if cells.dtype.is_numeric() else cells
 
 
 Job = Callable[[], Rows]
-"""A call that reads a chunk, in any thread."""
+"""A function that reads a chunk; it may be called in any thread."""
 
 
 def as_job(rows: Rows) -> Job:
-    """Return the job of rows that are read already."""
+    """Return a job that returns rows that are already read."""
     return lambda: rows
 
 
 def check_enough(file: Path | str, header: bool, num_rows: int) -> None:
-    """Raise UserError when there are not at least two rows."""
+    """Raise UserError unless there are at least two rows."""
     if num_rows < 2:
         held = "1 row" if num_rows else f"{'a header and ' if header else ''}no rows that can be read"
-        raise UserError(f"data.path={file}: has {held}; at least 2 are needed, one to validate")
+        raise UserError(f"data.path={file}: has {held}; at least 2 are needed, one for validation")
 
 
 def check_columns(file: Path, num_columns: int) -> None:
-    """Raise UserError when a file has more columns than any table."""
+    """Raise UserError if a file has more columns than any real table."""
     if num_columns > _MAX_COLUMNS:
         raise UserError(
-            f"data.path={file}: has {num_columns:,} columns, and {_MAX_COLUMNS:,} at most are read; is "
-            "data.delimiter right?"
+            f"data.path={file}: has {num_columns:,} columns, but at most {_MAX_COLUMNS:,} are allowed; check "
+            "data.delimiter"
         )
 
 
 def check_rejected(
     file: Path | str, rejected: Sequence[Rejected], num_rows: int, max_rejected: float
 ) -> None:
-    """Raise UserError when more than the share `max_rejected` of `num_rows` rows was rejected."""
+    """Raise UserError if more than the share `max_rejected` of `num_rows` rows was rejected."""
     if len(rejected) > max_rejected * num_rows:
         first = rejected[0]
         where = "" if str(file) == first["file"] else f" of {first['file']}"
         raise UserError(
             f"data.path={file}: {len(rejected)} of {num_rows} rows cannot be read, more than "
             f"data.max_rejected={max_rejected:g} allows; the first is line {first['line']}{where}: "
-            f"{first['reason']}; mend the file, set data.delimiter, or raise data.max_rejected"
+            f"{first['reason']}; correct the file, set data.delimiter, or raise data.max_rejected"
         )
 
 
 def is_odd(dtype: pl.DataType) -> bool:
-    """Tell whether values of a type are neither single ones nor lists that can be read as bags."""
+    """Return whether values of a type are neither single values nor lists that can be read as bags."""
     return (dtype.is_nested() or dtype in (pl.Binary, pl.Object)) and not is_list_of_items(dtype)
 
 
 def check_types(schema: pl.Schema, where: str, field: str, ignored: Sequence[str]) -> None:
-    """Raise UserError where a column that is not ignored holds what no file of rows could."""
+    """Raise UserError if a column that is not in `ignored` has a type that no table can have."""
     for name, dtype in schema.items():
         if is_odd(dtype) and name not in ignored:
             raise UserError(

@@ -1,5 +1,5 @@
-"""The roles of a table's columns: inferred from the first rows, kept as `schema.toml`, and overridden by
-flags or such a file."""
+"""The roles of a table's columns: inferred from the first rows, saved as `schema.toml`, and overridden by
+flags or by an edited schema file."""
 
 import difflib
 import tomllib
@@ -20,19 +20,20 @@ from dphybrid.util.files import read_small_text
 from dphybrid.util.text import toml_text
 
 LOOKED_AT = 20_000
-"""Rows that tell what the columns are."""
+"""Number of first rows from which the kinds of columns are inferred."""
 
 
 class SchemaFile(Section):
-    """A schema file: the label, and a section a column."""
+    """A schema file: the label, and a section for each column."""
 
     label: str | None = None
     columns: Mapping[str, Mapping[str, object]] = Field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Look:
-    """A column, why it is of its kind (empty: plain), and a few values for people."""
+class DescribedColumn:
+    """A column, the reason for its kind (empty if there is nothing to report), and a few values for the
+    summary."""
 
     column: Column
     reason: str
@@ -40,7 +41,7 @@ class Look:
 
     @property
     def facts(self) -> dict[str, object]:
-        """What the manifest says of the column."""
+        """What the manifest records of the column."""
         return {
             "name": self.column.name,
             "role": self.column.role,
@@ -50,24 +51,24 @@ class Look:
 
 
 def read_schema(path: Path) -> SchemaFile:
-    """Read a schema file. Raises UserError that names the file and each wrong value."""
+    """Read a schema file. Raises UserError that names the file and the wrong values."""
     try:
         schema = SchemaFile.model_validate(tomllib.loads(read_small_text(path)))
         known = {key for kind in KINDS for key in kind.options()} | {"role"}
         for name, section in schema.columns.items():
             for key, value in section.items():
                 if key not in known:
-                    raise UserError(f"columns.{name}.{key} = {value!r}: no kind of column has such a key")
+                    raise UserError(f"columns.{name}.{key} = {value!r}: no kind of column has this key")
             if section.get("role", "ignore") not in roles():
                 raise UserError(f"columns.{name}.role = {section['role']!r}: use {', '.join(roles())}")
-            # Without a role any kind may claim the column, so each checks the keys that it would get.
+            # Without a role any kind may claim the column, so every kind checks the keys that it knows.
             for kind in KINDS:
                 kind(name=name, **_keys_of(kind, section))
         return schema
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise UserError(
-            f"data.schema_file={path}: cannot be read: {error}; give a file like a prepared folder's "
-            "schema.toml"
+            f"data.schema_file={path}: cannot be read: {error}; give a file like the schema.toml of a "
+            "prepared folder"
         ) from error
     except ValidationError as error:
         wrong = "; ".join(
@@ -84,11 +85,11 @@ def _keys_of(kind: type[Column], section: Mapping[str, object]) -> dict[str, obj
 
 
 def schema_text(label: str, columns: Sequence[Column]) -> str:
-    """Return a schema as a TOML file."""
+    """Return a schema as the text of a TOML file."""
     lines = [
         "# Roles and encodings of a table's columns; --data.schema-file reads this file.",
-        f"# role: {', '.join(roles())}. A line after # is an option that is not in use; remove the #",
-        "# to use it.",
+        f"# role: {', '.join(roles())}. Options that are not set are behind a #; remove it",
+        "# to set one.",
         f"label = {toml_text(label)}",
     ]
     for column in columns:
@@ -104,7 +105,8 @@ def schema_text(label: str, columns: Sequence[Column]) -> str:
 
 
 def find_column(rows: Rows, name: str, place: str) -> str:
-    """Return the column of a name or a position. place: the field that gives it. Raises UserError."""
+    """Return the column with a name or at a position. place: the field that gives it, for messages. Raises
+    UserError if there is no such column."""
     columns = rows.names
     if name in columns:
         return name
@@ -113,7 +115,7 @@ def find_column(rows: Rows, name: str, place: str) -> str:
         return columns[int(name)]
     listed = ", ".join(columns)
     if not name:
-        raise UserError(f"{place} is not set; name the column with the answer, one of: {listed}")
+        raise UserError(f"{place} is not set; name the column to predict, one of: {listed}")
     close = difflib.get_close_matches(name, columns, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     if not rows.header:
@@ -122,14 +124,17 @@ def find_column(rows: Rows, name: str, place: str) -> str:
 
 
 def sample_of(rows: Rows, name: str, data: TableDataConfig) -> Sample:
-    """Return what the first rows hold of a column."""
+    """Return the sample of a column from the first rows."""
     cells = rows.cells[name].head(LOOKED_AT)
     return Sample(name, cells.drop_nulls(), len(cells), len(rows) == len(cells), data)
 
 
-def look(rows: Rows, data: TableDataConfig, schema: SchemaFile, taken: Mapping[str, str]) -> list[Look]:
-    """Return the columns, by what was said or by what the first rows hold. taken: columns that are no
-    features, with the field that names each. Raises UserError."""
+def describe_columns(
+    rows: Rows, data: TableDataConfig, schema: SchemaFile, taken: Mapping[str, str]
+) -> list[DescribedColumn]:
+    """Return the feature columns with their kinds: from flags, else from the schema, else inferred from the
+    first rows. taken: columns that are not features, with the field that names each. Raises UserError for a
+    missing column and for one that is named twice."""
     given: dict[str, str] = {}
     for field, name in data.named_columns:
         if (role := data.role_fields().get(field)) is None:
@@ -141,26 +146,27 @@ def look(rows: Rows, data: TableDataConfig, schema: SchemaFile, taken: Mapping[s
     place = "data.schema_file: columns" if data.schema_file else f"data.base={data.base}: its column"
     sections = {find_column(rows, name, place): section for name, section in schema.columns.items()}
     return [
-        _look(rows, sample_of(rows, name, data), given.get(name), sections.get(name, {}))
+        _described(rows, sample_of(rows, name, data), given.get(name), sections.get(name, {}))
         for name in rows.names
         if name not in taken
     ]
 
 
-def _look(rows: Rows, sample: Sample, role: str | None, section: Mapping[str, Any]) -> Look:
+def _described(rows: Rows, sample: Sample, role: str | None, section: Mapping[str, Any]) -> DescribedColumn:
+    """Return a column of the given role, else of the first kind that claims it. section: of the schema."""
     role = role or section.get("role")
     if role:
         kind, reason = kind_of(role), "as given"
-    else:  # the last of KINDS claims every column
+    else:  # always finds one, as the last of KINDS claims every column
         claims = ((kind, kind.claims(sample)) for kind in KINDS)
         kind, reason = next((kind, reason) for kind, reason in claims if reason is not None)
     kind.check(sample.name, sample.cells)
-    column = kind(name=sample.name, **{**kind.told(sample), **_keys_of(kind, section)})
+    column = kind(name=sample.name, **{**kind.inferred(sample), **_keys_of(kind, section)})
     if isinstance(column, Time) and (both := {*column.part_names} & {*rows.names}):
         raise UserError(
-            f"{rows.file}: has a column {min(both)!r}, which {sample.name!r} as dates or times would make; "
-            f"rename it, or name {sample.name!r} in data.categorical"
+            f"{rows.file}: its column {min(both)!r} has the name of a part of {sample.name!r}, which is read "
+            f"as dates or times; rename it, or name {sample.name!r} in data.categorical"
         )
-    # In the order of the file, so that a person finds them again.
+    # In the order of the file, so that users find the values there.
     samples = sample.cells.unique(maintain_order=True).head(3).to_list()
-    return Look(column, reason, tuple(map(str, samples)))
+    return DescribedColumn(column, reason, tuple(map(str, samples)))

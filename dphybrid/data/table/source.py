@@ -1,7 +1,7 @@
 """Tables: CSV, TSV or Parquet files with a label, and columns of the kinds in `dphybrid.data.table.kinds`.
 
-Read once, chunk by chunk; then split, fitted on the training part, and encoded. Memory holds some chunks, the
-vocabularies and a few numbers a row, however large the input is. Letters: B rows.
+A table is read once, chunk by chunk, then split, fitted on the training part, and encoded. Memory holds some
+chunks, the vocabularies and a few numbers per row, however large the input is. Letters: B rows.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ import polars as pl
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array
 from dphybrid.data.store import Content, Progress, Source, check_unchanged, file_stamps, mapped, reading_files
-from dphybrid.data.table.column import Column, Found
+from dphybrid.data.table.column import Column, TrainingValues
 from dphybrid.data.table.encoder import Base, Encoder, open_base
 from dphybrid.data.table.files import find_files, partitions, read_jobs
 from dphybrid.data.table.labels import Label, label_of_numbers, label_of_texts
@@ -27,15 +27,15 @@ from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path
 
 _FIT_ROWS = 2**18
-"""Training rows, evenly spaced, that tell the statistics of numbers, at most."""
-_UNSEEN_TOLD = 0.0005
-"""The summary names a column when more than this share of its validation values has no training row."""
+"""Most training rows, evenly spaced, from which the statistics of numbers are computed."""
+_UNSEEN_SHOWN = 0.0005
+"""The summary names a column if at least this share of its validation values has no training row."""
 _PACKED = (".gz", ".parquet", ".pq")
 
 
 @dataclass(frozen=True)
 class TableSource(Source):
-    """Files of rows. held_files: those whose rows are the held-out ones."""
+    """Files of rows. held_files: the files of data.valid_path, whose rows are the validation split."""
 
     data: TableDataConfig
     seed: int
@@ -58,13 +58,15 @@ class TableSource(Source):
 
     @property
     def options(self) -> dict[str, object]:
-        # Not where files lie, but what they hold: the digests of their bytes, the schema and the base.
+        # The contents of files count (as digests of their bytes, schema and base), not their paths: a moved
+        # table is not prepared again.
         excluded = {"path", "valid_path", "schema_file", "base"}
         return self.data.model_dump(mode="json", exclude=excluded) | {
             "schema": self.schema.model_dump(mode="json"),
             "partitions": [partitions(file) for file in self.files],
             "held_files": len(self.held_files),
             "base": self.base.prepared.digest if self.base else None,
+            # The same bytes are read differently under another ending.
             "formats": sorted(
                 {"".join(f.suffixes[-2:]).lower() for f in self.files if f.suffix.lower() in _PACKED}
             ),
@@ -72,9 +74,10 @@ class TableSource(Source):
 
     @cached_property
     def first_look(self) -> tuple[list[tuple[int, int]], Plan]:
-        """The files' stamps before they were opened, and what their first rows say. Raises UserError when
-        these do not fit."""
+        """The files' stamps before they were opened, and the plan inferred from the first rows. Raises
+        UserError if the rows do not fit the config."""
         data, stamps = self.data, file_stamps(self.files)
+        # Retraining keeps the task of its base, whatever the new rows look like.
         if self.base and data.task == "auto":
             data = data.model_copy(update={"task": self.base.encoder.label.task})
         return stamps, Plan.of(next(read_jobs(self.files[:1], data))(), data, self.schema)
@@ -85,7 +88,7 @@ class TableSource(Source):
         if self.base:
             self.base.encoder.check_forms(plan.columns)
         table = read_table(plan, self.files, self.held_files, scratch / "rows", progress)
-        # Only now are all values known: the first rows told how to read the label, not what it is.
+        # The first rows determined how to read the label; its task and classes need all values.
         label, answers_B = _answers(table)
         classes_B = label.encoded(answers_B) if label.classes else np.zeros(table.num_rows)
         split = split_rows(table, self.seed, classes_B)
@@ -99,7 +102,7 @@ class TableSource(Source):
             pairs = zip(_blocks(table, earlier), labels, strict=True)
             rows = ({**arrays, "labels_B": labels_B} for arrays, labels_B in pairs)
             split, parts["new_rows"] = extended_split(split, self.base, rows)
-            # The earlier model's outputs are in the earlier scale.
+            # The earlier model was trained on labels with the earlier offset and scale.
             label = label.model_copy(update=earlier.label.model_dump(include={"offset", "scale"}))
         else:
             kept_B = ~split.held_B
@@ -122,8 +125,8 @@ class TableSource(Source):
     ) -> Content:
         if not encoder.id_columns:
             raise UserError(
-                f"data.path={self.data.path}: no column is left to look up; ignore fewer columns or set "
-                "data.buckets above 0"
+                f"data.path={self.data.path}: no column is left that has an embedding; ignore fewer columns "
+                "or set data.buckets above 0"
             )
         plan, label, num_rows = table.plan, encoder.label, table.num_rows
         sizes: dict[str, object] = {part: len(rows) for part, rows in parts.items()}
@@ -156,14 +159,14 @@ class TableSource(Source):
             "base": str(self.base.prepared.path) if self.base else None,
             "split": sizes | {"most_unseen": max(unseen.values(), default=0.0)},
             "unseen": dict(unseen),
-            "columns": [look.facts for look in plan.looks],
+            "columns": [found.facts for found in plan.described],
             "left_out": {name: count for name, count in table.counts.items() if count},
             "weight": self.data.weight,
         }
 
         def save(folder: Path) -> None:
             encoder.save(folder / "encoder")
-            text = schema_text(label.name, [look.column for look in plan.looks])
+            text = schema_text(label.name, [found.column for found in plan.described])
             (folder / "schema.toml").write_text(text, encoding="utf-8")
 
         return Content(
@@ -180,8 +183,8 @@ class TableSource(Source):
 
 
 def open_source(data: TableDataConfig, seed: int) -> TableSource:
-    """Find the files and read the columns. Raises UserError for a missing path, an empty file, and columns
-    that do not fit: before torch is imported, which takes seconds."""
+    """Find the files and infer the columns. Raises UserError for a missing path, an empty file, and columns
+    that do not fit the config: at once, before torch is imported, which takes seconds."""
     if data.path is None:
         raise UserError(
             "data.path is not set; give a CSV, TSV or Parquet file: --data.path clicks.csv "
@@ -191,17 +194,18 @@ def open_source(data: TableDataConfig, seed: int) -> TableSource:
     held = find_files(data.valid_path, "data.valid_path") if data.valid_path else ()
     if both := {file.resolve() for file in files} & {file.resolve() for file in held}:
         raise UserError(
-            f"data.valid_path={data.valid_path}: {min(both)} is among the files of data.path, too; rows "
-            "cannot be in both parts"
+            f"data.valid_path={data.valid_path}: {min(both)} is also among the files of data.path; a row "
+            "cannot be in both splits, so name different files"
         )
     source = TableSource(data, seed, files, held)
     with reading_files():
-        _ = source.first_look
+        _ = source.first_look  # a cached property: computed here for its errors
     return source
 
 
 def _blocks(table: Table, encoder: Encoder) -> Iterator[dict[str, Array]]:
-    """Yield the arrays of the blocks."""
+    """Yield the encoded arrays of each block of the table."""
+    # Each distinct text is encoded once, and each row then looks up its code.
     texts = {c.name: table.texts(f"column {c.name}") for c in table.plan.columns if c.coded}
     by_code = encoder.ids_by_code(texts)
     return mapped(
@@ -210,18 +214,19 @@ def _blocks(table: Table, encoder: Encoder) -> Iterator[dict[str, Array]]:
 
 
 def _answers(table: Table) -> tuple[Label, Array]:
-    """Return the label, and its numbers (B,), or numbers of classes."""
+    """Return the label, and its numbers or class numbers (B,)."""
     column, data = table.plan.label, table.plan.data
     values_B = table.column("label").to_numpy()
     if not column.coded:
         return label_of_numbers(column.name, values_B, data), values_B
     typed = table.plan.first.cells[column.name].dtype.is_numeric()
     label, number = label_of_texts(column.name, table.texts("label").to_list(), data, typed)
+    # nan for code 0 (no value), which no stored row has.
     return label, np.concatenate([[np.nan], number])[values_B]
 
 
 def _check_both_classes(label: Label, classes_B: Array, split: RowSplit) -> None:
-    """Raise UserError unless both parts have rows of both classes."""
+    """Raise UserError unless both splits have rows of both classes."""
     for part, rows_B in (("training", ~split.held_B), ("validation", split.held_B)):
         found = np.bincount(classes_B[rows_B].astype(np.int64), minlength=2)
         if not found.all():
@@ -229,15 +234,15 @@ def _check_both_classes(label: Label, classes_B: Array, split: RowSplit) -> None
             raise UserError(
                 f"data.label={label.name}: all {found.sum():,} {part} rows are {label.classes[only]!r}; "
                 f"{label.classes[rare]!r} has {(classes_B == rare).sum():,} of {len(classes_B):,} rows, and "
-                "training and validation need one or more each: give more of them, or another split"
+                "training and validation need at least one each: add such rows, or change data.split"
             )
 
 
 def _fitted(
     table: Table, label: Label, split: RowSplit, progress: Progress
 ) -> tuple[Encoder, dict[str, float]]:
-    """Learn from the training rows; also return the share of validation values, by column of texts, that no
-    training row has."""
+    """Return the encoder fitted to the training rows, and for each column of texts the share of validation
+    values that no training row has."""
     trained = np.flatnonzero(~split.held_B)
     # Evenly spaced, not the first ones: files are often sorted by time.
     sample = trained[:: -(-len(trained) // _FIT_ROWS)]
@@ -246,6 +251,7 @@ def _fitted(
 
     def texts(name: str) -> tuple[pl.Series, Array]:
         values, codes = table.texts(f"column {name}"), table.column(f"column {name}")
+        # [1:] drops the count of code 0, which means no value.
         train, held = (
             np.bincount(some.explode().drop_nulls().to_numpy(), minlength=len(values) + 1)[1:]
             for some in (codes.filter(~held_B), codes.filter(held_B))
@@ -256,7 +262,7 @@ def _fitted(
     def fit(column: Column) -> Column:
         name = column.name
         return column.fitted(
-            Found(
+            TrainingValues(
                 table.plan.data,
                 lambda: table.column(f"column {name}").gather(sample),
                 lambda: texts(name),
@@ -274,13 +280,14 @@ def _fitted(
 def _description(
     table: Table, encoder: Encoder, split_text: str, sizes: Mapping[str, object], unseen: Mapping[str, float]
 ) -> list[str]:
-    """Return how a table was read, in lines for people. sizes: rows of the parts, and their rates of a
-    binary label. unseen: by column, the share of validation values that no training row has."""
+    """Return a description of how a table was read, in lines for people. sizes: number of rows of each split,
+    and the share of positive labels. unseen: by column, the share of validation values that no training row
+    has."""
     data, label = table.plan.data, encoder.label
-    overruled = "as data.task says" if data.task != "auto" else "--data.task overrules"
-    how = "" if label.task == "binary" else f"{label.task} ({overruled}): "
+    origin = "set by data.task" if data.task != "auto" else "inferred; --data.task changes it"
+    how = "" if label.task == "binary" else f"{label.task} ({origin}): "
     lines = [
-        f"  {data.path}: {table.num_rows:,} rows, label {label.name!r}: {how}{_escaped(label.told())}",
+        f"  {data.path}: {table.num_rows:,} rows, label {label.name!r}: {how}{_escaped(label.summary())}",
         *_column_lines(table, encoder),
     ]
     rates = {part: sizes.get(f"{part}_label_rate") for part in ("train", "valid")}
@@ -293,13 +300,14 @@ def _description(
         + f", {rows:,} table rows"
     )
     lines.append(f"  {split_text}")
+    # A reason with a semicolon names a remedy: it deserves a line of its own.
     lines += [
-        f"  check {_escaped(look.column.name)}, {look.column.role}: {look.reason}"
-        for look in table.plan.looks
-        if ";" in look.reason
+        f"  check {_escaped(found.column.name)}, {found.column.role}: {found.reason}"
+        for found in table.plan.described
+        if ";" in found.reason
     ]
     new = sorted(unseen.items(), key=lambda item: -item[1])[:5]
-    if shares := ", ".join(f"{name} {share:.1%}" for name, share in new if share >= _UNSEEN_TOLD):
+    if shares := ", ".join(f"{name} {share:.1%}" for name, share in new if share >= _UNSEEN_SHOWN):
         lines.append(f"  validation values without a training row: {shares}")
     first, *others = data.role_fields() or [""]
     flags = f"--data.{first} NAMES, also {', '.join(others)}; or " if first else ""
@@ -316,12 +324,12 @@ def _column_lines(table: Table, encoder: Encoder) -> list[str]:
     num_ids = {column["name"]: column["num_ids"] for column in encoder.id_columns}
     numbers = {column.name: column for column in encoder.numbers}
     rows = []
-    for look in table.plan.looks:
-        column = look.column
+    for found in table.plan.described:
+        column = found.column
         parts = [part.name for part in numbers[column.name].parts] if column.name in numbers else []
         ids = sum(num_ids.get(name, 0) for name in {column.name, *parts})
-        shown = ", ".join(_escaped(t if len(t) <= 24 else t[:21] + "...") for t in look.samples)
-        reason = f"  ({look.reason})" if look.reason and ";" not in look.reason else ""
+        shown = ", ".join(_escaped(t if len(t) <= 24 else t[:21] + "...") for t in found.samples)
+        reason = f"  ({found.reason})" if found.reason and ";" not in found.reason else ""
         rows.append((_escaped(column.name), column.role, ids, f"{shown}{reason}"))
     wide = max(len("column"), *(len(name) for name, *_ in rows))
     head = f"  {'column':<{wide}}  role         table rows  values such as"
@@ -331,14 +339,14 @@ def _column_lines(table: Table, encoder: Encoder) -> list[str]:
 def _left_out_lines(table: Table, encoder: Encoder) -> list[str]:
     data = table.plan.data
     lines = [
-        f"  {column.name}: hardly any value comes twice, so all share one embedding; --data.ignore "
+        f"  {column.name}: hardly any value occurs twice, so all values share one embedding; --data.ignore "
         f"{column.name} leaves the column out"
         for column in encoder.categories
         if not len(column.learned) and not column.hash_buckets
     ]
     lines += [
-        f"  {bag.name}: {count:,} cells hold more than {bag.max_items} items, the rest is left out; "
-        "max_items in schema.toml"
+        f"  {bag.name}: {count:,} cells hold more than {bag.max_items} items; only the first "
+        f"{bag.max_items} are used (max_items in schema.toml)"
         for bag in encoder.bags
         if (count := table.counts[f"column {bag.name}"])
     ]
@@ -355,5 +363,5 @@ def _left_out_lines(table: Table, encoder: Encoder) -> list[str]:
 
 
 def _escaped(text: str) -> str:
-    """Return a text with line ends and other signs that move a terminal's cursor written out."""
+    """Return a text with control characters written out, as they could move a terminal's cursor."""
     return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)

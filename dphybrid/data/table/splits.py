@@ -1,5 +1,5 @@
-"""The validation split: random rows, the latest rows, whole keys, or files of their own; where an earlier
-model is trained on, rows that it was trained on are never in it. Letters: B rows."""
+"""The validation split: random rows, the latest rows, all rows of some keys, or separate files. When a model
+is retrained, the split never contains rows that it was trained on. Letters: B rows."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,19 +16,20 @@ from dphybrid.data.table.reading import Table
 from dphybrid.util.errors import UserError
 
 _BLOCK = 2**20
+"""Rows that are split or compared at a time, to limit memory."""
 
 
 @dataclass(frozen=True)
 class RowSplit:
-    """held_B: which rows are held out; text: how they were chosen, for people."""
+    """held_B: mask of the held-out rows. text: how they were chosen, for the summary."""
 
     held_B: Array
     text: str
 
 
 def split_rows(table: Table, seed: int, classes_B: Array) -> RowSplit:
-    """Choose the validation rows. classes_B: what random rows are stratified by, so that each class gives its
-    share. Raises UserError when one part would be empty."""
+    """Choose the validation rows. classes_B: classes by which random rows are stratified, so that each gives
+    its share. Raises UserError if one of the splits would be empty."""
     data = table.plan.data
     if data.valid_path is not None:
         held_B, text = table.column("held").to_numpy(), f"validation split: the rows of {data.valid_path}"
@@ -41,47 +42,50 @@ def split_rows(table: Table, seed: int, classes_B: Array) -> RowSplit:
     if not held_B.any() or held_B.all():
         what = "no row is" if not held_B.any() else "all rows are"
         raise UserError(
-            f"data.split={data.split}: {what} in the validation split; give more rows, or another "
+            f"data.split={data.split}: {what} in the validation split; give more rows, or change "
             "data.valid_fraction or data.split_column"
         )
     return RowSplit(held_B, text)
 
 
 def _random(seed: int, classes_B: Array, fraction: float) -> Array:
-    """Hold out the same share of every class in every block of rows (a permutation of all rows would take
-    memory): one row or more of a class that has two, none of one that has a single row."""
+    """Hold out the same share of every class in every block of rows: at least one row of a class with two or
+    more, and none of a class with a single row. Blocks save the memory of a permutation of all rows."""
     held_B = np.zeros(len(classes_B), bool)
     for number, start in enumerate(range(0, len(classes_B), _BLOCK)):
         block_B = classes_B[start : start + _BLOCK]
-        # A generator a block, so that the rows of a block do not depend on how many blocks there are.
+        # A generator per block, so that the choice in a block does not depend on the number of blocks.
         order_B = np.random.default_rng([seed, number]).permutation(len(block_B))
         order_B = order_B[np.argsort(block_B[order_B], kind="stable")]
         counts_C = np.bincount(block_B)
         ends_C = np.cumsum(counts_C)
-        wanted_C = np.diff(np.round(ends_C * fraction), prepend=0)  # rounded so that the sum is right
+        # Cumulated shares are rounded, not those of each class, so that the total is right.
+        wanted_C = np.diff(np.round(ends_C * fraction), prepend=0)
         wanted_C = wanted_C.clip(np.minimum(counts_C - 1, 1), np.maximum(counts_C - 1, 0))
+        # The place of each row within its class, in random order.
         place_B = np.arange(len(block_B)) - np.repeat(ends_C - counts_C, counts_C)
         held_B[start + order_B[place_B < np.repeat(wanted_C, counts_C)]] = True
     return held_B
 
 
 def _by_value(data: TableDataConfig, seed: int, codes_B: Array, texts: list[str]) -> tuple[Array, str]:
-    """Choose whole values of the split column. codes_B: of `texts`, 0 for no value."""
+    """Hold out all rows of some values of the split column; return the mask (B,) and the line for the
+    summary. codes_B: codes of `texts`, 0 for no value."""
     counts = np.bincount(codes_B, minlength=len(texts) + 1)[1:]
     if data.split == "time":
-        # Dates such as 2024-03-12 sort as texts; numbers must not, as 9 would come after 10.
+        # Dates such as 2024-03-12 can be sorted as texts, but numbers cannot: 9 would come after 10.
         numbers = all(is_number(text) for text in texts)
         order = sorted(
             range(len(texts)), key=lambda i: (float(texts[i]) if numbers else 0.0, texts[i]), reverse=True
         )
     else:
-        # By name first: which text has which code depends on the threads that read.
+        # Sorted first, as the codes of texts depend on the threads that read them.
         by_name = sorted(range(len(texts)), key=lambda i: texts[i])
         order = [by_name[i] for i in np.random.default_rng(seed).permutation(len(texts))]
     wanted = data.valid_fraction * len(codes_B)
     sums = np.cumsum(counts[order])
-    taken = int(np.searchsorted(sums, wanted)) + 1  # whole values, until there is enough
-    # The last value may be so large that to leave it out comes nearer to the wanted share.
+    taken = int(np.searchsorted(sums, wanted)) + 1  # as many values as reach the wanted number of rows
+    # Without the last value, the number of rows may be closer to the wanted one.
     if taken > 1 and sums[min(taken, len(sums)) - 1] - wanted > wanted - sums[taken - 2]:
         taken -= 1
     chosen = order[:taken]
@@ -89,25 +93,25 @@ def _by_value(data: TableDataConfig, seed: int, codes_B: Array, texts: list[str]
     is_held[1 + np.array(chosen, dtype=np.int64)] = True
     if data.split == "time":
         text = (
-            f"validation split: {data.split_column} from {texts[chosen[-1]]!r} on; earlier rows, and "
-            "those without a value, train"
+            f"validation split: {data.split_column} from {texts[chosen[-1]]!r} on; earlier rows, and rows "
+            "without a value, are for training"
         )
     else:
         text = (
-            f"validation split: {len(chosen):,} of {len(texts):,} values of {data.split_column}; their rows "
-            "do not train"
+            f"validation split: all rows of {len(chosen):,} of {len(texts):,} values of {data.split_column}"
         )
     return is_held[codes_B], text
 
 
 def _row_keys(blocks: Iterable[Mapping[str, Array]], max_items: int) -> Array:
-    """Return (B,) uint64 that are equal for rows with equal ids, numbers, labels and bags, which come in
-    blocks of arrays by name. max_items: of a bag, at most."""
+    """Return hashes (B,) uint64 of the rows' ids, numbers, labels and bags: equal rows have equal keys.
+    blocks: arrays of the rows by name. max_items: most items of a bag's cell."""
     keys = [np.empty(0, np.uint64)]
     for arrays in blocks:
         cells = {name: arrays[name] for name in ("ids_BF", "dense_BN", "labels_B")}
         if "bags_BFL" in arrays:
-            # A table is as wide as its longest bag, and equal rows of two tables must have equal keys.
+            # Padded to one width: an array is as wide as its table's longest bag, and equal rows of two
+            # tables must have equal keys.
             beyond = max_items - arrays["bags_BFL"].shape[2]
             cells["bags_BFL"] = np.pad(
                 arrays["bags_BFL"], ((0, 0), (0, 0), (0, beyond)), constant_values=PADDING_ID
@@ -117,7 +121,7 @@ def _row_keys(blocks: Iterable[Mapping[str, Array]], max_items: int) -> Array:
             for name, array in cells.items()
             for place, column_B in enumerate(array.reshape(len(array), -1).T)
         ]
-        # Compared within this process only: another version of polars may hash otherwise.
+        # Only compared within this process, and never saved: another version of polars may hash differently.
         keys.append(pl.DataFrame(columns).hash_rows().to_numpy())
     return np.concatenate(keys)
 
@@ -125,29 +129,29 @@ def _row_keys(blocks: Iterable[Mapping[str, Array]], max_items: int) -> Array:
 def extended_split(
     split: RowSplit, base: Base, blocks: Iterable[Mapping[str, Array]]
 ) -> tuple[RowSplit, Array]:
-    """Return the split without rows that the base trained on among the held-out ones, and with those that it
-    held out; and which rows are new.
+    """Return the split, corrected for a base: rows that the base trained on are not held out, and rows that
+    it held out still are. Also return the numbers of the new rows.
 
-    blocks: of the rows' arrays, in the base's encoding. Raises UserError when no row is left to hold out.
+    blocks: the rows' arrays in the base's encoding. Raises UserError if no row is left to hold out.
     """
     keys_B = _row_keys(blocks, base.encoder.max_items)
     trained_B, kept_B = (np.isin(keys_B, _base_keys(base, part)) for part in ("train", "valid"))
-    # A row that the base both trained on and held out (it came twice) trains: held out, it would be known.
+    # A row that occurred twice, in both splits of the base, is for training: the model has seen it.
     new_B = ~trained_B & ~kept_B
     held_B = (split.held_B & new_B) | (kept_B & ~trained_B)
     if not held_B.any() or held_B.all():
         raise UserError(
-            "data.base: no row is left to hold out that the earlier model was not trained on; wait for more "
-            "rows"
+            "data.base: the earlier model was trained on every row that could be held out; wait for more rows"
         )
     text = (
-        f"{split.text}; {new_B.sum():,} rows are new, and no row that {base.prepared.path.name} trained "
-        "on is in the validation split"
+        f"{split.text}; {new_B.sum():,} rows are new, and the validation split has no row that "
+        f"{base.prepared.path.name} trained on"
     )
     return RowSplit(held_B, text), np.flatnonzero(new_B)
 
 
 def _base_keys(base: Base, part: str) -> Array:
+    """Return the keys of the rows of a part of the base."""
     arrays = base.prepared.arrays
     rows_B = arrays[f"{part}_rows"]
 
