@@ -126,8 +126,8 @@ def _work(
     code = 0
     try:
         settings, config = load_settings(), load_config(None, overrides)
-        begun = bool(all_runs(settings))
-        run_job(config, settings, run_name=None if begun else "run", resume="latest" if begun else None)
+        resume = bool(all_runs(settings))
+        run_job(config, settings, run_name=None if resume else "run", resume="latest" if resume else None)
     except UserError as error:
         print(f"error: {error}")
         code = 2
@@ -238,7 +238,7 @@ class Trials:
             mode, target = chosen.choice(modes), chosen.randint(1, whole.operations)
             # A missing fsync is a failure even if this trial's power loss would not hit it.
             if mode in ("unsynced", "lost") and whole.unsafe:
-                return f"{name}: not fsynced before or after it got its name: {', '.join(whole.unsafe)}"
+                return f"{name}: written or renamed without the fsync it needs: {', '.join(whole.unsafe)}"
             # 0, too: a run may end before the fault, or tolerate an error.
             codes = (0, 2) if mode in ERRORS else (0, KILLED)
             what, fault = f"operation {target}, {mode}", {"target": target, "mode": mode}
@@ -252,15 +252,15 @@ class Trials:
                 return f"{name}, {what}: --resume ended with exit code {resumed.code}\n{resumed.output}"
             found = run_results(data_dir)
         differing = [key for key in expected if found[key] != expected[key]]
-        return f"{name}, {what}: after --resume other {', '.join(differing)}" if differing else ""
+        return f"{name}, {what}: after --resume these differ: {', '.join(differing)}" if differing else ""
 
     def _undisturbed(self, name: str) -> tuple[dict[str, object], _Ended, float]:
         if name not in self._known:
             with self._folder() as data_dir:
-                begun = time.monotonic()
+                started = time.monotonic()
                 ended = self._run(name, data_dir)
                 assert ended.code == 0, ended.output
-                self._known[name] = run_results(data_dir), ended, time.monotonic() - begun
+                self._known[name] = run_results(data_dir), ended, time.monotonic() - started
             seconds = self._known[name][2]
             self._tell(f"{name}: {ended.operations} file operations, {seconds:.1f} s undisturbed")
         return self._known[name]

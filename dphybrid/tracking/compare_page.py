@@ -65,7 +65,7 @@ def param_of(group_by: str, runs: Sequence[RunFacts]) -> str:
     params = {param for run in runs for param in run.params}
     if group_by not in params:
         near = difflib.get_close_matches(group_by, params, 3) or [_DEVICES]
-        raise UserError(f"--group-by {group_by}: no run has such a param; near: {', '.join(near)}")
+        raise UserError(f"--group-by {group_by}: no run has this param; did you mean {', '.join(near)}?")
     return group_by
 
 

@@ -32,7 +32,7 @@ def checkpoint_folder(uri: str, tracking_uri: str | None = None) -> Path:
     """Return the folder of a checkpoint: a local folder, `models:/m-...`, `models:/NAME/VERSION` or
     `models:/NAME@ALIAS`.
 
-    Raises UserError when there is none.
+    Raises UserError if there is no such checkpoint.
     """
     if "://" not in uri and not uri.startswith("models:/"):
         folder = Path(uri).expanduser()

@@ -50,7 +50,7 @@ def sync(
         for run_id in _end_orphans(spool, uri, experiment, waiting):
             yield f"{run_id}: its process is gone; ended as KILLED", True
     except (MlflowException, OSError) as error:
-        yield f"orphaned runs: kept ({str(error).splitlines()[0][:200]})", False
+        yield f"orphaned runs: not ended ({str(error).splitlines()[0][:200]})", False
 
 
 def _send(
@@ -59,7 +59,7 @@ def _send(
     """Send an outbox; yield as `sync` does, and return whether no record of it waits any more."""
     run_id = outbox.run_id
     if not outbox.hold():
-        yield f"{run_id}: still running, and sending by itself", True
+        yield f"{run_id}: still running; it sends its records itself", True
         return True
     try:
         outbox.offer_again(_MAY_COME_LATE)

@@ -45,7 +45,7 @@ def system_metrics(
     psutil.cpu_percent()
     own.cpu_percent()
     # Seconds by the monotonic clock from here on: time.time() may be set back.
-    begun = max(0.0, time.time() - since) - time.monotonic()
+    offset_s = max(0.0, time.time() - since) - time.monotonic()
     seen = (time.monotonic(), page_faults())
 
     def sample() -> bool:
@@ -64,7 +64,7 @@ def system_metrics(
         counts.update(values.keys())
         for name, value in values.items():
             means[name] = means.get(name, 0.0) + (value - means.get(name, 0.0)) / counts[name]
-        tracker.log_metrics(values, int(begun + time.monotonic()))
+        tracker.log_metrics(values, int(offset_s + time.monotonic()))
         return False
 
     try:
@@ -128,8 +128,8 @@ def _of_the_split(splits: Sequence[Mapping[str, Any]], num_devices: int) -> list
         return []
     rows, batch = [int(row["rows"]) for row in first], int(first[0]["batch_rows"])
     remedy = (
-        f"a batch of a multiple of {num_devices} rows, such as "
-        f"{-(-batch // num_devices) * num_devices}, fills all alike"
+        f"set train.batch_size to a multiple of {num_devices}, such as "
+        f"{-(-batch // num_devices) * num_devices}"
     )
     if len(rows) < num_devices:
         return [
@@ -159,10 +159,10 @@ def _of_the_gpus(system: Mapping[str, float], stages: Mapping[str, float]) -> li
                 f"; the largest stage outside it is {stage} "
                 f"({waited[stage] / sum(stages.values()):.0%} of the time)"
             )
-        return [f"{words}; a larger batch or fewer GPUs would use it better"]
+        return [f"{words}; use a larger batch or fewer GPUs"]
     if len(busy) > 1 and busy[least] < _BUSY_PCT / 100 * busy[most]:
         return [
             f"{least} worked {busy[least]:.0f}% of the time and {most} {busy[most]:.0f}%; "
-            "look at the split above, and at who else computes there (`dphybrid devices`)"
+            "look at the split above, and whether others use these GPUs (`dphybrid devices`)"
         ]
     return []

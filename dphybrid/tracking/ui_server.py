@@ -71,11 +71,11 @@ def serving(uri: str, port: int) -> Iterator[tuple["subprocess.Popen[bytes]", st
 
 def _wait(server: "subprocess.Popen[bytes]", port: int, token: str) -> str | None:
     """Wait for the server's first answer; return what went wrong, or None."""
-    begun = time.monotonic()
+    started = time.monotonic()
     wanted = urllib.request.Request(
         f"http://{_HOST}:{port}/health", headers={"Authorization": f"Bearer {token}"}
     )
-    while time.monotonic() - begun < _START_S:
+    while time.monotonic() - started < _START_S:
         if server.poll() is not None:
             return f"ended with exit code {server.returncode}"
         try:

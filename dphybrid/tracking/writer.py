@@ -141,7 +141,7 @@ class MlflowWriter:
         elif Path(record["path"]).exists():
             self._client.log_artifact(self._run_id, record["path"], folder)
         else:
-            raise Refused(f"{record['path']}: is gone")
+            raise Refused(f"{record['path']}: no longer exists")
 
     def _table(self, record: Record) -> None:
         self._file(record)

@@ -23,7 +23,11 @@ STAGES = {"forward": 5.0, "lookup": 4.0, "data": 1.0}
     ("batch", "devices", "told"),
     [
         *((batch, devices, None) for batch, devices in ((30, 1), (30, 3), (30, 2), (512, 8), (31, 2))),
-        (10, 8, "3 of 8 devices got no rows of a batch of 10; a batch of a multiple of 8 rows, such as 16, "),
+        (
+            10,
+            8,
+            "3 of 8 devices got no rows of a batch of 10; set train.batch_size to a multiple of 8,",
+        ),
         (30, 8, "one device got 2 rows of a batch of 30 and the others 4; .*such as 32"),
     ],
 )
