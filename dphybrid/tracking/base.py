@@ -154,8 +154,14 @@ class Tracker:
 
 
 def as_floats(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics as Python floats: JSON takes no numpy or torch scalars."""
-    return {name: float(value) for name, value in metrics.items()}
+    """Return metrics as Python floats, with names in valid Unicode: JSON takes no numpy or torch scalars, and
+    SQLite no lone surrogates, which Python makes of bytes that are not UTF-8."""
+    return {_unicode(name): float(value) for name, value in metrics.items()}
+
+
+@lru_cache(maxsize=4096)
+def _unicode(name: str) -> str:
+    return name.encode(errors="replace").decode()
 
 
 def as_shown(values: Mapping[str, str]) -> dict[str, str]:

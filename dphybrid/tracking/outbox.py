@@ -259,6 +259,8 @@ class Outbox:
             try:
                 try:
                     return self._transact_once(work, sync)
+                except UnicodeEncodeError:  # a ValueError of `work`: SQLite takes no lone surrogates
+                    raise
                 # ValueError: the open file is no longer the one at `self.path`
                 except (sqlite3.Error, ValueError) as error:
                     if self._is_gone():

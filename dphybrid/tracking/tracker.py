@@ -128,8 +128,9 @@ class MlflowTracker(Tracker):
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         outbox, _ = self._open()
+        values = as_floats(metrics)
         try:
-            outbox.append_metrics(as_floats(metrics), step, self._details(metrics))
+            outbox.append_metrics(values, step, self._details(values))
         except OSError as error:  # a full disk must not end the training; the curves lack some points
             outbox.count_unkept()
             _log.warning("metrics of step %d could not be kept: %s", step, error)
@@ -137,7 +138,8 @@ class MlflowTracker(Tracker):
     def log_summary(self, metrics: Mapping[str, float]) -> None:
         # At step 0, MLflow's charts draw one bar for each run; at any other step they draw a dot in a plot
         # over steps.
-        self._open()[0].append_metrics(as_floats(metrics), 0, self._details(metrics), anew=True)
+        values = as_floats(metrics)
+        self._open()[0].append_metrics(values, 0, self._details(values), anew=True)
         if finals := [safe_name(name) for name in metrics if name.startswith("final/")]:
             self.record({"op": "views", "finals": finals})
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from dphybrid.tracking.base import as_floats
 from dphybrid.tracking.outbox import Losses, Outbox, outboxes, waiting
 from dphybrid.tracking.sender import Sender
 from tests.commands import python
@@ -34,6 +35,16 @@ def test_records_come_back_in_order_until_they_have_arrived(tmp_path: Path) -> N
         (4, b"4"),
     ]
     assert again.append({"op": "tags"}) == first[0]["n"] + 5  # no number comes twice
+
+
+def test_a_name_that_is_not_unicode_costs_no_records(tmp_path: Path) -> None:
+    outbox, metrics = Outbox(tmp_path, "r"), {"valid/\udc80": 1}
+    outbox.append({"op": "tags"})
+    with pytest.raises(UnicodeEncodeError):
+        outbox.append_metrics(metrics, 1)
+    assert not outbox.losses()  # the file is whole
+    outbox.append_metrics(as_floats(metrics), 1)
+    assert [record.get("values") for record in outbox.pending(9)] == [None, {"valid/?": 1.0}]
 
 
 @pytest.mark.parametrize("sent", [False, True])
