@@ -1,1 +1,1 @@
-"""Measurements beside other libraries, for maintainers: `python -m benchmarks.NAME --help`."""
+"""Measurements against other libraries, for maintainers: `python -m benchmarks.NAME --help`."""

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"new recipe {name!r}: use lower-case letters, digits and _, as in film_club")
     # Any module's name, not only a recipe's: the package would shadow it, or be shadowed.
     if name in recipe_names() or Path(name).exists() or importlib.util.find_spec(name) is not None:
-        raise UserError(f"new recipe {name}: a recipe, file or package of that name exists; use another")
+        raise UserError(f"new recipe {name}: a recipe, file or package of that name exists; choose another")
     folder, title = Path(name), "".join(word.capitalize() for word in name.split("_"))
     texts = {place.format(name): _sample(file, name, title) for place, file in _PLACES.items()}
     with making(folder) as partial:

@@ -67,7 +67,7 @@ def _prepared(recipe: Recipe, config: ExperimentConfig, settings: Settings) -> "
         prepared = recipe.prepare(config.data, settings.prepared_dir, seed)
     if prepared is None:
         raise UserError(
-            "--rows: unknown, as the data is not prepared with these values; run `dphybrid prepare` with "
-            "them first, or give --rows N"
+            "--rows: the number of rows is unknown until the data is prepared with these values; run "
+            "`dphybrid prepare` with them first, or give --rows N"
         )
     return prepared
