@@ -67,7 +67,7 @@ class Turns(Engine):
         self.losses: list[float] = []
 
     def step(self, session: Any, batch: Batch, alone: Any) -> tuple[Tensor, Tensor]:
-        # A turn starts anew with each epoch, so that none contains the evaluation at an epoch's end.
+        # Each epoch starts a new turn, so that no turn contains the evaluation at an epoch's end.
         if session.trained.progress.batch == 0:
             self._left, self._since = self.steps, taken()
         loss, weight = alone(session, batch)

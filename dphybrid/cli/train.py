@@ -45,7 +45,7 @@ def flags(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train. A run that gave its GPUs to somebody else asks for them again, until it is done."""
+    """Train. A run that gave way waits, and then continues in a new process."""
     config, settings = config_from_args(args)
     with kept_from_gc():
         from dphybrid.run.leasing import go_on_later
