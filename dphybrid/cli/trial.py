@@ -104,7 +104,8 @@ def check_recipe(config: ExperimentConfig, settings: Settings) -> Iterator[Check
     When a check breaks that the later ones build on, those are left out. An error of the recipe becomes a
     result, not an exception.
     """
-    make_folder(settings.runs_dir)  # private, as the pages of runs may name any code to import
+    # The temporary folder is below runs_dir, because only pages there may name code of any package.
+    make_folder(settings.runs_dir)
     with scratch_folder(settings.runs_dir, ".check-") as folder:
         apart = {"data_dir": folder, "tracking_uri": "none", "table_storage": "memory"}
         trial = _Trial(config, settings.model_copy(update=apart))
