@@ -62,7 +62,8 @@ def not_finite(
         for name, tensor, ids_U in tensors:
             if (at := first_bad(tensor)) is not None:
                 row = at[0] if ids_U is None else int(ids_U[at[0]])
-                bad.append(f"{name.format(row=row)} is {at[1]}")
+                # Not str.format: names of parameters and columns may contain braces of their own.
+                bad.append(f"{name.replace('{row}', str(row))} is {at[1]}")
         if bad:
             more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
             found.append(f"{stage}: {', '.join(bad[:_NAMED])}{more}")

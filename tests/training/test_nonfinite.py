@@ -178,3 +178,10 @@ def test_what_is_no_number_is_named_by_its_stage() -> None:
     assert clip_grad_norm_(model.parameters(), 1.0) == math.inf
     found = not_finite(model, {}, loss, clipped=True)
     assert "norm is infinite" in found.text
+
+
+def test_names_with_braces_are_printed_as_they_are() -> None:
+    model = nn.ModuleDict({"{price}": nn.Linear(1, 1)})
+    nn.init.constant_(model["{price}"].weight, math.nan)
+    found = not_finite(model, {}, torch.tensor(1.0), clipped=False)
+    assert found.text == "forward: parameter {price}.weight is nan"
