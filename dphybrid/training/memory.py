@@ -4,6 +4,7 @@ The gradients of the micro-batches are summed and divided once by the terms of t
 therefore the one that did not fit, up to rounding and different dropout masks; the batch stays the same.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -20,20 +21,23 @@ PARTS = 4
 """Micro-batches of a batch that did not fit. They divide the memory of activations, not that of weights and
 optimizer state."""
 
+_SHAPE = re.compile(r"[A-Z][A-Z0-9]*")
+"""The end of a tensor's name that says its shape: a letter or digit for each dimension."""
+
 
 def num_rows(batch: Mapping[str, Tensor]) -> int:
     """Return the number of samples of a batch."""
-    return len(next(iter(batch.values())))
+    return len(next(value for name, value in batch.items() if _has_samples(name, value)))
 
 
 def micro_batches(batch: dict[str, Tensor], count: int) -> Iterator[dict[str, Tensor]]:
     """Yield a batch in `count` parts, or fewer if it has fewer samples. Tensors without a sample dimension
     (`negatives_K`) are in every part."""
-    rows = len(next(value for name, value in batch.items() if _has_samples(name)))
+    rows = num_rows(batch)
     size = -(-rows // min(count, rows))  # rounded up
     for start in range(0, rows, size):
         yield {
-            name: value[start : start + size] if _has_samples(name) else value
+            name: value[start : start + size] if _has_samples(name, value) else value
             for name, value in batch.items()
         }
 
@@ -53,10 +57,13 @@ def ids_by_part(
     return ids_of
 
 
-def _has_samples(name: str) -> bool:
-    """Return whether dim 0 of tensor `name` is the samples. Names end in their shape: ids_BF, labels_B."""
+def _has_samples(name: str, value: Tensor) -> bool:
+    """Return whether dim 0 of a tensor is the samples: unless its name ends in a shape without B, such as
+    `negatives_K`."""
     _, underscore, shape = name.rpartition("_")
-    return not underscore or shape.startswith("B")
+    # A user's columns are called `user_id` or `price_USD`, which are no shapes of one dimension.
+    is_shape = bool(underscore and _SHAPE.fullmatch(shape)) and len(shape) == value.dim()
+    return not is_shape or shape.startswith("B")
 
 
 def scale_gradients(model: nn.Module, factor: Tensor) -> None:

@@ -8,7 +8,7 @@ from torch import nn
 
 from dphybrid.recipes import ModelContext
 from dphybrid.recipes.ctr.model import build_ctr
-from dphybrid.training.memory import micro_batches
+from dphybrid.training.memory import micro_batches, num_rows
 from dphybrid.training.tensor_file import read_tensors
 from tests.commands import run_with
 from tests.preparing import clicks
@@ -64,3 +64,13 @@ def test_parts_of_a_batch() -> None:
     assert all(len(part["negatives_K"]) == 10 for part in parts)
     assert torch.equal(torch.cat([part["ids_BF"] for part in parts]), batch["ids_BF"])
     assert len(list(micro_batches({"x_B": torch.ones(2)}, 4))) == 2
+
+
+def test_columns_of_any_name_are_divided() -> None:
+    batch = {"catalog_VF": torch.ones(7, 2), "user_id": torch.arange(8), "price_USD": torch.ones(8)}
+    batch |= {"stars": torch.ones(8), "boxes_B4": torch.ones(8, 4)}
+    for part in micro_batches(batch, 4):
+        assert {name: len(value) for name, value in part.items()} == dict.fromkeys(batch, 2) | {
+            "catalog_VF": 7
+        }
+    assert num_rows(batch) == 8
