@@ -90,7 +90,7 @@ class ClusterEngine(Engine):
         if outcome.state == "refused":
             raise UserError(outcome.words)
         if outcome.state == "stopped":
-            # Without a request to this process, a signal reached a rank, or another machine gave way.
+            # Nobody asked this process: a signal reached a rank, or another machine gave way.
             if not stop.pending:
                 stop.ask("a request to a rank", requeue=meeting is not None)
             interruption = stop.interruption()
