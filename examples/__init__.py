@@ -1,1 +1,1 @@
-"""Small programs; tests/test_examples.py runs each of them."""
+"""Small example programs; tests/test_examples.py runs each of them."""

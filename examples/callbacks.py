@@ -1,4 +1,4 @@
-"""Callbacks: curves for TensorBoard, and a training that ends when it is good enough.
+"""Two callbacks: one writes curves for TensorBoard, one ends a training that is good enough.
 
     pip install tensorboard
     dphybrid train --recipe digits --train.callbacks examples.callbacks:tensorboard
@@ -16,8 +16,10 @@ FOLDER = Path("tensorboard")
 
 
 def tensorboard(epoch: EpochEnd) -> None:
-    """Write loss, validation metrics and the sizes of all weights; a folder a run, so that runs compare."""
-    from torch.utils.tensorboard import SummaryWriter  # needs the package tensorboard
+    """Write the loss, the validation metrics and a histogram of each weight; one folder for each run, so that
+    TensorBoard compares runs."""
+    # Imported here, because it needs the package tensorboard, which dphybrid does not install.
+    from torch.utils.tensorboard import SummaryWriter
 
     with SummaryWriter(FOLDER / epoch.run) as writer:
         writer.add_scalar("train/loss", epoch.train_loss, epoch.step)
@@ -28,12 +30,13 @@ def tensorboard(epoch: EpochEnd) -> None:
 
 
 def good_enough(least: float, metric: str = "accuracy") -> Callable[[EpochEnd], dict[str, float]]:
-    """Make a callback that ends a training whose metric reaches `least`, and logs how far it is from it."""
+    """Return a callback that ends the training once `metric` reaches `least`, and logs the difference."""
 
     def look(epoch: EpochEnd) -> dict[str, float]:
         missing = least - epoch.metrics[metric]
         if missing <= 0:
             epoch.stop(f"{metric} {epoch.metrics[metric]:.4f} is good enough")
+        # Logged as `own/missing`.
         return {"missing": missing}
 
     return look

@@ -1,4 +1,4 @@
-"""From a DataFrame to predictions, in the manner of a notebook: run it as a whole, or cell by cell.
+"""From a DataFrame to predictions, in cells like a notebook: run it as a whole, or cell by cell.
 
 python examples/dataframe.py
 """
@@ -9,7 +9,7 @@ import polars as pl
 
 import dphybrid
 
-# %% a DataFrame: 2,000 visits, clicked when the shop is the bookseller and the price is low, or by chance
+# %% a DataFrame of 2,000 visits: a click if the shop is "books" and the price is low, and 3 % by chance
 
 random = np.random.default_rng(0)
 shop = random.choice(["books", "music", "tea"], 2000)
@@ -17,14 +17,14 @@ price = random.uniform(1, 20, 2000).round(2)
 clicked = ((shop == "books") & (price < 12)) | (random.random(2000) < 0.03)
 visits = pl.DataFrame({"shop": shop, "price": price, "clicked": clicked.astype(int)})
 
-# %% train; pandas, Arrow, lazy frames, dicts of columns and paths of files do as well
+# %% train; pandas, Arrow, lazy frames, dicts of columns and paths of files work, too
 run = dphybrid.train(visits[:1800], label="clicked", devices="cpu*2", epochs=6, batch_size=32)
 
-# %% what came out, on the validation split; a notebook shows run.report() as a page
+# %% results on the validation split; a notebook shows run.report() as a page
 print(f"{run.name}: AUC {run.metrics['auc']:.3f}")
 print(run.splits.select("where", "rows", "steps"))
 
-# %% predictions for rows that were never seen; later: dphybrid.runs()[0], or dphybrid.load("NAME")
+# %% predictions for new rows; in a later session, get the run by dphybrid.runs()[0] or dphybrid.load("NAME")
 new = visits[1800:]
 scored = new.with_columns(probability=pl.Series(run.predict(new)))
 print(scored.sort("probability", descending=True).head(5))

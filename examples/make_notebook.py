@@ -1,9 +1,9 @@
-"""Write examples/tutorial.ipynb: the cells of tutorial.py, executed on three virtual devices.
+"""Writes examples/tutorial.ipynb: the cells of tutorial.py, executed on three virtual devices.
 
     python -m examples.make_notebook        # needs nbformat, nbclient and ipykernel
 
-A cell of the script becomes a heading and a code cell; each line of its last cell follows the definitions
-that it calls. The notebook is never edited by hand.
+A cell of the script becomes a heading and a code cell. The lines of its last cell, the calls, become code
+cells after the definitions that they use. Do not edit the notebook by hand.
 """
 
 import ast
@@ -24,12 +24,15 @@ def cells_of(script: str) -> list[tuple[str, str]]:
     head, *sections, last = script.split("# %%\n")
     title = ast.get_docstring(ast.parse(head)) or ""
     cells = [("markdown", f"# Tutorial\n\n{title.splitlines()[0]}"), ("code", _DEVICES)]
+    # The body of `if __name__ == "__main__":`.
     calls = textwrap.dedent(last.partition(":\n")[2]).splitlines()
     for section in sections:
+        # Without the marks with which the documentation includes parts of the script.
         code = re.sub(r"^# --8<--.*\n", "", section, flags=re.MULTILINE).strip()
         sentence, _, code = code.partition("\n")
         heading, _, rest = sentence.removeprefix("# ").partition(": ")
         cells += [("markdown", f"## {heading}\n\n{rest[:1].upper()}{rest[1:]}"), ("code", code)]
+        # The calls up to the last one that uses this section's definitions go below it.
         defined = {getattr(node, "name", "") for node in ast.parse(code).body} - {""}
         end = max(number for number, call in enumerate(calls, 1) if any(name in call for name in defined))
         cells.append(("code", "\n".join(calls[:end]) + ";"))  # the semicolon hides the returned value
@@ -38,7 +41,7 @@ def cells_of(script: str) -> list[tuple[str, str]]:
 
 
 def executed(cells: list[tuple[str, str]]) -> Any:
-    """Return the notebook of these cells with what they print."""
+    """Return the notebook of these cells, executed."""
     import nbformat
     from nbclient import NotebookClient
 
@@ -51,7 +54,8 @@ def executed(cells: list[tuple[str, str]]) -> Any:
         metadata={"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}},
     )
     NotebookClient(page, timeout=300, kernel_name="python3", record_timing=False).execute()
-    page.metadata.pop("language_info", None)  # the version of the Python that ran it
+    # It names the version of the Python that ran the notebook, which would differ each time.
+    page.metadata.pop("language_info", None)
     return page
 
 

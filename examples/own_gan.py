@@ -1,9 +1,9 @@
-"""A recipe with a step of its own: a conditional GAN with two optimizers, a gradient penalty, and the
-generator's conditions in a host table.
+"""A recipe with its own training step: a conditional GAN with two optimizers, a gradient penalty, and a host
+table with the generator's conditions.
 
     dphybrid train --recipe examples.own_gan:Gan --devices 'cpu*2'
 
-Letters: B samples, Z noise, D width of a row.
+Letters: B samples, Z noise, K kinds of points, 2 coordinates of a point.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ def layers(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class Net(nn.Module):
-    """Generator, critic, and a row for each kind of point."""
+    """Generator and critic, each a region, and a table with a row for each kind of point."""
 
     def __init__(self, context: ModelContext[ModelConfig]) -> None:
         super().__init__()
@@ -44,16 +44,20 @@ class Net(nn.Module):
         return logits_B
 
     def critic_losses(self, batch: Batch) -> Batch:
-        """What the critic gets wrong, and a penalty on its slope at real points."""
+        """Return the critic's losses: cross-entropy on real and made points, and a penalty on its gradient at
+        the real points."""
+        # The penalty is a gradient by the inputs, of which the loss takes a gradient again: create_graph.
         real_B2 = batch["point_B2"].requires_grad_()
         real_B = self.judged(real_B2, batch)
         (slope_B2,) = torch.autograd.grad(real_B.sum(), real_B2, create_graph=True)
+        # detach: this loss trains the critic alone.
         made_B = self.judged(self.made(batch).detach(), batch)
         loss_B = softplus(-real_B) + softplus(made_B) + 0.05 * slope_B2.square().sum(1)
         return {"loss": loss_B, "weight": torch.ones_like(loss_B)}
 
     def forward(self, batch: Batch) -> Batch:
-        """The generator's losses and its points; evaluation has the same noise each time."""
+        """Return the generator's losses and its points."""
+        # Only `step` adds noise; evaluation gets here without, and takes the same noise each time.
         if "noise_BZ" not in batch:
             random = torch.Generator().manual_seed(0)
             batch = batch | {"noise_BZ": torch.randn(len(batch["kind_B"]), NOISE, generator=random)}
@@ -63,7 +67,7 @@ class Net(nn.Module):
 
 
 def distance(outputs: Batch) -> dict[str, float]:
-    """How far the mean of the points made lies from that of the real ones, the worst kind."""
+    """Return the distance between the means of made and real points, for the worst kind."""
     kind_B, made_B2, real_B2 = outputs["kind_B"], outputs["made_B2"], outputs["point_B2"]
     away = [(made_B2[kind_B == k].mean(0) - real_B2[kind_B == k].mean(0)).norm() for k in range(KINDS)]
     return {"distance": float(max(away))}
@@ -92,9 +96,12 @@ class Gan(Recipe):
 
     def step(self, step: Step, batch: Batch) -> tuple[Tensor, Tensor]:
         net: Any = step.model
+        # Seeded by the run and the step number: a resumed run draws the same noise.
         noise_BZ = torch.randn(len(batch["kind_B"]), NOISE, generator=step.generator())
         batch = batch | {"noise_BZ": noise_BZ}
+        # Each update uses only the optimizers named by `of`.
         shown = step.update(batch, net.critic_losses, of="critic")
+        # The critic takes CRITIC_STEPS steps for each one of the generator.
         if step.number % CRITIC_STEPS == 0:
             step.update(batch, of=("generator", "rows"))  # "rows": the tables' optimizer
         return shown

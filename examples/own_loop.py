@@ -1,10 +1,9 @@
-"""Your own PyTorch loop: a table in host memory, the dense block split over four virtual devices, rows
-fetched ahead.
+"""Your own PyTorch loop: a table in host memory, a dense block on four virtual devices, and prefetched rows.
 
     python examples/own_loop.py
 
-Nothing of dphybrid but `embedding` and `parallel` is used: no config, no Prefect, no MLflow. Letters: B
-samples, F ids a sample.
+It uses only `dphybrid.embedding` and `dphybrid.parallel`: no config, no Prefect, no MLflow. Letters: B
+samples, F ids of a sample, D width of a row.
 """
 
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ NUM_ROWS, NUM_STEPS, BATCH_SIZE = 100_000, 60, 62
 
 
 class Clicks(nn.Module):
-    """Rows of two ids, side by side, into a small network."""
+    """A small network over the concatenated rows of two ids."""
 
     def __init__(self, devices: str) -> None:
         super().__init__()
@@ -29,14 +28,16 @@ class Clicks(nn.Module):
         self.net = DataParallel(nn.Sequential(*layers), devices)
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        rows_BFD = self.net.rows(self.table, batch["ids_BF"])  # each share straight to its device
+        # Like self.table(ids), but each device gets only the rows of its own samples.
+        rows_BFD = self.net.rows(self.table, batch["ids_BF"])
         logits_B: Tensor = self.net(rows_BFD).squeeze(1)
         return logits_B
 
 
 def batches(seed: int) -> Iterator[dict[str, Tensor]]:
-    """Yield made-up clicks: those on even first ids. A generator of its own, as the pipeline draws batches
-    ahead."""
+    """Yield made-up samples, clicked if the first id is even."""
+    # Its own generator: the pipeline asks for batches ahead of time, which would change the order of draws
+    # from torch's global one.
     random = torch.Generator().manual_seed(seed)
     for _ in range(NUM_STEPS):
         ids_BF = torch.randint(0, 50, (BATCH_SIZE, 2), generator=random)
@@ -44,12 +45,12 @@ def batches(seed: int) -> Iterator[dict[str, Tensor]]:
 
 
 def main(devices: str = "cpu*4") -> dict[str, float]:
-    """Train, print what happened, and return it."""
+    """Train, then print and return the first and last loss and the number of changed rows."""
     torch.manual_seed(0)
     model = Clicks(devices)
     before = model.table.weight.detach().clone()
     dense = torch.optim.Adam(dense_parameters(model), lr=0.01)
-    rows = row_optimizer("adagrad", model, lr=0.1)  # the table's gradient is sparse: its rows alone change
+    rows = row_optimizer("adagrad", model, lr=0.1)  # updates only the rows of the batch
     losses = []
     with RowPipeline(model) as pipeline:
         for batch in pipeline.prefetch(batches(seed=1), lambda batch: {"table": batch["ids_BF"]}):
@@ -57,7 +58,8 @@ def main(devices: str = "cpu*4") -> dict[str, float]:
             rows.zero_grad()
             loss = binary_cross_entropy_with_logits(model(batch), batch["labels_B"])
             loss.backward()
-            clip_grad_norm_(model.parameters(), max_norm=1.0)  # one norm for both
+            # Not torch's function, which refuses sparse gradients; one norm for blocks and rows.
+            clip_grad_norm_(model.parameters(), max_norm=1.0)
             dense.step()
             rows.step()
             losses.append(loss.item())

@@ -1,9 +1,8 @@
-"""Recipes of your own: config, data, model and task in one class. Run one of them by its import path:
+"""Your own recipes: config, data, model and task in one class. Run one by its import path:
 
     dphybrid train --recipe examples.own_recipe:Ratings --data.num-ratings 5000 --devices 'cpu*2'
 
-`Ratings.rows` returns arrays. `FromFrame` and `FromDataset` differ in that alone: a DataFrame, a map-style
-torch Dataset.
+`Ratings.rows` returns arrays. `FromFrame` returns DataFrames instead, `FromDataset` map-style torch Datasets.
 """
 
 from collections.abc import Mapping
@@ -34,6 +33,7 @@ class Net(torch.nn.Module):
         self.region = DataParallel(torch.nn.Bilinear(8, 8, 1), context.devices)
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        # A batch has the names that `rows` gives its arrays.
         stars_B = self.region(self.users(batch["user"]), self.films(batch["film"])).squeeze(1)
         loss_B = (stars_B - batch["stars"].to(stars_B)).square()
         return {"loss": loss_B, "weight": torch.ones_like(loss_B), "said": stars_B}
@@ -52,6 +52,7 @@ class Ratings(Recipe):
     def rows(self, data: RatingsData, seed: int) -> tuple[Any, Any]:
         random = np.random.default_rng(seed)
         user, film = random.integers(0, 50, data.num_ratings), random.integers(0, 40, data.num_ratings)
+        # A rule to learn: 1 star if both numbers are even or both odd, else -1.
         columns = {"user": user, "film": film, "stars": np.where((user + film) % 2 == 0, 1.0, -1.0)}
         cut = data.num_ratings * 9 // 10
         return {k: v[:cut] for k, v in columns.items()}, {k: v[cut:] for k, v in columns.items()}
@@ -64,7 +65,7 @@ class Ratings(Recipe):
 
 
 class FromFrame(Ratings):
-    """The same from two DataFrames of numbers."""
+    """The same recipe with two DataFrames of numbers."""
 
     name = "ratings-frame"
 
@@ -87,7 +88,7 @@ class Samples(Dataset[dict[str, Tensor]]):
 
 
 class FromDataset(Ratings):
-    """The same from two torch Datasets."""
+    """The same recipe with two torch Datasets."""
 
     name = "ratings-dataset"
 

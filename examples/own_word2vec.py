@@ -1,5 +1,5 @@
-"""A recipe with two tables that share a vocabulary and negative sampling: word2vec (Mikolov et al. 2013), or
-one table for both sides with `--model.tied true`.
+"""A recipe with negative sampling and two tables over one vocabulary: word2vec (Mikolov et al. 2013). With
+`--model.tied true` it has one table for both sides.
 
     dphybrid train --recipe examples.own_word2vec:Word2Vec --devices 'cpu*2'
 
@@ -23,29 +23,29 @@ from dphybrid.recipes import DataConfig, ModelConfig, ModelContext, Recipe, Task
 
 Batch = dict[str, Tensor]
 TOPICS = ("sea wave ship sail tide", "bread flour oven salt dough", "star orbit moon comet sun")
-"""Made-up sentences have words of one topic."""
+"""Words of the made-up sentences; each sentence has words of one topic."""
 
 
 class TextData(DataConfig):
     sentences: int = Field(default=600, ge=20)
-    """Made-up sentences of seven words."""
+    """Number of made-up sentences, of seven words each."""
     window: int = Field(default=2, ge=1)
-    """Words on each side of a word that it is paired with."""
+    """A word is paired with this many words on each side."""
     least: int = Field(default=3, ge=1)
-    """Times that a word must occur to have a row of its own."""
+    """A word needs this many occurrences to have its own row."""
 
 
 class PairModel(ModelConfig):
     dim: int = Field(default=16, ge=1)
     """Width of a word's row."""
     negatives: int = Field(default=5, ge=1)
-    """Words drawn for each pair, the frequent ones more often."""
+    """Random words for each pair, frequent words more often."""
     tied: bool = False
-    """Are a word's row and its row as another word's neighbour the same?"""
+    """Whether a word and its role as another word's neighbour share one row."""
 
 
 def pairs(ids: list[np.ndarray], window: int) -> dict[str, np.ndarray]:
-    """Return each word with each of its neighbours."""
+    """Return all pairs of a word and one of its neighbours, in both directions."""
     shifts = range(1, window + 1)
     found = [np.stack([one[shift:], one[: len(one) - shift]], 1) for one in ids for shift in shifts]
     both = np.concatenate([*found, *(pair[:, ::-1] for pair in found)])
@@ -53,7 +53,7 @@ def pairs(ids: list[np.ndarray], window: int) -> dict[str, np.ndarray]:
 
 
 class Scores(nn.Module):
-    """word_BD, near_BD, drawn_BKD -> loss_B and the score of the pair."""
+    """(word_BD, near_BD, drawn_BKD) -> loss_B, and score_B of the pairs."""
 
     def forward(self, word_BD: Tensor, near_BD: Tensor, drawn_BKD: Tensor) -> tuple[Tensor, Tensor]:
         score_B = (word_BD * near_BD).sum(1)
@@ -70,12 +70,12 @@ class Net(nn.Module):
         self.region = DataParallel(Scores(), context.devices)
 
     def table_ids(self, batch: Batch) -> dict[str, list[Tensor]]:
-        """The ids that `forward` looks up, so that GPUs get the next batch's rows ahead."""
+        """Return the ids that `forward` looks up in each table, so that their rows can be prefetched."""
         word, near = [batch["word_B"]], [batch["near_B"], batch["drawn_BK"]]
         return {"words": word + near} if self.near is self.words else {"words": word, "near": near}
 
     def forward(self, batch: Batch) -> Batch:
-        rows_of = self.region.rows  # sends each device its share
+        rows_of = self.region.rows  # sends each device only the rows of its own samples
         word, near = rows_of(self.words, batch["word_B"]), rows_of(self.near, batch["near_B"])
         loss_B, score_B = self.region(word, near, rows_of(self.near, batch["drawn_BK"]))
         return {"loss": loss_B, "weight": torch.ones_like(loss_B), "score_B": score_B}
@@ -87,7 +87,7 @@ def loss_of_pairs(outputs: Batch) -> dict[str, float]:
 
 class Word2Vec(Recipe):
     name = "word2vec"
-    summary = "Vectors of words, from the words beside them."
+    summary = "Vectors of words, learned from their neighbours."
     data = TextData
     model = PairModel
     train = {"epochs": 4, "batch_size": 256}
@@ -100,7 +100,7 @@ class Word2Vec(Recipe):
         words = Vocabulary.fit(texts, least=data.least)
         ids = [words.ids(text) for text in texts]
         valid = pairs(ids[::10], data.window)
-        # Evaluation draws once, here; training draws anew in each epoch.
+        # Negatives of the validation split are drawn once, here; training replaces its zeros in each epoch.
         valid["drawn_BK"] = random.integers(2, len(words), (len(valid["word_B"]), 5))
         train = pairs([one for n, one in enumerate(ids) if n % 10], data.window)
         train["drawn_BK"] = np.zeros((len(train["word_B"]), 5), np.int64)
@@ -108,7 +108,8 @@ class Word2Vec(Recipe):
 
     def training_rows(self, rows: Dataset, info: Mapping[str, Any], model: PairModel) -> Dataset:
         def draw(_: Batch, draws: Draws) -> Batch:
-            # The vocabulary is sorted by frequency: squares of uniform numbers prefer its beginning.
+            # The vocabulary is sorted by frequency, and squares of uniform numbers prefer its beginning. The
+            # first two rows (missing, unknown) are not drawn.
             rank_BK = draws.uniform(model.negatives) ** 2 * (info["num_ids"]["word"] - 2)
             return {"drawn_BK": 2 + torch.from_numpy(rank_BK.astype(np.int64))}
 
@@ -121,10 +122,11 @@ class Word2Vec(Recipe):
         return Task("loss", False, loss_of_pairs, reads=("score_B",))
 
     def predict(self, model: Any, rows: pl.DataFrame, vocabularies: Mapping[str, Vocabulary]) -> pl.DataFrame:
-        """The three words whose rows point where each word's does."""
+        """Return for each word the three words whose rows have the most similar direction."""
         words = vocabularies["word"]
         asked_B = torch.from_numpy(words.ids(rows["word"]))
-        shared = torch.arange(words.first).expand(len(asked_B), -1)  # rows without a word of their own
+        # Leave out the rows that belong to no single word, and the word itself.
+        shared = torch.arange(words.first).expand(len(asked_B), -1)
         hidden = torch.cat([asked_B.unsqueeze(1), shared], 1)
         best = rank_rows(model.words(asked_B), normalize(model.words.weight, dim=1), hidden_QS=hidden, k=3)
         nearest = [" ".join(words.value(row) or "" for row in places) for places in best.rows_QK.tolist()]

@@ -1,1 +1,1 @@
-"""How good the models are; `__main__` says how to run it."""
+"""Compares the quality of the models with other libraries; see `__main__`."""

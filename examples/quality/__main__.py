@@ -1,23 +1,23 @@
-"""How good the models are: beside scikit-learn's models, published figures and a plain PyTorch loop, as
-tables and as JSON.
+"""Compares the quality of the models with scikit-learn's models, published figures and a plain PyTorch loop;
+prints tables and writes JSON.
 
     python -m examples.quality --data FOLDER [--only tables] [--seeds 2] [--out quality.json]
 
-FOLDER holds what a part reads: adult/adult.data (UCI Adult), ml-100k/u.data (MovieLens), wn18rr/ and
-fb15k237/ (train.txt, valid.txt, test.txt) and wikitext2/valid.txt. Everything runs on the CPU, in a data
-folder of its own; nothing is recorded. The JSON file is written anew after each seed or turn, so that an
-interrupted script leaves what it has finished.
+FOLDER holds the data: adult/adult.data (UCI Adult), ml-100k/u.data (MovieLens), wn18rr/ and fb15k237/
+(train.txt, valid.txt, test.txt) and wikitext2/valid.txt. Everything runs on the CPU, in a temporary data
+folder; nothing is recorded in MLflow. The JSON file is rewritten after each seed or turn, so that an
+interrupted script leaves its finished results.
 
 - tables: recipe ctr, scikit-learn's boosted trees and a linear model, on Adult and tables that ship with
   scikit-learn, or on `--table FILE --label NAME`. A seed is one of five folds: the models are trained on the
-  rest and asked about the fold. ctr sets validation rows of its own aside from the rest.
-- retrieval: three quarters of each user's ratings to train, the others to be found, by recipe retrieval, EASE
-  and the most popular items.
-- kge: recipe kge on the graphs that are there, filtered ranks among all entities, beside figures that others
-  have published.
-- text: steps of recipe text and of the same LSTM in plain loops, on the same batches, in turns, by CPU time;
-  and the perplexity of each on the validation split afterwards. Without --data the text is the reference that
-  ships with Python.
+  other folds and evaluated on it. ctr takes its validation rows from the training folds.
+- retrieval: recipe retrieval, EASE and the most popular items. Three quarters of each user's ratings are for
+  training, the others are to be found.
+- kge: recipe kge on the graphs in FOLDER, by filtered ranks among all entities, compared with published
+  figures.
+- text: recipe text and the same LSTM in plain loops take turns of some steps on the same batches. Compares
+  their speed in CPU time, and their perplexity on the validation split at the end. Without --data the text
+  is Python's language reference.
 """
 
 import argparse
@@ -43,14 +43,15 @@ PUBLISHED = {
     "wn18rr": {"ComplEx": 0.475, "RESCAL": 0.467, "DistMult": 0.452, "ConvE": 0.442, "TransE": 0.228},
     "fb15k237": {"RESCAL": 0.356, "ComplEx": 0.348, "DistMult": 0.343, "ConvE": 0.339, "TransE": 0.313},
 }
-"""Filtered MRR on the test parts, from the README of LibKGE (github.com/uma-pi1/kge; Ruffinelli, Broscheit
-and Gemulla 2020), each after a search for its best values on that graph."""
+"""Filtered MRR on the test splits, from the README of LibKGE (github.com/uma-pi1/kge; Ruffinelli, Broscheit
+and Gemulla 2020), each after a search for the best hyperparameters on that graph."""
 
 
 def kge(data: Path | None, seeds: range, epochs: int | None, keep: Keep) -> None:
-    """Train recipe kge on each graph that is there, for as many epochs as it says or for `epochs`."""
+    """Train recipe kge on each graph in `data`, for `epochs` epochs or the recipe's default."""
     found: Page = {}
     folders = [data / name for name in PUBLISHED if (data / name).exists()] if data else []
+    # Without any graph, `there` raises the error that names the missing folder.
     for folder in folders or [there(data, "wn18rr")]:
         runs = found[folder.name] = []
         for seed in seeds:
@@ -65,7 +66,7 @@ def kge(data: Path | None, seeds: range, epochs: int | None, keep: Keep) -> None
 
 
 def lines(found: Page) -> list[str]:
-    """Return the figures as Markdown for people."""
+    """Return the results as lines of Markdown tables."""
     told = [", ".join(f"{name} {value}" for name, value in found["machine"].items())]
     for name, table in found.get("tables", {}).get("tables", {}).items():
         heads = (
@@ -88,6 +89,7 @@ def lines(found: Page) -> list[str]:
         heads = f"tokens a second of CPU | text beside it, by turn | perplexity after {part['steps']} steps"
         told += ["", f"| LSTM | {heads} |", "| --- | --- | --- | --- |"]
         for name, speeds in part["tokens_per_cpu_s"].items():
+            # Turn by turn, because both run one after the other under the same load of the machine.
             ratios = [
                 ours / other for ours, other in zip(part["tokens_per_cpu_s"]["text"], speeds, strict=True)
             ]
@@ -106,7 +108,7 @@ def line(name: str, runs: list[Page], key: str) -> str:
 
 
 def machine() -> Page:
-    """Return what the figures depend on."""
+    """Return facts about this machine and its packages that the results depend on."""
     versions = {name: installed(name) for name in ("torch", "scikit-learn")}
     python = {"python": platform.python_version(), "threads": torch.get_num_threads()}
     return (
@@ -115,19 +117,19 @@ def machine() -> Page:
 
 
 def main(argv: list[str] | None = None) -> Page:
-    """Measure what was asked for, print it, write it, and return it."""
+    """Measure the parts that were asked for; print, write and return the results."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n\n")[0])
     parser.add_argument(
         "--data", type=Path, help="folder with adult/, ml-100k/, wn18rr/, fb15k237/ and wikitext2/"
     )
-    parser.add_argument("--only", choices=PARTS, help="one part; else all")
-    parser.add_argument("--seeds", type=int, default=5, help="how many, of all but text (5)")
-    parser.add_argument("--first-seed", type=int, default=0, help="the first of them (0)")
-    parser.add_argument("--table", type=Path, help="a CSV file to compare on instead of the tables")
-    parser.add_argument("--label", default="14", help="its label: a name, or a position (14)")
-    parser.add_argument("--epochs", type=int, help="of kge, instead of its own")
-    parser.add_argument("--turns", type=int, default=5, help="of text (5)")
-    parser.add_argument("--out", type=Path, default=Path("quality.json"), help="the JSON file")
+    parser.add_argument("--only", choices=PARTS, help="measure only this part")
+    parser.add_argument("--seeds", type=int, default=5, help="number of seeds, except for text (5)")
+    parser.add_argument("--first-seed", type=int, default=0, help="first seed (0)")
+    parser.add_argument("--table", type=Path, help="CSV file to compare on, instead of the usual tables")
+    parser.add_argument("--label", default="14", help="label column of --table: its name or position (14)")
+    parser.add_argument("--epochs", type=int, help="epochs of kge, instead of its default")
+    parser.add_argument("--turns", type=int, default=5, help="turns of text (5)")
+    parser.add_argument("--out", type=Path, default=Path("quality.json"), help="JSON file to write")
     given = parser.parse_args(argv)
     parts = [given.only] if given.only else PARTS
     seeds = range(given.first_seed, given.first_seed + given.seeds)

@@ -1,4 +1,4 @@
-"""What the parts share: timing, lines for people, training as it comes."""
+"""Shared by the parts: timing, progress lines, training with default values."""
 
 import contextlib
 import sys
@@ -13,12 +13,12 @@ from dphybrid.util.errors import UserError
 
 Page = dict[str, Any]
 Keep = Callable[[Page], None]
-"""Takes the figures that a part has so far."""
+"""Function that saves the results which a part has so far."""
 
 
 @contextlib.contextmanager
 def taking(times: Page) -> Iterator[None]:
-    """Put the seconds of the block, on the clock and of all threads, into `times`."""
+    """Put the block's wall time and the CPU time of all threads, in seconds, into `times`."""
     wall, cpu = time.perf_counter(), time.process_time()
     yield
     times |= {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
@@ -33,7 +33,7 @@ def train(data: Any, recipe: str, **values: Any) -> Any:
 
 
 def installed(name: str) -> str:
-    """Return a package's version, "" where there is none."""
+    """Return a package's version, or "" if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -41,7 +41,7 @@ def installed(name: str) -> str:
 
 
 def there(data: Path | None, name: str) -> Path:
-    """Return what a part reads. Raises UserError when it is not there."""
+    """Return the path of a part's data. Raises UserError if it does not exist."""
     if data is None or not (data / name).exists():
-        raise UserError(f"--data {data}: there is no {name}; name the folder that holds it, or --only text")
+        raise UserError(f"--data {data}: has no {name}; give the folder that holds it, or use --only text")
     return data / name

@@ -1,4 +1,4 @@
-"""Which item next: recipe retrieval beside EASE and the most popular items.
+"""Next items: compares recipe retrieval with EASE and the most popular items.
 
 Letters: B rows, U users, I items, K items of a list.
 """
@@ -17,8 +17,8 @@ CUTOFF, EASE_PENALTY = 10, 300.0
 
 
 def retrieval(file: Path, seeds: range, keep: Keep) -> None:
-    """Let each of `RECOMMENDERS` learn from three quarters of each user's ratings, and look for the others
-    among all items that the user has not met in training, for each seed."""
+    """For each seed, train all `RECOMMENDERS` on three quarters of each user's ratings, and evaluate how well
+    they find the others among all items that the user has not met in training."""
     rows = pl.read_csv(file, separator="\t", has_header=False)
     pairs = rows.select(pl.nth(0).alias("user"), pl.nth(1).alias("item")).cast(pl.String)
     found: dict[str, list[Page]] = {name: [] for name in RECOMMENDERS}
@@ -36,7 +36,7 @@ def retrieval(file: Path, seeds: range, keep: Keep) -> None:
 
 
 def ndcg(lists: dict[str, list[str]], wanted: pl.DataFrame) -> float:
-    """Return the mean NDCG at `CUTOFF` of users' lists; items count alike."""
+    """Return the mean NDCG at `CUTOFF` of the users' lists, with binary gains."""
     gains = 1 / np.log2(np.arange(2, CUTOFF + 2))
     users = wanted.group_by("user").agg("item").iter_rows()
     return statistics.mean(
@@ -55,7 +55,8 @@ def by_recipe(known: pl.DataFrame, seed: int) -> dict[str, list[str]]:
 
 
 def by_scores(known: pl.DataFrame, scores_of: Callable[[np.ndarray], np.ndarray]) -> dict[str, list[str]]:
-    """Return the items of the highest scores that a user has not met. scores_of: met_UI (ones) -> scores."""
+    """Return for each user the items with the highest scores that the user has not met. scores_of: met_UI
+    (ones and zeros) -> scores."""
     (users_B, users), (items_B, items) = (
         (known[name].rank("dense").to_numpy() - 1, known[name].unique().sort().to_list())
         for name in known.columns
@@ -72,8 +73,9 @@ def popular(known: pl.DataFrame, seed: int) -> dict[str, list[str]]:
 
 
 def ease(known: pl.DataFrame, seed: int) -> dict[str, list[str]]:
-    """EASE (Steck 2019, "Embarrassingly Shallow Autoencoders for Sparse Data", equation 8): the linear map of
-    items to items that best restores the table without an item saying itself, by one inverse."""
+    """Recommend by EASE (Steck 2019, "Embarrassingly Shallow Autoencoders for Sparse Data", equation 8): the
+    linear map from items to items that best reconstructs the interactions, with a diagonal of 0 so that no
+    item predicts itself. One matrix inverse gives it."""
 
     def scores(met_UI: np.ndarray) -> np.ndarray:
         inverse_II = np.linalg.inv(met_UI.T @ met_UI + EASE_PENALTY * np.eye(met_UI.shape[1]))

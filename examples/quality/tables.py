@@ -1,4 +1,4 @@
-"""Tables: recipe ctr beside scikit-learn's boosted trees and a linear model.
+"""Tables: compares recipe ctr with scikit-learn's boosted trees and a linear model.
 
 Letters: B rows.
 """
@@ -16,14 +16,14 @@ from examples.quality.common import Keep, Page, installed, taking, tell, there, 
 
 METRICS = {"binary": "AUC", "multiclass": "accuracy", "regression": "RMSE"}
 SHIPPED = {"breast_cancer": "binary", "wine": "multiclass", "diabetes": "regression"}
-"""Tables that ship with scikit-learn, and what their labels are."""
+"""Tables that ship with scikit-learn, and the kinds of their labels."""
 FOLDS = 5
 MOST_CODES = 254
-"""Values of a column that scikit-learn's trees tell apart at most; rare ones share a code."""
+"""Most values of a column for scikit-learn's trees, which take at most 255; rare values share a code."""
 
 
 def tables(data: Path | None, table: Path | None, label: str, seeds: range, keep: Keep) -> None:
-    """Train ctr and scikit-learn's models on the same rows of each table, for each seed."""
+    """For each table and seed, train ctr and scikit-learn's models on the same rows."""
     if not installed("scikit-learn"):
         raise UserError(
             "scikit-learn is not installed, and this part compares with it: python -m pip install "
@@ -36,6 +36,7 @@ def tables(data: Path | None, table: Path | None, label: str, seeds: range, keep
         frame, task = labelled(files[name], label) if name in files else shipped(name)
         found[name] = {"rows": len(frame), "task": task, "runs": {model: [] for model in MODELS}}
         for seed in seeds:
+            # FOLDS consecutive seeds share one permutation, so that their folds do not overlap.
             fold_B = np.random.default_rng(seed // FOLDS).permutation(len(frame)) % FOLDS == seed % FOLDS
             for model, fit in MODELS.items():
                 times: Page = {}
@@ -48,8 +49,8 @@ def tables(data: Path | None, table: Path | None, label: str, seeds: range, keep
 
 
 def labelled(file: Path, label: str) -> tuple[pd.DataFrame, str]:
-    """Return the rows of a CSV file with a label, as numbers, in column "label", and what that is. label: a
-    name, or a position in a file without a header."""
+    """Return the rows of a CSV file with the label as numbers in the column "label", and the label's kind.
+    label: a name, or a position in a file without a header."""
     frame = pd.read_csv(
         file,
         header=None if label.isdigit() else 0,
@@ -62,6 +63,7 @@ def labelled(file: Path, label: str) -> tuple[pd.DataFrame, str]:
     if name not in frame:
         raise UserError(f"--label {label}: {file} has no such column")
     frame = frame.rename(columns={name: "label"}).dropna(subset="label")
+    # Few different numbers are classes.
     numbers = frame["label"].dtype.kind in "fi" and frame["label"].nunique() > 20
     if not numbers:
         frame["label"] = np.unique(frame["label"].astype(str), return_inverse=True)[1]
@@ -70,7 +72,7 @@ def labelled(file: Path, label: str) -> tuple[pd.DataFrame, str]:
 
 
 def shipped(name: str) -> tuple[pd.DataFrame, str]:
-    """Return a table that ships with scikit-learn, as `labelled` does."""
+    """Return a table that ships with scikit-learn, in the form of `labelled`."""
     from sklearn import datasets
 
     frame = getattr(datasets, f"load_{name}")(as_frame=True).frame
@@ -94,7 +96,7 @@ def ctr(rows: pd.DataFrame, asked: pd.DataFrame, task: str, seed: int) -> np.nda
 
 
 def trees(rows: pd.DataFrame, asked: pd.DataFrame, task: str, seed: int) -> np.ndarray:
-    """Fit scikit-learn's trees with their own defaults."""
+    """Fit scikit-learn's boosted trees with their default values."""
     from sklearn.compose import make_column_transformer
     from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
     from sklearn.preprocessing import OrdinalEncoder
@@ -110,7 +112,7 @@ def trees(rows: pd.DataFrame, asked: pd.DataFrame, task: str, seed: int) -> np.n
 
 
 def linear(rows: pd.DataFrame, asked: pd.DataFrame, task: str, seed: int) -> np.ndarray:
-    """Fit ridge or logistic regression on standardised numbers and a column for each category."""
+    """Fit ridge or logistic regression on standardized numbers and one-hot categories."""
     from sklearn.compose import make_column_transformer
     from sklearn.impute import SimpleImputer
     from sklearn.linear_model import LogisticRegression, Ridge

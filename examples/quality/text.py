@@ -1,4 +1,4 @@
-"""Text: recipe text beside the same LSTM in plain PyTorch.
+"""Text: compares recipe text with the same LSTM in plain PyTorch.
 
 Letters: B samples, T tokens of a sample, H width of the network, X tokens of a batch.
 """
@@ -26,11 +26,11 @@ from dphybrid.training.optimizers import make_dense_optimizer
 from examples.quality.common import Keep, Page, taking, tell
 
 STEPS = 12
-"""Steps of a turn. The first turn warms up and is not timed."""
+"""Steps of a turn. The first turn is a warm-up and not timed."""
 
 
 class PlainText(nn.Module):
-    """The text recipe's network in plain PyTorch, the table a parameter like the others."""
+    """The text recipe's network in plain PyTorch, with the table as an ordinary parameter."""
 
     def __init__(self, num_words: int, dim: int, hidden: int, layers: int, dropout: float) -> None:
         super().__init__()
@@ -55,11 +55,13 @@ def mean_loss(outputs: dict[str, Tensor]) -> Tensor:
 
 
 def text(path: Path | None, turns: int, keep: Keep) -> None:
-    """Time `STEPS` steps at a time of recipe text, with its own values, and of the same network in plain
-    loops: with Adam, and as pytorch/examples' word_language_model trains (SGD at 20, clipping at 0.25)."""
+    """Time turns of `STEPS` steps: recipe text with its default values, and the same network in two plain
+    loops, one with Adam, one trained as pytorch/examples' word_language_model (SGD at 20, clipping at
+    0.25)."""
     config = load_config(None, ["recipe=text", "devices=cpu", *([f"data.path={path}"] if path else [])])
     tell("text: preparing")
     recipe = find_recipe("text")
+    # Standard output is for the results alone.
     with contextlib.redirect_stdout(sys.stderr):
         data = recipe.prepare(config.data, load_settings().prepared_dir, 0)
     model = recipe.new_model(ModelContext.of(config, data.info, resolve_devices("cpu")))
@@ -102,6 +104,7 @@ def text(path: Path | None, turns: int, keep: Keep) -> None:
     speeds: dict[str, list[float]] = {name: [] for name in loops}
     source = forever(data.dataset("train"), config.train.batch_size)
     for turn in range(1 + turns):
+        # Drawn before the clock starts; all loops get the same batches.
         drawn = list(islice(source, STEPS))
         tokens = sum(int((batch["targets_BT"] != IGNORED).sum()) for batch in drawn)
         for name, (_, steps) in loops.items():

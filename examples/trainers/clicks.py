@@ -1,9 +1,9 @@
-"""What the examples of trainers have in common: a model with a table in host memory, made-up clicks, the
-optimizers, and the plain loop whose losses each trainer's equal.
+"""Shared by the examples of trainers: a model with a table in host memory, made-up clicks, the optimizers,
+and a plain loop, whose losses each trainer reproduces.
 
     python -m examples.trainers.clicks
 
-Letters: B samples, F ids a sample.
+Letters: B samples, F ids of a sample.
 """
 
 import torch
@@ -26,8 +26,8 @@ NUM_STEPS = NUM_SAMPLES // BATCH_SIZE * NUM_EPOCHS
 
 
 class Clicks(nn.Module):
-    """Rows of two ids, side by side, into a small network on two virtual devices (with GPUs: "auto"); gives
-    its loss, as transformers' models do."""
+    """A small network over the concatenated rows of two ids, on two virtual devices (with GPUs use "auto").
+    It returns its loss, as models of transformers do."""
 
     def __init__(self, devices: str = "cpu*2") -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Clicks(nn.Module):
 
 
 class Samples(Dataset[dict[str, Tensor]]):
-    """Made-up clicks: those on even first ids."""
+    """Made-up samples, clicked if the first id is even."""
 
     def __init__(self) -> None:
         self.ids_BF = torch.randint(0, 50, (NUM_SAMPLES, 2), generator=torch.Generator().manual_seed(1))
@@ -65,7 +65,8 @@ def make_loader() -> "DataLoader[dict[str, Tensor]]":
 
 
 def make_optimizer(model: nn.Module) -> tuple[CombinedOptimizer, LambdaLR]:
-    """Return one optimizer for dense parameters and rows, and a schedule that takes both rates down to 0."""
+    """Return one optimizer for dense parameters and rows, and a schedule that lowers both rates to 0."""
+    # Trainers take one optimizer: CombinedOptimizer makes one of two.
     dense = torch.optim.AdamW(dense_parameters(model), lr=0.01)
     rows = row_optimizer("adagrad", model, lr=0.1)
     optimizer = CombinedOptimizer(dense, rows)
@@ -73,8 +74,7 @@ def make_optimizer(model: nn.Module) -> tuple[CombinedOptimizer, LambdaLR]:
 
 
 def main(accumulate: int = 1) -> tuple[list[float], Clicks]:
-    """Train in a loop of one's own; return the loss of each batch, and the model. accumulate: batches a
-    step."""
+    """Train in a plain loop; return the loss of each batch, and the model. accumulate: batches per step."""
     model = make_model()
     optimizer, schedule = make_optimizer(model)
     losses: list[float] = []

@@ -1,4 +1,4 @@
-"""A table in host memory in a loop with accelerate.
+"""Trains a model with a table in host memory in a loop with accelerate.
 
 python -m examples.trainers.with_accelerate
 """
@@ -14,8 +14,8 @@ from examples.trainers.clicks import MAX_NORM, NUM_EPOCHS, Clicks, make_loader, 
 def main(
     resume: str | None = None, save: str | None = None, epochs: int = NUM_EPOCHS, **options: Any
 ) -> tuple[list[float], Clicks]:
-    """Train, from a checkpoint perhaps, and write one; return the loss of each batch, and the model.
-    options: of the Accelerator."""
+    """Train and return the loss of each batch, and the model. resume: folder of a checkpoint to continue;
+    save: folder for a checkpoint at the end. options: of the Accelerator."""
     accelerator = Accelerator(cpu=True, **options)
     model = make_model()
     model, optimizer, schedule, batches = accelerator.prepare(model, *make_optimizer(model), make_loader())
@@ -28,7 +28,9 @@ def main(
                 loss = model(**batch)["loss"]
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
-                    accelerator.unscale_gradients()  # does nothing but with float16
+                    # Not accelerator.clip_grad_norm_: torch's clipping refuses sparse gradients. It would
+                    # also unscale them, which has an effect only with float16.
+                    accelerator.unscale_gradients()
                     clip_grad_norm_(model.parameters(), MAX_NORM)
                 optimizer.step()
                 schedule.step()

@@ -1,4 +1,4 @@
-"""A table in host memory in Lightning's loop.
+"""Trains a model with a table in host memory in Lightning's Trainer.
 
 python -m examples.trainers.with_lightning
 """
@@ -14,7 +14,7 @@ from examples.trainers.clicks import MAX_NORM, NUM_EPOCHS, make_loader, make_mod
 
 
 class LitClicks(lightning.LightningModule):
-    """The model, its step and its one optimizer."""
+    """The model, its training step and its optimizer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class LitClicks(lightning.LightningModule):
         return loss
 
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
-        """Clip rows and dense parameters by their common norm: torch's clipping refuses sparse gradients."""
+        """Clip rows and dense parameters by their common norm; torch's clipping refuses sparse gradients."""
         clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], MAX_NORM)
 
     def configure_optimizers(self) -> Any:
@@ -37,7 +37,8 @@ class LitClicks(lightning.LightningModule):
 def main(
     resume: Path | None = None, save: Path | None = None, module: LitClicks | None = None, **options: Any
 ) -> LitClicks:
-    """Train, from a checkpoint perhaps, and write one. options: of Lightning's Trainer."""
+    """Train and return the module. resume: checkpoint to continue; save: file for a checkpoint at the end.
+    options: of Lightning's Trainer."""
     module = module or LitClicks()
     options = {"max_epochs": NUM_EPOCHS, "accelerator": "cpu", **options}
     trainer = lightning.Trainer(

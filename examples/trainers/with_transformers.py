@@ -1,4 +1,4 @@
-"""A table in host memory in the Trainer of transformers.
+"""Trains a model with a table in host memory in the Trainer of transformers.
 
 python -m examples.trainers.with_transformers
 """
@@ -15,14 +15,14 @@ from examples.trainers.clicks import BATCH_SIZE, MAX_NORM, NUM_EPOCHS, Samples, 
 
 
 def make_trainer(folder: str, optimizers: Any = None, **options: Any) -> Trainer:
-    """Return a Trainer that writes to `folder`. optimizers: None for rows and dense parameters. options: of
-    the TrainingArguments."""
+    """Return a Trainer that writes to `folder`. optimizers: optimizer and schedule; None: those of
+    `make_optimizer`. options: of the TrainingArguments."""
     model = make_model()
     arguments = TrainingArguments(
         folder,
         per_device_train_batch_size=BATCH_SIZE,
         **{"num_train_epochs": NUM_EPOCHS, "max_grad_norm": MAX_NORM, "save_strategy": "epoch", **options},
-        train_sampling_strategy="sequential",  # as in the plain loop
+        train_sampling_strategy="sequential",  # the order of the plain loop, so that losses are equal
         logging_steps=1,
         use_cpu=True,
         report_to=[],
@@ -40,18 +40,20 @@ def make_trainer(folder: str, optimizers: Any = None, **options: Any) -> Trainer
 
 
 def clip_rows_too(trainer: Trainer) -> None:
-    """Have the Trainer clip rows and dense parameters by their common norm: torch's clipping
-    refuses sparse gradients."""
+    """Make the Trainer clip rows and dense parameters by their common norm; torch's clipping refuses sparse
+    gradients."""
 
     def clip(parameters: Iterable[Tensor], max_norm: float, *_: Any) -> Tensor:
-        trainer.accelerator.unscale_gradients()  # does nothing but with float16
+        # The replaced function unscales, too; it has an effect only with float16.
+        trainer.accelerator.unscale_gradients()
         return clip_grad_norm_(parameters, max_norm)
 
+    # The Trainer clips by this function of its accelerator.
     trainer.accelerator.clip_grad_norm_ = clip
 
 
 def losses_of(trainer: Trainer) -> list[float]:
-    """Return the losses of all steps that the Trainer has logged."""
+    """Return the losses of all logged steps."""
     return [float(line["loss"]) for line in trainer.state.log_history if "loss" in line]
 
 
