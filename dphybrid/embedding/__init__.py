@@ -1,4 +1,13 @@
-"""Embedding tables in host memory, and the optimizers of their rows. Needs torch and numpy."""
+"""Embedding tables in host memory, and the optimizers of their rows. Needs only torch and numpy.
+
+A table's weight is a parameter on the host with a sparse gradient. A step gathers the batch's rows, sends
+each replica the unique rows of its share, gets their summed gradients back, and updates only those rows.
+
+Where to read: `table` (the module), `gradients` (from lookups to one sparse gradient), `optim` (the
+optimizers), `native` (the C kernels as functions of tensors), `replicas` (rows to the devices, gradients
+back), `ahead` and `pipeline` (exact prefetching), `collection` (many tables in one), `storage` (memory or
+files).
+"""
 
 from dphybrid.embedding.collection import HostEmbeddingCollection, find_tables
 from dphybrid.embedding.combined import CombinedOptimizer

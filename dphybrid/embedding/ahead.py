@@ -59,7 +59,7 @@ class LookupsAhead:
         self._sizes_of: SizesOf | None = None
         self._expected: list[Lookup] = []
         self.changes: deque[tuple[int, int, Tensor]] | None = None
-        self._mark: Tensor | None = None
+        self._changed_V: Tensor | None = None
 
     def place_on(self, devices: Sequence[torch.device], sizes_of: SizesOf) -> None:
         """Set the replicas' devices and shares; see `HostEmbedding.place_on`."""
@@ -162,7 +162,9 @@ class LookupsAhead:
         for share, places_C in zip(lookup.shares, places, strict=True):
             if len(places_C):
                 ids_C = share.where.unique_U.index_select(0, places_C)
-                share.channel.mend(share, places_C, partial(native.gather, weight.detach(), None, ids_C))
+                share.channel.replace_rows(
+                    share, places_C, partial(native.gather, weight.detach(), None, ids_C)
+                )
         lookup.version = now
         self._counters.repaired += sum(len(places_C) for places_C in places)
         self._counters.repair_ms += 1e3 * (time.perf_counter() - start)
@@ -172,11 +174,11 @@ class LookupsAhead:
     ) -> list[Tensor]:
         """Return, for each tensor of unique ids, the places of the changed ids in it."""
         # One byte for each row of the table, but only pages that are written take memory.
-        if self._mark is None or len(self._mark) != num_rows:
-            self._mark = zero_rows((num_rows,), torch.uint8)
+        if self._changed_V is None or len(self._changed_V) != num_rows:
+            self._changed_V = zero_rows((num_rows,), torch.uint8)
         for _, _, changed in changes:
-            self._mark.index_fill_(0, changed, 1)
-        places = [self._mark.index_select(0, unique_U).nonzero().squeeze(1) for unique_U in uniques]
+            self._changed_V.index_fill_(0, changed, 1)
+        places = [self._changed_V.index_select(0, unique_U).nonzero().squeeze(1) for unique_U in uniques]
         for _, _, changed in changes:  # not zero_(): a pass over a large table takes longer than the step
-            self._mark.index_fill_(0, changed, 0)
+            self._changed_V.index_fill_(0, changed, 0)
         return places

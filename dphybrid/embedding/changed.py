@@ -24,7 +24,7 @@ class ChangedRows:
     def __init__(self, tables: Mapping[str, Sequence[Tensor]]) -> None:
         self._tables = tables
         self._marks = {name: zero_rows((len(held[0]),), torch.uint8) for name, held in tables.items()}
-        self._expected: dict[str, list[int]] = {}
+        self._expected_versions: dict[str, list[int]] = {}
         self.forget()
 
     def add(self, name: str, rows_U: Tensor) -> None:
@@ -33,14 +33,17 @@ class ChangedRows:
         if name in self._tables:
             # numpy, not torch: on a few hundred rows its calls take less than half the time.
             self._marks[name].numpy()[rows_U.numpy()] = 1
-            self._expected[name] = [version + 1 for version in self._expected[name]]
+            self._expected_versions[name] = [version + 1 for version in self._expected_versions[name]]
 
     def forget(self) -> None:
         """Reset: from now on, no row counts as changed."""
-        if self._expected:  # new marks are zeros already; writing to them would allocate their memory
+        # Not for new marks: they are zeros already, and writing to them would allocate their memory.
+        if self._expected_versions:
             for mark_V in self._marks.values():
                 mark_V.zero_()
-        self._expected = {name: [tensor._version for tensor in held] for name, held in self._tables.items()}
+        self._expected_versions = {
+            name: [tensor._version for tensor in held] for name, held in self._tables.items()
+        }
 
     def restore(self, rows: Mapping[str, Tensor]) -> None:
         """Reset, with these rows (int64) of each table counted as changed."""
@@ -53,7 +56,7 @@ class ChangedRows:
         unknown."""
         return {
             name: torch.from_numpy(np.flatnonzero(self._marks[name].numpy().view(np.bool_)))
-            if [tensor._version for tensor in held] == self._expected[name]
+            if [tensor._version for tensor in held] == self._expected_versions[name]
             else None
             for name, held in self._tables.items()
         }

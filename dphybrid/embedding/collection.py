@@ -138,7 +138,7 @@ def _tables(model: nn.Module) -> Iterator[tuple[str, HostEmbedding]]:
             yield collections.get(id(module)) or name, module
 
 
-def listed(params: Any) -> list[object]:
+def as_list(params: Any) -> list[object]:
     """Return an optimizer's `params` as a list of weights, tables, (name, weight or table) pairs, or
     groups."""
     if isinstance(params, Mapping):

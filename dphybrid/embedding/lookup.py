@@ -135,14 +135,14 @@ def row_numbers(ids: Tensor, num_rows: int, name: str) -> Tensor:
     # read outside of the table.
     ids = whole_numbers(ids, name).clone()
     if ids.numel():
-        # One fast pass over the ids; `no_row` looks for the wrong one only if there is one.
+        # One fast pass over the ids; `not_a_row` looks for the wrong one only if there is one.
         low, high = torch.aminmax(ids)
         if int(low) < 0 or int(high) >= num_rows:
-            raise no_row(ids, num_rows, name)
+            raise not_a_row(ids, num_rows, name)
     return ids
 
 
-def no_row(ids: Tensor, num_rows: int, name: str) -> UserError:
+def not_a_row(ids: Tensor, num_rows: int, name: str) -> UserError:
     """Return the error for the first id that is not a row of the table."""
     wrong = ((ids < 0) | (ids >= num_rows)).nonzero()[0].tolist()
     return UserError(

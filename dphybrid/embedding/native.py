@@ -192,7 +192,7 @@ def _gradients(rows_ND: Tensor, count: int) -> tuple[int | None, int]:
     return rows_ND.data_ptr(), rows_ND.stride(0) * rows_ND.element_size()
 
 
-def _to_arrange(
+def _arrange_arguments(
     segments: Sequence[Segment], num_keys: int, frozen: Sequence[int] = (), *, inverse: bool = False
 ) -> _Arranged:
     """Return the arguments of a stable sort of the segments' ids, and memory for its results. frozen:
@@ -223,7 +223,7 @@ def _to_arrange(
     return _Arranged(call, memory, inverse_N, (lines, held, frozen_F))
 
 
-def _refused(arranged: _Arranged, segments: Sequence[Segment]) -> Exception:
+def _refusal(arranged: _Arranged, segments: Sequence[Segment]) -> Exception:
     call = arranged.call
     if call.wrong_segment < 0:
         return UserError(
@@ -237,10 +237,10 @@ def _refused(arranged: _Arranged, segments: Sequence[Segment]) -> Exception:
 def _arrange(
     segments: Sequence[Segment], num_keys: int, frozen: Sequence[int] = (), *, inverse: bool = False
 ) -> _Arranged:
-    """Sort the ids of segments; see `_to_arrange`."""
-    arranged = _to_arrange(segments, num_keys, frozen, inverse=inverse)
+    """Sort the ids of segments; see `_arrange_arguments`."""
+    arranged = _arrange_arguments(segments, num_keys, frozen, inverse=inverse)
     if not kernels.call("arrange", arranged.call):
-        raise _refused(arranged, segments)
+        raise _refusal(arranged, segments)
     return arranged
 
 
@@ -339,7 +339,7 @@ def update(rule: Rule, tables: Tables, segments: Sequence[Segment], frozen: Sequ
 
     frozen: ascending keys to leave out. Raises what `sum_rows` raises.
     """
-    arranged = _to_arrange(segments, tables.first_keys[-1], frozen)
+    arranged = _arrange_arguments(segments, tables.first_keys[-1], frozen)
     fix1, fix2 = corrections(*rule.betas)
     # The team is chosen by the number of ids: how many are unique is known only within the call.
     call = kernels.Update(
@@ -348,5 +348,5 @@ def update(rule: Rule, tables: Tables, segments: Sequence[Segment], frozen: Sequ
         rule.decay, rule.eps, *rule.betas, fix1.data_ptr(), fix2.data_ptr(), len(fix1) - 1,
     )  # fmt: skip
     if not kernels.call("update_rows", call):
-        raise _refused(arranged, segments)
+        raise _refusal(arranged, segments)
     return arranged.keys_U

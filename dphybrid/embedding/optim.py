@@ -20,7 +20,7 @@ from torch.optim import optimizer as of_torch
 
 from dphybrid.embedding import native
 from dphybrid.embedding.changed import ChangedRows
-from dphybrid.embedding.collection import find_tables, listed, named_weights
+from dphybrid.embedding.collection import as_list, find_tables, named_weights
 from dphybrid.embedding.gradients import info_of, segment_of
 from dphybrid.embedding.native import Rule
 from dphybrid.embedding.storage import zero_rows
@@ -58,20 +58,20 @@ class RowOptimizer(EagerOptimizer):
         known = self.row_rule.numbers
         if foreign := sorted(numbers.keys() - known.keys() - {"weight_decay"}):
             raise TypeError(f"{type(self).__name__} got an unexpected keyword argument {foreign[0]!r}")
-        groups: list[Any] = listed(params)
-        if isinstance(params, Mapping):  # one group a table
+        groups: list[Any] = as_list(params)
+        if isinstance(params, Mapping):  # one group per table
             groups = [{"params": [entry]} for entry in named_weights(groups)]
         if not groups:
             raise UserError("row optimizer: no table to train; give it the tables of a model that has some")
         # Kernel arguments of the step before, by the weights' ids; see `_tables`.
-        self._kept: dict[object, tuple[object, native.Tables]] = {}
+        self._kernel_tables: dict[object, tuple[object, native.Tables]] = {}
         if lr is not None:
             numbers["lr"] = lr
         super().__init__(groups, {"weight_decay": 0.0, **known, **numbers})
 
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
-        self._kept = {}  # a copy has other memory than the addresses in there
+        self._kernel_tables = {}  # a copy has other memory than the addresses in there
 
     def _state_shapes(self, num_rows: int, dim: int, real: torch.dtype) -> _Shapes:
         """Return the shape and type of each state for a table (num_rows, dim)."""
@@ -106,7 +106,7 @@ class RowOptimizer(EagerOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add weights to train, with zero states."""
-        group = {**param_group, "params": named_weights(listed(param_group["params"]))}
+        group = {**param_group, "params": named_weights(as_list(param_group["params"]))}
         group.pop("param_names", None)
         _check_numbers(self.defaults | group)
         if foreign := sorted(_OPTIONS_OF_OTHERS & group.keys() - self.defaults.keys()):
@@ -167,8 +167,8 @@ class RowOptimizer(EagerOptimizer):
             with torch.enable_grad():
                 loss = closure()
         self._refuse_copies()
-        _refuse_between_steps()
-        for rule, names, weights in self._alike():
+        _refuse_while_accumulating()
+        for rule, names, weights in self._groups_alike():
             if any(weight.grad is not None for weight in weights):
                 self._update(rule, names, weights)
         return loss
@@ -188,7 +188,7 @@ class RowOptimizer(EagerOptimizer):
                     "says; if your own loop makes all copies' gradients equal, set table.synchronized = True"
                 )
 
-    def _alike(self) -> list[tuple[Rule, tuple[str, ...], list[Tensor]]]:
+    def _groups_alike(self) -> list[tuple[Rule, tuple[str, ...], list[Tensor]]]:
         """Group the tables by width, type and rule; return (rule, names, weights) of each group."""
         # Each group is updated in one kernel call: 200 calls for 200 tables took five times as long as one
         # call for a table with all their rows.
@@ -246,7 +246,7 @@ class RowOptimizer(EagerOptimizer):
         # Addresses alone are not enough: memory that was freed may be reused for a tensor of another shape.
         now = [(each.data_ptr(), each.shape, each.stride(), each.dtype, type(each)) for each in changed]
         key = tuple(map(id, weights))
-        kept = self._kept.get(key)
+        kept = self._kernel_tables.get(key)
         if kept is None or kept[0] != now:
             members = []
             for weight, states in zip(weights, own, strict=True):
@@ -254,7 +254,7 @@ class RowOptimizer(EagerOptimizer):
                 fields = self.row_rule.states.items()
                 held = {field: (states[name], *shapes[name]) for name, (field, _) in fields}
                 members.append((weight.detach(), held))
-            kept = self._kept[key] = (now, native.Tables(members))
+            kept = self._kernel_tables[key] = (now, native.Tables(members))
         if _UPDATES in own[0]:
             places = {id(weight): place for place, weight in enumerate(self.tables.values())}
             for line, weight, states in zip(kept[1].lines, weights, own, strict=True):
@@ -341,7 +341,7 @@ class RowOptimizer(EagerOptimizer):
             )
 
 
-def _refuse_between_steps() -> None:
+def _refuse_while_accumulating() -> None:
     """Raise UserError while accelerate accumulates gradients. accelerate skips the steps of the optimizers
     that it has prepared, but this one was not prepared, so it would step too often."""
     accelerate = sys.modules.get("accelerate")

@@ -89,9 +89,9 @@ class RowPipeline:
         if isinstance(model, DeclaresIds):
             self._table_ids = model.table_ids
         self._warned: set[str] = set()
-        self._runs: list[_Run] = []
+        self._workers: list[_Worker] = []
         self.times_ms = {"prepare_ms": 0.0, "wait_ms": 0.0}
-        self._seen = self._totals()
+        self._last_totals = self._totals()
 
     def __enter__(self) -> Self:
         return self
@@ -101,8 +101,8 @@ class RowPipeline:
 
     def close(self) -> None:
         """Stop the worker and drop the lookups that it has prepared. Leaving the `with` block calls this."""
-        for run in list(self._runs):
-            run.stop()
+        for worker in list(self._workers):
+            worker.stop()
 
     def prefetch(self, batches: Iterable[Batch], ids_of: _IdsOf[Batch] | None = None) -> Iterator[Batch]:
         """Yield the batches in order. ids_of: function from a batch to the ids that the model will look up,
@@ -128,16 +128,16 @@ class RowPipeline:
             if any(not table.is_placed for table in self.tables.values()):
                 # Without a worker: `forward` must run once before it is known where rows are sent.
                 for batch in itertools.islice(source, 1):
-                    names = list(self._known(ids_of(batch)))
+                    names = list(self._checked_ids(ids_of(batch)))
                     yield batch
                     if missing := [name for name in names if not self.tables[name].is_placed]:
                         self._warn_once(
                             f"no region takes the rows of {', '.join(missing)}; look them up in forward with "
                             "region.rows(table, ids)"
                         )
-            yield from self._ahead(source, ids_of)
+            yield from self._prefetched(source, ids_of)
 
-    def _known(self, ids: Ids) -> Ids:
+    def _checked_ids(self, ids: Ids) -> Ids:
         if not isinstance(ids, Mapping):
             raise UserError(
                 f"RowPipeline: the ids of a batch are {type_text(ids)}; return {{table name: ids}}, with the "
@@ -156,20 +156,20 @@ class RowPipeline:
             self._warned.add(why)
             warnings.warn(f"RowPipeline: rows are not fetched ahead: {why}", RuntimeWarning, stacklevel=3)
 
-    def _ahead(self, batches: Iterator[Batch], ids_of: _IdsOf[Batch]) -> Iterator[Batch]:
+    def _prefetched(self, batches: Iterator[Batch], ids_of: _IdsOf[Batch]) -> Iterator[Batch]:
         # One replica on the CPU reads rows from the table itself: there is nothing to prepare.
         if not any(table.ahead.is_placed for table in self.tables.values()):
             yield from batches
             return
         handed, before = 0, self._num_prepared()
-        run = _Run(batches, lambda batch: self._known(ids_of(batch)), self)
-        self._runs.append(run)
+        worker = _Worker(batches, lambda batch: self._checked_ids(ids_of(batch)), self)
+        self._workers.append(worker)
         # Between a lookup's gathering and its use come one update for each batch ahead, and the one that was
         # running. If fewer were recorded, `repair` would read all rows again.
         for table in self.tables.values():
             table.ahead.record_changes(self.lookahead + 2)
         try:
-            while (item := run.next()) is not None:
+            while (item := worker.next()) is not None:
                 batch, lookups = item
                 for name, table in self.tables.items():
                     table.ahead.expect(lookups.get(name, []))
@@ -182,8 +182,8 @@ class RowPipeline:
                         "the very ids that forward gives to region.rows"
                     )
         finally:
-            run.stop()
-            self._runs.remove(run)
+            worker.stop()
+            self._workers.remove(worker)
             for table in self.tables.values():
                 table.ahead.expect([])
                 table.ahead.record_changes(0)
@@ -195,8 +195,8 @@ class RowPipeline:
         the loop waited for the worker. Three ratios, not divided: unique_ratio: unique rows / ids.
         prepared_ratio: prepared / unique rows. conflict_ratio: repaired / prepared rows.
         """
-        totals, seen = self._totals(), self._seen
-        self._seen = totals
+        totals, seen = self._totals(), self._last_totals
+        self._last_totals = totals
         now = {key: totals[key] - seen.get(key, 0.0) for key in totals}
         return {name: amount / steps for name, amount in now.items()} | {
             "unique_ratio": now["unique"] / max(1.0, now["ids"]),
@@ -215,7 +215,7 @@ class RowPipeline:
         return totals
 
 
-class _Run(Generic[Batch]):
+class _Worker(Generic[Batch]):
     """One worker thread over one iterable of batches."""
 
     def __init__(self, batches: Iterator[Batch], ids_of: _IdsOf[Batch], pipeline: RowPipeline) -> None:

@@ -100,7 +100,7 @@ class Channel:
         rows_UD, *indices = _views(on_device, parts)
         return Share(self, where, shape, on_device, rows_UD, indices, ready, gather_ms)
 
-    def mend(self, share: Share, places_C: Tensor, read: Callable[[Tensor], None]) -> None:
+    def replace_rows(self, share: Share, places_C: Tensor, read: Callable[[Tensor], None]) -> None:
         """Replace the rows at `places_C` of a share that was sent already. `read(out_CD)` fills a buffer with
         the new rows."""
         shape = (len(places_C), share.rows_UD.shape[1])
@@ -117,7 +117,7 @@ class Channel:
             if self._to is not None and share.ready is not None:
                 share.ready.record(self._to)
 
-    def arrive(self, share: Share, counted: bool) -> None:
+    def wait_for(self, share: Share, counted: bool) -> None:
         """Make the device's current stream wait until the share has arrived. counted: add it to the
         counters."""
         if counted:

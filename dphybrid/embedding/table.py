@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dphybrid.embedding import native
 from dphybrid.embedding.ahead import LookupsAhead
 from dphybrid.embedding.gradients import Links, RowsInfo, info_of, is_captured, merged, rows_op
-from dphybrid.embedding.lookup import Counters, no_row, whole_numbers
+from dphybrid.embedding.lookup import Counters, not_a_row, whole_numbers
 from dphybrid.embedding.replicas import DeviceRows, SizesOf
 from dphybrid.embedding.storage import StartValues, deferred_rows, open_rows, open_states, zero_rows
 from dphybrid.util.errors import UserError
@@ -68,7 +68,7 @@ class HostEmbedding(nn.Module):
                 f"table {name!r}: {num_rows!r} rows of {dim!r} values; both must be integers of at least 1, "
                 f"and a row has at most {native.MAX_DIM} values"
             )
-        padding_idx = _row(padding_idx, num_rows, name)
+        padding_idx = _checked_padding(padding_idx, num_rows, name)
         if dtype not in native.STORED:
             raise UserError(f"table {name!r}: dtype={dtype}; use float32, float64 or bfloat16")
         self.num_rows, self.dim, self.padding_idx, self.name = num_rows, dim, padding_idx, name
@@ -212,7 +212,7 @@ class HostEmbedding(nn.Module):
         try:
             rows, flat_N = native.look_up(weight, ids)
         except IndexError:
-            raise no_row(ids, len(weight), self.name) from None
+            raise not_a_row(ids, len(weight), self.name) from None
         if torch.is_grad_enabled():
             counters = self.counters
             counters.gather_ms += 1e3 * (time.perf_counter() - start)
@@ -269,7 +269,7 @@ class HostEmbedding(nn.Module):
             counters.dedup_ms += lookup.dedup_ms
         rows = []
         for share in lookup.shares:
-            share.channel.arrive(share, counted=counted)
+            share.channel.wait_for(share, counted=counted)
             rows_UD = share.rows_UD
             if counted and weight.requires_grad:
                 rows_UD = self._links.rows(weight, rows_UD, share.where.unique_U, via=share.channel)
@@ -296,7 +296,7 @@ def dense_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
     return (parameter for parameter in model.parameters() if info_of(parameter) is None)
 
 
-def _row(padding_idx: int | None, num_rows: int, name: str) -> int | None:
+def _checked_padding(padding_idx: int | None, num_rows: int, name: str) -> int | None:
     if padding_idx is None:
         return None
     if not -num_rows <= padding_idx < num_rows:

@@ -23,10 +23,10 @@ STORED = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 _PLAIN, _STRIDED = frozenset((Tensor, nn.Parameter)), torch.strided
 _has_storage, _is_functorch = torch._C._has_storage, torch._C._functorch.is_functorch_wrapped_tensor
 
-_ALONE_BYTES = 2**18
+_ONE_THREAD_BYTES = 2**18
 """Bytes of rows below which one thread is as fast as a team."""
-_BORN_IN = os.getpid()
-_OPENMP = ("libgomp", "libiomp", "libomp")
+_IMPORTED_IN = os.getpid()
+_OPENMP_NAMES = ("libgomp", "libiomp", "libomp")
 """How the file names of OpenMP libraries begin, of which torch loads one."""
 
 _TYPES = {"int64_t": c.c_int64, "uint64_t": c.c_uint64, "uint32_t": c.c_uint32, "double": c.c_double}
@@ -80,7 +80,7 @@ def call(name: str, arguments: c.Structure) -> bool:
 
 
 @cache
-def _parallel() -> int | None:
+def _gomp_parallel() -> int | None:
     """Return the address of GOMP_parallel in the OpenMP library that torch has loaded, or None."""
     # The kernels use torch's thread pool: a second one would compete with it for cores.
     try:
@@ -88,7 +88,7 @@ def _parallel() -> int | None:
     except OSError:  # not Linux
         return None
     for file in sorted({line.split(maxsplit=5)[5] for line in maps if line.count("/")}):
-        if Path(file).name.startswith(_OPENMP) and hasattr(openmp := c.CDLL(file), "GOMP_parallel"):
+        if Path(file).name.startswith(_OPENMP_NAMES) and hasattr(openmp := c.CDLL(file), "GOMP_parallel"):
             return c.cast(openmp.GOMP_parallel, c.c_void_p).value
     return None
 
@@ -98,11 +98,11 @@ def team(count: int, row_bytes: int, threads: int | None = None) -> c.Structure:
     enough bytes, else one."""
     if threads is None:
         # The order of sums does not depend on the team, so any number of threads gives the same bits.
-        threads = torch.get_num_threads() if count * row_bytes >= _ALONE_BYTES else 1
+        threads = torch.get_num_threads() if count * row_bytes >= _ONE_THREAD_BYTES else 1
     # A forked child has none of the pool's threads; OpenMP would wait for them.
-    if os.getpid() != _BORN_IN:
+    if os.getpid() != _IMPORTED_IN:
         threads = 1
-    return Team(_parallel() if threads > 1 else None, threads)
+    return Team(_gomp_parallel() if threads > 1 else None, threads)
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -1,4 +1,13 @@
-"""Data-parallel blocks on several devices, real or virtual, with exact, recorded splits. Needs only torch."""
+"""Data-parallel blocks on several devices, real or virtual, with exact, recorded splits. Needs only torch.
+
+A forward of `DataParallel` has torch's four steps, one module each: `scattering` (inputs to the devices),
+`replication` (copies of the module), `applying` (calls them), `gathering` (joins the outputs).
+
+Where to read: `data_parallel` (the class), then the four steps; `splits` (sizes of the shares, and their
+record), `nests` (nested inputs and outputs), `probing` (do rows match the samples only by chance?), `check`
+(what differs or breaks in a module), `devices` (device texts), `dropout` (masks that do not depend on the
+split).
+"""
 
 from dphybrid.parallel.applying import current_replica, parallel_apply
 from dphybrid.parallel.check import compare_split, refuse_split_differences

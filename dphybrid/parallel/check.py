@@ -53,15 +53,18 @@ def check_module(module: nn.Module) -> list[Finding]:
     """Return what data parallelism changes or breaks in `module`, in the order of its submodules."""
     found: list[Finding] = []
     for name, part in module.named_modules():
-        found += [Finding(breaks, name, *words) for breaks, *words in (*_kind(part), *_attributes(part))]
-    return found + _tied(module)
+        found += [
+            Finding(breaks, name, *words)
+            for breaks, *words in (*_class_findings(part), *_attribute_findings(part))
+        ]
+    return found + _tied_tables(module)
 
 
 _Words = tuple[bool, str, str, str]
 """(breaks, place, problem, remedy)."""
 
 
-def _kind(part: nn.Module) -> Iterator[_Words]:
+def _class_findings(part: nn.Module) -> Iterator[_Words]:
     kind = type(part).__name__
     if found := unsuitable(part):
         yield True, kind, *found
@@ -79,7 +82,7 @@ def _kind(part: nn.Module) -> Iterator[_Words]:
         yield False, kind, why, "on the CPU, use dphybrid.parallel.Dropout, whose masks are the same"
 
 
-def _attributes(part: nn.Module) -> Iterator[_Words]:
+def _attribute_findings(part: nn.Module) -> Iterator[_Words]:
     for name, value in vars(part).items():
         if name in OF_TORCH or name == "_all_weights":  # of RNNs: their parameters' names
             continue
@@ -99,7 +102,7 @@ def _attributes(part: nn.Module) -> Iterator[_Words]:
         yield True, f"self.{name}", why, remedy
 
 
-def _tied(module: nn.Module) -> list[Finding]:
+def _tied_tables(module: nn.Module) -> list[Finding]:
     """Find tables that share their weight with another layer. They must be on the GPU, so they cannot be host
     tables."""
     users: dict[int, list[tuple[str, nn.Module]]] = {}

@@ -79,7 +79,7 @@ class DataParallel(nn.DataParallel):
         """Return the module's output for the whole batch. Raises UserError for inputs that cannot be split
         and outputs that cannot be joined."""
         if len(self.devices) == 1 and not ("scatter" in self._overridden and self.device_ids):
-            return self._on_one(inputs, kwargs)
+            return self._on_first_device(inputs, kwargs)
         return self._split_and_joined(inputs, kwargs)
 
     @outside_of_graphs
@@ -88,20 +88,20 @@ class DataParallel(nn.DataParallel):
         sizes, trial, record = None, None, self._record
         if "scatter" in self._overridden:
             with self._timed("scatter"):
-                replica_inputs, replica_kwargs = _in_step(*self.scatter(inputs, kwargs, self.device_ids))
+                replica_inputs, replica_kwargs = _paired(*self.scatter(inputs, kwargs, self.device_ids))
             if len(self.devices) == 1:
                 return self.module(*replica_inputs[0], **replica_kwargs[0])
         else:
             found = batch_rows(inputs, kwargs, self.dim)
             paths, rows = tuple(found), max(found.values(), default=0)
             if not rows:  # no tensor, or an empty batch: call the module once, on the first device
-                return self._on_one(inputs, kwargs)
+                return self._on_first_device(inputs, kwargs)
             sizes = self.sizes(rows)
             if len(sizes) > 1:
                 trial = Trial(self.module, (inputs, kwargs), self.dim, self.devices.home, sizes)
-                if len(paths) > 1 and paths not in record.asked and not under_functorch():
+                if len(paths) > 1 and paths not in record.checked_inputs and not under_functorch():
                     refuse_shared_inputs(trial)
-                    record.asked.add(paths)
+                    record.checked_inputs.add(paths)
             places = self.devices.replicas[: len(sizes)]
             with self._timed("scatter"):
                 # Together, so that a tensor that is passed twice stays one tensor in each share.
@@ -127,9 +127,9 @@ class DataParallel(nn.DataParallel):
         if trial is not None:
             # Check each kind of output once in training and once in eval mode.
             seen = {(self.training, leaf) for leaf in join.leaves}
-            if not seen <= record.settled:
+            if not seen <= record.checked_outputs:
                 refuse_chance_rows(trial, outputs[0], join.leaves)
-                record.settled |= seen
+                record.checked_outputs |= seen
         return output
 
     def with_wholes(self, kwargs: dict[str, object]) -> dict[str, object]:
@@ -199,7 +199,7 @@ class DataParallel(nn.DataParallel):
     def _timed(self, part: str) -> AbstractContextManager[None]:
         return nullcontext() if self.stage is None or not self.training else self.stage(part)
 
-    def _on_one(self, inputs: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    def _on_first_device(self, inputs: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Call the module on the first device."""
         home = self.devices.home
         # Plain tensors on the CPU, the usual case, need no copy and no walk through the nest.
@@ -307,7 +307,7 @@ def _output_device(wanted: int | str | torch.device | None, home: torch.device) 
     return torch.device("cuda", 0) if device == torch.device("cuda") else device
 
 
-def _in_step(inputs: Any, kwargs: Any) -> tuple[list[Any], list[Any]]:
+def _paired(inputs: Any, kwargs: Any) -> tuple[list[Any], list[Any]]:
     """Return equally many positional and keyword arguments. An overridden `scatter` may return only one of
     the two."""
     inputs, kwargs = list(inputs or ()), list(kwargs or ())

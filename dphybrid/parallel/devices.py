@@ -64,11 +64,11 @@ def resolve_devices(spec: "str | Devices | Sequence[int | str | torch.device] | 
     if isinstance(spec, Devices):
         return spec
     if isinstance(spec, int | torch.device):
-        text = _name(spec)
+        text = _text_of(spec)
     elif spec is None or isinstance(spec, str):
         text = spec or os.environ.get("DPHYBRID_DEVICES") or "auto"
     else:
-        text = ",".join(_name(item) for item in spec)
+        text = ",".join(_text_of(item) for item in spec)
     try:
         return _with_hardware(parse_device_spec(text))
     except UserError as error:
@@ -95,7 +95,7 @@ def start_on(devices: Devices) -> None:
         torch.cuda.set_device(devices.home)
 
 
-def _name(item: int | str | torch.device) -> str:
+def _text_of(item: int | str | torch.device) -> str:
     if isinstance(item, int):
         return "cpu" if item == -1 else f"cuda:{item}"
     return str(item)

@@ -174,7 +174,7 @@ def batch_rows(args: tuple[object, ...], kwargs: dict[str, object], dim: int) ->
     """
     sizes: dict[str, int | None] = {}
     for name, value in _named_inputs(args, kwargs).items():
-        _collect(value, dim, name, sizes)
+        _collect_sizes(value, dim, name, sizes)
     found = {path: size for path, size in sizes.items() if size is not None}
     if len(found) < len(sizes) or len(set(found.values())) > 1:
         listed = ", ".join(
@@ -187,7 +187,7 @@ def batch_rows(args: tuple[object, ...], kwargs: dict[str, object], dim: int) ->
     return found
 
 
-def _rows(value: Tensor, dim: int, path: str) -> int | None:
+def _num_rows(value: Tensor, dim: int, path: str) -> int | None:
     if value.is_nested or value.layout not in (torch.strided, torch.sparse_coo):
         kind = "nested (jagged)" if value.is_nested else str(value.layout).removeprefix("torch.")
         raise UserError(
@@ -202,16 +202,16 @@ def _rows(value: Tensor, dim: int, path: str) -> int | None:
     return value.shape[dim] if -value.dim() <= dim < value.dim() else None
 
 
-def _collect(value: object, dim: int, path: str, sizes: dict[str, int | None]) -> None:
+def _collect_sizes(value: object, dim: int, path: str, sizes: dict[str, int | None]) -> None:
     if isinstance(value, Tensor):
         if value.dim():
-            sizes[path] = _rows(value, dim, path)
+            sizes[path] = _num_rows(value, dim, path)
     elif isinstance(value, Parts):
         sizes[path] = sum(part.shape[dim] for part in value.tensors)
     elif is_nest(value):
         refuse_attributes(value, path)
         for name, item in items_of(value).items():
-            _collect(item, dim, f"{path}[{name!r}]", sizes)
+            _collect_sizes(item, dim, f"{path}[{name!r}]", sizes)
     elif type(value) not in PLAIN and not isinstance(value, Whole):
         _refuse_unsplittable(value, path)
 
@@ -275,14 +275,14 @@ def reachable(value: object, but_not_in: type | tuple[type, ...] = ()) -> Iterat
         yield from found
         seen.update(map(id, found))
         within = (each for each in found if not isinstance(each, but_not_in))
-        found = [held for each in within for held in _held(each) if id(held) not in seen]
+        found = [held for each in within for held in _referents(each) if id(held) not in seen]
 
 
 def _carries_tensors(value: object) -> bool:
     return any(isinstance(each, Tensor) for each in reachable(value))
 
 
-def _held(value: object) -> Sequence[object]:
+def _referents(value: object) -> Sequence[object]:
     """Return the objects that an object refers to directly, in any way (attributes, items, closures)."""
     if type(value) in PLAIN or isinstance(value, type | types.ModuleType):
         return ()

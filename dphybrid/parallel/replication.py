@@ -125,7 +125,7 @@ def throwaway(module: nn.Module, home: torch.device) -> nn.Module:
                     (key, hook) for key, hook in value.items() if type(hook).__module__.startswith("torch.")
                 )
             elif name not in OF_TORCH:
-                held[name] = _of_its_own(value)
+                held[name] = _copied_attribute(value)
     return replica
 
 
@@ -134,14 +134,14 @@ OF_TORCH = frozenset(vars(nn.Module())) | {"_former_parameters", "_flat_weights"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
-def _of_its_own(value: object) -> object:
+def _copied_attribute(value: object) -> object:
     """Return a copy of an attribute's value; modules, functions and types are returned as they are."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, nn.Module | types.FunctionType | types.MethodType | type) or type(value) in PLAIN:
         return value
     try:
-        return map_leaves(_of_its_own, value) if is_nest(value) else copy.deepcopy(value)
+        return map_leaves(_copied_attribute, value) if is_nest(value) else copy.deepcopy(value)
     except Exception:  # noqa: BLE001 # a value that cannot be copied stays shared
         return value
 

@@ -32,19 +32,19 @@ class Record:
     nn.Module costs more than the rest of recording.
 
     last, repeats: the latest split and how often it has occurred in a row. earlier: counts without that row.
-    modules: parts that were found fit for replication. settled: (training mode, output) whose rows were found
-    to be the samples. asked: paths of inputs that were examined.
+    modules: parts that were found fit for replication. checked_outputs: (training mode, output) whose rows
+    were found to be the samples. checked_inputs: paths of inputs that were examined.
     """
 
-    __slots__ = ("asked", "earlier", "last", "modules", "repeats", "settled")
+    __slots__ = ("checked_inputs", "checked_outputs", "earlier", "last", "modules", "repeats")
 
     def __init__(self) -> None:
         self.earlier: dict[Key, int] = {}
         self.last: Key | None = None
         self.repeats = 0
         self.modules: list[nn.Module] = []
-        self.settled: set[tuple[bool, Leaf]] = set()
-        self.asked: set[tuple[str, ...]] = set()
+        self.checked_outputs: set[tuple[bool, Leaf]] = set()
+        self.checked_inputs: set[tuple[str, ...]] = set()
 
     def note(self, key: Key) -> None:
         """Count a split. Nearly all splits equal the one before; comparing takes half the time of a dict
