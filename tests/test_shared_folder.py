@@ -100,7 +100,7 @@ def test_a_lease_whose_file_was_removed_is_noticed(folder: Path) -> None:
     with lease:
         assert lease.lost() is None
         (folder / f"gpu-{units[1].uuid}.lock").unlink()
-        assert lease.lost() == "GPU 1: somebody removed the file of its lease"
+        assert lease.lost() == "GPU 1: its lock file was removed, so another run may lease it"
 
 
 def test_folders_that_are_not_safe_are_told(tmp_path: Path) -> None:

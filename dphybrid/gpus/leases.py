@@ -78,7 +78,7 @@ class Lease:
         """Return which GPU has lost its lock file, so that others can lease it too, or None."""
         for gpu, handle in zip(sorted(self.gpus, key=lambda gpu: gpu.uuid), self._handles, strict=True):
             if not stands_at(_lock_file(self.folder, gpu.uuid), handle):
-                return f"{gpu.label}: somebody removed the file of its lease"
+                return f"{gpu.label}: its lock file was removed, so another run may lease it"
         return None
 
     def _close(self) -> None:
@@ -139,9 +139,9 @@ def shared_folder_fault(folder: Path) -> str | None:
     if not stat.S_ISDIR(facts.st_mode):
         return f"{folder} is not a folder"
     if facts.st_mode & 0o022 and not facts.st_mode & stat.S_ISVTX:
-        return f"{folder} is not sticky, so everybody can remove what others put there"
+        return f"{folder} is not sticky, so any user can remove other users' files"
     if facts.st_uid not in (0, os.getuid()):
-        return f"{folder} belongs to user {facts.st_uid}, who can remove what others put there"
+        return f"{folder} belongs to user {facts.st_uid}, who can remove other users' files"
     return None
 
 

@@ -79,7 +79,7 @@ class Seat(BaseModel):
     head: UUID
     """Id of the first machine's flow run."""
     home: str
-    """The process of that flow run, as in `OWNER_LABEL`: after a restart the seats are others."""
+    """The start of that flow run, as in `OWNER_LABEL`: a later start sends new seats."""
     host: str
     """Host name of the first machine."""
     run: str
@@ -213,7 +213,7 @@ def gathered(
     try:
         for node, name in enumerate(others, start=1):
             followers.call(name, node, join)
-        print(f"Machines: {', '.join(others)} beside this one, at {address}", flush=True)
+        print(f"Machines: this one at {address}, and {', '.join(others)}", flush=True)
         with watching(followers.look, _LOOK_EVERY_S, "dphybrid-machines"):
             yield Meeting(seat.job, seat.nodes, 0, address, followers.obey)
     finally:

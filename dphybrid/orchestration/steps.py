@@ -33,7 +33,7 @@ FLOW_RUN_TAG = "prefect.flow_run_id"
 
 # Inside the tasks, although `closing_run` does the same around them: Prefect logs the traceback of any
 # exception but a UserError that leaves a task.
-_disk_errors_told = disk_errors_told("then go on with --resume")
+_disk_errors_told = disk_errors_told("then continue with --resume")
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

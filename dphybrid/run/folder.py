@@ -50,8 +50,8 @@ class RunPage(Page):
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder and its page. settings: name the folder of runs, which tells the user's own runs from
-    foreign ones."""
+    """A run folder and its page. settings: of the user. Their folder of runs holds the user's own runs; pages
+    from elsewhere may name only allowed code."""
 
     folder: Path
     page: RunPage

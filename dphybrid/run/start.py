@@ -37,7 +37,7 @@ from dphybrid.util.memory import keep_freed_memory
 from dphybrid.util.stop import StopRequest
 
 
-def begin(run: Run, experiment: Experiment) -> Devices:
+def set_up_process(run: Run, experiment: Experiment) -> Devices:
     """Set the process up for training; return its devices."""
     if threads := experiment.settings.threads:
         torch.set_num_threads(threads)

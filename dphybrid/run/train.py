@@ -71,7 +71,7 @@ def closing_run(run: Run) -> Iterator[None]:
     Writes the run's name into the Interrupted. Raises UserError when another process runs the run, or when
     the disk is full.
     """
-    with running(run.folder), disk_errors_told("then go on with --resume"):
+    with running(run.folder), disk_errors_told("then continue with --resume"):
         try:
             yield
         except BaseException as error:
@@ -96,7 +96,7 @@ def train_run(
     Raises Interrupted when `stop` was asked: once the model is built and its checkpoint loaded, or after a
     checkpoint. Raises UserError when the loss is no longer finite.
     """
-    stop.obey("before it was trained; it goes on with --resume")
+    stop.obey("before training; --resume continues it")
     if experiment.engine.launch(run.folder, run.page.devices, experiment.settings, stop, meeting):
         return ResultPage.read(run.folder / "result.json")
     return train_here(run, experiment, stop, callbacks)

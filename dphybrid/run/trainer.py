@@ -11,7 +11,7 @@ from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import Run
 from dphybrid.run.pages import ResultPage
 from dphybrid.run.report import attached
-from dphybrid.run.start import begin, build_trained, fill, make_session, newest_checkpoint
+from dphybrid.run.start import build_trained, fill, make_session, newest_checkpoint, set_up_process
 from dphybrid.tracking import Tracker
 from dphybrid.tracking.system import system_metrics
 from dphybrid.training.callbacks import Callback
@@ -34,14 +34,14 @@ def train_here(
     engine = experiment.engine
     # Compare each file with its checksum: data damaged on disk since preparation would train another model.
     experiment.recipe.open(experiment.data.path, verified=True)
-    devices = begin(run, experiment)
+    devices = set_up_process(run, experiment)
     done = newest_checkpoint(run) if engine.leads else None
     trained = build_trained(experiment, devices, done)
     saver = engine.writer(run.checkpoints, trained, *experiment.encoder)
     # One process reads the checkpoint, and the engine passes the states on to the others.
     fills = engine.leads and (done or experiment.config.train.warm_start)
     states = engine.read(trained, partial(fill, trained, experiment, saver, done) if fills else None) or {}
-    engine.obey(stop, f"after step {trained.progress.step}; it goes on with --resume")
+    engine.obey(stop, f"after step {trained.progress.step}; --resume continues it")
     # Only one process of a run records; the others get the base Tracker, which discards everything.
     record = attached(run) if engine.leads else Tracker()
     with closing(record) as tracker, Display() as display:
@@ -69,7 +69,7 @@ def train_here(
             result = _result_of(session, seen.times, system)
             if engine.leads:
                 _keep_outcome(run, tracker, result)
-    stop.obey("after its last step; it goes on with --resume")
+    stop.obey("after its last step; --resume continues it")
     return result
 
 

@@ -51,6 +51,12 @@ def test_an_address_without_a_server_is_told_in_a_line(
     assert f"error: PREFECT_API_URL={address}: no Prefect server answers there (" in line
 
 
+def test_every_value_of_every_flow_is_described() -> None:
+    for name in ("train_hybrid", "join_hybrid", "retrain_hybrid", "sweep_hybrid"):
+        flow = getattr(import_module(f"dphybrid.flows.{name}"), name)
+        assert all(field.get("description") for field in flow.parameters.properties.values()), name
+
+
 @pytest.mark.parametrize("recipe", ["text", "ctr", "kge", "retrieval"])
 def test_a_form_has_its_recipes_values_the_few_first_and_all_of_them_empty(recipe: str) -> None:
     form = form_of(train_hybrid, recipe)
