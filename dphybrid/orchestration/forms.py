@@ -1,5 +1,5 @@
-"""The form that Prefect's pages show for a deployment: the few values that most users set, then the recipe's
-other values as `config`.
+"""The form that Prefect's pages show for a deployment: first the few values that most users set, then the
+recipe's other values as `config`, and last the flow's rarely used parameters.
 
 Each deployment has its own JSON schema on the server. Fields have no defaults, because Prefect submits
 whatever a field shows; an empty field keeps the recipe's value.

@@ -154,8 +154,8 @@ def _show_to_torch(gpus: tuple[Gpu, ...]) -> list[int]:
         uuids = [str(torch.cuda.get_device_properties(number).uuid) for number in range(count)]
     except (RuntimeError, AssertionError) as error:  # AssertionError: a torch build without CUDA
         raise UserError(
-            f"{', '.join(gpu.label for gpu in gpus)}: leased, but CUDA does not start: {error}; see "
-            "`dphybrid doctor`"
+            f"{', '.join(gpu.label for gpu in gpus)}: leased, but CUDA does not start: {error}; check "
+            "`nvidia-smi`, or use devices=cpu"
         ) from error
     numbers = []
     for gpu in gpus:
