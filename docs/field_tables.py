@@ -1,7 +1,7 @@
-"""Tables of values, made from the classes that declare them: a hook of MkDocs.
+"""An MkDocs hook that generates tables of config fields and settings from the classes that declare them.
 
-A line `{fields PREFIX package.module:Class}` of a page becomes a table of the class's fields; PREFIX is what
-stands before their names.
+A line `{fields PREFIX package.module:Class}` of a page becomes a table of the class's fields, with PREFIX in
+front of their names.
 """
 
 import importlib
@@ -11,11 +11,16 @@ from typing import Any, Literal, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-_BOUNDS = {Ge: ("ge", "from {} on"), Gt: ("gt", "above {}"), Le: ("le", "up to {}"), Lt: ("lt", "below {}")}
+_BOUNDS = {
+    Ge: ("ge", "at least {}"),
+    Gt: ("gt", "above {}"),
+    Le: ("le", "at most {}"),
+    Lt: ("lt", "below {}"),
+}
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace the lines of a page that ask for a table."""
+    """Replace the `{fields ...}` lines of a page by tables."""
     return re.sub(r"^\{fields (\S+) (\S+)\}$", lambda line: _table(line[1], line[2]), markdown, flags=re.M)
 
 
@@ -29,6 +34,7 @@ def _table(prefix: str, name: str) -> str:
 def _row(prefix: str, key: str, field: FieldInfo) -> str:
     name = f"{prefix}{key.upper() if prefix.isupper() else key}"
     text = _text(field.get_default(call_default_factory=True))
+    # Bounds of 2**53 and more only keep a number within its type, and would not help readers.
     bounds = [
         words.format(f"{getattr(bound, side):g}")
         for bound in field.metadata
@@ -38,6 +44,7 @@ def _row(prefix: str, key: str, field: FieldInfo) -> str:
     choices = [f"`{choice}`" for choice in get_args(field.annotation)]
     given = choices if get_origin(field.annotation) is Literal else bounds
     sentence = " ".join([field.description or "", *([f"[{', '.join(given)}]"] if given else [])])
+    # A bar or a line end would end the cell.
     cells = f'<code class="field">{name}</code>', text and f"`{text}`", sentence
     return f"| {' | '.join(cell.replace('|', '&#124;').replace(chr(10), ' ') for cell in cells)} |"
 

@@ -1,9 +1,9 @@
-"""Make the pictures that the pages show: a report, splits, a comparison, pages of MLflow and of Prefect.
+"""Make the pictures on the pages: a report, splits, a comparison, pages of MLflow and of Prefect.
 
     python docs/make_pictures.py            # into docs/pictures; needs playwright, pillow and Chromium
     python docs/make_pictures.py /tmp/look --width 390
 
-It trains runs on one, two and eight virtual devices, and retrains a model, in a temporary folder.
+The runs in the pictures are trained in a temporary folder, on one, two and eight virtual devices.
 """
 
 import argparse
@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 COLOURS = 256
-"""Of a picture: enough for text and charts, a third of the bytes; with 64 stages share colours."""
+"""Colours of a picture. 256 are enough for text and charts and save two thirds of the bytes; with 64, stages
+in a chart would share colours."""
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
 ASSISTANT = "mlflow.assistant.fab.autoOpenedOnFirstLoad_v1"
-"""What MLflow's page remembers once its assistant has opened by itself."""
+"""Key that MLflow's page sets in the local storage once its assistant has opened by itself; if it is set, the
+assistant does not open over the page."""
 ROWS = [(("books", "music", "tea")[i % 3], i * 37 % 200 / 10, i % 13 < 2) for i in range(1500)]
 VISITS = "shop,price,clicked\n" + "".join(
     f"{shop},{price},{int((shop == 'books' and price < 12) != noise)}\n" for shop, price, noise in ROWS
@@ -32,12 +34,12 @@ VALUES = ["--data.path", "visits.csv", "--data.label", "clicked", "--train.epoch
 
 
 def run(module: str, *words: str) -> None:
-    """Run a module with its command line."""
+    """Run a module with command-line arguments."""
     subprocess.run([sys.executable, "-m", module, *words], check=True, stdout=subprocess.DEVNULL)
 
 
 def picture_files(page: Any, out: Path, folder: Path) -> None:
-    """Train three runs; picture the comparison, and the report of the last one with its splits."""
+    """Train three runs; save pictures of their comparison, and of the last run's report and splits."""
     (folder / "visits.csv").write_text(VISITS)
     for devices in ("cpu", "cpu*2", "cpu*8"):
         name = f"visits-{devices.replace('*', 'x')}"
@@ -52,7 +54,7 @@ def picture_files(page: Any, out: Path, folder: Path) -> None:
 
 
 def picture_mlflow(page: Any, out: Path) -> None:
-    """Picture the last run in MLflow, and the list of runs."""
+    """Save pictures of the last run in MLflow, and of the list of runs."""
     command = [sys.executable, "-u", "-m", "dphybrid", "ui", "--no-browser", "visits-cpux8"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
@@ -65,7 +67,8 @@ def picture_mlflow(page: Any, out: Path) -> None:
 
 @contextmanager
 def prefect_server(folder: Path) -> Iterator[str]:
-    """Run a Prefect server of its own; yields its address, which flows use from now on."""
+    """Run a Prefect server on a free port; yield its address, which flows use from now on."""
+    # Port 0: the kernel chooses a free port, which the server takes once this socket is closed.
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     os.environ |= {"PREFECT_HOME": str(folder / "prefect"), "PREFECT_SERVER_API_PORT": port}
@@ -73,7 +76,7 @@ def prefect_server(folder: Path) -> Iterator[str]:
     os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
     command = [sys.executable, "-m", "prefect", "server", "start"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
-        for _ in range(120):
+        for _ in range(120):  # the server takes some seconds to start
             time.sleep(1)
             with suppress(OSError), socket.create_connection(("127.0.0.1", int(port)), timeout=5):
                 break
@@ -82,7 +85,7 @@ def prefect_server(folder: Path) -> Iterator[str]:
 
 
 def picture_prefect(page: Any, out: Path, address: str) -> None:
-    """Retrain a model; picture the run, and the form of a deployment."""
+    """Retrain a model; save pictures of the run, and of the form of a deployment."""
     run("dphybrid.flows.retrain_hybrid", "--recipe", "ctr", *VALUES, "--checkpoint.register-as", "visits")
     run("dphybrid", "deploy")
     deployments, (flow_run,) = (
@@ -97,10 +100,10 @@ def picture_prefect(page: Any, out: Path, address: str) -> None:
 
 
 def keep(page: Any, address: str, file: Path, full: bool = False, wait_s: float = 1.5, tab: str = "") -> None:
-    """Save a page as a picture of few colours. tab: to click first."""
+    """Save a page as a picture with few colours. tab: text of the tab to click first."""
     from PIL import Image
 
-    page.goto("about:blank")  # a change of the fragment alone loads nothing
+    page.goto("about:blank")  # an address that differs only in its fragment would not be loaded anew
     page.goto(address)
     page.wait_for_timeout(wait_s * 1000)
     if tab:
@@ -112,7 +115,7 @@ def keep(page: Any, address: str, file: Path, full: bool = False, wait_s: float 
 
 
 def main() -> None:
-    """Train, open the pages, keep the pictures."""
+    """Make all pictures."""
     from playwright.sync_api import sync_playwright
 
     parser = argparse.ArgumentParser(
@@ -129,6 +132,7 @@ def main() -> None:
         os.chdir(folder)
         browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
         page = browser.new_page(viewport={"width": asked.width, "height": 900})
+        # Before any page's own script, so that the assistant finds the key.
         page.add_init_script(f"localStorage.setItem('{ASSISTANT}', 'true')")
         picture_files(page, out, folder)
         picture_mlflow(page, out)

@@ -1,8 +1,9 @@
-"""Measure pages in Chromium: README at most two screens, a site's pages three each, none wider than a phone.
+"""Check the size of pages in Chromium: the README has at most two screens, a page of the site at most three,
+and no page is wider than a phone.
 
     python docs/measure_pages.py build/site
 
-It prints the longest pages; the exit code is 1 when a page breaks a rule.
+It prints the longest pages; the exit code is 1 if a page breaks a rule.
 """
 
 import shutil
@@ -10,10 +11,12 @@ import sys
 from pathlib import Path
 
 SCREEN = 900
-"""Pixels of a screen's height, 1440 wide."""
+"""Height of a screen in pixels, at a width of 1440."""
 PHONE = 390
+"""Width of a phone in pixels."""
 REFERENCE = ("api", "api-recipes", "api-embedding", "api-parallel")
-"""Pages without a limit: generated from docstrings, an entry a name, read by search and table of contents."""
+"""Pages without a limit: generated from docstrings with an entry per name, and read through search and table
+of contents."""
 README = Path(__file__).parent.parent / "README.md"
 GITHUB = """<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width"><style>
 * { box-sizing: border-box; }
@@ -29,12 +32,12 @@ pre code { display: block; line-height: 1.45; }
 table { display: block; overflow: auto; border-collapse: collapse; }
 th, td { padding: 6px 13px; border: 1px solid; }
 </style><article>"""
-"""The measures of a README's page on GitHub."""
+"""Start of a page with the sizes and fonts that GitHub uses for a README."""
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
 
 
 def written(site: Path) -> dict[str, Path]:
-    """Return the files of all pages by name; writes README's as GitHub would show it."""
+    """Return the files of all pages by name. Also writes the README's page, as GitHub would show it."""
     from markdown import markdown
 
     readme = site / "readme-as-on-github.html"
@@ -45,7 +48,7 @@ def written(site: Path) -> dict[str, Path]:
 
 
 def main(site: Path) -> int:
-    """Measure; return the exit code."""
+    """Measure all pages, print the results and return the exit code."""
     from playwright.sync_api import sync_playwright
 
     chromium = shutil.which("chromium")
@@ -58,6 +61,7 @@ def main(site: Path) -> int:
         for name, file in written(site).items():
             page.set_viewport_size({"width": 1440, "height": SCREEN})
             page.goto(file.resolve().as_uri())
+            # The article, not the document: header and navigation do not count.
             heights[name] = page.evaluate("document.querySelector('article').scrollHeight")
             page.set_viewport_size({"width": PHONE, "height": SCREEN})
             if (width := page.evaluate("document.documentElement.scrollWidth")) > PHONE:
@@ -69,6 +73,7 @@ def main(site: Path) -> int:
         if length > (2 if name == "README" else 3):
             wrong.append(f"{name}: {length:.2f} screens; split it by task")
     print(*wrong, sep="\n")
+    # Fewer than three pages: the folder is not a built site, and nothing was checked.
     return 1 if wrong or len(screens) < 3 else 0
 
 
