@@ -192,6 +192,7 @@ def misspelt_settings() -> list[str]:
     """Return a line for each variable of the environment or `.env` that looks like a misspelt setting, with
     the setting that was probably meant."""
     known, names = [name.upper() for name in Settings.model_fields], list(os.environ)
+    # pydantic-settings reads .env without putting its lines into os.environ.
     with suppress(UnicodeDecodeError):  # `load_settings` reports it
         names += dotenv_values(".env")
     given = {name.upper().removeprefix(_PREFIX) for name in names if name.upper().startswith(_PREFIX)}

@@ -99,10 +99,12 @@ class TableDataConfig(DataConfig):
     def reading(self) -> dict[str, str | bool]:
         """The notations that are set, by their keys in schema.toml; they override the columns' own."""
         given = {"decimal": self.decimal, "thousands": self.thousands, "dayfirst": self.dayfirst}
+        # An empty thousands separator is a value: no separator.
         return {key: value for key, value in given.items() if value not in ("auto", None)}
 
     @model_validator(mode="after")
     def _signs_differ(self) -> Self:
+        # Equal, but not both auto.
         if self.decimal == self.thousands != "auto":
             raise ValueError(
                 f"decimal={self.decimal!r} and thousands={self.thousands!r}: give two different signs"

@@ -121,6 +121,8 @@ def test_labels_grow_with_the_offset_and_the_classes_of_before(tmp_path: Path) -
     first = labelled(tmp_path, SIZES[:30])
     more = labelled(tmp_path, [*SIZES[:30], 500, 600], 120, base=str(first.path))
     assert more.info["label"] == first.info["label"]
+    assert "regression (inferred; --data.task changes it)" in first.describe()
+    assert "regression (as in data.base)" in more.describe()
     with refused(r"data\.base=.*: its column='w': .* no such column; .*columns: other, y"):
         table_of(tmp_path, {"other": range(60), "y": range(60)}, base=str(first.path))
     number = more.info["label"]["offset"] + more.info["label"]["scale"] * more.arrays["labels_B"].max()

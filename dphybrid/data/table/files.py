@@ -53,6 +53,7 @@ def find_files(path: str, place: str) -> tuple[Path, ...]:
                 "folder that has some"
             )
     else:
+        # Path.glob rejects absolute patterns.
         anchor = Path(root.anchor) if root.anchor else Path()
         pattern = str(root.relative_to(anchor))
         try:

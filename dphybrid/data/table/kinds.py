@@ -342,10 +342,12 @@ class Bag(Category):
 
     @classmethod
     def claims(cls, sample: Sample) -> str | None:
+        # Texts such as drama|comedy are only pointed out to the user; see `why_not_numeric`.
         return "lists" if sample.cells.dtype == pl.List else None
 
     @classmethod
     def inferred(cls, sample: Sample) -> dict[str, Any]:
+        # Not as for categories, which looks at whole cells instead of their items.
         return {}
 
     @property
@@ -383,7 +385,7 @@ class Text(Bag):
 
     @classmethod
     def claims(cls, sample: Sample) -> str | None:
-        return None
+        return None  # never inferred: a free text is read as categories unless the user names it
 
     @property
     def form(self) -> str:

@@ -185,6 +185,7 @@ def label_of_texts(name: str, values: list[str], data: TableDataConfig, typed: b
     cells = pl.Series(values, dtype=pl.String)
     # Inferred again, now that all values are known: the first rows may have held only a few numbers.
     sample = Sample(name, cells, len(cells), whole=True, data=data)
+    # Texts made from typed numbers have the usual notation, whatever the config says about files.
     numbers = read_numbers(cells, *((".", "") if typed else notation_of(sample)[0]))
     if data.task == "auto" and not numbers.null_count() and _too_many_for_classes(numbers):
         return _Regression(name=name), numbers.to_numpy()

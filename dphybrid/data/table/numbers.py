@@ -119,6 +119,7 @@ def is_day_first(cells: pl.Series, data: TableDataConfig) -> bool | None:
     allow both orders."""
     if data.dayfirst is not None:
         return data.dayfirst
+    # Only dates with slashes are ambiguous: with dots the day comes first, with dashes the year.
     if cells.dtype != pl.String or not cells.str.contains("/", literal=True).any():
         return False
     slashes = cells.filter(~cells.str.contains(YEAR_FIRST))

@@ -205,6 +205,7 @@ def _check(table: Table) -> None:
 def _encoded(plan: Plan, rows: Rows, dictionaries: Mapping[str, Dictionary]) -> _Chunk:
     """Return a chunk with its rows as numbers and codes, without the rows that are rejected or left out. Runs
     in any thread."""
+    # Compared as sets, as files may have the same columns in another order.
     if {*rows.names} != {*plan.first.names}:
         other = min({*rows.names} ^ {*plan.first.names})
         raise UserError(
@@ -220,6 +221,7 @@ def _encoded(plan: Plan, rows: Rows, dictionaries: Mapping[str, Dictionary]) -> 
         # Most chunks have no unreadable cell, which comparing the counts shows at once.
         if column.noun is None or values[name].null_count() == cells[name].null_count():
             continue
+        # A row is rejected only once, and not at all if it is left out for its label or weight.
         odd_B = column.wrong(cells[name], values[name]).to_numpy() & ~drop_B
         other = "give data.task=multiclass" if flag == "label" else "name the column in data.categorical"
         for row in np.flatnonzero(odd_B).tolist():

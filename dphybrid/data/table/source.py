@@ -97,6 +97,7 @@ class TableSource(Source):
         parts: dict[str, Array] = {}
         weights_B = table.column("weight").to_numpy().astype(np.float32) if plan.weight else None
         if self.base:
+            # Old and new rows are compared in the earlier encoding, in which the base's arrays are stored.
             earlier = self.base.encoder
             labels = np.split(earlier.label.encoded(answers_B), np.cumsum(table.lengths)[:-1])
             pairs = zip(_blocks(table, earlier), labels, strict=True)
@@ -285,6 +286,8 @@ def _description(
     has."""
     data, label = table.plan.data, encoder.label
     origin = "set by data.task" if data.task != "auto" else "inferred; --data.task changes it"
+    if data.base:
+        origin = "as in data.base"
     how = "" if label.task == "binary" else f"{label.task} ({origin}): "
     lines = [
         f"  {data.path}: {table.num_rows:,} rows, label {label.name!r}: {how}{_escaped(label.summary())}",
