@@ -6,6 +6,7 @@ The work is in `dphybrid.lifecycle.sweep`; `dphybrid sweep` does it without Pref
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -196,3 +197,7 @@ def _own_name() -> str:
     # sweep's name already, from `show_run`.
     suffix = f"-{str(run.id)[:4]}"
     return run.name if run.name.endswith(suffix) else run.name + suffix
+
+
+if __name__ == "__main__":
+    sys.exit("error: this flow is for deployments; `dphybrid sweep` runs a sweep in this process")

@@ -48,7 +48,7 @@ def in_this_process() -> Iterator[Callable[[], None]]:
             yield server.stop if server else lambda: None
         except Exception as error:
             if interruption := _interruption_behind(error):
-                # The signal may have ended the server, too; the flow then fails to report its interruption.
+                # A standing server does not answer, so the flow could not report its interruption to it.
                 raise interruption from None
             raise
 

@@ -45,9 +45,10 @@ def supervised(ending: str | None = None) -> Iterator[StopRequest]:
             with stop_signals(stop, at_once=True):
                 yield stop
         except Interrupted as interruption:
+            if flow_run_id is None:
+                raise  # no worker looks at how this process ends: its command reports the checkpoint
             asked_to_end = interruption.signal_number == signal.SIGTERM
-            if flow_run_id is not None:
-                _leave(flow_run_id, str(interruption), interruption.requeue or asked_to_end, ending)
+            _leave(flow_run_id, str(interruption), interruption.requeue or asked_to_end, ending)
             if asked_to_end:
                 raise TerminationSignal(signal=signal.SIGTERM) from interruption
             raise

@@ -38,15 +38,17 @@ class TemporaryServer:
     def __init__(self, settings: Mapping[str, str]) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listening:
             self.api_url = f"http://127.0.0.1:{listening.getsockname()[1]}/api"
-            # A terminal sends SIGINT (Ctrl-C) and SIGHUP (it closes) to all processes started from it. They
-            # should end the training, which still needs its server. So block both: a child inherits the
-            # signal mask of the thread that starts it.
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
+            # Ctrl-C (SIGINT), a closed terminal (SIGHUP), `timeout` or systemd (SIGTERM) signal every process
+            # of a command. They should end the training, which still needs its server. So block them: a child
+            # inherits the signal mask of the thread that starts it.
+            blocked = {signal.SIGINT, signal.SIGHUP, signal.SIGTERM}
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
             try:
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", __name__, str(listening.fileno())],
                     pass_fds=[listening.fileno()],
-                    stdin=subprocess.PIPE,  # closes when this process ends, which ends the server
+                    # Closed by `stop`, or by the kernel when this process dies: that ends the server.
+                    stdin=subprocess.PIPE,
                     env={**os.environ, **settings, **LEFT_OUT},
                 )
             finally:
@@ -72,20 +74,22 @@ class TemporaryServer:
     def stop(self) -> None:
         """End the server; it first writes the events that it has received to the database."""
         atexit.unregister(self.stop)
-        with self._process as process:
-            process.terminate()
-            try:
-                process.wait(timeout=5)
-            except subprocess.TimeoutExpired:
-                process.kill()
+        try:
+            self._process.communicate(timeout=5)  # closes its standard input
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
 
 def serve(listening: socket.socket) -> None:
-    """Serve until SIGTERM, or until the process at the other end of standard input has ended."""
+    """Serve until the other end of standard input is closed, as it is when the starting process ends."""
+    server = None
 
     def end_with_the_starter() -> None:
         sys.stdin.buffer.read()
-        os.kill(os.getpid(), signal.SIGTERM)
+        if server is None or not server.started:
+            os._exit(0)  # It has received nothing that would have to be written.
+        server.should_exit = True
 
     threading.Thread(target=end_with_the_starter, daemon=True).start()
     # The imports create about a hundred thousand objects and keep them all, so collecting garbage meanwhile,

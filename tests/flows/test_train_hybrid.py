@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import closing
 from logging.handlers import BufferingHandler
 from pathlib import Path
@@ -76,8 +77,11 @@ def test_wrong_flags_end_before_anything_starts(
     assert words in capsys.readouterr().err
 
 
-def run_until_signalled(folder: Path, options: list[str], number: int) -> tuple[int, str]:
-    """Send a signal to a long run and all below it once it trains; return exit code and output."""
+def run_until_signalled(
+    folder: Path, options: list[str], number: int, signalled: Callable[[int, int], None] = os.killpg
+) -> tuple[int, str]:
+    """Send a signal to a long run, by default to its whole process group, once it trains; return its exit
+    code and output."""
     argv = [sys.executable, "-m", "flows.train_hybrid", *options, "--train.epochs", "4000"]
     log = folder / "log"
     with log.open("wb") as stream:
@@ -97,7 +101,7 @@ def run_until_signalled(folder: Path, options: list[str], number: int) -> tuple[
             assert child.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.3)
-        os.killpg(child.pid, number)
+        signalled(child.pid, number)
         return child.wait(patience(60)), log.read_text()
     finally:
         if child.poll() is None:
@@ -138,11 +142,20 @@ def test_a_full_disk_is_told_without_a_traceback_of_its_task(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
-def test_a_signal_to_all_its_processes_ends_a_run_soon(number: int, tmp_path: Path) -> None:
-    """Closing the terminal, or a service manager's stop; SIGTERM ends the embedded server before the flow can
-    tell it that it ends."""
-    code, shown = run_until_signalled(tmp_path, ["--recipe", "hybrid", "--train.patience", "0"], number)
+@pytest.mark.parametrize(
+    ("number", "signalled"),
+    [(signal.SIGHUP, os.killpg), (signal.SIGTERM, os.killpg), (signal.SIGTERM, os.kill)],
+    ids=["terminal closed", "service stopped", "kill"],
+)
+def test_a_signal_ends_a_run_soon_with_a_checkpoint_and_no_noise(
+    number: int, signalled: Callable[[int, int], None], tmp_path: Path
+) -> None:
+    options = ["--recipe", "hybrid", "--train.patience", "0"]
+    code, shown = run_until_signalled(tmp_path, options, number, signalled)
     assert code == 128 + number
-    assert "after step" in shown
-    assert list((tmp_path / "data" / "runs").glob("*/checkpoints/step-*"))
+    newest = max((tmp_path / "data" / "runs").glob("*/checkpoints/step-*"))
+    last = shown.splitlines()[-1]
+    assert "after step" in last
+    assert f"{newest} goes on with --resume" in last
+    for noise in ("Crash detected", "Error logging to API", "EventsWorker", "Traceback"):
+        assert noise not in shown
