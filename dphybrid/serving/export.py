@@ -88,17 +88,17 @@ class _Lookups(nn.Module):
         self.model, self._dims = model, dims
 
     def forward(self, batch: _Batch) -> list[Tensor]:
-        asked: list[Tensor] = []
+        found: list[Tensor] = []
 
         def note(_: str, ids: Tensor) -> Tensor:
-            asked.append(ids)
+            found.append(ids)
             # With zeros as rows the trace reaches the next lookup. `_traced` removes the operations that no
             # ids depend on.
-            return torch.zeros(*ids.shape, self._dims[len(asked) - 1])
+            return torch.zeros(*ids.shape, self._dims[len(found) - 1])
 
         with _looked_up(self.model, note):
             self.model(batch)
-        return asked
+        return found
 
 
 class _Dense(nn.Module):

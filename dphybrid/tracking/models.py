@@ -27,7 +27,7 @@ from dphybrid.tracking.base import LEFT_OUT, Record, safe_name
 from dphybrid.util.digests import SUMS
 from dphybrid.util.errors import UserError
 
-_CHAMPION, _CHALLENGER = "champion", "challenger"
+_CHAMPION = "champion"
 _DECISION_TAG = "dphybrid.decision"
 _FORMER_TAG = "dphybrid.former_champions"
 """Tag of a registered model: the numbers of earlier champions, oldest first."""
@@ -92,8 +92,10 @@ class CheckpointModels:
                 model.model_id, {"dphybrid.registered": f"{name}/{version.version}"}
             )
         aliases = [record["alias"]]
-        if not versions:
-            aliases.append("champion")  # a first version has no champion to be compared with
+        # A first version has no champion to be compared with. An earlier attempt may have made it and failed
+        # before the aliases; after a decision about it, the alias is not given again.
+        if all(v.version == version.version and _DECISION_TAG not in v.tags for v in versions):
+            aliases.append(_CHAMPION)
         for alias in filter(None, aliases):
             self._client.set_registered_model_alias(name, alias, version.version)
 

@@ -48,7 +48,7 @@ class Sender:
         self._wake = threading.Event()
         self._empty = threading.Condition()
         self._closed = False
-        # `drain` calls so far, and how many of them the thread has answered by an empty outbox.
+        # How many `drain` calls were made, and for how many of them the thread has emptied the outbox.
         self._asked = self._answered = 0
         self.trouble: str = ""
         """The error of the latest attempt to send, or ""."""

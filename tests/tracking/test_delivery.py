@@ -79,6 +79,32 @@ def test_any_name_registers_again_and_again(tmp_path: Path) -> None:
     assert client.get_model_version("naïve größe", "2").description == "auc 0.5 (run, step 1)"
 
 
+def test_a_first_version_is_the_champion_even_if_its_registration_was_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_alias, calls = MlflowClient.set_registered_model_alias, list[str]()
+
+    def fails_once(self: MlflowClient, name: str, alias: str, version: str) -> None:
+        calls.append(alias)
+        if len(calls) == 1:
+            raise ConnectionError("the server went away")
+        set_alias(self, name, alias, version)
+
+    monkeypatch.setattr(MlflowClient, "set_registered_model_alias", fails_once)
+    tracker = open_tracker(None, "interrupted", tmp_path)
+    tracker.start("run", {}, {"dphybrid.recipe": "ctr"}, "")
+    tracker.log_metrics({"valid/auc": 0.5}, 1)
+    tracker.log_checkpoints([card(tmp_path / "1")], None)
+    assert tracker.register("clicks", "uid-1", "challenger") == ""
+    registry = Registry(tracker.tracking_uri)
+    champion = registry.champion("clicks")
+    assert champion is not None
+    registry.decide(champion, False, "worse")
+    assert tracker.register("clicks", "uid-1", "challenger") == ""  # as a resumed run does
+    assert registry.champion("clicks") is None
+    tracker.finish("FINISHED")
+
+
 def test_a_registration_that_fails_is_told_and_not_reported_as_done(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

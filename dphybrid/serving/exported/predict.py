@@ -36,11 +36,8 @@ from cells import (  # type: ignore[import-not-found]  # noqa: E402
     words_of,
 )
 
-_GROUPS = (
-    ("numeric", "time"),
-    ("categorical",),
-    ("bag", "text"),
-)  # the arrays have their columns in this order
+# In the order in which the arrays have their columns.
+_GROUPS = (("numeric", "time"), ("categorical",), ("bag", "text"))
 
 Column = dict[str, Any]
 
