@@ -55,7 +55,7 @@ def test_recommenders_find_planted_groups(data_dir: Path, tmp_path: Path) -> Non
     assert found.keys() == RECOMMENDERS.keys()
     scores = {name: runs[0]["ndcg"] for name, runs in found.items()}
     assert scores["EASE"] > scores["most popular"] + 0.1
-    assert 0 < scores["retrieval, as it comes"] <= 1
+    assert 0 < scores["retrieval, defaults"] <= 1
 
 
 def test_text_is_compared_after_equal_steps(

@@ -28,6 +28,7 @@ _OF_BLOCKS = ("lr", "optimizer", "weight_decay")
 
 
 def _value(name: str) -> str:
+    """Return the keyword of `dphybrid.train` for a parameter."""
     return f"train__{name}" if name in _OF_BLOCKS else name
 
 
@@ -63,7 +64,7 @@ class _HybridEstimator(BaseEstimator):
     def set_params(self, **params: Any) -> Self:
         """Set parameters. Raises UserError, a ValueError, for names that the recipe does not have."""
         recipe, own = params.get("recipe", self.recipe), signature(_HybridEstimator).parameters
-        # Only checks the names: None is no value here.
+        # Checks only the names; None stands for any value.
         nested({_value(name): None for name in params if name not in own}, recipe)
         self.__dict__.update(params)
         return self
@@ -96,6 +97,7 @@ class _HybridEstimator(BaseEstimator):
         if not 0 < self.valid_fraction < 1:
             raise UserError(f"valid_fraction={self.valid_fraction!r}: must lie between 0 and 1")
         random, held_B = np.random.default_rng(self.random_state), np.zeros(len(group_B), bool)
+        # By group, so that each class is in the validation split.
         for number in range(group_B.max() + 1):
             rows = np.flatnonzero(group_B == number)
             held_B[random.permutation(rows)[: max(1, round(self.valid_fraction * len(rows)))]] = True

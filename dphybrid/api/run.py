@@ -22,8 +22,8 @@ _REPORT_HEIGHT = 640
 class TrainedRun:
     """A run, as `dphybrid.train` returns it and `dphybrid.runs()` lists it. folder: of the run.
 
-    Each property reads the run's folder anew, so the values are current and a pickle holds little more than
-    the path.
+    Properties read the run's folder when they are used, so values are current and a pickle is small. Model
+    and predictor are loaded once.
     """
 
     def __init__(self, folder: str | Path, settings: Settings | None = None) -> None:
@@ -87,6 +87,7 @@ class TrainedRun:
 
         from dphybrid.run.pages import ResultPage
 
+        # infer_schema_length=None, here and below: types by all rows, as the first ones may lack a value.
         splits = ResultPage.read(self._trained("result.json")).splits
         return pl.DataFrame([row.table_row() for row in splits], infer_schema_length=None)
 
@@ -112,6 +113,7 @@ class TrainedRun:
     def model(self) -> "nn.Module":
         """The best checkpoint's module, on the CPU. `dphybrid.load_model(run.name, devices)` loads it for
         other devices."""
+        # Cached, as loading reads the whole checkpoint.
         from dphybrid.serving.load import model_from_checkpoint
 
         return model_from_checkpoint(self.checkpoint, settings=self._settings)
@@ -131,9 +133,8 @@ class TrainedRun:
     def recommend(self, users: object = None, k: int = 10) -> "pl.DataFrame":
         """Return user, rank, item and score of the k best items for each user; see `Recommender.recommend`.
         Raises UserError for recipes that do not recommend."""
-        from dphybrid.serving.predict import Predictor
-
-        if isinstance(self.predictor, Predictor):
+        # By the method, not the class: a user's recipe may have its own kind of predictor.
+        if not hasattr(self.predictor, "recommend"):
             raise UserError(
                 f"run {self.name}: recipe {self.config.recipe} scores rows, with predict(rows); recipe "
                 "retrieval recommends items"

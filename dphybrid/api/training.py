@@ -75,6 +75,7 @@ def train(
     framed = {place: table for place, table in tables.items() if not isinstance(table, str | Path)}
     if framed and len(framed) < len(tables):
         raise UserError("data, valid: one is a path and the other a frame; give two paths or two frames")
+    # Recipes are inferred from a path's name and files, which a frame does not have; a config may name one.
     if framed and config is None:
         recipe = recipe or OF_TABLES
     given = {
@@ -123,6 +124,7 @@ def _with_frames(
     names = {"path": "data", "valid_path": "valid"}
     frames = {place: as_frame(table, names[place]) for place, table in framed.items()}
     ignored = {place: config.data.left_out(frame.collect_schema().names()) for place, frame in frames.items()}
+    # All frames are checked before any is written.
     for place, frame in frames.items():
         columns = check_frame(frame, names[place], ignored[place])
         for field, column in named:

@@ -261,6 +261,7 @@ def _explain(item: Any, places: dict[str, str], recipe: str) -> str:
         message = f"is a section: write [{name}] and its values below"
     if not name:
         return message
+    # A section's input is a dict of all its values: too long for a message.
     if isinstance(item.get("input"), dict):
         return f"{name}{where}: {message}"
     return f"{name} = {item['input']!r}{where}: {message}"

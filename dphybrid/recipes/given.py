@@ -51,7 +51,7 @@ class GivenSource(Source):
         if not isinstance(vocabularies, Mapping):
             raise UserError(
                 f"recipe {self.name}: rows() returned {type_text(given)}; return (training "
-                "split, validation split), and vocabularies by name as a third where there are some"
+                "split, validation split), and as a third item the vocabularies by name, if there are any"
             )
         return given
 

@@ -56,7 +56,7 @@ def kge(data: Path | None, seeds: range, epochs: int | None, keep: Keep) -> None
         runs = found[folder.name] = []
         for seed in seeds:
             times: Page = {}
-            tell(f"{folder.name}, seed {seed}: kge, as it comes; several minutes on one core")
+            tell(f"{folder.name}, seed {seed}: kge with default values; several minutes on one core")
             with taking(times):
                 run = train(str(folder), "kge", seed=seed, **({} if epochs is None else {"epochs": epochs}))
             mrr = {"mrr": run.metrics["test_mrr"], "valid_mrr": run.metrics["mrr"]}
@@ -83,10 +83,10 @@ def lines(found: Page) -> list[str]:
         told += [line(name, runs, "ndcg") for name, runs in part["runs"].items()]
     for name, runs in found.get("kge", {}).get("runs", {}).items():
         heads = f"| {name}, {runs[0]['epochs']} epochs | test MRR, filtered | lowest to highest | CPU s |"
-        told += ["", heads, "| --- | --- | --- | --- |", line("kge, as it comes", runs, "mrr")]
+        told += ["", heads, "| --- | --- | --- | --- |", line("kge, defaults", runs, "mrr")]
         told += [f"| {other}, published (LibKGE) | {mrr:.3f} | | |" for other, mrr in PUBLISHED[name].items()]
     if part := found.get("text"):
-        heads = f"tokens a second of CPU | text beside it, by turn | perplexity after {part['steps']} steps"
+        heads = f"tokens per CPU second | speed-up of text, by turn | perplexity after {part['steps']} steps"
         told += ["", f"| LSTM | {heads} |", "| --- | --- | --- | --- |"]
         for name, speeds in part["tokens_per_cpu_s"].items():
             # Turn by turn, because both run one after the other under the same load of the machine.

@@ -86,4 +86,4 @@ def ease(known: pl.DataFrame, seed: int) -> dict[str, list[str]]:
     return by_scores(known, scores)
 
 
-RECOMMENDERS = {"retrieval, as it comes": by_recipe, "EASE": ease, "most popular": popular}
+RECOMMENDERS = {"retrieval, defaults": by_recipe, "EASE": ease, "most popular": popular}

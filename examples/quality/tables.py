@@ -135,4 +135,4 @@ def fitted(columns: Any, model: Any, rows: pd.DataFrame, asked: pd.DataFrame, ta
     return np.asarray(both.predict_proba(asked)[:, 1] if task == "binary" else both.predict(asked))
 
 
-MODELS = {"ctr, as it comes": ctr, "HistGradientBoosting": trees, "linear model": linear}
+MODELS = {"ctr, defaults": ctr, "HistGradientBoosting": trees, "linear model": linear}

@@ -65,6 +65,8 @@ def test_a_file_is_predicted_with_trainings_words(data_dir: Path, capsys: pytest
     (data_dir / "prepared").rename(data_dir / "gone")  # the checkpoint has all that is needed
     again = dphybrid.load(report.best_checkpoint, batch_size=2).predict(rows.to_dict(as_series=False))
     assert again.equals(found)
+    with refused("recipe .*:Ratings scores rows, with predict.rows."):
+        dphybrid.runs()["one"].recommend("user 3")
     known = dphybrid.load("one").vocabularies
     three, four = known["user"].ids("user 3").item(), known["item"].ids("item 4").item()
     with torch.no_grad():

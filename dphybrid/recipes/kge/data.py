@@ -113,6 +113,7 @@ class _TripleSource(Source):
         num_rows = sum(map(len, parts.values()))
         check_rejected(str(self.data.path), rejected, num_rows + len(rejected), self.data.max_rejected)
         if "valid" not in parts:
+            # At least one triple is held out, and at least one stays for training.
             order = np.random.default_rng(self.seed).permutation(num_rows)
             held = min(max(1, round(num_rows * self.data.valid_fraction)), num_rows - 1)
             valid, train = (parts["train"][np.sort(rows)] for rows in (order[:held], order[held:]))

@@ -110,6 +110,7 @@ class _TripleRegion(nn.Module):
             loss_B = (torch.logaddexp(scores_B2, others_B2K.logsumexp(-1) + weight) - scores_B2).sum(1)
         if self._penalized and self.training:
             rows_BD = _moduli(heads_BD) ** 3 + _moduli(tails_BD) ** 3 + (_moduli(relations_B2D) ** 3).sum(1)
+            # N3 penalizes the rows of the batch's triples, not the whole tables.
             loss_B = loss_B + self.penalty * rows_BD.sum(1)
         return loss_B
 

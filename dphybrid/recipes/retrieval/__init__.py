@@ -8,6 +8,7 @@ from dphybrid.config import DataConfig, ModelConfig, Names
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.recipes.recipe import Recipe, imported
 
+# Flags and overrides are texts such as "10,50".
 _Numbers = Annotated[
     tuple[Annotated[int, Field(ge=1, le=1000)], ...],
     BeforeValidator(lambda v: [part for part in v.split(",") if part.strip()] if isinstance(v, str) else v),
@@ -97,6 +98,8 @@ class Retrieval(Recipe):
     data = RetrievalDataConfig
     model = RetrievalModelConfig
     one_process = True
+    # Chosen on MovieLens-100k, see docs/quality.md: AdamW beats Adam whose moments follow the row's own
+    # steps.
     table = {"optimizer": "adamw", "lr": 0.003, "weight_decay": 1.0}
     train = {"epochs": 100, "schedule": "constant", "batch_size": 512, "lr": 0.003}
     source = imported("dphybrid.recipes.retrieval.data:open_source")

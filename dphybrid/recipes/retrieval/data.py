@@ -139,6 +139,7 @@ class _InteractionSource:
             "valid_users": held_users,
             "users_UF": users.ids_RF,
             "items_VF": items.ids_RF,
+            # No logarithm of 0: every numbered item has training rows.
             "log_q_V": np.log(counts_V / len(train_N2)).astype(np.float32),
             "seen_starts": seen_starts,
             "seen_items": seen_items,
@@ -196,6 +197,7 @@ class _InteractionSource:
         """Return held_N, which rows are held out: the latest ones, or random ones without times."""
         wanted = min(max(1, round(num_rows * self.data.valid_fraction)), num_rows - 1)
         if times_N is None:
+            # 11: other draws than those of `sample`, which may have the same seed.
             held_N = np.zeros(num_rows, bool)
             held_N[np.random.default_rng([self.seed, 11]).permutation(num_rows)[:wanted]] = True
             return held_N

@@ -107,6 +107,8 @@ class Recommender:
             users = self._users["name"]
         elif isinstance(users, str | int):
             users = [users]
+        # Names are texts in the encoder, also names that are numbers. The empty frame gives the columns when
+        # there are no users.
         names = [str(name) for name in users]
         return pl.concat([pl.DataFrame(schema=_COLUMNS), *self._frames(names, k)])
 
@@ -143,6 +145,7 @@ class Recommender:
             )
         if top < 1:
             raise UserError(f"--top {top}: give 1 or more items a user")
+        # Before any work, so that a target that cannot be written costs none.
         target = table_target(out)
         done = _Recommended(target, top=top)
         names, rejected = self._users_of(str(path), values)
@@ -188,6 +191,7 @@ class Recommender:
         known = self._config.data.model_dump() | {"path": path}
         data = build_config({"recipe": self._config.recipe, "data": known | values}).data
         assert isinstance(data, RetrievalDataConfig)
+        # A dict as a set that keeps the order of the files.
         found: dict[str, None] = {}
         rejected: list[Rejected] = []
         for rows in read_files(find_files(path, "data.path"), data.reading, rejected):
@@ -228,6 +232,7 @@ class Recommender:
                 np.repeat(np.arange(len(names)), items_BK.shape[1])
             ),
             "rank": ranks_BK.ravel(),
+            # clip: -1 is no place to gather from; the filter drops these rows.
             "item": self.items.gather(items_BK.ravel().clip(0)),
             "score": pl.Series(scores_BK.ravel()).fill_nan(None),
         }
