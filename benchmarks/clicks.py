@@ -21,6 +21,7 @@ WEIGHTED = 200
 MISSING = 0.1
 """Share of missing values."""
 _BLOCK = 100_000
+"""Rows that are drawn and written at once."""
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,7 @@ def by_hand(file: Path, folder: Path) -> None:
     import polars as pl
 
     frame = pl.read_csv(file, schema_overrides={f"C{i + 1}": pl.String for i in range(26)})
+    # A fifth of the rows for validation.
     held = pl.Series(np.random.default_rng(0).random(len(frame)) < 0.2)
     train, ids, dense = frame.filter(~held), [], []
     for name in (name for name in frame.columns if name.startswith("I")):

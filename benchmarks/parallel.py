@@ -16,6 +16,7 @@ from dphybrid.parallel.data_parallel import DataParallel
 from dphybrid.util.memory import keep_freed_memory
 
 WARM_UP = 30
+"""Calls before those that are measured."""
 
 
 def run(repeats: int = 200) -> dict[str, Any]:

@@ -113,6 +113,7 @@ def parts_alone(
     cuda = where.home.type == "cuda"
     table = HostEmbedding(num_rows, dim)
     rows = row_optimizer("adagrad", {"t": table}, lr=0.01)
+    # strict=False below: a short batch leaves some replicas without a share.
     each = ids_BF.split(list(region.sizes(len(ids_BF))))
     shares = list(zip(each, where.replicas, strict=False))
     found = [sort_ids(ids.reshape(-1), num_rows) for ids, _ in shares]
@@ -123,6 +124,7 @@ def parts_alone(
 
     def device() -> None:
         leaves = [mine.detach().requires_grad_() for mine in there]
+        # Expands unique rows to one per id, on the device; the backward sums the gradients of repeated ids.
         rows_BFD = [
             DeviceRows.apply(leaf, *one).view(*ids.shape, dim)
             for leaf, one, (ids, _) in zip(leaves, maps, shares, strict=True)

@@ -14,6 +14,7 @@ from dphybrid.tracking.base import Tracker
 from dphybrid.tracking.opening import open_tracker
 
 LOG_EVERY = (1, 20)
+"""Steps from one call to the next, of each case: the worst one, and train.log_every's default."""
 METRICS = 25
 """Metrics per call, about as many as a training logs."""
 

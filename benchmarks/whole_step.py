@@ -44,6 +44,7 @@ medians over the rounds. The first two ways clip the gradients of blocks and row
 those of the blocks only, because fused updates and torch's sparse gradients allow no more.
 """
 CHECKED_STEPS, WARM_UP = 3, 2
+"""Steps whose losses are compared, and turns before those that are measured."""
 RECIPE, OWN = "the recipe's loop", "an own loop"
 
 

@@ -145,6 +145,7 @@ class _Trial:
         }
 
     def _prepare(self) -> str:
+        """Prepare the recipe's data, and make the sample that the other checks train on."""
         whole = prepare_data(self.config, self.settings)
         data = whole.data
         sizes = {part: len(data.dataset(part)) for part in data.parts}
@@ -174,6 +175,7 @@ class _Trial:
         return "the same bytes"
 
     def _evaluate(self) -> str:
+        """Compute the task's metrics for an untrained model on the sample."""
         experiment = self.experiment
         task, valid = experiment.task, experiment.data.dataset("valid")
         model, batch_size = experiment.build(resolve_devices("cpu")), experiment.config.train.batch_size
