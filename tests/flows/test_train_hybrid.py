@@ -156,6 +156,6 @@ def test_a_signal_ends_a_run_soon_with_a_checkpoint_and_no_noise(
     newest = max((tmp_path / "data" / "runs").glob("*/checkpoints/step-*"))
     last = shown.splitlines()[-1]
     assert "after step" in last
-    assert f"{newest} goes on with --resume" in last
+    assert f"--resume continues from {newest}" in last
     for noise in ("Crash detected", "Error logging to API", "EventsWorker", "Traceback"):
         assert noise not in shown
