@@ -166,9 +166,8 @@ def search(
 
 def _study(folder: Path, sweep: str, seed: int, task: Task) -> optuna.Study:
     """Open the sweep's study and queue interrupted and failed trials again, each for the run that it had."""
-    optuna.logging.set_verbosity(
-        optuna.logging.ERROR
-    )  # no warnings about failed trials: the results show them
+    # No warnings about failed trials: the sweep's results show them.
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
     study = optuna.create_study(
         study_name=sweep,
         storage=f"sqlite:///{folder / 'study.db'}",
