@@ -132,7 +132,7 @@ def test_mig_devices_are_units_and_one_run_gets_one(machine: Path, fake: Invento
         assert [unit.uuid for unit in whole.gpus] == [gpu(1)["uuid"]]
         with acquire(Wanted(count=1), fake, folder, run="b") as part:
             assert [unit.uuid for unit in part.gpus] == ["MIG-0"]
-    with refused("not split by MIG"):
+    with refused("without those split by MIG"):
         acquire(Wanted(count=2), fake, folder, run="c")
 
 

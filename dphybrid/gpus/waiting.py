@@ -178,7 +178,7 @@ def _eligible(wanted: Wanted, units: Sequence[Gpu]) -> list[Gpu]:
     if len(chosen) < wanted.least:
         raise UserError(
             f"devices: {counted(wanted.least, 'GPU')} wanted, {len(chosen)} visible"
-            f"{' that are not split by MIG' if len(chosen) < len(units) else ''}; ask for fewer, or change "
+            f"{', without those split by MIG' if len(chosen) < len(units) else ''}; ask for fewer, or change "
             "CUDA_VISIBLE_DEVICES"
         )
     return chosen

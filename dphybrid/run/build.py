@@ -232,9 +232,9 @@ def _label_of(experiment: Experiment) -> str | None:
     label = Label.of(experiment.data.info).task
     if label != "binary" and not isinstance(experiment.task, LabelTask):
         raise UserError(
-            f"recipe {recipe.name}: learns binary labels, and this one is {label}; give data.task=binary "
-            "with a label of two values, or have the recipe's task(info) return "
-            "dphybrid.training.label_tasks.label_task(info) and its model take the loss from there"
+            f"recipe {recipe.name} learns binary labels only, and this label is {label}; use a label of two "
+            "values with data.task=binary, or let the recipe's task(info) return "
+            "dphybrid.training.label_tasks.label_task(info) and its model use the loss of that task"
         )
     return label
 
