@@ -91,7 +91,7 @@ class TableConfig(Section):
     # The description is an argument here because it is computed from RULES, which a docstring cannot be.
     optimizer: RowOptimizerName = Field(
         default="adam",
-        description="Optimizer of the table rows. Its state: "
+        description="Optimizer of the table rows. State that each keeps: "
         + "; ".join(f"{rule.name}, {rule.says}" for rule in RULES.values())
         + ".",
     )

@@ -1,5 +1,5 @@
 """Where experiments run: folders, devices, threads, servers. Read from DPHYBRID_* variables and a `.env`
-file. No setting changes a result."""
+file. Settings are not part of an experiment: none changes a result by more than rounding."""
 
 import os
 from contextlib import suppress

@@ -30,6 +30,7 @@ _OTHER_FORMATS = (
     *(".xlsx", ".xls", ".ods", ".feather", ".arrow", ".orc", ".avro", ".zip", ".pkl", ".sqlite"),
     *(".json", ".jsonl", ".ndjson"),
 )
+"""Endings of files that are refused, instead of being read as CSV like all unknown ones."""
 BLOCK_ROWS = 2**16
 """Rows per chunk of a Parquet file."""
 

@@ -22,6 +22,7 @@ PART_ROWS = 2**20
 """Rows per file when a frame is saved."""
 _ROW_GROUP = 2**17
 _WRITTEN = (".parquet", ".csv")
+"""Endings of the files that predictions can be written to."""
 _PLAIN = {"object", "str", "string", "int64", "float64", "bool"}
 """Types of pandas that Python objects represent exactly. Copying up to `FEW` rows as objects takes a third of
 the time of Arrow."""

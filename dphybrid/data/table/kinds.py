@@ -51,7 +51,7 @@ _ROW_GAPS = 0.05
 _BUCKET_ROWS = 128
 """Fewest training rows per bucket, unless schema.toml asks for more buckets: with fewer, an embedding
 memorises its rows."""
-_MOST = 2**31 - 1
+_INT32_MAX = 2**31 - 1
 """Largest int32: ids are stored as such."""
 
 
@@ -212,11 +212,11 @@ class Category(Column):
     flag_help = "Columns to read as categories, separated by commas."
     coded = True
 
-    min_count: int | None = Field(default=None, ge=1, le=_MOST, examples=[2])
+    min_count: int | None = Field(default=None, ge=1, le=_INT32_MAX, examples=[2])
     """Values in fewer training rows than this count as the unknown value."""
-    top: int | None = Field(default=None, ge=1, le=_MOST, examples=[10000])
+    top: int | None = Field(default=None, ge=1, le=_INT32_MAX, examples=[10000])
     """Most values that get their own embedding; the most frequent ones do."""
-    hash_buckets: int = Field(default=0, ge=0, le=_MOST, examples=[1000])
+    hash_buckets: int = Field(default=0, ge=0, le=_INT32_MAX, examples=[1000])
     """Embeddings that all other values share by a hash, instead of a single unknown one."""
     ignore_case: bool = Field(default=False, examples=[False])
     """true reads Yes and yes as the same value."""

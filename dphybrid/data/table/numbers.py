@@ -26,8 +26,10 @@ first one is then named as the reason why the column is read otherwise."""
 _NAMES_AN_ID = re.compile(
     r"(?:^|[\W_])(?i:ids?|uid|uuid|guid|code|zip|zipcode|postcode)$|[a-z0-9](?:Id|ID|Code)$"
 )
+# Digits with marks of decimals or groups of digits.
 _WITH_MARKS = r"^[+-]?\d[\d.,' _]*$"
 YEAR_FIRST = r"^\d{4}[-/]\d{1,2}[-/]\d{1,2}(?:[T ]|$)"
+# The look of a date, in any order; `read_times` then decides whether it is one.
 _DATE = r"^\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}(?:[T ]|$)"
 _FEW = 20
 """Cells that are looked at before a pattern is tried on all cells of a column."""

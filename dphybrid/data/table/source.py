@@ -31,6 +31,7 @@ _FIT_ROWS = 2**18
 _UNSEEN_SHOWN = 0.0005
 """The summary names a column if at least this share of its validation values has no training row."""
 _PACKED = (".gz", ".parquet", ".pq")
+"""Endings that determine how a file's bytes are read."""
 
 
 @dataclass(frozen=True)
