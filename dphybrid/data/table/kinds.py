@@ -215,7 +215,7 @@ class Category(Column):
     min_count: int | None = Field(default=None, ge=1, le=_INT32_MAX, examples=[2])
     """Values in fewer training rows than this count as the unknown value."""
     top: int | None = Field(default=None, ge=1, le=_INT32_MAX, examples=[10000])
-    """Most values that get their own embedding; the most frequent ones do."""
+    """Give only this many values, the most frequent ones, their own embedding."""
     hash_buckets: int = Field(default=0, ge=0, le=_INT32_MAX, examples=[1000])
     """Embeddings that all other values share by a hash, instead of a single unknown one."""
     ignore_case: bool = Field(default=False, examples=[False])
@@ -332,7 +332,7 @@ class Bag(Category):
     lists = True
     flag = "bags"
     flag_help = (
-        "Columns to read as bags: several values in a cell, such as drama|comedy, separated by commas."
+        "Columns to read as bags (several values in a cell, such as drama|comedy), separated by commas."
     )
 
     separator: str = Field(default="|", min_length=1, examples=["|"])
