@@ -404,7 +404,7 @@ def kind_of(role: str) -> type[Column]:
     for kind in KINDS:
         if kind.role == role:
             return kind
-    raise UserError(f"role = {role!r}: there is no such kind of column; use {', '.join(roles())}")
+    raise UserError(f"role = {role!r}: unknown; use {', '.join(roles())}")
 
 
 def roles() -> list[str]:

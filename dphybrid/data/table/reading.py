@@ -105,8 +105,8 @@ class Table:
     """A table that was read. Its rows are stored in `folder` in blocks, as numbers, times and codes of the
     dictionaries (0: no value); the stored column "held" is true for rows of held-out files.
 
-    lengths: rows of each block. counts: "label" and "weight" count the rows without them, and a bag's stored
-    name counts its cells with too many items. longest: most items of a bag's cell.
+    lengths: rows of each block. counts: under "label" the rows without a label, under "weight" those of
+    weight 0, and under a bag's stored name its cells with too many items. longest: most items of a cell.
     """
 
     plan: Plan

@@ -60,7 +60,9 @@ def read_schema(path: Path) -> SchemaFile:
                 if key not in known:
                     raise UserError(f"columns.{name}.{key} = {value!r}: no kind of column has this key")
             if section.get("role", "ignore") not in roles():
-                raise UserError(f"columns.{name}.role = {section['role']!r}: use {', '.join(roles())}")
+                raise UserError(
+                    f"columns.{name}.role = {section['role']!r}: unknown; use {', '.join(roles())}"
+                )
             # Without a role any kind may claim the column, so every kind checks the keys that it knows.
             for kind in KINDS:
                 kind(name=name, **_keys_of(kind, section))
@@ -119,7 +121,7 @@ def find_column(rows: Rows, name: str, place: str) -> str:
     close = difflib.get_close_matches(name, columns, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     if not rows.header:
-        hint += "its first line was read as values (data.header=yes reads it as names), so "
+        hint += "its first line was read as values (data.header=yes reads it as names); "
     raise UserError(f"{place}={name!r}: {rows.file} has no such column; {hint}columns: {listed}")
 
 
