@@ -53,7 +53,7 @@ class ModelContext(Generic[Options]):
         return ModelContext(devices, info, config.model, seed, dtype, table_folder, rows, config.data)
 
     def num_ids(self, *names: str) -> int:
-        """Return how many rows one table needs that these arrays, columns or vocabularies share. Raises
+        """Return how many rows a table needs if these arrays, columns or vocabularies share it. Raises
         UserError for names without ids."""
         known = self.info["num_ids"]
         if unknown := [name for name in names if name not in known]:

@@ -66,7 +66,7 @@ class GivenSource(Source):
         )
         if train.keys() != valid.keys():
             named = f"the training split has {sorted(train)}, the validation split {sorted(valid)}"
-            raise UserError(f"{where}: {named}; give both the same")
+            raise UserError(f"{where}: {named}; give both the same names")
         for name in train:
             if train[name].shape[1:] != valid[name].shape[1:]:
                 raise UserError(

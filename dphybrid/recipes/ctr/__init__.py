@@ -42,13 +42,12 @@ class CtrModelConfig(ModelConfig):
     """Share of the ids that training replaces by the unknown one (a number's bucket: by the missing one),
     drawn anew in each epoch, so that the network learns to handle new values. Bags keep theirs."""
     numbers: Literal["plain", "embedded"] = "embedded"
-    """How a number enters the network: plain, as itself; embedded, also by its position in each quantile bin
-    of the training rows, through a layer of the column's own (Gorishniy et al. 2022)."""
+    """Encoding of numbers: plain, the number itself; embedded, also its position in each quantile bin of the
+    training rows, through a linear layer for each column (Gorishniy et al. 2022)."""
     bins: int = Field(default=128, ge=1, le=1024)
-    """Bins of a number, between quantiles of the training rows, at most one for each 8 rows; read where
-    model.numbers is embedded."""
+    """Quantile bins of a number, at most one for each 8 training rows; used if model.numbers is embedded."""
     bin_width: int = Field(default=8, ge=1, le=1024)
-    """Values that a number becomes besides itself; read where model.numbers is embedded."""
+    """Width of a number's encoding, besides the number itself; used if model.numbers is embedded."""
 
 
 class Ctr(Recipe):
@@ -95,9 +94,9 @@ class Ctr(Recipe):
         found, lines = super().sized(config, num_rows, info)
         if found.table.lr:
             return found, lines
-        # Rows that learn at the full rate overfit rare values, so those of an mlp learn slowly. Full rate for
-        # the other networks, whose linear parts and products of rows need it, and up to the full rate for
-        # columns of many values with enough rows each.
+        # At the full rate, rows overfit rare values, so the rows of an mlp learn slowly. The other networks
+        # have linear parts or products of rows, which need the full rate. Columns of many values with enough
+        # rows for each need more than the slow rate, too.
         share, why = _SLOW_ROWS if found.model.model_dump()["kind"] == "mlp" else 1.0, ""
         values = max(info["num_ids"], default=0)
         if share == _SLOW_ROWS and values > _MANY_VALUES and num_rows > _ROWS_PER_VALUE * values:

@@ -155,8 +155,8 @@ def leaks(data: Prepared) -> list[str]:
             # A column may be read both as values and as a number: the better predictor counts.
             found[name] = max(found.get(name, (0.0, "")), _score(numbers_B, labels_B, kind))
     return [
-        f"column {name!r} alone predicts the label ({metric} {value:.4f}); if it is not known before the "
-        f"answer is, leave it out: --data.ignore {name}"
+        f"column {name!r} alone predicts the label ({metric} {value:.4f}); if it is not known at "
+        f"prediction time, leave it out: --data.ignore {name}"
         for name, (value, metric) in found.items()
         if value > _LEAK
     ]

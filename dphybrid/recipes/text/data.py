@@ -150,8 +150,8 @@ class _TextSource:
         ]
         if doubtful:
             lines.append(
-                f"  {doubtful} validation documents repeat passages of other documents, so the validation "
-                "metrics are too good; too little of the text is not repeated"
+                f"  {counted(doubtful, 'validation document')} with passages of other documents, so the "
+                "validation metrics look better than they are; too little of the text is unrepeated"
             )
         info = {"num_words": len(vocabulary), "window": self.data.window}
         extra = {"vocabulary": list(vocabulary), "held_out": [name for name, _ in valid]}

@@ -53,10 +53,11 @@ class DigitsModelConfig(ModelConfig):
 
 
 class _Small(Recipe):
-    """Base class: `draw` makes the arrays; the function `build_NAME` of `model` builds the recipe NAME's
-    model.
+    """Base class: `draw` makes the arrays, and `build_NAME` of the module `model` builds recipe NAME's model.
+
     num_rows: in the training and the validation split. widths: numbers of inputs and outputs per sample; the
-    outputs are a linear map of the inputs, with noise."""
+    outputs are a linear map of the inputs, with noise.
+    """
 
     prints_shapes = True
     num_rows = (100, 100)
