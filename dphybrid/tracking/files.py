@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dphybrid.tracking.base import Record, Status, Tracker, as_shown
+from dphybrid.tracking.base import Record, Status, Tracker, as_floats, as_shown
 from dphybrid.tracking.report import REPORT_PAGE
 from dphybrid.util.files import write_bytes, write_json, write_text
 
@@ -73,14 +73,15 @@ class FileTracker(Tracker):
         self._recorded = {(row["step"], name) for row in rows for name in row}
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        fresh = {name: value for name, value in metrics.items() if (step, name) not in self._recorded}
+        values = as_floats(metrics)
+        fresh = {name: value for name, value in values.items() if (step, name) not in self._recorded}
         if self.run_id and fresh:
             self._recorded |= {(step, name) for name in fresh}
             with (self._folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, **fresh}) + "\n")
 
     def log_summary(self, metrics: Mapping[str, float]) -> None:
-        self._page.get("summary", {}).update(metrics)
+        self._page.get("summary", {}).update(as_floats(metrics))
         self._write()
 
     def record(self, record: Record, *, content: bytes | None = None, sync: bool = False) -> None:

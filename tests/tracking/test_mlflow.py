@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from mlflow.tracking import MlflowClient
@@ -252,6 +253,17 @@ def test_the_base_is_a_tracker_that_records_nothing_and_has_every_verb(tmp_path:
     assert tracker.register("clicks", "uid", "challenger") == "nothing is recorded"
     tracker.finish("FINISHED")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_plain_files_take_the_numbers_of_numpy_and_torch(tmp_path: Path) -> None:
+    tracker = open_tracker("files", "x", tmp_path, runs=tmp_path)
+    tracker.start("run", {}, {}, "")
+    tracker.log_metrics({"a": np.float32(0.5), "b": torch.tensor(2.0)}, 1)
+    tracker.log_summary({"final/a": np.float32(0.25)})
+    tracker.finish("FINISHED")
+    record = tmp_path / "run" / "record"
+    assert json.loads((record / "metrics.jsonl").read_text()) == {"step": 1, "a": 0.5, "b": 2.0}
+    assert json.loads((record / "run.json").read_text())["summary"] == {"final/a": 0.25}
 
 
 def test_a_database_whose_tables_did_not_fit_is_made_by_the_next_run(tmp_path: Path) -> None:
