@@ -20,7 +20,6 @@ PREFECT_PLUGIN_API_REQUIRES = ">=0.1,<1"
 @register_hook
 def setup_environment(*, ctx: Any) -> None:  # noqa: ARG001 - the hook's signature
     """Extend two methods of Prefect's client: the look-up by name, and the creation of flow runs."""
-    # Imported here: the hook runs at the start of every prefect command.
     from prefect.client.orchestration import PrefectClient
 
     by_name = getattr(PrefectClient, "read_deployment_by_name", None)
