@@ -22,14 +22,13 @@ def setup_environment(*, ctx: Any) -> None:  # noqa: ARG001 - the hook's signatu
     """Extend two methods of Prefect's client: the look-up by name, and the creation of flow runs."""
     from prefect.client.orchestration import PrefectClient
 
-    by_name = getattr(PrefectClient, "read_deployment_by_name", None)
-    if by_name is None or getattr(by_name, "takes_bare_names", False):
+    by_name: Any = getattr(PrefectClient, "read_deployment_by_name", None)
+    create: Any = getattr(PrefectClient, "create_flow_run_from_deployment", None)
+    if by_name is None or create is None or getattr(by_name, "takes_bare_names", False):
         return
 
     async def read_deployment_by_name(self: object, name: str) -> Any:
         return await by_name(self, name if "/" in name else await _full_name(self, name))
-
-    create = PrefectClient.create_flow_run_from_deployment
 
     async def create_flow_run_from_deployment(
         self: Any, deployment_id: Any, *, parameters: dict[str, object] | None = None, **more: Any

@@ -12,12 +12,13 @@ from uuid import uuid4
 
 import httpx
 import pytest
+from prefect.client import orchestration
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.states import AwaitingRetry, Crashed, Running
 from prefect.workers.process import ProcessWorker, ProcessWorkerResult
 
 from dphybrid.orchestration import queueing, supervised, worker
-from dphybrid.orchestration.plugin import refuse_wrong_parameters
+from dphybrid.orchestration.plugin import refuse_wrong_parameters, setup_environment
 from dphybrid.orchestration.queueing import (
     MAX_RUNS,
     OWNER_LABEL,
@@ -213,3 +214,14 @@ def test_a_deployment_s_parameters_import_no_foreign_code(
     assert "evilmod" not in sys.modules
     assert ONLY not in os.environ
     asyncio.run(refuse_wrong_parameters(OneDeployment(config={"recipe": "toy"}), "id", {}))
+
+
+@pytest.mark.parametrize("missing", ["read_deployment_by_name", "create_flow_run_from_deployment"])
+def test_a_client_of_prefect_without_the_methods_is_left_unchanged(
+    missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {"read_deployment_by_name", "create_flow_run_from_deployment"}
+    client = type("PrefectClient", (), dict.fromkeys(names - {missing}, len))
+    monkeypatch.setattr(orchestration, "PrefectClient", client)
+    setup_environment(ctx=None)
+    assert [value for name, value in vars(client).items() if name in names] == [len]
