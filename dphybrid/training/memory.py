@@ -70,7 +70,7 @@ def scale_gradients(model: nn.Module, factor: Tensor) -> None:
     """Multiply all gradients, of blocks and of looked-up rows, by `factor`."""
     for parameter in model.parameters():
         if parameter.grad is not None:
-            # In place on the values of a sparse gradient: multiplying the gradient itself makes a new one.
+            # _values(), because values() refuses a sparse gradient that is not coalesced.
             values = parameter.grad._values() if parameter.grad.is_sparse else parameter.grad
             values.mul_(factor.to(values.device, values.dtype))
 
