@@ -276,7 +276,7 @@ def test_a_damaged_best_checkpoint_is_named_with_what_takes_its_place(
     best, folder = Path(report.best_checkpoint), data_dir / "runs" / "run"
     (best / "blocks.safetensors").write_bytes(b"")
     run = read_run(folder, settings)
-    remedy = rf"blocks.safetensors: is damaged .*; remove {best} and give --resume run"
+    remedy = rf"blocks.safetensors: is damaged .*; remove {best} and run again with --resume run"
     with refused(remedy):
         evaluate_run(run, run.experiment())
     shutil.rmtree(best)
