@@ -106,10 +106,11 @@ def rank_environment(settings: Mapping[str, object], address: str = _LOOPBACK) -
         # One thread by default, like torchrun: the ranks share the cores.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(Path.cwd())])),
-        _PARENT: _name_of(os.getpid()),
+        _PARENT: _identity_of(os.getpid()),
     }
     for interface, addresses in psutil.net_if_addrs().items():
         if address in {one.address for one in addresses}:
+            # On one machine always the loopback, even if these variables name the interface of a network.
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
                 known[name] = interface if address == _LOOPBACK else os.environ.get(name, interface)
             break
@@ -286,7 +287,7 @@ def _end(ranks: Sequence["subprocess.Popen[bytes]"], number: int | None, wait_s:
             rank.wait()
 
 
-def _name_of(pid: int) -> str:
+def _identity_of(pid: int) -> str:
     # With the start time, because the kernel reuses process ids.
     return f"{pid}:{psutil.Process(pid).create_time()}"
 
@@ -310,7 +311,7 @@ def asked_from_outside(stop: StopRequest) -> Iterator[None]:
     def look() -> bool:
         if reason := reason_outside():
             stop.ask(reason)
-        if not parent or _lives(parent):
+        if not parent or _is_alive(parent):
             return False
         # Imported here, because the process that starts ranks does not need torch.
         from torch.distributed import is_initialized
@@ -324,9 +325,9 @@ def asked_from_outside(stop: StopRequest) -> Iterator[None]:
         yield
 
 
-def _lives(name: str) -> bool:
+def _is_alive(name: str) -> bool:
     pid = int(name.partition(":")[0])
     try:
-        return _name_of(pid) == name
+        return _identity_of(pid) == name
     except psutil.NoSuchProcess:
         return False

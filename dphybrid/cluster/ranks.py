@@ -72,9 +72,9 @@ def joined(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     limit = timedelta(seconds=timeout_s)
-    with _lost():
+    with _connection_errors():
         rank, size, local_size = (int(os.environ[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-        store = _all_here(os.environ[STORE], size, wait_s or timeout_s, look)
+        store = _wait_for_all(os.environ[STORE], size, wait_s or timeout_s, look)
         dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=size)
         yield Ranks(rank, size, local_size, device)
         # Not in a finally: it would make a rank that failed wait for the others.
@@ -82,7 +82,7 @@ def joined(
 
 
 @contextmanager
-def _lost() -> Iterator[None]:
+def _connection_errors() -> Iterator[None]:
     """Raise LostRanks instead of torch's connection errors."""
     try:
         yield
@@ -94,7 +94,7 @@ def _lost() -> Iterator[None]:
         raise LostRanks(f"rank {os.environ['RANK']}: lost the other ranks ({first[:200]})") from error
 
 
-def _all_here(path: str, size: int, wait_s: float, look: Callable[[], None]) -> dist.Store:
+def _wait_for_all(path: str, size: int, wait_s: float, look: Callable[[], None]) -> dist.Store:
     """Wait until all ranks have started; return the store in which they exchange addresses. The store is a
     file, so that nobody on the network can read or change it."""
     store, deadline = dist.FileStore(path, size), time.monotonic() + wait_s

@@ -54,12 +54,12 @@ class Spread:
         try:
             yield
         finally:
-            self._tell(_Op.END)
+            self._command(_Op.END)
 
     def serve(self) -> None:
         """On the other ranks: send and receive slices as rank 0 commands, until its `served` block ends."""
         while True:
-            op, number, owner, first, stop = self._tell()
+            op, number, owner, first, stop = self._command()
             if op == _Op.END:
                 return
             if op == _Op.CHECK:
@@ -85,7 +85,7 @@ class Spread:
         found = torch.empty(stop - start, dtype=self._pieces[number].dtype)
         for owner, first, last, place in self._owners(number, start, stop):
             target = found[place : place + last - first]
-            self._tell(_Op.READ, number, owner, first, last)
+            self._command(_Op.READ, number, owner, first, last)
             if owner == self._ranks.rank:
                 target.copy_(self._pieces[number].reshape(-1)[first:last])
             else:
@@ -96,7 +96,7 @@ class Spread:
         """Write values into whole tensor `number` from element `start` on, counted flat."""
         for owner, first, last, place in self._owners(number, start, start + values.numel()):
             source = values[place : place + last - first]
-            self._tell(_Op.WRITE, number, owner, first, last)
+            self._command(_Op.WRITE, number, owner, first, last)
             if owner == self._ranks.rank:
                 self._pieces[number].view(-1)[first:last] = source
             else:
@@ -110,7 +110,7 @@ class Spread:
             if low == high:
                 continue
             ids, part = ids_U[low:high] - first_row, rows[low:high].to(piece.dtype).contiguous()
-            self._tell(_Op.PUT, number, owner, high - low)
+            self._command(_Op.PUT, number, owner, high - low)
             if owner == self._ranks.rank:
                 piece[ids.to(piece.device)] = part.to(piece.device)
             else:
@@ -120,7 +120,7 @@ class Spread:
     def first_bad(self, number: int) -> tuple[int, float] | None:
         """Return row and value of the first entry of whole tensor `number` that is NaN or infinite, or None.
         Each rank checks its own rows."""
-        self._tell(_Op.CHECK, number)
+        self._command(_Op.CHECK, number)
         bad = [at for at in self._ranks.all_gather(self._bad(number)) if at is not None]
         return min(bad, default=None)
 
@@ -137,7 +137,7 @@ class Spread:
             if first < last:
                 yield owner, first - first_row * width, last - first_row * width, first - start
 
-    def _tell(self, *command: int) -> list[int]:
+    def _command(self, *command: int) -> list[int]:
         """Broadcast a command from rank 0; on the other ranks, without arguments, receive it."""
         # Always five numbers, because the receivers do not know the command yet.
         box = torch.tensor([*command, *[0] * (5 - len(command))])

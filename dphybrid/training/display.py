@@ -83,7 +83,7 @@ class Display:
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, advance=1, note=note)
 
-    def passing(self, text: str) -> None:
+    def metrics_line(self, text: str) -> None:
         """Print a line of metrics within an epoch: only where there is no bar, and not often."""
         if self._bar is None and time.monotonic() - self._printed > _METRICS_EVERY_S:
             self.line(text)

@@ -24,10 +24,10 @@ from dphybrid.training.step import Step
 from dphybrid.util.errors import UserError, counted
 
 
-def train(session: Session, seen: Observer) -> None:
+def train(session: Session, observer: Observer) -> None:
     """Train from `session.trained.progress` to the last epoch, or until early stopping.
 
-    seen: observes epochs and steps; its speeds and sums can be read after an interruption, too.
+    observer: called for each epoch and step; its speeds and sums can be read after an interruption, too.
 
     Raises Interrupted when asked to stop, after finishing the current step and writing a checkpoint.
     """
@@ -40,40 +40,40 @@ def train(session: Session, seen: Observer) -> None:
         refuse_split_differences(model, next(_batches_of_epoch(session)))
     with (
         numerics(config),
-        seen.running(),
+        observer.running(),
         RowPipeline(model, mode=config.pipeline, on_cpu=engine.prefetches_on_cpu) as pipeline,
     ):
-        seen.pipeline = pipeline
+        observer.pipeline = pipeline
         while progress.epoch < config.epochs and not _stale(session):
             model.train()  # the evaluation of the last epoch left it in eval mode
-            seen.epoch_begins(steps_per_epoch)
-            for batch in seen.batches(pipeline.prefetch(_batches_of_epoch(session), ids_of)):
+            observer.epoch_begins(steps_per_epoch)
+            for batch in observer.batches(pipeline.prefetch(_batches_of_epoch(session), ids_of)):
                 _set_learning_rates(session, progress.step / max(1, config.epochs * steps_per_epoch))
-                seen.step_begins()
+                observer.step_begins()
                 loss, weight = engine.step(session, batch, train_step)
                 progress.step, progress.batch = progress.step + 1, progress.batch + 1
-                seen.step_ended(loss, weight, engine.num_rows(batch))
+                observer.step_ended(loss, weight, engine.num_rows(batch))
                 # The writing thread may have failed: stop now, not after hours without a checkpoint.
                 session.saver.check()
                 if engine.asked(session.stop):
-                    path = checkpoint(session, seen)
+                    path = checkpoint(session, observer)
                     session.saver.wait()
                     raise session.stop.interruption(
                         f"after step {progress.step}; --resume continues from {path}"
                     )
                 # After the epoch's last batch the checkpoint is written below, with the evaluation's metrics.
                 if every and progress.step % every == 0 and progress.batch < steps_per_epoch:
-                    checkpoint(session, seen)
-            seen.line(end_of_epoch(session, seen))
-            checkpoint(session, seen)
+                    checkpoint(session, observer)
+            observer.line(end_of_epoch(session, observer))
+            checkpoint(session, observer)
             if reason := _run_callbacks(session):
-                seen.line(f"stopped early: {reason}")
+                observer.line(f"stopped early: {reason}")
                 break
         with session.clock.stage("checkpoint"):
             session.saver.wait()
     if _stale(session) and progress.epoch < config.epochs:
         metric = session.task.chosen_by or session.task.metric
-        seen.line(f"stopped early: no better {metric} for {counted(progress.stale_epochs, 'epoch')}")
+        observer.line(f"stopped early: no better {metric} for {counted(progress.stale_epochs, 'epoch')}")
 
 
 def train_step(session: Session, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -115,10 +115,10 @@ def validation_outputs(
     return outputs
 
 
-def end_of_epoch(session: Session, seen: Observer) -> str:
+def end_of_epoch(session: Session, observer: Observer) -> str:
     """Evaluate, log, and move the progress to the next epoch; return the epoch's line of output."""
     progress, task = session.trained.progress, session.task
-    seen.settle()
+    observer.settle()
     if progress.epoch_weight == 0 and progress.skipped:
         raise UserError(
             f"epoch {progress.epoch + 1}: all steps were skipped (train.on_nonfinite=skip), so nothing was "
@@ -174,9 +174,9 @@ def _run_callbacks(session: Session) -> str:
     return ended.stopped
 
 
-def checkpoint(session: Session, seen: Observer) -> Path:
+def checkpoint(session: Session, observer: Observer) -> Path:
     """Start writing a checkpoint of the current state; once it is complete, old checkpoints are removed."""
-    seen.settle()
+    observer.settle()
     # A copy: `then` runs in the writing thread, when training has already continued.
     progress = copy.deepcopy(session.trained.progress)
 

@@ -116,7 +116,7 @@ class Observer:
                 self.line(line)
             self._display.advance(self._note)
         if step % session.config.train.log_every == 0:
-            self._display.passing(self.log())
+            self._display.metrics_line(self.log())
 
     def settle(self) -> None:
         """Add the collected losses to the progress and to the sums of the current line."""

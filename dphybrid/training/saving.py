@@ -177,7 +177,7 @@ class CheckpointWriter:
         step, base = self._trained.progress.step, self._latest
         final = self._folder / f"step-{step:06d}"
         copies, in_background = self._copies()
-        check_finite(self._trained.model, self._trained.dense, _named(copies), step, self._folder)
+        check_finite(self._trained.model, self._trained.dense, _rows_by_name(copies), step, self._folder)
         files, optimizer_page = self._dense()
         # Copied, because state dicts refer to objects that training continues to change.
         states = {name: copy.deepcopy(one.state_dict()) for name, one in stateful.items()}
@@ -333,7 +333,7 @@ def _link(base: Path, file: Path) -> None:
         shutil.copyfile(base, file)
 
 
-def _named(copies: Mapping[str, _Copied]) -> Iterator[Rows]:
+def _rows_by_name(copies: Mapping[str, _Copied]) -> Iterator[Rows]:
     for table, copied in copies.items():
         for key, rows in copied.by_row.items():
             what = f"table {table}" if key == "weight" else f"row optimizer's {table}.{key}"

@@ -67,10 +67,10 @@ class Step:
         except RuntimeError as error:
             report = self._report(error, batch)
         if report:  # outside the handler, because the error's traceback keeps the activations alive
-            self._divide(report)
+            self._use_parts(report)
             return self.update(batch, losses, of)
         try:
-            found = self._change(batch, loss, chosen)
+            found = self._update_weights(batch, loss, chosen)
         except RuntimeError as error:
             # Not tried again in parts: some parameters may have changed already.
             raise UserError(
@@ -121,7 +121,7 @@ class Step:
             scale_gradients(trained.model, 1 / weight)
         return loss, weight
 
-    def _change(
+    def _update_weights(
         self, batch: Batch, loss: Tensor, chosen: Mapping[str, torch.optim.Optimizer]
     ) -> NotFinite | None:
         """Clip gradients, then update blocks and rows. If something is not finite, update nothing and return
@@ -148,7 +148,7 @@ class Step:
         trained = self.session.trained
         return out_of_memory_report(error, self.number + 1, num_rows(batch), trained.model, trained.dense)
 
-    def _divide(self, report: str) -> None:
+    def _use_parts(self, report: str) -> None:
         """Compute each batch in parts from now on. Raises UserError if that is already the case."""
         session, progress = self.session, self.session.trained.progress
         if progress.micro_batches > 1:

@@ -17,7 +17,7 @@ with Display() as shown:
     shown.epoch(0, 2, 3, 0)
     for step in range(3):
         shown.advance("loss 0.5")
-        shown.passing("within")
+        shown.metrics_line("within")
     shown.line("epoch 1/2")
 """
 
@@ -49,5 +49,5 @@ def test_a_long_epoch_is_not_silent(
     monkeypatch.setattr(display.time, "monotonic", lambda: next(clock))
     with Display() as shown:
         for text in ("soon", "late", "soon again"):
-            shown.passing(text)
+            shown.metrics_line(text)
     assert capsys.readouterr().out == "late\n"
