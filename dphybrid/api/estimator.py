@@ -204,6 +204,7 @@ class HybridClassifier(ClassifierMixin, _HybridEstimator):
         """Return the probabilities (B, C) float64 of the classes, in the order of `classes_`."""
         check_is_fitted(self, "run_")
         found = self._predictor.predict(self._frame(X, reset=False)).astype(np.float64)
+        # Of two classes the predictor gives only the second one's probability.
         return np.stack([1 - found, found], axis=1) if found.ndim == 1 else found
 
     def predict(self, X: object) -> np.ndarray:
