@@ -58,7 +58,7 @@ class FileTracker(Tracker):
 
     def attach(self, run_id: str) -> None:
         self.run_id = run_id
-        # The run's earlier attempts may have recorded nothing, or in MLflow: then this one records nothing.
+        # If the run's first attempt recorded nothing, or recorded in MLflow, this one records nothing.
         if not run_id or not (self._folder / "run.json").is_file():
             self.run_id = ""
             return
