@@ -52,7 +52,7 @@ def test_device_texts_become_leases_and_what_torch_calls_them(machine: Path) -> 
             assert len(devices.lease.gpus if devices.lease else ()) == number
     with leased_devices(config("auto"), settings, run="resumed", replicas=2) as devices:
         assert devices.text == "cpu*2"
-    with refused("cuda:7 is not here"), leased_devices(config("cuda:7"), settings, run="test"):
+    with refused("cuda:7 does not exist"), leased_devices(config("cuda:7"), settings, run="test"):
         pass
     write_state(machine, [gpu(0)], init_error="DRIVER_NOT_LOADED")
     with leased_devices(config("auto"), settings, run="test") as devices:

@@ -169,7 +169,7 @@ class _Search:
 def _eligible(wanted: Wanted, units: Sequence[Gpu]) -> list[Gpu]:
     if missing := [number for number in wanted.numbers if number >= len(units)]:
         there = f"{len(units)} GPUs are visible (see `dphybrid devices`)"
-        raise UserError(f"devices: cuda:{missing[0]} is not here; {there}")
+        raise UserError(f"devices: cuda:{missing[0]} does not exist; {there}")
     chosen = [units[number] for number in wanted.numbers] or list(units)
     if wanted.least > 1 and not wanted.numbers:
         chosen = [unit for unit in chosen if not unit.is_mig]  # a CUDA process can use one MIG device only

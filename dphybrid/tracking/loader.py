@@ -89,7 +89,7 @@ class _LeftOut(BaseModel):
         """Raise UserError when the file no longer exists or has changed since."""
         if not self.path.is_file():
             raise UserError(
-                f"{self.path}: is not here, and with {self.bytes / 2**20:.0f} MiB it was too large to "
+                f"{self.path} is missing, and with {self.bytes / 2**20:.0f} MiB it was too large to "
                 "upload; load the model on a machine that sees this path, or copy the file there"
             )
         sums = {kind: getattr(self, kind) for kind in SUMS if getattr(self, kind)}
