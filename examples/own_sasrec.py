@@ -82,8 +82,7 @@ class Net(nn.Module):
     def forward(self, batch: Batch) -> Batch:
         past_BL, next_BL = batch["past_BL"], batch["next_BL"]
         expected_BLD = self.expected(past_BL)
-        # Evaluation has no negatives: it ranks the last position's next item among all items that are not in
-        # the sequence.
+        # Evaluation has no negatives: it ranks the next item among all items outside the sequence.
         if "negatives_BK" not in batch:
             ranked = rank_rows(expected_BLD[:, -1], self.items, next_BL[:, -1], hidden_QS=past_BL)
             return {"loss": ranked.loss_Q, "weight": torch.ones_like(ranked.loss_Q), "rank_B": ranked.ranks_Q}

@@ -16,7 +16,7 @@ def checks(ask: Callable[[str, str | None], Any]) -> Iterator[tuple[bool, str]]:
     here, sqlalchemy = version("prefect"), version("sqlalchemy")
     yield True, f"prefect {here} with fastapi {version('fastapi')}: the server can start"
     if tuple(int(part) for part in sqlalchemy.split(".")[:2]) >= (2, 1):
-        remedy = "remedy: pip install 'sqlalchemy>=2.0,<2.1'"
+        remedy = "remedy: pip install 'sqlalchemy>=2.0.16,<2.1'"
         yield False, f"sqlalchemy {sqlalchemy}: with 2.1 Prefect 3.8 creates no scheduled runs; {remedy}"
     settings = Settings()
     url, auth = settings.api.url, settings.api.auth_string
