@@ -93,7 +93,7 @@ def test_folders_without_train_and_with_two_of_a_kind_are_told(tmp_path: Path) -
         prepare("kge", KgeDataConfig(path=str(tmp_path)), tmp_path / "prepared", 0)
     for name in ("train.txt", "train.tsv"):
         (tmp_path / name).write_text(LINES)
-    with refused("leave one"):
+    with refused("keep only one"):
         prepare("kge", KgeDataConfig(path=str(tmp_path)), tmp_path / "prepared", 0)
     with refused("no such file"):
         prepare("kge", KgeDataConfig(path=str(tmp_path / "nowhere")), tmp_path / "prepared", 0)
