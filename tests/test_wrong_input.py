@@ -16,6 +16,7 @@ from tests.conftest import REPOSITORY
 from tests.refusing import refused
 
 LONG = "x" * 300
+NOT_UTF_8 = "caf\udce9.csv"  # as Python reads the bytes caf\xe9.csv
 TOY = "train --recipe toy"
 
 
@@ -25,14 +26,26 @@ def told(*argv: str) -> str:
     return text
 
 
-@pytest.mark.parametrize("path", [LONG, "~nosuchuser/x", "a\0b", "a**b*.csv"])
+@pytest.mark.parametrize("path", [LONG, "~nosuchuser/x", "a\0b", "a**b*.csv", NOT_UTF_8])
 @pytest.mark.parametrize("recipe", ["ctr", "kge", "retrieval", "text"])
 def test_data_paths(path: str, recipe: str, data_dir: Path) -> None:
     more = ["--data.label", "y"] if recipe == "ctr" else []
     assert "data.path=" in told("prepare", "--recipe", recipe, "--data.path", path, *more)
 
 
-@pytest.mark.parametrize("path", [LONG, "~nosuchuser/x", "a\0b"])
+@pytest.mark.parametrize(("recipe", "name"), [("ctr", NOT_UTF_8), ("text", "caf\udce9.txt")])
+def test_a_file_in_a_folder_whose_name_is_not_utf_8(
+    recipe: str, name: str, tmp_path: Path, data_dir: Path
+) -> None:
+    folder = tmp_path / "given"
+    folder.mkdir()
+    (folder / name).write_text("a,y\n1,0\n", encoding="utf-8")
+    more = ["--data.label", "y"] if recipe == "ctr" else []
+    words = told("prepare", "--recipe", recipe, "--data.path", str(folder), *more)
+    assert "the name is not UTF-8; rename the file" in words
+
+
+@pytest.mark.parametrize("path", [LONG, "~nosuchuser/x", "a\0b", NOT_UTF_8])
 def test_other_paths(path: str, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told("predict", path, "--data.path", "x.csv", "--out", "y.csv")
     told("verify", path)

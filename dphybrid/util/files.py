@@ -39,14 +39,22 @@ def given_path(text: str, name: str) -> Path:
     """Return the path that a user typed, with `~` expanded. It need not exist.
 
     Raises UserError if it cannot be looked up: too long, with a NUL, `~` of an unknown user, or in a folder
-    without permission. name: the field, for the message.
+    without permission; and if it is not UTF-8. name: the field, for the message.
     """
+    try:
+        text.encode()
+    # Python represents other bytes in file names by lone surrogates, which neither JSON files nor terminals
+    # nor MLflow take.
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{name}={text[:200]!a}: this name is not UTF-8; rename the file or folder"
+        ) from error
     try:
         path = Path(text).expanduser()
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return path
-    # RuntimeError: expanduser found no home. ValueError: a NUL, or text that is not UTF-8.
+    # RuntimeError: expanduser found no home. ValueError: a NUL.
     except (OSError, RuntimeError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
         raise UserError(f"{name}={text[:200]!r}: cannot be looked up ({why}); give another path") from error

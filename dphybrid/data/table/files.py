@@ -66,7 +66,7 @@ def find_files(path: str, place: str) -> tuple[Path, ...]:
         if not files:
             raise UserError(f"{place}={path}: there is no such file")
     for file in files:
-        if not file.stat().st_size:
+        if not given_path(str(file), place).stat().st_size:
             raise UserError(f"{place}={file}: is empty; give a file with rows")
     return tuple(sorted(files))
 

@@ -244,6 +244,6 @@ def open_source(data: TextDataConfig, seed: int) -> _TextSource:
         files = sorted(file for file in found if file.is_file())
         if not files:
             raise UserError(f"data.path={data.path}: holds no text files ({', '.join(_TEXT_SUFFIXES)})")
-    if not any(file.stat().st_size for file in files):
+    if not sum(given_path(str(file), "data.path").stat().st_size for file in files):
         raise UserError(f"data.path={data.path}: is empty; give a file with text")
     return _TextSource(data, seed, tuple(files), root)
