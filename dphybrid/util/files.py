@@ -46,9 +46,7 @@ def given_path(text: str, name: str) -> Path:
     # Python represents other bytes in file names by lone surrogates, which neither JSON files nor terminals
     # nor MLflow take.
     except UnicodeEncodeError as error:
-        raise UserError(
-            f"{name}={text[:200]!a}: this name is not UTF-8; rename the file or folder"
-        ) from error
+        raise UserError(f"{name}={text[:200]!a}: the name is not UTF-8; rename the file") from error
     try:
         path = Path(text).expanduser()
         path.stat()
