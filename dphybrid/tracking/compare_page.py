@@ -40,6 +40,8 @@ _LAYOUT: _Figure = {
     "hovermode": "closest",
     "legend": {"orientation": "h", "y": -0.25},
 }
+_MOST_VALUES = 4
+"""With more differing values than this, a merged row is named after its first run."""
 _BEST_COLUMNS = {"samples/s": max, "step p50, ms": min}
 _VIRTUAL = " Virtual devices share hardware: they show the cost of splitting, not the gain from more GPUs."
 
@@ -122,7 +124,9 @@ def _seeds_as_one(runs: Sequence[RunFacts]) -> list[tuple[RunFacts, list[RunFact
     rows = []
     for values, members in _grouped(runs, names).items():
         what = "seeds" if len({run.value(_SEED) for run in members}) > 1 else "runs"
-        merged = _merged([*values, f"{len(members)} {what}"], members) if len(members) > 1 else members[0]
+        # Nobody can read a name of twenty values; the columns show them.
+        words = values if len(values) <= _MOST_VALUES else [members[0].name]
+        merged = _merged([*words, f"{len(members)} {what}"], members) if len(members) > 1 else members[0]
         rows.append((merged, members))
     return rows
 

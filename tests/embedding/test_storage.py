@@ -179,7 +179,7 @@ def test_the_benchmark_runs() -> None:
     results = run((1,), rounds=1, scale=0.01, log=told.append)
     assert [told[0], len(told)] == ["1 thread", 6]
     shown = text(results)
-    assert shown.startswith("Milliseconds of one step")
+    assert shown.startswith("Milliseconds per step")
     assert "SparseAdam / dphybrid adam" in shown
     assert "faults)" in shown
     assert "modules, a call each / one flat table" in shown

@@ -146,6 +146,11 @@ def test_runs_that_differ_in_their_seed_alone_are_one_row_of_means(tmp_path: Pat
     assert (len(cells), cells[2][0], each.count("<tr>")) == (3, "alone", 7)
     same = [*(facts(f"again-{k}", "cpu", 5.0, lr="0.1") for k in (1, 2)), runs[-1]]
     assert "0.1 · 2 runs" in write_comparison(same, tmp_path, "lr").read_text()
+    # of rows that differ in many values the first run gives the name
+    many = {f"train.p{number}": "0" for number in range(9)}
+    other = [facts("b", "cpu", 5.0, **dict.fromkeys(many, "1"))]
+    alike = [facts(f"a-{k}", "cpu", 5.0, **many) for k in (1, 2)]
+    assert ">a-1 · 2 runs<" in write_comparison([*alike, *other], tmp_path, "devices").read_text()
 
 
 def test_the_page_holds_all_of_a_sweep(sweep: tuple[list[Report], Settings, Path], tmp_path: Path) -> None:
