@@ -22,14 +22,14 @@ class KgeDataConfig(DataConfig):
     """Your triples (required): a folder with train.txt, valid.txt and perhaps test.txt, or one file; head,
     relation, tail, separated by tabs, commas or blanks."""
     delimiter: str = "auto"
-    """Character between head, relation and tail; auto looks at the file."""
+    """Character between head, relation and tail; auto: inferred from the file."""
     negatives: int = Field(default=1024, ge=0, le=2**20)
     """Random entities that compete with the answers of a batch; 0: all entities compete (1-vs-all), and each
     step reads and updates the whole table."""
     valid_fraction: float = Field(default=0.1, gt=0.0, lt=1.0)
     """Share of the triples in the validation split, if there is no valid.txt."""
     max_rejected: float = Field(default=0.001, ge=0.0, le=1.0)
-    """Share of unreadable lines above which preparation stops."""
+    """Largest share of unreadable lines; with more, preparation stops."""
 
 
 class KgeModelConfig(ModelConfig):

@@ -41,13 +41,13 @@ class RetrievalDataConfig(DataConfig):
     cutoffs: _Numbers = (10, 50)
     """Lengths k of the lists for recall@k and NDCG@k, separated by commas; NDCG at the first one decides."""
     header: Literal["auto", "yes", "no"] = "auto"
-    """Whether the first line names the columns; auto looks at the file."""
+    """Whether the first line names the columns; auto: inferred from the file."""
     delimiter: str = "auto"
-    """Character between columns; auto looks at the file."""
+    """Character between columns; auto: inferred from the file."""
     missing: Names = ()
-    """More texts that mean "no value", separated by commas."""
+    """Further texts that mean "no value", separated by commas."""
     max_rejected: float = Field(default=0.001, ge=0.0, le=1.0)
-    """Share of unreadable rows, or rows without user or item, above which preparation stops."""
+    """Largest share of rows that are unreadable or lack user or item; with more, preparation stops."""
 
     @model_validator(mode="after")
     def _columns_and_cutoffs_differ(self) -> Self:
