@@ -54,7 +54,7 @@ class Outcome(Page):
 
 @dataclass(frozen=True)
 class Meeting:
-    """The part of this machine in a job. By default it is the only machine and starts all ranks.
+    """This machine's part in a job. By default it is the only machine and starts all ranks.
 
     job: unique name of this start of the run. nodes: number of machines. node: index of this one. address:
     the one by which the other machines reach this one. look: called several times a second while ranks run;
@@ -127,7 +127,7 @@ def train_in_ranks(
     """
     logs, meeting = folder / "ranks", meeting or Meeting()
     here = ranks // meeting.nodes
-    print(f"Starting {here} ranks; only the first prints here, the others into {logs}", flush=True)
+    print(f"Starting {here} ranks; only the first prints here, the others write to {logs}", flush=True)
     environment = rank_environment(settings.model_dump(mode="json"), meeting.address)
     restarts = settings.cluster_restarts
     code = run_ranks(here, (PROGRAM, str(folder)), folder, environment, restarts, stop, meeting)

@@ -2,7 +2,7 @@
 
 Rank 0 works with stand-ins for whole tensors, for example to write them to a file slice by slice; meanwhile
 the other ranks `serve`. Rank 0 broadcasts every command to all ranks, so that none waits longer than one
-slice takes and runs into the time limit, whatever the size of the table.
+slice takes: the time limit holds for a table of any size.
 """
 
 from collections.abc import Iterator, Sequence

@@ -31,7 +31,7 @@ class ChangedRows:
         """Record an update of these rows of a table. The update must have raised each of the table's tensor
         versions by one."""
         if name in self._tables:
-            # numpy, not torch: on a few hundred rows its calls take less than half the time.
+            # numpy, whose indexing is faster than torch's `mark[rows] = 1`.
             self._marks[name].numpy()[rows_U.numpy()] = 1
             self._expected_versions[name] = [version + 1 for version in self._expected_versions[name]]
 

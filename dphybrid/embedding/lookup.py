@@ -131,8 +131,8 @@ def whole_numbers(ids: Tensor, name: str) -> Tensor:
 def row_numbers(ids: Tensor, num_rows: int, name: str) -> Tensor:
     """Return a copy of the ids, converted as by `whole_numbers`. Raises UserError if one is not a row of the
     table."""
-    # Copied before the check: the owner of the batch may change it at any time, and unchecked ids would then
-    # read outside of the table.
+    # Copied before the check: the owner of the batch may change it at any time, and the lookup must use the
+    # ids that were checked.
     ids = whole_numbers(ids, name).clone()
     if ids.numel():
         # One fast pass over the ids; `not_a_row` looks for the wrong one only if there is one.

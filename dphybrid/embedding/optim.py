@@ -390,7 +390,7 @@ class LazyAdam(RowOptimizer):
 
 
 class RowAdamW(RowOptimizer):
-    """torch's AdamW with betas=(0, beta2), over all rows: the decoupled weight decay and the fading of the
+    """torch's AdamW with betas=(0, beta2), over all rows: the decoupled weight decay and the decay of the
     second moment follow the table's steps, not the row's. When a row is next touched, it first catches up on
     the steps it missed, at the present learning rate; until then, lookups return it unchanged.
 

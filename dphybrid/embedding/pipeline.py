@@ -17,10 +17,10 @@ bits as with mode "off"; `ahead` explains why.
 A process that uses no GPU gets no worker, which would compete with the step for the same cores (measured on
 two cores: steps of 3 ms took a tenth longer, on two virtual devices up to three quarters).
 
-The worker never writes to a table, so an evaluation or a checkpoint between steps need not wait for it. (The
-hazard and its remedy are those of FBGEMM's prefetch; see the comment on outdated caches in its table-batched
-embeddings.) The worker draws batches before they are used, so their source must not depend on torch's global
-generator or on the effects of a step.
+The worker never writes to a table, so an evaluation or a checkpoint between steps need not wait for it. (Rows
+that change after they were gathered are also the hazard of FBGEMM's prefetch, with the same remedy; see the
+comment on outdated caches in its table-batched embeddings.) The worker draws batches before they are used, so
+their source must not depend on torch's global generator or on the effects of a step.
 """
 
 import itertools

@@ -16,7 +16,7 @@ from dphybrid.embedding.table import HostEmbedding
 SCORES = 2**23
 """Number of scores held at a time, which sets the size of a block."""
 _TIE = 1e-6
-"""Relative difference below which scores count as equal: the same sum in another order may differ so much."""
+"""Relative difference below which scores count as equal: the same sum in another order may differ by that."""
 
 Score = Callable[[Tensor, Tensor], Tensor]
 

@@ -127,7 +127,7 @@ def _chunk_by_chunk(
     trains: bool,
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Return the losses times weight_X, and the gradients of their sum with respect to rows, weights and
-    bias. A gradient is None if there is no bias, all are if `trains` is False.
+    bias. All gradients are None if `trains` is False; that of the bias is also None if there is no bias.
 
     Products are in the number format `lower`, sums in that of weight_X.
     """

@@ -36,8 +36,8 @@ class HostEmbedding(nn.Module):
     rows from first to below last. seed: of the start values. name: for messages. dtype: float32, float64, or
     bfloat16 (looked-up rows and gradients are float32 then, and updates are rounded stochastically). storage:
     "memory", or "mmap" with a `path`. A file there outlives the process, and an existing one is opened
-    unchanged; a folder there gets an unnamed file that ends with the process. freeze: whether not to train
-    the table.
+    unchanged; a folder there gets an unnamed file that ends with the process. freeze: True for a table that
+    is not trained.
 
     Raises UserError, with the numbers, if the table does not fit. Other options of nn.Embedding (max_norm,
     ...) are not supported.
@@ -89,7 +89,7 @@ class HostEmbedding(nn.Module):
         """Return a table with these rows (num_rows, dim). It shares their memory if they are contiguous on
         the CPU.
 
-        freeze: whether not to train the table; True by default, as for nn.Embedding. options: further
+        freeze: True, the default as for nn.Embedding: the table is not trained. options: further
         arguments of the class, such as `name`. Raises UserError for another type or shape.
         """
         if embeddings.dim() != 2:

@@ -79,7 +79,8 @@ def _class_findings(part: nn.Module) -> Iterator[_Words]:
         yield True, kind, "expects the batch on dim 1, but the split is on dim 0", "set batch_first=True"
     if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0 and not isinstance(part, Dropout):
         why = "masks differ from those of one device"
-        yield False, kind, why, "on the CPU, use dphybrid.parallel.Dropout, whose masks are the same"
+        remedy = "on the CPU, use dphybrid.parallel.Dropout, whose masks are the same; on GPUs there is none"
+        yield False, kind, why, remedy
 
 
 def _attribute_findings(part: nn.Module) -> Iterator[_Words]:
@@ -139,7 +140,7 @@ def compare_split(
     generators stay as they are. Each block is computed once for the whole batch and once per share, on copies
     of its parameters, on its first device, without gradients; that takes the memory of a whole batch's
     forward there. rtol, atol: tolerances for float32 as in `torch.testing.assert_close`; float64 is held to
-    1e-9. A block with one device is compared in two shares. Returns nothing if nothing differs or is split.
+    1e-9. A block with one device is compared in two shares. The list is empty if nothing differs or is split.
     """
     calls: dict[str, tuple[tuple[object, ...], dict[str, object]]] = {}
     blocks = find_data_parallel(model)

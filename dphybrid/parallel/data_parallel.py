@@ -121,7 +121,7 @@ class DataParallel(nn.DataParallel):
         with self._timed("gather"):
             if "gather" in self._overridden:
                 return self.gather(outputs, self.output_device)
-            # Without `sizes`, because only an overridden scatter knows them, outputs are joined unchecked.
+            # `sizes` is None after an overridden scatter: only that knows them, so outputs are not checked.
             join = Join(self._target, self.dim, sizes)
             output = join(list(outputs), "output")
         if trial is not None:

@@ -116,7 +116,8 @@ def _with_hardware(parsed: DeviceSpec) -> Devices:
     if missing:
         found = f"GPUs found: cuda:0 to cuda:{count - 1}" if count else "no GPU found"
         same = f", or cpu*{len(names)} for the same split" if len(names) > 1 else ""
-        raise UserError(f"{', '.join(missing)} does not exist ({found}); use cpu{same}")
+        verb = "does" if len(missing) == 1 else "do"
+        raise UserError(f"{', '.join(missing)} {verb} not exist ({found}); use cpu{same}")
     # Recorded by name, as auto means something else on another machine.
     text = ",".join(names) if parsed.is_auto else parsed.text
     return Devices(text, tuple(torch.device(name) for name in names), parsed.virtual)

@@ -19,7 +19,7 @@ class EpochEnd:
     run: the run's name. epoch: its number, from 1. epochs: `train.epochs`. step: optimizer steps so far.
     train_loss: mean over the epoch. metrics: of the validation split, by name (`auc`, `loss`, ...). best:
     whether this is the best epoch so far. model: the module in training, to read. A change to it affects the
-    next epochs but not the checkpoint of this one, so `--resume` loses it.
+    next epochs but not this epoch's checkpoint, so a resume from that one loses it.
     """
 
     run: str

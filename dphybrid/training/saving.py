@@ -290,9 +290,7 @@ class CheckpointWriter:
                 if copied.ids_U is None:
                     sums[key] = write_tensors(file, {**copied.by_row, **copied.whole})
                     continue
-                assert (
-                    base is not None
-                )  # `_copies` looks for changed rows only where a checkpoint came before
+                assert base is not None  # without an earlier checkpoint, `_copies` returns all rows
                 _link(base / key, file)
                 # The linked file is not read again: its checksums are those of the previous page.
                 sums[key] = read_state(base).block_sums[key]

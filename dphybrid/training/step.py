@@ -157,13 +157,13 @@ class Step:
                 "train.batch_size or the model's sizes"
             )
         progress.micro_batches = PARTS
-        text = f"{report}\ncontinuing with each batch in {PARTS} parts, whose gradients are summed"
+        text = f"{report}\ncontinuing with each batch in {PARTS} parts; their gradients add up to the batch's"
         session.splits.note([text])
         print(text, flush=True)
         session.tracker.set_tags({"dphybrid.out_of_memory": report, "dphybrid.micro_batches": str(PARTS)})
         for table in find_tables(self.model).values():
             table.ahead.expect([])  # drop prefetched rows of the whole batch: no part looks them up
-        # First the garbage collector: tensors in reference cycles would keep their memory in torch's cache.
+        # Collected first: tensors in reference cycles still hold memory, which empty_cache could not release.
         gc.collect()
         torch.cuda.empty_cache()
 

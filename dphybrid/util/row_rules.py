@@ -33,25 +33,25 @@ RULES: Mapping[str, RowRule] = {
     rule.name: rule
     for rule in (
         RowRule("sgd", {}, {"lr": 1e-3}, "no state"),
-        RowRule("adagrad", {"sum": ("square", "row")}, {"lr": 1e-2, "eps": 1e-10}, "one number a row"),
-        RowRule("lazy-adagrad", {"sum": ("square", "weight")}, {"lr": 1e-2, "eps": 1e-10}, "one a weight"),
+        RowRule("adagrad", {"sum": ("square", "row")}, {"lr": 1e-2, "eps": 1e-10}, "one number per row"),
+        RowRule("lazy-adagrad", {"sum": ("square", "weight")}, {"lr": 1e-2, "eps": 1e-10}, "one per weight"),
         RowRule(
             "adam",
             {"mean": ("mean", "weight"), "square": ("square", "row"), "steps": _STEPS},
             {"lr": 1e-3, **_ADAM},
-            "one number a weight and two a row",
+            "one number per weight and two per row",
         ),
         RowRule(
             "lazy-adam",
             {"mean": ("mean", "weight"), "square": ("square", "weight"), "steps": _STEPS},
             {"lr": 1e-3, **_ADAM},
-            "two numbers a weight and one a row",
+            "two numbers per weight and one per row",
         ),
         RowRule(
             "adamw",
             {"square": ("square", "weight"), "steps": _STEPS},
             {"lr": 1e-3, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01},
-            "one number a weight and one a row",
+            "one number per weight and one per row",
             counts_updates=True,
         ),
     )
