@@ -149,6 +149,7 @@ def chance(function: Callable[[Tensor], Any], features: int = 3) -> None:
 FURTHER: list[tuple[Callable[[], object], str]] = [
     (lambda: DataParallel(nn.Linear, TWO), "a type is not a module"),  # type: ignore[arg-type]
     (lambda: wraps(devices=63), "cuda:63 does not exist"),
+    (lambda: wraps(devices="cuda:98,cuda:99"), "cuda:98, cuda:99 do not exist"),
     (lambda: gives(1, 1), "output: an int cannot be joined"),
     (
         lambda: DataParallel(nn.Linear(3, 3), TWO).rows(nn.Embedding(9, 3), torch.arange(8)),  # type: ignore[arg-type]
