@@ -3,7 +3,7 @@
     python examples/tutorial.py                              # the GPUs of this machine, else its CPU
     DPHYBRID_DEVICES='cpu*3' python examples/tutorial.py     # three virtual devices on a laptop
 
-docs/tutorial.md explains what it prints. Letters: B samples, F ids a sample, D width of a row, Z noise.
+docs/tutorial.md explains what it prints. Letters: B samples, F ids of a sample, D width of a row, Z noise.
 """
 
 # %%
@@ -67,7 +67,7 @@ class Blocks(nn.Module):
 # --8<-- [start:table]
 # A table in host memory: its rows travel to the replica that needs them, its gradients come back.
 class Clicks(nn.Module):
-    """Rows of two ids, side by side, into a small network."""
+    """A small network over the concatenated rows of two ids."""
 
     def __init__(self, num_rows: int) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def train_a_table(num_rows: int = 1_000_000, steps: int = 60) -> float:
     """Train on clicks of even first ids; return the last loss."""
     model = Clicks(num_rows)
     dense = torch.optim.Adam(dense_parameters(model), lr=0.01)
-    rows = row_optimizer("adagrad", model, lr=0.1)  # touches the rows of the batch alone
+    rows = row_optimizer("adagrad", model, lr=0.1)  # updates only the rows of the batch
     with RowPipeline(model) as pipeline:
         for ids_BF in pipeline.prefetch(torch.randint(0, 50, (steps, 62, 2)), model.table_ids):
             dense.zero_grad()

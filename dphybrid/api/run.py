@@ -31,7 +31,7 @@ class TrainedRun:
         from dphybrid.run.folder import read_run
 
         self.folder = Path(folder)
-        # Kept, because the settings also decide which packages a run's page may name code of.
+        # Kept, because the settings also decide from which packages a run's page may name code.
         self._settings = settings or load_settings()
         self._run: Run = read_run(self.folder, self._settings)
 
@@ -226,7 +226,7 @@ class Runs(list[TrainedRun]):
         """Return name, recipe, devices, status, start and metrics, one row per run."""
         import polars as pl
 
-        # None: look at all rows for the columns, because metrics differ by recipe and may come late.
+        # None: infer the columns from all rows, as recipes differ in metrics and an unfinished run has none.
         return pl.DataFrame([_row(run) for run in self], infer_schema_length=None)
 
     def __repr__(self) -> str:

@@ -117,7 +117,7 @@ def _with_frames(
     if not (named or find_recipe(config.recipe).tabular):
         raise UserError(
             f"data: is {type_text(next(iter(framed.values())))}, and recipe {config.recipe} reads no "
-            f"tables. Give it a path, or use recipe={OF_TABLES!r}"
+            f"tables. Give data as a path, or use recipe={OF_TABLES!r}"
         )
     from dphybrid.data.table.frames import as_frame, check_frame, save_frame
 

@@ -4,7 +4,7 @@ examples:
   %(prog)s recipe films
   cd films && dphybrid train --recipe films.recipe:Films
 
-The package can be trained at once, on generated ratings. After `pip install -e films` it is `--recipe films`.
+The package can be trained at once, on generated ratings. After `pip install -e films`, use `--recipe films`.
 """
 
 import argparse

@@ -42,7 +42,7 @@ def flags(parser: Parser) -> None:
     # How new files are written may differ from the training data; all else comes from the checkpoint.
     for name in READING_FIELDS:
         field = TableDataConfig.model_fields[name]
-        add_flag(parser, f"data.{name}", field.annotation, f"{field.description} (as in training)")
+        add_flag(parser, f"data.{name}", field.annotation, f"{field.description} Default: as in training.")
 
 
 def run(args: argparse.Namespace) -> int:

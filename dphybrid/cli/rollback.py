@@ -23,5 +23,5 @@ def run(args: argparse.Namespace) -> int:
 
     registry = Registry(store)
     before, now = registry.roll_back(args.model, args.to)
-    print(f"{args.model}: champion is version {now.number} again, it was version {before.number}")
+    print(f"{args.model}: champion is version {now.number} again; it was version {before.number}")
     return 0

@@ -45,7 +45,7 @@ def flags(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train. A run that gave way waits, and then continues in a new process."""
+    """Train. A run that gave way waits and then runs this command again."""
     config, settings = config_from_args(args)
     with kept_from_gc():
         from dphybrid.run.leasing import go_on_later
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         report = run_job(config, settings, run_name=args.run_name, resume=args.resume, tags=dict(args.tag))
     except Interrupted as interruption:
-        # Does not return: this process becomes one that waits and then runs the command again.
+        # Does not return: it replaces this process, so that nothing is left on the GPUs.
         if interruption.requeue:
             go_on_later(interruption, settings)
         raise

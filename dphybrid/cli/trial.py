@@ -281,5 +281,8 @@ class _Trial:
             return "not tried: the recipe has no `example`; give it the columns of some rows to predict"
         first, second = predictor.predict(rows), predictor.predict(rows)
         if repr(first) != repr(second):
-            raise UserError("the same rows get other predictions; draw no random numbers in evaluation mode")
+            raise UserError(
+                "predicting the same rows twice gives different results; draw no random numbers in "
+                "evaluation mode"
+            )
         return f"{len(first)} predictions of {len(next(iter(rows.values())))} rows"

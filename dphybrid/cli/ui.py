@@ -101,4 +101,4 @@ def _show(address: str, browser: bool) -> None:
     try:
         webbrowser.open(page.as_uri())
     except webbrowser.Error:
-        print("No browser was found here; open the address in one.", file=sys.stderr)
+        print("No browser was found; open the address in your own.", file=sys.stderr)

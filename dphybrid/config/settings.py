@@ -49,9 +49,9 @@ class Settings(BaseSettings):
     """Checkpoint files larger than this many MiB are not uploaded to an MLflow server; their path and digest
     are recorded instead."""
     factory_packages: str = ""
-    """Packages, separated by commas, whose code may be named by values that others wrote: model.factory in
-    checkpoints from elsewhere and, for a worker, model.factory and recipe of its runs. Your own commands and
-    the runs in your data_dir may name any package."""
+    """Packages, separated by commas, whose code others may name as recipe, model.factory or train.callbacks:
+    in checkpoints from elsewhere and, for a worker, in its runs. Your own commands and the runs in your
+    data_dir may name any package."""
     cluster_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds that a rank waits for the other ranks in a joint operation. A rank that has died is noticed at
     once."""
@@ -70,7 +70,7 @@ class Settings(BaseSettings):
     """Folder of the lock files that record which run holds which GPU; the same for all users of the
     machine."""
     max_gpus: int = Field(default=0, ge=0)
-    """Most GPUs that devices=auto takes. 0: all free ones."""
+    """Maximum number of GPUs that devices=auto takes. 0: all free ones."""
     gpu_wait_s: float = Field(default=86400.0, ge=0)
     """Seconds that a run waits for GPUs before it fails and gives the reason."""
     gpu_free_share: float = Field(default=0.9, gt=0, le=1)

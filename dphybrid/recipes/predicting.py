@@ -64,7 +64,7 @@ class RowsPredictor:
         OUT.rejected.jsonl lists the rows that cannot be read, with the reason.
         """
         if threshold is not None:
-            raise UserError("--threshold: only for recipes that read tables; this recipe's predict decides")
+            raise UserError("--threshold: only for recipes that read tables; leave it out")
         # First of all, so that a target that cannot be written costs no work.
         done, rejected = Written(table_target(out)), list[Rejected]()
         named = {name: value for name, value in reading.items() if name in READING_FIELDS}
@@ -91,7 +91,7 @@ class RowsPredictor:
         if odd := [name for name in keep if name not in chunk.names or len(predicted) != len(rows)]:
             raise UserError(
                 f"--keep {odd[0]}: {chunk.file} has no such column, or recipe {self._recipe} does "
-                f"not give one prediction a row; columns: {', '.join(chunk.names)}"
+                f"not give one prediction per row; columns: {', '.join(chunk.names)}"
             )
         return predicted.with_columns(rows[name] for name in keep)
 

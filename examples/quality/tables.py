@@ -19,7 +19,8 @@ SHIPPED = {"breast_cancer": "binary", "wine": "multiclass", "diabetes": "regress
 """Tables that ship with scikit-learn, and the kinds of their labels."""
 FOLDS = 5
 MOST_CODES = 254
-"""Most values of a column for scikit-learn's trees, which take at most 255; rare values share a code."""
+"""Maximum number of values that a column keeps for scikit-learn's trees, which take at most 255; rarer values
+share a code."""
 
 
 def tables(data: Path | None, table: Path | None, label: str, seeds: range, keep: Keep) -> None:

@@ -153,7 +153,7 @@ def test_predictions_for_every_form(run: TrainedRun, tmp_path: Path) -> None:
         ({"epochs": -1}, "train.epochs = -1 (from epochs=): must be greater than or equal to 0"),
         ({"train": 3}, "train=3: is a section; give train={'name': value}"),
         ({"train__lrr": 3}, "train.lrr (from train__lrr=): there is no such field; did you mean 'train.lr'?"),
-        ({"recipe": "kge"}, "recipe kge reads no tables. Give it a path"),
+        ({"recipe": "kge"}, "recipe kge reads no tables. Give data as a path"),
         ({"valid": "valid.csv"}, "data, valid: one is a path and the other a frame"),
         ({"devices": "gpu"}, "gpu"),
     ],

@@ -103,7 +103,7 @@ def test_three_days_of_data(
     assert dphybrid(["rollback", "clicks", "--to", "x"]) == 2
     assert "registered model 'clicks' has no version x; it has 1, 2, 3" in capsys.readouterr().err
     assert dphybrid(["rollback", "clicks"]) == 0
-    assert "champion is version 1 again, it was version 2" in capsys.readouterr().out
+    assert "champion is version 1 again; it was version 2" in capsys.readouterr().out
     back = registry.champion("clicks")
     assert back.number == "1"
     assert back.decision.startswith("better: validation auc ")

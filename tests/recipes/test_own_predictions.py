@@ -85,7 +85,7 @@ def test_a_file_is_predicted_with_trainings_words(data_dir: Path, capsys: pytest
     [
         ("Mute", (), "defines predict(model, rows, vocabularies)"),
         ("Chatty", (), "predict returned a list; return a polars DataFrame"),
-        ("Ratings", ("--threshold", "0.5"), "this recipe's predict decides"),
+        ("Ratings", ("--threshold", "0.5"), "only for recipes that read tables"),
         ("Ratings", ("--top", "5"), "top: is not an option of recipe newrecipe's predictions"),
         ("Ratings", ("--keep", "price"), "new.csv has no such column"),
         ("Ratings", ("--data.delimiter", ";"), "the rows have no column 'user'"),

@@ -53,7 +53,8 @@ def test_rows_of_many_values_learn_faster_the_more_rows_a_value_has(
     config = build_config({"recipe": "ctr"})
     found, lines = find_recipe("ctr").sized(config, rows, {"num_ids": [7, values]})
     assert found.table.lr == pytest.approx(share * config.train.lr)
-    told = f" instead of 0.03 x, for {rows / values:.3g} rows a value of {values:,}" if share > 0.03 else ""
+    rate = f"{rows / values:.3g} rows per value ({values:,} values)"
+    told = f" instead of 0.03 x, for {rate}" if share > 0.03 else ""
     assert lines[-1] == f"table.lr={found.table.lr:g}: {share:g} x train.lr{told}"
 
 

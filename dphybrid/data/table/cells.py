@@ -17,7 +17,7 @@ MISSING_ID, UNKNOWN_ID, FIRST_ID = 0, 1, 2
 PADDING_ID = -1
 """Fills up the places behind the last item of a bag."""
 FEW = 64
-"""Most rows whose cells are read by Python loops: starting polars' engine takes as long as these rows."""
+"""Up to this many rows, cells are read by Python loops, which take no longer than polars' engine to start."""
 _MAX_DEVIATION = 100.0
 """Standard deviations at which a number is clipped, so that one absurd value cannot dominate a batch."""
 _WORD = r"\w+(?:['’]\w+)*"
@@ -95,7 +95,7 @@ def plain_numbers(cells: pl.Series, decimal: str, thousands: str) -> pl.Series:
 def read_numbers(cells: pl.Series, decimal: str = ".", thousands: str = "") -> pl.Series:
     """Return finite numbers as Float64; None for everything else."""
     numbers = plain_numbers(cells, decimal, thousands).cast(pl.Float64, strict=False)
-    # Most columns hold no infinite number, which numpy tells faster than a mask would be built.
+    # Most columns hold no infinite number; numpy finds this out faster than polars builds a mask.
     if np.isfinite(numbers.to_numpy()).sum() == len(numbers) - numbers.null_count():
         return numbers
     return numbers.set(~numbers.is_finite().fill_null(True), None)

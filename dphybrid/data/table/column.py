@@ -96,7 +96,7 @@ class Column(Section):
         return cells
 
     def wrong(self, cells: pl.Series, values: pl.Series) -> pl.Series:
-        """Return a mask (B,) of the cells that make their rows rejected ones. values: `read` of the cells."""
+        """Return a mask (B,) of the cells whose rows are to be rejected. values: `read` of the cells."""
         return cells.is_not_null() & values.is_null()
 
     def fitted(self, training: TrainingValues) -> Self:

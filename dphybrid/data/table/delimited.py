@@ -34,7 +34,7 @@ _SEPARATORS = ",\t;|"
 _SAMPLE = 50
 """Number of rows from which separator, header and width are inferred."""
 _MAX_SPAN = 64
-"""Most lines that one quoted value may extend over; limits the work on an unclosed quote."""
+"""Maximum number of lines of one quoted value; limits the work on an unclosed quote."""
 _BLANKS = (b" ", b"\t", b"\v", b"\f")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -102,7 +102,7 @@ def _whole_lines(file: Path) -> Iterator[tuple[bytes, int, bool]]:
                 rest = piece[cut:] if cut else rest + piece
                 if len(rest) > _MAX_LINE_BYTES:
                     raise UserError(
-                        f"data.path={file}: has a line of over {_MAX_LINE_BYTES:,} bytes, so that it is not "
+                        f"data.path={file}: has a line of over {_MAX_LINE_BYTES:,} bytes, so it is not "
                         "read as a table; give a text file with line ends"
                     )
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:

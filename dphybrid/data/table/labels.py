@@ -29,7 +29,7 @@ _POSITIVE = ("1", "true", "yes", "y", "t", "positive", "click", "clicked")
 """Label values that are the positive class even if they sort first."""
 _MAX_CLASSES = 1000
 _FEW_NUMBERS = 20
-"""Most different whole numbers that are taken for classes."""
+"""Maximum number of different whole numbers that are taken for classes."""
 _SMALL_NUMBER = 99
 """Largest absolute value of whole numbers that are taken for classes."""
 

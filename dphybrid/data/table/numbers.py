@@ -130,7 +130,7 @@ def is_day_first(cells: pl.Series, data: TableDataConfig) -> bool | None:
 
 
 def _suggestion(cells: pl.Series) -> str:
-    """Return a hint to what texts could be read as instead of categories; empty if there is none."""
+    """Return a hint how else texts could be read, instead of as categories; empty if there is none."""
     odd = min((_not_dates(cells, first) for first in (False, True)), key=len)
     if not len(odd):
         order = " (with --data.dayfirst true if the day comes first)"
@@ -138,7 +138,7 @@ def _suggestion(cells: pl.Series) -> str:
     if len(odd) <= FEW_OTHERS * len(cells):
         return f"{odd[0]!r} is not a date or time; data.missing can list it"
     several = 2 * int(cells.cast(pl.String).str.contains("|", literal=True).sum()) > len(cells)
-    return "most cells hold '|'; --data.bags reads the items between" if several else ""
+    return "most cells hold '|'; --data.bags reads the items between the marks" if several else ""
 
 
 class Scale(Section):
@@ -175,8 +175,8 @@ def fit_scale(numbers_B: Array, num_buckets: int, scale: str = "auto") -> Scale:
 
 
 def _has_heavy_tail(known: Array) -> bool:
-    """Return whether a few of the sorted numbers are so much larger that standardizing would squeeze the
-    rest together."""
+    """Return whether some of the sorted numbers are so far from the others that standardizing would squeeze
+    most of them together."""
     low, middle, high, top = np.quantile(known, [0.05, 0.5, 0.95, 0.999])
     with np.errstate(over="ignore"):  # differences of numbers near the end of float64 may be infinite
         far = top - middle > 10 * max(high - low, 1e-12)

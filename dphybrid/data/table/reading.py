@@ -42,8 +42,8 @@ _STORED_ROWS = 2**16
 
 @dataclass(frozen=True)
 class Plan:
-    """How each column is read, inferred from the first rows. described: the feature columns. label, weight,
-    split: the columns with these functions."""
+    """How each column is read, inferred from the first rows. described: all columns except label and weight,
+    also those that are ignored. split: the column of data.split_column."""
 
     data: TableDataConfig
     first: Rows

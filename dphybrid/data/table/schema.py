@@ -90,8 +90,8 @@ def schema_text(label: str, columns: Sequence[Column]) -> str:
     """Return a schema as the text of a TOML file."""
     lines = [
         "# Roles and encodings of a table's columns; --data.schema-file reads this file.",
-        f"# role: {', '.join(roles())}. Options that are not set are behind a #; remove it",
-        "# to set one.",
+        f"# role: {', '.join(roles())}. Options that are not set are commented out: remove",
+        "# the # to set an option.",
         f"label = {toml_text(label)}",
     ]
     for column in columns:
@@ -134,9 +134,9 @@ def sample_of(rows: Rows, name: str, data: TableDataConfig) -> Sample:
 def describe_columns(
     rows: Rows, data: TableDataConfig, schema: SchemaFile, taken: Mapping[str, str]
 ) -> list[DescribedColumn]:
-    """Return the feature columns with their kinds: from flags, else from the schema, else inferred from the
-    first rows. taken: columns that are not features, with the field that names each. Raises UserError for a
-    missing column and for one that is named twice."""
+    """Return all columns except `taken` with their kinds: from flags, else from the schema, else inferred
+    from the first rows. taken: label and weight, each with the field that names it. Raises UserError for a
+    column that is missing, is named twice or cannot be read as its kind."""
     given: dict[str, str] = {}
     for field, name in data.named_columns:
         if (role := data.role_fields().get(field)) is None:

@@ -27,7 +27,7 @@ from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path
 
 _FIT_ROWS = 2**18
-"""Most training rows, evenly spaced, from which the statistics of numbers are computed."""
+"""Maximum number of training rows, evenly spaced, from which the statistics of numbers are computed."""
 _UNSEEN_SHOWN = 0.0005
 """The summary names a column if at least this share of its validation values has no training row."""
 _PACKED = (".gz", ".parquet", ".pq")

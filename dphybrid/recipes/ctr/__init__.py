@@ -23,7 +23,7 @@ _ENDINGS = (".csv", ".csv.gz", ".tsv", ".tsv.gz", ".parquet", ".pq")
 
 
 class CtrModelConfig(ModelConfig):
-    """Which network, and how large."""
+    """The network and its sizes."""
 
     of_training: ClassVar[frozenset[str]] = frozenset({"dropout", "unknown"})
 
@@ -101,7 +101,8 @@ class Ctr(Recipe):
         values = max(info["num_ids"], default=0)
         if share == _SLOW_ROWS and values > _MANY_VALUES and num_rows > _ROWS_PER_VALUE * values:
             share = min(share * (num_rows / values / _ROWS_PER_VALUE) ** 2, 1.0)
-            why = f" instead of {_SLOW_ROWS:g} x, for {num_rows / values:.3g} rows a value of {values:,}"
+            rows = f"{num_rows / values:.3g} rows per value ({values:,} values)"
+            why = f" instead of {_SLOW_ROWS:g} x, for {rows}"
         # The user chose the number of epochs: in a short training slow rows would not get far.
         if share == _SLOW_ROWS and config.train.epochs:
             steps = config.train.epochs * math.ceil(num_rows / found.train.batch_size)

@@ -120,7 +120,7 @@ class _TripleSource(Source):
             parts = {"train": train, "valid": valid}
         if empty := [part for part, triples in parts.items() if not len(triples)]:
             raise UserError(
-                f"data.path={self.data.path}: the {empty[0]} part has no triples; give a file with some"
+                f"data.path={self.data.path}: the {empty[0]} split has no triples; give a file with some"
             )
         # Entities that training lacks keep their start values. They are evaluated all the same, as in
         # published results, and the printed lines count them.
@@ -131,7 +131,7 @@ class _TripleSource(Source):
             known = (
                 f", {(~seen[triples[:, [0, 2]]]).any(1).sum():,} of them with an entity that train lacks"
                 if part != "train"
-                else f", {len(triples) / len(entities):.3g} an entity"
+                else f", {len(triples) / len(entities):.3g} per entity"
             )
             lines.append(f"  {part}: {len(triples):,} triples{known}")
         info = {

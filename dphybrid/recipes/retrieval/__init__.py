@@ -98,7 +98,7 @@ class Retrieval(Recipe):
     data = RetrievalDataConfig
     model = RetrievalModelConfig
     one_process = True
-    # Chosen on MovieLens-100k, see docs/quality.md: AdamW beats Adam whose moments follow the row's own
+    # Chosen on MovieLens-100k (docs/quality.md), where it beats Adam whose moments count only the row's own
     # steps.
     table = {"optimizer": "adamw", "lr": 0.003, "weight_decay": 1.0}
     train = {"epochs": 100, "schedule": "constant", "batch_size": 512, "lr": 0.003}

@@ -102,7 +102,7 @@ class Recommender:
         get the most popular items, without a score. Raises UserError for a k below 1.
         """
         if k < 1:
-            raise UserError(f"k={k}: give 1 or more items a user")
+            raise UserError(f"k={k}: give 1 or more items per user")
         if users is None:
             users = self._users["name"]
         elif isinstance(users, str | int):
@@ -144,7 +144,7 @@ class Recommender:
                 "item and score"
             )
         if top < 1:
-            raise UserError(f"--top {top}: give 1 or more items a user")
+            raise UserError(f"--top {top}: give 1 or more items per user")
         # Before any work, so that a target that cannot be written costs none.
         target = table_target(out)
         done = _Recommended(target, top=top)

@@ -19,7 +19,7 @@ class TextDataConfig(DataConfig):
     """Your text: a file, or a folder of .txt, .md, .rst. Empty: the language reference that comes with
     Python."""
     min_count: int = Field(default=2, ge=1)
-    """Words that the training split has fewer times than this become `<unk>`."""
+    """Words that occur fewer times than this in the training split become `<unk>`."""
     window: int = Field(default=64, ge=2, le=8192)
     """Tokens in one training sample."""
     valid_fraction: float = Field(default=0.1, gt=0.0, lt=1.0)
@@ -27,7 +27,7 @@ class TextDataConfig(DataConfig):
 
 
 class TextModelConfig(ModelConfig):
-    """Which network, and how large."""
+    """The network and its sizes."""
 
     kind: Literal["lstm", "gru", "transformer"] = "lstm"
     """Network over the words' rows."""

@@ -46,7 +46,8 @@ class _WindowDataset(Dataset):
         return -(-(len(self.tokens) - 1) // self.window)
 
     def at_epoch(self, seed: int, epoch: int) -> "_WindowDataset":
-        # The 1 separates these draws from those that shuffle the epoch. Epoch 0 is not shifted, nor is the
+        # The 1 separates these draws from those that shuffle the epoch. Neither epoch 0 nor validation, for
+        # which `at_epoch` is not called, is shifted.
         offset = int(np.random.default_rng([seed, epoch, 1]).integers(0, len(self.tokens))) if epoch else 0
         return _WindowDataset(self.tokens, self.window, offset)
 
@@ -149,9 +150,10 @@ class _TextSource:
             f"{len(valid_tokens):,} tokens, {unknown:.1%} of them {_UNKNOWN}",
         ]
         if doubtful:
+            repeating = counted(doubtful, "validation document repeats", "validation documents repeat")
             lines.append(
-                f"  {counted(doubtful, 'validation document')} with passages of other documents, so the "
-                "validation metrics look better than they are; too little of the text is unrepeated"
+                f"  {repeating} passages of other documents, so the validation metrics look better than they "
+                "are; give text with fewer repetitions"
             )
         info = {"num_words": len(vocabulary), "window": self.data.window}
         extra = {"vocabulary": list(vocabulary), "held_out": [name for name, _ in valid]}

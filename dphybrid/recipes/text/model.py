@@ -89,7 +89,8 @@ class _CausalTransformer(nn.Module):
 def _positions(steps: int, hidden: int, device: torch.device | None = None) -> Tensor:
     """Return sinusoidal positions (steps, hidden), made on `device`."""
     half = (hidden + 1) // 2
-    # The logarithm as float32: with more digits, positions would differ from those of existing checkpoints.
+    # The logarithm as float32: existing checkpoints were trained with these positions; more digits would
+    # change them.
     log = torch.log(torch.tensor(10000.0)).item()
     rate_H = torch.exp(torch.arange(half, device=device) * (-log / half))
     angle_TH = torch.arange(steps, device=device)[:, None] * rate_H
