@@ -137,8 +137,8 @@ def _with_frames(
     for place, frame in frames.items():
         saved[place] = str(save_frame(frame, folder, names[place], ignored[place]))
     # Ignored columns were not written, and a name that no file has would be an error.
-    not_ignored = {field: () for field, _ in named if field == "ignore"}
-    return build_config(merge(given_values(config), {"data": saved | not_ignored}))
+    nothing_ignored = {field: () for field, _ in named if field == "ignore"}
+    return build_config(merge(given_values(config), {"data": saved | nothing_ignored}))
 
 
 def experiment(

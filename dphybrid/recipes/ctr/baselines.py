@@ -18,7 +18,8 @@ from dphybrid.data.store import Prepared
 from dphybrid.training.label_tasks import LabelTask, label_task
 
 _LINEAR_ROWS = 2**16
-"""The linear model is fitted on at most this many evenly spaced training rows, divided by its outputs."""
+"""The linear model is fitted on at most this many evenly spaced training rows, divided by the number of its
+outputs."""
 LOOKED_AT = 2**18
 """Baselines are evaluated, and columns checked, on at most this many evenly spaced rows."""
 _LEAK = 0.99

@@ -206,8 +206,8 @@ class _ClickRegion(nn.Module):
 
 
 class _ClickModel(nn.Module):
-    """Looks up the rows of all columns and passes them to the region. num_bags: the last columns that are
-    bags."""
+    """Looks up the rows of all columns and passes them to the region. num_bags: number of bag columns, which
+    come last."""
 
     def __init__(self, table: HostEmbeddingCollection, region: DataParallel, num_bags: int = 0) -> None:
         super().__init__()
