@@ -125,7 +125,7 @@ def _data_folder(settings: Settings) -> Iterator[_Check]:
 
 
 def _ask(url: str, auth: str | None) -> Any:
-    """Request `url`. Return the response, or a string that says why there is none.
+    """Request `url`. Return the response, or a string that says what is wrong.
 
     auth: USER:PASSWORD; None: the ones in `url`, if any.
     """

@@ -91,7 +91,7 @@ def field_of(flag: str) -> str:
 
 
 def at_least_one(text: str) -> int:
-    """Return the text as an integer. Raises ArgumentTypeError unless it is one of at least 1."""
+    """Return the text as an integer. Raises ArgumentTypeError unless it is at least 1."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: give an integer, 1 or more")
     return int(text)

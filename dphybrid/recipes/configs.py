@@ -90,7 +90,9 @@ def parse_overrides(overrides: list[str]) -> Values:
     # `train=x` next to `train.lr=0.1` could not be nested.
     if sections := [name for name in given if any(other.startswith(f"{name}.") for other in given)]:
         name = sections[0]
-        raise UserError(f"override {name}={given[name]}: {name} is a section, whose fields others set; leave it out")
+        raise UserError(
+            f"override {name}={given[name]}: {name} is a section, and others set its fields; leave it out"
+        )
     return nest(given)
 
 
