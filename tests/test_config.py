@@ -96,6 +96,13 @@ def test_mistakes_are_named_with_place_and_remedy(given: str, words: list[str], 
         load_config(file, []) if "\n" in given else load_config(None, given.split())
 
 
+def test_an_underscore_in_a_flag_is_a_slip_of_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        flags("--checkpoint.register_as", "clicks", recipe="ctr")
+    told = capsys.readouterr().err
+    assert "there is no such flag; did you mean '--checkpoint.register-as'?" in told
+
+
 def test_without_a_recipe_the_data_says_which_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.txt").write_text("a\tknows\tb\nb\tknows\tc\n")
     (tmp_path / "words.txt").write_text("plain text, without any tabs\n")

@@ -244,7 +244,8 @@ def _ask_file(folder: Path, uuid: str) -> Path:
 
 
 def _open_regular(file: Path, flags: int = os.O_RDONLY) -> int:
-    """Open a regular file that has no second hard link. Raises OSError, naming the file."""
+    """Open a regular file, but neither a link nor a file with a second hard link. Raises OSError, naming the
+    file."""
     # O_NONBLOCK: opening another user's FIFO would wait for a writer that never comes
     handle = os.open(file, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     facts = os.fstat(handle)

@@ -116,7 +116,7 @@ def search(
     at_once: int = 0,
     tags: Mapping[str, str] = {},
 ) -> tuple[list[Cell], Reports]:
-    """Run `what.trials` trials, each in its own process; return their cells and reports.
+    """Run trials, each in its own process, until there are `what.trials`; return their cells and reports.
 
     A sweep of the same name is continued: interrupted trials are finished first. Raises UserError for a
     search space that is not allowed, for data that cannot be used, and as `begin_sweep` does.

@@ -228,8 +228,9 @@ def write_sweep(folder: Path, cells: Sequence[Cell], reports: Reports) -> tuple[
 def compare_sweep(cells: Sequence[Cell], reports: Reports, sweep: str, settings: Settings) -> str:
     """Compare the sweep's runs that are in MLflow on a page in the sweep's folder, and log the page to
     MLflow. Return its address there, "" if there are fewer than two such runs."""
-    done = [report for report in reports.values() if isinstance(report, Report)]
+    done = [report for _, report in sorted(reports.items()) if isinstance(report, Report)]
     run_ids = [report.run_id for report in done if report.run_id and report.tracking_uri != FILES]
+    run_ids = run_ids[-MAX_CELLS:]  # a search may have more runs than fit on a page
     if len(run_ids) < 2:
         return ""
     # Imported here, because these import MLflow, which a sweep itself does not need.

@@ -48,7 +48,7 @@ def in_this_process() -> Iterator[Callable[[], None]]:
             yield server.stop if server else lambda: None
         except Exception as error:
             if interruption := _interruption_behind(error):
-                # A standing server does not answer, so the flow could not report its interruption to it.
+                # A permanent server did not answer: the failure to report the interruption has hidden it.
                 raise interruption from None
             raise
 

@@ -396,7 +396,9 @@ def same_run(seat: Seat, settings: Settings) -> Run:
         ) from error
     # Compared as objects, not as texts: Prefect's server reorders the keys of parameters.
     if Seat.model_validate_json(written) != seat.model_copy(update={"node": 0}):
-        raise UserError(f"machine {here} reads another run's data in {folder / SEAT}; {remedy}")
+        raise UserError(
+            f"machine {here} finds other values in {folder / SEAT} than {seat.host} sent; {remedy}"
+        )
     run = read_run(folder, settings)
     if not Path(run.page.prepared).is_dir():
         raise UserError(f"machine {here} does not see the prepared data {run.page.prepared}; {remedy}")

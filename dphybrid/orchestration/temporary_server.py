@@ -2,7 +2,7 @@
 
 It serves the same API and database as Prefect's own one (`prefect.server.api.server.SubprocessASGIServer`).
 Importing Prefect's costs the flow's process two CPU seconds before the server even starts; this one starts in
-parallel to the flow's imports.
+parallel with the flow's imports.
 """
 
 import atexit
@@ -21,9 +21,9 @@ from dphybrid.util.errors import UserError
 
 LEFT_OUT = {
     "PREFECT__SERVER_EPHEMERAL": "1",  # leaves out the pages, and the services for deployments
-    # Block types are for the pages of a permanent server, which registers them when it starts. With the
-    # second setting left on, this server would note in Prefect's folder that they are registered, and a
-    # permanent one would skip them.
+    # Block types are for the pages of a permanent server, which registers them when it starts. With the last
+    # setting on, this server would note in Prefect's folder that they are registered, and a permanent one
+    # would skip them.
     "PREFECT_SERVER_REGISTER_BLOCKS_ON_START": "false",
     "PREFECT_SERVER_MEMOIZE_BLOCK_AUTO_REGISTRATION": "false",
 }

@@ -58,7 +58,8 @@ def explain_unknown(name: str, recipe: str, flags: Sequence[str] = ()) -> str:
     meant. flags: all flags of the command, where `name` is an unknown flag."""
     bare = name.lstrip("-")
     # Only for names with a section: looking through all recipes imports polars, for ctr's kinds of columns.
-    if "." in bare and (others := recipes_with(bare.replace("-", "_"))):
+    others = recipes_with(bare.replace("-", "_")) if "." in bare else []
+    if others and recipe not in others:  # if it has this value, only `-` and `_` are mixed up
         return f"recipe {recipe} does not use it; it is a value of {', '.join(others)}"
     what, known = ("flag", flags) if flags else ("field", list(field_types(recipe)))
     section, leaf = name.rpartition(".")[0], bare.rpartition(".")[2]

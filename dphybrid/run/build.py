@@ -53,7 +53,7 @@ def prepare_data(
     # A recipe's own step computes in one process: ranks of a cluster take the engine's step.
     own_step = own.step is not Recipe.step or own.optimizers is not Recipe.optimizers
     engine.check(recipe.one_process or own_step, settings, devices, callbacks, here)
-    # Report errors that need no data before reading it, which may take hours.
+    # Report errors that need no data before reading it, which may take long.
     resolve_devices(devices)
     find_callbacks(config.train.callbacks)
     with naming(settings.data_dir):

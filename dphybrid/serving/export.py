@@ -29,8 +29,8 @@ from dphybrid.util.errors import UserError
 from dphybrid.util.files import check_target, making, read_json, write_json, write_text
 
 _EXAMPLES = 11
-"""Samples of the batch that programs are traced with: a size that hardly equals another size of the model,
-which torch.export could take for the same one."""
+"""Samples of the batch that programs are traced with: hardly a size that also occurs in the model, which
+torch.export could take for the batch size."""
 _KINDS = (Bag, Category, Ignore, Numeric, Text, Time)
 """Kinds of columns that exported/predict.py can encode."""
 PROGRAM = Path(__file__).parent / "exported" / "predict.py"
@@ -263,7 +263,7 @@ def _programs(predictor: Predictor, rows: pl.DataFrame) -> _Programs:
     batch = predictor.batch(rows)
     del batch["labels_B"]
     model = _Predicting(predictor.model, predictor.task.link).eval().requires_grad_(False)
-    # One sample as well, where a traced program is most likely to differ.
+    # Also one sample, for which a traced program is most likely to differ.
     batches = [batch, {name: value[:1] for name, value in batch.items()}]
     with torch.inference_mode():
         wanted = [model(each) for each in batches]

@@ -62,8 +62,8 @@ def find_checkpoint(which: str, settings: Settings) -> Path:
     run = named[0]
     if not (run.folder / "result.json").is_file():
         raise UserError(
-            f"{which}: the training of run {run.folder.name} has not ended; wait for it, go on with --resume "
-            f"{run.folder.name}, or name one of its checkpoint folders"
+            f"{which}: the training of run {run.folder.name} has not ended; wait for it, continue it with "
+            f"--resume {run.folder.name}, or name one of its checkpoint folders"
         )
     return Path(ResultPage.read(run.folder / "result.json").best_checkpoint)
 

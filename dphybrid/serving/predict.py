@@ -1,5 +1,5 @@
 """Predictions of a trained model for new rows of a table. Rows pass through the preprocessing of training;
-values that training has not met get the unknown row.
+values that training has not seen get the unknown row.
 
 Files are read, scored and written chunk by chunk. The embedding table stays in the checkpoint's file, of
 which only looked-up rows are read.
@@ -197,7 +197,7 @@ class Predictor:
             raise UserError(f"--threshold {threshold}: is not a probability; give a number from 0 to 1")
         if taken := sorted({name for name in keep if name in (*PLACE, *label.columns, _CLASS)}):
             raise UserError(
-                f"--keep {taken[0]}: predictions have a column of that name; rename that of the table"
+                f"--keep {taken[0]}: predictions have a column of that name; rename the table's column"
             )
         columns = PLACE | {name: _TYPES[kind] for name, kind in label.columns.items()}
         columns |= ({} if threshold is None else {_CLASS: pl.String}) | dict.fromkeys(keep, pl.String)

@@ -30,8 +30,8 @@ _STRANGE = re.compile(r"[^\w\-./: ]")
 class Tracker:
     """The record of one run. This one records nothing; `MlflowTracker` is the real one.
 
-    After `start` or `attach`, verbs neither wait for a server nor raise when it is unreachable, except
-    `register` and `flush`, which wait for a limited time.
+    After `start` or `attach`, no verb raises because a server is unreachable. Only `register`, `flush`,
+    `close` and `finish` wait for the server, each for a limited time.
     """
 
     run_id = ""

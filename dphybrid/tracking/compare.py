@@ -19,7 +19,7 @@ from dphybrid.tracking.writer import RESULT, run_path, view_path
 from dphybrid.util.errors import UserError
 
 _MAX_RUNS = 256
-"""With more runs the page is unreadable; a sweep has at most so many trainings."""
+"""With more runs the page is unreadable. A grid (`MAX_CELLS`) has at most as many."""
 _NEWEST_RUNS = 24
 """How many runs of an experiment are compared if the user names none."""
 
@@ -68,7 +68,7 @@ def read_runs(store_uri: str, run_ids: Sequence[str]) -> list[RunFacts]:
     client = MlflowClient(tracking_uri=store_uri)
     unique = list(dict.fromkeys(run_ids))
     if len(unique) < 2:
-        there = f"there is one: {unique[0]}" if unique else "there are none that have finished"
+        there = f"there is one: {unique[0]}" if unique else "no run has finished"
         raise UserError(f"a comparison needs at least two runs, and {there}")
     if len(unique) > _MAX_RUNS:
         raise UserError(f"{len(unique)} runs do not fit on one page; name at most {_MAX_RUNS}")

@@ -2,7 +2,7 @@
 terminal, or as a page. The page is one file with its data and plotly inside: it needs no server and no
 network.
 
-A row of the first table is a run, or the mean of several that differ only in their seed.
+A row of the first table is a run, or several runs that differ only in their seed, merged.
 """
 
 import difflib
@@ -83,7 +83,8 @@ def _differing(runs: Sequence[RunFacts]) -> list[str]:
 
 
 def _ordered(runs: Sequence[RunFacts], param: str) -> list[RunFacts]:
-    """Return runs sorted by their value of `param`: devices by their number, numbers before texts."""
+    """Return runs sorted by their value of `param`, fewest devices first: as a number (0 if it is not one),
+    then as text; runs with equal values by their start."""
 
     def order(run: RunFacts) -> tuple[int, float, str, datetime]:
         value = run.value(param)

@@ -111,8 +111,8 @@ def _with_left_out(root: Path) -> Path:
         raise UserError(
             f"{page}: is damaged, or no list of a model's left-out files; this model is not loaded"
         ) from error
-    # A new folder: `root` may be the store's own, which must not change. It holds links alone, and is in use
-    # until the process ends, as loaded tables stay mapped from it.
+    # A new folder: `root` may be the store's own, which must not change. It holds only links, and stays until
+    # the process ends, because callers load from it later.
     whole = Path(tempfile.mkdtemp(prefix="dphybrid-model-"))
     atexit.register(shutil.rmtree, whole, ignore_errors=True)
     shutil.copytree(root, whole, copy_function=os.symlink, dirs_exist_ok=True)

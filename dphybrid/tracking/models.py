@@ -193,13 +193,13 @@ class CheckpointModels:
 
         try:
             shutil.copytree(folder, target / "checkpoint", copy_function=put)
-        except shutil.Error as error:  # copytree collects the errors of all files in one of its own
+        except shutil.Error as error:  # copytree raises one error for all files
             raise FileNotFoundError(str(error)) from error
         if left_out:
             (target / LEFT_OUT).write_text(json.dumps(left_out, indent=1), encoding="utf-8")
 
     def _remove(self, model: LoggedModel) -> None:
-        # The files first: after a kill in between, the model still tells where its files are.
+        # The files first: after a kill in between, the model still records where its files are.
         with suppress(OSError):  # the folder may never have been made
             get_artifact_repository(model.artifact_location, tracking_uri=self._uri).delete_artifacts()
         self._client.delete_logged_model(model.model_id)

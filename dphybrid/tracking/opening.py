@@ -111,7 +111,8 @@ def recorded_in(tracking_uri: str | None, store: Path) -> str | None:
     os.environ.update(_QUIET | os.environ)
     if tracking_uri == "none":
         raise UserError(
-            "tracking is none: no run is recorded there; set DPHYBRID_TRACKING_URI to a server or database"
+            "the tracking URI is none, so no run is recorded; set DPHYBRID_TRACKING_URI to a server or "
+            "database"
         )
     if _in_files(tracking_uri):
         raise UserError(
@@ -197,7 +198,7 @@ def _check_server(uri: str) -> None:
         with urllib.request.urlopen(health, timeout=_REACH_SECONDS):  # noqa: S310 - http, as just checked
             return
     except urllib.error.HTTPError:
-        return  # the server is up, if only to say no; MLflow's client reports why
+        return  # the server is up, although it refuses this request; MLflow's client will report why
     except (OSError, ValueError, HTTPException) as error:
         raise UserError(
             f"MLflow server {uri}: does not answer ({error}); start it, correct the address, unset it for "

@@ -363,7 +363,7 @@ def outboxes(folder: Path) -> list[Outbox]:
 
 
 def waiting(folder: Path) -> int:
-    """Return for how many runs records wait in a folder that no process is sending."""
+    """Return the number of runs in a folder whose records wait and are sent by no process."""
     count = 0
     for outbox in outboxes(folder):
         with suppress(OSError):

@@ -88,7 +88,7 @@ def test_a_machine_that_sees_something_else_is_refused(data_dir: Path) -> None:
     (folder / SEAT).write_text(seat.model_dump_json())
     by_server = seat.model_copy(update={"versions": dict(reversed(seat.versions.items()))})
     assert same_run(by_server.model_copy(update={"node": 1}), load_settings()).folder == folder
-    refuses(seat.model_copy(update={"address": "elsewhere"}), "another run.s data in")
+    refuses(seat.model_copy(update={"address": "elsewhere"}), "finds other values in .* than .* sent")
     for update, words in (
         ({"host": "there"}, "there's ranks listen at 127.0.0.1, .*DPHYBRID_CLUSTER_ADDRESS on there"),
         ({"versions": versions() | {"torch": "2.0"}}, "has torch .*has 2.0; give all machines"),

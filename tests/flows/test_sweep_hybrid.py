@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dphybrid.config.settings import load_settings
-from dphybrid.lifecycle.sweep import begin_sweep, compare_sweep, make_grid
+from dphybrid.lifecycle.sweep import MAX_CELLS, begin_sweep, compare_sweep, make_grid
 from dphybrid.recipes.configs import build_config
 from dphybrid.run.leasing import num_at_once
 from dphybrid.run.pages import Report
@@ -54,6 +54,25 @@ def test_a_grid_has_a_cell_for_each_combination(data_dir: Path) -> None:
         begin_sweep("s", other, settings)
     in_files = {name: Report.model_construct(run_id=name, tracking_uri="files") for name in "ab"}
     assert compare_sweep(grid, in_files, "s", settings) == ""  # MLflow has none of them
+
+
+def test_a_search_of_many_runs_compares_the_last_that_fit_on_a_page(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[str] = []
+
+    def read_runs(_: str, run_ids: list[str]) -> list[object]:
+        compared.extend(run_ids)
+        return []
+
+    monkeypatch.setattr("dphybrid.tracking.compare.read_runs", read_runs)
+    monkeypatch.setattr("dphybrid.tracking.compare_page.write_comparison", lambda *_: data_dir / "index.html")
+    monkeypatch.setattr("dphybrid.tracking.compare.log_comparison", lambda *_: ("", "there"))
+    names = [f"s-{number:03d}" for number in range(1, MAX_CELLS + 45)]
+    reports = {name: Report.model_construct(run_id=name, tracking_uri="http://x") for name in reversed(names)}
+    grid = make_grid(build_config({"recipe": "hybrid"}), {"train.epochs": [1]}, "s", load_settings())
+    assert compare_sweep(grid, reports, "s", load_settings()) == "there"
+    assert compared == names[-MAX_CELLS:]
 
 
 @pytest.mark.slow

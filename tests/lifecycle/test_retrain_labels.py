@@ -52,6 +52,13 @@ def retrained(days: Path, label: str, min_gain: float = 0.0) -> Decision:
     return judge(str(load_settings().runs_dir / report.run_name), load_settings(), min_gain)
 
 
+@pytest.mark.parametrize("place", ["none", "files"])
+def test_retraining_needs_a_registry(place: str, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DPHYBRID_TRACKING_URI", place)
+    with refused(f"needs MLflow's model registry, and the tracking URI is {place}; name a server"):
+        open_registry(load_settings())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("label", "metric", "higher"), [("kind", "accuracy", True), ("size", "rmse", False)])
 def test_the_better_challenger_is_promoted(

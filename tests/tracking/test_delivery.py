@@ -189,7 +189,7 @@ def test_sync_makes_no_database_and_takes_no_other_record_for_one(
 ) -> None:
     assert "Nothing to do" in command("sync")
     assert not list(data_dir.rglob("mlflow.db"))
-    for place, told in (("none", "tracking is none"), ("files", "runs are recorded in files")):
+    for place, told in (("none", "the tracking URI is none"), ("files", "runs are recorded in files")):
         monkeypatch.setenv("DPHYBRID_TRACKING_URI", place)
         assert told in command("sync", ends=2)
 

@@ -61,7 +61,7 @@ class Encoder:
         frame = rows if isinstance(rows, pl.DataFrame) else pl.DataFrame(rows, strict=False)
         names = [column["name"] for column in self.columns]
         if missing := [name for name in names if name not in frame.columns]:
-            raise ValueError(f"the rows: have no column {missing[0]!r}; columns: {', '.join(frame.columns)}")
+            raise ValueError(f"the rows have no column {missing[0]!r}; columns: {', '.join(frame.columns)}")
         dense: list[np.ndarray] = []
         ids: list[np.ndarray] = []
         bags: list[np.ndarray] = []
