@@ -19,7 +19,6 @@ from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import Run, read_run
 from dphybrid.run.pages import ResultPage
 from dphybrid.run.start import warm_start
-from dphybrid.tracking.files import FILES
 from dphybrid.tracking.loader import checkpoint_folder
 from dphybrid.tracking.models import Registry, Version
 from dphybrid.tracking.opening import store_to_write
@@ -68,7 +67,7 @@ class Plan(BaseModel):
 
 def open_registry(settings: Settings) -> Registry:
     """Return the model registry that the settings name. Raises UserError if they do not record in MLflow."""
-    if settings.mlflow_uri in ("none", FILES):
+    if settings.mlflow_uri in ("none", "files"):
         raise UserError(
             f"retraining needs MLflow's model registry, and the tracking URI is {settings.mlflow_uri}; name "
             "a server"

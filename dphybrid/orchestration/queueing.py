@@ -30,8 +30,7 @@ from prefect.states import AwaitingRetry, Cancelled, Completed, Crashed, Running
 from dphybrid.util.errors import UserError
 
 STARTED_BY = "DPHYBRID_STARTED_BY"
-"""Environment variable of a run's process: the worker that started it, as `PID TOKEN`. The same as
-`OWNER_LABEL`."""
+"""Environment variable of a run's process: this start of the run, as in `OWNER_LABEL`."""
 OWNER_LABEL = "dphybrid.home"
 """Label of a flow run: the last start of it (`PID TOKEN`, with the worker's PID). A process that reads a
 different value no longer owns the run."""
