@@ -27,7 +27,9 @@ _SHAPE = re.compile(r"[A-Z][A-Z0-9]*")
 
 def num_rows(batch: Mapping[str, Tensor]) -> int:
     """Return the number of samples of a batch."""
-    return len(next(value for name, value in batch.items() if _has_samples(name, value)))
+    # If no name has a shape with B (x_NCHW, y_N), dim 0 of all tensors is the samples.
+    first = next(iter(batch.values()))
+    return len(next((value for name, value in batch.items() if _has_samples(name, value)), first))
 
 
 def micro_batches(batch: dict[str, Tensor], count: int) -> Iterator[dict[str, Tensor]]:
@@ -35,10 +37,10 @@ def micro_batches(batch: dict[str, Tensor], count: int) -> Iterator[dict[str, Te
     (`negatives_K`) are in every part."""
     rows = num_rows(batch)
     size = -(-rows // min(count, rows))  # rounded up
+    divided = {name for name, value in batch.items() if _has_samples(name, value)} or batch.keys()
     for start in range(0, rows, size):
         yield {
-            name: value[start : start + size] if _has_samples(name, value) else value
-            for name, value in batch.items()
+            name: value[start : start + size] if name in divided else value for name, value in batch.items()
         }
 
 

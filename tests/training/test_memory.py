@@ -74,3 +74,6 @@ def test_columns_of_any_name_are_divided() -> None:
             "catalog_VF": 7
         }
     assert num_rows(batch) == 8
+    images = {"x_NCHW": torch.ones(8, 1, 2, 2), "y_N": torch.ones(8)}
+    assert num_rows(images) == 8
+    assert [len(part["x_NCHW"]) for part in micro_batches(images, 4)] == [2, 2, 2, 2]
