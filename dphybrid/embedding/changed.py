@@ -1,5 +1,5 @@
-"""Records which rows updates have changed, so that a checkpoint need write only those. Costs one byte a row,
-set in each step.
+"""Records which rows updates have changed, so that a checkpoint need write only those. Costs one byte per
+row, set in each step.
 
 Letters: V rows of a table, U unique rows of an update.
 """

@@ -72,7 +72,7 @@ def _check_fits(num_bytes: int, what: str, folder: Path | None) -> None:
         free, remedy = shutil.disk_usage(folder).free, "choose another folder or a smaller table"
         place = f"{folder} has {free / GIB:.3g} GiB free"
     if num_bytes > free * (1 - _KEEP_FREE_SHARE):
-        raise UserError(f"{what}, {place}; {remedy}")
+        raise UserError(f"{what}, but {place}; {remedy}")
 
 
 _NEW_ROWS: ContextVar[Literal["filled", "unfilled", "deferred"]] = ContextVar("new_rows", default="filled")
