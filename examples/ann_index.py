@@ -37,7 +37,7 @@ def main(folder: Path) -> None:
         took_ms = 1000 * (time.perf_counter() - began) / len(users_UE)
         pairs = zip(exact_UK, found_UK, strict=True)
         recall = np.mean([len(set(exact) & set(found)) / K for exact, found in pairs])
-        print(f"efSearch {width}: recall@{K} {recall:.3f} of the exact search, {took_ms:.3f} ms a user")
+        print(f"efSearch {width}: recall@{K} {recall:.3f} of the exact search, {took_ms:.3f} ms per user")
     faiss.write_index(index, str(folder / "items.faiss"))
     # The index does not know which items a user has met. To leave those of user u out, ask for
     # K + len(model.seen[u]) items and drop the ones in model.seen[u].

@@ -1,5 +1,6 @@
 """Where experiments run: folders, devices, threads, servers. Read from DPHYBRID_* variables and a `.env`
-file. Settings are not part of an experiment: none changes a result by more than rounding."""
+file. Settings are not part of an experiment. Devices and threads change a result by rounding, and another
+number of GPUs also by other dropout masks; the other settings do not change it."""
 
 import os
 from contextlib import suppress

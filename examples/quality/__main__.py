@@ -33,7 +33,7 @@ import torch
 
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import write_json
-from examples.quality.common import Keep, Page, installed, taking, tell, there, train
+from examples.quality.common import Keep, Page, data_path, installed, taking, tell, train
 from examples.quality.retrieval import CUTOFF, retrieval
 from examples.quality.tables import METRICS, tables
 from examples.quality.text import text
@@ -51,8 +51,8 @@ def kge(data: Path | None, seeds: range, epochs: int | None, keep: Keep) -> None
     """Train recipe kge on each graph in `data`, for `epochs` epochs or the recipe's default."""
     found: Page = {}
     folders = [data / name for name in PUBLISHED if (data / name).exists()] if data else []
-    # Without any graph, `there` raises the error that names the missing folder.
-    for folder in folders or [there(data, "wn18rr")]:
+    # Without any graph, `data_path` raises the error that names the missing folder.
+    for folder in folders or [data_path(data, "wn18rr")]:
         runs = found[folder.name] = []
         for seed in seeds:
             times: Page = {}
@@ -147,12 +147,14 @@ def main(argv: list[str] | None = None) -> Page:
         if "tables" in parts:
             tables(given.data, given.table, given.label, seeds, keeper("tables"))
         if "retrieval" in parts:
-            retrieval(there(given.data, "ml-100k/u.data"), seeds, keeper("retrieval"))
+            retrieval(data_path(given.data, "ml-100k/u.data"), seeds, keeper("retrieval"))
         if "kge" in parts:
             kge(given.data, seeds, given.epochs, keeper("kge"))
         if "text" in parts:
             text(
-                there(given.data, "wikitext2/valid.txt") if given.data else None, given.turns, keeper("text")
+                data_path(given.data, "wikitext2/valid.txt") if given.data else None,
+                given.turns,
+                keeper("text"),
             )
     print("\n".join(lines(found)))
     tell(f"wrote {given.out}")

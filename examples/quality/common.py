@@ -40,7 +40,7 @@ def installed(name: str) -> str:
         return ""
 
 
-def there(data: Path | None, name: str) -> Path:
+def data_path(data: Path | None, name: str) -> Path:
     """Return the path of a part's data. Raises UserError if it does not exist."""
     if data is None or not (data / name).exists():
         raise UserError(f"--data {data}: has no {name}; give the folder that holds it, or use --only text")

@@ -12,7 +12,7 @@ import pandas as pd
 import dphybrid
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path
-from examples.quality.common import Keep, Page, installed, taking, tell, there, train
+from examples.quality.common import Keep, Page, data_path, installed, taking, tell, train
 
 METRICS = {"binary": "AUC", "multiclass": "accuracy", "regression": "RMSE"}
 SHIPPED = {"breast_cancer": "binary", "wine": "multiclass", "diabetes": "regression"}
@@ -30,7 +30,7 @@ def tables(data: Path | None, table: Path | None, label: str, seeds: range, keep
             "scikit-learn is not installed, and this part compares with it: python -m pip install "
             "scikit-learn, or --only text"
         )
-    given = {} if table or not data else {"adult": there(data, "adult/adult.data")}
+    given = {} if table or not data else {"adult": data_path(data, "adult/adult.data")}
     files = {table.stem: given_path(str(table), "--table")} if table else given
     found: dict[str, Page] = {}
     for name in [*files, *(() if table else SHIPPED)]:

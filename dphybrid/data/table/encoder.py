@@ -26,7 +26,7 @@ from dphybrid.util.errors import UserError
 
 @dataclass(frozen=True)
 class Encoder:
-    """Columns fitted to the training rows, and the label. Saved beside each checkpoint.
+    """Columns fitted to the training rows, and the label. Saved in each checkpoint.
 
     In the arrays, columns of numbers come first (`dense_BN`, and their buckets in `ids_BF`), then categories
     (`ids_BF`), then bags (`bags_BFL`). as_given: look texts up first, and clean only those not found."""

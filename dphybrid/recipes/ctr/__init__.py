@@ -36,8 +36,7 @@ class CtrModelConfig(ModelConfig):
     layers: int = Field(default=2, ge=1, le=64)
     """Number of hidden layers."""
     dropout: float = Field(default=0.1, ge=0.0, lt=1.0)
-    """Share of activations dropped while training. With more than one device the masks differ from those of
-    one device."""
+    """Share of activations dropped while training. On several GPUs the masks differ from those on one."""
     unknown: float = Field(default=0.3, ge=0.0, lt=1.0)
     """Share of the ids that training replaces by the unknown one (a number's bucket: by the missing one),
     drawn anew in each epoch, so that the network learns to handle new values. Bags keep theirs."""

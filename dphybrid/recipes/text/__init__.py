@@ -43,8 +43,7 @@ class TextModelConfig(ModelConfig):
     heads: int = Field(default=4, ge=1, le=256)
     """Attention heads of the transformer."""
     dropout: float = Field(default=0.2, ge=0.0, lt=1.0)
-    """Share of activations dropped while training. With more than one device the masks differ from those of
-    one device."""
+    """Share of activations dropped while training. On several GPUs the masks differ from those on one."""
 
     @model_validator(mode="after")
     def _heads_divide_hidden(self) -> Self:

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 
 HERE = Path(__file__).absolute().parent
-SCORES = 2**24  # most scores in memory at a time
+SCORES = 2**24  # maximum number of scores in memory
 
 
 class Model:
