@@ -198,7 +198,9 @@ def _full_name(keyword: str, name: str, fields: Mapping[str, object], recipe: st
         return name  # an unknown dotted name gets its message later, from `build_config`
     same = [full for full in fields if full.rpartition(".")[2] == name]
     if len(same) != 1:
-        raise UserError(f"{keyword}: {explain_unknown(name, recipe)} Write it in full as section__name")
+        why = explain_unknown(name, recipe)
+        end = "" if why.endswith("?") else "."
+        raise UserError(f"{keyword}: {why}{end} Write it in full as section__name")
     return same[0]
 
 

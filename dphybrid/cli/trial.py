@@ -181,7 +181,10 @@ class _Trial:
         model, batch_size = experiment.build(resolve_devices("cpu")), experiment.config.train.batch_size
         outputs = validation_outputs(model, valid, batch_size, task)
         if missing := [name for name in task.reads if name not in outputs]:
-            raise UserError(f"the task reads {missing[0]!r}, which neither batches nor outputs have")
+            raise UserError(
+                f"the task reads {missing[0]!r}, which neither batches nor outputs have; return it from "
+                "forward, or correct the task"
+            )
         if odd := [name for name, value in outputs.items() if len(value) != len(valid)]:
             num_rows = len(outputs[odd[0]])
             raise UserError(f"{odd[0]} has {num_rows} rows for {len(valid)} samples; return one per sample")

@@ -182,7 +182,8 @@ def load_settings() -> Settings:
         ]
         raise UserError("\n".join(lines)) from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{Path('.env').absolute()}: is not UTF-8 text ({error})") from error
+        place = Path(".env").absolute()
+        raise UserError(f"{place}: is not UTF-8 text ({error}); save it as UTF-8") from error
     # A missing folder is fine, as runs make it; a file in its place would only fail deep inside a run.
     if settings.data_dir.exists() and not settings.data_dir.is_dir():
         raise UserError(f"DPHYBRID_DATA_DIR = {str(settings.data_dir)!r}: is a file; name a folder")

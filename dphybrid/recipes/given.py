@@ -71,7 +71,7 @@ class GivenSource(Source):
             if train[name].shape[1:] != valid[name].shape[1:]:
                 raise UserError(
                     f"{where}: samples of {name!r} have the shape {train[name].shape[1:]} in training and "
-                    f"{valid[name].shape[1:]} in validation"
+                    f"{valid[name].shape[1:]} in validation; give both the same"
                 )
         return train, valid
 

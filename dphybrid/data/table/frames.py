@@ -86,7 +86,7 @@ def check_frame(frame: pl.DataFrame | pl.LazyFrame, where: str, ignored: Sequenc
     table can have."""
     schema = frame.collect_schema() if isinstance(frame, pl.LazyFrame) else frame.schema
     if not schema:
-        raise UserError(f"{where}: has no columns")
+        raise UserError(f"{where}: has no columns; give at least one")
     check_types(schema, where, "ignore", ignored)
     return schema.names()
 

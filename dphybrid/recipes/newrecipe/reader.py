@@ -30,7 +30,7 @@ def read(data: Data, seed: int) -> tuple[Any, Any, dict[str, Vocabulary]]:
     random = np.random.default_rng(seed)
     frame = _made_up(random) if data.path is None else _ratings(Path(data.path))
     is_valid = pl.Series(random.permutation(len(frame)) < max(1, round(data.valid_fraction * len(frame))))
-    # Fitted on the training rows only: the validation split then has unknown users, as new data will.
+    # Fitted on the training rows only: the validation split may then have unknown users, as new data may.
     train = frame.filter(~is_valid)
     vocabularies = {name: Vocabulary.fit(train[name]) for name in ("user", "item")}
 

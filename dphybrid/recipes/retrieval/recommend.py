@@ -117,7 +117,7 @@ class Recommender:
         column of users named as in training. Raises UserError for a table without that column."""
         frame = as_frame(rows, "the rows").lazy().collect()
         if self._user not in frame.columns:
-            raise UserError(f"the rows: have no column {self._user!r} with users")
+            raise UserError(f"the rows have no column {self._user!r} with users; add it")
         return self.recommend(frame[self._user].drop_nulls())
 
     def predict_file(

@@ -245,7 +245,8 @@ def open_source(data: TextDataConfig, seed: int) -> _TextSource:
         # Sorted: the order decides which documents the seed holds out.
         files = sorted(file for file in found if file.is_file())
         if not files:
-            raise UserError(f"data.path={data.path}: holds no text files ({', '.join(_TEXT_SUFFIXES)})")
+            endings = ", ".join(_TEXT_SUFFIXES)
+            raise UserError(f"data.path={data.path}: holds no text files ({endings}); give some")
     if not sum(given_path(str(file), "data.path").stat().st_size for file in files):
         raise UserError(f"data.path={data.path}: is empty; give a file with text")
     return _TextSource(data, seed, tuple(files), root)
