@@ -5,12 +5,13 @@ therefore the one that did not fit, up to rounding and different dropout masks; 
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from dphybrid.embedding import DeclaresIds, dense_parameters
+from dphybrid.embedding import CombinedOptimizer, DeclaresIds, dense_parameters
 from dphybrid.embedding.lookup import each_lookup
 from dphybrid.parallel import find_data_parallel
 from dphybrid.training.checkpoint import Progress
@@ -103,10 +104,12 @@ def out_of_memory_report(
 
 
 def make_states(optimizer: torch.optim.Optimizer, batch_size: int, model: nn.Module) -> None:
-    """Allocate the states that a new optimizer would allocate in its first step. Raises UserError with the
-    report when they do not fit: running out of memory in the middle of an update leaves it half done."""
+    """Reserve the memory of the states that a new optimizer will allocate in its first step. Raises UserError
+    with the report when they do not fit: running out of memory in the middle of an update leaves it half
+    done."""
     try:
-        _take_empty_step(optimizer)
+        for one in optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else (optimizer,):
+            _reserve_states(one)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -118,25 +121,26 @@ def make_states(optimizer: torch.optim.Optimizer, batch_size: int, model: nn.Mod
 
 
 @torch.no_grad()
-def _take_empty_step(optimizer: torch.optim.Optimizer) -> None:
-    """Take a step that changes no parameter and is not counted: learning rate, weight decay and gradients are
-    zero."""
-    groups, zeroed = optimizer.param_groups, ["lr", "weight_decay"]
-    before = [{key: group[key] for key in zeroed if key in group} for group in groups]
-    # Zero gradients alone are not enough: AdamW's decay shrinks weights without a gradient.
+def _reserve_states(optimizer: torch.optim.Optimizer) -> None:
+    """Take a step that changes no parameter, and hold its states until the first real step or until states
+    are loaded."""
+    # The states of this step only reserve memory. Training must not start from them: after a first step with
+    # zero gradients, NAdam, ASGD and other optimizers are not what they are when new.
+    groups, state = optimizer.param_groups, optimizer.state
     parameters = [parameter for group in groups for parameter in group["params"]]
-    for group, values in zip(groups, before, strict=True):
-        group.update(dict.fromkeys(values, 0.0))
+    # Zero gradients alone are not enough: AdamW's decay shrinks weights without a gradient.
+    zeros = dict.fromkeys(("lr", "weight_decay"), 0.0)
+    optimizer.param_groups = [group | {key: zeros[key] for key in zeros.keys() & group} for group in groups]
+    optimizer.state = defaultdict(dict)
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    for group, values in zip(groups, before, strict=True):
-        group.update(values)
     for parameter in parameters:
         parameter.grad = None
-        # Adam's bias correction counts steps, and this one must not be among them.
-        if isinstance(step := optimizer.state[parameter].get("step"), torch.Tensor):
-            step.zero_()
+    reserved = [optimizer.state]
+    optimizer.param_groups, optimizer.state = groups, state
+    optimizer.register_step_pre_hook(lambda *_: reserved.clear())
+    optimizer.register_load_state_dict_pre_hook(lambda *_: reserved.clear())
 
 
 def own_gpus(model: nn.Module) -> list[int]:

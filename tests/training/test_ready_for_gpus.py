@@ -1,6 +1,7 @@
 """What a run does so that its first hours on a GPU hold no surprise, seen on stand-ins: none is needed."""
 
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import dphybrid.training.loop as loop
 from dphybrid.config import TrainConfig
-from dphybrid.embedding import HostEmbedding, RowPipeline
+from dphybrid.embedding import CombinedOptimizer, HostEmbedding, RowPipeline
 from dphybrid.embedding.ahead import LookupsAhead
 from dphybrid.parallel import DataParallel, resolve_devices, start_on
 from dphybrid.recipes.configs import build_config
@@ -221,6 +222,53 @@ def test_states_made_before_the_first_step_change_no_bit(kind: str) -> None:
         return [*(parameter.detach() for parameter in model.parameters()), *kept]
 
     assert all(torch.equal(a, b) for a, b in zip(run(False), run(True), strict=True))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.optim.NAdam,
+        torch.optim.ASGD,
+        torch.optim.Rprop,
+        lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9, dampening=0.5),
+        lambda parameters: CombinedOptimizer(torch.optim.NAdam(parameters)),
+    ],
+)
+def test_any_optimizer_takes_the_same_steps_with_and_without_reserved_states(make: Any) -> None:
+    def run(early: bool, resumed: bool = False) -> list[Tensor]:
+        model, optimizer = nn.Linear(4, 2), None
+        nn.init.ones_(model.weight), nn.init.ones_(model.bias)
+        for step in range(4):
+            if optimizer is None or (resumed and step == 2):
+                states = optimizer and optimizer.state_dict()
+                optimizer = make(list(model.parameters()))
+                if early:
+                    make_states(optimizer, 8, model)
+                    assert not optimizer.state
+                if states:
+                    optimizer.load_state_dict(states)
+            optimizer.zero_grad()
+            model(torch.arange(8.0).view(2, 4) - 3 * step).square().mean().backward()
+            optimizer.step()
+        return [parameter.detach() for parameter in model.parameters()]
+
+    plain = run(early=False)
+    for others in (run(early=True), run(early=True, resumed=True)):
+        assert all(torch.equal(a, b) for a, b in zip(plain, others, strict=True))
+
+
+def test_memory_for_states_is_reserved_until_the_first_step() -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    held: list[weakref.ref[Tensor]] = []
+    optimizer.register_step_post_hook(
+        lambda *_: held.extend(weakref.ref(own["exp_avg"]) for own in optimizer.state.values())
+    )
+    make_states(optimizer, 8, model)
+    assert len(held) == 2
+    assert all(one() is not None for one in held)
+    optimizer.step()
+    assert all(one() is None for one in held[:2])
 
 
 def test_states_that_do_not_fit_are_told_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
