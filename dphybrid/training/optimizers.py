@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from dphybrid.config import TrainConfig
-from dphybrid.embedding import CombinedOptimizer, dense_parameters
+from dphybrid.embedding import CombinedOptimizer, dense_parameters, find_tables
 from dphybrid.util.compiling import eager
 from dphybrid.util.errors import UserError
 
@@ -55,7 +55,8 @@ def combined(
     blocks: Mapping[str, torch.optim.Optimizer], model: nn.Module, where: str
 ) -> torch.optim.Optimizer | None:
     """Combine a recipe's optimizers of the dense parameters into one. Raises UserError if a parameter belongs
-    to none of them or to several. where: start of its message."""
+    to none of them or to several, and if one has a table or the name of the tables' optimizer. where: start
+    of its message."""
     names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
     uses = Counter(id(p) for one in blocks.values() for group in one.param_groups for p in group["params"])
     for parameter in dense_parameters(model):
@@ -64,6 +65,16 @@ def combined(
                 f"{where}: optimizers() gives parameter {names[id(parameter)]} to {uses[id(parameter)]} "
                 "optimizers; give it to one, or freeze it with requires_grad_(False)"
             )
+    if tables := [name for name, table in find_tables(model).items() if uses[id(table.weight)]]:
+        raise UserError(
+            f"{where}: optimizers() has table {tables[0]}, which would be updated twice in each step, as the "
+            "tables have an optimizer of their own; give yours dphybrid.embedding.dense_parameters(model)"
+        )
+    if "rows" in blocks:
+        raise UserError(
+            f"{where}: optimizers() calls one `rows`, as the tables' own optimizer is called; choose another "
+            "name"
+        )
     several = list(blocks.values())
     return CombinedOptimizer(*several) if len(several) > 1 else several[0] if several else None
 

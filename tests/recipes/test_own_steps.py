@@ -34,6 +34,25 @@ class Misnames(own_gan.Gan):
         return step.update(batch, step.model.critic_losses, of="judge")
 
 
+class TrainsTablesTwice(own_gan.Gan):
+    """One of its optimizers has all parameters of the model, those of the tables, too."""
+
+    name = "trains-tables-twice"
+
+    def optimizers(self, model: Any, config: Any) -> Mapping[str, torch.optim.Optimizer]:
+        return {"all": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+
+class CallsOneRows(own_gan.Gan):
+    """Its critic's optimizer has the name of the tables' optimizer."""
+
+    name = "calls-one-rows"
+
+    def optimizers(self, model: Any, config: Any) -> Mapping[str, torch.optim.Optimizer]:
+        own = super().optimizers(model, config)
+        return {"generator": own["generator"], "rows": own["critic"]}
+
+
 def values_of(recipe: str, *overrides: str) -> list[str]:
     return [f"recipe={recipe}", "devices=cpu*2", "train.epochs=2", "train.schedule=cosine", *overrides]
 
@@ -69,6 +88,8 @@ def test_each_phase_is_computed_in_parts_once_one_does_not_fit(monkeypatch: pyte
     ("values", "words"),
     [
         ([f"{__name__}:LeavesOut"], "parameter generator.module.0.weight to 0 optimizers; give it to one"),
+        ([f"{__name__}:TrainsTablesTwice"], "has table .*, which would be updated twice in each step"),
+        ([f"{__name__}:CallsOneRows"], "calls one `rows`, .* choose another name"),
         ([f"{__name__}:Misnames"], "no optimizer 'judge'; .* have critic, generator, rows"),
         (["examples.own_gan:Gan", "cluster.ranks=2"], "several ranks"),
     ],
