@@ -140,6 +140,11 @@ def num_batches(dataset: Dataset, batch_size: int) -> int:
     return -(-len(dataset) // batch_size)
 
 
+def rows_of_batch(dataset: Dataset, batch_size: int) -> int:
+    """Return the number of rows of each batch of an epoch, except a short last one."""
+    return min(batch_size, len(dataset))
+
+
 def batches(
     dataset: Dataset,
     batch_size: int,

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-from dphybrid.config import ExperimentConfig, flatten
+from dphybrid.config import flatten
 from dphybrid.config.settings import Settings
+from dphybrid.data import rows_of_batch
 from dphybrid.recipes.configs import given_values
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import Run
@@ -103,7 +104,7 @@ def _reported(run: Run, experiment: Experiment, tracker: Tracker) -> Report:
     )
     report = report.model_copy(update={"text": _closing_words(report)})
     report.write(run.folder / "report.json")
-    tracker.log_summary(_summary(result, experiment.config))
+    tracker.log_summary(_summary(result, experiment))
     if run.page.run_id:  # without a record, nobody would see the figures: do not draw them
         facts, pictures = _facts(run, experiment, report)
         for name, picture in pictures.items():
@@ -151,7 +152,8 @@ def _stages_ms(result: ResultPage) -> dict[str, float]:
     )
 
 
-def _summary(result: ResultPage, config: ExperimentConfig) -> dict[str, float]:
+def _summary(result: ResultPage, experiment: Experiment) -> dict[str, float]:
+    config = experiment.config.train
     total = sum(result.stages.values())
     summary = {f"timing_share/{stage}_pct": 100 * seconds / total for stage, seconds in result.stages.items()}
     summary |= {f"timing_mean/{stage}_ms": value for stage, value in _stages_ms(result).items()}
@@ -163,8 +165,9 @@ def _summary(result: ResultPage, config: ExperimentConfig) -> dict[str, float]:
         }
     summary |= {f"summary/step_ms_{name}": value for name, value in result.step_ms.items() if name != "steps"}
     if result.step_ms:
-        summary["summary/samples_per_s_median"] = 1e3 * config.train.batch_size / result.step_ms["p50"]
-    if config.train.on_nonfinite == "skip":
+        full = rows_of_batch(experiment.data.dataset("train"), config.batch_size)
+        summary["summary/samples_per_s_median"] = 1e3 * full / result.step_ms["p50"]
+    if config.on_nonfinite == "skip":
         summary["summary/steps_skipped"] = result.steps_skipped
     summary["summary/checkpoint_stall_s"] = result.saving.stall_s
     summary["summary/checkpoint_mib"] = result.saving.written_bytes / 2**20

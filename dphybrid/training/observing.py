@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import profile
 
+from dphybrid.data import rows_of_batch
 from dphybrid.embedding import RowPipeline
 from dphybrid.training.clock import NOT_A_STEP, StepTimes, timed_parts
 from dphybrid.training.display import Display
@@ -60,6 +61,7 @@ class Observer:
         self._profiler = _StepProfiler(
             session.profile_steps, session.checkpoints.parent, session.tracker.log_file
         )
+        self._full = rows_of_batch(session.train_data, session.config.train.batch_size)
         self._added: list[tuple[Tensor, Tensor]] = []
         self._loss, self._weight = 0.0, 0.0
         self._steps = 0
@@ -102,7 +104,7 @@ class Observer:
     def step_ended(self, loss: Tensor, weight: Tensor, rows: int) -> None:
         """Count a step. loss: summed over the batch. weight: number of its terms. rows: of the batch."""
         session, step = self._session, self._session.trained.progress.step
-        self.times.end(full=rows == session.config.train.batch_size)
+        self.times.end(full=rows == self._full)
         if session.profile_steps:
             with session.clock.stage("profile"):
                 self._profiler.after(step)
@@ -150,7 +152,7 @@ class Observer:
             metrics = {
                 "train/lr": session.trained.dense.param_groups[0]["lr"] if session.trained.dense else 0.0,
                 "perf/step_ms": step_ms,
-                "perf/samples_per_s": 1e3 * session.config.train.batch_size / step_ms,
+                "perf/samples_per_s": 1e3 * self._full / step_ms,
             }
             loss = self._loss / self._weight if self._weight else None
             if loss is not None:  # None: every step of this window was skipped

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import pytest
 
 from dphybrid.config.settings import load_settings
 from dphybrid.training.clock import WARM_UP_STEPS, StageClock, StepTimes
+from dphybrid.training.display import Display
 from tests.commands import run_with
 from tests.refusing import refused
 
@@ -89,6 +91,21 @@ def test_steps_of_the_warm_up_and_short_batches_stay_apart() -> None:
     times.end(full=False)
     assert times.count == 1
     assert len(times.ms) == WARM_UP_STEPS + 3
+
+
+def test_speed_counts_the_rows_that_a_batch_has(
+    data_dir: Path, unrecorded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training rows are one batch, smaller than train.batch_size."""
+    lines: list[str] = []
+    monkeypatch.setattr(Display, "metrics_line", lambda _, line: lines.append(line))
+    values = ("train.epochs=2", "train.batch_size=1000000", "train.log_every=1")
+    report = run_with("recipe=hybrid", "devices=cpu", *values)
+    assert report.step_ms["steps"] == 2
+    for line in lines:
+        ms, speed = re.findall(r"([\d.]+) ms a step, (\d+) samples/s", line)[0]
+        assert float(ms) * float(speed) / 1000 == pytest.approx(10_000, rel=0.1)
+    assert len(lines) == 2
 
 
 def test_a_report_and_a_profile_name_the_stages(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
