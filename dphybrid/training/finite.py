@@ -136,6 +136,8 @@ def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def first_bad(tensor: Tensor, infinite_too: bool = True) -> tuple[int, float] | None:
     """Return row and value of the first entry that is NaN or infinite, or None. infinite_too: False accepts
     infinite entries."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
     if not tensor.is_floating_point():
         return None
     flat = tensor.detach().reshape(-1)

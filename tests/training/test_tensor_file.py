@@ -12,7 +12,7 @@ import torch
 from dphybrid.embedding import HostEmbedding
 from dphybrid.embedding.native import check_when_read
 from dphybrid.embedding.storage import deferred_rows
-from dphybrid.training.tensor_file import mapped_weight, table_file, write_tensors
+from dphybrid.training.tensor_file import mapped_weight, read_tensors, table_file, write_tensors
 from dphybrid.util.digests import BLOCK, file_block_sums
 from tests.refusing import refused
 from tests.reliability.damages import damage
@@ -27,6 +27,17 @@ def written(file: Path) -> tuple[torch.Tensor, str]:
     sums = write_tensors(file, {"state": torch.arange(7), "weight": weight})
     assert sums == file_block_sums(file)
     return weight, sums
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.uint16, torch.uint32, torch.uint64])
+def test_buffers_of_rarer_types_are_kept(dtype: torch.dtype, tmp_path: Path) -> None:
+    """`complex64` is the usual type of precomputed rotary embeddings."""
+    values = torch.arange(6.0).view(2, 3)
+    given = (torch.complex(values, -values) if dtype.is_complex else values).to(dtype)
+    write_tensors(tmp_path / "blocks.safetensors", {"buffer": given})
+    kept = read_tensors(tmp_path / "blocks.safetensors")["buffer"]
+    assert kept.dtype == dtype
+    assert kept.tolist() == given.tolist()
 
 
 def mapped(file: Path, sums: str) -> HostEmbedding:
