@@ -23,7 +23,7 @@ from dphybrid.data.table.kinds import Bag, Category, Ignore, Numeric, Text, Time
 from dphybrid.embedding import find_tables
 from dphybrid.parallel import find_data_parallel
 from dphybrid.serving.predict import Predictor, open_predictor
-from dphybrid.training.tensor_file import write_tensors
+from dphybrid.training.tensor_file import table_file, write_tensors
 from dphybrid.util.digests import file_digest
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import check_target, making, read_json, write_json, write_text
@@ -169,7 +169,7 @@ class _Programs:
         """Write the tables and the programs."""
         (folder / "tables").mkdir()
         for name, (rows_VD, _) in self.tables.items():
-            write_tensors(folder / "tables" / f"{name}.safetensors", {"weight": rows_VD})
+            write_tensors(table_file(folder, name), {"weight": rows_VD})
         for name, program in self.programs.items():
             torch.export.save(program, folder / f"{name}.pt2")
 

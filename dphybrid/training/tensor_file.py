@@ -196,12 +196,17 @@ def rows_of(name: str) -> str:
 
 def table_file(checkpoint: Path, table: str) -> Path:
     """Return the path of the file with all rows of a table, as of the last full checkpoint."""
-    return checkpoint / "tables" / f"{table}.safetensors"
+    return checkpoint / "tables" / _file_name(table)
 
 
 def changed_file(checkpoint: Path, table: str) -> Path:
     """Return the path of the file with the rows changed since; a full checkpoint has none."""
-    return checkpoint / "changed" / f"{table}.safetensors"
+    return checkpoint / "changed" / _file_name(table)
+
+
+def _file_name(table: str) -> str:
+    # Modules of an nn.ModuleDict may be called after a user's columns, such as "price/unit".
+    return f"{table.replace('/', '%2F')}.safetensors"
 
 
 def changed_rows(checkpoint: Path, table: str) -> Tensor | None:

@@ -55,6 +55,19 @@ class Tables(nn.Module):
         self.linear = nn.Linear(16, 1)
 
 
+def test_tables_are_called_after_columns_of_any_name(tmp_path: Path) -> None:
+    def with_rows(value: float) -> Trained:
+        model = nn.ModuleDict({name: HostEmbedding(9, 2) for name in ("price/unit", "/a", "50%", "{b}")})
+        for place, table in enumerate(find_tables(model).values()):
+            nn.init.constant_(table.weight, value + place)
+        return Trained(model, None, row_optimizer("adam", model, lr=0.1), Progress())
+
+    path = save_checkpoint(tmp_path, with_rows(1.0), {}, {})
+    verify_checkpoint(path)
+    load_checkpoint(path, loaded := with_rows(5.0))
+    assert [table.weight[0, 0].item() for table in find_tables(loaded.model).values()] == [1, 2, 3, 4]
+
+
 def new(optimizer: str, **options: Any) -> Trained:
     torch.manual_seed(0)
     model = Tables(**options)

@@ -120,7 +120,8 @@ class Model:
     def __init__(self) -> None:
         self.page = json.loads((HERE / "model.json").read_text(encoding="utf-8"))
         self._lookups, self._dense = _program("lookups"), _program("dense")
-        files = {name: HERE / f"tables/{name}.safetensors" for name, _ in self.page["lookups"]}
+        names = [name for name, _ in self.page["lookups"]]
+        files = {name: HERE / "tables" / f"{name.replace('/', '%2F')}.safetensors" for name in names}
         tables = {name: safe_open(file, "pt").get_tensor("weight") for name, file in files.items()}
         self._tables = [(tables[name], getattr(torch, dtype)) for name, dtype in self.page["lookups"]]
         self._encoder = Encoder(HERE / "encoder")
