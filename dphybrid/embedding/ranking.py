@@ -31,8 +31,9 @@ class Ranked:
     """Result of `rank_rows`.
 
     rows_QK, scores_QK: the best rows and their scores, best first; padded with row -1 and score -inf.
-    ranks_Q: rank of each answer, 1 for the best; equal scores share the mean of their ranks. loss_Q: cross
-    entropy of a softmax over the answer and all rows that are not hidden.
+    ranks_Q: rank of each answer, 1 for the best; equal scores share the mean of their ranks, and scores that
+    are NaN count as better than the answer. loss_Q: cross entropy of a softmax over the answer and all rows
+    that are not hidden.
     """
 
     rows_QK: Tensor
@@ -143,8 +144,10 @@ class _Ranking:
         here_Q = (self._answers_Q >= start) & (self._answers_Q < start + scores_QN.shape[1])
         scores_QN[here_Q, self._answers_Q[here_Q] - start] = -torch.inf  # it does not compete with itself
         own_Q1, close_Q1 = self.own_Q.unsqueeze(1), (_TIE * (1 + self.own_Q.abs())).unsqueeze(1)
-        halves_QN = (scores_QN > own_Q1 + close_Q1).view(torch.int8)  # summing bools takes twice as long
-        halves_QN += scores_QN > own_Q1 - close_Q1
-        # 2 for each better score and 1 for each equal one, halved: ties share the mean of their ranks.
-        self.ranks_Q = self.ranks_Q + halves_QN.sum(1, dtype=torch.int32) / 2
+        # `<=`, not `>`: NaN must count as better, or a model of NaNs would have the best ranks.
+        halves_QN = (scores_QN <= own_Q1 + close_Q1).view(torch.int8)  # summing bools takes twice as long
+        halves_QN += scores_QN <= own_Q1 - close_Q1
+        # 2 for each worse score and 1 for each equal one, halved: ties share the mean of their ranks.
+        better_Q = 2 * scores_QN.shape[1] - halves_QN.sum(1, dtype=torch.int32)
+        self.ranks_Q = self.ranks_Q + better_Q / 2
         self.total_Q = torch.logaddexp(self.total_Q, scores_QN.logsumexp(1))

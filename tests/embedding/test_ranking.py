@@ -50,3 +50,11 @@ def test_short_queries_are_scored_in_float32() -> None:
     queries_QD = torch.tensor([[1.0, 1.0]], dtype=torch.bfloat16)
     rows_VD = torch.tensor([[1.0, 0.001], [1.0, 0.002]])  # equal in bfloat16
     assert rank_rows(queries_QD, rows_VD, torch.tensor([1])).ranks_Q.tolist() == [1.0]
+
+
+def test_scores_that_are_no_number_rank_an_answer_last() -> None:
+    rows_VD = torch.eye(4)
+    queries_QD = torch.stack([torch.full((4,), math.nan), torch.tensor([0.0, 0.0, 1.0, 0.0])])
+    assert rank_rows(queries_QD, rows_VD, torch.tensor([2, 2])).ranks_Q.tolist() == [5.0, 1.0]
+    rows_VD[0] = math.nan  # a row that no answer can beat
+    assert rank_rows(queries_QD[1:], rows_VD, torch.tensor([2])).ranks_Q.tolist() == [2.0]
