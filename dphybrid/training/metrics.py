@@ -110,7 +110,8 @@ def _binary(outputs: dict[str, Tensor]) -> dict[str, float]:
 
 def _multiclass(outputs: dict[str, Tensor]) -> dict[str, float]:
     right_B = outputs["logits"].argmax(1) == outputs["labels_B"]
-    return {"accuracy": float(right_B.double().mean()), "loss": _mean_loss(outputs)}
+    accuracy = np.average(right_B.double().numpy(), weights=sample_weights(outputs))
+    return {"accuracy": float(accuracy), "loss": _mean_loss(outputs)}
 
 
 def _ranking(outputs: dict[str, Tensor]) -> dict[str, float]:

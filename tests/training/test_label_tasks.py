@@ -21,7 +21,7 @@ from dphybrid.recipes.ctr import CtrModelConfig
 from dphybrid.recipes.ctr.model import build_ctr
 from dphybrid.serving.predict import Predictor
 from dphybrid.training.label_tasks import label_task
-from dphybrid.training.metrics import Confusion
+from dphybrid.training.metrics import MULTICLASS, Confusion
 from tests.commands import command, models_of
 from tests.refusing import refused
 
@@ -252,3 +252,14 @@ def test_binary_runs_have_a_calibration(data_dir: Path) -> None:
     assert all(0 <= value <= 1 for point in chart["points"] for value in point)
     assert "What it predicts" in run.report().page()
     assert Predictor(run.checkpoint).predict(table).shape == (600,)
+
+
+def test_weights_count_in_the_accuracy_of_any_multiclass_recipe() -> None:
+    outputs = {
+        "logits": torch.eye(3),
+        "labels_B": torch.tensor([0, 1, 0]),
+        "loss": torch.tensor([1.0, 3.0, 0.0]),
+    }
+    weights = {"weight": torch.tensor([1.0, 3.0, 0.0])}  # the wrong row does not count
+    assert MULTICLASS.compute(outputs | weights) == {"accuracy": 1.0, "loss": 1.0}
+    assert MULTICLASS.compute(outputs | {"weight": torch.ones(3)})["accuracy"] == pytest.approx(2 / 3)
