@@ -255,7 +255,7 @@ def test_devices_shows_a_table_and_asks_a_run_to_give_way(
         assert asked_by(lease) is None
         assert "asked to give way" in devices("--ask", "0")
         assert "asked for GPU 1" in str(asked_by(lease))
-    assert "nothing to ask" in devices("--ask", "0")
+    assert "is not leased, so there is no run to ask" in devices("--ask", "0")
 
 
 RUN = """

@@ -185,7 +185,7 @@ def ask_for(folder: Path, gpu: Gpu) -> str:
     """Ask the run that holds a GPU to give it back; return a message that says what was done."""
     holder = find_holder(folder, gpu.uuid)
     if holder is None:
-        return f"{gpu.label} is leased to no run; nothing to ask"
+        return f"{gpu.label} is not leased, so there is no run to ask"
     try:
         handle = _open_shared(_ask_file(folder, gpu.uuid))
     except OSError as error:

@@ -175,7 +175,7 @@ def _pool() -> tuple[str, list[Worker], Counter[str]]:
 
 def _last_heard(worker: Worker) -> str:
     heard = worker.last_heartbeat_time
-    return f"{worker.name} (last heard of {f'{heard:%Y-%m-%d %H:%M} UTC' if heard else 'never'})"
+    return f"{worker.name} (last heartbeat: {f'{heard:%Y-%m-%d %H:%M} UTC' if heard else 'never'})"
 
 
 @contextmanager

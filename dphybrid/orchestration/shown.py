@@ -82,7 +82,7 @@ def shown_progress(flow_run_id: str) -> Iterator[Callable[[EpochEnd], None]]:
 
     with watching(show, _SEND_EVERY_S, "dphybrid-progress", end_s=1.0):
         yield report
-    # Reached only when training was not interrupted: then `yield` raises.
+    # Not reached when training is interrupted or fails, because `yield` raises then.
     if latest is not None:
         latest = 100.0, f"{latest[1]}; trained"  # early stopping ends before the last epoch
         # In a thread that is not waited for long: this thread's client is the flow's, which retries for

@@ -105,7 +105,8 @@ def build(
 @step("train")
 @_disk_errors_told
 def train(run_folder: str, stop: StopRequest, others: list[str]) -> dict[str, object]:
-    """Train to the end, with the machines of the workers `others`; return where the checkpoints are."""
+    """Train to the end, with the machines of the workers `others`; return the fields of
+    `result.json`."""
     settings = load_settings()
     with (
         gathered(others, run_folder, settings) if others else nullcontext() as meeting,
@@ -208,7 +209,7 @@ def _tags() -> dict[str, str]:
 
 
 def _links() -> dict[str, str]:
-    # Without a deployment the server is a temporary one: it ends with the run, and a link to it would be
+    # Without a deployment the server may be a temporary one: it ends with the run, and a link to it would be
     # dead.
     address = runtime.flow_run.ui_url if runtime.deployment.id else None
     return {"Prefect flow run": address} if address else {}

@@ -208,7 +208,7 @@ def export(checkpoint: Path, out: str | Path) -> Path:
     """
     target = Path(out).expanduser()
     if target.exists():
-        raise UserError(f"--out {out}: is there already; give a new folder, or remove it first")
+        raise UserError(f"--out {out}: exists already; give a new folder, or remove it first")
     check_target(target, f"--out {out}")
     predictor = open_predictor(checkpoint)
     of_rows = isinstance(predictor, Predictor)

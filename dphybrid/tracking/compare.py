@@ -140,7 +140,7 @@ def find_runs(
     found = client.get_experiment_by_name(experiment)
     if found is None:
         there = ", ".join(e.name for e in client.search_experiments(view_type=ViewType.ACTIVE_ONLY)) or "none"
-        raise UserError(f"experiment {experiment!r}: is not at {store_uri}; there: {there}")
+        raise UserError(f"experiment {experiment!r}: does not exist at {store_uri}; it has: {there}")
     # Page by page: one call returns at most a thousand runs, and a wanted run may be older than those.
     every = get_results_from_paginated_fn(
         lambda count, token: client.search_runs(

@@ -67,7 +67,7 @@ class CheckpointModels:
         """Make the checkpoint `uid` a new version of the registered model `name`, and point `alias` to it."""
         model = self._logged().get(record["uid"])
         if model is None:
-            raise KeyError(f"checkpoint {record['uid']} is not on record")
+            raise KeyError(f"checkpoint {record['uid']} is not recorded in MLflow")
         name, run = record["name"], self._client.get_run(self._run_id)
         try:
             recipe = run.data.tags.get("dphybrid.recipe", "")

@@ -41,14 +41,14 @@ def sync(
             arrived = yield from _send(outbox, uri or embedded_uri(store), upload_limit, wait_s)
         except OSError as error:  # an unreadable outbox must not hold up the others
             arrived = False
-            yield f"{outbox.run_id}: kept ({type(error).__name__}: {error})", False
+            yield f"{outbox.run_id}: records kept ({type(error).__name__}: {error})", False
         if not arrived:
             waiting.add(outbox.run_id)
     if uri is None:  # there is no database yet, and MLflow's client would make one
         return
     try:
         for run_id in _end_orphans(spool, uri, experiment, waiting):
-            yield f"{run_id}: its process is gone; ended as KILLED", True
+            yield f"{run_id}: its process no longer exists; ended as KILLED", True
     except (MlflowException, OSError) as error:
         yield f"orphaned runs: not ended ({str(error).splitlines()[0][:200]})", False
 
@@ -72,7 +72,7 @@ def _send(
     finally:
         outbox.release()
     if not arrived:
-        yield f"{run_id}: kept ({sender.trouble or f'not finished within {wait_s:.0f} s'})", False
+        yield f"{run_id}: records kept ({sender.trouble or f'not finished within {wait_s:.0f} s'})", False
     elif losses:
         what = "; ".join([losses.text(), *sender.refused.values()])
         yield f"{run_id}: not everything was recorded: {what}", False
@@ -97,7 +97,7 @@ def _end_orphans(spool: Path, tracking_uri: str, experiment: str, waiting: Conta
         run_id, tags = run.info.run_id, run.data.tags
         if run_id in waiting or HEARTBEAT_TAG not in tags or _lives(spool, run_id, tags):
             continue
-        why = f"dphybrid sync: no sign of life since {tags[HEARTBEAT_TAG]}"
+        why = f"dphybrid sync: no heartbeat since {tags[HEARTBEAT_TAG]}"
         client.set_tag(run_id, "dphybrid.ended_by", why)
         beat_ms = int(1000 * datetime.fromisoformat(tags[HEARTBEAT_TAG]).timestamp())
         client.set_terminated(run_id, "KILLED", end_time=max(beat_ms, run.info.start_time))

@@ -68,7 +68,7 @@ class MlflowWriter:
             stage = self._client.get_run(self._run_id).info.lifecycle_stage
         except MlflowException as error:
             if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-                raise RuntimeError(f"run {self._run_id} is not at the tracking server") from error
+                raise RuntimeError(f"run {self._run_id} does not exist at the tracking server") from error
             raise
         if stage != "active":
             raise RuntimeError(

@@ -173,7 +173,7 @@ def test_nothing_half_is_left_and_nothing_is_overwritten(
     for given, words in (
         (["nobody", "--out", "out"], "nobody: no run"),
         (["binary", "--out", "none/out"], "--out none/out: cannot be written there"),
-        (["binary", "--out", "data"], "--out data: is there already"),
+        (["binary", "--out", "data"], "--out data: exists already"),
     ):
         assert words in command("export", *given, ends=2)
     assert {path.name for path in tmp_path.iterdir()} == there

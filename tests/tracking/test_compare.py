@@ -218,7 +218,10 @@ def test_wrong_calls_say_what_is_there(
     newest = f"run nobody: not in experiment 'dphybrid'; the newest there: .*{reports[2].run_name}"
     for call, words in [
         (lambda: find_runs(uri, "dphybrid", ["nobody"]), newest),
-        (lambda: find_runs(uri, "elsewhere"), r"experiment 'elsewhere': is not at .*; there: .*dphybrid"),
+        (
+            lambda: find_runs(uri, "elsewhere"),
+            r"experiment 'elsewhere': does not exist at .*; it has: .*dphybrid",
+        ),
         (
             lambda: find_runs(uri, "dphybrid", sweep="nosuch"),
             "--sweep nosuch: not in experiment 'dphybrid'; sweeps there: none",

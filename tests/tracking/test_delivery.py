@@ -173,7 +173,7 @@ def test_sync_tells_of_damage_with_its_exit_code_and_sends_the_others(data_dir: 
     assert f"{runs[0]}: not everything was recorded: {told}" in out
     assert f"{runs[0]}: everything sent" not in out
     assert f"{runs[1]}: everything sent" in out
-    assert f"{runs[2]}: kept (IsADirectoryError" in out
+    assert f"{runs[2]}: records kept (IsADirectoryError" in out
     client = MlflowClient(tracker.tracking_uri)
     assert [p.step for p in client.get_metric_history(runs[1], "train/loss")] == [0, 1, 2, 3, 4]
     run = client.get_run(runs[0])
@@ -205,7 +205,7 @@ def test_records_whose_run_is_not_at_the_server_are_kept(data_dir: Path) -> None
     outbox.set_destination(tracking_uri=f"sqlite:///{data_dir}/other.db", experiment_id="1")
     outbox.release()
     out = command("sync", "--wait", "5", ends=1)
-    assert f"{run_id}: kept (run {run_id} is not at the tracking server)" in out
+    assert f"{run_id}: records kept (run {run_id} does not exist at the tracking server)" in out
     assert len(Outbox(store / "spool", run_id).pending(10)) == 1
 
 

@@ -152,7 +152,7 @@ def test_a_run_killed_and_resumed_is_one_run_without_doubled_steps(
     experiment = client.get_experiment_by_name(request.node.name)
     (run,) = client.search_runs([experiment.experiment_id])
     assert run.info.status == "RUNNING"  # an orphan
-    assert f"{run.info.run_id}: its process is gone; ended as KILLED" in command("sync")
+    assert f"{run.info.run_id}: its process no longer exists; ended as KILLED" in command("sync")
     assert client.get_run(run.info.run_id).info.status == "KILLED"
     words[words.index("--train.epochs") + 1] = "3"
     command(*words, "--resume", "--devices", "cpu")

@@ -34,7 +34,7 @@ def test_a_planted_password_is_found_nowhere(
     said += dphybrid("doctor")
     assert "***@127.0.0.1:9/api" in said
     said += dphybrid("compare", "--experiment", "nowhere")
-    assert "experiment 'nowhere': is not at postgresql://***@" in said
+    assert "experiment 'nowhere': does not exist at postgresql://***@" in said
     said += dphybrid("sync")
     for address in ("http://bob:{}@127.0.0.1:9", "nonsense://bob:{}@h/p", "file://{}@h/p"):
         said += dphybrid("train", "--recipe", "toy", "--tracking", address.format(SECRET))
