@@ -134,7 +134,7 @@ class Faults:
         if not name.startswith(self.root):
             return
         self.hit()
-        # A file renamed to its final name before an fsync would be empty under this name after a power loss.
+        # A file renamed to its final name before an fsync can be empty under this name after a power loss.
         files = [Path(source), *Path(source).rglob("*")] if event == "os.rename" else []
         if any(file.is_file() and file.stat().st_ino in self._unsynced for file in files):
             self._early.append(name)

@@ -117,7 +117,7 @@ def recorded_in(tracking_uri: str | None, store: Path) -> str | None:
     if _in_files(tracking_uri):
         raise UserError(
             "runs are recorded in files (runs/NAME/record below the data folder), but this reads MLflow. "
-            "To record there, pip install 'dphybrid[mlflow]' and unset DPHYBRID_TRACKING_URI=files"
+            "To record in MLflow, pip install 'dphybrid[mlflow]' and unset DPHYBRID_TRACKING_URI=files"
         )
     made = tracking_uri is not None or (store / "mlflow.db").is_file()
     return tracking_uri or embedded_uri(store) if made else None

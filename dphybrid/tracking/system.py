@@ -156,7 +156,7 @@ def _of_the_gpus(system: Mapping[str, float], stages: Mapping[str, float]) -> li
         if waited:
             stage = max(waited, key=waited.__getitem__)
             words += (
-                f"; the largest stage outside it is {stage} "
+                f"; the largest stage outside the GPUs is {stage} "
                 f"({waited[stage] / sum(stages.values()):.0%} of the time)"
             )
         return [f"{words}; use a larger batch or fewer GPUs"]
