@@ -33,7 +33,7 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"))  # made once: every step writ
 _PRIVATE, _WAIT_S, _VERSION = 0o600, 30.0, 2
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _NO_JSON = "damaged: no JSON"
-"""The reason that is noted at a record whose own text is damaged; such a record is never sent."""
+"""The reason noted on a record whose own text is damaged; it is never sent."""
 _SCHEMA = """
 BEGIN;
 PRAGMA user_version = {version};
