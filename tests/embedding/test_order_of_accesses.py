@@ -38,13 +38,13 @@ DEVICES = {
 }
 SYNCHRONISATIONS = {
     "_start_copy.record": "the copy's end is marked",
-    "mend.record": "the end of what is sent again is marked",
-    "arrive.wait_event": "the device's computation waits for the rows",
-    "arrive.record_stream": "the rows' memory is not given out before the computation has read it",
+    "replace_rows.record": "the end of what is sent again is marked",
+    "wait_for.wait_event": "the device's computation waits for the rows",
+    "wait_for.record_stream": "the rows' memory is not given out before the computation has read it",
     "start_receiving.wait_stream": "the way back waits for the gradients",
     "start_receiving.record_stream": "the gradients' memory is not given out before they were copied",
     "start_receiving.record": "the end of the way back is marked",
-    "_wait.synchronize": "the host waits for the gradients",
+    "_wait_for.synchronize": "the host waits for the gradients",
 }
 
 
