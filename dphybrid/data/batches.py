@@ -156,9 +156,9 @@ def batches(
     shuffle_rows: int | None = None,
     part: tuple[int, int] = (0, 1),
 ) -> "Iterator[dict[str, Tensor]]":
-    """Yield the batches of an epoch from number `start_batch` on. shuffle_rows: how many rows to
-    shuffle at once (None: all), see `shuffled_windows`. part: yield only this process's rows of each batch,
-    see `part_of`."""
+    """Yield the batches of an epoch from number `start_batch` on. shuffle_rows: how many rows to shuffle at
+    once (None: all), see `shuffled_windows`. part: yield only this process's rows of each batch, see
+    `part_of`."""
     # Without shuffling (validation), every epoch draws alike, so that its metrics can be compared.
     view = dataset.at_epoch(seed, epoch) if shuffle else dataset
     if not shuffle:
