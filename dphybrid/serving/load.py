@@ -65,7 +65,13 @@ def find_checkpoint(which: str, settings: Settings) -> Path:
             f"{which}: the training of run {run.folder.name} has not ended; wait for it, continue it with "
             f"--resume {run.folder.name}, or name one of its checkpoint folders"
         )
-    return Path(ResultPage.read(run.folder / "result.json").best_checkpoint)
+    best = ResultPage.read(run.folder / "result.json").best_checkpoint
+    if not best:
+        raise UserError(
+            f"{which}: run {run.folder.name} ended before its first checkpoint; continue it with --resume "
+            f"{run.folder.name}"
+        )
+    return Path(best)
 
 
 def load_model(which: str, devices: str = "cpu", *, train: bool = False) -> nn.Module:

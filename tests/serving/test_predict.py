@@ -14,6 +14,7 @@ import torch
 from sklearn.metrics import roc_auc_score
 
 import dphybrid
+from dphybrid.run.pages import ResultPage
 from dphybrid.run.train import Report
 from dphybrid.serving.load import model_from_checkpoint
 from dphybrid.serving.predict import Predictor
@@ -169,8 +170,12 @@ def test_the_module_of_any_run_comes_back_by_name_id_folder_or_alias(data_dir: P
     assert dphybrid.load_model(report.run_name, train=True).training
     with refused(f"nobody: no run, checkpoint folder .*runs: {report.run_name}"):
         dphybrid.load_model("nobody")
+    page = Path(folder) / "result.json"
+    ResultPage.read(page).model_copy(update={"best_checkpoint": ""}).write(page)
+    with refused(f"run {report.run_name} ended before its first checkpoint; continue it with --resume"):
+        dphybrid.load_model(report.run_name)
     # As a run that is training, or was killed: it has checkpoints, but no result.
-    (Path(folder) / "result.json").unlink()
+    page.unlink()
     with refused(f"the training of run {report.run_name} has not ended.*name one of its checkpoint folders"):
         dphybrid.load_model(report.run_name)
     assert dphybrid.load_model(report.best_checkpoint) is not None
