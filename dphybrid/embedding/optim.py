@@ -306,7 +306,8 @@ class RowOptimizer(EagerOptimizer):
         }
         if used:
             raise UserError(
-                f"row optimizer state does not fit: {type(self).__name__} has no {', '.join(sorted(used))}"
+                f"row optimizer state does not fit: {type(self).__name__} has no {', '.join(sorted(used))}; "
+                "load it into the kind of optimizer that saved it"
             )
         saved = {
             f"{name}.{key}": value

@@ -31,7 +31,7 @@ class Record:
     """Splits and checks of a region so far. An object of its own, because setting an attribute of an
     nn.Module costs more than the rest of recording.
 
-    last, repeats: the latest split and how often it has occurred in a row. earlier: counts without that row.
+    last, repeats: the latest split and how often it has occurred in a row. earlier: counts without these.
     modules: parts that were found fit for replication. checked_outputs: (training mode, output) whose rows
     were found to be the samples. checked_inputs: paths of inputs that were examined.
     """

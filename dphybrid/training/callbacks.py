@@ -18,8 +18,8 @@ class EpochEnd:
 
     run: the run's name. epoch: its number, from 1. epochs: `train.epochs`. step: optimizer steps so far.
     train_loss: mean over the epoch. metrics: of the validation split, by name (`auc`, `loss`, ...). best:
-    whether this is the best epoch so far. model: the module in training, to read. A change to it affects the
-    next epochs but not this epoch's checkpoint, so a resume from that one loses it.
+    whether this is the best epoch so far. model: the module in training, to read; with train.average, it has
+    the averaged weights. A change to it is not in this epoch's checkpoint, so a resume from that loses it.
     """
 
     run: str
