@@ -53,8 +53,14 @@ def check_values(parameters: Mapping[str, Any], where: str, entrypoint: str = ""
         if entrypoint.endswith("retrain_hybrid:retrain_hybrid") and config.checkpoint.register_as is None:
             raise UserError("checkpoint.register_as is not set; name the registered model to retrain")
         check_nodes(config, parameters.get("nodes") or 1)
-        for name, field_values in (parameters.get("grid") or {}).items():
-            for value in field_values:
+        for name, given in (parameters.get("grid") or {}).items():
+            ranged = parameters.get("trials") and isinstance(given, dict) and {"low", "high"} <= given.keys()
+            values = [given["low"], given["high"]] if ranged else given
+            if not isinstance(values, list):
+                raise UserError(
+                    f"grid: {name} = {given!r}; give a list of values, or with trials a range of low and high"
+                )
+            for value in values:
                 text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
                 apply_overrides(config, [f"{name}={text}"])
     except UserError as error:

@@ -15,7 +15,7 @@ from prefect.context import FlowRunContext
 
 from dphybrid.orchestration import worker
 from dphybrid.orchestration.queueing import STARTED_BY, too_late
-from dphybrid.orchestration.validate import check_prefect_yaml
+from dphybrid.orchestration.validate import check_prefect_yaml, check_values
 from tests.conftest import REPOSITORY
 from tests.refusing import refused
 from tests.waiting import patience, wait_until
@@ -142,6 +142,7 @@ def test_deployments_are_checked_with_their_schedules(tmp_path: Path) -> None:
             "retrain-hybrid: .*epochs",
         ),
         ('"auto*1", "auto*2"]', '"auto*1", "gpu2"]', "sweep-hybrid: .*gpu2"),
+        ('["auto*1", "auto*2"]', "auto", "sweep-hybrid: grid: devices = 'auto'; give a list"),
         (
             "active: false # set",
             "active: true # set",
@@ -154,6 +155,16 @@ def test_deployments_are_checked_with_their_schedules(tmp_path: Path) -> None:
         (tmp_path / "prefect.yaml").write_text(text.replace(before, after))
         with refused(f"(?sm){words}"):
             check_prefect_yaml(tmp_path / "prefect.yaml")
+
+
+def test_a_searchs_ranges_are_checked_by_their_ends() -> None:
+    grid = {"train.lr": {"low": 1e-4, "high": 0.1, "log": True}, "model.dim": [8, 16]}
+    check_values({"grid": grid, "trials": 5}, "here")
+    with refused("here: train.lr = '-1'"):
+        check_values({"grid": {"train.lr": {"low": -1, "high": 0.1}}, "trials": 5}, "here")
+    for wrong in ({"low": 1e-4, "high": 0.1}, 256, "0.1"):
+        with refused("here: grid: train.lr = .*give a list of values"):
+            check_values({"grid": {"train.lr": wrong}}, "here")
 
 
 FLOW = "entrypoint: dphybrid.flows.train_hybrid:train_hybrid"
