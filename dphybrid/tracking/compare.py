@@ -1,6 +1,7 @@
 """Reads the runs to compare from MLflow, and logs the comparison page to MLflow."""
 
 import json
+import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -80,7 +81,7 @@ def _read_run(client: MlflowClient, store_uri: str, run_id: str) -> RunFacts:
         run = client.get_run(run_id)
     except MlflowException as error:
         raise UserError(f"run {run_id!r}: cannot be read ({str(error).splitlines()[0][:200]})") from error
-    metrics = dict(run.data.metrics)
+    metrics = {name: _restored(value) for name, value in run.data.metrics.items()}
     # At most six: more panels are hard to read, and each curve costs a call to the server.
     chosen = [name for name in metrics if name == "train/loss" or name.startswith("valid/")][:6]
     begin, tags = run.info.start_time, run.data.tags.items()
@@ -99,6 +100,11 @@ def _read_run(client: MlflowClient, store_uri: str, run_id: str) -> RunFacts:
         url=run_address(store_uri, run.info.experiment_id, run_id),
         curves={name: _curve(client.get_metric_history(run_id, name), begin) for name in chosen},
     )
+
+
+def _restored(value: float) -> float:
+    """Return a metric as it was logged: infinite if it is above `_MAX_VALUE`."""
+    return value if abs(value) < _MAX_VALUE or math.isnan(value) else math.copysign(math.inf, value)
 
 
 def _curve(history: Sequence[Metric], begin_ms: int) -> list[tuple[float, float, float]]:

@@ -7,6 +7,7 @@ A row of the first table is a run, or several runs that differ only in their see
 
 import difflib
 import html
+import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -144,10 +145,15 @@ def _merged(words: Sequence[str], members: Sequence[RunFacts]) -> RunFacts:
         params={**members[0].params, _SEED: words[-1]},
         # Medians of times, because one slow run would move their mean.
         metrics={
-            name: (statistics.median if name.startswith("summary/") else statistics.fmean)(values)
+            name: statistics.median(values) if name.startswith("summary/") else sum(values) / len(values)
             for name, values in numbers.items()
         },
-        spread={name: statistics.stdev(values) for name, values in numbers.items() if len(values) > 1},
+        # statistics.stdev fails for values that are not finite.
+        spread={
+            name: statistics.stdev(values)
+            for name, values in numbers.items()
+            if len(values) > 1 and all(map(math.isfinite, values))
+        },
         stages_ms={
             stage: statistics.fmean(run.stages_ms.get(stage, 0.0) for run in members)
             for stage in dict.fromkeys(stage for run in members for stage in run.stages_ms)
@@ -282,7 +288,7 @@ def _table(rows: _Rows, param: str) -> _Figure:
     best = {name: (min if least_is_best(name) else max) for name in finals} | _BEST_COLUMNS
     shown = []
     for title, cells in columns.items():
-        known = [(value, text) for text, value in cells if value is not None]
+        known = [(value, text) for text, value in cells if value is not None and not math.isnan(value)]
         # The best cells are found by their text: of numbers that look equal, all are the best.
         _, winner = best[title](known) if title in best and len(known) > 1 else (None, None)
         shown.append([(text, value is not None, text == winner) for text, value in cells])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import html
+import math
 import re
 from datetime import datetime
 from pathlib import Path
@@ -247,3 +248,22 @@ def test_wrong_calls_say_what_is_there(
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
             assert words in command(*every, ends=2)
+
+
+def test_metrics_that_are_not_finite(tmp_path: Path) -> None:
+    client = MlflowClient(tracking_uri=(uri := f"sqlite:///{tmp_path / 'mlflow.db'}"))
+    experiment = client.create_experiment("odd", artifact_location=tmp_path.as_uri())
+    for seed, loss in enumerate((math.inf, math.inf, math.nan, 0.5)):
+        run_id = client.create_run(experiment).info.run_id
+        client.log_param(run_id, "devices", "cpu")
+        client.log_param(run_id, "train.seed", seed // 2)
+        client.log_param(run_id, "model.dim", seed)
+        client.log_metric(run_id, "final/loss", loss)
+        client.set_terminated(run_id)
+    runs = read_runs(uri, find_runs(uri, "odd"))
+    assert [run.metrics["final/loss"] for run in runs[:2]] == [math.inf] * 2
+    assert "inf" in text_of(runs, "devices")
+    text = write_comparison(runs, tmp_path / "all", "devices").read_text()
+    assert re.findall(r'class="number best">([^<]*)<', text) == ["0.5"]
+    alike = [dataclasses.replace(run, params={**run.params, "model.dim": "8"}) for run in runs]
+    assert ">inf<" in write_comparison(alike, tmp_path / "seeds", "devices").read_text()
