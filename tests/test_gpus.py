@@ -256,6 +256,8 @@ def test_devices_shows_a_table_and_asks_a_run_to_give_way(
         assert "asked to give way" in devices("--ask", "0")
         assert "asked for GPU 1" in str(asked_by(lease))
     assert "is not leased, so there is no run to ask" in devices("--ask", "0")
+    with try_lease(folder, fake.read()[1:2], "a[v2] [/] :smile:") or pytest.fail("not leased"):
+        assert "run a[v2] [/] :smile: since" in devices()
 
 
 RUN = """

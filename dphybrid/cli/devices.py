@@ -13,6 +13,7 @@ from dphybrid.gpus.leases import ask_for, find_holder, lease_folder
 from dphybrid.util.errors import UserError
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
 
@@ -24,8 +25,6 @@ def flags(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Show the GPUs, or ask a run to give way."""
-    from rich.console import Console
-
     settings = load_settings()
     inventory = Inventory(settings.nvml)
     units = inventory.read()
@@ -42,8 +41,16 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.live:
         _show_live(inventory, folder, settings)
-    Console().print(_table(units, folder, settings))
+    _plain_console().print(_table(units, folder, settings))
     return 0
+
+
+def _plain_console() -> "Console":
+    """Return a console that prints names of runs and programs as they are: rich would take `[v2]` for a
+    style, and end with an error at `[/]`."""
+    from rich.console import Console
+
+    return Console(markup=False, emoji=False)
 
 
 def _table(units: Sequence[Gpu], folder: Path, settings: Settings) -> "Table":
@@ -77,11 +84,10 @@ def _table(units: Sequence[Gpu], folder: Path, settings: Settings) -> "Table":
 
 def _show_live(inventory: Inventory, folder: Path, settings: Settings) -> None:
     """Show the table until Ctrl-C."""
-    from rich.console import Console
     from rich.live import Live
 
     # No auto_refresh: Rich's thread would only redraw the last reading.
-    with Live(console=Console(), auto_refresh=False, screen=False) as live:
+    with Live(console=_plain_console(), auto_refresh=False, screen=False) as live:
         while True:
             live.update(_table(inventory.read(), folder, settings), refresh=True)
             time.sleep(1)
