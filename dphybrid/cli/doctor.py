@@ -10,8 +10,8 @@ import shutil
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from http.client import HTTPException
 from importlib.util import find_spec
-from typing import Any
 
 from dphybrid.cli.parser import Parser, prefect_part
 from dphybrid.config.settings import Settings, load_settings
@@ -124,8 +124,8 @@ def _data_folder(settings: Settings) -> Iterator[_Check]:
         yield True, f"data folder: {folder} is closed to others"
 
 
-def _ask(url: str, auth: str | None) -> Any:
-    """Request `url`. Return the response, or a string that says what is wrong.
+def _ask(url: str, auth: str | None) -> bytes | str:
+    """Request `url`. Return the bytes of the answer, or a string that says why there is none.
 
     auth: USER:PASSWORD; None: the ones in `url`, if any.
     """
@@ -137,8 +137,9 @@ def _ask(url: str, auth: str | None) -> Any:
     headers = {"Authorization": "Basic " + base64.b64encode(auth.encode()).decode()} if auth else {}
     try:
         request = urllib.request.Request(url, headers=headers)  # noqa: S310 - http, as just checked
-        return urllib.request.urlopen(request, timeout=_TIMEOUT_S)  # noqa: S310 - the same
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:  # noqa: S310 - the same
+            return answer.read()
     except urllib.error.HTTPError as error:
         return "refuses user and password" if error.code == 401 else f"answers {error.code}"
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPException) as error:
         return f"does not answer ({error})"

@@ -4,15 +4,14 @@ versions do not work together."""
 import json
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
-from typing import Any
 
 import prefect.server.api.server  # noqa: F401 - incompatible versions fail here, as the server's start would
 from prefect.settings.models.root import Settings
 
 
-def checks(ask: Callable[[str, str | None], Any]) -> Iterator[tuple[bool, str]]:
-    """Yield for each check whether it passed, and its line. ask: returns a server's answer to (url,
-    USER:PASSWORD), or a text that says what is wrong."""
+def checks(ask: Callable[[str, str | None], bytes | str]) -> Iterator[tuple[bool, str]]:
+    """Yield for each check whether it passed, and its line. ask: returns the bytes of a server's
+    answer to (url, USER:PASSWORD), or a text that says what is wrong."""
     here, sqlalchemy = version("prefect"), version("sqlalchemy")
     yield True, f"prefect {here} with fastapi {version('fastapi')}: the server can start"
     if tuple(int(part) for part in sqlalchemy.split(".")[:2]) >= (2, 1):
@@ -24,10 +23,13 @@ def checks(ask: Callable[[str, str | None], Any]) -> Iterator[tuple[bool, str]]:
         yield True, "Prefect server: PREFECT_API_URL is not set; flows start a temporary server"
         return
     answer = ask(f"{url}/admin/version", auth.get_secret_value() if auth else None)
+    # Without /api the address is that of Prefect's pages, which answer every request with HTML.
+    if not isinstance(answer, str) and not answer.startswith(b'"'):
+        answer = "does not answer as Prefect's API does, whose address ends in /api"
     if isinstance(answer, str):
         remedy = "correct PREFECT_API_URL or PREFECT_API_AUTH_STRING, or start the server"
         yield False, f"Prefect server {url}: {answer}; remedy: {remedy}"
-    elif (there := json.loads(answer.read())) != here:
+    elif (there := json.loads(answer)) != here:
         remedy = "remedy: install the same version on both"
         yield False, f"Prefect server {url} has version {there}, this machine {here}; {remedy}"
     else:

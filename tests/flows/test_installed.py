@@ -1,14 +1,18 @@
 """The flows as an installed package, which no other folder of the name `flows` can stand before."""
 
 import shutil
+import socket
 import subprocess
 import sys
+import threading
 import zipfile
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+from dphybrid.cli.doctor import _ask
+from dphybrid.orchestration.doctor import checks
 from tests.commands import python
 from tests.conftest import REPOSITORY
 from tests.flows.servers import environment
@@ -65,3 +69,22 @@ def test_the_doctor_tells_a_broken_prefect(tmp_path: Path) -> None:
     assert "pip install 'prefect>=" in done.stdout
     assert "ok   MLflow server" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_the_doctor_tells_addresses_of_other_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", "http://here:4200")
+    page = {text: good for good, text in checks(lambda *_: b"<!doctype html>")}
+    assert [good for text, good in page.items() if "whose address ends in /api" in text] == [False]
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def answer() -> None:
+            with other.accept()[0] as caller:
+                caller.recv(1000)
+                caller.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        said = _ask(f"http://127.0.0.1:{other.getsockname()[1]}/api", None)
+        thread.join()
+    assert "does not answer (SSH-2.0-OpenSSH_9.6" in str(said)
