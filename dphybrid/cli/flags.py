@@ -40,7 +40,7 @@ def recipe_of(argv: Sequence[str]) -> str:
 
 def _recipe_of_run(name: str) -> str | None:
     """Return the recipe of the run to resume, or None when `name` is no run."""
-    try:  # "" is excluded: it equals the MLflow id of runs that MLflow does not record
+    try:
         return named_run(load_settings(), name, "").config.recipe if name else None
     except UserError:  # a bare --resume: `name` is then the next flag
         return None

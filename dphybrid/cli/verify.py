@@ -47,9 +47,10 @@ def verify_places(places: Sequence[str], settings: Settings) -> Iterator[tuple[s
         if (folder / "state.json").is_file() or (folder / "manifest.json").is_file():
             found.append(folder)
             continue
-        run = folder if folder.is_dir() else settings.runs_dir / place
+        # A folder here may have a run's name by chance, so look for its checkpoints in both.
+        found_in = (complete_checkpoints(run / "checkpoints") for run in (folder, settings.runs_dir / place))
+        of_run = next(filter(None, found_in), [])
         # A run without checkpoints is an error only when the user named it.
-        of_run = complete_checkpoints(run / "checkpoints")
         if not of_run and places:
             known = ", ".join(path.name for path in runs) or "none"
             raise UserError(f"{place}: no prepared folder, checkpoint or run with checkpoints; runs: {known}")

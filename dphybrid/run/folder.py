@@ -99,7 +99,10 @@ def named_run(settings: Settings, which: str, recipe: str) -> Run:
     if folder.name == which and not newest and (folder / "run.json").is_file():
         return read_run(folder, settings)
     runs = all_runs(settings)
-    found = [run for run in runs if (run.page.recipe == recipe if newest else run.page.run_id == which)]
+    # `which and`: "", an unset variable of a script, is the id of every run that is not recorded.
+    found = [
+        run for run in runs if (run.page.recipe == recipe if newest else which and run.page.run_id == which)
+    ]
     if not found:
         known = suggestion(which, [run.folder.name for run in runs] or ["none yet"])
         what = f"recipe {recipe} has no run" if newest else "there is no such run"
@@ -196,11 +199,16 @@ def check_run_name(name: str | None, where: str = "run name") -> None:
     """Raise UserError for a run name that cannot name a folder. None is allowed: a name will be generated."""
     if name is None:
         return
-    plain = name.strip() and name.isprintable() and Path(name).name == name and not name.startswith(".")
+    # A command would take a name that begins with a dash for a flag.
+    plain = name.strip() and name.isprintable() and Path(name).name == name and name[0] not in ".-"
     # File systems allow 255 bytes. The rest is for the longer, hidden names of files while they are written.
     if not plain or len(name.encode()) > 200:
-        remedy = "of at most 200 bytes" if plain else "without slashes, control characters or a dot in front"
+        remedy = (
+            "of at most 200 bytes" if plain else "without slashes, control characters, a dot or dash in front"
+        )
         raise UserError(f"{where} {name!r}: use a plain name {remedy}, it also names a folder")
+    if name == "latest":
+        raise UserError(f"{where} 'latest': use another name; --resume latest continues the newest run")
 
 
 def new_run_folder(experiment: "Experiment", devices: "Devices", name: str | None) -> Path:

@@ -41,7 +41,9 @@ def test_damaged_neighbours_are_named_and_left_out(
 
 
 def test_a_running_run_is_not_run_twice_and_a_wrong_name_is_told_before_all(data_dir: Path) -> None:
-    for name in ("../x", "a/b", " ", ".x"):
+    with refused("run name 'latest': use another name"):
+        run_with(*TOY, run_name="latest")
+    for name in ("../x", "a/b", " ", ".x", "-x"):
         with refused("use a plain name without slashes"):
             run_with(*TOY, run_name=name)
     assert not (data_dir / "prepared").exists()
@@ -54,6 +56,12 @@ def test_a_running_run_is_not_run_twice_and_a_wrong_name_is_told_before_all(data
         run_with(*TOY, "train.epochs=2", resume="mine")
     assert (data_dir / "runs/mine/run.json").read_bytes() == before
     assert run_with(*TOY, "train.epochs=2", resume="mine").run_name == "mine"
+
+
+def test_an_empty_name_resumes_no_run(data_dir: Path) -> None:
+    command("train", "--recipe", "toy", "--run-name", "one", "--tracking", "none")
+    told = command("train", "--recipe", "toy", "--tracking", "none", "--resume", "", ends=2)
+    assert "--resume : there is no such run" in told
 
 
 def test_verify_names_the_damaged_file(data_dir: Path) -> None:
@@ -72,3 +80,5 @@ def test_verify_names_the_damaged_file(data_dir: Path) -> None:
     (prepared,) = (data_dir / "prepared").glob("toy-*")
     command("verify", str(prepared))
     assert "runs: one" in command("verify", "nowhere", ends=2)
+    Path("one").mkdir()  # a folder here that has the run's name by chance
+    assert "blocks.safetensors" in command("verify", "one", ends=1)
