@@ -125,7 +125,7 @@ def _data_folder(settings: Settings) -> Iterator[_Check]:
 
 
 def _ask(url: str, auth: str | None) -> bytes | str:
-    """Request `url`. Return the bytes of the answer, or a string that says why there is none.
+    """Request `url`. Return the bytes of the answer, or a string that says what is wrong.
 
     auth: USER:PASSWORD; None: the ones in `url`, if any.
     """

@@ -48,7 +48,10 @@ class Section(BaseModel):
     """A section of the config: frozen, and an unknown field is an error."""
 
     # use_attribute_docstrings: the string below a field is its description in --help, forms and docs.
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    # ser_json_inf_nan: an infinite value, which JSON has not, must not become null.
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, ser_json_inf_nan="constants"
+    )
 
 
 class DataConfig(Section):

@@ -123,7 +123,7 @@ def search(
     """
     what.check(config, settings)
     # The trials' values are not known yet, but their number and devices are: enough for `begin_sweep`.
-    cells_of_all = [make_cell(config, {}, sweep, settings)] * what.trials
+    cells_of_all = [make_cell(config, {}, f"{sweep}-000", settings)] * what.trials
     folder, workers = begin_sweep(sweep, cells_of_all, settings, at_once)
     recipe = find_recipe(config.recipe)
     task = recipe.task(recipe.prepare(config.data, settings.prepared_dir, config.train.seed).info)

@@ -86,7 +86,8 @@ def make_grid(
 def make_cell(config: ExperimentConfig, values: Mapping[str, object], name: str, settings: Settings) -> Cell:
     """Return one run of a sweep. Raises UserError, naming the values, for values that are not allowed and for
     devices that do not exist."""
-    chosen = {field: _text(value) for field, value in values.items()}
+    # The names of the config, which MLflow's params have, too: a field may be given as `train.batch-size`.
+    chosen = {field.replace("-", "_"): _text(value) for field, value in values.items()}
     shown = [f"{field}={value}" for field, value in chosen.items()]
     try:
         made = apply_overrides(config, shown)
@@ -173,14 +174,15 @@ def begin_sweep(sweep: str, cells: Sequence[Cell], settings: Settings, at_once: 
     """Create a sweep's folder; return it and how many runs train at once. at_once: 0 for as many as GPUs
     allow.
 
-    Raises UserError for a sweep name that cannot name a folder, for an existing sweep whose runs have other
-    values, and for `at_once` below 0.
+    Raises UserError for a name of the sweep, or of a run, that cannot name a folder, for an existing sweep
+    whose runs have other values, and for `at_once` below 0.
     """
     check_run_name(sweep, "--sweep")
     if at_once < 0:
         raise UserError(f"at_once={at_once}: give the number of runs, or 0 for as many as GPUs allow")
     folder = sweep_folder(sweep, settings)
     for cell in cells:
+        check_run_name(cell.name, "--sweep: its run")  # longer than the sweep's name
         page = folder / f"{cell.name}.config.json"
         if page.is_file() and (changed := changed_values(read_json(page), cell.config)):
             differences = "; ".join(map(": ".join, changed.items()))

@@ -8,7 +8,7 @@ import pytest
 
 from dphybrid.config.settings import load_settings
 from dphybrid.lifecycle.sweep import MAX_CELLS, begin_sweep, compare_sweep, make_grid
-from dphybrid.recipes.configs import build_config
+from dphybrid.recipes.configs import build_config, load_config
 from dphybrid.run.leasing import num_at_once
 from dphybrid.run.pages import Report
 from flows.sweep_hybrid import sweep_hybrid
@@ -52,6 +52,13 @@ def test_a_grid_has_a_cell_for_each_combination(data_dir: Path) -> None:
     other = make_grid(config, {"train.epochs": [1, 2], "table.lr": [0.1, 0.2]}, "s", settings)
     with refused(r"--sweep s: its run s-1-epochs1-lr0.1 .*\(train.seed: 0 -> 3\)"):
         begin_sweep("s", other, settings)
+    with refused("--sweep: its run '.*use a plain name of at most 200 bytes"):
+        begin_sweep("s" * 198, make_grid(config, {"train.seed": [1, 2]}, "s" * 198, settings), settings)
+    endless = make_grid(config, {"train.clip_norm": ["inf"]}, "s", settings)[0].config
+    (page := data_dir / "page.json").write_text(endless.model_dump_json())  # as a cell's process reads it
+    assert load_config(page, []) == endless
+    (cell,) = make_grid(config, {"train.batch-size": [64]}, "s", settings)
+    assert cell.values == {"train.batch_size": "64"}  # the name of the param, by which runs are compared
     in_files = {name: Report.model_construct(run_id=name, tracking_uri="files") for name in "ab"}
     assert compare_sweep(grid, in_files, "s", settings) == ""  # MLflow has none of them
 
