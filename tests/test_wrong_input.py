@@ -217,6 +217,7 @@ def test_kge_notes_a_table_whose_second_column_has_too_many_values(tmp_path: Pat
         ("sweep --recipe toy --grid {} --trials 0", "give an integer, 1 or more"),
         ("sweep --recipe toy --grid {} --at-once x", "error: --at-once: give an integer, not 'x'\n"),
         ("compare --sweeps x", "--sweeps: there is no such flag; did you mean '--sweep'?"),
+        ("worker --limit -1", "--limit: '-1': give an integer, 1 or more"),
         ("train --tag x", "--tag: x: write NAME=VALUE"),
         ("export nobody", "required: --out"),
         ("train --data clicks.csv", "--data: there is no such flag; did you mean '--data.path' or "),

@@ -7,7 +7,7 @@ On Ctrl-C or SIGTERM it takes no more runs; those that it has write checkpoints 
 import argparse
 import socket
 
-from dphybrid.cli.parser import Parser, prefect_part
+from dphybrid.cli.parser import Parser, at_least_one, prefect_part
 from dphybrid.config.settings import load_settings
 from dphybrid.gpus.inventory import Inventory, visible
 
@@ -18,7 +18,8 @@ def flags(parser: Parser) -> None:
     add("--pool", default="gpu", help="work pool (default: gpu)")
     name = "name of this worker and of its own queue (default: the host's)"
     add("--name", default=socket.gethostname().split(".")[0], help=name)
-    add("--limit", type=int, default=0, metavar="N", help="runs at once (default: one per GPU, at least one)")
+    limit = "runs at once (default: one per GPU, at least one)"
+    add("--limit", type=at_least_one, default=0, metavar="N", help=limit)
     queues = "queue to take runs from; may be repeated (default: its own, urgent, any, night)"
     add("--queue", action="append", metavar="NAME", help=queues)
     add("--wait", action="store_true", help="on the first signal, let runs finish")
