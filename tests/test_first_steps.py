@@ -12,7 +12,7 @@ import pytest
 from dphybrid.cli.completion import script
 from dphybrid.cli.init import config_text
 from dphybrid.cli.main import make_parser
-from dphybrid.recipes.configs import build_config, load_config
+from dphybrid.recipes.configs import apply_overrides, build_config, load_config
 from dphybrid.recipes.registry import BUILT_IN, find_recipe
 from tests.commands import command, python
 from tests.conftest import REPOSITORY
@@ -36,9 +36,19 @@ def test_an_initial_file_says_the_recipe_back(recipe: str, tmp_path: Path) -> No
     assert load_config(file, []) == config
 
 
+def test_a_terminal_without_the_characters_of_a_name_shows_them_escaped(tmp_path: Path) -> None:
+    file = tmp_path / "t.csv"
+    file.write_text("größe,y\n" + "".join(f"{n % 7},{n % 2}\n" for n in range(60)), encoding="utf-8")
+    env = os.environ | {"PYTHONIOENCODING": "ascii", "DPHYBRID_DATA_DIR": str(tmp_path)}
+    words = ["--data.path", str(file), "--data.label", "y"]
+    done = python("-m", "dphybrid", "prepare", *words, cwd=REPOSITORY, env=env)
+    assert r"gr\xf6\xdfe" in done.stdout
+
+
 def test_an_initial_file_holds_what_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = build_config({"recipe": "ctr", **FEW, "data": FEW["data"] | {"numeric": ("a,b", "c")}})
+    config = apply_overrides(config, ["train.clip_norm=inf"])
     (tmp_path / "e.toml").write_text(config_text(config))
     assert load_config(tmp_path / "e.toml", []) == config
     command("init", "--data.path", "x.csv", "--data.label", "y", "--table.lr", "0.5")

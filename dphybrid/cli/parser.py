@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from io import TextIOWrapper
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -114,6 +115,9 @@ def run_cli(function: Callable[[], int | None]) -> int:
     A UserError is printed as one message: code 2. An interruption is 128 + the number of its signal: 130 for
     Ctrl-C.
     """
+    # Otherwise print would raise for a character, of a column's name say, that the locale does not have.
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     # Python searches all imported modules for garbage at its end, for two seconds, unless they are frozen.
     atexit.register(gc.freeze)
     # `dphybrid.flows` sets SIG_DFL so that Ctrl-C ends its imports without a traceback.

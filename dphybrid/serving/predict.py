@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from io import TextIOWrapper
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -308,6 +309,8 @@ def print_predictions(predictor: Any, path: str, **options: Any) -> None:
 
     options: of `predict_file`. Raises UserError as `predict_file` does.
     """
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8")  # as in a file of --out, whatever the locale
     with TemporaryDirectory(prefix="dphybrid-predict-") as folder:
         out = Path(folder) / "predictions.csv"
         done = predictor.predict_file(path, out, **options)

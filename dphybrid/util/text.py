@@ -41,6 +41,8 @@ def as_flags(values: Mapping[str, object]) -> str:
 
 def toml_text(value: object) -> str:
     """Return a text, number, bool or list as TOML."""
+    if isinstance(value, float):
+        return repr(value)  # inf and nan, which JSON writes as Infinity and NaN
     # JSON writes these as TOML does, except that TOML does not allow a raw delete character.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
