@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,6 +59,20 @@ def test_device_texts_become_leases_and_what_torch_calls_them(machine: Path) -> 
     write_state(machine, [gpu(0)], init_error="DRIVER_NOT_LOADED")
     with leased_devices(config("auto"), settings, run="test") as devices:
         assert (devices.text, devices.lease) == ("cpu", None)
+
+
+def test_ctrl_c_ends_a_run_that_gave_way_without_a_traceback(tmp_path: Path) -> None:
+    code = (
+        "from dphybrid.config.settings import Settings; from dphybrid.run.leasing import go_on_later; "
+        "from dphybrid.util.stop import Interrupted; go_on_later(Interrupted('x'), Settings())"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, stderr=subprocess.PIPE) as process:
+        line = Path(f"/proc/{process.pid}/cmdline")
+        wait_until(lambda: b"time.sleep" in line.read_bytes(), "not asleep")
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate()
+    assert (process.returncode, said) == (-signal.SIGINT, b"")
 
 
 def test_reasons_to_give_way_follow_the_policy(

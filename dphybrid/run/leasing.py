@@ -257,7 +257,11 @@ def go_on_later(
     )
     before()
     # A bare interpreter sleeps: it imports neither torch nor dphybrid, so it uses little memory.
-    code = "import sys, time, os; time.sleep(float(sys.argv[1])); os.execv(sys.argv[2], sys.argv[2:])"
+    # SIG_DFL: Ctrl-C then ends it without a traceback.
+    code = (
+        "import os, signal, sys, time; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+        "time.sleep(float(sys.argv[1])); os.execv(sys.argv[2], sys.argv[2:])"
+    )
     resume = ["--resume", interruption.run] if interruption.run else []
     # orig_argv, not argv: it still has `-m dphybrid` and the interpreter's own flags.
     again = [sys.executable, *sys.orig_argv[1:], *resume]
