@@ -60,10 +60,13 @@ def given_path(text: str, name: str) -> Path:
 
 
 def check_target(file: Path, what: str) -> None:
-    """Raise UserError if `file` is a folder or its parent folder does not exist. what: the flag and its
-    value, as given."""
-    if file.is_dir() or not file.absolute().parent.is_dir():
+    """Raise UserError if `file` is a folder, or its parent folder does not exist or cannot be written. what:
+    the flag and its value, as given."""
+    folder = file.absolute().parent
+    if file.is_dir() or not folder.is_dir():
         raise UserError(f"{what}: cannot be written there; name a file in a folder that exists")
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"{what}: you may not write in {folder}; name a file in another folder")
 
 
 def read_small_text(path: Path) -> str:
