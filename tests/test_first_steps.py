@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from dphybrid.cli.init import config_text
 from dphybrid.cli.main import make_parser
 from dphybrid.recipes.configs import apply_overrides, build_config, load_config
 from dphybrid.recipes.registry import BUILT_IN, find_recipe
+from dphybrid.util.text import as_flags
 from tests.commands import command, python
 from tests.conftest import REPOSITORY
 
@@ -66,7 +68,8 @@ def test_help_lists_the_recipes_with_their_sentences() -> None:
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_bash_completes_commands_flags_recipes_and_runs(tmp_path: Path) -> None:
-    (tmp_path / "data" / "runs" / "first-run").mkdir(parents=True)
+    for name in ("first-run", "$(touch ran)", "first two"):
+        (tmp_path / "data" / "runs" / name).mkdir(parents=True)
     (tmp_path / "c.bash").write_text(script("bash", make_parser()))
     ask = """t() {
       COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=(); _shtab_dphybrid
@@ -84,8 +87,16 @@ def test_bash_completes_commands_flags_recipes_and_runs(tmp_path: Path) -> None:
     }
     environment = os.environ | {"DPHYBRID_DATA_DIR": str(tmp_path / "data")}
     program = f". {tmp_path / 'c.bash'}\n{ask}" + "\n".join(asked)
-    told = subprocess.check_output(["bash", "-c", program], text=True, env=environment)
+    told = subprocess.check_output(["bash", "-c", program], text=True, env=environment, cwd=tmp_path)
     assert told.splitlines() == list(asked.values())
+    assert not (tmp_path / "ran").exists(), "a run's name was run as a command"
+
+
+def test_printed_flags_are_read_back() -> None:
+    given = {"data.path": "a b.csv", "data.label": "-y"}
+    typed = ["train", *shlex.split(as_flags(given))]
+    read = make_parser(typed).parse_args(typed)
+    assert {name: vars(read)[f"config.{name}"] for name in given} == given
 
 
 @pytest.mark.parametrize(("shell", "word"), [("zsh", "#compdef dphybrid"), ("fish", "-l data.label")])

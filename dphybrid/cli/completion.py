@@ -15,8 +15,12 @@ from dphybrid.recipes.configs import field_types
 from dphybrid.recipes.registry import BUILT_IN, recipe_names
 
 _SHELLS = ("bash", "zsh", "fish")
-# `command` skips an alias of ls, which may add colours or marks to the names.
-_LIST = 'command ls "${DPHYBRID_DATA_DIR:-$HOME/.dphybrid}/runs" 2>/dev/null'
+# `command` skips an alias of ls, which may add colours or marks to the names. Only names that need no quotes:
+# bash's compgen would run the command of a run called `$(command)`, which may be another user's.
+_LIST = (
+    'command ls "${DPHYBRID_DATA_DIR:-$HOME/.dphybrid}/runs" 2>/dev/null | '
+    "command grep -x '[[:alnum:]._+-]*'"
+)
 _FISH_FOLDER = "(set -q DPHYBRID_DATA_DIR; and echo $DPHYBRID_DATA_DIR; or echo ~/.dphybrid)"
 _PREAMBLE = {
     "bash": f'_dphybrid_runs() {{ compgen -W "$({_LIST})" -- "$1"; }}',

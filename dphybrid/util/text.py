@@ -36,7 +36,10 @@ def as_flags(values: Mapping[str, object]) -> str:
         name.replace("_", "-"): ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
         for name, value in values.items()
     }
-    return " ".join(f"--{name} {shlex.quote(text)}" for name, text in texts.items())
+    # With a sign of equality where the value would be taken for a flag.
+    return " ".join(
+        f"--{name}{'=' if text.startswith('-') else ' '}{shlex.quote(text)}" for name, text in texts.items()
+    )
 
 
 def toml_text(value: object) -> str:
