@@ -183,14 +183,14 @@ def test_a_lock_file_that_is_closed_costs_its_gpu_alone(open_folder: Path) -> No
     assert as_nobody(work) == told
 
 
-@needs_root
-@pytest.mark.usefixtures("folder")
 def test_a_file_in_a_folder_of_another_user_is_refused_before_the_training(open_folder: Path) -> None:
     file = open_folder / "report.json"
     assert "--report: you may not write in" in as_nobody(lambda: str(check_target(file, "--report")))
     check_target(file, "--report")
 
 
+@needs_root
+@pytest.mark.usefixtures("folder")
 def test_another_user_sees_a_lease_and_asks_for_it_but_takes_nothing(open_folder: Path) -> None:
     folder = lease_folder(open_folder / "leases")
     units = Inventory("tests.fake_nvml").read()
