@@ -5,9 +5,9 @@ threads, and the time of a step's kernels.
     python -m benchmarks.gpu --out results.json [--only tests,steps]
 
 Needs torch, numpy, pytest (with pytest-xdist and pytest-timeout) and dphybrid's embedding and parallel parts.
-All stages take about forty minutes. Each is written to the file when it is done, so several commands may run
-some each. Without a GPU this is a rehearsal on virtual devices and smaller shapes: it shows that everything
-runs, and nothing about GPUs.
+All stages take about forty minutes. Each is written to the file when it is done, so the stages may be spread
+over several commands. Without a GPU this is a rehearsal on virtual devices and smaller shapes: it shows that
+everything runs, and nothing about GPUs.
 """
 
 import importlib.metadata

@@ -63,8 +63,8 @@ def run_report_markdown(report: Page) -> str:
     parts.append(_where_time_went(report))
     parts.append(_how_to_load(report))
     parts.append(
-        f"### Reproduce\n\n```\n{_command(report)}\n```\n`config.json` holds every value, the tags versions "
-        "and commit."
+        f"### Reproduce\n\n```\n{_command(report)}\n```\n`config.json` has all values; the run's tags have "
+        "the versions and the commit."
     )
     return "\n\n".join(part for part in parts if part)
 
