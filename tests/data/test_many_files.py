@@ -83,6 +83,16 @@ def test_partitions_of_a_parquet_folder_are_columns(tmp_path: Path) -> None:
     assert len(prepared.arrays["labels_B"]) == NUM_ROWS
 
 
+def test_folders_further_up_are_no_partitions_and_brackets_no_patterns(tmp_path: Path) -> None:
+    frame = pl.read_csv("\n".join([HEADER, *lines()]).encode(), infer_schema=False)
+    folder = tmp_path / "seed=3" / "mine [a]"
+    folder.mkdir(parents=True)
+    frame.write_parquet(folder / "x[1].parquet")
+    prepared = ctr(folder, folder / "x[1].parquet")
+    assert prepared.info["inputs"] == ["n", "day", "word", "user_id"]
+    assert sorted(vocabulary(prepared, "word")) == list("abcde")
+
+
 def vocabulary(prepared: Prepared, name: str) -> list[str]:
     (column,) = [c for c in Encoder.load(prepared.path / "encoder").categories if c.name == name]
     return column.learned.to_list()

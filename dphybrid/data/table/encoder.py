@@ -197,7 +197,7 @@ class Encoder:
                 f"{folder}: was written by another version of dphybrid; prepare the data and train again"
             )
         # Saved in the order of the columns that have one.
-        vocabularies = iter(pl.read_parquet(folder / "vocabularies.parquet")["values"])
+        vocabularies = iter(pl.read_parquet(folder / "vocabularies.parquet", glob=False)["values"])
         columns = []
         for values in page["columns"]:
             kind = kind_of(values.pop("role"))

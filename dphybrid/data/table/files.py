@@ -72,8 +72,9 @@ def find_files(path: str, place: str) -> tuple[Path, ...]:
 
 
 def partitions(file: Path) -> list[str]:
-    """Return the folders named key=value on the path of a file; Parquet files have them as columns."""
-    return [part for part in file.parent.parts if "=" in part]
+    """Return the folders named key=value right above a file; Parquet files have them as columns."""
+    # Not those further up: a data folder below `seed=3` would add a column to every frame that is saved in it.
+    return [*itertools.takewhile(lambda part: "=" in part, reversed(file.parent.parts))][::-1]
 
 
 def read_files(
@@ -131,7 +132,9 @@ def _parquet_chunks(file: Path, data: TableDataConfig) -> Iterator[Rows]:
     start = 1
     try:
         # Read lazily, chunk by chunk, as the file may be larger than memory.
-        lazy = pl.scan_parquet(file, hive_partitioning=bool(partitions(file)), try_parse_hive_dates=False)
+        lazy = pl.scan_parquet(
+            file, hive_partitioning=bool(partitions(file)), try_parse_hive_dates=False, glob=False
+        )
         schema = lazy.collect_schema()
         check_columns(file, len(schema))
         check_types(schema, f"data.path={file}", "data.ignore", data.left_out(schema.names()))

@@ -15,6 +15,7 @@ from typing import NamedTuple, cast
 
 import numpy as np
 import polars as pl
+from polars.selectors import by_name
 
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array
@@ -129,13 +130,13 @@ class Table:
     def values(self, number: int) -> dict[str, pl.Series]:
         """Return the feature columns of a block by name, texts as codes."""
         names = {f"column {column.name}": column.name for column in self.plan.columns}
-        frame = pl.read_ipc(self._file(number), columns=list(names))
+        frame = pl.scan_ipc(self._file(number), glob=False).select(by_name(*names)).collect()
         return {names[c.name]: c for c in frame.get_columns()}
 
     def column(self, name: str) -> pl.Series:
         """Return a whole stored column."""
         files = [self._file(number) for number in range(len(self.lengths))]
-        return pl.scan_ipc(files).select(name).collect().to_series()
+        return pl.scan_ipc(files, glob=False).select(by_name(name)).collect().to_series()
 
     def _file(self, number: int) -> Path:
         return self.folder / f"{number:06d}.arrow"

@@ -78,7 +78,8 @@ class Recommender:
                 "dphybrid.load_model gives the module"
             )
         users, items = (
-            pl.read_parquet(checkpoint / "encoder" / f"{name}.parquet") for name in ("users", "items")
+            pl.read_parquet(checkpoint / "encoder" / f"{name}.parquet", glob=False)
+            for name in ("users", "items")
         )
         self.checkpoint, self.batch_size = checkpoint, batch_size
         self.items = items["name"]

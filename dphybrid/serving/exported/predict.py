@@ -47,7 +47,7 @@ class Encoder:
 
     def __init__(self, folder: Path) -> None:
         page = json.loads((folder / "encoder.json").read_text(encoding="utf-8"))
-        texts = iter(pl.read_parquet(folder / "vocabularies.parquet")["values"])
+        texts = iter(pl.read_parquet(folder / "vocabularies.parquet", glob=False)["values"])
         for column in page["columns"]:
             # Only these columns have values in the file of vocabularies, in the order of the page.
             if column["role"] in ("categorical", "bag", "text"):

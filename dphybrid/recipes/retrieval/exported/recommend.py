@@ -23,8 +23,8 @@ class Model:
     def __init__(self) -> None:
         with safe_open(HERE / "vectors.safetensors", "pt") as vectors:
             self.users_UE, self.items_VE = vectors.get_tensor("users"), vectors.get_tensor("items")
-        users = pl.read_parquet(HERE / "users.parquet")
-        self.items = pl.read_parquet(HERE / "items.parquet")["name"].to_list()
+        users = pl.read_parquet(HERE / "users.parquet", glob=False)
+        self.items = pl.read_parquet(HERE / "items.parquet", glob=False)["name"].to_list()
         self.seen: pl.Series = users["seen"]
         self.numbers = {name: number for number, name in enumerate(users["name"])}
 
