@@ -36,7 +36,8 @@ for folder in map(Path, sys.argv[1:]):
     model = run_path(str(folder / "out" / "predict.py"))["Model"]()
     del sys.path[0]
     rows = pl.read_parquet(folder / "new.parquet")
-    found = [model.predict(each) for each in (rows, rows[:1], rows[:0], rows[:3].to_dict(as_series=False))]
+    columns, records = rows[:3].to_dict(as_series=False), [dict.fromkeys(rows.columns)] * 101 + rows.to_dicts()
+    found = [model.predict(each) for each in (rows, rows[:1], rows[:0], columns, records[:104])]
     np.savez(folder / "found.npz", *found)
 """
 
@@ -49,7 +50,7 @@ def table() -> pl.DataFrame:
         {
             "size": number,
             "price": [f"{1000 + 900 * abs(n):,.2f}" if n > -1 else None for n in number],
-            "shop": [f"s{n}" for n in random.integers(0, 60, NUM_ROWS)],
+            "shop": [f"0{n}" for n in random.integers(0, 60, NUM_ROWS)],
             "flag": random.choice(["TRUE", "true", "False", "?"], NUM_ROWS),
             "when": [f"{d}/3/2024 {h}:30" for d, h in random.integers(1, 24, (NUM_ROWS, 2))],
             "tags": ["|".join(each) for each in letters],
@@ -95,9 +96,10 @@ def test_predictions_are_the_runs_bit_for_bit(unrecorded: None, tmp_path: Path) 
         odd = {"shop": "new", "price": "old", "when": "?"}
         odd_rows = rows[:2].with_columns(**{name: pl.lit(odd[name]) for name in odd if name in rows.columns})
         new = pl.concat([rows, odd_rows])
+        records = [dict.fromkeys(new.columns)] * 101 + new[:3].to_dicts()
         new.write_parquet(tmp_path / task / "new.parquet")
         with pytest.warns(UserWarning, match="Not numbers") if task == "binary" else nullcontext():
-            wanted[task] = [run.predict(each) for each in (new, new[:1], new[:0], new[:3])]
+            wanted[task] = [run.predict(each) for each in (new, new[:1], new[:0], new[:3], records)]
     folders = [str(tmp_path / task) for task in KINDS]
     python("-c", WITHOUT, *folders, cwd=tmp_path)
     for task, predictions in wanted.items():
@@ -111,6 +113,9 @@ def test_predictions_are_the_runs_bit_for_bit(unrecorded: None, tmp_path: Path) 
     example = json.loads((out / "example.json").read_text())
     printed = python(out / "predict.py", out / "example.json").stdout
     assert json.loads(printed) == example["predictions"]
+    new[:3].write_csv(tmp_path / "x[1].csv")  # of a file, too, 07 is not 7
+    printed = python(out / "predict.py", tmp_path / "x[1].csv").stdout
+    assert json.loads(printed) == wanted["multiclass"][3].tolist()
     (tmp_path / "odd.json").write_text('{"rows"')
     for name, words in (("nowhere.csv", "No such file"), ("odd.json", "Expecting")):
         wrong = [sys.executable, str(out / "predict.py"), str(tmp_path / name)]

@@ -58,7 +58,11 @@ class Encoder:
 
     def encode(self, rows: Any) -> dict[str, np.ndarray]:
         """Return the model's arrays for rows. Raises ValueError with the name of a missing column."""
-        frame = rows if isinstance(rows, pl.DataFrame) else pl.DataFrame(rows, strict=False)
+        frame = (
+            rows
+            if isinstance(rows, pl.DataFrame)
+            else pl.DataFrame(rows, strict=False, infer_schema_length=None)
+        )
         names = [column["name"] for column in self.columns]
         if missing := [name for name in names if name not in frame.columns]:
             raise ValueError(f"the rows have no column {missing[0]!r}; columns: {', '.join(frame.columns)}")
@@ -150,7 +154,9 @@ def main(path: str) -> None:
     if suffix == ".json":
         rows: object = json.loads(Path(path).read_text(encoding="utf-8"))["rows"]
     else:
-        rows = pl.read_parquet(path) if suffix == ".parquet" else pl.read_csv(path)
+        # As texts, like in training: polars would read the text 007 as the number 7.
+        csv = partial(pl.read_csv, infer_schema=False, glob=False)
+        rows = pl.read_parquet(path, glob=False) if suffix == ".parquet" else csv(path)
     print(json.dumps(Model().predict(rows).tolist()))
 
 
