@@ -215,6 +215,14 @@ def test_typed_numbers_are_numbers_in_any_notation(tmp_path: Path, decimal: str)
             np.testing.assert_array_equal(found.arrays[array], wanted.arrays[array])
 
 
+def test_whole_numbers_beyond_float64_are_categories_of_any_type(tmp_path: Path) -> None:
+    large = pl.Series([2**64 - 1 - i % 5 for i in range(60)], dtype=pl.UInt64)
+    small = pl.Series([-(2**63) if i % 2 else i for i in range(60)])
+    pl.DataFrame({"a": large, "b": small, "y": [0, 1] * 30}).write_parquet(tmp_path / "x.parquet")
+    columns = from_file(tmp_path / "x.parquet").manifest.facts["columns"]
+    assert [column["reason"] for column in columns] == ["whole numbers beyond 2^53"] * 2
+
+
 def test_typed_numbers_that_mean_no_value(tmp_path: Path) -> None:
     """As their texts do: nan and what data.missing names; infinite numbers count as no value."""
     n = [0.5, float("nan"), -999.0, float("inf"), None, 2.5] * 20

@@ -95,9 +95,11 @@ def why_not_numeric(sample: Sample) -> str | None:
     whole = plain.cast(pl.Int64, strict=False)
     # Float64 holds whole numbers exactly up to 2^53; beyond, ids that differ would become the same number.
     if whole.null_count():
-        large = plain.dtype == pl.String and plain.str.contains(r"^-?\d{17,}$").any()
+        # Whole numbers of other types than texts are null only beyond Int64.
+        large = plain.dtype != pl.String or plain.str.contains(r"^-?\d{17,}$").any()
         return "whole numbers beyond 2^53" if large else None
-    if cast(int, whole.abs().max()) > 2**53:
+    # Not abs(): that of the smallest Int64 is negative.
+    if max(cast(int, whole.max()), -cast(int, whole.min())) > 2**53:
         return "whole numbers beyond 2^53"
     return "named like an id" if _NAMES_AN_ID.search(sample.name) else None
 
