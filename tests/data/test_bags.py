@@ -280,6 +280,16 @@ def test_lists_in_parquet_are_bags(tmp_path: Path, items: type[pl.DataType]) -> 
         assert np.array_equal(lists.arrays[name], texts.arrays[name])
 
 
+def test_arrays_of_a_fixed_length_are_bags(tmp_path: Path) -> None:
+    pairs = np.arange(120).reshape(60, 2) % 7
+    frame = pl.DataFrame({"tags": pairs, "y": [0, 1] * 30})
+    assert frame.schema["tags"] == pl.Array(pl.Int64, 2)
+    for name, cells in (("a", frame), ("l", frame.cast({"tags": pl.List(pl.Int64)}))):
+        cells.write_parquet(tmp_path / f"{name}.parquet")
+    arrays, lists = (from_file(tmp_path / f"{name}.parquet") for name in "al")
+    assert np.array_equal(arrays.arrays["bags_BFL"], lists.arrays["bags_BFL"])
+
+
 def test_items_of_lists_may_hold_a_separator(tmp_path: Path) -> None:
     file, schema = tmp_path / "x.parquet", tmp_path / "schema.toml"
     schema.write_text('[columns.tags]\nrole = "bag"\nseparator = ","\n')

@@ -36,7 +36,8 @@ for folder in map(Path, sys.argv[1:]):
     model = run_path(str(folder / "out" / "predict.py"))["Model"]()
     del sys.path[0]
     rows = pl.read_parquet(folder / "new.parquet")
-    columns, records = rows[:3].to_dict(as_series=False), [dict.fromkeys(rows.columns)] * 101 + rows.to_dicts()
+    columns = rows[:3].to_dict(as_series=False)
+    records = [dict.fromkeys(rows.columns)] * 101 + rows.to_dicts()
     found = [model.predict(each) for each in (rows, rows[:1], rows[:0], columns, records[:104])]
     np.savez(folder / "found.npz", *found)
 """

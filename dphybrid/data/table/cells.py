@@ -64,7 +64,7 @@ def _read(names: list[str], dtype: pl.DataType, marks: list[str]) -> pl.Expr:
     """Return the expression that reads columns of a type as stripped text or as numbers."""
     cells = pl.col(names)
     if is_list_of_items(dtype):
-        return cells
+        return cells.arr.to_list() if isinstance(dtype, pl.Array) else cells
     if dtype == pl.Duration:
         cells, dtype = cells.dt.total_microseconds() / 1e6, pl.Float64()
     if not dtype.is_numeric():

@@ -73,7 +73,7 @@ def find_files(path: str, place: str) -> tuple[Path, ...]:
 
 def partitions(file: Path) -> list[str]:
     """Return the folders named key=value right above a file; Parquet files have them as columns."""
-    # Not those further up: a data folder below `seed=3` would add a column to every frame that is saved in it.
+    # Not those further up: below `seed=3`, a data folder would add a column to every saved frame.
     return [*itertools.takewhile(lambda part: "=" in part, reversed(file.parent.parts))][::-1]
 
 
