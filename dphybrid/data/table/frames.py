@@ -122,9 +122,13 @@ def save_frame(
                 f"{where}: has {counted(num_rows, 'row')}; at least 2 are needed, one for validation"
             )
         target = folder / digest.hexdigest()
-        if not target.exists():
+        # Not asked first whether it exists: another process may save an equal frame at this moment.
+        try:
             written.rename(target)
             sync(folder)
+        except OSError:
+            if not target.is_dir():
+                raise
         return target
     except (pl.exceptions.PolarsError, OSError) as error:
         raise UserError(f"{where}: cannot be written to {folder}: {error}") from error
