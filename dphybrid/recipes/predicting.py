@@ -93,6 +93,10 @@ class RowsPredictor:
                 f"--keep {odd[0]}: {chunk.file} has no such column, or recipe {self._recipe} does "
                 f"not give one prediction per row; columns: {', '.join(chunk.names)}"
             )
+        if taken := [name for name in keep if name in predicted.columns]:
+            raise UserError(
+                f"--keep {taken[0]}: predictions have a column of that name; rename that of the table"
+            )
         return predicted.with_columns(rows[name] for name in keep)
 
     def told(self, done: Written) -> list[str]:
