@@ -335,6 +335,7 @@ def test_a_frame_trains_and_its_other_columns_are_left_out(data_dir: Path) -> No
         dphybrid.train(frame, item="itm", **given)
     run = dphybrid.train(frame, time="day", epochs=1, devices="cpu*2", **given)
     assert len(run.recommend("u1", k=3)) == 3
+    assert run.recommend(np.int64(1), k=3)["user"].to_list() == ["1"] * 3  # as a frame's cells are
     assert pl.read_parquet(data_dir / "frames").columns == ["user", "item", "country", "day"]
 
 

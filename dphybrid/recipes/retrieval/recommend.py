@@ -7,7 +7,7 @@ items, E width of a vector, N users and places, flat.
 """
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,7 +106,7 @@ class Recommender:
             raise UserError(f"k={k}: give 1 or more items per user")
         if users is None:
             users = self._users["name"]
-        elif isinstance(users, str | int):
+        elif isinstance(users, str) or not isinstance(users, Iterable):  # such as a number of numpy
             users = [users]
         # Names are texts in the encoder, also names that are numbers. The empty frame gives the columns when
         # there are no users.
