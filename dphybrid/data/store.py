@@ -120,10 +120,10 @@ class Prepared:
     @property
     def parts(self) -> list[str]:
         """The parts of the rows: train, valid, and test if the source has one."""
+        # A batch's own arrays may have names such as test_score, too.
+        names = {*self.manifest.arrays} - {*self.manifest.batch_arrays}
         return [
-            part
-            for part in ("train", "valid", "test")
-            if any(name.startswith(f"{part}_") for name in self.manifest.arrays)
+            part for part in ("train", "valid", "test") if any(name.startswith(f"{part}_") for name in names)
         ]
 
     def dataset(self, part: str) -> Dataset:

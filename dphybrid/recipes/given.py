@@ -25,6 +25,9 @@ or numbers."""
 _TUPLE_NAMES = ("inputs_B", "labels_B")
 """Names in the batch of the two elements of a Dataset's tuples."""
 
+_ROWS = ("train_rows", "valid_rows")
+"""Names of the prepared arrays with the row numbers of each split."""
+
 
 @dataclass(frozen=True)
 class GivenSource(Source):
@@ -67,6 +70,12 @@ class GivenSource(Source):
         if train.keys() != valid.keys():
             named = f"the training split has {sorted(train)}, the validation split {sorted(valid)}"
             raise UserError(f"{where}: {named}; give both the same names")
+        for name in (*train, *self._given[2]):
+            if "/" in name or name in _ROWS:
+                raise UserError(
+                    f"{where}: {name!r} cannot be the name of an array or vocabulary, as it also names a "
+                    f"file; rename it, without slashes and not {' or '.join(_ROWS)}"
+                )
         for name in train:
             if train[name].shape[1:] != valid[name].shape[1:]:
                 raise UserError(
@@ -103,7 +112,7 @@ class GivenSource(Source):
             "num_ids": {n: int(a.max()) + 1 for n, a in arrays.items() if a.dtype.kind in "iu" and a.size}
             | sizes,
         }
-        numbers = {"train_rows": np.arange(num_train), "valid_rows": num_train + np.arange(num_valid)}
+        numbers = dict(zip(_ROWS, (np.arange(num_train), num_train + np.arange(num_valid)), strict=True))
         save = partial(write_vocabularies, vocabularies)
         return Content(arrays | numbers, info, lines, tuple(arrays), save=save)
 

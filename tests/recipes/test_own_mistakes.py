@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from dphybrid.data import Vocabulary
 from dphybrid.recipes import Recipe
 from dphybrid.recipes.configs import load_config
 from tests.refusing import refused, refused_with
@@ -36,6 +37,9 @@ def test_mistakes_of_a_recipe_are_told(path: str, words: list[str]) -> None:
         ([1, 2], ["returned a list", "training split, validation split"]),
         (({"a": [[1, 2]]}, {"a": [[1, 2, 3]]}), ["(2,) in training and (3,) in validation"]),
         (({}, {}), ["no samples"]),
+        (({"a/b": [1]}, {"a/b": [1]}), ["'a/b' cannot be the name", "without slashes"]),
+        (({"a": [1]}, {"a": [1]}, {"a/b": Vocabulary()}), ["'a/b' cannot be the name"]),
+        (({"train_rows": [7]}, {"train_rows": [7]}), ["'train_rows' cannot be the name"]),
     ],
 )
 def test_rows_that_do_not_fit_are_told(rows: Any, words: list[str], tmp_path: Path) -> None:
@@ -43,6 +47,13 @@ def test_rows_that_do_not_fit_are_told(rows: Any, words: list[str], tmp_path: Pa
     recipe.name, recipe.rows = "r", lambda data, seed: rows  # type: ignore[method-assign]
     with refused_with(words):
         recipe.prepare(recipe.data(), tmp_path, 0)
+
+
+def test_an_array_named_like_a_part_is_none(tmp_path: Path) -> None:
+    recipe = Recipe()
+    recipe.name, split = "r", {"test_score": [1.5, 2.5]}
+    recipe.rows = lambda data, seed: (split, split)  # type: ignore[method-assign]
+    assert recipe.prepare(recipe.data(), tmp_path, 0).parts == ["train", "valid"]
 
 
 def test_a_recipe_that_lacks_a_part_says_which(tmp_path: Path) -> None:
