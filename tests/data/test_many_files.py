@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from datetime import date, timedelta
 from pathlib import Path
 
 import numpy as np
@@ -156,6 +157,25 @@ def test_the_latest_rows_are_held_out_by_time(tmp_path: Path) -> None:
     assert min(held) > max(days[i] for i in prepared.arrays["train_rows"])
     assert len(held) == 6
     assert "validation split: day from '2024-01-19' on" in prepared.describe()
+
+
+@pytest.mark.parametrize(("look", "day_first"), [("%d.%m.%Y", None), ("%m/%d/%Y", None), ("%d/%m/%Y", True)])
+def test_dates_in_any_notation_are_split_by_time(tmp_path: Path, look: str, day_first: bool | None) -> None:
+    days = [date(2023, 9, 1) + timedelta(7 * i % 240) for i in range(240)]
+    rows = [f"{i % 7},{day.strftime(look)},{i % 2}" for i, day in enumerate(days)]
+    file = write(tmp_path, "x.csv", rows, "n,day,y")
+    prepared = ctr(tmp_path, file, split="time", split_column="day", dayfirst=day_first)
+    train, held = ([days[i] for i in prepared.arrays[f"{part}_rows"]] for part in ("train", "valid"))
+    assert max(train) < min(held)
+
+
+def test_dates_of_an_unknown_order_are_not_split_by_time(tmp_path: Path) -> None:
+    rows = [f"{i % 7},{1 + i % 9}/{1 + i % 11}/2024,{i % 2}" for i in range(240)]
+    file = write(tmp_path, "x.csv", rows, "n,day,y")
+    with refused(
+        "data.split_column=day: dates such as './.*/2024' can be read in two ways; set data.dayfirst"
+    ):
+        ctr(tmp_path, file, split="time", split_column="day")
 
 
 def test_no_key_is_in_both_parts(tmp_path: Path) -> None:
