@@ -183,6 +183,7 @@ def test_a_lock_file_that_is_closed_costs_its_gpu_alone(open_folder: Path) -> No
     assert as_nobody(work) == told
 
 
+@needs_root
 def test_a_file_in_a_folder_of_another_user_is_refused_before_the_training(open_folder: Path) -> None:
     file = open_folder / "report.json"
     assert "--report: you may not write in" in as_nobody(lambda: str(check_target(file, "--report")))
