@@ -13,9 +13,10 @@ import pytest
 from dphybrid.cli.completion import script
 from dphybrid.cli.init import config_text
 from dphybrid.cli.main import make_parser
-from dphybrid.recipes.configs import apply_overrides, build_config, load_config
+from dphybrid.config import flatten
+from dphybrid.recipes.configs import apply_overrides, build_config, given_values, load_config
 from dphybrid.recipes.registry import BUILT_IN, find_recipe
-from dphybrid.util.text import as_flags
+from dphybrid.util.text import as_flags, flag_text
 from tests.commands import command, python
 from tests.conftest import REPOSITORY
 
@@ -90,6 +91,13 @@ def test_bash_completes_commands_flags_recipes_and_runs(tmp_path: Path) -> None:
     told = subprocess.check_output(["bash", "-c", program], text=True, env=environment, cwd=tmp_path)
     assert told.splitlines() == list(asked.values())
     assert not (tmp_path / "ran").exists(), "a run's name was run as a command"
+
+
+@pytest.mark.parametrize("names", [("a,b", "c"), ("a", "b"), (" a",), ("[1]",), ("[a", "b]"), ('["x"]',), ()])
+def test_a_list_of_odd_names_is_read_back_from_flags(names: tuple[str, ...]) -> None:
+    config = build_config({"recipe": "ctr", "data": {"path": "x.csv", "label": "y", "ignore": names}})
+    typed = [f"{name}={flag_text(value)}" for name, value in flatten(given_values(config)).items()]
+    assert load_config(None, typed) == config
 
 
 def test_printed_flags_are_read_back() -> None:

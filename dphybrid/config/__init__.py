@@ -26,6 +26,7 @@ from pydantic.fields import FieldInfo
 
 from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.row_rules import RULES
+from dphybrid.util.text import split_items
 
 # Type checkers reject a Literal whose values are computed; pydantic accepts it.
 if TYPE_CHECKING:
@@ -34,11 +35,11 @@ else:
     RowOptimizerName = Literal[tuple(RULES)]
 
 
-# A flag or an override gives one comma-separated text; TOML and Python give lists.
+# A flag or an override gives one text; TOML and Python give lists.
 def _split_names(value: object) -> object:
     if not isinstance(value, str):
         return value
-    return tuple(part.strip() for part in value.split(",") if part.strip())
+    return tuple(split_items(value))
 
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_split_names)]

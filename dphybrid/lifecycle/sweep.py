@@ -25,6 +25,7 @@ from dphybrid.tracking.opening import embedded_uri
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.files import read_json, write_json, write_text
 from dphybrid.util.stop import StopRequest
+from dphybrid.util.text import flag_text
 
 Reports = Mapping[str, Report | str]
 """The result of each run of a sweep, by name: its report, or a text that says why there is none."""
@@ -73,7 +74,7 @@ def make_grid(
     cells = []
     for number, combination in enumerate(itertools.product(*grid.values()), start=1):
         chosen = dict(zip(grid, combination, strict=True))
-        suffix = _name_suffix({field: _text(chosen[field]) for field in grid if len(grid[field]) > 1})
+        suffix = _name_suffix({field: flag_text(chosen[field]) for field in grid if len(grid[field]) > 1})
         # Zero-padded numbers, so that names sort in the grid's order.
         name = f"{sweep}-{number:0{len(str(count))}d}{suffix}"
         try:
@@ -87,7 +88,7 @@ def make_cell(config: ExperimentConfig, values: Mapping[str, object], name: str,
     """Return one run of a sweep. Raises UserError, naming the values, for values that are not allowed and for
     devices that do not exist."""
     # The names of the config, which MLflow's params have, too: a field may be given as `train.batch-size`.
-    chosen = {field.replace("-", "_"): _text(value) for field, value in values.items()}
+    chosen = {field.replace("-", "_"): flag_text(value) for field, value in values.items()}
     shown = [f"{field}={value}" for field, value in chosen.items()]
     try:
         made = apply_overrides(config, shown)
@@ -102,12 +103,6 @@ def _name_suffix(chosen: Mapping[str, str]) -> str:
     short = {"devices": "", "train.batch_size": "b"}
     words = (short.get(name, name.rpartition(".")[2]) + value for name, value in chosen.items())
     return "".join(f"-{re.sub(r'[^A-Za-z0-9._+-]', '', word.replace('*', 'x'))}" for word in words)[:80]
-
-
-def _text(value: object) -> str:
-    if isinstance(value, list | tuple):
-        return ",".join(map(str, value))
-    return "" if value is None else str(value)
 
 
 def run_cell(

@@ -21,6 +21,7 @@ from dphybrid.recipes.configs import apply_overrides
 from dphybrid.util.errors import UserError, plain_words
 from dphybrid.util.files import read_small_text
 from dphybrid.util.importing import import_module_of
+from dphybrid.util.text import flag_text
 
 
 def _check_parameters(
@@ -61,8 +62,7 @@ def check_values(parameters: Mapping[str, Any], where: str, entrypoint: str = ""
                     f"grid: {name} = {given!r}; give a list of values, or with trials a range of low and high"
                 )
             for value in values:
-                text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-                apply_overrides(config, [f"{name}={text}"])
+                apply_overrides(config, [f"{name}={flag_text(value)}"])
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
 

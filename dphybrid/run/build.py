@@ -31,7 +31,7 @@ from dphybrid.training.label_tasks import LabelTask
 from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.files import disk_errors_told, make_folder, naming
-from dphybrid.util.text import printable
+from dphybrid.util.text import flag_text, printable
 
 
 def prepare_data(
@@ -207,8 +207,7 @@ def _recorded(
         values = {**flatten(page.config), "devices": shown, **facts}
         values |= {f"split.{name}": value for name, value in data.manifest.split.items()}
         # MLflow stores params as text; a list is written as its command-line flag takes it: `a,b`.
-        texts = {name: value if isinstance(value, list) else [value] for name, value in values.items()}
-        params = {name: ",".join(map(str, value)) for name, value in texts.items()}
+        params = {n: flag_text(v) if isinstance(v, list) else str(v) for n, v in values.items()}
         what = f"`{config.recipe}` on prepared data `{data.path.name}`"
         note = f"{what}; the report replaces this text when the run ends."
         run_id = tracker.start(run.folder.name, params, all_tags, note)

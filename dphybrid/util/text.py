@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from urllib.parse import unquote
 
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]()#+!|<>~$&])")
@@ -30,16 +31,32 @@ def as_markdown(text: str) -> str:
 
 
 def as_flags(values: Mapping[str, object]) -> str:
-    """Return values as command-line flags, quoted for a shell. values: by full name (`train.lr`). Items of a
-    list are separated by commas."""
-    texts = {
-        name.replace("_", "-"): ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-        for name, value in values.items()
-    }
+    """Return values as command-line flags, quoted for a shell. values: by full name (`train.lr`)."""
+    texts = {name.replace("_", "-"): flag_text(value) for name, value in values.items()}
     # With a sign of equality where the value would be taken for a flag.
     return " ".join(
         f"--{name}{'=' if text.startswith('-') else ' '}{shlex.quote(text)}" for name, text in texts.items()
     )
+
+
+def flag_text(value: object) -> str:
+    """Return a value as its flag takes it: None as an empty text, a list as `a,b`, or as JSON if it would be
+    read as other items."""
+    if not isinstance(value, list | tuple):
+        return "" if value is None else str(value)
+    items = [str(item) for item in value]
+    joined = ",".join(items)
+    return joined if split_items(joined) == items else json.dumps(items, ensure_ascii=False)
+
+
+def split_items(text: str) -> list[str]:
+    """Return the items of a list that is separated by commas, or written as a JSON list of texts."""
+    if text.startswith("["):
+        with suppress(ValueError, RecursionError):  # not JSON, or brackets by the thousand
+            items = json.loads(text)
+            if all(isinstance(item, str) for item in items):
+                return [*items]
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def toml_text(value: object) -> str:
