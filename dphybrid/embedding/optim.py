@@ -125,15 +125,15 @@ class RowOptimizer(EagerOptimizer):
         if not states:
             info = info_of(weight)
             num_rows = len(weight) if info is None else info.num_rows
-            wanted = self._state_shapes(num_rows, weight.shape[1], native.real_dtype(weight.dtype))
+            wanted = dict(self._state_shapes(num_rows, weight.shape[1], native.real_dtype(weight.dtype)))
+            if self.row_rule.counts_updates or weight.dtype == torch.bfloat16:
+                wanted[_UPDATES] = (1,), torch.int64
             make = None if info is None else info.make_states
             states.update(
                 {key: zero_rows(shape, dtype) for key, (shape, dtype) in wanted.items()}
                 if make is None
                 else make(wanted)
             )
-            if self.row_rule.counts_updates or weight.dtype == torch.bfloat16:
-                states[_UPDATES] = torch.zeros(1, dtype=torch.int64)
         # In each step, as a trainer may replace states at any time; some move them to the model's device.
         for key, state in states.items():
             if isinstance(state, Tensor) and state.device.type == "cuda":

@@ -57,7 +57,7 @@ class HostEmbedding(nn.Module):
         seed: int = 0,
         name: str = "table",
         storage: str = "memory",
-        path: Path | None = None,
+        path: Path | str | None = None,
         freeze: bool = False,
     ) -> None:
         super().__init__()
@@ -72,6 +72,8 @@ class HostEmbedding(nn.Module):
         if dtype not in native.STORED:
             raise UserError(f"table {name!r}: dtype={dtype}; use float32, float64 or bfloat16")
         self.num_rows, self.dim, self.padding_idx, self.name = num_rows, dim, padding_idx, name
+        # Absolute: the states' files are opened later, perhaps in another working directory.
+        path = None if path is None else Path(path).absolute()
         self.start, self._path = StartValues(std, seed, list(scales)), path
         self.out_dtype = native.real_dtype(dtype)
         self._links = Links()

@@ -17,6 +17,7 @@ from dphybrid.embedding import (
     LazyAdam,
     RowAdagrad,
     RowAdam,
+    RowAdamW,
     RowOptimizer,
     RowSGD,
     find_tables,
@@ -76,27 +77,42 @@ def test_a_collections_file_has_all_its_start_values_before_it_has_its_name(
         HostEmbeddingCollection({"a": 40, "b": 60}, 4, std={"a": 0.5})
 
 
-@pytest.mark.parametrize("kind", [RowAdagrad, LazyAdam])
-def test_row_states_outlive_their_table_with_it(kind: type[RowOptimizer], tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [RowAdagrad, LazyAdam, RowAdamW])
+def test_row_states_outlive_their_table_with_it(
+    kind: type[RowOptimizer], dtype: torch.dtype, tmp_path: Path
+) -> None:
     def train(table: HostEmbedding, optimizer: RowOptimizer, steps: range) -> None:
         for step in steps:
             optimizer.zero_grad()
             table(torch.arange(step, step + 9)).square().sum().backward()
             optimizer.step()
 
-    unbroken = HostEmbedding(100, 8)
+    unbroken = HostEmbedding(100, 8, dtype=dtype)
     optimizer = kind({"t": unbroken}, lr=0.1)
     train(unbroken, optimizer, range(20))
     path = tmp_path / "words"
     for steps in (range(10), range(10, 20)):  # opened anew the second time
-        table = HostEmbedding(100, 8, storage="mmap", path=path)
+        table = HostEmbedding(100, 8, dtype=dtype, storage="mmap", path=path)
         again = kind({"t": table}, lr=0.1)
         train(table, again, steps)
     assert torch.equal(table.weight, unbroken.weight)
     assert all(torch.equal(again.states()[key], value) for key, value in optimizer.states().items())
     path.unlink()  # a new table starts with new states
-    fresh = kind({"t": HostEmbedding(100, 8, storage="mmap", path=path)}, lr=0.1)
+    fresh = kind({"t": HostEmbedding(100, 8, dtype=dtype, storage="mmap", path=path)}, lr=0.1)
     assert not any(value.any() for value in fresh.states().values())
+
+
+def test_states_are_beside_the_table_wherever_the_process_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    table = HostEmbedding(10, 2, storage="mmap", path="words")
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(elsewhere)
+    RowAdagrad(table, lr=0.1)
+    assert sorted(file.name for file in tmp_path.glob("words*")) == ["words", "words.layout", "words.sum"]
+    assert not list(elsewhere.iterdir())
 
 
 def test_files_of_a_folder_go_with_the_process(tmp_path: Path) -> None:
