@@ -172,8 +172,13 @@ class HostEmbedding(nn.Module):
         self.weight = nn.Parameter(rows_VD, requires_grad=False)
 
     def freeze_rows(self, rows: Sequence[int]) -> None:
-        """Make row optimizers leave these rows unchanged."""
-        self._info.frozen = sorted(rows)
+        """Make row optimizers leave these rows unchanged, and the padding row as before. Raises UserError for
+        a number that is not a row."""
+        # In an update of several tables, -1 would be the last row of the table before.
+        if wrong := [row for row in rows if not 0 <= row < self.num_rows]:
+            raise UserError(f"table {self.name!r}: {wrong[0]} is not a row; use 0 to {self.num_rows - 1}")
+        padding = set() if self.padding_idx is None else {self.padding_idx}
+        self._info.frozen = sorted(padding.union(map(int, rows)))
 
     @property
     def frozen_rows(self) -> Sequence[int]:

@@ -19,6 +19,7 @@ from dphybrid.embedding import (
     RowSGD,
     row_optimizer,
 )
+from tests.refusing import refused
 
 ROWS, DIM = 12, 4
 ALL = torch.arange(ROWS)
@@ -177,3 +178,18 @@ def test_states_go_the_way_of_torchs_own(kind: str) -> None:
     assert torch.equal(one.weight, two.weight)
     with pytest.raises(ValueError, match=r"groups of \[1\] tables, expected \[1, 1\]"):
         row_optimizer(kind, {"a": one, "b": two}, lr=0.1).load_state_dict(state)
+
+
+def test_frozen_rows_are_those_of_their_own_table() -> None:
+    one, two = HostEmbedding(4, 2, name="one"), HostEmbedding(4, 2, name="two", padding_idx=0)
+    with refused("table 'two': -1 is not a row; use 0 to 3"):
+        two.freeze_rows([-1])
+    with refused("table 'one': 4 is not a row"):
+        one.freeze_rows([1, 4])
+    two.freeze_rows([3, 2])
+    assert two.frozen_rows == [0, 2, 3], "the padding row stays frozen"
+    before = [table.weight.detach().clone() for table in (one, two)]
+    (one(torch.arange(4)).sum() + two(torch.arange(4)).sum()).backward()
+    RowSGD([one, two], lr=1.0).step()
+    changed = [(table.weight != old).any(1).tolist() for table, old in zip((one, two), before, strict=True)]
+    assert changed == [[True] * 4, [False, True, False, False]]
