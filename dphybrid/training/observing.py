@@ -64,7 +64,7 @@ class Observer:
         self._full = rows_of_batch(session.train_data, session.config.train.batch_size)
         self._added: list[tuple[Tensor, Tensor]] = []
         self._loss, self._weight = 0.0, 0.0
-        self._steps = 0
+        self._steps = self._steps_before = 0  # since the last line; those of an earlier process
         self._note = ""
         self.pipeline: RowPipeline | None = None
         self.times = StepTimes()
@@ -139,6 +139,7 @@ class Observer:
         """Continue the window of metrics during which the checkpoint was written."""
         self._loss, self._weight = state["loss"], state["weight"]
         self._steps, self.times.count = int(state["steps"]), int(state["timed"])
+        self._steps_before = self._steps
 
     def log(self) -> str:
         """Log the metrics since the last call and return them as a line."""
@@ -162,12 +163,13 @@ class Observer:
             metrics |= {f"perf/step_ms_{name}": value for name, value in self.times.window().items()}
             metrics |= {f"timing/{stage}_ms": 1e3 * total / self._steps for stage, total in window.items()}
             if self.pipeline is not None and self.pipeline.tables:
-                counters = self.pipeline.counters(self._steps)
+                # Unlike losses and stages, these counts start at 0 in each process.
+                counters = self.pipeline.counters(self._steps - self._steps_before)
                 metrics |= {f"embedding/{name}": value for name, value in counters.items()}
             metrics |= session.engine.measured()
             session.tracker.log_metrics(metrics, step)
         self._note = "no loss" if loss is None else f"loss {loss:.4g}"
-        self._loss, self._weight, self._steps = 0.0, 0.0, 0
+        self._loss, self._weight, self._steps, self._steps_before = 0.0, 0.0, 0, 0
         epoch = session.trained.progress.epoch + 1
         speed = f"{metrics['perf/step_ms']:.1f} ms a step, {metrics['perf/samples_per_s']:.0f} samples/s"
         shown = "all steps skipped" if loss is None else f"train loss {loss:.5g}"
