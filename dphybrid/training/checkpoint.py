@@ -257,12 +257,14 @@ def load_weights(path: Path, model: nn.Module, mapped: bool = False, skip: Conta
 
 def dense_state(model: nn.Module) -> dict[str, Tensor]:
     """Return references to the blocks' parameters and buffers, by names that do not depend on the devices."""
-    weights = {id(table.weight) for table in find_tables(model).values()}
-    # With duplicates: a table used by two modules has two names, and neither belongs to the blocks.
-    rows = {name for name, weight in model.named_parameters(remove_duplicate=False) if id(weight) in weights}
-    values = {key: value for key, value in model.state_dict().items() if key not in rows}
+    # By identity: a table used by two modules has two names, and one inside of a region has another name here
+    # than among the model's modules.
+    rows = {id(table.weight) for table in find_tables(model).values()}
+    values = model.state_dict(keep_vars=True).items()
     # `get_extra_state` of a module may have added values that are not tensors.
-    return {key: value for key, value in values.items() if isinstance(value, Tensor)}
+    return {
+        key: value.detach() for key, value in values if isinstance(value, Tensor) and id(value) not in rows
+    }
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
