@@ -65,5 +65,7 @@ def run_callbacks(callbacks: Sequence[Callback], seen: EpochEnd) -> dict[str, fl
                     f"{where}: {name!r} is {type_text(value)}; return numbers (of a tensor, .item())"
                 )
             # The prefix keeps a callback from overwriting a metric of the training, such as train/loss.
-            logged[f"own/{name}"] = float(value)
+            if (metric := f"own/{name}") in logged:
+                raise UserError(f"{where}: {name!r} is also a number of another callback; rename one of them")
+            logged[metric] = float(value)
     return logged
