@@ -125,7 +125,7 @@ def split_plan(rows: int, batch_size: int, labels: Sequence[str]) -> str:
     for label, sizes in batches:
         if idle := labels[len(sizes) :]:
             lines.append(f"{label}: {len(idle)} of {count} devices idle ({', '.join(idle)}).")
-    if len(full) < count or max(full) != min(full):
+    if num_full and (len(full) < count or max(full) != min(full)):
         better = -(-batch_size // count) * count
         lines.append(
             f"A batch size that fills {count} devices evenly is a multiple of {count}: {better} gives "

@@ -88,3 +88,5 @@ def test_the_plan_names_idle_devices_and_a_better_batch_size() -> None:
     ):
         assert words in text
     assert "Every device is used" in split_plan(64, 16, ["cpu[0]", "cpu[1]"])
+    # Fewer rows than a batch: another batch size would change nothing.
+    assert split_plan(6, 16, ["a", "b", "c"]).endswith("2,2,2\n\nEvery device is used by every batch.")
