@@ -70,7 +70,7 @@ class Step:
             self._use_parts(report)
             return self.update(batch, losses, of)
         try:
-            found = self._update_weights(batch, loss, chosen)
+            found = self._update_weights(batch, loss, weight, chosen)
         except RuntimeError as error:
             # Not tried again in parts: some parameters may have changed already.
             raise UserError(
@@ -122,7 +122,7 @@ class Step:
         return loss, weight
 
     def _update_weights(
-        self, batch: Batch, loss: Tensor, chosen: Mapping[str, torch.optim.Optimizer]
+        self, batch: Batch, loss: Tensor, weight: Tensor, chosen: Mapping[str, torch.optim.Optimizer]
     ) -> NotFinite | None:
         """Clip gradients, then update blocks and rows. If something is not finite, update nothing and return
         it."""
@@ -134,6 +134,8 @@ class Step:
             clips = norm > 0
             size = clip_grad_norm_(parameters, norm) if clips else gradient_sum(parameters)
             finite = math.isfinite(size) and math.isfinite(loss)
+        if not finite and float(weight) == 0:
+            return NotFinite("loss: the batch's weights add up to 0, so that it has no mean", weight=False)
         if not finite and (found := not_finite(trained.model, batch, loss, clipped=clips)):
             return found
         for optimizer in chosen.values():

@@ -85,6 +85,19 @@ class OnlyBad(Users):
     bad_rows = tuple(range(240))
 
 
+class NetOfGoodUsers(Net):
+    """The bad user's samples do not count."""
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        counts_B = (batch["users_B"] != BAD_USER).double()
+        return {name: value * counts_B for name, value in super().forward(batch).items()}
+
+
+class Weightless(OnlyBad):
+    def build(self, context: ModelContext[Any]) -> nn.Module:
+        return NetOfGoodUsers(context)
+
+
 def trained(*overrides: str, resume: str | None = None, recipe: str = "Users") -> Report:
     config = load_config(None, [f"recipe={__name__}:{recipe}", "model.dtype=float64", *overrides])
     return run_job(config, load_settings(), run_name=None if resume else "run", resume=resume)
@@ -132,6 +145,14 @@ def test_a_resume_with_skip_goes_on_to_what_a_run_that_skips_comes_to_on_any_dev
 def test_an_epoch_without_a_step_ends_training(data_dir: Path) -> None:
     with refused("epoch 1: all steps were skipped"):
         trained("train.on_nonfinite=skip", "train.batch_size=240", recipe="OnlyBad")
+
+
+@pytest.mark.parametrize("clip", ["1", "0"])
+def test_a_batch_without_weight_is_named_as_the_cause(clip: str, data_dir: Path) -> None:
+    with refused(
+        "^step 1: loss: the batch's weights add up to 0, so that it has no mean; .*on_nonfinite=skip"
+    ):
+        trained("model.poison=1", f"train.clip_norm={clip}", recipe="Weightless")
 
 
 def test_a_skipped_step_changes_neither_blocks_nor_buffers_nor_rows_and_is_counted(
