@@ -14,12 +14,15 @@ import torch
 from sklearn.metrics import roc_auc_score
 
 import dphybrid
+from dphybrid.data.table.cells import MISSING_ID, UNKNOWN_ID
+from dphybrid.data.table.encoder import Encoder
 from dphybrid.run.pages import ResultPage
 from dphybrid.run.train import Report
 from dphybrid.serving.load import model_from_checkpoint
 from dphybrid.serving.predict import Predictor
 from tests.commands import command, python, run_with
 from tests.conftest import own_settings
+from tests.preparing import from_file
 from tests.refusing import refused
 
 HEADER = "age,city,user_id,clicked"
@@ -115,6 +118,16 @@ def test_values_never_met_are_unknown_ones_and_odd_numbers_are_missing(predictor
     new = predictor.predict({"age": [30.0, 30.0], "city": ["zz", "yy"], "user_id": ["new", "u-1"]})
     assert new[0] == new[1]
     assert np.isfinite(new).all()
+
+
+def test_whole_numbers_are_the_same_category_as_floats(tmp_path: Path) -> None:
+    """As pandas has them beside a missing one."""
+    pl.DataFrame({"n": [7, 8, 900] * 40, "y": [0, 1] * 60}).write_parquet(tmp_path / "x.parquet")
+    encoder = Encoder.load(from_file(tmp_path / "x.parquet", categorical="n").path / "encoder")
+    ids = [encoder.encode({"n": pl.Series(cells)})[0]["ids_BF"][:, 0] for cells in ([7, 900], [7.0, 900.0])]
+    assert ids[0].tolist() == ids[1].tolist()
+    assert min(ids[0]) > UNKNOWN_ID
+    assert encoder.encode({"n": pl.Series([7.5, None])})[0]["ids_BF"].T.tolist() == [[UNKNOWN_ID, MISSING_ID]]
 
 
 def test_rows_that_cannot_be_read_are_told_and_left_out(trained: tuple[Report, Path], tmp_path: Path) -> None:

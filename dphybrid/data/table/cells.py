@@ -76,6 +76,16 @@ def _read(names: list[str], dtype: pl.DataType, marks: list[str]) -> pl.Expr:
     return cells if dtype.is_integer() else cells.cast(pl.Float64).fill_nan(None)
 
 
+def texts_of(cells: pl.Series, known: pl.Series) -> pl.Series:
+    """Return cells as texts, whole numbers of floats as the known texts write them."""
+    texts = cells.cast(pl.String)
+    if not cells.dtype.is_float():
+        return texts
+    # pandas makes floats of whole numbers beside a missing one: 7.0 is the 7 of training.
+    whole = texts.str.strip_suffix(".0")
+    return whole.zip_with(whole.is_in(known.implode()), texts)
+
+
 def plain_numbers(cells: pl.Series, decimal: str, thousands: str) -> pl.Series:
     """Return numbers in a notation as texts such as 1206.73, which polars reads; None for texts that do not
     follow the notation. Numbers in the usual notation are returned as they are, without a check.

@@ -27,6 +27,7 @@ from dphybrid.data.table.cells import (
     items_of,
     read_numbers,
     read_times,
+    texts_of,
     time_parts,
     words_of,
 )
@@ -242,7 +243,7 @@ class Category(Column):
         return {"ignore_case": True} if mixed else {}
 
     def read(self, cells: pl.Series) -> pl.Series:
-        texts = cells.cast(pl.String)
+        texts = texts_of(cells, self.learned)
         return texts.str.to_lowercase() if self.ignore_case else texts
 
     def fitted(self, training: TrainingValues) -> Self:

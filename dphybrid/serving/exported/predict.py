@@ -32,6 +32,7 @@ from cells import (  # type: ignore[import-not-found]  # noqa: E402
     read_numbers,
     read_times,
     standardized,
+    texts_of,
     time_parts,
     words_of,
 )
@@ -51,7 +52,8 @@ class Encoder:
         for column in page["columns"]:
             # Only these columns have values in the file of vocabularies, in the order of the page.
             if column["role"] in ("categorical", "bag", "text"):
-                known = {text: number for number, text in enumerate(next(texts), FIRST_ID)}
+                column["learned"] = next(texts)
+                known = {text: number for number, text in enumerate(column["learned"], FIRST_ID)}
                 column |= {"known": {None: MISSING_ID, **known}, "first": FIRST_ID + len(known)}
         self.columns = [c for group in _GROUPS for c in page["columns"] if c["role"] in group]
         self.no_value: list[str] = page["no_value"]
@@ -77,7 +79,7 @@ class Encoder:
                     dense += [np.isnan(numbers_B)] if scale["indicator"] else []
                     ids += [] if scale["edges"] is None else [bucket_ids(numbers_B, scale["edges"])]
             elif column["role"] == "categorical":
-                texts = values.cast(pl.String)
+                texts = texts_of(values, column["learned"])
                 ids.append(_text_ids(column, texts.str.to_lowercase() if column["ignore_case"] else texts))
             else:
                 most = column["max_items"]
