@@ -28,7 +28,7 @@ from dphybrid.data.table.cells import clean
 from dphybrid.data.table.encoder import Encoder
 from dphybrid.data.table.files import find_files, read_files
 from dphybrid.data.table.frames import Written, as_frame, table_target, write_frames
-from dphybrid.data.table.rows import Rejected, Rows
+from dphybrid.data.table.rows import Rejected, Rows, check_types
 from dphybrid.recipes.configs import build_config, stored_config
 from dphybrid.recipes.registry import OF_TABLES, find_recipe
 from dphybrid.serving.load import find_checkpoint, model_from_checkpoint
@@ -119,8 +119,10 @@ class Predictor:
         if isinstance(rows, str | Path):
             return self._predict_path(str(rows))
         frame = as_frame(rows, "the rows")
-        names = frame.collect_schema().names()
-        self._check_columns(names, "the rows")
+        schema = frame.collect_schema()
+        self._check_columns(schema.names(), "the rows")
+        read = pl.Schema({name: schema[name] for name in self.encoder.names})
+        check_types(read, "the rows", "data.ignore of a new training", ())
         pieces: Iterable[pl.DataFrame] = [frame] if isinstance(frame, pl.DataFrame) else []
         if isinstance(frame, pl.LazyFrame):
             # by_name, because a plain select would read a column named `*` or `^...$` as a pattern.

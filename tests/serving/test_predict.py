@@ -130,6 +130,15 @@ def test_whole_numbers_are_the_same_category_as_floats(tmp_path: Path) -> None:
     assert encoder.encode({"n": pl.Series([7.5, None])})[0]["ids_BF"].T.tolist() == [[UNKNOWN_ID, MISSING_ID]]
 
 
+def test_cells_that_no_table_can_have_are_told(predictor: Predictor) -> None:
+    odd = [[1.5]], [b"\xff"], [object()], np.ones((1, 2)), [{"a": 1}]
+    for cells in odd:
+        with refused("the rows: column 'age' holds "):
+            predictor.predict({"age": cells, "city": ["a"], "user_id": ["u1"]})
+    with refused("the rows: cannot be read as a table: .*surrogates"):
+        predictor.predict({"age": [1], "city": ["\ud800"], "user_id": ["u1"]})
+
+
 def test_rows_that_cannot_be_read_are_told_and_left_out(trained: tuple[Report, Path], tmp_path: Path) -> None:
     report, _ = trained
     file, out = tmp_path / "x.csv", tmp_path / "out.parquet"

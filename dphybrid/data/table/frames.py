@@ -57,7 +57,7 @@ def as_frame(data: object, where: str) -> pl.DataFrame | pl.LazyFrame:
         if isinstance(data, Sequence) and all(isinstance(row, Mapping) for row in data):
             names = dict.fromkeys(str(name) for row in data for name in row)
             return pl.DataFrame({name: [row.get(name) for row in data] for name in names}, strict=False)
-    except (pl.exceptions.PolarsError, TypeError, OverflowError) as error:
+    except (pl.exceptions.PolarsError, TypeError, OverflowError, UnicodeEncodeError) as error:
         raise UserError(f"{where}: cannot be read as a table: {error}") from error
     raise UserError(f"{where}: is {type_text(data)}; give {KINDS}")
 
