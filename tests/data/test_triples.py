@@ -42,6 +42,7 @@ def test_one_file_is_split_by_seed(tmp_path: Path) -> None:
         LINES.replace("\t", "  "),
         "\ufeff" + LINES.replace("\n", "\r\n"),
         LINES + "\n \n",
+        "\n \nhead,relation,tail\n" + LINES.replace("\t", ","),
         "head,relation,tail\n" + LINES.replace("\t", ","),
         "Subject\tPredicate\tObject\n" + LINES,
     ],

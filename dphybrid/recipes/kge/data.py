@@ -151,19 +151,23 @@ class _TripleSource(Source):
         try:
             # utf-8-sig: a byte-order mark would become part of the first head.
             with file.open(encoding="utf-8-sig") as stream:
+                first = True
                 for number, line in enumerate(stream, start=1):
-                    if number == 1 and given == "auto" and "\t" not in line:
+                    if not line.strip():
+                        continue
+                    if first and given == "auto" and "\t" not in line:
                         separator = "," if line.count(",") == 2 else None  # None: split at any blanks
                     cells = [cell.strip() for cell in line.split(separator)]
                     if len(cells) == 3 and all(cells):
-                        if number > 1 or " ".join(cells).lower() not in _HEADERS:
+                        if not first or " ".join(cells).lower() not in _HEADERS:
                             yield cells
-                    elif line.strip():
+                    else:
                         why = "an empty value"
                         if len(cells) != 3:
                             why = f"{len(cells)} values, expected head, relation and tail"
                         text = line[:SHOWN].rstrip("\n")
                         rejected.append(Rejected(file=str(file), line=number, reason=why, text=text))
+                    first = False
         except UnicodeDecodeError as error:
             where = f"data.path: {file} is not UTF-8 text (byte {error.start})"
             raise UserError(f"{where}; save it as UTF-8") from error
