@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     stop = StopRequest()
     config, settings = config_from_args(args)
     name = args.sweep or f"sweep-{datetime.now():%m%d-%H%M%S}"
-    from dphybrid.lifecycle.sweep import failures, make_grid, run_grid, sweep_folder, write_sweep
+    from dphybrid.lifecycle.sweep import failures, in_mlflow, make_grid, run_grid, sweep_folder, write_sweep
 
     with stop_signals(stop):
         if args.trials:
@@ -79,7 +79,9 @@ def run(args: argparse.Namespace) -> int:
     rows, file = write_sweep(sweep_folder(name, settings), cells, reports)
     for row in rows:
         print(_line(row, f"{settings.mlflow_uri}".startswith("http")))
-    print(f"Results: {file}\nCompare: dphybrid compare --sweep {shlex.quote(name)}")
+    print(f"Results: {file}")
+    if len(in_mlflow(reports)) > 1:
+        print(f"Compare: dphybrid compare --sweep {shlex.quote(name)}")
     # Last, so that an interrupted sweep still prints the runs that it trained.
-    stop.obey(f"with runs left; continue with --sweep {name}")
+    stop.obey(f"with runs left; continue with --sweep {shlex.quote(name)}")
     return 1 if failures(reports) else 0

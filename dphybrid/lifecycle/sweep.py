@@ -222,12 +222,16 @@ def write_sweep(folder: Path, cells: Sequence[Cell], reports: Reports) -> tuple[
     return rows, file
 
 
+def in_mlflow(reports: Reports) -> list[str]:
+    """Return the ids of the runs that MLflow has recorded, in the order of the runs' names."""
+    done = [report for _, report in sorted(reports.items()) if isinstance(report, Report)]
+    return [report.run_id for report in done if report.run_id and report.tracking_uri != FILES]
+
+
 def compare_sweep(cells: Sequence[Cell], reports: Reports, sweep: str, settings: Settings) -> str:
     """Compare the sweep's runs that are in MLflow on a page in the sweep's folder, and log the page to
     MLflow. Return its address there, "" if there are fewer than two such runs."""
-    done = [report for _, report in sorted(reports.items()) if isinstance(report, Report)]
-    run_ids = [report.run_id for report in done if report.run_id and report.tracking_uri != FILES]
-    run_ids = run_ids[-MAX_CELLS:]  # a search may have more runs than fit on a page
+    run_ids = in_mlflow(reports)[-MAX_CELLS:]  # a search may have more runs than fit on a page
     if len(run_ids) < 2:
         return ""
     # Imported here, because these import MLflow, which a sweep itself does not need.
