@@ -111,7 +111,8 @@ def plan_retraining(config: ExperimentConfig, settings: Settings, event: str = "
 def _kept_checkpoint(champion: Version, registry: Registry, settings: Settings) -> Path:
     """Return the champion's checkpoint in a folder that will stay: in its run's folder, or else a copy of
     MLflow's artifact."""
-    copy = settings.data_dir / "champions" / f"{champion.name}-{champion.number}"
+    # With the run's id: another registry may have a version of the same name and number.
+    copy = settings.data_dir / "champions" / f"{champion.name}-{champion.number}-{champion.run_id[:8]}"
     if (copy / "state.json").is_file():
         return copy
     found = checkpoint_folder(champion.uri, registry.uri)

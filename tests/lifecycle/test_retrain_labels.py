@@ -1,15 +1,19 @@
 """Retraining of a class or a number as label promotes or keeps by the metric's own direction."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import polars as pl
 import pytest
 
 from dphybrid.config.settings import load_settings
+from dphybrid.lifecycle import retrain
 from dphybrid.lifecycle.retrain import Decision, judge, open_registry, plan_retraining
-from dphybrid.recipes.configs import build_config
+from dphybrid.recipes.configs import build_config, load_config
 from dphybrid.run.train import run_job
+from dphybrid.tracking.models import Version
+from tests.commands import run_with
 from tests.refusing import refused
 
 
@@ -90,3 +94,21 @@ def test_the_better_challenger_is_promoted(
         day(4, range(6)).with_columns(kind=pl.lit("pink")).write_parquet(days / "day-4.parquet")
         with refused(r"classes were \['blue', 'green', 'red'\] and are now .*'pink'"):
             retrained(days, label)
+
+
+@pytest.mark.usefixtures("unrecorded")
+def test_a_champion_of_another_registry_is_not_mistaken_for_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.csv").write_text("a,y\n" + "".join(f"{n % 7},{n % 2}\n" for n in range(80)))
+    values = ["data.path=rows.csv", "data.label=y", "train.epochs=1", "devices=cpu"]
+    config = load_config(None, [*values, "checkpoint.register_as=clicks"])
+    for seed in (1, 2):
+        checkpoint = Path(run_with(*values, f"train.seed={seed}").best_checkpoint)
+        champion = Version("clicks", "1", f"run{seed}", {}, "promoted")
+        registry = SimpleNamespace(uri="", newest=lambda _, v=champion: v, champion=lambda _, v=champion: v)
+        monkeypatch.setattr(retrain, "open_registry", lambda _, it=registry: it)
+        monkeypatch.setattr(retrain, "checkpoint_folder", lambda *_, it=checkpoint: it)
+        kept = retrain.plan_retraining(config, load_settings()).config.train.warm_start
+        assert (Path(kept) / "state.json").read_bytes() == (checkpoint / "state.json").read_bytes()
