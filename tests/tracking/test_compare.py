@@ -242,7 +242,7 @@ def test_wrong_calls_say_what_is_there(
     assert "no run has this param; did you mean train.batch_size" in said
     for name, value, words in [
         ("MLFLOW_TRACKING_URI", "http://127.0.0.1:9", "http://127.0.0.1:9: does not answer"),
-        ("MLFLOW_TRACKING_URI", "none", "no run is recorded there"),
+        ("MLFLOW_TRACKING_URI", "none", "the tracking URI is none, so no run is recorded"),
         ("DPHYBRID_DATA_DIR", str(folder / "nothing"), "no run is recorded there yet"),
     ]:
         with monkeypatch.context() as patch:

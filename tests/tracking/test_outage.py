@@ -119,7 +119,7 @@ def test_training_ends_without_its_server_and_sync_completes_the_run(
     report = run_with(*RUN, "train.epochs=3", "checkpoint.register_as=hybrid")
     assert report.metrics["mse"] < 1
     assert "`dphybrid sync` sends them" in capsys.readouterr().out
-    assert f"{report.run_id}: kept" in command("sync", "--wait", "1", ends=1)
+    assert f"{report.run_id}: records kept" in command("sync", "--wait", "1", ends=1)
     server.start()
     assert f"{report.run_id}: everything sent" in command("sync", "--wait", "120")
     assert "Nothing to do" in command("sync", "--wait", "120")
