@@ -354,12 +354,11 @@ def _refuse_while_accumulating() -> None:
 
 
 def _check_numbers(numbers: Mapping[str, Any]) -> None:
-    lr, decay = float(numbers["lr"]), numbers["weight_decay"]
+    lr, decay, eps = float(numbers["lr"]), numbers["weight_decay"], numbers.get("eps", 0.0)
     betas = (0.0, numbers["beta2"]) if "beta2" in numbers else numbers.get("betas", ())
-    if not 0 <= lr < math.inf or not 0 <= decay < math.inf or numbers.get("eps", 0.0) < 0:
+    if not all(0 <= number < math.inf for number in (lr, decay, eps)):
         raise UserError(
-            f"row optimizer: lr={lr}, weight_decay={decay}, eps={numbers.get('eps', 0.0)}; give finite "
-            "numbers of at least 0"
+            f"row optimizer: lr={lr}, weight_decay={decay}, eps={eps}; give finite numbers of at least 0"
         )
     if betas:
         native.corrections(*map(float, betas))

@@ -1,5 +1,6 @@
 """A row optimizer is a torch.optim.Optimizer: groups, schedulers, closures, hooks, and states."""
 
+import math
 import pickle
 import warnings
 from collections.abc import Callable
@@ -99,6 +100,8 @@ def test_a_group_a_table_each_with_numbers_of_its_own() -> None:
         (lambda: RowSGD([table(), table()], lr=0.1), "two tables are called 'words'"),
         (lambda: RowSGD([{"params": table(), "momentum": 0.9}], lr=0.1), "RowSGD has no momentum"),
         (lambda: RowSGD([{"params": table(), "lr": -1}], lr=0.1), "lr=-1"),
+        (lambda: LazyAdam(table(), eps=math.nan), "eps=nan; give finite numbers"),
+        (lambda: LazyAdam(table(), eps=math.inf), "eps=inf; give finite numbers"),
         (
             lambda: RowAdam(table(), lr=float("inf")),
             r"lr=inf, weight_decay=0\.0, eps=1e-08; give finite numbers",
