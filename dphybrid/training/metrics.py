@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from pydantic import BaseModel
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from dphybrid.util.errors import UserError
 
@@ -93,7 +94,7 @@ def _perplexity(outputs: dict[str, Tensor]) -> dict[str, float]:
 
 
 def _binary(outputs: dict[str, Tensor]) -> dict[str, float]:
-    from sklearn.metrics import log_loss, roc_auc_score
+    from sklearn.metrics import roc_auc_score
 
     labels_B, logits_B = outputs["labels_B"].numpy(), outputs["logits"].double()
     weights_B = sample_weights(outputs)
@@ -101,10 +102,12 @@ def _binary(outputs: dict[str, Tensor]) -> dict[str, float]:
         raise UserError(
             "the validation rows all have the same label, so AUC is undefined; raise data.valid_fraction"
         )
+    losses_B = binary_cross_entropy_with_logits(logits_B, outputs["labels_B"].double(), reduction="none")
     return {
         # AUC of logits, not probabilities: torch's sigmoid may differ in the last bit for equal logits.
         "auc": float(roc_auc_score(labels_B, logits_B.numpy(), sample_weight=weights_B)),
-        "log_loss": float(log_loss(labels_B, torch.sigmoid(logits_B).numpy(), sample_weight=weights_B)),
+        # Of logits, too: a probability that rounds to 0 or 1 has no loss, and sklearn takes 36 for it.
+        "log_loss": float(np.average(losses_B.numpy(), weights=weights_B)),
     }
 
 

@@ -21,7 +21,7 @@ from dphybrid.recipes.ctr import CtrModelConfig
 from dphybrid.recipes.ctr.model import build_ctr
 from dphybrid.serving.predict import Predictor
 from dphybrid.training.label_tasks import label_task
-from dphybrid.training.metrics import MULTICLASS, Confusion
+from dphybrid.training.metrics import BINARY, MULTICLASS, Confusion
 from tests.commands import command, models_of
 from tests.refusing import refused
 
@@ -263,3 +263,9 @@ def test_weights_count_in_the_accuracy_of_any_multiclass_recipe() -> None:
     weights = {"weight": torch.tensor([1.0, 3.0, 0.0])}  # the wrong row does not count
     assert MULTICLASS.compute(outputs | weights) == {"accuracy": 1.0, "loss": 1.0}
     assert MULTICLASS.compute(outputs | {"weight": torch.ones(3)})["accuracy"] == pytest.approx(2 / 3)
+
+
+def test_the_loss_of_sure_and_wrong_predictions_is_not_cut_off() -> None:
+    outputs = {"logits": torch.tensor([800.0, -2.0]), "labels_B": torch.tensor([0.0, 1.0])}
+    found = BINARY.compute(outputs | {"weight": torch.tensor([1.0, 3.0])})
+    assert found["log_loss"] == pytest.approx((800 + 3 * np.log1p(np.exp(2))) / 4)
