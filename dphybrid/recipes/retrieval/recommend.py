@@ -110,7 +110,7 @@ class Recommender:
             users = [users]
         # Names are texts in the encoder, also names that are numbers. The empty frame gives the columns when
         # there are no users.
-        names = [str(name) for name in users]
+        names = [self._name(user) for user in users]
         return pl.concat([pl.DataFrame(schema=_COLUMNS), *self._frames(names, k)])
 
     def predict(self, rows: object) -> pl.DataFrame:
@@ -200,8 +200,13 @@ class Recommender:
                 raise UserError(
                     f"{rows.file}: has no column {data.user!r} with users; columns: {', '.join(rows.names)}"
                 )
-            found |= dict.fromkeys(rows.texts(data.user).drop_nulls().unique(maintain_order=True))
+            found |= dict.fromkeys(map(self._name, rows.cells[data.user].drop_nulls().to_list()))
         return list(found), rejected
+
+    def _name(self, user: object) -> str:
+        """Return a user's name; 7.0, as pandas writes 7 beside a missing value, is the known user 7."""
+        name = str(user)
+        return name.removesuffix(".0") if isinstance(user, float) and name not in self._numbers else name
 
     @torch.inference_mode()
     def _frames(self, names: Sequence[str], k: int) -> Iterator[pl.DataFrame]:
