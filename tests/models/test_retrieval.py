@@ -333,10 +333,27 @@ def test_a_frame_trains_and_its_other_columns_are_left_out(data_dir: Path) -> No
     given = {"recipe": "retrieval", "user_features": "country", "tracking": "none", "quiet": True}
     with refused("item='itm': data has no such column; did you mean 'item'"):
         dphybrid.train(frame, item="itm", **given)
+    with refused("data.item='item': holds lists; name a column of single values"):
+        dphybrid.train(frame.with_columns(pl.concat_list("item")), **given)
+    with refused("2 of 200 rows cannot be read"):
+        lacking = pl.when(pl.int_range(pl.len()) >= 2).then("user").alias("user")
+        dphybrid.train(frame.with_columns(lacking), **given)
     run = dphybrid.train(frame, time="day", epochs=1, devices="cpu*2", **given)
     assert len(run.recommend("u1", k=3)) == 3
-    assert run.recommend(np.int64(1), k=3)["user"].to_list() == ["1"] * 3  # as a frame's cells are
-    assert pl.read_parquet(data_dir / "frames").columns == ["user", "item", "country", "day"]
+    assert pl.read_parquet(run.config.data.path).columns == ["user", "item", "country", "day"]
+
+
+def test_a_user_is_found_by_a_number_of_any_type(unrecorded: None, tmp_path: Path) -> None:
+    """As numpy has it in a frame's cells, and pandas beside a missing one."""
+    frame = pl.DataFrame({"user": [i % 9 for i in range(200)], "item": [i * i % 31 for i in range(200)]})
+    run = dphybrid.train(frame, recipe="retrieval", epochs=1, devices="cpu", quiet=True)
+    wanted = run.recommend("7", k=2)
+    assert wanted["score"].null_count() == 0
+    for user in (7, np.int64(7), 7.0):
+        assert run.recommend(user, k=2).equals(wanted)
+    pl.DataFrame({"user": [None, 7.0]}).write_parquet(tmp_path / "who.parquet")
+    run.predictor.predict_file(tmp_path / "who.parquet", tmp_path / "top.parquet", top=2)
+    assert pl.read_parquet(tmp_path / "top.parquet").equals(wanted)
 
 
 def test_unknown_users_get_the_popular_items(trained: tuple[Report, Path], tmp_path: Path) -> None:

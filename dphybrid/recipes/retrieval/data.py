@@ -167,7 +167,8 @@ class _InteractionSource:
         names = list(dict.fromkeys(name for _, name in d.named_columns))
         rejected: list[Rejected] = []
         chunks = (
-            read_files(self.files, d.reading, rejected, "read rows", progress)
+            # Not into `rejected`, as read_files counts the rows in its list.
+            read_files(self.files, d.reading, [], "read rows", progress)
             if self.files
             else [sample(self.seed)]
         )
@@ -179,6 +180,10 @@ class _InteractionSource:
                     f"{suggestion(missing[0], rows.names)}; name the columns with data.user, "
                     "data.item, data.time, data.user_features and data.item_features"
                 )
+            if lists := [pair for pair in d.named_columns if rows.cells[pair[1]].dtype == pl.List]:
+                field, name = lists[0]
+                raise UserError(f"data.{field}={name!r}: holds lists; name a column of single values")
+            rejected += rows.rejected
             piece = pl.DataFrame([rows.texts(name).cast(pl.String).alias(name) for name in names])
             whole_B = piece[d.user].is_not_null() & piece[d.item].is_not_null()
             for place in (~whole_B).arg_true():
