@@ -130,6 +130,15 @@ def test_whole_numbers_are_the_same_category_as_floats(tmp_path: Path) -> None:
     assert encoder.encode({"n": pl.Series([7.5, None])})[0]["ids_BF"].T.tolist() == [[UNKNOWN_ID, MISSING_ID]]
 
 
+def test_the_rows_to_predict_are_not_overwritten(predictor: Predictor, tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text(text := "\n".join([HEADER, *rows(5, 2)]))
+    (tmp_path / "y.csv").symlink_to("x.csv")
+    for path, out in (("x.csv", "x.csv"), ("*.csv", "x.csv"), ("x.csv", "y.csv")):
+        with refused(f"--out .*{out}: is one of the files to predict"):
+            predictor.predict_file(tmp_path / path, tmp_path / out)
+    assert (tmp_path / "x.csv").read_text() == text
+
+
 def test_cells_that_no_table_can_have_are_told(predictor: Predictor) -> None:
     odd = [[1.5]], [b"\xff"], [object()], np.ones((1, 2)), [{"a": 1}]
     for cells in odd:

@@ -93,7 +93,7 @@ def _linear(
                 return found
             # scikit-learn gives one score when its rows have only two of the task's classes.
             if found.dim() == 1:
-                found = torch.stack([-found, found], 1)
+                found = torch.stack([torch.zeros_like(found), found], 1)
             # It has no columns for classes that its rows lack: those get a probability near 0.
             logits_BC = torch.full((len(found), task.num_outputs), -30.0)
             logits_BC[:, torch.from_numpy(classes).long()] = found
