@@ -66,14 +66,14 @@ class RowsPredictor:
         if threshold is not None:
             raise UserError("--threshold: only for recipes that read tables; leave it out")
         # First of all, so that a target that cannot be written costs no work.
-        done, rejected = Written(table_target(out)), list[Rejected]()
+        files = find_files(str(path), "data.path")
+        done, rejected = Written(table_target(out, files)), list[Rejected]()
         named = {name: value for name, value in reading.items() if name in READING_FIELDS}
         if odd := reading.keys() - named.keys():
             raise UserError(f"{min(odd)}: is not an option of recipe {self._recipe}'s predictions")
         data = TableDataConfig(path=str(path), **named)
 
         def frames() -> Iterator[pl.DataFrame]:
-            files = find_files(str(path), "data.path")
             for chunk in read_files(files, data, rejected, "predict rows", on_progress):
                 done.num_rows += len(chunk)
                 yield self._with(keep, chunk)

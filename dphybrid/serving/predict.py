@@ -188,8 +188,9 @@ class Predictor:
         Raises UserError for files that do not fit, or when more than data.max_rejected of the rows cannot be
         read; nothing is left at `out` then.
         """
-        path, target = str(path), table_target(out)
+        path = str(path)
         files = find_files(path, "data.path")
+        target = table_target(out, files)
         label = self.task.label
         if threshold is not None and label.task != "binary":
             raise UserError(

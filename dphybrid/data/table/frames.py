@@ -159,9 +159,12 @@ class Written:
         return [f"{left_out} left out: {file} lists them with the reasons"]
 
 
-def table_target(out: str | Path) -> Path:
-    """Return the path of --out. Raises UserError if its ending is unknown or no file can be written there."""
+def table_target(out: str | Path, files: Sequence[Path]) -> Path:
+    """Return the path of --out. Raises UserError if its ending is unknown, if no file can be written there,
+    and if it is one of the files to predict."""
     target = Path(out)
+    if target.exists() and any(target.samefile(file) for file in files):
+        raise UserError(f"--out {out}: is one of the files to predict; name another file")
     if target.suffix.lower() not in _WRITTEN:
         raise UserError(f"--out {out}: give a name that ends in {' or '.join(_WRITTEN)}")
     check_target(target, f"--out {out}")

@@ -147,7 +147,7 @@ class Recommender:
         if top < 1:
             raise UserError(f"--top {top}: give 1 or more items per user")
         # Before any work, so that a target that cannot be written costs none.
-        target = table_target(out)
+        target = table_target(out, find_files(str(path), "data.path"))
         done = _Recommended(target, top=top)
         names, rejected = self._users_of(str(path), values)
         done.num_rejected = len(rejected)
