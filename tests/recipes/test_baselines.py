@@ -6,7 +6,7 @@ import numpy as np
 import polars as pl
 import pytest
 from sklearn.linear_model import LogisticRegression
-from sklearn.metrics import roc_auc_score
+from sklearn.metrics import log_loss, roc_auc_score
 
 from dphybrid.data import Prepared
 from dphybrid.recipes.configs import build_config
@@ -48,6 +48,28 @@ def test_they_are_a_constant_and_scikit_learns_linear_model(tmp_path: Path) -> N
     model = LogisticRegression().fit(inputs[train], clicked[train])
     expected = roc_auc_score(clicked[valid], model.decision_function(inputs[valid]))
     assert found["linear model"]["auc"] == pytest.approx(expected, abs=0.005)
+
+
+def test_two_of_three_classes_in_training_have_scikit_learns_probabilities(tmp_path: Path) -> None:
+    frame = table().drop("score").with_row_index("day")
+    newest = frame["day"].max()
+    clicked = (
+        pl.when(pl.col("day") == newest).then(pl.lit("new")).otherwise(pl.col("clicked").cast(pl.String))
+    )
+    data = prepared(
+        frame.with_columns(clicked=clicked), tmp_path, "clicked", split="time", split_column="day", buckets=0
+    )
+    found = find_recipe("ctr").baselines(data)["linear model"]["log_loss"]
+    train, valid = (frame[data.arrays[f"{part}_rows"]] for part in ("train", "valid"))
+    known = valid.filter(pl.col("day") != newest)
+    share = len(known) / len(valid)
+
+    def inputs(part: pl.DataFrame) -> np.ndarray:
+        return np.column_stack([part["price"], *(part["shop"] == f"shop {n}" for n in range(3))])
+
+    model = LogisticRegression().fit(inputs(train), train["clicked"].to_numpy())
+    loss = log_loss(known["clicked"].to_numpy(), model.predict_proba(inputs(known)))
+    assert found == pytest.approx(share * loss + (1 - share) * 30, abs=0.04)  # 0.09 with doubled scores
 
 
 @pytest.mark.parametrize(
