@@ -33,9 +33,12 @@ from dphybrid.util.pages import Page
 S = TypeVar("S")
 T = TypeVar("T")
 
+PREPARED_VERSION = 11
+"""Part of the digest. Increase it when the same input and options would give other arrays or another split,
+so that folders prepared before are not used."""
 ENCODER_VERSION = 10
-"""Part of the digest. Increase it when the same input would be encoded differently, so that folders of the
-older encoding are not used."""
+"""Version of a saved encoder. Increase it when an older one can no longer be read, or would be read as
+another; checkpoints with an older one are then refused."""
 
 _PIECE_BYTES = 2**24
 """Bytes of a file that are digested at a time."""
@@ -431,7 +434,7 @@ def find_prepared(
 
 
 def _digest(name: str, source: Source, seed: int, digests: list[bytes]) -> str:
-    facts = {"recipe": name, "seed": seed, "encoder": ENCODER_VERSION, **source.options}
+    facts = {"recipe": name, "seed": seed, "prepared": PREPARED_VERSION, **source.options}
     return combined_digest([json.dumps(facts, sort_keys=True).encode(), *digests])
 
 
