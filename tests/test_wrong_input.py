@@ -20,6 +20,11 @@ NOT_UTF_8 = "caf\udce9.csv"  # as Python reads the bytes caf\xe9.csv
 TOY = "train --recipe toy"
 
 
+def with_a_width(width: int = 8) -> int:
+    """A factory whose only parameter is not a context."""
+    return width + 1
+
+
 def told(*argv: str) -> str:
     text = command(*argv, ends=2)
     assert text.startswith("error: ")
@@ -70,6 +75,7 @@ def test_other_paths(path: str, data_dir: Path, monkeypatch: pytest.MonkeyPatch)
         ("check torch.nn:Linear", "is not a factory of a model .missing a required argument: 'out_features'"),
         ("check builtins:int", "is not a factory of a model .no signature"),
         ("check json:loads", "check json:loads: TypeError: .* not ModelContext .__init__.py, line"),
+        ("check tests.test_wrong_input:with_a_width", "returned an int; return a torch.nn.Module"),
         ("check uuid:getnode", "check uuid:getnode: returned an int; return a torch.nn.Module"),
         ("check nowhere:x", "^error: check = 'nowhere:x': no module named 'nowhere'"),
         ("check torch:Liner", "^error: check = 'torch:Liner': torch has no function 'Liner'; did you mean "),

@@ -220,7 +220,7 @@ class RowOptimizer(EagerOptimizer):
                 states[_UPDATES] += 1
         recorded = [None if info is None else info.ahead.changes for info in infos]
         if self.changes is not None or any(record is not None for record in recorded):
-            # numpy, not torch: on a few hundred rows its calls take half the time.
+            # numpy, not torch: on a few hundred rows its calls cost less.
             keys = keys_U.numpy()
             bounds = np.searchsorted(keys, tables.first_keys).tolist()
             for n, (weight, record) in enumerate(zip(weights, recorded, strict=True)):

@@ -127,10 +127,12 @@ def read_deployments(file: Path) -> list[_Deployment]:
 
 def check_prefect_yaml(file: Path) -> list[str]:
     """Check all deployments of a prefect.yaml and their schedules; return a line for each. Raises UserError
-    that lists every mistake."""
+    that lists every mistake, and for a file without deployments."""
     lines: list[str] = []
     mistakes: list[str] = []
-    for deployment in read_deployments(file):
+    if not (deployments := read_deployments(file)):
+        raise UserError(f"{file}: has no deployments; `dphybrid deploy --write` writes a file with some")
+    for deployment in deployments:
         base = deployment.parameters or {}
         checks = [(f"{file.name}: deployment {deployment.name}", base, False)]
         for number, schedule in enumerate(deployment.schedules or [], start=1):

@@ -67,12 +67,15 @@ def _made(target: str, factory: Callable[[], object]) -> nn.Module:
 
 
 def _takes_context(target: str) -> bool:
-    """Return whether a factory takes a ModelContext. Raises UserError when it can be called neither with one
-    nor without arguments."""
+    """Return whether a factory takes a ModelContext: whether its first parameter has no default. Raises
+    UserError when it can be called neither with one nor without arguments."""
     factory = import_callable(target, "check")
     try:
         signature = inspect.signature(factory)
-        arguments = [None] if signature.parameters else []
+        first = next(iter(signature.parameters.values()), None)
+        # `def build(width=8)` builds a model of its own, whose width is not a context.
+        needed = first is not None and first.default is first.empty and first.kind != first.VAR_KEYWORD
+        arguments = [None] if needed else []
         signature.bind(*arguments)
     except (TypeError, ValueError) as error:
         raise UserError(

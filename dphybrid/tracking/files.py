@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +69,12 @@ class FileTracker(Tracker):
         # A crash in mid write leaves half a line; the next line would be appended to it.
         if whole and not whole[-1].endswith("\n"):
             write_text(metrics, "".join(whole := whole[:-1]))
-        rows = [json.loads(line) for line in whole]
         # A resumed run repeats the steps after its checkpoint, whose metrics are in the file already.
-        self._recorded = {(row["step"], name) for row in rows for name in row}
+        for line in whole:
+            # A damaged line must not end the training; the repeated steps are recorded again.
+            with suppress(ValueError, TypeError, KeyError):
+                row = json.loads(line)
+                self._recorded |= {(row["step"], name) for name in row}
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         values = as_floats(metrics)

@@ -169,7 +169,7 @@ def test_a_searchs_ranges_are_checked_by_their_ends() -> None:
 
 FLOW = "entrypoint: dphybrid.flows.train_hybrid:train_hybrid"
 NO_PAGES = ["[1, 2]", "7", "text", "&a {deployments: *a}", "deployments: &a [*a]", "deployments: {}"]
-NO_PAGES += ["deployments: [7]", "\x00", "a: [", "[" * 3000]
+NO_PAGES += ["deployments: []", "a: 1", "deployments: [7]", "\x00", "a: [", "[" * 3000]
 DEPLOYMENTS = {
     "entrypoint: ''": "entrypoint = '': ",
     "entrypoint: .train:f": "entrypoint = '.train:f': ",

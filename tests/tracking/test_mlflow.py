@@ -266,6 +266,21 @@ def test_plain_files_take_the_numbers_of_numpy_and_torch(tmp_path: Path) -> None
     assert json.loads((record / "run.json").read_text())["summary"] == {"final/a": 0.25}
 
 
+def test_plain_files_with_a_damaged_line_are_continued(tmp_path: Path) -> None:
+    tracker = open_tracker("files", "x", tmp_path, runs=tmp_path)
+    tracker.start("run", {}, {}, "")
+    for step in (1, 2, 3):
+        tracker.log_metrics({"a": float(step)}, step)
+    metrics = tmp_path / "run" / "record" / "metrics.jsonl"
+    lines = metrics.read_text().splitlines()
+    metrics.write_text("\n".join([lines[0], lines[1][:7], "7", lines[2]]) + "\n")
+    tracker = open_tracker("files", "x", tmp_path, runs=tmp_path)
+    tracker.attach("run")
+    for step in (1, 2, 3):
+        tracker.log_metrics({"a": float(step)}, step)
+    assert metrics.read_text().splitlines()[-2:] == [lines[2], lines[1]]
+
+
 def test_a_database_whose_tables_did_not_fit_is_made_by_the_next_run(tmp_path: Path) -> None:
     uri, (soft, hard) = embedded_uri(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (200 * 1024, hard))
