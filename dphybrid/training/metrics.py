@@ -112,9 +112,9 @@ def _binary(outputs: dict[str, Tensor]) -> dict[str, float]:
 
 
 def _multiclass(outputs: dict[str, Tensor]) -> dict[str, float]:
+    weight_B = outputs["weight"].double()
     right_B = outputs["logits"].argmax(1) == outputs["labels_B"]
-    accuracy = np.average(right_B.double().numpy(), weights=sample_weights(outputs))
-    return {"accuracy": float(accuracy), "loss": _mean_loss(outputs)}
+    return {"accuracy": float(weight_B[right_B].sum() / weight_B.sum()), "loss": _mean_loss(outputs)}
 
 
 def _ranking(outputs: dict[str, Tensor]) -> dict[str, float]:

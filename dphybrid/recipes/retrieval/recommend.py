@@ -114,8 +114,8 @@ class Recommender:
         return pl.concat([pl.DataFrame(schema=_COLUMNS), *self._frames(names, k)])
 
     def predict(self, rows: object) -> pl.DataFrame:
-        """Return recommendations for the users in a table. rows: a frame or a dict of columns, with the
-        column of users named as in training. Raises UserError for a table without that column."""
+        """Return recommendations for the users in a table. rows: a frame or a dict of columns; the column of
+        users must have the same name as in training. Raises UserError if it is missing."""
         frame = as_frame(rows, "the rows").lazy().collect()
         if self._user not in frame.columns:
             raise UserError(f"the rows have no column {self._user!r} with users; add it")
@@ -147,9 +147,10 @@ class Recommender:
         if top < 1:
             raise UserError(f"--top {top}: give 1 or more items per user")
         # Before any work, so that a target that cannot be written costs none.
-        target = table_target(out, find_files(str(path), "data.path"))
+        files = find_files(str(path), "data.path")
+        target = table_target(out, files)
         done = _Recommended(target, top=top)
-        names, rejected = self._users_of(str(path), values)
+        names, rejected = self._users_of(str(path), files, values)
         done.num_rejected = len(rejected)
         done.num_rows, done.unknown = len(names), sum(name not in self._numbers for name in names)
 
@@ -187,7 +188,9 @@ class Recommender:
             lines.append(f"Without a training row: {users}, given the most popular items without a score")
         return lines + done.told()
 
-    def _users_of(self, path: str, values: dict[str, object]) -> tuple[list[str], list[Rejected]]:
+    def _users_of(
+        self, path: str, files: Sequence[Path], values: dict[str, object]
+    ) -> tuple[list[str], list[Rejected]]:
         """Return the users in the files, each once, and the rows that cannot be read."""
         known = self._config.data.model_dump() | {"path": path}
         data = build_config({"recipe": self._config.recipe, "data": known | values}).data
@@ -195,12 +198,13 @@ class Recommender:
         # A dict as a set that keeps the order of the files.
         found: dict[str, None] = {}
         rejected: list[Rejected] = []
-        for rows in read_files(find_files(path, "data.path"), data.reading, rejected):
+        for rows in read_files(files, data.reading, rejected):
             if data.user not in rows.names:
                 raise UserError(
                     f"{rows.file}: has no column {data.user!r} with users; columns: {', '.join(rows.names)}"
                 )
-            found |= dict.fromkeys(map(self._name, rows.cells[data.user].drop_nulls().to_list()))
+            users = rows.cells[data.user].drop_nulls().unique(maintain_order=True)
+            found |= dict.fromkeys(map(self._name, users.to_list()))
         return list(found), rejected
 
     def _name(self, user: object) -> str:
