@@ -121,7 +121,7 @@ def lease_folder(wanted: Path) -> Path:
             folder.chmod(0o1777)  # the umask removed bits from mkdir's mode
         if os.access(folder, os.W_OK):
             fault = shared_folder_fault(folder)
-            # A folder that belongs to another user is accepted: whoever trains first creates it for all.
+            # Another owner is no fault here: the first user who trains creates the folder for all users.
             if fault and "belongs to" not in fault:
                 raise UserError(
                     f"DPHYBRID_LEASE_DIR={str(wanted)!r}: {fault}; run `install -d -m 1777 -o root "

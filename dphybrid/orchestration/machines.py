@@ -64,7 +64,7 @@ _JOINED = "Joined"
 LEFT = "Left"
 SEAT = ".machines"
 """File in the run's folder that holds the first machine's seat. Another machine that finds its own seat's
-values there shares the folder; and whoever invites it must be able to write to that folder."""
+values there shares the folder; only someone who may write to that folder can have invited it."""
 _LOOK_EVERY_S = 2.0
 _LEAVE_S = 10.0
 """Grace period: how long a machine may continue after another one has left."""

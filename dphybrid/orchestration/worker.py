@@ -166,7 +166,7 @@ def check_job(job: ProcessJobConfiguration, deployment: "DeploymentResponse | No
     if refused := [name for name, is_given in given.items() if is_given and name not in settings.worker_may]:
         raise UserError(
             f"this worker accepts no {' and no '.join(refused)} from pool, deployment or run, because "
-            "whoever sets them can run commands as the worker's user; to allow it, set "
+            "anyone who sets them can run commands as the worker's user; to allow it, set "
             f"DPHYBRID_WORKER_ALLOWS={','.join(refused)} for the worker"
         )
 
