@@ -1,8 +1,15 @@
 """Hybrid models: embedding tables in host memory, dense blocks data-parallel on GPUs, every batch split
 recorded."""
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+# `python -m dphybrid` puts the working folder first among the places of imports, and others may be able to
+# write there. While Python looks for the module to run, sys.argv[0] is -m.
+_MODULE = sys.orig_argv[sys.orig_argv.index("-m") + 1 :][:1] if sys.argv[:1] == ["-m"] else []
+if any(name.partition(".")[0] == __name__ for name in _MODULE) and not sys.flags.safe_path:
+    del sys.path[0]
 
 if TYPE_CHECKING:
     from dphybrid.api.estimator import HybridClassifier, HybridRegressor

@@ -55,6 +55,8 @@ USED = [f"DPHYBRID_{name}" for name in ("TRACKING_URI", "DEVICES", "EXPERIMENT",
 """Variables that commands set in their own process."""
 
 torch.set_num_threads(1)
+# Programs that tests start import stand-ins from this folder; dphybrid itself never looks there.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
 # A shell ignores SIGINT for background commands, and nohup SIGHUP. The programs that tests start would
 # inherit that, and signals to them would have no effect.
 for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):

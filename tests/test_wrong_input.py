@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dphybrid.cli.main import main
-from dphybrid.config.settings import load_settings, misspelt_settings
+from dphybrid.config.settings import load_settings, notes_on_settings
 from dphybrid.recipes.configs import stored_config
 from dphybrid.tracking.loader import checkpoint_folder
 from tests.commands import command
@@ -276,7 +276,7 @@ def test_no_variable_of_the_project_itself_looks_misspelt(monkeypatch: pytest.Mo
             if file.suffix in ("", ".py", ".yaml", ".sh") and file.is_file() and file != Path(__file__):
                 for variable in re.findall(r"\bDPHYBRID_[A-Z_]*[A-Z]\b", file.read_text()):
                     monkeypatch.setenv(variable, "1")
-    assert misspelt_settings() == []
+    assert notes_on_settings() == []
 
 
 def test_a_data_folder_that_cannot_be_made_is_told_by_its_setting(monkeypatch: pytest.MonkeyPatch) -> None:

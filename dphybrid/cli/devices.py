@@ -11,6 +11,8 @@ from dphybrid.config.settings import Settings, load_settings
 from dphybrid.gpus.inventory import GIB, Gpu, Inventory, busy_reason, describe_process, visible
 from dphybrid.gpus.leases import ask_for, find_holder, lease_folder
 from dphybrid.util.errors import UserError
+from dphybrid.util.terminal import unescaped_output
+from dphybrid.util.text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,7 +52,7 @@ def _plain_console() -> "Console":
     style, and end with an error at `[/]`."""
     from rich.console import Console
 
-    return Console(markup=False, emoji=False)
+    return Console(file=unescaped_output(), markup=False, emoji=False)
 
 
 def _table(units: Sequence[Gpu], folder: Path, settings: Settings) -> "Table":
@@ -76,7 +78,7 @@ def _table(units: Sequence[Gpu], folder: Path, settings: Settings) -> "Table":
             unit.name,
             f"{unit.free_bytes / GIB:.1f} of {unit.total_bytes / GIB:.1f} GiB",
             "" if unit.utilisation is None else f"{unit.utilisation} %",
-            "\n".join(state) or "free",
+            printable("\n".join(state) or "free"),
             style="dim" if number is None else "green" if not holder and not busy else "yellow",
         )
     return table

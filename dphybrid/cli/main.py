@@ -6,7 +6,6 @@ import textwrap
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
-from pathlib import Path
 
 from dphybrid.cli.flags import recipe_of
 from dphybrid.cli.parser import Parser, run_cli
@@ -76,10 +75,6 @@ def _recipes_text() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code: 0, 2 for wrong input, 130 when interrupted."""
     given = (sys.argv[1:] if argv is None else argv) or ["--help"]
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        # Finds the user's recipes and models in this folder, as `python -m` does. Last, so that a file here
-        # shadows no installed package.
-        sys.path.append(str(Path.cwd()))
 
     def run() -> int:
         with kept_from_gc():  # parsing imports a user's recipe, and torch with it

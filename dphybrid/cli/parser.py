@@ -2,23 +2,25 @@
 
 import argparse
 import atexit
+import errno
 import gc
+import os
 import re
 import signal
-import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from io import TextIOWrapper
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from dphybrid.config.settings import load_settings, misspelt_settings
+from dphybrid.config.settings import load_settings, notes_on_settings
 from dphybrid.recipes.configs import explain_unknown
 from dphybrid.recipes.registry import DEFAULT, recipe_names
 from dphybrid.util.errors import UserError, suggestion
+from dphybrid.util.files import disk_text
 from dphybrid.util.importing import missing_extra
-from dphybrid.util.text import masked
+from dphybrid.util.terminal import guarded_output, tell
+from dphybrid.util.text import masked, printable
 
 _MANY_FLAGS = 30
 """With more flags than this the usage line does not list them: it would take forty lines."""
@@ -83,7 +85,7 @@ class Parser(argparse.ArgumentParser):
         for kind, noun in {"int": "an integer", "float": "a number"}.items():
             message = message.replace(f"invalid {kind} value:", f"give {noun}, not")
         # No usage, unlike argparse: it lists all flags, and the error would scroll off the screen.
-        self.exit(2, f"error: {message}\nSee `{self.prog} --help`.\n")
+        self.exit(2, f"error: {printable(message)}\nSee `{self.prog} --help`.\n")
 
 
 def field_of(flag: str) -> str:
@@ -115,40 +117,45 @@ def run_cli(function: Callable[[], int | None]) -> int:
     A UserError is printed as one message: code 2. An interruption is 128 + the number of its signal: 130 for
     Ctrl-C.
     """
-    # Otherwise print would raise for a character, of a column's name say, that the locale does not have.
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
     # Python searches all imported modules for garbage at its end, for two seconds, unless they are frozen.
     atexit.register(gc.freeze)
     # `dphybrid.flows` sets SIG_DFL so that Ctrl-C ends its imports without a traceback.
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        try:
-            for variable in misspelt_settings():
-                print(f"Note: {variable}", file=sys.stderr, flush=True)
-            return function() or 0
-        except ModuleNotFoundError as error:
-            raise missing_extra(error) from error
+        with guarded_output():
+            try:
+                _check_working_folder()
+                for note in notes_on_settings():
+                    tell(f"Note: {note}")
+                return function() or 0
+            except ModuleNotFoundError as error:
+                raise missing_extra(error) from error
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        tell(f"error: {error}")
         return 2
     except KeyboardInterrupt as interruption:
-        print(f"\n{interruption}" if str(interruption) else "\ninterrupted", file=sys.stderr)
+        tell(f"\n{interruption}" if str(interruption) else "\ninterrupted")
         # Only `Interrupted` carries a signal's number; shells report 128 + that number, and Ctrl-C is 2.
         return 128 + (vars(interruption).get("signal_number") or 2)
     except BrokenPipeError:
-        # The reader of a pipe has ended, as in `dphybrid ... | head`. Python flushes standard output again at
-        # its end and would print this error; 141 is 128 + SIGPIPE.
-        sys.stderr.close()
+        # The reader of a pipe has ended, as in `dphybrid ... | head`; 141 is 128 + SIGPIPE.
         return 141
     except OSError as error:
         # An OSError without a file is not the user's mistake; its traceback is needed.
         if error.filename is None:
             raise
-        path, folder = Path(str(error.filename)), load_settings().data_dir
+        path, folder, text = Path(str(error.filename)), load_settings().data_dir, disk_text(error)
         # Also a folder above the data folder: it may be the one that could not be made.
         own = path.is_relative_to(folder) or folder.is_relative_to(path)
-        where = f"; DPHYBRID_DATA_DIR={folder} must be a folder that you can write" if own else ""
-        print(masked(f"error: {path}: {error.strerror}{where}"), file=sys.stderr)
+        if own and error.errno in (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR):
+            text = f"{path}: {error.strerror}; DPHYBRID_DATA_DIR={folder} must be a folder that you can write"
+        tell(masked(f"error: {text}"))
         return 2
+
+
+def _check_working_folder() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise UserError("the working folder was removed; change to one that exists (cd)") from error

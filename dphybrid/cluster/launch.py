@@ -246,7 +246,7 @@ class _Starts:
             piped = None if sys.stdout.isatty() else subprocess.PIPE
             # A new session: Ctrl-C reaches only this process, which asks all ranks to stop.
             return subprocess.Popen(
-                [sys.executable, "-m", *self.module],
+                [sys.executable, "-P", "-m", *self.module],
                 env=environment,
                 start_new_session=True,
                 stdout=file if local else piped,

@@ -3,38 +3,87 @@ file. Settings are not part of an experiment. Devices and threads change a resul
 number of GPUs also by other dropout masks; the other settings do not change it."""
 
 import os
-from contextlib import suppress
 from difflib import get_close_matches
+from io import StringIO
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from dotenv import dotenv_values
 from pydantic import Field, ValidationError, field_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError, plain_words
-from dphybrid.util.files import given_path
+from dphybrid.util.files import given_path, read_own_text
 from dphybrid.util.hours import parse_training_hours
 
 _PREFIX = "DPHYBRID_"
 _ALMOST = 0.85
 """Similarity (difflib's ratio) from which on a variable counts as a misspelt setting."""
+_CENTURY_S = 100 * 365 * 86_400.0
+"""The longest time that a setting may give: the system's calls refuse some that are longer."""
+_NAMING_CODE = ("nvml", "factory_packages")
+"""Settings that choose code to import. A `.env` file cannot set them: it belongs to a folder, and copying a
+folder, or unpacking it, must not be enough to run its code."""
+
+
+class _EnvFile(PydanticBaseSettingsSource):
+    """The settings in the working folder's `.env`, if it is a file of the user's or root's that nobody else
+    may write. notes: why lines, or all of them, are left out."""
+
+    def __init__(self, settings_cls: type[BaseSettings]) -> None:
+        super().__init__(settings_cls)
+        self.values: dict[str, str | None] = {}
+        self.notes: list[str] = []
+        file = Path(".env")
+        # Some people have a folder of this name, with a virtual environment in it.
+        if file.is_dir() or not os.path.lexists(file):
+            return
+        try:
+            lines = dotenv_values(stream=StringIO(read_own_text(file)))
+        except UserError as fault:
+            self.notes.append(str(fault))
+            return
+        for name, value in lines.items():
+            setting = name.lower().removeprefix(_PREFIX.lower())
+            if not name.upper().startswith(_PREFIX):
+                continue  # other programs' variables
+            if setting in _NAMING_CODE:
+                self.notes.append(
+                    f"{file.absolute()}: {name.upper()} is ignored, because it names code to import; set it "
+                    "in the environment"
+                )
+            else:
+                self.values[setting] = value
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        return self.values.get(field_name), field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        return {name: text for name, text in self.values.items() if text is not None}
 
 
 class Settings(BaseSettings):
     """Settings of this machine and user."""
 
-    # extra="ignore": a .env file may also hold the variables of other programs.
+    # extra="ignore": a .env file may hold misspelt settings, which are only noted.
     model_config = SettingsConfigDict(
-        env_prefix=_PREFIX, env_file=".env", extra="ignore", frozen=True, use_attribute_docstrings=True
+        env_prefix=_PREFIX, extra="ignore", frozen=True, use_attribute_docstrings=True
     )
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], *sources: Any, **named: Any
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Read the arguments, then the environment, then `.env`."""
+        return named["init_settings"], named["env_settings"], _EnvFile(settings_cls)
 
     data_dir: Path = Path("~/.dphybrid")
     """Folder for prepared data, checkpoints and the default MLflow store."""
     devices: str = "auto"
     """Devices of experiments with devices=auto."""
-    threads: int = Field(default=0, ge=0)
+    threads: int = Field(default=0, ge=0, le=4096)
     """CPU threads for torch. 0: torch decides. With a fixed number, CPU results repeat bit for bit on another
     machine."""
     table_storage: Literal["memory", "mmap"] = "memory"
@@ -53,12 +102,12 @@ class Settings(BaseSettings):
     """Packages, separated by commas, whose code others may name as recipe, model.factory or train.callbacks:
     in checkpoints from elsewhere and, for a worker, in its runs. Your own commands and the runs in your
     data_dir may name any package."""
-    cluster_timeout_s: float = Field(default=300.0, gt=0)
+    cluster_timeout_s: float = Field(default=300.0, gt=0, le=_CENTURY_S)
     """Seconds that a rank waits for the other ranks in a joint operation. A rank that has died is noticed at
     once."""
     cluster_restarts: int = Field(default=3, ge=0)
     """How often the ranks of a run are restarted from its newest checkpoint after one has died."""
-    cluster_wait_s: float = Field(default=600.0, gt=0)
+    cluster_wait_s: float = Field(default=600.0, gt=0, le=_CENTURY_S)
     """Seconds that a run over several machines waits until all of them have started and have free GPUs."""
     cluster_address: str = ""
     """Address at which the other machines of a run reach this one. Empty: the local address of its connection
@@ -72,15 +121,15 @@ class Settings(BaseSettings):
     machine."""
     max_gpus: int = Field(default=0, ge=0)
     """Maximum number of GPUs that devices=auto takes. 0: all free ones."""
-    gpu_wait_s: float = Field(default=86400.0, ge=0)
+    gpu_wait_s: float = Field(default=86400.0, ge=0, le=_CENTURY_S)
     """Seconds that a run waits for GPUs before it fails and gives the reason."""
     gpu_free_share: float = Field(default=0.9, gt=0, le=1)
     """Share of a GPU's memory that must be unused for the GPU to count as free."""
     gpu_max_load: int = Field(default=10, ge=0, le=100)
     """Highest utilisation, in per cent, at which a GPU counts as free."""
-    gpu_window_s: float = Field(default=2.0, ge=0)
+    gpu_window_s: float = Field(default=2.0, ge=0, le=_CENTURY_S)
     """Seconds for which a GPU must have been free before it is taken."""
-    gpu_poll_s: float = Field(default=1.0, gt=0)
+    gpu_poll_s: float = Field(default=1.0, gt=0, le=_CENTURY_S)
     """Seconds between two checks of the GPUs, while waiting for them and while training on them."""
     gpu_ignore: str = "Xorg,Xwayland,gnome-shell"
     """Commands whose processes on a GPU are ignored, separated by commas."""
@@ -94,7 +143,7 @@ class Settings(BaseSettings):
     """Job variables that a worker accepts from Prefect, besides parameters, separated by commas: command,
     env, working_dir, pull_steps. With any of them, everyone who can reach Prefect's server can run commands
     as the worker's user."""
-    requeue_after_s: float = Field(default=60.0, ge=0)
+    requeue_after_s: float = Field(default=60.0, ge=0, le=_CENTURY_S)
     """Seconds after which a run that gave its GPUs back asks for them again."""
     nvml: str = "pynvml"
     """Module with NVML's functions. The GPUs of any module other than pynvml are simulated: virtual devices
@@ -184,21 +233,29 @@ def load_settings() -> Settings:
     except UnicodeDecodeError as error:
         place = Path(".env").absolute()
         raise UserError(f"{place}: is not UTF-8 text ({error}); save it as UTF-8") from error
+    except OSError as error:
+        raise UserError(
+            f"{error.filename}: cannot be read ({error.strerror}); remove it, or correct it"
+        ) from error
     # A missing folder is fine, as runs make it; a file in its place would only fail deep inside a run.
     if settings.data_dir.exists() and not settings.data_dir.is_dir():
         raise UserError(f"DPHYBRID_DATA_DIR = {str(settings.data_dir)!r}: is a file; name a folder")
     return settings
 
 
-def misspelt_settings() -> list[str]:
-    """Return a line for each variable of the environment or `.env` that looks like a misspelt setting, with
-    the setting that was probably meant."""
-    known, names = [name.upper() for name in Settings.model_fields], list(os.environ)
-    # pydantic-settings reads .env without putting its lines into os.environ.
-    with suppress(UnicodeDecodeError):  # `load_settings` reports it
-        names += dotenv_values(".env")
-    given = {name.upper().removeprefix(_PREFIX) for name in names if name.upper().startswith(_PREFIX)}
+def notes_on_settings() -> list[str]:
+    """Return a line for each part of `.env` that is ignored, and for each variable of the environment or
+    `.env` that looks like a misspelt setting, with the setting that was probably meant."""
+    known = [name.upper() for name in Settings.model_fields]
+    given = {name.upper().removeprefix(_PREFIX) for name in os.environ if name.upper().startswith(_PREFIX)}
+    notes: list[str] = []
+    try:
+        file = _EnvFile(Settings)
+    except (UnicodeDecodeError, OSError):  # `load_settings` reports them
+        pass
+    else:
+        notes, given = file.notes, given | {name.upper() for name in file.values}
     # Unknown names far from any setting are no mistakes: infra/ and dphybrid's own processes use the prefix.
     near = ((name, get_close_matches(name, known, 1, _ALMOST)) for name in sorted(given.difference(known)))
     line = "{0}{1}: there is no such setting; did you mean {0}{2}?"
-    return [line.format(_PREFIX, name, close) for name, found in near for close in found]
+    return notes + [line.format(_PREFIX, name, close) for name, found in near for close in found]

@@ -26,7 +26,7 @@ from pydantic import BaseModel, Field
 from dphybrid.data.batches import Array, ArrayDataset, Dataset
 from dphybrid.util.digests import combined_digest, file_digest, verify_files
 from dphybrid.util.errors import UserError, counted
-from dphybrid.util.files import clear_leftovers, make_folder, making, naming, sync
+from dphybrid.util.files import clear_leftovers, disk_text, make_folder, making, naming, sync
 from dphybrid.util.locks import locked
 from dphybrid.util.pages import Page
 
@@ -291,8 +291,8 @@ def build_once(folder: Path, name: str, digest: str, make: Callable[[Path], Cont
                 manifest = _write(partial, make(scratch), digest)
     except OSError as error:
         raise UserError(
-            f"{folder}: prepared data cannot be written there: {error}; make room, or set DPHYBRID_DATA_DIR "
-            "to another folder"
+            f"{folder}: prepared data cannot be made there: {disk_text(error)}; or set DPHYBRID_DATA_DIR to "
+            "another folder"
         ) from error
     return Prepared(final, manifest, reused=False)
 

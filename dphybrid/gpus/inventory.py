@@ -14,8 +14,10 @@ import psutil
 
 from dphybrid.config.settings import Settings
 from dphybrid.util.errors import UserError
+from dphybrid.util.importing import import_named
 
 GIB = 2**30
+REAL_NVML = "pynvml"
 _T = TypeVar("_T")
 
 
@@ -62,9 +64,10 @@ class Inventory:
     reason: why the last reading found no GPU. Raises UserError when the module cannot be imported.
     """
 
-    def __init__(self, module: str = "pynvml") -> None:
+    def __init__(self, module: str = REAL_NVML) -> None:
         try:
-            self._nvml: Any = importlib.import_module(module)
+            # pynvml may be missing here, and is then not looked for in the working folder.
+            self._nvml: Any = importlib.import_module(module) if module == REAL_NVML else import_named(module)
         except ImportError as error:
             raise UserError(f"DPHYBRID_NVML={module!r}: cannot be imported ({error}); use pynvml") from error
         self.reason = ""

@@ -45,7 +45,7 @@ def compiler() -> list[str] | None:
     found = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if found:
         return [found]
-    return [sys.executable, "-m", "ziglang", "cc"] if find_spec("ziglang") else None
+    return [sys.executable, "-P", "-m", "ziglang", "cc"] if find_spec("ziglang") else None
 
 
 def compile_library(level: str, folder: Path, flags: tuple[str, ...] = ()) -> Path:

@@ -128,7 +128,7 @@ def run_cell(
     page, log = folder / f"{cell.name}.config.json", folder / f"{cell.name}.log"
     write_text(page, cell.config.model_dump_json(indent=1))
     # One process per run: CUDA frees all of its memory at the process's end, and a crash ends only this run.
-    argv = [sys.executable, "-m", "dphybrid", "train", "--config", str(page), "--report", str(report)]
+    argv = [sys.executable, "-P", "-m", "dphybrid", "train", "--config", str(page), "--report", str(report)]
     for name, value in {**tags, SWEEP_TAG: sweep}.items():
         argv += ["--tag", f"{name}={value}"]
     # An interrupted cell continues from its checkpoint; its run has the cell's name.

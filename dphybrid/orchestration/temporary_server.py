@@ -45,7 +45,7 @@ class TemporaryServer:
             before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", __name__, str(listening.fileno())],
+                    [sys.executable, "-P", "-m", __name__, str(listening.fileno())],
                     pass_fds=[listening.fileno()],
                     # Closed by `stop`, or by the kernel when this process dies: that ends the server.
                     stdin=subprocess.PIPE,

@@ -16,7 +16,15 @@ import torch
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
-from dphybrid.gpus.inventory import GIB, Gpu, Inventory, describe_process, foreign_processes, visible
+from dphybrid.gpus.inventory import (
+    GIB,
+    REAL_NVML,
+    Gpu,
+    Inventory,
+    describe_process,
+    foreign_processes,
+    visible,
+)
 from dphybrid.gpus.leases import Lease, asked_by
 from dphybrid.gpus.waiting import Wanted, acquire
 from dphybrid.parallel import before_cuda_starts, resolve_devices
@@ -25,7 +33,6 @@ from dphybrid.util.errors import UserError
 from dphybrid.util.hours import parse_training_hours
 from dphybrid.util.stop import Interrupted, StopRequest, watching
 
-REAL_NVML = "pynvml"
 _SQUEEZE_SHARE = 0.02
 """A run gives way when another process is on its GPU and less than this share of the memory is free: soon one
 of the two would run out of memory."""

@@ -35,6 +35,7 @@ from dphybrid.serving.load import find_checkpoint, model_from_checkpoint
 from dphybrid.training.checkpoint import read_state
 from dphybrid.training.label_tasks import label_task
 from dphybrid.util.errors import UserError, counted
+from dphybrid.util.terminal import unescaped_output
 
 PLACE = {"file": pl.String, "line": pl.Int64}
 """The first columns of a file of predictions: where each row comes from. `Label.columns` follow."""
@@ -312,13 +313,15 @@ def print_predictions(predictor: Any, path: str, **options: Any) -> None:
 
     options: of `predict_file`. Raises UserError as `predict_file` does.
     """
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(encoding="utf-8")  # as in a file of --out, whatever the locale
+    # Escaped in a terminal. A file or pipe gets what --out would write: the same bytes, whatever the locale.
+    stream = sys.stdout if sys.stdout.isatty() else unescaped_output()
+    if isinstance(stream, TextIOWrapper):
+        stream.reconfigure(encoding="utf-8")
     with TemporaryDirectory(prefix="dphybrid-predict-") as folder:
         out = Path(folder) / "predictions.csv"
         done = predictor.predict_file(path, out, **options)
         with out.open(encoding="utf-8") as file:
-            shutil.copyfileobj(file, sys.stdout)
+            shutil.copyfileobj(file, stream)
     # Both may go to one terminal, where the note must follow the predictions.
     sys.stdout.flush()
     if done.num_rejected:

@@ -42,7 +42,7 @@ def serving(uri: str, port: int) -> Iterator[tuple["subprocess.Popen[bytes]", st
     quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     with tempfile.TemporaryFile() as output:
         server = subprocess.Popen(
-            [sys.executable, "-m", __name__],
+            [sys.executable, "-P", "-m", __name__],
             stdin=subprocess.PIPE,  # the kernel closes it when this process ends, and the server notices
             stdout=output,
             stderr=subprocess.STDOUT,

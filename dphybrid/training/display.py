@@ -9,6 +9,9 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from dphybrid.util.terminal import unescaped_output
+from dphybrid.util.text import printable
+
 _METRICS_EVERY_S = 30.0
 """Without a bar, metrics within an epoch are printed at most once in this time."""
 _PREPARATION_EVERY_S = 5.0
@@ -30,9 +33,8 @@ def preparation_progress() -> Iterator[Callable[[str, int, int], None]]:
 
         yield print_line
         return
-    with Progress(
-        TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(), transient=True
-    ) as bar:
+    columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(file=unescaped_output()), transient=True) as bar:
         tasks: dict[str, TaskID] = {}
 
         def move(what: str, done: int, total: int) -> None:
@@ -59,7 +61,8 @@ class Display:
                 TextColumn("{task.fields[note]}"),
             )
             # soft_wrap: rich would break long lines itself, and a copied path would have a newline in it.
-            self._bar = Progress(*columns, console=Console(soft_wrap=True), transient=True)
+            console = Console(file=unescaped_output(), soft_wrap=True)
+            self._bar = Progress(*columns, console=console, transient=True)
 
     def __enter__(self) -> Self:
         if self._bar is not None:
@@ -93,6 +96,6 @@ class Display:
         self._printed = time.monotonic()
         if self._bar is not None:
             # markup off: rich would take `[name]` in a user's text for a style and drop it.
-            self._bar.console.print(text, markup=False, highlight=False)
+            self._bar.console.print(printable(text), markup=False, highlight=False)
         else:
             print(text, flush=True)

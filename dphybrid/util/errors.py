@@ -8,19 +8,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dphybrid.util.text import masked
+from dphybrid.util.text import masked, printable
 
 
 class UserError(ValueError):
     """Wrong input. The message names the value, where it was found, and the remedy.
 
-    Raised before work starts, or after partial work was cleaned up. Its text masks passwords in addresses.
+    Raised before work starts, or after partial work was cleaned up. Its text masks passwords in addresses
+    and escapes control characters.
     """
 
     # A ValueError, so that pydantic's validators may raise it.
 
     def __str__(self) -> str:
-        return masked(super().__str__())
+        return printable(masked(super().__str__()))
 
 
 def suggestion(word: str, known: Sequence[str]) -> str:

@@ -10,14 +10,16 @@ import glob
 import json
 import os
 import platform
+import pwd
 import re
 import shutil
+import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import IO, Any
 
 from dphybrid.util.errors import UserError
 
@@ -29,6 +31,15 @@ _REMEDIES = {
     errno.EIO: "its disk fails: look at the system's log",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ENFILE: "the system has too many open files: end programs that hold them",
+    errno.ENOLCK: "its file system has no file locks: name a folder on a local disk",
+    errno.EOPNOTSUPP: "its file system cannot do this: name a folder on a local disk",
+    errno.ENOSYS: "its file system cannot do this: name a folder on a local disk",
+    errno.ESTALE: "its server has lost it: mount the folder again",
+}
+_OTHER_REMEDIES = {
+    errno.ENOENT: "it was removed meanwhile: run the command again",
+    errno.EACCES: "name a folder that you may write",
+    errno.EPERM: "name a folder that you may write",
 }
 _SMALL_BYTES = 2**24
 # What `temporary` gives: .NAME.KIND-PID-THREAD
@@ -69,15 +80,53 @@ def check_target(file: Path, what: str) -> None:
         raise UserError(f"{what}: you may not write in {folder}; name a file in another folder")
 
 
+def fault_of(found: os.stat_result) -> str | None:
+    """Return why a file must not be obeyed, or None: it belongs to neither this user nor root, every user may
+    write it, or it is no regular file."""
+    if found.st_uid not in (0, os.getuid()):
+        return f"it belongs to user {_user_name(found.st_uid)}; remove it, or work in a folder of your own"
+    if stat.S_ISLNK(found.st_mode):
+        return None  # its target decides
+    if not stat.S_ISREG(found.st_mode):
+        return "it is not a regular file"
+    return "every user may write it (chmod o-w forbids that)" if found.st_mode & stat.S_IWOTH else None
+
+
+def read_own_text(path: Path) -> str:
+    """Return the text of a file that is safe to obey. Raises UserError with the fault (see `fault_of`),
+    OSError, UnicodeDecodeError."""
+    # Whoever makes a link chooses the file, so the link counts, too. The opened file is checked, not its
+    # name: in a folder where others may write, the name can lead to another file a moment later.
+    fault = fault_of(path.lstat())
+    if fault is None:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer would block
+        with os.fdopen(handle, "rb") as stream:
+            fault = fault_of(os.fstat(handle))
+            if fault is None:
+                return _small(stream, path).decode()
+    raise UserError(f"{path.absolute()} is ignored: {fault}")
+
+
+def _user_name(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return str(number)
+
+
 def read_small_text(path: Path) -> str:
     """Return the text of a file written by hand. Raises OSError, also for more than 16 MiB, and
     UnicodeDecodeError."""
-    # One byte more than allowed instead of stat(): a device such as /dev/zero has no size, and never ends.
     with path.open("rb") as stream:
-        content = stream.read(_SMALL_BYTES + 1)
+        return _small(stream, path).decode()
+
+
+def _small(stream: IO[bytes], path: Path) -> bytes:
+    # One byte more than allowed instead of stat(): a device such as /dev/zero has no size, and never ends.
+    content = stream.read(_SMALL_BYTES + 1)
     if len(content) > _SMALL_BYTES:
         raise OSError(errno.EFBIG, f"is larger than {_SMALL_BYTES >> 20} MiB", str(path))
-    return content.decode()
+    return content
 
 
 def temporary(path: Path, kind: str = "partial") -> Path:
@@ -193,7 +242,8 @@ def scratch_folder(parent: Path, prefix: str) -> Iterator[Path]:
     Raises UserError if `parent` cannot be written.
     """
     try:
-        make_folder(parent, mode=0o700)
+        with naming(parent):
+            make_folder(parent, mode=0o700)
         # With the machine's name: in a shared folder, other machines' processes may be alive.
         prefix = f"{prefix}{platform.node()}-"
         for left in parent.glob(f"{glob.escape(prefix)}*"):
@@ -202,9 +252,7 @@ def scratch_folder(parent: Path, prefix: str) -> Iterator[Path]:
                 shutil.rmtree(left, ignore_errors=True)
         folder = TemporaryDirectory(prefix=f"{prefix}{os.getpid()}-", dir=parent, ignore_cleanup_errors=True)
     except OSError as error:
-        raise UserError(
-            f"{parent}: cannot be written ({error.strerror}); make room there, or set DPHYBRID_DATA_DIR"
-        ) from error
+        raise UserError(f"{disk_text(error)}; or set DPHYBRID_DATA_DIR to another folder") from error
     with folder as name:
         yield Path(name).resolve()
 
@@ -248,6 +296,12 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
+def disk_text(error: OSError) -> str:
+    """Return the message of a file's error: file, reason, and the remedy for this reason."""
+    remedy = (_REMEDIES | _OTHER_REMEDIES).get(error.errno or 0)
+    return f"{error.filename or 'a file'}: {error.strerror or error}{(remedy and f'; {remedy}') or ''}"
+
+
 @contextmanager
 def disk_errors_told(remedy: str = "") -> Iterator[None]:
     """Turn an OSError of the disk (full, read-only, failing, out of handles) into UserError with the file and
@@ -257,5 +311,4 @@ def disk_errors_told(remedy: str = "") -> Iterator[None]:
     except OSError as error:
         if error.errno not in _REMEDIES:
             raise
-        what = f"{error.filename or 'a file'}: {error.strerror}; {_REMEDIES[error.errno]}"
-        raise UserError(f"{what}{remedy and f', {remedy}'}") from error
+        raise UserError(f"{disk_text(error)}{remedy and f', {remedy}'}") from error

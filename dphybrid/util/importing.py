@@ -4,8 +4,10 @@ large imports."""
 import gc
 import importlib
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -79,6 +81,23 @@ def check_import(path: str, place: str, packages: str | None = None) -> None:
     )
 
 
+def import_named(name: str) -> ModuleType:
+    """Import a module that the user named. One in the working folder is found last, and only then does that
+    folder join the folders from which Python imports."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        top, here = name.partition(".")[0], str(Path.cwd())
+        # Not at the start of a command: others may be able to write into this folder, and a file `chardet.py`
+        # there would be imported by whatever library looks for an optional package of that name.
+        there = any(Path(here, file).exists() for file in (top, f"{top}.py"))
+        if error.name != top or here in sys.path or not there:
+            raise
+    sys.path.append(here)
+    importlib.invalidate_caches()
+    return importlib.import_module(name)
+
+
 def import_module_of(path: str, place: str) -> tuple[ModuleType, str]:
     """Import the module of `package.module:NAME` without checking its package; return it and NAME. place: the
     field, for messages. Raises UserError that says which part is missing."""
@@ -87,7 +106,7 @@ def import_module_of(path: str, place: str) -> tuple[ModuleType, str]:
     if not module_name or module_name.startswith(".") or not attribute:
         raise UserError(f"{place} = {path!r}: write package.module:NAME")
     try:
-        return importlib.import_module(module_name), attribute
+        return import_named(module_name), attribute
     except ModuleNotFoundError as error:
         raise UserError(
             f"{place} = {path!r}: no module named {error.name!r}; is its folder on PYTHONPATH?"

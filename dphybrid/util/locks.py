@@ -81,6 +81,8 @@ def lock(handle: int, wait: bool = False) -> bool:
         fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        raise _named(error, handle) from error
     return True
 
 
@@ -91,8 +93,15 @@ def is_locked(handle: int) -> bool:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
+    except OSError as error:
+        raise _named(error, handle) from error
     fcntl.flock(handle, fcntl.LOCK_UN)
     return False
+
+
+def _named(error: OSError, handle: int) -> OSError:
+    """Return an error of flock with the file's name: some network file systems have no locks."""
+    return OSError(error.errno, error.strerror, os.readlink(f"/proc/self/fd/{handle}"))
 
 
 def stands_at(path: Path, handle: int) -> bool:

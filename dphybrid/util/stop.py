@@ -43,6 +43,8 @@ class StopRequest:
     def __init__(self) -> None:
         # Needs no lock: threads and signal handlers only ever replace the whole object.
         self._asked: Interrupted | None = None
+        self.hung_up = False
+        """Whether the terminal has ended: the kernel, the shell and the first failing write each say so."""
 
     @property
     def pending(self) -> bool:
@@ -80,8 +82,8 @@ class StopRequest:
 
 @contextmanager
 def stop_signals(stop: StopRequest, at_once: bool = False) -> Iterator[None]:
-    """While the block runs, turn SIGINT, SIGTERM and SIGHUP into a stop request. A second signal interrupts
-    at once.
+    """While the block runs, turn SIGINT, SIGTERM and SIGHUP into a stop request. A second SIGINT or SIGTERM
+    interrupts at once.
 
     at_once: the first signal raises Interrupted at once, for blocks that lose no work by it. Does nothing
     outside the main thread, where Python allows no signal handlers.
@@ -94,12 +96,16 @@ def stop_signals(stop: StopRequest, at_once: bool = False) -> Iterator[None]:
 
     def handle(number: int, _frame: FrameType | None) -> None:
         nonlocal signalled
+        if number == signal.SIGHUP:
+            if stop.hung_up:
+                return
+            stop.hung_up = True
         stop.ask(_NAMES[signal.Signals(number)], number)
         if at_once:
             raise stop.interruption()
-        if signalled:
+        if signalled and number != signal.SIGHUP:
             raise KeyboardInterrupt
-        signalled = True
+        signalled = signalled or number != signal.SIGHUP
 
     # Signals that the caller ignores (SIGHUP under nohup) stay ignored.
     before = {n: signal.signal(n, handle) for n in _NAMES if signal.getsignal(n) is not signal.SIG_IGN}

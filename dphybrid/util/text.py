@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from urllib.parse import unquote
 
+# C0 and C1 but tab and line feed; delete; line separators; what sets the direction of letters; lone
+# surrogates.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]()#+!|<>~$&])")
 
 # User and password are between :// and @. Passwords may contain slashes. In an http address, however, the
@@ -20,9 +23,9 @@ _VALUE = re.compile(
 
 
 def printable(text: str) -> str:
-    """Return a text that is safe to print: line breaks stay, and other control characters, which could move
-    the cursor or change colours, become question marks."""
-    return "".join(character if character.isprintable() or character == "\n" else "?" for character in text)
+    """Return a text that is safe to print: line breaks and tabs stay; other control characters, which could
+    move the cursor, change colours or reverse the order of letters, are escaped (`\\x1b`)."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def as_markdown(text: str) -> str:

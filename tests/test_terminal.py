@@ -1,0 +1,304 @@
+"""The command in the hands of its surroundings: folders of other accounts, streams that are closed or full,
+a terminal that closes, a working folder that is gone."""
+
+import errno
+import fcntl
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dphybrid.config.settings import load_settings, notes_on_settings
+from dphybrid.util.errors import UserError
+from dphybrid.util.files import disk_errors_told
+from dphybrid.util.locks import FileLock
+from dphybrid.util.stop import StopRequest, stop_signals
+from dphybrid.util.text import printable
+from tests.commands import command
+from tests.conftest import REPOSITORY
+from tests.refusing import refused
+
+NOBODY = 65534
+TRACE = "import pathlib; pathlib.Path({!r}).touch()\n"
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="makes files of another account")
+
+
+def dphybrid(*argv: str, ends: int = 0, way: str = "python", **options: Any) -> str:
+    """Run the command in a process, as installed programs are run: the folder of the script is on sys.path,
+    the working folder is not. Return what it printed."""
+    start = "import sys; from dphybrid.__main__ import main; sys.exit(main())"
+    ways = {"python": ["-P", "-c", start], "module": ["-m", "dphybrid"]}
+    options.setdefault("stdout", subprocess.PIPE)
+    done = subprocess.run(
+        [sys.executable, *ways[way], *argv],
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        timeout=120,
+        **options,
+    )
+    told = (done.stdout or "") + done.stderr
+    assert done.returncode == ends, told
+    assert "Traceback" not in told
+    return told
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Path:
+    """A folder of another account, with modules of names that libraries look for, and a `.env`."""
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    for name in ("dill", "chardet", "pynvml", "numpy", "rich", "sitecustomize", "yaml", "theirs_nvml"):
+        (folder / f"{name}.py").write_text(TRACE.format(str(tmp_path / f"ran-{name}")))
+    (folder / ".env").write_text("DPHYBRID_NVML=theirs_nvml\nDPHYBRID_DEVICES=cpu*7\n")
+    return folder
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("argv", "way"),
+    [(["devices"], "module"), (["--help"], "python"), (["train", "--recipe", "toy"], "python")],
+)
+def test_nothing_of_another_account_s_folder_is_imported_or_obeyed(
+    argv: list[str], way: str, theirs: Path, tmp_path: Path, data_dir: Path
+) -> None:
+    for path in (theirs, *theirs.iterdir()):
+        os.chown(path, NOBODY, NOBODY)
+    if argv[0] == "train":
+        argv = [*argv, "--train.epochs", "1", "--tracking", "none"]
+    told = dphybrid(*argv, way=way, cwd=theirs, env=os.environ | {"PYTHONPATH": ""})
+    assert list(tmp_path.glob("ran-*")) == []
+    assert "belongs to user nobody" in told
+    assert "cpu*7" not in told
+
+
+@needs_root
+def test_another_account_s_env_is_no_user_s_choice_but_root_s_is(
+    theirs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(theirs)
+    monkeypatch.delenv("DPHYBRID_DEVICES", raising=False)
+    assert load_settings().devices == "cpu*7"  # root's own
+    # What is imported is never chosen by a folder.
+    assert load_settings().nvml == "pynvml"
+    (note,) = notes_on_settings()
+    assert "DPHYBRID_NVML is ignored" in note
+    mine = theirs.parent / "mine"
+    mine.write_text("DPHYBRID_DEVICES=cpu*6\n")
+    env = theirs / ".env"
+    write = partial(env.write_text, "DPHYBRID_DEVICES=cpu*5")
+    makes: dict[str, list[Callable[[], object]]] = {
+        "a file of theirs": [write, partial(os.chown, env, NOBODY, NOBODY)],
+        "a link of theirs": [partial(env.symlink_to, mine), partial(os.lchown, env, NOBODY, NOBODY)],
+        "a pipe": [partial(os.mkfifo, env)],
+        "writable by all": [write, partial(env.chmod, 0o666)],
+    }
+    for what, steps in makes.items():
+        env.unlink()
+        for step in steps:
+            step()
+        assert load_settings().devices == "auto", what
+        assert len(notes_on_settings()) == 1, what
+    env.unlink()
+    env.mkdir()  # a virtual environment
+    assert (load_settings().devices, notes_on_settings()) == ("auto", [])
+
+
+@needs_root
+@pytest.mark.parametrize("name", [".env", "prefect.toml", "pyproject.toml"])
+def test_prefect_obeys_no_file_of_another_account(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("")
+    os.chown(tmp_path / name, NOBODY, NOBODY)
+    told = dphybrid("worker", ends=2, cwd=tmp_path)
+    assert f"{name}: Prefect would obey this file, but it belongs to user nobody" in told
+    flow = [sys.executable, "-m", "dphybrid.flows.train_hybrid", "--help"]
+    done = subprocess.run(flow, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+
+
+def test_a_recipe_of_the_working_folder_is_found_where_it_is_named(tmp_path: Path, data_dir: Path) -> None:
+    (tmp_path / "helper_of_mine.py").write_text("WIDTH = 3\n")
+    (tmp_path / "my_recipe.py").write_text(
+        "from dphybrid.recipes.tutorial import Toy\nimport helper_of_mine\n"
+        "class Mine(Toy):\n    name = 'mine'\n"
+    )
+    for way in ("python", "module"):
+        told = dphybrid("train", "--help", "--recipe", "my_recipe:Mine", way=way, cwd=tmp_path)
+        assert "--train.epochs" in told
+    assert "no module named" in dphybrid("prepare", "--recipe", "elsewhere:Mine", ends=2, cwd=tmp_path)
+
+
+def test_a_closed_or_full_stream_gives_one_message(data_dir: Path, tmp_path: Path) -> None:
+    for argv in (["devices"], ["--help"], ["train", "--recipe", "toy", "--tracking", "none"]):
+        told = dphybrid(*argv, ends=2, stdout=None, preexec_fn=lambda: os.close(1))
+        assert told == "error: standard output is closed; redirect it to a file, or to /dev/null\n"
+        with open("/dev/full", "w") as full:
+            told = dphybrid(*argv, ends=2, stdout=full)
+        assert told.count("\n") == 1, told
+        assert "standard output: No space left on device; make room on its disk" in told
+    with open("/dev/full", "w") as full:
+        start = [sys.executable, "-m", "dphybrid", "predict", "nothing", "--data.path", "nothing"]
+        assert subprocess.run(start, stderr=full, check=False, cwd=REPOSITORY).returncode == 2
+
+
+def test_a_working_folder_that_is_gone_is_named(tmp_path: Path) -> None:
+    for argv in (["devices"], ["train", "--recipe", "toy"]):
+        code = f"mkdir gone; cd gone; rmdir ../gone; exec {sys.executable} -m dphybrid {' '.join(argv)}"
+        done = subprocess.run(["sh", "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+        told = "error: the working folder was removed; change to one that exists (cd)\n"
+        assert (done.returncode, done.stderr) == (2, told)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "THREADS",
+        "GPU_WAIT_S",
+        "GPU_POLL_S",
+        "GPU_WINDOW_S",
+        "REQUEUE_AFTER_S",
+        "CLUSTER_WAIT_S",
+        "CLUSTER_TIMEOUT_S",
+    ],
+)
+def test_a_setting_beyond_what_the_system_takes_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"DPHYBRID_{name}", "1" + "0" * 20)
+    with refused(f"DPHYBRID_{name} = '100000000000000000000': must be less than or equal to"):
+        load_settings()
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.ENOLCK, "no file locks: name a folder on a local disk"),
+        (errno.EOPNOTSUPP, "name a folder on a local disk"),
+        (errno.ENOSPC, "make room on its disk"),
+    ],
+)
+def test_a_file_system_without_locks_is_said(
+    number: int, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", without)
+    with pytest.raises(UserError) as caught, disk_errors_told():
+        FileLock(tmp_path / "lock").acquire()
+    assert str(tmp_path / "lock") in str(caught.value)
+    assert remedy in str(caught.value)
+    monkeypatch.setenv("DPHYBRID_DATA_DIR", str(tmp_path / "data"))
+    told = command("prepare", "--recipe", "toy", ends=2)
+    assert remedy in told
+    assert ("make room" in told) == (number == errno.ENOSPC)
+
+
+HOSTILE = "co\x1b]8;;http://evil\x07l\u202e\x9bm"
+SAFE = "co\\x1b]8;;http://evil\\x07l\\u202e\\x9bm"
+
+
+def test_names_in_a_table_are_printed_escaped(
+    tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
+    assert printable(HOSTILE + "\n\t\u200dé") == SAFE + "\n\t\u200dé"
+    rows = [f"{'ab'[i % 2]}\x1b[2J,{i},{('no', HOSTILE)[i % 2]}" for i in range(60)]
+    (tmp_path / "table.csv").write_text(
+        "\n".join([f"{HOSTILE},number,label", *rows]) + "\n", encoding="utf-8"
+    )
+    table = ["--data.path", str(tmp_path / "table.csv"), "--data.label", "label"]
+    printed = [
+        command("prepare", *table),
+        command("train", *table, "--train.epochs", "1", "--run-name", "run"),
+        command("prepare", *table, "--data.numeric", f"{HOSTILE}x", ends=2),
+        command("prepare", "--data.path", str(tmp_path / "table.csv"), "--data.label", HOSTILE + "l", ends=2),
+        command("prepare", "--recipe", HOSTILE, ends=2),
+        command("prepare", f"--{HOSTILE}", "1", ends=2),
+        command("predict", "run", "--data.path", f"{tmp_path}/{HOSTILE}.csv", ends=2),
+    ]
+    for text in printed:
+        assert printable(text) == text
+    assert SAFE in printed[0] + printed[2]
+
+
+@pytest.mark.parametrize("second", [True, False])
+def test_a_terminal_that_closes_is_a_request_to_stop(second: bool, data_dir: Path) -> None:
+    """second: the shell sends SIGHUP to its jobs besides the kernel."""
+    own, theirs = pty.openpty()
+    argv = [sys.executable, "-P", "-m", "dphybrid", "train", "--recipe", "toy", "--run-name", "run"]
+    argv += ["--train.epochs", "100000", "--train.patience", "0", "--train.print-splits", "each"]
+
+    def lead() -> None:
+        os.setsid()
+        fcntl.ioctl(0, 0x540E, 0)  # TIOCSCTTY: this terminal's closing sends SIGHUP here
+
+    child = subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs, preexec_fn=lead)
+    os.close(theirs)
+    seen = b""
+    while seen.count(b"epoch") < 3:
+        seen += os.read(own, 65536)
+    os.close(own)
+    if second:
+        child.send_signal(signal.SIGHUP)
+        time.sleep(0.05)
+        child.send_signal(signal.SIGHUP)
+    assert child.wait(60) == 128 + signal.SIGHUP
+    checkpoints = sorted((data_dir / "runs" / "run" / "checkpoints").glob("step-*"))
+    assert checkpoints
+    told = dphybrid("train", "--resume", "run", "--train.epochs", "1", "--tracking", "none")
+    assert f"Resuming from {checkpoints[-1]}" in told
+
+
+def test_a_write_to_a_closed_terminal_asks_to_stop_even_without_a_signal(tmp_path: Path) -> None:
+    """As under `setsid`, or in a background job: the kernel sends no SIGHUP, and the next write fails."""
+    code = """
+import pathlib, sys, time
+from dphybrid.cli.parser import run_cli
+from dphybrid.util.stop import StopRequest, stop_signals
+def work():
+    stop = StopRequest()
+    with stop_signals(stop):
+        print("ready", flush=True)
+        for _ in range(3000):
+            time.sleep(0.01)
+            print("x" * 100, flush=True)
+            print("y", file=sys.stderr, flush=True)
+            if stop.pending:
+                pathlib.Path("asked").write_text(stop.reason)
+                stop.obey()
+sys.exit(run_cli(work))
+"""
+    own, theirs = pty.openpty()
+    child = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        cwd=tmp_path,
+        start_new_session=True,
+    )
+    os.close(theirs)
+    while b"ready" not in os.read(own, 1000):
+        pass
+    os.close(own)
+    assert child.wait(60) == 129
+    assert (tmp_path / "asked").read_text() == "the end of its terminal (SIGHUP)"
+
+
+def test_only_a_second_ctrl_c_or_sigterm_hurries() -> None:
+    stop = StopRequest()
+    with stop_signals(stop):
+        for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
+            os.kill(os.getpid(), number)
+        assert stop.pending
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
