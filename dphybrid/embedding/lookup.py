@@ -149,3 +149,13 @@ def not_a_row(ids: Tensor, num_rows: int, name: str) -> UserError:
         f"table {name!r}: id {int(ids[tuple(wrong)])} at position {wrong} is not a row; rows are 0 to "
         f"{num_rows - 1}"
     )
+
+
+def copies_drift_apart(name: str, processes: int) -> UserError:
+    """Return the error for a table of which several processes would train copies."""
+    return UserError(
+        f"table {name!r}: each of {processes} processes would train its own copy, because "
+        "DistributedDataParallel, FSDP and the like do not exchange gradients of rows. Train in one process "
+        "with dphybrid.parallel.DataParallel over the GPUs, or as docs/cluster.md says; if your own loop "
+        "makes all copies' gradients equal, set table.synchronized = True"
+    )

@@ -22,6 +22,7 @@ from dphybrid.embedding import native
 from dphybrid.embedding.changed import ChangedRows
 from dphybrid.embedding.collection import as_list, find_tables, named_weights
 from dphybrid.embedding.gradients import info_of, segment_of
+from dphybrid.embedding.lookup import copies_drift_apart
 from dphybrid.embedding.native import Rule
 from dphybrid.embedding.storage import zero_rows
 from dphybrid.embedding.table import HostEmbedding
@@ -181,12 +182,7 @@ class RowOptimizer(EagerOptimizer):
             return
         for name, weight in self.tables.items():
             if not ((info := info_of(weight)) and info.synchronized):
-                raise UserError(
-                    f"table {name!r}: each of {count} processes would train its own copy, because "
-                    "DistributedDataParallel, FSDP and the like do not exchange gradients of rows. Train in "
-                    "one process with dphybrid.parallel.DataParallel over the GPUs, or as docs/cluster.md "
-                    "says; if your own loop makes all copies' gradients equal, set table.synchronized = True"
-                )
+                raise copies_drift_apart(name, count)
 
     def _groups_alike(self) -> list[tuple[Rule, tuple[str, ...], list[Tensor]]]:
         """Group the tables by width, type and rule; return (rule, names, weights) of each group."""

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from dphybrid.embedding import native
 from dphybrid.embedding.ahead import LookupsAhead
 from dphybrid.embedding.gradients import Links, RowsInfo, info_of, is_captured, merged, rows_op
-from dphybrid.embedding.lookup import Counters, not_a_row, whole_numbers
+from dphybrid.embedding.lookup import Counters, copies_drift_apart, not_a_row, whole_numbers
 from dphybrid.embedding.replicas import DeviceRows, SizesOf
 from dphybrid.embedding.storage import StartValues, deferred_rows, open_rows, open_states, zero_rows
 from dphybrid.util.errors import UserError
@@ -34,7 +36,8 @@ class HostEmbedding(nn.Module):
     stays zero and that row optimizers do not train; negative values count from the end. std: standard
     deviation of the normal start values. scales: (first, last, factor)s that scale the start values of the
     rows from first to below last. seed: of the start values. name: for messages. dtype: float32, float64, or
-    bfloat16 (looked-up rows and gradients are float32 then, and updates are rounded stochastically). storage:
+    bfloat16 (looked-up rows and gradients are float32 then, and updates are rounded stochastically); None:
+    float64 if that is torch's default type, else float32. storage:
     "memory", or "mmap" with a `path`. A file there outlives the process, and an existing one is opened
     unchanged; a folder there gets an unnamed file that ends with the process. freeze: True for a table that
     is not trained.
@@ -53,7 +56,7 @@ class HostEmbedding(nn.Module):
         *,
         std: float = 0.1,
         scales: Sequence[tuple[int, int, float]] = (),
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
         seed: int = 0,
         name: str = "table",
         storage: str = "memory",
@@ -69,6 +72,8 @@ class HostEmbedding(nn.Module):
                 f"and a row has at most {native.MAX_DIM} values"
             )
         padding_idx = _checked_padding(padding_idx, num_rows, name)
+        if dtype is None:  # as nn.Embedding, but a default of half precision would round the updates
+            dtype = torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32
         if dtype not in native.STORED:
             raise UserError(f"table {name!r}: dtype={dtype}; use float32, float64 or bfloat16")
         self.num_rows, self.dim, self.padding_idx, self.name = num_rows, dim, padding_idx, name
@@ -206,6 +211,11 @@ class HostEmbedding(nn.Module):
         """
         if torch.compiler.is_compiling():
             return self._in_graph(ids)
+        # Its backward would fail inside of torch, before the row optimizer could refuse.
+        if DistributedDataParallel._active_ddp_module is not None and not self.synchronized:
+            trains = torch.is_grad_enabled() and self.weight.requires_grad
+            if trains and (processes := dist.get_world_size()) > 1:
+                raise copies_drift_apart(self.name, processes)
         start = time.perf_counter()
         ids, weight = whole_numbers(ids, self.name), self.weight
         if by_replica and self.ahead.is_placed and not ids.is_meta:

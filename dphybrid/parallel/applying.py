@@ -1,6 +1,7 @@
 """`parallel_apply`, like torch's: calls every replica, in this thread or in threads that get the calling
 thread's torch state."""
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -104,6 +105,9 @@ def seeded(gpu: torch.device, seed: int) -> Iterator[None]:
 @cache
 def _pool(count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, thread_name_prefix="dphybrid-replica")
+
+
+os.register_at_fork(after_in_child=_pool.cache_clear)  # a forked child has no threads: it would wait for them
 
 
 def _thread_state(places: Devices, count: int) -> Callable[[int], ExitStack]:

@@ -4,6 +4,7 @@ is recorded.
 One class, as in torch. Its methods are in the order of a call; subclasses may override the steps.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -37,8 +38,8 @@ class DataParallel(nn.DataParallel):
     docs/differences.md lists all differences from torch.nn.DataParallel and their reasons. The main ones:
     devices may be virtual; inputs and outputs that cannot be split or joined raise an error that names them;
     state-dict keys have no `module.` prefix, so files are the same for 1, 8 or virtual devices and for the
-    bare module. As in torch: BatchNorm normalises each share by itself, only replica 0's changes to buffers
-    last, and a parameter that no replica used gets a zero gradient.
+    bare module. a parameter that no replica used gets no gradient. As in torch,
+    BatchNorm normalises each share by itself, and only replica 0's changes to buffers last.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class DataParallel(nn.DataParallel):
         steps = ("scatter", "replicate", "parallel_apply", "gather")
         self._overridden = {n for n in steps if getattr(type(self), n) is not getattr(DataParallel, n)}
         self._record = Record()
+        self.register_load_state_dict_post_hook(self._loaded)
 
     def forward(self, *inputs: object, **kwargs: object) -> object:
         """Return the module's output for the whole batch. Raises UserError for inputs that cannot be split
@@ -253,11 +255,25 @@ class DataParallel(nn.DataParallel):
             raise
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # functional_call swaps the module's parameters by setting them under the same names.
-        for held in self._named(name) if isinstance(value, Tensor) else ():
-            held[name] = value
+        for held in self._named(name):
+            if isinstance(value, Tensor):  # functional_call swaps parameters for tensors that are none
+                held[name] = value
+            else:
+                setattr(self.module, name, value)
             return
+        is_part = isinstance(value, nn.Module | nn.Parameter) and name != "module"
+        if is_part and "module" in self.__dict__.get("_modules", {}):
+            # Beside the module it would take no part in the forward, and be missing in the state dict.
+            raise UserError(
+                f"DataParallel: the module has no {name!r}; set it on the module, region.module.{name}"
+            )
         super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if any(True for _ in self._named(name)):
+            delattr(self.module, name)
+        else:
+            super().__delattr__(name)
 
     def _named(self, name: str) -> Iterator[dict[str, object]]:
         """Yield the module's dict (of parameters, buffers or submodules) that has this name, if there is
@@ -271,7 +287,12 @@ class DataParallel(nn.DataParallel):
         return self.module.state_dict(*args, **kwargs)
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, object], prefix: str, *args: object, **kwargs: object
+        self,
+        state_dict: dict[str, object],
+        prefix: str,
+        local_metadata: dict[str, object],
+        strict: bool,
+        *told: list[str],
     ) -> None:
         own = self.module.state_dict(keep_vars=True).keys()
         mine = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
@@ -281,10 +302,36 @@ class DataParallel(nn.DataParallel):
         if wrapped <= sum(key in own for key in mine):
             found = {key: state_dict.pop(f"{prefix}{key}") for key in mine}
             state_dict.update({f"{prefix}module.{key}": value for key, value in found.items()})
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+            # torch looks up the versions of the module's parts under `module.`, too, in a dict that only its
+            # own recursion has.
+            versions = sys._getframe(1).f_locals.get("metadata") or {}
+            before = _under(prefix, versions)
+            for key in before:
+                del versions[key]
+            for key, value in before.items():
+                versions[f"{prefix}module.{key[len(prefix) :]}".removesuffix(".")] = value
+            self.__dict__["_loading"] = prefix, versions, before, [(texts, len(texts)) for texts in told]
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *told)
+
+    @staticmethod
+    def _loaded(region: "DataParallel", _: object) -> None:
+        """After loading, put the file's versions back, and name keys in messages as in the file."""
+        if "_loading" not in region.__dict__:
+            return
+        prefix, versions, before, told = region.__dict__.pop("_loading")
+        for key in _under(prefix, versions):
+            del versions[key]
+        versions |= before
+        for texts, count in told:
+            texts[count:] = [text.replace(f"{prefix}module.", prefix, 1) for text in texts[count:]]
 
     def extra_repr(self) -> str:
         return f"devices={self.devices.text!r}"
+
+
+def _under(prefix: str, versions: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of a module and its parts, whose keys begin with `prefix`."""
+    return {key: value for key, value in versions.items() if f"{key}.".startswith(prefix) or not prefix}
 
 
 def _device_ids(devices: Devices) -> list[Any]:

@@ -23,7 +23,7 @@ class Whole:
     value: object
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Parts:
     """Marks a value that is split already: one tensor per used replica, on the replica's device, with as many
     rows as the replica's share."""
@@ -38,8 +38,8 @@ class Parts:
         if name.startswith("__"):  # copy, pickle and others only ask whether a special method exists
             raise AttributeError(name)
         raise AttributeError(
-            f".{name}: these rows are on their devices already, in parts, and only a region takes them; call "
-            f".{name} inside the region's module"
+            f"{name}: these rows are on their devices already, in parts, and only a region takes them; call "
+            f"{name} inside the region's module"
         )
 
     @classmethod
@@ -47,6 +47,26 @@ class Parts:
         # torch functions and layers call this for an argument that has it. Without it, their error would only
         # name this class and not say what to do.
         cls(()).__getattr__(function.__name__)
+
+
+def _refusing(operator: str) -> Callable[..., None]:
+    def refuse(self: Parts, *_: object) -> None:
+        try:
+            self.__getattr__(operator)
+        except AttributeError as error:
+            raise UserError(str(error)) from None
+
+    return refuse
+
+
+# Python looks operators up in the class, so `__getattr__` does not see them.
+for _operator in (
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor"),
+    *("radd", "rsub", "rmul", "rtruediv", "rfloordiv", "rmod", "rpow", "rmatmul", "rand", "ror", "rxor"),
+    *("neg", "pos", "abs", "invert", "lt", "le", "gt", "ge", "eq", "ne"),
+    *("len", "bool", "iter", "getitem", "setitem", "contains", "float", "int"),
+):
+    setattr(Parts, f"__{_operator}__", _refusing(_operator))
 
 
 def parts(tensors: Sequence[Tensor]) -> Tensor | Parts:

@@ -2,14 +2,16 @@
 sums their gradients."""
 
 import copy
+import functools
 import types
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parallel import comm
+from torch.nn.parallel._functions import ReduceAddCoalesced
 
 from dphybrid.parallel.devices import resolve_devices
 from dphybrid.parallel.nests import PLAIN, is_nest, map_leaves
@@ -33,30 +35,37 @@ class _Broadcast(torch.autograd.Function):
     copies; backward sums gradients in device order."""
 
     @staticmethod
-    def forward(ctx: Any, devices: tuple[torch.device, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.count = len(tensors)
-        ctx.home = devices[0]
-        copies = [*tensors, *(_copy(t, device) for device in devices[1:] for t in tensors)]
+    def forward(ctx: Any, places: tuple[torch.device, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.places = places
+        ctx.set_materialize_grads(False)  # a parameter that no replica used has no gradient, as unsplit
+        copies = [*tensors, *_copies(tensors, places)]
         frozen = [i for i, needed in enumerate(ctx.needs_input_grad[1:]) if not needed]
         ctx.mark_non_differentiable(
-            *(copies[r * len(tensors) + i] for i in frozen for r in range(len(devices)))
+            *(copies[r * len(tensors) + i] for i in frozen for r in range(len(places)))
         )
         return tuple(copies)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        sums: list[Tensor | None] = [None]
-        for i in range(ctx.count):
-            parts = [grad.to(ctx.home) for grad in grads[i :: ctx.count]]
-            if len({part.is_sparse for part in parts}) > 1:  # nn.Embedding(sparse=True), also used as a whole
-                parts = [part.to_dense() if part.is_sparse else part for part in parts]
-            # autograd passes zeros for a parameter that a replica did not use. So no gradient is None, as
-            # with torch's class.
-            total = parts[0] if len(parts) == 1 else parts[0] + parts[1]
-            for part in parts[2:]:
-                total += part
-            sums.append(total)
-        return tuple(sums)
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        home, count = ctx.places[0], len(grads) // len(ctx.places)
+        used = [[grad for grad in grads[i::count] if grad is not None] for i in range(count)]
+        sums: dict[int, Tensor | None] = {}
+        if distinct_gpus(ctx.places):
+            full = [i for i, of in enumerate(used) if len(of) == len(ctx.places)]
+            by_replica = [used[i][replica] for replica in range(len(ctx.places)) for i in full]
+            if full:
+                sums |= zip(full, ReduceAddCoalesced.apply(home.index, len(full), *by_replica), strict=True)
+        return None, *(sums[i] if i in sums else _sum(used[i], home) for i in range(count))
+
+
+def _sum(grads: list[Tensor], home: torch.device) -> Tensor | None:
+    if not grads:
+        return None
+    parts = [grad.to(home) for grad in grads]
+    if len({part.is_sparse for part in parts}) > 1:  # nn.Embedding(sparse=True), also used as a whole
+        parts = [part.to_dense() if part.is_sparse else part for part in parts]
+    # Not added in place: a gradient of higher order may still need the first sum.
+    return functools.reduce(torch.add, parts)
 
 
 def under_functorch() -> bool:
@@ -65,12 +74,18 @@ def under_functorch() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
-def _copies(tensors: Sequence[Tensor], places: tuple[torch.device, ...], detach: bool) -> Sequence[Tensor]:
-    """Return one flat sequence: the tensors for the first place, then their copies for each further place."""
-    if tensors and not detach and not under_functorch():
-        return _Broadcast.apply(places, *tensors)
-    copy = _copy if detach else partial(Tensor.to, copy=True)
-    return (*tensors, *(copy(t, place) for place in places[1:] for t in tensors))
+def _copies(tensors: Sequence[Tensor], places: tuple[torch.device, ...]) -> list[Tensor]:
+    """Return copies without a graph of the tensors, first all for places[1], then all for places[2], ..."""
+    if distinct_gpus(places) and tensors and not any(tensor.is_complex() for tensor in tensors):
+        # A few large messages instead of one for each parameter.
+        sent = comm.broadcast_coalesced([t.detach() for t in tensors], list(places))
+        return [copy for of_place in sent[1:] for copy in of_place]
+    return [_copy(tensor, place) for place in places[1:] for tensor in tensors]
+
+
+def distinct_gpus(places: tuple[torch.device, ...]) -> bool:
+    """Return whether each replica has its own GPU."""
+    return places[0].type == "cuda" and len(set(places)) == len(places) > 1
 
 
 def replicate(module: nn.Module, devices: Places, detach: bool = False) -> list[nn.Module]:
@@ -88,29 +103,33 @@ def replicate_modules(
     modules: list[nn.Module], places: tuple[torch.device, ...], detach: bool
 ) -> list[nn.Module]:
     """Return replicas of modules[0]. modules: `list(module.modules())` of it."""
-    if places[0].type == "cuda" and len(set(places)) == len(places) > 1:
-        # One GPU per replica: torch's own function sends all parameters in a few large messages.
-        from torch.nn.parallel import replicate as torch_replicate
-
-        replicas = list(torch_replicate(modules[0], list(places), detach))
-        # parameters() of torch's replicas is empty; modules that call it in forward get these.
-        for part in (part for replica in replicas for part in replica.modules()):
-            part._parameters = part._former_parameters | part._parameters  # type: ignore[operator]
-        return replicas
     # Each tensor once: a weight that two layers share must stay shared in every replica.
+    shared = {id(p): p for module in modules for p in module._parameters.values() if p is not None}
     buffers = {id(b): b for module in modules for b in module._buffers.values() if b is not None}
-    # A buffer that requires a gradient is broadcast like a parameter, so that gradients come back.
-    broadcast = {key: b for key, b in buffers.items() if b.requires_grad and not detach}
-    broadcast |= {id(p): p for module in modules for p in module._parameters.values() if p is not None}
-    flat, count = _copies(list(broadcast.values()), places, detach), len(broadcast)
-    replicas = []
-    for j, place in enumerate(places):
-        tensors = {
-            key: b if j == 0 else _copy(b, place) for key, b in buffers.items() if key not in broadcast
-        }
-        tensors |= zip(broadcast, flat[j * count : (j + 1) * count], strict=True)
-        replicas.append(_replica(modules, tensors))
-    return replicas
+    if not detach:  # a buffer that requires a gradient gets it from every replica, as a parameter does
+        shared |= {key: buffer for key, buffer in buffers.items() if buffer.requires_grad}
+    tensors = list(shared.values())
+    if detach or not tensors:
+        flat = [*tensors, *_copies(tensors, places)]
+    elif under_functorch():
+        flat = [*tensors, *(t.to(place, copy=True) for place in places[1:] for t in tensors)]
+    else:
+        flat = list(_Broadcast.apply(places, *tensors))
+    rest = {key: buffer for key, buffer in buffers.items() if key not in shared}
+    flat_rest = [*rest.values(), *_copies(list(rest.values()), places)]
+    return [
+        _replica(
+            modules,
+            dict(zip((*shared, *rest), (*of_shared, *of_rest), strict=True)),
+        )
+        for of_shared, of_rest in zip(
+            _chunks(flat, len(shared), len(places)), _chunks(flat_rest, len(rest), len(places)), strict=True
+        )
+    ]
+
+
+def _chunks(values: list[Tensor], size: int, count: int) -> list[list[Tensor]]:
+    return [values[start * size : (start + 1) * size] for start in range(count)]
 
 
 def throwaway(module: nn.Module, home: torch.device) -> nn.Module:
@@ -187,6 +206,12 @@ def unsuitable(part: nn.Module) -> tuple[str, str] | None:
     if type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None:
         why = "is compiled, and replicas would run the original's code"
         return why, "compile outside or not at all"
+    if isinstance(part, torch.jit.ScriptModule):
+        why = "is scripted or traced, and its parameters cannot be replaced by a replica's"
+        return why, "wrap the module that it was made from"
+    if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+        why = "has max_norm, which changes its weight in every forward, and replicas lose that"
+        return why, "look up outside of the region, or normalise the rows that it returns"
     if isinstance(part, nn.SyncBatchNorm):
         why = "is a SyncBatchNorm, which synchronises processes, not replicas"
         return why, "use GroupNorm or LayerNorm, or BatchNorm, which normalises each share by itself"

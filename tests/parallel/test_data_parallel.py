@@ -48,20 +48,6 @@ def test_an_empty_batch_runs_once() -> None:
     assert DataParallel(nn.Linear(5, 2), "cpu*3")(torch.empty(0, 5)).shape == (0, 2)
 
 
-def test_unused_parameters_get_zero_gradients_as_upstream() -> None:
-    class Half(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.unused = nn.Linear(2, 2), nn.Linear(2, 2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.used(x)
-
-    wrapped = DataParallel(Half(), "cpu*2")
-    wrapped(torch.ones(4, 2)).sum().backward()
-    assert torch.equal(wrapped.module.unused.weight.grad, torch.zeros(2, 2))
-
-
 def test_threads_see_the_callers_modes() -> None:
     seen: list[tuple[bool, bool, torch.dtype]] = []
 

@@ -77,6 +77,10 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "an output device that does not exist": lambda: wraps(output_device="cuda:7"),
     "is or contains a data-parallel module": lambda: wraps(nn.Sequential(DataParallel(nn.Identity(), TWO))),
     "is or contains a compiled module": lambda: wraps(nn.Sequential(torch.compile(nn.Identity()))),
+    "is or contains a scripted or traced module": lambda: wraps(nn.Sequential(torch.jit.script(nn.ReLU()))),
+    "is or contains an embedding with `max_norm`": lambda: wraps(
+        nn.Sequential(nn.Embedding(3, 3, max_norm=1.0))
+    ),
     "has parameters without a size": lambda: wraps(nn.LazyLinear(3)),
     "contains a `HostEmbedding`": lambda: DataParallel(HostEmbedding(8, 2), TWO)(torch.arange(8)),
     "has parameters on another device": moved_after_wrapping,
