@@ -18,7 +18,7 @@ from dphybrid.config.settings import Settings, load_settings
 from dphybrid.gpus.inventory import Inventory, visible
 from dphybrid.gpus.leases import lease_folder, shared_folder_fault
 from dphybrid.util.errors import UserError
-from dphybrid.util.text import masked, without_credentials
+from dphybrid.util.text import masked, shown_address, without_credentials, without_secrets_of
 
 _PINS = "pip install 'prefect>=3.8.8,<3.10' 'fastapi>=0.139,<0.151' 'sqlalchemy>=2.0.16,<2.1'"
 """The remedy: the versions of the extra `flows` in pyproject.toml."""
@@ -39,7 +39,7 @@ def run(_: argparse.Namespace) -> int:
     for good, text in _checks(settings):
         passed &= good
         print(masked(f"{'ok  ' if good else 'BAD '} {text}"), flush=True)
-    where = settings.mlflow_uri or f"embedded, in {settings.mlflow_dir}"
+    where = shown_address(settings.mlflow_uri or "") or f"embedded, in {settings.mlflow_dir}"
     print(masked(f"     tracking: {where}; experiment {settings.experiment!r}"))
     return 0 if passed else 1
 
@@ -103,8 +103,11 @@ def _mlflow_server(settings: Settings) -> _Check:
     answer = _ask(page, f"{user}:{password}" if user else None)
     if isinstance(answer, str):
         remedy = "correct MLFLOW_TRACKING_URI, _USERNAME or _PASSWORD, or start it"
-        return False, f"MLflow server {url}: {answer}; remedy: {remedy}"
-    return True, f"MLflow server {url}: answers"
+        return (
+            False,
+            f"MLflow server {shown_address(url)}: {without_secrets_of(url, answer)}; remedy: {remedy}",
+        )
+    return True, f"MLflow server {shown_address(url)}: answers"
 
 
 def _data_folder(settings: Settings) -> Iterator[_Check]:

@@ -23,7 +23,7 @@ from pathlib import Path
 from dphybrid.cli.parser import Parser, at_least_one
 from dphybrid.config.settings import load_settings
 from dphybrid.util.errors import UserError
-from dphybrid.util.text import masked
+from dphybrid.util.text import shown_address
 
 _FIRST_PORT, _LAST_PORT = 5000, 5049
 
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
     page = page_path(uri, settings.experiment, args.run_name)
     if port is None:
-        _show(f"{masked(uri).rstrip('/')}/#{page}", not args.no_browser)
+        _show(f"{shown_address(uri).rstrip('/')}/#{page}", not args.no_browser)
         return 0
     print("Starting MLflow's server, which takes a while; Ctrl-C ends it", flush=True)
     # SIGTERM then raises KeyboardInterrupt, so that `serving` ends the server together with this process.

@@ -16,7 +16,7 @@ from dphybrid.util.errors import UserError
 from dphybrid.util.files import scratch_folder
 from dphybrid.util.importing import kept_from_gc
 from dphybrid.util.locks import locked
-from dphybrid.util.text import without_credentials
+from dphybrid.util.text import shown_address, without_credentials, without_secrets_of
 
 _SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks", "file")
 _DATABASES = ("postgresql", "mysql", "mssql")
@@ -186,8 +186,8 @@ def _given(uri: str) -> str:
     # --tracking sets DPHYBRID_TRACKING_URI, too.
     not_ours = os.environ.get("DPHYBRID_TRACKING_URI") != uri
     if not_ours and os.environ.get("MLFLOW_TRACKING_URI") == uri:
-        return f"MLFLOW_TRACKING_URI={uri!r}"
-    return f"tracking={uri!r}"
+        return f"MLFLOW_TRACKING_URI={shown_address(uri)!r}"
+    return f"tracking={shown_address(uri)!r}"
 
 
 def _check_server(uri: str) -> None:
@@ -200,9 +200,10 @@ def _check_server(uri: str) -> None:
     except urllib.error.HTTPError:
         return  # the server is up, although it refuses this request; MLflow's client will report why
     except (OSError, ValueError, HTTPException) as error:
+        reason = without_secrets_of(uri, str(error))
         raise UserError(
-            f"MLflow server {uri}: does not answer ({error}); start it, correct the address, unset it for "
-            "the embedded store, or record nothing with --tracking none"
+            f"MLflow server {shown_address(uri)}: does not answer ({reason}); start it, correct the "
+            "address, unset it for the embedded store, or record nothing with --tracking none"
         ) from error
 
 
@@ -219,10 +220,10 @@ def _check_database(uri: str) -> None:
         timeout = "timeout" if driver in ("pg8000", "pyodbc") else "connect_timeout"
         create_engine(uri, connect_args={timeout: _REACH_SECONDS}).connect().close()
     except DBAPIError as error:
-        reason = " ".join(str(error.orig).split())
+        reason = without_secrets_of(uri, " ".join(str(error.orig).split()))
         raise UserError(
             f"{_given(uri)}: no connection to the database ({reason}); start it, correct the "
             "address, or unset it for the embedded store"
         ) from error
     except (SQLAlchemyError, ImportError, ValueError) as error:
-        raise UserError(f"{_given(uri)}: cannot be used ({error})") from error
+        raise UserError(f"{_given(uri)}: cannot be used ({without_secrets_of(uri, str(error))})") from error

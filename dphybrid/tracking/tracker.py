@@ -20,7 +20,7 @@ from dphybrid.tracking.outbox import Outbox
 from dphybrid.tracking.sender import Sender
 from dphybrid.tracking.writer import RESULT, SPEED, MlflowWriter, run_path, view_path
 from dphybrid.util.errors import UserError
-from dphybrid.util.text import masked
+from dphybrid.util.text import masked, shown_address
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class MlflowTracker(Tracker):
         self, tracking_uri: str, experiment: str, store: Path, upload_limit: int, detail: Detail = "brief"
     ) -> None:
         self._uri = tracking_uri
-        self.tracking_uri = masked(tracking_uri)
+        self.tracking_uri = shown_address(tracking_uri)
         self.run_id = ""
         self._brief = detail == "brief"
         self._experiment, self._store, self._upload_limit = experiment, store, upload_limit
@@ -175,7 +175,8 @@ class MlflowTracker(Tracker):
         arrived, losses = sender.deliver(_FINISH_WAIT_S)
         if not arrived:
             print(
-                f"MLflow at {self.tracking_uri} does not take records now; {outbox.counts()[0]:,} are kept. "
+                f"MLflow at {self.tracking_uri} does not take records now"
+                f"{f' ({sender.trouble})' if sender.trouble else ''}; {outbox.counts()[0]:,} are kept. "
                 "`dphybrid sync` sends them when it is back.",
                 flush=True,
             )
@@ -187,7 +188,9 @@ class MlflowTracker(Tracker):
 def _ui_address(tracking_uri: str) -> str:
     """Return the address of MLflow's pages: the server's, or the default of `mlflow server` for a
     database."""
-    return masked(tracking_uri if tracking_uri.startswith("http") else "http://127.0.0.1:5000").rstrip("/")
+    return shown_address(tracking_uri if tracking_uri.startswith("http") else "http://127.0.0.1:5000").rstrip(
+        "/"
+    )
 
 
 def run_address(tracking_uri: str, experiment_id: str, run_id: str) -> str:

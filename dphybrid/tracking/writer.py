@@ -62,18 +62,8 @@ class MlflowWriter:
     def _verbs(self) -> dict[str, Callable[[Record], None]]:
         """Kind of record -> the method that writes it. Raises RuntimeError if the run does not exist or was
         deleted."""
-        # Not Refused, so the records are kept: the run may be at another store, or be restored.
         self._client = MlflowClient(tracking_uri=self._uri, registry_uri=self._uri)
-        try:
-            stage = self._client.get_run(self._run_id).info.lifecycle_stage
-        except MlflowException as error:
-            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-                raise RuntimeError(f"run {self._run_id} does not exist at the tracking server") from error
-            raise
-        if stage != "active":
-            raise RuntimeError(
-                f"run {self._run_id} was deleted at the tracking server; `mlflow runs restore` brings it back"
-            )
+        self._check_run()
         models = CheckpointModels(self._client, self._uri, self._run_id, self._upload_limit)
         return {
             "params": self._params,
@@ -100,10 +90,26 @@ class MlflowWriter:
                 verbs[record["op"]](record)
         except MlflowException as error:
             if error.error_code in _REFUSALS:
+                # Of a deleted run the server refuses everything, which is not the records' fault.
+                self._check_run()
                 # MLflow also answers BAD_REQUEST if another run wrote the same database row at the same
                 # moment, so that one is tried again.
                 raise Refused(str(error), again=error.error_code == "BAD_REQUEST") from error
             raise
+
+    def _check_run(self) -> None:
+        """Raise RuntimeError if the run does not exist or was deleted."""
+        # Not Refused, so the records are kept: the run may be at another store, or be restored.
+        try:
+            stage = self._client.get_run(self._run_id).info.lifecycle_stage
+        except MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                raise RuntimeError(f"run {self._run_id} does not exist at the tracking server") from error
+            raise
+        if stage != "active":
+            raise RuntimeError(
+                f"run {self._run_id} was deleted at the tracking server; `mlflow runs restore` brings it back"
+            )
 
     def beat(self) -> None:
         """Tag the run with the time and this process's id."""

@@ -209,6 +209,31 @@ def test_records_whose_run_is_not_at_the_server_are_kept(data_dir: Path) -> None
     assert len(Outbox(store / "spool", run_id).pending(10)) == 1
 
 
+def test_a_run_deleted_in_mlflow_is_said_once_and_loses_no_record(
+    data_dir: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tracker = open_tracker(None, "dphybrid", load_settings().mlflow_dir)
+    run_id = tracker.start("run", {}, {}, "")
+    tracker.log_metrics({"train/loss": 1.0}, 0)
+    assert tracker.flush()
+    client = MlflowClient(tracker.tracking_uri)
+    client.delete_run(run_id)
+    for step in range(1, 301):
+        tracker.log_metrics({"train/loss": 1.0}, step)
+        if step % 100 == 0:
+            tracker.log_text(f"{step}.txt", "text")
+            assert not tracker.flush(1.0)
+    tracker.close()
+    deleted = f"run {run_id} was deleted at the tracking server; `mlflow runs restore` brings it back"
+    assert [deleted in record.message for record in caplog.records] == [True]
+    tracker.attach(run_id)
+    client.restore_run(run_id)
+    tracker.finish("FINISHED")
+    assert "Not everything" not in capsys.readouterr().out
+    assert [p.step for p in client.get_metric_history(run_id, "train/loss")] == list(range(301))
+    assert len(client.list_artifacts(run_id)) == 3
+
+
 def test_a_file_that_is_gone_when_it_is_sent_is_refused_and_told(tmp_path: Path) -> None:
     tracker = open_tracker(None, "damage", tmp_path)
     run_id = tracker.start("run", {}, {}, "note")
