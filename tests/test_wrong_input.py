@@ -64,7 +64,7 @@ def test_other_paths(path: str, data_dir: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("typed", "words"),
     [
-        (f"{TOY} --tracking http://a_b?", "MLflow server http://\*\*\*: does not answer"),
+        (f"{TOY} --tracking http://a_b?", r"MLflow server http://\*\*\*: does not answer"),
         (f"{TOY} --tracking http://127.0.0.1:9", "127.0.0.1:9: does not answer.*correct the address"),
         (f"{TOY} --tracking ./mlruns", "tracking='./mlruns': MLflow no longer writes file stores"),
         (f"{TOY} --tracking mysql+none://x", "tracking='mysql.none://x': cannot be used"),

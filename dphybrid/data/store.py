@@ -24,7 +24,7 @@ import numpy as np
 from pydantic import BaseModel, Field
 
 from dphybrid.data.batches import Array, ArrayDataset, Dataset
-from dphybrid.util.digests import combined_digest, file_digest, verify_files
+from dphybrid.util.digests import combined_digest, file_digest, value_digest, verify_files
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.files import clear_leftovers, disk_text, make_folder, making, naming, sync
 from dphybrid.util.locks import locked
@@ -106,6 +106,14 @@ class Prepared:
     def digest(self) -> str:
         """Hex digest of the source's bytes, its options (such as the schema) and the encoder's version."""
         return self.manifest.digest
+
+    @property
+    def held_out(self) -> str:
+        """A digest of the validation rows: equal for data prepared from the same files with the same rows
+        held out, whatever else is read from them and however."""
+        arrays = self.manifest.arrays
+        rows = {name: facts.sha256 for name, facts in arrays.items() if name.startswith("valid_")}
+        return value_digest([self.manifest.source_digest or self.digest, rows])
 
     @property
     def info(self) -> dict[str, Any]:

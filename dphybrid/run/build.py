@@ -205,6 +205,8 @@ def _recorded(
         tracker.resume(run_id, all_tags)
     else:
         values = {**flatten(page.config), "devices": shown, **facts}
+        # Metrics of runs can be compared only if they were measured on the same rows.
+        values |= {"valid.rows": len(data.dataset("valid")), "valid.digest": data.held_out[:12]}
         values |= {f"split.{name}": value for name, value in data.manifest.split.items()}
         # MLflow stores params as text; a list is written as its command-line flag takes it: `a,b`.
         params = {n: flag_text(v) if isinstance(v, list) else str(v) for n, v in values.items()}

@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from mlflow.entities import Metric, ViewType
+from mlflow.entities import Metric, Run, ViewType
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from mlflow.utils import get_results_from_paginated_fn
@@ -39,7 +39,7 @@ class RunFacts:
 
     splits: (replica, block) -> shape of its share of a full batch. stages_ms: stage -> milliseconds of an
     average step. curves: metric -> points (step, seconds since the start, value). spread: metric -> standard
-    deviation over the seeds.
+    deviation over the seeds. measured: number and digest of the validation rows; "" if unknown.
     """
 
     run_id: str
@@ -54,6 +54,7 @@ class RunFacts:
     url: str = ""
     replicas: int = 1
     spread: Mapping[str, float] = field(default_factory=dict)
+    measured: str = ""
 
     @property
     def samples_per_s(self) -> float | None:
@@ -98,8 +99,18 @@ def _read_run(client: MlflowClient, store_uri: str, run_id: str) -> RunFacts:
         splits=_full_split(_read_page(client, run_id, "split_shapes.json") or {}),
         stages_ms=dict(sorted(stages.items(), key=lambda stage: -stage[1])),
         url=run_address(store_uri, run.info.experiment_id, run_id),
+        measured=_measured(run),
         curves={name: _curve(client.get_metric_history(run_id, name), begin) for name in chosen},
     )
+
+
+def _measured(run: Run) -> str:
+    """Return number and digest of the validation rows of a run; for runs of earlier versions, those of its
+    data; "" if they are unknown."""
+    params = run.data.params
+    if "valid.digest" in params:
+        return f"{int(params['valid.rows']):,} rows {params['valid.digest'][:8]}"
+    return next((f"data {given.dataset.digest[:8]}" for given in run.inputs.dataset_inputs), "")
 
 
 def _restored(value: float) -> float:

@@ -21,6 +21,7 @@ from plotly.colors import qualitative
 from dphybrid.tracking.compare import RunFacts
 from dphybrid.tracking.report import rendered
 from dphybrid.tracking.writer import least_is_best
+from dphybrid.util.digests import value_digest
 from dphybrid.util.errors import UserError
 from dphybrid.util.text import printable
 
@@ -29,7 +30,8 @@ _Cell = tuple[str, float | None]
 
 _DEVICES, _SEED = "devices", "train.seed"
 _FIRST_PARAMS = ("recipe", _DEVICES, "train.batch_size")
-_NOT_CONFIG = ("size.", "split.")
+_NOT_CONFIG = ("size.", "split.", "valid.")
+_OTHER_ROWS = "* measured on other validation rows than the others, so not comparable with them"
 _SAME_SPEED = (_SEED, "checkpoint.register_as")
 """Params that may differ between a run and its baseline, as they do not change the speed."""
 
@@ -142,6 +144,7 @@ def _merged(words: Sequence[str], members: Sequence[RunFacts]) -> RunFacts:
         members[0],
         name=" · ".join(words),
         url="",
+        measured=_measured(members),
         params={**members[0].params, _SEED: words[-1]},
         # Medians of times, because one slow run would move their mean.
         metrics={
@@ -161,6 +164,17 @@ def _merged(words: Sequence[str], members: Sequence[RunFacts]) -> RunFacts:
     )
 
 
+def _measured(members: Sequence[RunFacts]) -> str:
+    """Return the rows that several runs were measured on; seeds may hold out different ones."""
+    every = sorted({run.measured for run in members})
+    return every[0] if len(every) == 1 else f"{len(every)} sets {value_digest(every)[:8]}"
+
+
+def _comparable(runs: Sequence[RunFacts]) -> str:
+    """Return the rows that most runs were measured on: only their metrics are compared."""
+    return Counter(run.measured for run in runs).most_common(1)[0][0]
+
+
 def _overview(runs: Sequence[RunFacts], param: str) -> dict[str, list[_Cell]]:
     """Return title -> a cell for each run: its name, differing values, metrics and speed. Empty columns are
     left out."""
@@ -168,13 +182,16 @@ def _overview(runs: Sequence[RunFacts], param: str) -> dict[str, list[_Cell]]:
     found = [speed.get(run.run_id) for run in runs]
     finals = sorted({name for run in runs for name in run.metrics if name.startswith("final/")})
     none: _Cell = ("", None)
+    common = _comparable(runs)
+    others = any(run.measured != common for run in runs)
     columns: dict[str, list[_Cell]] = {
         "run": [(run.name, None) for run in runs],
         **{
             name: [(run.value(name), _as_number(run.value(name))) for run in runs]
             for name in _differing(runs)
         },
-        **{name.removeprefix("final/"): [_cell(run, name) for run in runs] for name in finals},
+        **{name.removeprefix("final/"): [_metric(run, name, common) for run in runs] for name in finals},
+        "measured on": [(run.measured if others else "", None) for run in runs],
         "samples/s": [_cell(run, "summary/samples_per_s_median") for run in runs],
         "speed-up": [
             # "-": the run was timed but has no baseline
@@ -196,6 +213,12 @@ def _overview(runs: Sequence[RunFacts], param: str) -> dict[str, list[_Cell]]:
 def _cell(run: RunFacts, metric: str) -> _Cell:
     spread = f" ±{run.spread[metric]:.2g}" if metric in run.spread else ""
     return _number(run.metrics.get(metric)) + spread, run.metrics.get(metric)
+
+
+def _metric(run: RunFacts, metric: str, common: str) -> _Cell:
+    """Return the cell of a final metric, with a mark if it was not measured on the `common` rows."""
+    text, value = _cell(run, metric)
+    return (text if run.measured == common or not text else f"{text}*", value)
 
 
 def _split_table(runs: Sequence[RunFacts]) -> tuple[list[str], dict[tuple[str, ...], list[str]]]:
@@ -227,6 +250,8 @@ def text_of(runs: Sequence[RunFacts], param: str) -> str:
     notes = [f"the same in all: {', '.join(f'{n} {printable(facts[n])}' for n in common)}"] if common else []
     if "speed-up" in table:
         notes.append(f"speed-up: relative to the first value of {param}, other params equal except the seed")
+    if "measured on" in table:
+        notes.append(_OTHER_ROWS)
     for run in runs:
         total = sum(run.stages_ms.values())
         largest = sorted(run.stages_ms.items(), key=lambda item: -item[1])[:4]
@@ -285,14 +310,20 @@ def _table(rows: _Rows, param: str) -> _Figure:
     runs = [run for run, _ in rows]
     columns = _overview(runs, param)
     finals = {name.removeprefix("final/") for run in runs for name in run.metrics if "final/" in name}
+    common = _comparable(runs)
     best = {name: (min if least_is_best(name) else max) for name in finals} | _BEST_COLUMNS
     shown = []
     for title, cells in columns.items():
-        known = [(value, text) for text, value in cells if value is not None and not math.isnan(value)]
+        known = [
+            (value, text)
+            for (text, value), run in zip(cells, runs, strict=True)
+            if value is not None and not math.isnan(value) and (title not in finals or run.measured == common)
+        ]
         # The best cells are found by their text: of numbers that look equal, all are the best.
         _, winner = best[title](known) if title in best and len(known) > 1 else (None, None)
         shown.append([(text, value is not None, text == winner) for text, value in cells])
     return {
+        "note": f" {_OTHER_ROWS}." if "measured on" in columns else "",
         "titles": {title: any(value is not None for _, value in cells) for title, cells in columns.items()},
         "rows": [
             {

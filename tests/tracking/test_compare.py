@@ -16,7 +16,7 @@ from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import Report, run_job
 from dphybrid.tracking.compare import RunFacts, find_runs, read_runs
 from dphybrid.tracking.compare_page import text_of, write_comparison
-from tests.commands import command
+from tests.commands import command, run_with
 from tests.conftest import own_settings
 from tests.refusing import refused
 
@@ -128,6 +128,56 @@ def test_the_text_is_a_table_with_what_differs_and_a_line_of_stages_a_run() -> N
     names = ("train.lr", "table.lr", "model.dim")
     runs = [facts(value, "cpu", 1.0, **dict.fromkeys(names, value)) for value in ("1", "2")]
     assert rows_of(runs, "devices")[0].startswith("run dim table.lr train.lr ")
+
+
+def test_metrics_on_other_validation_rows_are_marked_and_never_the_best(tmp_path: Path) -> None:
+    def run(name: str, auc: float, rows: str, **params: str) -> RunFacts:
+        made = facts(name, "cpu", None, **params)
+        return dataclasses.replace(made, metrics={"final/auc": auc}, measured=rows)
+
+    runs = [
+        run("a", 0.826, "2,425 rows 1a2b", lr="1"),
+        run("b", 0.587, "4,042 rows 3c4d", lr="2"),
+        run("c", 0.597, "4,042 rows 3c4d", lr="3"),
+    ]
+    assert rows_of(runs, "devices") == [
+        "run lr auc measured on",
+        "a 1 0.826* 2,425 rows 1a2b",
+        "b 2 0.587 4,042 rows 3c4d",
+        "c 3 0.597 4,042 rows 3c4d",
+    ]
+    assert "* measured on other validation rows" in text_of(runs, "devices")
+    page = write_comparison(runs, tmp_path, "devices").read_text()
+    assert re.findall(r'class="number best">([^<]*)<', page) == ["0.597"]
+    assert "measured on" not in text_of(runs[1:], "devices")
+    # seeds that hold out rows of their own: equal sets of rows can be compared
+    seeds = [
+        run(f"{lr}{seed}", 0.5 + lr / 10, f"9 rows {seed}", lr=str(lr), **{"train.seed": str(seed)})
+        for lr in (1, 2)
+        for seed in (0, 1)
+    ]
+    page = write_comparison(seeds, tmp_path, "devices").read_text()
+    assert re.findall(r'class="number best">([^<]*)<', page)[0] == "0.7 ±0"
+
+
+def test_validation_rows_are_equal_however_columns_are_read(data_dir: Path, tmp_path: Path) -> None:
+    lines = ["y,a,b", *(f"{n % 2},{n % 7},{n}" for n in range(400))]
+    (tmp_path / "t.csv").write_text("\n".join(lines))
+    (tmp_path / "more.csv").write_text("\n".join([*lines, "1,1,1"]))
+    ids = []
+    for name, *flags in (
+        ("t.csv",),
+        ("t.csv", "data.categorical=a,b"),
+        ("more.csv",),
+        ("t.csv", "train.seed=5"),
+    ):
+        words = ["recipe=ctr", f"data.path={tmp_path / name}", "data.label=y", "train.epochs=1", *flags]
+        ids.append(run_with(*words).run_id)
+    uri = f"sqlite:///{data_dir / 'mlflow' / 'mlflow.db'}"
+    one, alike, *others = [run.measured for run in read_runs(uri, ids)]
+    assert one == alike
+    assert re.fullmatch(r"\d+ rows [0-9a-f]{8}", one)
+    assert len({one, *others}) == 3
 
 
 def test_runs_that_differ_in_their_seed_alone_are_one_row_of_means(tmp_path: Path) -> None:
