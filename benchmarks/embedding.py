@@ -58,7 +58,7 @@ def step_costs(
     grads_ND = torch.randn(num_ids, dim, generator=torch.Generator().manual_seed(1))
     contestants: dict[str, Step] = {}
     for name in ("sgd", "adagrad", "adam", "lazy-adam", "adamw"):
-        table = HostEmbedding(num_rows, dim)
+        table = HostEmbedding(num_rows, dim, seed=0)
         rows = row_optimizer(name, {"t": table}, lr=0.01)
         buffer_ND = torch.empty_like(grads_ND)
         for_whole, for_host = cycle(batches), cycle(batches)
@@ -132,7 +132,7 @@ def many_tables_costs(
         for turn in range(4)
     ]
     grads_BFD = torch.randn(batch_size, num_tables, dim)
-    table = HostEmbedding(num_tables * rows_each, dim)
+    table = HostEmbedding(num_tables * rows_each, dim, seed=0)
     rows = row_optimizer("adagrad", {"t": table}, lr=0.01)
     offsets_F = torch.arange(num_tables) * rows_each
     bags = nn.ModuleList(nn.EmbeddingBag(rows_each, dim, mode="sum", sparse=True) for _ in range(num_tables))
@@ -182,11 +182,11 @@ def separate_tables_costs(
     ]
     grads_BFD = torch.randn(batch_size, num_tables, dim)
     offsets_F = torch.arange(num_tables) * rows_each
-    flat = HostEmbedding(num_tables * rows_each, dim)
+    flat = HostEmbedding(num_tables * rows_each, dim, seed=0)
     collection = HostEmbeddingCollection({str(number): rows_each for number in range(num_tables)}, dim)
 
     def separate() -> list[HostEmbedding]:
-        return [HostEmbedding(rows_each, dim) for _ in range(num_tables)]
+        return [HostEmbedding(rows_each, dim, seed=0) for _ in range(num_tables)]
 
     def step_of(tables: list[HostEmbedding], look_up: Callable[[Tensor], Tensor]) -> Step:
         rows = row_optimizer("adagrad", {str(n): table for n, table in enumerate(tables)}, lr=0.01)
@@ -258,7 +258,7 @@ def size_costs(
         generator = torch.Generator().manual_seed(num_rows)
         batches = [torch.randperm(num_rows, generator=generator)[:num_ids] for _ in range(4)]
         grads_ND = torch.randn(num_ids, dim)
-        table = HostEmbedding(num_rows, dim)
+        table = HostEmbedding(num_rows, dim, seed=0)
         rows = row_optimizer("adagrad", {"t": table}, lr=0.01)
         turns = cycle(batches)
 

@@ -111,7 +111,7 @@ def parts_alone(
     """
     where = region.devices
     cuda = where.home.type == "cuda"
-    table = HostEmbedding(num_rows, dim)
+    table = HostEmbedding(num_rows, dim, seed=0)
     rows = row_optimizer("adagrad", {"t": table}, lr=0.01)
     # strict=False below: a short batch leaves some replicas without a share.
     each = ids_BF.split(list(region.sizes(len(ids_BF))))
@@ -175,7 +175,7 @@ def _ways(
             yield from batches
 
     def ours(mode: str) -> Iterator[None]:
-        table = HostEmbedding(shape.num_rows, shape.dim)
+        table = HostEmbedding(shape.num_rows, shape.dim, seed=0)
         rows = row_optimizer("adagrad", {"t": table}, lr=0.01)
         region = DataParallel(shape.region(), where)
         table.place_on(where.replicas, region.sizes)

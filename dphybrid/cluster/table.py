@@ -41,12 +41,12 @@ class _SpreadTable(HostEmbedding):
     def __init__(self, table: HostEmbedding, ranks: Ranks, config: TableConfig, batch_rows: int) -> None:
         # Not HostEmbedding.__init__, which would allocate all rows in this process.
         nn.Module.__init__(self)
-        self.num_rows, self.dim, self.name = table.num_rows, table.dim, table.name
+        self.name = table.name
         self.padding_idx, self.start = table.padding_idx, table.start
-        self._info, self._links, self._placed = table._info, table._links, None
+        self._info, self._gates, self._placed = table._info, table._gates, None
         self._path, self._fresh, self.out_dtype = None, True, torch.float32
         self.ahead.place_on([torch.device("cpu")], lambda rows: [rows])  # no rows are prefetched to a GPU
-        self._ranks, self.lr = ranks, config.lr
+        self._ranks, self.lr, self._num_rows = ranks, config.lr, table.num_rows
         self._lookup: _Lookup | None = None
         shards = RowShards(ranks, table.num_rows, table.dim, table.name, config, batch_rows)
         self._shards = shards
@@ -55,10 +55,15 @@ class _SpreadTable(HostEmbedding):
         self.spread = Spread(ranks, pieces, bounds)
         whole = self.spread.tensors()
         self._rows: object = whole[0]
-        self.weight = nn.Parameter(torch.empty(0, self.dim), requires_grad=False)
+        self.weight = nn.Parameter(torch.empty(0, table.dim), requires_grad=False)
         self._info.make_states, self._info.synchronized = self._fbgemm_states, True
         self._states: dict[str, Any] = {"sum": whole[1]} if len(whole) > 1 else {}
         self.bytes_sent = self.look_up_ms = 0.0
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of all ranks."""
+        return self._num_rows
 
     def settled(self) -> Any:
         """Return a stand-in for the rows of all ranks, to be read and written in slices."""

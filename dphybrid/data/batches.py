@@ -7,6 +7,7 @@ Letters: B samples, N draws per sample.
 """
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -58,19 +59,32 @@ class ArrayDataset(Dataset):
 
 
 class Draws:
-    """Random numbers for the samples `index_B` of an epoch. seed: (seed, epoch)."""
+    """Random numbers for the samples `index_B` of an epoch. seed: (seed, epoch).
+
+    Each call draws other numbers than the calls before it, so the order of the calls counts.
+    """
 
     def __init__(self, seed: tuple[int, int], index_B: Array) -> None:
         self._seed, self._index_B = seed, index_B
+        self._calls: Counter[int] = Counter()
+
+    def _generator(self, kind: int, *of: int) -> np.random.Generator:
+        """Return the generator of the next call of a kind. kind: keeps these streams apart from each other,
+        and
+        from the one that shuffles, which has (seed, epoch) alone."""
+        number = self._calls[kind]
+        self._calls[kind] += 1
+        # The first call has no number, as when there was only one: a run that goes on sees the same numbers.
+        return np.random.default_rng([*self._seed, *of, kind, *([number] if number else [])])
 
     def uniform(self, num: int) -> Array:
         """Return numbers (B, num) float64 in [0, 1): SplitMix64 (Steele, Lea and Flood 2014) of a counter.
 
-        They depend only on seed, epoch, sample and column: a resumed run, another batch size, and processes
+        They depend only on seed, epoch, call, sample and column: a resumed run, another batch size, and
+        processes
         that share a batch see the same numbers.
         """
-        # 29, and 3 below, keep these streams apart from the one that shuffles, which has (seed, epoch) alone.
-        start = np.random.default_rng([*self._seed, 29]).integers(2**64, dtype=np.uint64)
+        start = self._generator(29).integers(2**64, dtype=np.uint64)
         place_BN = (self._index_B[:, None] * num + np.arange(num)).astype(np.uint64)
         x: Array = start + place_BN * np.uint64(0x9E3779B97F4A7C15)
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -86,8 +100,8 @@ class Draws:
 
     def of_batch(self) -> np.random.Generator:
         """Return a generator for numbers that the whole batch shares. Its seed is (seed, epoch, the batch's
-        first sample); a sample is in only one batch of an epoch."""
-        return np.random.default_rng([*self._seed, *self._index_B[:1].tolist(), 3])
+        first sample, the call); a sample is in only one batch of an epoch."""
+        return self._generator(3, *self._index_B[:1].tolist())
 
 
 Draw = Callable[["dict[str, Tensor]", Draws], "dict[str, Tensor]"]

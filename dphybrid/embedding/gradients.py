@@ -1,29 +1,28 @@
-"""Turns the gradients of all lookups in a forward into one sparse gradient of the table's weight.
+"""Turns the gradients of lookups into one sparse gradient of the table's weight.
 
-Autograd adds sparse gradients row by row, which takes longer than the rest of a step. So only the first
-lookup of a forward is a function of the weight. The later ones depend on the first through a link, a tensor
-without elements. Their backward only stores their gradients; the backward of the first lookup, which autograd
-therefore calls last, builds one sparse gradient from all of them.
+Autograd would add the sparse gradients of several lookups row by row, which takes longer than the rest of a
+step. So lookups are functions of a gate, and the gate is a function of the weight. The gate's gradient is a
+list of the lookups' gradients, which autograd joins; the gate's backward sums them in one pass.
 
 Letters: N ids of a lookup, U unique ids, D width of a row, V rows of the table.
 """
 
+import itertools
 import math
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from dphybrid.embedding import native
 from dphybrid.embedding.ahead import LookupsAhead
 from dphybrid.embedding.lookup import Counters
 from dphybrid.embedding.replicas import Channel
+from dphybrid.kernels import is_batched
 
 if not torch.sparse.check_sparse_tensor_invariants.is_enabled():
     # Already off, but torch 2.11 warns in each process that makes a sparse tensor without having set it.
@@ -39,7 +38,6 @@ class RowsInfo:
     """
 
     name: str
-    num_rows: int
     frozen: list[int] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
     synchronized: bool = False
@@ -52,7 +50,7 @@ class RowsInfo:
 
     # A copy gets new counters and no `make_states`, which refers to the original's file.
     def __reduce__(self) -> Any:
-        return RowsInfo, (self.name, self.num_rows, self.frozen)
+        return RowsInfo, (self.name, self.frozen)
 
 
 def info_of(weight: Tensor) -> RowsInfo | None:
@@ -60,10 +58,9 @@ def info_of(weight: Tensor) -> RowsInfo | None:
     return getattr(weight, "rows_info", None)
 
 
-@dataclass
-class _Piece:
-    """Gradients of one lookup: grads_ND of the rows ids_N. number: of the lookup in its forward. done: event
-    at the end of the copy from a GPU to the host."""
+class _Piece(NamedTuple):
+    """Gradients of one lookup: grads_ND of the rows ids_N. number: of the lookup, in the order of their
+    forwards. done: event at the end of the copy from a GPU to the host."""
 
     number: int
     ids_N: Tensor
@@ -71,108 +68,143 @@ class _Piece:
     done: "torch.cuda.Event | None"
 
 
-class _Pieces:
-    """Collects the gradients of lookups that share a link. Several devices' backward threads may add to
-    it."""
+class _RowGradients(Tensor):
+    """Gradient of a gate: the gradients of one lookup, or of several that autograd has added.
 
-    def __init__(self, weight: Tensor) -> None:
-        # Weak: otherwise the graph of a forward would keep the whole table alive after its model is gone.
-        self.weight, self.is_leaf, self.shape = weakref.ref(weight), weight.is_leaf, weight.shape
-        self.lookups, self.used = 0, False
-        self._arrived: list[_Piece] = []
-        self._lock = threading.Lock()
+    A tensor class of its own, as autograd adds the gradients of several lookups, and torch's sum of two
+    sparse tensors goes row by row. The sum of two of these joins their lists; any other operation sees the
+    sparse tensor of all pieces.
+    """
 
-    def note(self, grads: Tensor, number: int, ids_N: Tensor, via: Channel | None) -> None:
-        """Store the gradients of lookup `number`. If they are on a GPU, start copying them to the host by
-        `via`."""
+    pieces: list[_Piece]
+
+    @staticmethod
+    def __new__(cls, pieces: list[_Piece], shape: torch.Size) -> "_RowGradients":
+        dtype = pieces[0].grads_ND.dtype
+        made: _RowGradients = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=native.CPU)
+        made.pieces = pieces
+        return made
+
+    def as_sparse(self) -> Tensor:
+        """Return one sparse tensor with all pieces, not summed."""
+        _wait_for(self.pieces)
+        ids_N = torch.cat([piece.ids_N for piece in self.pieces])
+        return sparse(ids_N, torch.cat([piece.grads_ND for piece in self.pieces]), self.shape)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override] # torch declares it as a static method
+        cls, func: Any, _: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.add.Tensor and type(args[0]) is type(args[1]) is cls and not kwargs:
+            return cls(args[0].pieces + args[1].pieces, args[0].shape)
+        return func(*(each.as_sparse() if type(each) is cls else each for each in args), **(kwargs or {}))
+
+
+class _Gate(torch.autograd.Function):
+    """weight -> the gate through which lookups depend on it: a tensor of the weight's shape without memory.
+
+    It only collects gradients: its own gradient is the sum of the lookups', of which it makes one sparse
+    gradient of the weight.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.weight = weakref.ref(weight)
+        dtype = native.real_dtype(weight.dtype)
+        return torch.empty((), dtype=dtype, device=native.CPU).expand(weight.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
+        weight = ctx.weight()
+        is_leaf, info = weight is not None and weight.is_leaf, None if weight is None else info_of(weight)
+        if isinstance(grad, _RowGradients):
+            grad = _summed(grad, info, is_leaf and weight.grad is not None)
+        # A weight that other operations compute passes its gradient on to them, and many need a dense one.
+        return grad if grad is None or is_leaf or not grad.is_sparse else grad.to_dense()
+
+
+def _summed(grad: _RowGradients, info: RowsInfo | None, accumulates: bool) -> Tensor:
+    """Return the sparse gradient of all pieces. accumulates: autograd will add it to one that is there."""
+    # Backward threads of several devices add in any order; a fixed order gives the same sums each time.
+    pieces = sorted(grad.pieces, key=lambda piece: piece.number)
+    waited_ms = _wait_for(pieces)
+    if info is not None:
+        info.counters.d2h_ms += waited_ms
+    if len(pieces) == 1 and not accumulates:
+        # No sum here: the optimizer's kernel sums repeated ids in the pass that it makes anyway.
+        return sparse(pieces[0].ids_N, pieces[0].grads_ND, grad.shape)
+    segments = [native.Segment(piece.ids_N, piece.grads_ND, grad.shape[0]) for piece in pieces]
+    # torch adds sparse gradients row by row if their values are contiguous, but concatenates them if there
+    # are
+    # gaps between rows.
+    frozen = [] if info is None else info.frozen
+    ids_U, grads_UD, _ = native.sum_rows(segments, frozen, gap=int(accumulates))
+    return sparse(ids_U, grads_UD, grad.shape)
+
+
+class _Rows(torch.autograd.Function):
+    """(gate, (looked-up rows, number, ids_N, channel from a device)) -> the rows, which pass through
+    unchanged
+    and depend on the gate, for autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, given: tuple[Tensor, int, Tensor, Channel | None]) -> Tensor:
+        rows, *ctx.noted = given
+        ctx.shape = gate.shape
+        # So backward gets None, not zeros, for rows that the loss does not use. Zeros would count as a
+        # gradient: the row optimizer would touch these rows.
+        ctx.set_materialize_grads(False)
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, grads: Tensor | None) -> tuple[Tensor | None, None]:
+        if grads is None:
+            return None, None
+        number, ids_N, via = ctx.noted
         grads_ND, done = grads.reshape(-1, grads.shape[-1]), None
+        if is_batched(
+            grads
+        ):  # is_grads_batched, jacobian(vectorize=True): torch has no batches of sparse ones
+            return grads_ND.new_zeros(ctx.shape).index_add(0, ids_N, grads_ND), None
+        if grads.requires_grad:  # create_graph: torch's own operations, which can be differentiated again
+            return sparse(ids_N, grads_ND.cpu(), ctx.shape), None
         if via is not None:
             grads_ND, done = via.start_receiving(grads_ND)
         if grads_ND.shape[-1] > 1 and grads_ND.stride(-1) != 1:
             grads_ND = grads_ND.contiguous()
-        with self._lock:
-            self._arrived.append(_Piece(number, ids_N, grads_ND, done))
-
-    def gradient(self) -> Tensor | None:
-        """Return the weight's gradient from everything stored since the last call, or None."""
-        with self._lock:
-            pieces, self._arrived, self.used = self._arrived, [], True
-        # Backward threads of several devices store in any order; a fixed order gives the same sums each time.
-        pieces.sort(key=lambda piece: piece.number)
-        weight = self.weight()
-        info = None if weight is None else info_of(weight)
-        _wait_for(pieces, info)
-        if not pieces:
-            return None
-        accumulates = self.is_leaf and weight is not None and weight.grad is not None
-        if len(pieces) == 1 and not accumulates:
-            # No sum here: the optimizer's kernel sums repeated ids in the pass that it makes anyway.
-            found = sparse(pieces[0].ids_N, pieces[0].grads_ND, self.shape)
-        else:
-            segments = [native.Segment(piece.ids_N, piece.grads_ND, self.shape[0]) for piece in pieces]
-            frozen = info.frozen if self.is_leaf and info is not None else []
-            # If there is a gradient already, autograd will add this one to it. torch adds sparse gradients
-            # row by row if their values are contiguous, but concatenates them if there are gaps between rows.
-            ids_U, grads_UD, _ = native.sum_rows(segments, frozen, gap=int(accumulates))
-            found = sparse(ids_U, grads_UD, self.shape)
-        # A computed weight (weight_norm, ...) passes its gradient to torch functions that need a dense one.
-        return found if self.is_leaf else found.to_dense()
+        return _RowGradients([_Piece(number, ids_N, grads_ND, done)], ctx.shape), None
 
 
-class _Rows(torch.autograd.Function):
-    """(weight or link, (looked-up rows, pieces, arguments of `_Pieces.note`)) -> (the rows, a link).
-
-    The rows pass through unchanged and depend on the source, for autograd. The link is a tensor without
-    elements, on the host because its gradient is there.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, source: Tensor, given: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-        rows, ctx.pieces, *ctx.noted = given
-        # So backward gets None, not zeros, for rows that the loss does not use. Zeros would count as a
-        # gradient: the row optimizer would touch these rows.
-        ctx.set_materialize_grads(False)
-        return rows, torch.empty(0, dtype=rows.dtype, device=native.CPU)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grads: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, None]:
-        if grads is not None:
-            ctx.pieces.note(grads, *ctx.noted)
-        if ctx.noted[0]:  # not the first lookup: its source is the link, which has no elements
-            return None if grads is None else torch.empty(0, dtype=grads.dtype, device=native.CPU), None
-        return ctx.pieces.gradient(), None
-
-
-def _wait_for(pieces: Sequence[_Piece], info: RowsInfo | None) -> None:
-    """Wait until all pieces are on the host; count the time."""
+def _wait_for(pieces: Sequence[_Piece]) -> float:
+    """Wait until all pieces are on the host; return the milliseconds."""
     start, events = time.perf_counter(), [piece.done for piece in pieces if piece.done is not None]
     for event in events:
         event.synchronize()
-    if events and info is not None:
-        info.counters.d2h_ms += 1e3 * (time.perf_counter() - start)
+    return 1e3 * (time.perf_counter() - start) if events else 0.0
 
 
-class Links:
-    """Holds the link between a table's lookups in the present forward."""
+class Gates:
+    """Makes looked-up rows functions of a table's weight, for autograd, through a gate that all lookups of
+    the
+    weight share."""
 
     def __init__(self) -> None:
-        # Not in `_Pieces`: the link's graph holds those, and such a cycle through autograd is never freed.
-        self._link: tuple[Tensor, _Pieces] | None = None
+        self._gate: tuple[weakref.ref[Tensor], Tensor] | None = None
+        self._numbers = itertools.count()
 
     def rows(self, weight: Tensor, rows: Tensor, ids_N: Tensor, via: Channel | None = None) -> Tensor:
-        """Return looked-up rows as a function of the weight, for autograd. via: the channel that brings
-        their gradients back from a device."""
-        # A link belongs to one forward: start a new one after its backward, or if the weight was replaced.
-        if self._link is None or self._link[1].used or self._link[1].weight() is not weight:
-            pieces = _Pieces(weight)
-            linked, link = _Rows.apply(weight, (rows, pieces, 0, ids_N, via))
-            self._link = link, pieces
-        else:
-            link, pieces = self._link
-            pieces.lookups += 1
-            linked, _ = _Rows.apply(link, (rows, pieces, pieces.lookups, ids_N, via))
-        return cast(Tensor, linked)
+        """Return looked-up rows as a function of the weight. via: the channel that brings their gradients
+        back
+        from a device."""
+        kept = self._gate  # read once: another thread may look up meanwhile
+        if kept is None or kept[0]() is not weight or kept[1].shape != weight.shape or not weight.is_leaf:
+            # Dropped first: a gate keeps autograd's note of the weight's shape alive.
+            kept = self._gate = None
+            kept = weakref.ref(weight), cast(Tensor, _Gate.apply(weight))
+            if weight.is_leaf:  # else its graph would stay, too
+                self._gate = kept
+        return cast(Tensor, _Rows.apply(kept[1], (rows, next(self._numbers), ids_N, via)))
 
 
 def sparse(ids_N: Tensor, grads_ND: Tensor, shape: torch.Size) -> Tensor:

@@ -7,7 +7,6 @@ PARTIAL_ROWWISE_ADAM do. RowAdamW equals torch's AdamW without momentum, on all 
 """
 
 import math
-import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -125,8 +124,7 @@ class RowOptimizer(EagerOptimizer):
         states: dict[str, Tensor] = self.state[weight]
         if not states:
             info = info_of(weight)
-            num_rows = len(weight) if info is None else info.num_rows
-            wanted = dict(self._state_shapes(num_rows, weight.shape[1], native.real_dtype(weight.dtype)))
+            wanted = dict(self._state_shapes(len(weight), weight.shape[1], native.real_dtype(weight.dtype)))
             if self.row_rule.counts_updates or weight.dtype == torch.bfloat16:
                 wanted[_UPDATES] = (1,), torch.int64
             make = None if info is None else info.make_states
@@ -168,7 +166,6 @@ class RowOptimizer(EagerOptimizer):
             with torch.enable_grad():
                 loss = closure()
         self._refuse_copies()
-        _refuse_while_accumulating()
         for rule, names, weights in self._groups_alike():
             if any(weight.grad is not None for weight in weights):
                 self._update(rule, names, weights)
@@ -336,17 +333,6 @@ class RowOptimizer(EagerOptimizer):
                 f"row optimizer state does not fit: {'; '.join(sorted(problems))}; load the state of the "
                 "same optimizer and tables"
             )
-
-
-def _refuse_while_accumulating() -> None:
-    """Raise UserError while accelerate accumulates gradients. accelerate skips the steps of the optimizers
-    that it has prepared, but this one was not prepared, so it would step too often."""
-    accelerate = sys.modules.get("accelerate")
-    if accelerate is not None and not accelerate.state.GradientState().sync_gradients:
-        raise UserError(
-            "row optimizer: accelerate is accumulating gradients, so this batch must not take a step; "
-            "prepare the row optimizer too, rows = accelerator.prepare(rows), or use a CombinedOptimizer"
-        )
 
 
 def _check_numbers(numbers: Mapping[str, Any]) -> None:

@@ -1,8 +1,8 @@
-"""Exact prefetching: while a step computes, a worker thread prepares the lookups of the next steps.
+"""Exact prefetching: while a step computes, a worker thread prepares the lookups of the next one.
 
 Use in a training loop, which is the same with mode "off":
 
-    with RowPipeline(model, mode="exact", lookahead=1) as pipeline:
+    with RowPipeline(model, mode="exact") as pipeline:
         for batch in pipeline.prefetch(batches, model.table_ids):   # table_ids(batch) -> {table name: ids}
             loss = model(batch)                                      # region.rows(table, ids) in `forward`
             ...                                                      # backward, clip, optimizer.step()
@@ -29,6 +29,8 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Generic, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
@@ -47,6 +49,10 @@ Batch = TypeVar("Batch")
 Ids = Mapping[str, Tensor | Sequence[Tensor]]
 """Table name -> the ids that will be looked up: one tensor, or a list of one tensor per lookup."""
 _IdsOf = Callable[[Batch], Ids]
+_Prepared = tuple[Batch, Ids, dict[str, list[Lookup]]]
+
+_BATCHES_IN_TRANSIT = 2
+"""The batch that the step computes, and the one that is prepared meanwhile."""
 
 _JOIN_S = 5.0
 """How long `close` waits for a worker that is blocked in the batch source."""
@@ -66,9 +72,8 @@ class RowPipeline:
     """Yields batches while a worker thread prepares the lookups of later ones; see the module's docstring.
 
     model: the model whose tables are looked up ahead, or its tables as from `find_tables`. mode: "exact", or
-    "off" to yield batches without a worker. lookahead: most batches prepared ahead (>= 1). on_cpu: use a
-    worker even without a GPU; slower, for tests that the bits stay the same. Raises UserError for other
-    values.
+    "off" to yield batches without a worker. on_cpu: use a worker even without a GPU; slower, for tests that
+    the bits stay the same. Raises UserError for other values.
     """
 
     def __init__(
@@ -76,19 +81,17 @@ class RowPipeline:
         model: nn.Module | Mapping[str, HostEmbedding],
         *,
         mode: str = "exact",
-        lookahead: int = 1,
         on_cpu: bool = False,
     ) -> None:
         if mode not in ("off", "exact"):
             raise UserError(f"pipeline={mode!r}: use off or exact")
-        if lookahead < 1:
-            raise UserError(f"lookahead={lookahead}: must be at least 1")
         self.tables = find_tables(model) if isinstance(model, nn.Module) else dict(model)
-        self.mode, self.lookahead, self.on_cpu = mode, lookahead, on_cpu
+        self.mode, self.on_cpu = mode, on_cpu
         self._table_ids: Callable[[Any], Ids] | None = None
         if isinstance(model, DeclaresIds):
             self._table_ids = model.table_ids
         self._warned: set[str] = set()
+        self._watched = False
         self._workers: list[_Worker] = []
         self.times_ms = {"prepare_ms": 0.0, "wait_ms": 0.0}
         self._last_totals = self._totals()
@@ -110,32 +113,71 @@ class RowPipeline:
 
         The first forward places the tables (see `DataParallel.rows`), so its rows are looked up on the spot;
         those of all later batches are prepared ahead. Warns once, with the reason, if rows cannot be fetched
-        ahead. An exception in the batch source or in `ids_of`, or an id that is not a row, is raised when the
+        ahead; what forward looks up is compared with what was announced in the first batch, without a GPU,
+        too. An exception in the batch source or in `ids_of`, or an id that is not a row, is raised when the
         loop asks for that batch, with the worker's traceback. Leaving the loop early, by `break` or an
         exception, stops the worker.
         """
         ids_of = ids_of or self._table_ids
-        if self.mode == "off" or not self.tables or not (self.on_cpu or torch.cuda.is_initialized()):
+        if self.mode == "off" or not self.tables:
             yield from batches
-        elif ids_of is None:
+            return
+        if ids_of is None:
             self._warn_once(
                 "the ids are not known ahead; give prefetch a function from a batch to {table: ids}, or the "
                 "model a method table_ids(batch)"
             )
             yield from batches
-        else:
-            source = iter(batches)
-            if any(not table.is_placed for table in self.tables.values()):
-                # Without a worker: `forward` must run once before it is known where rows are sent.
-                for batch in itertools.islice(source, 1):
-                    names = list(self._checked_ids(ids_of(batch)))
+            return
+        source, uses_worker = iter(batches), self.on_cpu or torch.cuda.is_initialized()
+        # Without a worker: `forward` must run once before it is known where rows are sent.
+        if any(not table.is_placed for table in self.tables.values()) or not (uses_worker or self._watched):
+            for batch in itertools.islice(source, 1):
+                with self._watching(self._checked_ids(ids_of(batch))):
                     yield batch
-                    if missing := [name for name in names if not self.tables[name].is_placed]:
-                        self._warn_once(
-                            f"no region takes the rows of {', '.join(missing)}; look them up in forward with "
-                            "region.rows(table, ids)"
-                        )
+        # One replica on the CPU reads rows from the table itself: there is nothing to prepare.
+        if uses_worker and any(table.ahead.is_placed for table in self.tables.values()):
             yield from self._prefetched(source, ids_of)
+        else:
+            yield from source
+
+    @contextmanager
+    def _watching(self, announced: Ids) -> Iterator[None]:
+        """While the block runs, note what is looked up in training; then warn if that was not announced."""
+        looked_up: dict[str, list[Tensor]] = {}
+
+        def note(name: str, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if torch.is_grad_enabled():
+                looked_up.setdefault(name, []).append((*args, *kwargs.values())[0].detach().cpu())
+
+        hooks = [
+            table.register_forward_pre_hook(partial(note, name), with_kwargs=True)
+            for name, table in self.tables.items()
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._watched = True
+        used = {name: self.tables[name] for name in {**announced, **looked_up}}
+        if missing := [name for name, table in used.items() if not table.is_placed]:
+            self._warn_once(
+                f"no region takes the rows of {', '.join(missing)}; look them up in forward with "
+                "region.rows(table, ids)"
+            )
+        if left_out := [name for name in looked_up if name not in announced]:
+            self._warn_once(
+                f"forward also looks up rows of {', '.join(left_out)}; have prefetch's function return their "
+                "ids, too"
+            )
+        for name in looked_up.keys() & announced.keys():
+            known = [ids.cpu() for ids in each_lookup(announced[name])]
+            if not all(any(torch.equal(ids, each) for each in known) for ids in looked_up[name]):
+                self._warn_once(
+                    f"forward looks up other ids of {name} than those announced; have prefetch's function "
+                    "return the very ids that forward gives to region.rows"
+                )
 
     def _checked_ids(self, ids: Ids) -> Ids:
         if not isinstance(ids, Mapping):
@@ -157,30 +199,23 @@ class RowPipeline:
             warnings.warn(f"RowPipeline: rows are not fetched ahead: {why}", RuntimeWarning, stacklevel=3)
 
     def _prefetched(self, batches: Iterator[Batch], ids_of: _IdsOf[Batch]) -> Iterator[Batch]:
-        # One replica on the CPU reads rows from the table itself: there is nothing to prepare.
-        if not any(table.ahead.is_placed for table in self.tables.values()):
-            yield from batches
-            return
-        handed, before = 0, self._num_prepared()
         worker = _Worker(batches, lambda batch: self._checked_ids(ids_of(batch)), self)
         self._workers.append(worker)
-        # Between a lookup's gathering and its use come one update for each batch ahead, and the one that was
+        # Between a lookup's gathering and its use come one update for the batch ahead, and the one that was
         # running. If fewer were recorded, `repair` would read all rows again.
         for table in self.tables.values():
-            table.ahead.record_changes(self.lookahead + 2)
+            table.ahead.record_changes(_BATCHES_IN_TRANSIT + 1)
         try:
             while (item := worker.next()) is not None:
-                batch, lookups = item
+                batch, ids, lookups = item
                 for name, table in self.tables.items():
                     table.ahead.expect(lookups.get(name, []))
-                handed += any(lookups.values())
-                del item, lookups  # or this frame would keep the batch alive while the loop's body runs
-                yield batch
-                if handed == 2 and self._num_prepared() == before:
-                    self._warn_once(
-                        "forward looks up other ids than those announced; have prefetch's function return "
-                        "the very ids that forward gives to region.rows"
-                    )
+                watching: AbstractContextManager[None] = (
+                    nullcontext() if self._watched else self._watching(ids)
+                )
+                del item, ids, lookups  # or this frame would keep the batch alive while the loop's body runs
+                with watching:
+                    yield batch
         finally:
             worker.stop()
             self._workers.remove(worker)
@@ -204,9 +239,6 @@ class RowPipeline:
             "conflict_ratio": now["repaired"] / max(1.0, now["prepared"]),
         }
 
-    def _num_prepared(self) -> float:
-        return sum(table.counters.prepared for table in self.tables.values())
-
     def _totals(self) -> dict[str, float]:
         totals = dict(self.times_ms)
         for table in self.tables.values():
@@ -220,17 +252,17 @@ class _Worker(Generic[Batch]):
 
     def __init__(self, batches: Iterator[Batch], ids_of: _IdsOf[Batch], pipeline: RowPipeline) -> None:
         self._iterator, self._ids_of, self._tables = batches, ids_of, pipeline.tables
-        self._lookahead, self._times_ms = pipeline.lookahead, pipeline.times_ms
+        self._times_ms = pipeline.times_ms
         self._pins = any(table.ahead.is_on_gpus for table in self._tables.values())
-        # Items: (batch, lookups by table); last, the exception that ended the worker, or None.
-        self._done: queue.Queue[tuple[Batch, dict[str, list[Lookup]]] | BaseException | None] = queue.Queue()
-        self._permits = threading.Semaphore(self._lookahead)
+        # Items: (batch, its ids, lookups by table); last, the exception that ended the worker, or None.
+        self._done: queue.Queue[_Prepared[Batch] | BaseException | None] = queue.Queue()
+        self._permits = threading.Semaphore(1)  # one batch is prepared ahead
         self._stopping = threading.Event()
         # A daemon: a batch source that hangs must not keep the interpreter from exiting.
         self._thread = threading.Thread(target=self._work, name="dphybrid-rows", daemon=True)
         self._thread.start()
 
-    def next(self) -> tuple[Batch, dict[str, list[Lookup]]] | None:
+    def next(self) -> "_Prepared[Batch] | None":
         start = time.perf_counter()
         item = self._done.get()
         self._times_ms["wait_ms"] += 1e3 * (time.perf_counter() - start)
@@ -270,11 +302,11 @@ class _Worker(Generic[Batch]):
         if self._pins:
             # Allocated all together, then freed to torch's allocator, which reuses the memory for later
             # batches.
-            held = [pinned(batch, always=True) for _ in range(self._lookahead + 1)]
+            held = [pinned(batch, always=True) for _ in range(_BATCHES_IN_TRANSIT)]
             del held
         for lookup in itertools.chain(*lookups.values()):
             for share in lookup.shares:
-                share.channel.reserve(len(share.memory), self._lookahead + 1)
+                share.channel.reserve(len(share.memory), _BATCHES_IN_TRANSIT)
 
     def _work(self) -> None:
         try:
@@ -297,7 +329,7 @@ class _Worker(Generic[Batch]):
                 if number == 0:
                     self._reserve(lookups, batch)
                 self._times_ms["prepare_ms"] += 1e3 * (time.perf_counter() - start)
-                self._done.put((batch, lookups))
+                self._done.put((batch, ids, lookups))
                 del batch, ids, lookups  # or this frame would keep them alive while it waits for a permit
         except BaseException as error:  # noqa: BLE001 - the waiting loop must get it, whatever it is
             self._done.put(error)

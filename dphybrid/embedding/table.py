@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
+from multiprocessing.context import get_spawning_popen
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Self
@@ -18,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dphybrid.embedding import native
 from dphybrid.embedding.ahead import LookupsAhead
-from dphybrid.embedding.gradients import Links, RowsInfo, info_of, is_captured, merged, rows_op
+from dphybrid.embedding.gradients import Gates, RowsInfo, info_of, is_captured, merged, rows_op
 from dphybrid.embedding.lookup import Counters, copies_drift_apart, not_a_row, whole_numbers
 from dphybrid.embedding.replicas import DeviceRows, SizesOf
 from dphybrid.embedding.storage import StartValues, deferred_rows, open_rows, open_states, zero_rows
@@ -35,10 +36,10 @@ class HostEmbedding(nn.Module):
     num_embeddings, embedding_dim: shape of the table, also its `num_rows` and `dim`. padding_idx: a row that
     stays zero and that row optimizers do not train; negative values count from the end. std: standard
     deviation of the normal start values. scales: (first, last, factor)s that scale the start values of the
-    rows from first to below last. seed: of the start values. name: for messages. dtype: float32, float64, or
-    bfloat16 (looked-up rows and gradients are float32 then, and updates are rounded stochastically); None:
-    float64 if that is torch's default type, else float32. storage:
-    "memory", or "mmap" with a `path`. A file there outlives the process, and an existing one is opened
+    rows from first to below last. seed: of the start values; None: drawn from torch's generator, which
+    torch.manual_seed sets. name: for messages. dtype: float32, float64, or bfloat16 (looked-up rows and
+    gradients are float32 then, and updates are rounded stochastically); None: float64 if that is torch's
+    default type, else float32. storage: "memory", or "mmap" with a `path`. A file there outlives the process, and an existing one is opened
     unchanged; a folder there gets an unnamed file that ends with the process. freeze: True for a table that
     is not trained.
 
@@ -57,7 +58,7 @@ class HostEmbedding(nn.Module):
         std: float = 0.1,
         scales: Sequence[tuple[int, int, float]] = (),
         dtype: torch.dtype | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         name: str = "table",
         storage: str = "memory",
         path: Path | str | None = None,
@@ -74,15 +75,17 @@ class HostEmbedding(nn.Module):
         padding_idx = _checked_padding(padding_idx, num_rows, name)
         if dtype is None:  # as nn.Embedding, but a default of half precision would round the updates
             dtype = torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32
+        if seed is None:
+            seed = int(torch.randint(2**63 - 1, (), device="cpu"))
         if dtype not in native.STORED:
             raise UserError(f"table {name!r}: dtype={dtype}; use float32, float64 or bfloat16")
-        self.num_rows, self.dim, self.padding_idx, self.name = num_rows, dim, padding_idx, name
+        self.padding_idx, self.name = padding_idx, name
         # Absolute: the states' files are opened later, perhaps in another working directory.
         path = None if path is None else Path(path).absolute()
         self.start, self._path = StartValues(std, seed, list(scales)), path
         self.out_dtype = native.real_dtype(dtype)
-        self._links = Links()
-        self._info = RowsInfo(name, num_rows, [] if padding_idx is None else [padding_idx])
+        self._gates = Gates()
+        self._info = RowsInfo(name, [] if padding_idx is None else [padding_idx])
         self._placed: tuple[Sequence[torch.device], SizesOf] | None = None
         if padding_idx is not None:
             self.start.scales.append((padding_idx, padding_idx + 1, 0.0))
@@ -114,6 +117,8 @@ class HostEmbedding(nn.Module):
         """
         super().register_parameter(name, param)
         if name == "weight" and param is not None:
+            if param.dim() == 2:  # a shorter weight: frozen rows behind it would be rows of the next table
+                self._info.frozen = [row for row in self._info.frozen if row < len(param)]
             self._info.make_states = partial(open_states, path=self._path, fresh=self._fresh, name=self.name)
             param.rows_info = self._info  # type: ignore[attr-defined]
             if param.dtype == torch.bfloat16:  # a bfloat16 sum of many small gradients stops growing
@@ -123,17 +128,32 @@ class HostEmbedding(nn.Module):
         """Return the state of a copy or pickle. A copy has its rows in memory."""
         # Without the path: two tables that write to the same file would overwrite each other.
         self.settled()  # do not copy damaged rows
-        return self.__dict__ | {"_path": None, "_fresh": True, "_info": self._info.frozen, "_links": None}
+        if get_spawning_popen() is not None:  # pickled for another process, which is to see these rows
+            self._refuse_to_send_a_file()
+        return self.__dict__ | {"_path": None, "_fresh": True, "_info": self._info.frozen, "_gates": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         frozen = state["_info"]
         super().__setstate__(state)
-        self._info, self._links = RowsInfo(self.name, self.num_rows, frozen), Links()
-        rows_VD = zero_rows(tuple(self.weight.shape), self.weight.dtype)  # huge pages, unlike pickle's copy
-        self.weight.data = rows_VD.copy_(self.weight.detach())
+        self._info, self._gates = RowsInfo(self.name, frozen), Gates()
+        if not self.weight.is_shared():  # else another process sent it, and both are to see the same rows
+            rows_VD = zero_rows(
+                tuple(self.weight.shape), self.weight.dtype
+            )  # huge pages, unlike pickle's copy
+            self.weight.data = rows_VD.copy_(self.weight.detach())
         self.register_parameter("weight", self._parameters["weight"])
         if self._placed is not None:
             self.place_on(*self._placed)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of the present weight."""
+        return len(self.weight)
+
+    @property
+    def dim(self) -> int:
+        """Number of values of a row."""
+        return self.weight.shape[1]
 
     @property
     def num_embeddings(self) -> int:
@@ -191,10 +211,27 @@ class HostEmbedding(nn.Module):
         return self._info.frozen
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # nn.Module calls this for .to(), .half() and the like. The table stays as it is; only the type of
-        # looked-up rows follows the model. `fn` is tried on an empty tensor to learn that type.
-        self.out_dtype = fn(torch.empty(0, dtype=self.out_dtype, device="cpu")).dtype
+        # nn.Module calls this for .to(), .half(), .share_memory() and the like. The table stays as it is;
+        # only
+        # the type of looked-up rows follows the model. `fn` is tried on an empty tensor to learn what it
+        # does.
+        tried = torch.empty(0, dtype=self.out_dtype, device="cpu")
+        self.out_dtype = fn(tried).dtype
+        if tried.is_shared():
+            self._share()
         return self
+
+    def _share(self) -> None:
+        """Move the rows to memory that processes share."""
+        self._refuse_to_send_a_file()
+        self.settled().share_memory_()
+
+    def _refuse_to_send_a_file(self) -> None:
+        if self._path is not None:
+            raise UserError(
+                f"table {self.name!r}: its rows are in a file (storage='mmap') and cannot be moved to memory "
+                "that processes share; use storage='memory', or start processes by fork, which share the file"
+            )
 
     def _replicate_for_data_parallel(self) -> Self:
         # torch's hook for a module that is being replicated: every device would get a copy of the table.
@@ -236,7 +273,7 @@ class HostEmbedding(nn.Module):
             counters.bytes_gathered += rows.nbytes
             counters.ids += len(flat_N)
             if weight.requires_grad:
-                rows = self._links.rows(weight, rows, flat_N)
+                rows = self._gates.rows(weight, rows, flat_N)
         return self.as_model(rows)
 
     def _in_graph(self, ids: Tensor) -> Tensor:
@@ -289,7 +326,7 @@ class HostEmbedding(nn.Module):
             share.channel.wait_for(share, counted=counted)
             rows_UD = share.rows_UD
             if counted and weight.requires_grad:
-                rows_UD = self._links.rows(weight, rows_UD, share.where.unique_U, via=share.channel)
+                rows_UD = self._gates.rows(weight, rows_UD, share.where.unique_U, via=share.channel)
             rows_ND = DeviceRows.apply(rows_UD, *share.indices)
             rows.append(self.as_model(rows_ND.view(*share.shape, self.dim)))
         return rows

@@ -25,7 +25,7 @@ _has_storage, _is_functorch = torch._C._has_storage, torch._C._functorch.is_func
 
 _ONE_THREAD_BYTES = 2**18
 """Bytes of rows below which one thread is as fast as a team."""
-_IMPORTED_IN = os.getpid()
+_forked = False
 _OPENMP_NAMES = ("libgomp", "libiomp", "libomp")
 """How the file names of OpenMP libraries begin, of which torch loads one."""
 
@@ -79,6 +79,19 @@ def call(name: str, arguments: c.Structure) -> bool:
     return bool(getattr(library(), name)(c.byref(arguments)))
 
 
+def _use_one_thread() -> None:
+    """Keep this process, just forked, to one thread: it has none of the pool's threads, and OpenMP would
+    wait for
+    them forever, in torch's own operations, too."""
+    global _forked
+    _forked = True
+    torch.set_num_threads(1)
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_use_one_thread)
+
+
 @cache
 def _gomp_parallel() -> int | None:
     """Return the address of GOMP_parallel in the OpenMP library that torch has loaded, or None."""
@@ -96,12 +109,11 @@ def _gomp_parallel() -> int | None:
 def team(count: int, row_bytes: int, threads: int | None = None) -> c.Structure:
     """Return the thread team for `count` rows of `row_bytes`. threads: None for torch's number if there are
     enough bytes, else one."""
-    if threads is None:
+    if _forked:
+        threads = 1
+    elif threads is None:
         # The order of sums does not depend on the team, so any number of threads gives the same bits.
         threads = torch.get_num_threads() if count * row_bytes >= _ONE_THREAD_BYTES else 1
-    # A forked child has none of the pool's threads; OpenMP would wait for them.
-    if os.getpid() != _IMPORTED_IN:
-        threads = 1
     return Team(_gomp_parallel() if threads > 1 else None, threads)
 
 
@@ -117,6 +129,11 @@ def is_plain(tensor: Tensor) -> bool:
         and _has_storage(tensor)
         and not _is_functorch(tensor)
     )
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Return whether a tensor stands for a batch of tensors inside of vmap."""
+    return _is_functorch(tensor) or torch._C._functorch.is_legacy_batchedtensor(tensor)
 
 
 def address(tensor: Tensor, what: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:

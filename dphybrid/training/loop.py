@@ -39,6 +39,8 @@ def train(session: Session, observer: Observer) -> None:
     if config.check_split and progress.step == 0:
         refuse_split_differences(model, next(_batches_of_epoch(session)))
     with (
+        torch.inference_mode(False),
+        torch.enable_grad(),  # whatever the caller has set
         numerics(config),
         observer.running(),
         RowPipeline(model, mode=config.pipeline, on_cpu=engine.prefetches_on_cpu) as pipeline,

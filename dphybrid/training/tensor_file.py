@@ -196,17 +196,21 @@ def rows_of(name: str) -> str:
 
 def table_file(checkpoint: Path, table: str) -> Path:
     """Return the path of the file with all rows of a table, as of the last full checkpoint."""
-    return checkpoint / "tables" / _file_name(table)
+    return _file(checkpoint / "tables", table)
 
 
 def changed_file(checkpoint: Path, table: str) -> Path:
     """Return the path of the file with the rows changed since; a full checkpoint has none."""
-    return checkpoint / "changed" / _file_name(table)
+    return _file(checkpoint / "changed", table)
 
 
-def _file_name(table: str) -> str:
+def _file(folder: Path, table: str) -> Path:
     # Modules of an nn.ModuleDict may be called after a user's columns, such as "price/unit".
-    return f"{table.replace('/', '%2F')}.safetensors"
+    file = folder / f"{table.replace('%', '%25').replace('/', '%2F')}.safetensors"
+    earlier = folder / f"{table.replace('/', '%2F')}.safetensors"
+    # Checkpoints were written with "%" as it is: "a/b" and "a%2Fb" were one file, so only one of them was
+    # there.
+    return earlier if "%" in table and not file.exists() and earlier.exists() else file
 
 
 def changed_rows(checkpoint: Path, table: str) -> Tensor | None:

@@ -94,6 +94,20 @@ def test_a_sample_has_the_same_negatives_in_any_batch() -> None:
     assert abs(float(torch.corrcoef(whole[:, :2].double().T)[0, 1])) < 0.1
 
 
+def test_each_draw_is_another_one_and_the_same_in_a_resumed_run() -> None:
+    def drawn() -> list[np.ndarray]:
+        draws = Draws((7, 1), np.arange(1000))
+        heads, tails = draws.integers(0, 1000, 3), draws.integers(0, 1000, 3)
+        shared = [draws.of_batch().integers(0, 1000, 50) for _ in range(2)]
+        return [heads.numpy(), tails.numpy(), draws.uniform(3), *shared]
+
+    first, second, third, shared, other = drawn()
+    for one, two in ((first, second), (second / 1000, third)):
+        assert abs(np.corrcoef(one.ravel(), two.ravel())[0, 1]) < 0.06
+    assert not np.array_equal(shared, other)
+    assert all(map(np.array_equal, drawn(), (first, second, third, shared, other)))
+
+
 def test_what_a_batch_shares_is_of_the_batch() -> None:
     whole = seen("shared_K")
     assert all(map(torch.equal, seen("shared_K", start_batch=6), whole[6:]))

@@ -4,15 +4,18 @@ that it changes no bit."""
 import gc
 import threading
 import traceback
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from dphybrid.embedding import HostEmbedding, RowPipeline, RowSGD
 from dphybrid.embedding.gradients import sparse
+from dphybrid.parallel import DataParallel
 
 AlwaysAhead = partial(RowPipeline, on_cpu=True)
 
@@ -62,10 +65,60 @@ def test_wrong_ids_and_unknown_tables_are_named() -> None:
         list(pipeline.prefetch([torch.tensor([1])], lambda ids: {"other": ids}))
 
 
+class TwoTables(nn.Module):
+    """Looks up `of(ids)` of table u, through a region or not, and `ids` of table i."""
+
+    def __init__(self, region: bool, of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.u, self.i, self.net = (
+            HostEmbedding(9, 2),
+            HostEmbedding(9, 2),
+            DataParallel(nn.Linear(2, 1), "cpu"),
+        )
+        self.of, self.look_up = of, self.net.rows if region else lambda table, ids: table(ids)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        both: torch.Tensor = self.net(self.look_up(self.u, self.of(ids)) + self.net.rows(self.i, ids))
+        return both
+
+
+@pytest.mark.parametrize("on_cpu", [False, True])
+@pytest.mark.parametrize(
+    ("region", "of", "announced", "words"),
+    [
+        (True, torch.clone, {"u", "i"}, None),
+        (True, torch.clone, {"u"}, "forward also looks up rows of i; .* return their ids, too"),
+        (False, torch.clone, {"u", "i"}, "no region takes the rows of u; .* region.rows"),
+        (True, torch.neg, {"u", "i"}, "forward looks up other ids of u than those announced"),
+        (True, torch.clone, {"u", "I"}, r"ids for the tables \['I'\], which the model lacks"),
+    ],
+)
+def test_what_cannot_be_fetched_ahead_is_said_with_and_without_a_worker(
+    region: bool, of: Any, announced: set[str], words: str | None, on_cpu: bool
+) -> None:
+    model = TwoTables(region, lambda ids: of(ids).abs().flip(0))
+
+    def ids_of(ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {name: torch.zeros_like(ids) if of is torch.neg else ids for name in announced}
+
+    refused = words is not None and "lacks" in words
+    expected: Any = (
+        pytest.raises(ValueError, match=words) if refused else pytest.warns(RuntimeWarning, match=words or "")
+    )
+    with (
+        warnings.catch_warnings() if words is None else expected,
+        RowPipeline(model, on_cpu=on_cpu) as pipeline,
+    ):
+        if words is None:
+            warnings.simplefilter("error")
+        for ids in pipeline.prefetch([torch.tensor([3, 3])] * 3, ids_of):
+            model(ids).sum().backward()
+
+
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_leaving_the_loop_ends_the_worker(error: type[BaseException]) -> None:
     def leave() -> None:
-        with AlwaysAhead({"t": placed(10, 2)}, lookahead=3) as pipeline:
+        with AlwaysAhead({"t": placed(10, 2)}) as pipeline:
             for _ in pipeline.prefetch((torch.tensor([n % 10]) for n in range(1000)), lambda ids: {"t": ids}):
                 raise error
 
@@ -74,7 +127,7 @@ def test_leaving_the_loop_ends_the_worker(error: type[BaseException]) -> None:
     assert_no_worker()
 
 
-def test_prepares_no_more_than_lookahead() -> None:
+def test_prepares_one_batch_ahead() -> None:
     drawn: list[int] = []
 
     def source() -> Iterator[torch.Tensor]:
@@ -82,16 +135,14 @@ def test_prepares_no_more_than_lookahead() -> None:
             drawn.append(number)
             yield torch.tensor([0])
 
-    with AlwaysAhead({"t": placed(10, 2)}, lookahead=2) as pipeline:
+    with AlwaysAhead({"t": placed(10, 2)}) as pipeline:
         for used, _ in enumerate(pipeline.prefetch(source(), lambda ids: {"t": ids}), start=1):
-            assert len(drawn) <= used + 2
+            assert len(drawn) <= used + 1
 
 
 def test_wrong_settings_are_named() -> None:
     with pytest.raises(ValueError, match="'fast': use off or exact"):
         AlwaysAhead({}, mode="fast")
-    with pytest.raises(ValueError, match="lookahead=0"):
-        AlwaysAhead({}, lookahead=0)
 
 
 def test_a_loop_that_goes_on_after_closing_ends_with_an_error() -> None:

@@ -129,7 +129,7 @@ def test_a_closure_computes_anew_and_its_loss_is_returned() -> None:
 
 
 def test_hooks_are_called_and_a_profile_has_the_steps_label() -> None:
-    table, seen = HostEmbedding(10, 2), []
+    table, seen = HostEmbedding(10, 2, seed=0), []
     rows = RowSGD({"t": table}, lr=0.1)
     rows.register_load_state_dict_pre_hook(lambda *_: seen.append("loads"))
     rows.register_load_state_dict_post_hook(lambda *_: seen.append("loaded"))
@@ -184,7 +184,7 @@ def test_states_go_the_way_of_torchs_own(kind: str) -> None:
 
 
 def test_frozen_rows_are_those_of_their_own_table() -> None:
-    one, two = HostEmbedding(4, 2, name="one"), HostEmbedding(4, 2, name="two", padding_idx=0)
+    one, two = HostEmbedding(4, 2, name="one", seed=0), HostEmbedding(4, 2, name="two", padding_idx=0, seed=0)
     with refused("table 'two': -1 is not a row; use 0 to 3"):
         two.freeze_rows([-1])
     with refused("table 'one': 4 is not a row"):

@@ -33,8 +33,8 @@ for threads in (1, 2):
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         for dim in (1, 16, 129):
             for kind in ("sgd", "adagrad", "lazy-adagrad", "adam", "lazy-adam", "adamw"):
-                table = HostEmbedding(50, dim, dtype=dtype, padding_idx=3)
-                other = HostEmbedding(9, dim, dtype=dtype, name="other")
+                table = HostEmbedding(50, dim, dtype=dtype, padding_idx=3, seed=0)
+                other = HostEmbedding(9, dim, dtype=dtype, name="other", seed=0)
                 rows = row_optimizer(kind, [table, other], lr=0.1, weight_decay=0.01)
                 for count in (0, 700):
                     ids = torch.randint(0, 50, (count,), generator=generator)

@@ -27,11 +27,11 @@ from dphybrid.embedding.storage import open_states
 
 
 def test_empty_lookups() -> None:
-    table = HostEmbedding(20, 4)
+    table = HostEmbedding(20, 4, seed=0)
     none = torch.zeros(0, dtype=torch.int64)
     table(none.view(0, 3)).sum().backward()
     RowSGD({"t": table}, lr=1.0).step()
-    assert torch.equal(table.weight, HostEmbedding(20, 4).weight)
+    assert torch.equal(table.weight, HostEmbedding(20, 4, seed=0).weight)
 
 
 def test_a_file_outlives_its_table(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_a_file_outlives_its_table(tmp_path: Path) -> None:
         (2000, 4, torch.float32),
     ):
         with pytest.raises(ValueError, match="give another path"):
-            HostEmbedding(num_rows, dim, dtype=dtype, storage="mmap", path=path)
+            HostEmbedding(num_rows, dim, dtype=dtype, storage="mmap", path=path, seed=0)
 
 
 def test_a_collections_file_has_all_its_start_values_before_it_has_its_name(
@@ -88,18 +88,18 @@ def test_row_states_outlive_their_table_with_it(
             table(torch.arange(step, step + 9)).square().sum().backward()
             optimizer.step()
 
-    unbroken = HostEmbedding(100, 8, dtype=dtype)
+    unbroken = HostEmbedding(100, 8, dtype=dtype, seed=0)
     optimizer = kind({"t": unbroken}, lr=0.1)
     train(unbroken, optimizer, range(20))
     path = tmp_path / "words"
     for steps in (range(10), range(10, 20)):  # opened anew the second time
-        table = HostEmbedding(100, 8, dtype=dtype, storage="mmap", path=path)
+        table = HostEmbedding(100, 8, dtype=dtype, storage="mmap", path=path, seed=0)
         again = kind({"t": table}, lr=0.1)
         train(table, again, steps)
     assert torch.equal(table.weight, unbroken.weight)
     assert all(torch.equal(again.states()[key], value) for key, value in optimizer.states().items())
     path.unlink()  # a new table starts with new states
-    fresh = kind({"t": HostEmbedding(100, 8, dtype=dtype, storage="mmap", path=path)}, lr=0.1)
+    fresh = kind({"t": HostEmbedding(100, 8, dtype=dtype, storage="mmap", path=path, seed=0)}, lr=0.1)
     assert not any(value.any() for value in fresh.states().values())
 
 
@@ -107,7 +107,7 @@ def test_states_are_beside_the_table_wherever_the_process_goes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    table = HostEmbedding(10, 2, storage="mmap", path="words")
+    table = HostEmbedding(10, 2, storage="mmap", path="words", seed=0)
     (elsewhere := tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(elsewhere)
     RowAdagrad(table, lr=0.1)
@@ -127,11 +127,11 @@ def test_states_that_do_not_fit_are_refused_with_the_numbers(tmp_path: Path) -> 
     with pytest.raises(ValueError, match=r"states of its rows are 4\.1e\+03 GiB, .* GiB of memory are free"):
         open_states({"mean": ((2**40,), torch.float32)}, None, fresh=True, name="t")
     path = tmp_path / "words"
-    RowAdam({"t": HostEmbedding(1000, 8, storage="mmap", path=path)}, lr=0.1)
+    RowAdam({"t": HostEmbedding(1000, 8, storage="mmap", path=path, seed=0)}, lr=0.1)
     with pytest.raises(
         ValueError, match=r"words\.square has 4,000 bytes, but state square needs 32,000; use the optimizer"
     ):
-        LazyAdam({"t": HostEmbedding(1000, 8, storage="mmap", path=path)}, lr=0.1)
+        LazyAdam({"t": HostEmbedding(1000, 8, storage="mmap", path=path, seed=0)}, lr=0.1)
 
 
 def test_a_table_that_does_not_fit_is_refused_with_the_numbers(tmp_path: Path) -> None:
@@ -139,9 +139,9 @@ def test_a_table_that_does_not_fit_is_refused_with_the_numbers(tmp_path: Path) -
     with pytest.raises(
         ValueError, match=r"1,099,511,627,776 rows x 64 .* GiB of memory are free.*storage mmap"
     ):
-        HostEmbedding(rows, 64)
+        HostEmbedding(rows, 64, seed=0)
     with pytest.raises(ValueError, match=r"has .* GiB free"):
-        HostEmbedding(rows, 64, storage="mmap", path=tmp_path / "large")
+        HostEmbedding(rows, 64, storage="mmap", path=tmp_path / "large", seed=0)
     assert not list(tmp_path.iterdir())
 
 
@@ -166,7 +166,9 @@ def test_a_collection_is_its_tables_side_by_side() -> None:
 
 
 def test_a_collection_counts_as_one_table_of_its_name() -> None:
-    model = nn.ModuleDict({"columns": HostEmbeddingCollection({"user": 30}, 4), "other": HostEmbedding(3, 4)})
+    model = nn.ModuleDict(
+        {"columns": HostEmbeddingCollection({"user": 30}, 4), "other": HostEmbedding(3, 4, seed=0)}
+    )
     assert find_tables(model) == {"columns": model["columns"].flat, "other": model["other"]}
     assert find_tables(model["columns"]) == {"flat": model["columns"].flat}
 

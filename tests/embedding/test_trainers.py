@@ -225,13 +225,12 @@ def test_accelerate(plain: Any, accumulated: torch.Tensor, tmp_path: Path) -> No
     accelerate.state.GradientState._reset_state()
     assert torch.equal(rows_of(with_accelerate.main(gradient_accumulation_steps=2)[1]), accumulated)
 
+    # A loop that ended within an accumulation leaves its state behind; a plain loop does not look at it.
     accelerate.state.GradientState._reset_state()
     accelerator, own = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2), Model()
-    rows = row_optimizer("adagrad", own.table, lr=0.1)
     with accelerator.accumulate(own):
         own(IDS).backward()
-        with pytest.raises(ValueError, match="accelerate is accumulating gradients.*prepare"):
-            rows.step()
+    row_optimizer("adagrad", own.table, lr=0.1).step()
     accelerate.state.GradientState._reset_state()
     accelerator, own = accelerate.Accelerator(cpu=True), Model()
     rows = accelerator.prepare(row_optimizer("adagrad", own.table, lr=0.1))  # by itself, too

@@ -54,7 +54,7 @@ class Layers(nn.Module):
 class Sentences(nn.Module):
     def __init__(self, kind: str, devices: str, wide: int) -> None:
         super().__init__()
-        self.words = HostEmbedding(WORDS, DIM)
+        self.words = HostEmbedding(WORDS, DIM, seed=0)
         self.region = DataParallel(Layers(kind, wide), devices)
 
     def forward(self, ids_BT: Tensor) -> Tensor:

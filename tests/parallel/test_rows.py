@@ -134,7 +134,7 @@ def test_nothing_is_said_where_there_is_nothing_to_fetch() -> None:
 
 
 def test_a_table_of_two_regions_delivers_to_both_or_is_refused() -> None:
-    table, ids = HostEmbedding(60, 4), BATCHES[0]
+    table, ids = HostEmbedding(60, 4, seed=0), BATCHES[0]
     one, alike = (DataParallel(nn.Identity(), "cpu*2") for _ in range(2))
     for region in (one, alike, one):
         torch.testing.assert_close(region(region.rows(table, ids)), table(ids))
@@ -148,7 +148,7 @@ def test_a_table_of_two_regions_delivers_to_both_or_is_refused() -> None:
 
 
 def test_rows_in_parts_are_for_regions() -> None:
-    table, region = HostEmbedding(60, 4), DataParallel(nn.Identity(), "cpu*2")
+    table, region = HostEmbedding(60, 4, seed=0), DataParallel(nn.Identity(), "cpu*2")
     rows = region.rows(table, BATCHES[0])
     assert isinstance(rows, Parts)
     with pytest.raises(AttributeError, match="flatten: these rows are on their devices already, in parts"):
@@ -162,7 +162,7 @@ def test_rows_for_all_replicas() -> None:
         def forward(self, own_BD: Tensor, *, all_KD: Tensor) -> Tensor:
             return own_BD @ all_KD.T
 
-    table, ids = HostEmbedding(60, 4), torch.arange(7)
+    table, ids = HostEmbedding(60, 4, seed=0), torch.arange(7)
     region = DataParallel(Scores(), "cpu*3", whole=["all_KD"])
     with torch.no_grad():
         scores = region(region.rows(table, ids), all_KD=region.rows(table, ids))

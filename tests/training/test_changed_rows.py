@@ -56,8 +56,8 @@ class Tables(nn.Module):
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
-        self.words = HostEmbedding(300, 4, name="words", **options)
-        self.rounded = HostEmbedding(200, 8, dtype=torch.bfloat16, name="rounded", **options)
+        self.words = HostEmbedding(300, 4, name="words", **options, seed=0)
+        self.rounded = HostEmbedding(200, 8, dtype=torch.bfloat16, name="rounded", **options, seed=0)
         self.columns = HostEmbeddingCollection({"a": 90, "b": 50}, 4, **options)
         self.linear = nn.Linear(16, 1)
 
@@ -66,7 +66,7 @@ def test_a_table_in_a_region_of_one_device_is_stored_once(tmp_path: Path) -> Non
     class Looks(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.words, self.linear = HostEmbedding(9, 2), nn.Linear(2, 1)
+            self.words, self.linear = HostEmbedding(9, 2, seed=0), nn.Linear(2, 1)
 
     def trained(seed: int) -> Trained:
         torch.manual_seed(seed)
@@ -83,7 +83,9 @@ def test_a_table_in_a_region_of_one_device_is_stored_once(tmp_path: Path) -> Non
 
 def test_tables_are_called_after_columns_of_any_name(tmp_path: Path) -> None:
     def with_rows(value: float) -> Trained:
-        model = nn.ModuleDict({name: HostEmbedding(9, 2) for name in ("price/unit", "/a", "50%", "{b}")})
+        model = nn.ModuleDict(
+            {name: HostEmbedding(9, 2, seed=0) for name in ("price/unit", "/a", "50%", "{b}")}
+        )
         for place, table in enumerate(find_tables(model).values()):
             nn.init.constant_(table.weight, value + place)
         return Trained(model, None, row_optimizer("adam", model, lr=0.1), Progress())

@@ -158,7 +158,7 @@ class Full:
 def test_a_worker_without_memory_hands_its_batch_over_without_a_lookup(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table = HostEmbedding(20, 4)
+    table = HostEmbedding(20, 4, seed=0)
     table.place_on(resolve_devices("cpu*2").replicas, lambda rows: [rows // 2] * 2)
     full = Full(2, error)
     monkeypatch.setattr(LookupsAhead, "prepare", lambda *args, **options: full(*args, **options))
@@ -297,7 +297,7 @@ def test_lower_precision_reaches_every_replica_and_neither_rows_nor_parameters(m
             seen.append((rows_BD.dtype, out_B.dtype))
             return out_B
 
-    table = HostEmbedding(50, 4)
+    table = HostEmbedding(50, 4, seed=0)
     region = Running(Scores(), "cpu*3", mode)
     with lower_precision("bfloat16", region):
         loss_B = region(table(torch.arange(6)))

@@ -42,7 +42,7 @@ def test_buffers_of_rarer_types_are_kept(dtype: torch.dtype, tmp_path: Path) -> 
 
 def mapped(file: Path, sums: str) -> HostEmbedding:
     with deferred_rows():
-        table = HostEmbedding(NUM_ROWS, DIM)
+        table = HostEmbedding(NUM_ROWS, DIM, seed=0)
     table.map_rows(mapped_weight(file.parents[1], file.stem, table.settled(), sums))
     return table
 

@@ -41,6 +41,13 @@ def tensors(report: Report) -> dict[str, torch.Tensor]:
     return dict(model.state_dict())
 
 
+def test_it_trains_where_gradients_are_off(data_dir: Path, small_text: str) -> None:
+    options = [small_text, *SMALL_TEXT, "train.epochs=1"]
+    with torch.no_grad():
+        off = run_with(*options)
+    assert off.digests == run_with(*options).digests
+
+
 @pytest.mark.parametrize("kind", ["lstm", "transformer", "hybrid"])
 def test_it_trains_to_the_same_losses_on_any_number_of_devices(
     kind: str, data_dir: Path, small_text: str

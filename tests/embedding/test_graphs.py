@@ -1,0 +1,229 @@
+"""Gradients of several lookups belong to the graph that makes them, and tables follow what torch's users do
+to an
+nn.Embedding: start values, sharing, a longer weight, forks."""
+
+import copy
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as multiprocessing
+from torch import Tensor, nn
+
+from dphybrid.embedding import (
+    HostEmbedding,
+    HostEmbeddingCollection,
+    RowAdagrad,
+    RowAdam,
+    RowSGD,
+    row_optimizer,
+)
+from dphybrid.parallel import DataParallel
+from dphybrid.util.errors import UserError
+
+ROWS = 9
+
+
+def pair(dim: int = 3) -> tuple[HostEmbedding, nn.Embedding]:
+    """A table and an nn.Embedding with the same rows."""
+    table = HostEmbedding(ROWS, dim, dtype=torch.float64)
+    return table, nn.Embedding(ROWS, dim, _weight=table.settled().clone())
+
+
+def two_lookups(embedding: nn.Module) -> tuple[Tensor, Tensor]:
+    return embedding(torch.tensor([1, 2, 2])), embedding(torch.tensor([3, 2, 1]))
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Tensor:
+        raise MemoryError
+
+
+def by_the_rows_of_the_first(embedding: nn.Module) -> None:
+    users, items = two_lookups(embedding)
+    loss = (users * items).sin().sum()
+    for rows in (users, items):
+        torch.autograd.grad(loss, rows, retain_graph=True)
+    loss.backward()
+
+
+def twice(embedding: nn.Module) -> None:
+    users, items = two_lookups(embedding)
+    (users * items).sum().backward(retain_graph=True)
+    (users + items).sin().sum().backward()
+
+
+def after_an_error(embedding: Any) -> None:
+    users, items = two_lookups(embedding)
+    with pytest.raises(MemoryError):
+        (Fails.apply(users).sum() + items.sum()).backward()
+    embedding.weight.grad = None
+    embedding(torch.tensor([5])).sin().sum().backward()
+
+
+def one_of_two_graphs(embedding: nn.Module) -> None:
+    users, items = two_lookups(embedding)
+    other = embedding(torch.tensor([4]))
+    (users * items).sum().backward()
+    other.sin().sum().backward()
+
+
+def penalty(embedding: Any) -> None:
+    users, items = two_lookups(embedding)
+    (grad,) = torch.autograd.grad((users * items).sin().sum(), embedding.weight, create_graph=True)
+    (grad.to_dense() if grad.is_sparse else grad).square().sum().backward()
+
+
+@pytest.mark.parametrize("use", [by_the_rows_of_the_first, twice, after_an_error, one_of_two_graphs, penalty])
+def test_gradients_stay_in_their_graph(use: Callable[[nn.Module], None]) -> None:
+    table, plain = pair()
+    for embedding in (table, plain):
+        use(embedding)
+    torch.testing.assert_close(table.weight.grad.to_dense(), plain.weight.grad, rtol=0, atol=1e-12)
+
+
+def test_gradients_of_a_batch_of_losses() -> None:
+    found = []
+    for embedding in pair():
+        users, items = two_lookups(embedding)
+        losses, eye = (users * items).flatten(), torch.eye(9, dtype=torch.float64)
+        found.append(torch.autograd.grad(losses, embedding.weight, eye, is_grads_batched=True)[0])
+    assert torch.equal(*found)
+
+
+def test_threads_that_share_a_table_get_their_own_gradients() -> None:
+    def gradient(seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        users, items = (table(torch.randint(0, ROWS, (5,), generator=generator)) for _ in range(2))
+        (grad,) = torch.autograd.grad((users * items).sum(), table.weight)
+        return grad.to_dense()
+
+    table, _ = pair()
+    expected = [gradient(seed) for seed in range(200)]
+    with ThreadPoolExecutor(4) as pool:
+        for seed, found in enumerate(pool.map(gradient, range(200))):
+            assert torch.equal(found, expected[seed]), seed
+
+
+def test_anomaly_detection_looks_at_row_gradients() -> None:
+    table, _ = pair()
+    users, items = two_lookups(table)
+    with pytest.warns(UserWarning, match="Anomaly"), torch.autograd.detect_anomaly():
+        (users * items).sum().backward()
+    with (
+        pytest.warns(UserWarning, match="Anomaly"),
+        pytest.raises(RuntimeError, match="nan"),
+        torch.autograd.detect_anomaly(),
+    ):
+        table(torch.tensor([1])).mul(0).sqrt().sum().backward()
+
+
+def test_start_values_follow_torch_s_seed() -> None:
+    def made() -> list[Tensor]:
+        torch.manual_seed(3)
+        tables = [
+            HostEmbedding(100, 4),
+            HostEmbedding(300, 4),
+            HostEmbeddingCollection({"a": 50, "b": 50}, 4).flat,
+        ]
+        return [table.settled() for table in tables]
+
+    first, again = made(), made()
+    assert all(map(torch.equal, first, again))
+    assert not torch.equal(first[0], first[1][:100])
+    assert not torch.equal(first[0], first[2])
+    assert torch.equal(HostEmbedding(50, 4, seed=5).weight, HostEmbedding(50, 4, seed=5).weight)
+
+
+def test_a_table_has_torch_s_default_type() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = nn.Sequential(HostEmbedding(9, 4), DataParallel(nn.Linear(4, 1), "cpu*2"))
+        rows = row_optimizer("adam", model, lr=0.1)
+        model(torch.tensor([1, 2, 1])).sum().backward()
+        rows.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert model[0].weight.dtype == torch.float64
+
+
+@pytest.mark.parametrize("optimizer", [RowSGD, RowAdagrad, RowAdam])
+def test_a_longer_weight_is_looked_up_frozen_and_trained(optimizer: Callable[..., Any]) -> None:
+    table, _ = pair()
+    table.freeze_rows([8])
+    grown = torch.cat([table.settled(), torch.ones(4, 3, dtype=torch.float64)])
+    table.weight = nn.Parameter(grown)
+    assert (table.num_rows, table.num_embeddings, len(table(torch.tensor([12])))) == (13, 13, 1)
+    table.freeze_rows([8, 11])
+    rows, before = optimizer(table.parameters(), lr=0.1), grown.clone()
+    table(torch.tensor([8, 11, 12])).sum().backward()
+    rows.step()
+    assert (table.settled() != before).any(1).nonzero().flatten().tolist() == [12]
+
+
+def test_frozen_rows_of_a_shorter_weight_freeze_no_row_of_the_next_table() -> None:
+    short, other = HostEmbedding(9, 2), HostEmbedding(9, 2)
+    short.freeze_rows([5])
+    short.weight = nn.Parameter(torch.ones(4, 2))
+    rows, before = row_optimizer("sgd", {"short": short, "other": other}, lr=1.0), other.settled().clone()
+    (short(torch.tensor([1])).sum() + other(torch.tensor([1])).sum()).backward()  # row 1 of the second: key 5
+    rows.step()
+    assert not torch.equal(other.weight[1], before[1])
+
+
+def trained_elsewhere(model: nn.Module) -> None:
+    torch.set_num_threads(1)
+    model(torch.arange(3)).sum().backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+
+
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+def test_processes_share_a_table(how: str) -> None:
+    table = HostEmbedding(4, 2)
+    table.share_memory()
+    before = table.settled().clone()
+    process = multiprocessing.get_context(how).Process(target=trained_elsewhere, args=(table,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    torch.testing.assert_close(before[:3] - table.settled()[:3], torch.full((3, 2), 0.1))
+    assert torch.equal(copy.deepcopy(table).weight, table.weight)
+    assert not copy.deepcopy(table).weight.is_shared()
+
+
+def test_a_table_in_a_file_refuses_to_be_shared(tmp_path: Path) -> None:
+    table = HostEmbedding(4, 2, storage="mmap", path=tmp_path, name="words")
+    with pytest.raises(UserError, match="'words': its rows are in a file .* use storage='memory'"):
+        nn.Sequential(table).share_memory()
+    with pytest.raises(UserError, match="'words': its rows are in a file"):
+        multiprocessing.get_context("spawn").Process(target=trained_elsewhere, args=(table,)).start()
+    assert torch.equal(copy.deepcopy(table).weight, table.weight)
+
+
+def trained_after_a_fork(table: HostEmbedding) -> None:
+    table(torch.arange(20_000) % 1000).sum().backward()
+    RowAdagrad(table.parameters(), lr=0.1).step()
+    HostEmbedding(20_000, 32)
+
+
+def test_a_process_forked_after_use_does_not_hang() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        table = HostEmbedding(20_000, 32)
+        table(torch.arange(20_000) % 1000).sum().backward()
+        process = multiprocessing.get_context("fork").Process(target=trained_after_a_fork, args=(table,))
+        process.start()
+        process.join(60)
+    finally:
+        torch.set_num_threads(before)
+        process.kill()
+    assert process.exitcode == 0
