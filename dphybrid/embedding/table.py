@@ -39,9 +39,9 @@ class HostEmbedding(nn.Module):
     rows from first to below last. seed: of the start values; None: drawn from torch's generator, which
     torch.manual_seed sets. name: for messages. dtype: float32, float64, or bfloat16 (looked-up rows and
     gradients are float32 then, and updates are rounded stochastically); None: float64 if that is torch's
-    default type, else float32. storage: "memory", or "mmap" with a `path`. A file there outlives the process, and an existing one is opened
-    unchanged; a folder there gets an unnamed file that ends with the process. freeze: True for a table that
-    is not trained.
+    default type, else float32. storage: "memory", or "mmap" with a `path`. A file there outlives the process,
+    and an existing one is opened unchanged; a folder there gets an unnamed file that ends with the process.
+    freeze: True for a table that is not trained.
 
     Raises UserError, with the numbers, if the table does not fit. Other options of nn.Embedding (max_norm,
     ...) are not supported.
@@ -137,9 +137,8 @@ class HostEmbedding(nn.Module):
         super().__setstate__(state)
         self._info, self._gates = RowsInfo(self.name, frozen), Gates()
         if not self.weight.is_shared():  # else another process sent it, and both are to see the same rows
-            rows_VD = zero_rows(
-                tuple(self.weight.shape), self.weight.dtype
-            )  # huge pages, unlike pickle's copy
+            # huge pages, unlike pickle's copy
+            rows_VD = zero_rows(tuple(self.weight.shape), self.weight.dtype)
             self.weight.data = rows_VD.copy_(self.weight.detach())
         self.register_parameter("weight", self._parameters["weight"])
         if self._placed is not None:
@@ -212,8 +211,7 @@ class HostEmbedding(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # nn.Module calls this for .to(), .half(), .share_memory() and the like. The table stays as it is;
-        # only
-        # the type of looked-up rows follows the model. `fn` is tried on an empty tensor to learn what it
+        # only the type of looked-up rows follows the model. `fn` is tried on an empty tensor to learn what it
         # does.
         tried = torch.empty(0, dtype=self.out_dtype, device="cpu")
         self.out_dtype = fn(tried).dtype
