@@ -20,13 +20,15 @@ Array = np.ndarray
 @dataclass(frozen=True, eq=False)
 class Sample:
     """The cells of a column in the first rows, from which its kind is inferred. cells: only those with a
-    value. num_rows: number of these rows. whole: the table has no other rows."""
+    value. num_rows: number of these rows. whole: the table has no other rows. beside_label: returns the cells
+    of more rows, with the label's outputs as `label_outputs` gives them; None without a label."""
 
     name: str
     cells: pl.Series
     num_rows: int
     whole: bool
     data: TableDataConfig
+    beside_label: Callable[[], tuple[pl.Series, Array | None]] | None = None
 
 
 @dataclass(frozen=True)

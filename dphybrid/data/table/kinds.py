@@ -37,6 +37,7 @@ from dphybrid.data.table.numbers import (
     Scale,
     fit_scale,
     has_leading_zeros,
+    ids_or_amounts,
     is_day_first,
     looks_like_dates,
     not_numbers,
@@ -125,7 +126,9 @@ class Numeric(Numbers):
         notes += [f"thousands separator {column.thousands!r}"] if column.thousands else []
         notes += [f"decimal mark {column.decimal!r}"] if column.decimal != "." else []
         usual = (column.decimal, column.thousands) == (".", "")
-        return ", ".join(notes) + ("" if usual else "; --data.decimal and --data.thousands override this")
+        if not usual:
+            return ", ".join(notes) + "; --data.decimal and --data.thousands override this"
+        return ", ".join([*notes, said] if (said := ids_or_amounts(sample)[1]) else notes)
 
     @classmethod
     def inferred(cls, sample: Sample) -> dict[str, Any]:

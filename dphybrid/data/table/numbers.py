@@ -12,6 +12,15 @@ from dphybrid.config import Section
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.table.cells import plain_numbers, read_numbers, read_times, signed_log
 from dphybrid.data.table.column import Array, Sample
+from dphybrid.data.table.whole import (
+    AMOUNTS,
+    MANY,
+    Trial,
+    names_a_thing,
+    time_of_whole_numbers,
+    trial,
+    whole_numbers,
+)
 
 _INFINITE = ("inf", "infinity", "+inf", "-inf", "+infinity", "-infinity", "nan")
 """Lower-cased texts of numbers that are not finite; they count as no value."""
@@ -82,6 +91,42 @@ def has_leading_zeros(cells: pl.Series) -> bool:
 @lru_cache(maxsize=1)  # several kinds ask this of one column in turn
 def why_not_numeric(sample: Sample) -> str | None:
     """Return why a column is not read as numbers (empty: most cells are other texts); None if it is."""
+    why = _why_not_numbers(sample)
+    return ids_or_amounts(sample)[0] if why is None else why
+
+
+@lru_cache(maxsize=1)
+def ids_or_amounts(sample: Sample) -> tuple[str | None, str]:
+    """Return why the whole numbers of a column are ids (None: they are not), and what to say of a column of
+    many whole numbers that is read as amounts (empty: nothing)."""
+    name, numbers = sample.name, whole_numbers(plain_numbers(sample.cells, *notation_of(sample)[0]))
+    if numbers is None:
+        return None, ""
+    named = names_a_thing(name)
+    if numbers.n_unique() <= MANY:
+        return ("named like an id" if named else None), ""
+    time = time_of_whole_numbers(numbers)
+    found = None if time else _trial_of(sample)
+    figures = "too few rows for a trial" if found is None else found.text()
+    says = "" if found is None else found.says
+    if says == "ids" or (named and not says):
+        why = "" if says else "by the column's name, "
+        return f"many whole numbers that are ids: {why}{figures}; --data.numeric {name} reads amounts", ""
+    return None, f"{AMOUNTS}: {f'they look like {time}' if time else figures}"
+
+
+def _trial_of(sample: Sample) -> Trial | None:
+    if sample.beside_label is None:
+        return None
+    cells, label_BC = sample.beside_label()
+    if label_BC is None:
+        return None
+    numbers_B = read_numbers(cells, *notation_of(sample)[0]).to_numpy()
+    known_B = ~np.isnan(numbers_B) & ~np.isnan(label_BC).any(1)
+    return trial(numbers_B[known_B], label_BC[known_B])
+
+
+def _why_not_numbers(sample: Sample) -> str | None:
     cells = sample.cells
     if cells.dtype.is_float():
         return None

@@ -12,9 +12,11 @@ from pydantic import Field, ValidationError
 
 from dphybrid.config import Section
 from dphybrid.config.tables import TableDataConfig
+from dphybrid.data.batches import Array
 from dphybrid.data.table.column import Column, Sample
 from dphybrid.data.table.kinds import KINDS, Time, kind_of, roles
 from dphybrid.data.table.rows import Rows
+from dphybrid.data.table.whole import TRIED_ROWS, label_outputs
 from dphybrid.util.errors import UserError, plain_words
 from dphybrid.util.files import read_small_text
 from dphybrid.util.text import toml_text
@@ -125,10 +127,14 @@ def find_column(rows: Rows, name: str, place: str) -> str:
     raise UserError(f"{place}={name!r}: {rows.file} has no such column; {hint}columns: {listed}")
 
 
-def sample_of(rows: Rows, name: str, data: TableDataConfig) -> Sample:
-    """Return the sample of a column from the first rows."""
-    cells = rows.cells[name].head(LOOKED_AT)
-    return Sample(name, cells.drop_nulls(), len(cells), len(rows) == len(cells), data)
+def sample_of(rows: Rows, name: str, data: TableDataConfig, label_BC: Array | None = None) -> Sample:
+    """Return the sample of a column from the first rows. label_BC: the label's outputs in `TRIED_ROWS`."""
+    cells = rows.cells[name]
+    known = cells.head(LOOKED_AT).drop_nulls()
+    whole = len(rows) <= LOOKED_AT
+    return Sample(
+        name, known, min(len(rows), LOOKED_AT), whole, data, lambda: (cells.head(TRIED_ROWS), label_BC)
+    )
 
 
 def describe_columns(
@@ -147,8 +153,10 @@ def describe_columns(
         given[found] = role
     place = "data.schema_file: columns" if data.schema_file else f"data.base={data.base}: its column"
     sections = {find_column(rows, name, place): section for name, section in schema.columns.items()}
+    label = next((name for name, place in taken.items() if place == "label"), None)
+    label_BC = label_outputs(rows.cells[label].head(TRIED_ROWS)) if label else None
     return [
-        _described(rows, sample_of(rows, name, data), given.get(name), sections.get(name, {}))
+        _described(rows, sample_of(rows, name, data, label_BC), given.get(name), sections.get(name, {}))
         for name in rows.names
         if name not in taken
     ]

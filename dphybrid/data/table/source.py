@@ -23,6 +23,7 @@ from dphybrid.data.table.labels import Label, label_of_numbers, label_of_texts
 from dphybrid.data.table.reading import Plan, Table, read_table
 from dphybrid.data.table.schema import SchemaFile, read_schema, schema_text
 from dphybrid.data.table.splits import RowSplit, extended_split, split_rows
+from dphybrid.data.table.whole import AMOUNTS
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path
 
@@ -310,6 +311,9 @@ def _description(
         for found in table.plan.described
         if ";" in found.reason
     ]
+    if amounts := [found.column.name for found in table.plan.described if AMOUNTS in found.reason]:
+        shown = ", ".join(map(_escaped, amounts[:6])) + ", ..." * (len(amounts) > 6)
+        lines.append(f"  {AMOUNTS}: {shown}; if some are ids, --data.categorical gives each value a row")
     new = sorted(unseen.items(), key=lambda item: -item[1])[:5]
     if shares := ", ".join(f"{name} {share:.1%}" for name, share in new if share >= _UNSEEN_SHOWN):
         lines.append(f"  validation values without a training row: {shares}")
