@@ -32,6 +32,7 @@ NIGHTLY = [
     "tests/embedding/test_memory.py::test_a_run_takes_its_table_its_states_and_a_gigabyte[False]",
     "tests/flows/test_train_hybrid.py::test_a_signal_to_all_its_processes_ends_a_run_soon[1]",
     "tests/flows/test_machines.py::test_machines_gather_and_all_end_when_the_first_is_cancelled",
+    "tests/flows/test_gone.py",
     "tests/flows/test_workers.py",
     "tests/gpu/test_training.py",
     "tests/reliability/test_fuzz.py::test_config_and_schema_files",

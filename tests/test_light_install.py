@@ -76,7 +76,6 @@ NEEDING = {
     "compare one two": "mlflow",
     "rollback clicks": "mlflow",
     "ui": "mlflow",
-    "validate prefect.yaml": "flows",
     "worker": "flows",
     "deploy": "flows",
 }

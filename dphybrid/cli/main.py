@@ -15,7 +15,7 @@ from dphybrid.util.importing import kept_from_gc
 
 COMMANDS = [
     *("prepare", "plan", "init", "train", "compare", "ui", "predict", "export", "sweep", "rollback", "sync"),
-    *("check", "new", "devices", "doctor", "verify", "selftest", "worker", "deploy", "validate"),
+    *("check", "new", "devices", "doctor", "verify", "selftest", "worker", "deploy"),
     "completion",
 ]
 """The subcommands' modules, in the order of the help.

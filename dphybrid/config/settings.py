@@ -99,9 +99,9 @@ class Settings(BaseSettings):
     """Checkpoint files larger than this many MiB are not uploaded to an MLflow server; their path and digest
     are recorded instead."""
     factory_packages: str = ""
-    """Packages, separated by commas, whose code others may name as recipe, model.factory or train.callbacks:
-    in checkpoints from elsewhere and, for a worker, in its runs. Your own commands and the runs in your
-    data_dir may name any package."""
+    """Packages, separated by commas, whose code others may name as recipe, model.factory or train.callbacks,
+    in checkpoints from elsewhere. Your own commands and flows and the runs in your data_dir may name any
+    package."""
     cluster_timeout_s: float = Field(default=300.0, gt=0, le=_CENTURY_S)
     """Seconds that a rank waits for the other ranks in a joint operation. A rank that has died is noticed at
     once."""
@@ -139,10 +139,6 @@ class Settings(BaseSettings):
     training_hours: str = ""
     """When training may use GPUs, in this machine's local time: `20:00-08:00`, `mon-fri 19:00-07:30, sat,
     sun`. Empty: always."""
-    worker_allows: str = ""
-    """Job variables that a worker accepts from Prefect, besides parameters, separated by commas: command,
-    env, working_dir, pull_steps. With any of them, everyone who can reach Prefect's server can run commands
-    as the worker's user."""
     requeue_after_s: float = Field(default=60.0, ge=0, le=_CENTURY_S)
     """Seconds after which a run that gave its GPUs back asks for them again."""
     nvml: str = "pynvml"
@@ -182,19 +178,6 @@ class Settings(BaseSettings):
         # Parsed only to check it; a Settings object keeps the text.
         parse_training_hours(value)
         return value
-
-    @field_validator("worker_allows")
-    @classmethod
-    def _job_variables(cls, value: str) -> str:
-        names = [name.strip() for name in value.split(",") if name.strip()]
-        if unknown := [name for name in names if name not in ("command", "env", "working_dir", "pull_steps")]:
-            raise ValueError(f"{unknown[0]} is unknown; use command, env, working_dir or pull_steps")
-        return ",".join(names)
-
-    @property
-    def worker_may(self) -> frozenset[str]:
-        """The names in `worker_allows`."""
-        return frozenset(filter(None, self.worker_allows.split(",")))
 
     @property
     def mlflow_uri(self) -> str | None:

@@ -1,11 +1,13 @@
-"""Everything that uses Prefect: worker, deployments, validation, states of flow runs. Only this package and
-`flows/` import prefect."""
+"""Everything that uses Prefect: worker, deployments, states of flow runs. Only this package and `flows/`
+import prefect."""
 
 import os
 import sys
 from pathlib import Path
 
-from dphybrid.util.errors import UserError
+from pydantic import ValidationError
+
+from dphybrid.util.errors import UserError, plain_words
 from dphybrid.util.files import fault_of
 
 # Set before prefect is imported, which reads them. The first start of a temporary server creates its
@@ -20,3 +22,28 @@ for _name in () if "prefect" in sys.modules else (".env", "prefect.toml", "pypro
     _file = Path(_name)
     if _file.is_file() and (_fault := fault_of(_file.lstat()) or fault_of(_file.stat())):
         raise UserError(f"{_file.absolute()}: Prefect would obey this file, but {_fault}")
+
+
+def _wrong_setting(error: ValidationError) -> str:
+    """Return what is wrong with Prefect's settings, with the variable or the files that set it."""
+    lines = []
+    for wrong in error.errors():
+        field, value = str(wrong["loc"][-1] if wrong["loc"] else "").lower(), wrong["input"]
+        named = [
+            name
+            for name, given in os.environ.items()
+            if name.upper().startswith("PREFECT_") and name.lower().endswith(field) and given == str(value)
+        ]
+        files = [name for name in ("prefect.toml", "pyproject.toml", ".env") if Path(name).is_file()]
+        where = named[0] if named else f"{field} in {' or '.join([*files, 'the profile'])}"
+        lines.append(f"{where} = {str(value)!r}: {plain_words(wrong)}")
+    return "Prefect's settings: " + "; ".join(lines)
+
+
+try:
+    # Prefect checks its settings when it is imported.
+    import prefect.settings
+
+    prefect.settings.get_current_settings()
+except ValidationError as error:
+    raise UserError(_wrong_setting(error)) from error

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from uuid import UUID
 
 from prefect import runtime
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import (
     FlowRunFilter,
     FlowRunFilterState,
@@ -39,9 +39,11 @@ from dphybrid.cluster.launch import Meeting, address_towards, train_in_ranks
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.orchestration.queueing import (
+    DELETED,
     MACHINE_TAG,
     MAX_RUNS,
     OWNER_LABEL,
+    REFUSED,
     UNREACHABLE,
     WORKER,
     WORKER_LABEL,
@@ -270,19 +272,19 @@ class _Followers:
                 time.sleep(0.5)
             with get_client(sync_client=True) as client:
                 for run_id in self._runs.values():
-                    now = client.read_flow_run(run_id).state
+                    now = _state_of(client, run_id)
                     if now is None or now.is_final() or now.type == StateType.CANCELLING:
                         continue
                     running = now.type == StateType.RUNNING
                     # Only a running one has a process, which Cancelling asks to stop.
                     ending: State = Cancelling(message=why) if running else Cancelled(message=why)
                     client.set_flow_run_state(run_id, ending, force=True)
-        except UNREACHABLE as error:  # no harm: they watch this flow run as well
+        except REFUSED as error:  # no harm: they watch this flow run as well
             print(f"Prefect could not stop the other machines ({error}); they see this run's end and stop")
 
     def _states(self) -> dict[str, State]:
         with get_client(sync_client=True) as client:
-            states = {name: client.read_flow_run(run_id).state for name, run_id in self._runs.items()}
+            states = {name: _state_of(client, run_id) for name, run_id in self._runs.items()}
         return {name: state for name, state in states.items() if state is not None}
 
     def _judged(self, states: dict[str, State]) -> UserError | Interrupted | None:
@@ -308,6 +310,14 @@ class _Followers:
                 "with DPHYBRID_CLUSTER_WAIT_S"
             )
         return None
+
+
+def _state_of(client: SyncPrefectClient, run_id: UUID) -> State | None:
+    """Return a flow run's state; of one that was deleted, that of a cancelled one."""
+    try:
+        return client.read_flow_run(run_id).state
+    except ObjectNotFound:
+        return Cancelled(message=DELETED)
 
 
 @contextmanager

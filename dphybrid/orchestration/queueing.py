@@ -1,16 +1,19 @@
 """The states of a flow run that waits for GPUs, gives way, is late or is queued again, as Prefect shows them.
 
 A run whose process died is queued again by its worker, which sees the process end. If the worker or the whole
-machine died, too, any worker of the pool queues it again once Prefect's automation misses its heartbeats.
+machine died, too, the next worker of that name on that machine queues it again, or any worker of the pool
+once Prefect's automation misses its heartbeats.
 """
 
 import os
+import platform
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from uuid import UUID
 
 import httpx
+import psutil
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import (
     FlowRunFilter,
@@ -32,8 +35,8 @@ from dphybrid.util.errors import UserError
 STARTED_BY = "DPHYBRID_STARTED_BY"
 """Environment variable of a run's process: this start of the run, as in `OWNER_LABEL`."""
 OWNER_LABEL = "dphybrid.home"
-"""Label of a flow run: the last start of it (`PID TOKEN`, with the worker's PID). A process that reads a
-different value no longer owns the run."""
+"""Label of a flow run: the last start of it (`PID TOKEN HOST`, with the worker's PID). A process that reads
+a different value no longer owns the run."""
 WORKER = "DPHYBRID_WORKER"
 """Environment variable of a run's process: the name of its worker, which is also the name of a queue."""
 WORKER_LABEL = "dphybrid.worker"
@@ -50,13 +53,19 @@ MAX_RUNS = 10
 SILENT = "no heartbeat: its machine died"
 """Message of the state that the automation of `dphybrid.orchestration.setup` gives to a run."""
 SILENT_FOR = timedelta(seconds=200)
-"""How long a run may send no heartbeat before the automation marks it. At least three heartbeat intervals;
-otherwise a live run could be started twice."""
+"""How long a run may send no heartbeat before the automation marks it. At least three heartbeat intervals."""
+_OBJECTION = timedelta(seconds=45)
+"""How long a run that the automation has marked may say that it lives (`alive_again`) before a worker queues
+it again. After a long outage of the server, the automation also marks runs that have trained on."""
 _STUCK = timedelta(seconds=120)
 """How long a run may be pending while its process starts; after that it is queued again."""
 
-UNREACHABLE = (httpx.HTTPError, PrefectException, RuntimeError)
-"""What a call to Prefect's server raises when the server is unreachable."""
+UNREACHABLE = (httpx.HTTPError, RuntimeError)
+"""What a call to Prefect's server raises when the server is unreachable. ObjectNotFound is not among them:
+then the server has answered, and somebody has deleted the flow run."""
+REFUSED = (*UNREACHABLE, PrefectException)
+"""What a call raises that could not do its work, for whatever reason."""
+DELETED = "the flow run was deleted"
 
 ENDINGS = ("SkippedLate", "NothingNew", "NotEnoughNew", "Kept", "Promoted", "Left")
 """Names of the final states that dphybrid adds to Prefect's own. The automation for dead machines lists them
@@ -136,7 +145,7 @@ def set_state(flow_run_id: str, state: State, only_if: str | None = None) -> boo
             if now is None or now.type != StateType.RUNNING or (only_if and now.name != only_if):
                 return False  # it may have been cancelled meanwhile, which must not be overwritten
             client.set_flow_run_state(UUID(flow_run_id), state, force=True)
-    except UNREACHABLE:
+    except REFUSED:
         return False
     return True
 
@@ -162,41 +171,86 @@ def state_after_death(run: FlowRun, reason: str) -> State | None:
     if run.state.type == StateType.CANCELLING:
         return Cancelled(message=reason)
     # CRASHED, too: the automation marks dead runs so. All other final states stay.
-    unfinished = run.state.type in (StateType.RUNNING, StateType.PENDING, StateType.CRASHED)
-    if not unfinished or run.deployment_id is None or MACHINE_TAG in run.tags:
+    if run.state.type not in (StateType.RUNNING, StateType.PENDING, StateType.CRASHED):
         return None
+    if run.deployment_id is None or MACHINE_TAG in run.tags:
+        return Crashed(message=reason)
     if (starts := num_starts(run)) >= MAX_RUNS:
         return Crashed(message=f"{reason}, and it was started {starts} times; it is not queued again")
     when = datetime.now(UTC) + timedelta(seconds=1)
     return AwaitingRetry(scheduled_time=when, message=f"{reason}; queued again")
 
 
-def queue_lost_runs(pool: str) -> list[str]:
-    """Queue those runs of a pool again whose machine died, or whose worker died before it started them, on
-    whatever machine; return a line for each. Does nothing while the server is unreachable."""
-    kinds = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.PENDING, StateType.CRASHED]))
+def alive_again(run: FlowRun) -> State | None:
+    """Return the state that a live run sets when the automation has marked it as dead, else None."""
+    if run.state is None or run.state.type != StateType.CRASHED or run.state.message != SILENT:
+        return None
+    return Running(message="it had sent no heartbeat, and it lives")
+
+
+def own_label(token: str) -> str:
+    """Return the `OWNER_LABEL` of a run that this process, a worker, starts. token: differs for each
+    start."""
+    return f"{os.getpid()} {token} {platform.node()}"
+
+
+def _died_here(run: FlowRun) -> bool:
+    """Return whether a worker of this machine started the run, and neither it nor the run's process lives."""
+    owner = str(run.labels.get(OWNER_LABEL, ""))
+    pid, _, rest = owner.partition(" ")
+    if not pid.isdigit() or rest.partition(" ")[2] != platform.node() or run.state is None:
+        return False
+    with suppress(psutil.NoSuchProcess):
+        # A process that began after the run is another one, which has got the worker's number.
+        if psutil.Process(int(pid)).create_time() <= run.state.timestamp.timestamp():
+            return False
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(STARTED_BY) == owner:
+                return False  # it writes its checkpoint, and queues itself
+    return True
+
+
+def queue_lost_runs(pool: str, worker: str) -> list[str]:
+    """Queue those runs of a pool again whose machine died, or whose worker died before it started them;
+    return a line for each. Does nothing while the server is unreachable.
+
+    Runs of whatever machine, if Prefect's automation has marked them; and runs that carry the name of this
+    `worker` but whose processes no longer exist, as after a power cut.
+    """
+    kinds = [StateType.PENDING, StateType.CRASHED, StateType.RUNNING, StateType.CANCELLING]
     lines = []
     try:
         with get_client(sync_client=True) as client:
             for run in client.read_flow_runs(
                 work_pool_filter=WorkPoolFilter(name=WorkPoolFilterName(any_=[pool])),
-                flow_run_filter=FlowRunFilter(state=kinds, tags=FlowRunFilterTags(all_=["dphybrid"])),
+                flow_run_filter=FlowRunFilter(
+                    state=FlowRunFilterState(type=FlowRunFilterStateType(any_=kinds)),
+                    tags=FlowRunFilterTags(all_=["dphybrid"]),
+                ),
                 sort=FlowRunSort.EXPECTED_START_TIME_DESC,
             ):
-                assert run.state is not None  # the filter asks for one
-                pending = run.state.type == StateType.PENDING
-                if pending and datetime.now(UTC) - run.state.timestamp < _STUCK:
-                    continue
-                if not pending and run.state.message != SILENT:
-                    continue  # the run itself crashed, or was queued too often
-                state = None if pending else _queued_before(client, run)
-                state = state or state_after_death(run, "its process did not start" if pending else SILENT)
+                state = _state_if_lost(client, run, worker)
                 if state is not None:
                     client.set_flow_run_state(run.id, state, force=True)
                     lines.append(f"flow run {run.name}: {state.message}")
-    except UNREACHABLE:
+    except REFUSED:
         pass
     return lines
+
+
+def _state_if_lost(client: SyncPrefectClient, run: FlowRun, worker: str) -> State | None:
+    """Return the new state of a run that nobody else will continue or end, else None."""
+    assert run.state is not None  # the caller asks for certain states
+    since = datetime.now(UTC) - run.state.timestamp
+    if run.state.type == StateType.PENDING:
+        return state_after_death(run, "its process did not start") if since >= _STUCK else None
+    if run.state.type != StateType.CRASHED:
+        lost = run.labels.get(WORKER_LABEL) == worker and _died_here(run)
+        return state_after_death(run, "its worker died with it") if lost else None
+    if run.state.message != SILENT or since < _OBJECTION:
+        return None  # the run itself crashed, or was queued too often; or it may live
+    return _queued_before(client, run) or state_after_death(run, SILENT)
 
 
 def _queued_before(client: SyncPrefectClient, run: FlowRun) -> State | None:

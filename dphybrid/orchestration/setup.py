@@ -1,8 +1,8 @@
 """`dphybrid deploy`: create or update everything that a Prefect server needs. It can be run any number of
 times.
 
-It makes the pool and its queues, the deployments of prefect.yaml (validated first), and the automation that
-marks runs whose machine died.
+It makes the pool and its queues, the deployments of prefect.yaml (checked first, and merged with what people
+have set on Prefect's pages), and the automation that marks runs whose machine died.
 """
 
 import asyncio
@@ -11,7 +11,10 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
+import yaml
 from prefect.automations import Automation
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolCreate
@@ -21,15 +24,17 @@ from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_CLI_WRAP_LINES, PREFECT_UI_URL, temporary_settings
 
-from dphybrid.orchestration.forms import form_of
-from dphybrid.orchestration.queueing import ENDINGS, SILENT, SILENT_FOR, reaching_server
-from dphybrid.orchestration.validate import (
+from dphybrid.orchestration.checking import (
+    LOCAL,
+    LOCAL_PAGE,
     PACKAGED,
-    check_prefect_yaml,
-    deployments_file,
+    check_deployments,
     load_flow,
-    read_deployments,
+    read_page,
 )
+from dphybrid.orchestration.forms import form_of
+from dphybrid.orchestration.merging import SAID, as_in_file, merge, said_by_file, schedule_name
+from dphybrid.orchestration.queueing import ENDINGS, SILENT, SILENT_FOR, reaching_server
 from dphybrid.orchestration.worker import SHARED_QUEUES
 from dphybrid.recipes.registry import DEFAULT
 from dphybrid.util.errors import UserError
@@ -54,17 +59,19 @@ _OVER = [
 
 async def _make_queues(client: PrefectClient, pool: str, hosts: Sequence[str]) -> list[str]:
     """Create the pool and its queues if they do not exist; return the queues' names by priority: those of
-    `hosts`, other existing ones, and the shared ones."""
+    `hosts`, the existing ones in their order, and new shared ones."""
     try:
         await client.read_work_pool(pool)
     except ObjectNotFound:
         await client.create_work_pool(WorkPoolCreate(name=pool, type="process"))
     there = {queue.name: queue for queue in await client.read_work_queues(work_pool_name=pool)}
-    kept = sorted(there.keys() - {*hosts, *SHARED_QUEUES, "default"}, key=lambda name: there[name].priority)
+    kept = sorted(there.keys() - {*hosts, "default"}, key=lambda name: there[name].priority)
     # Lower numbers come first, and Prefect gives a new queue the highest number: a host's own queue would
     # come after `any`. Set all of them, in order: giving one a number in use moves the queues from there on
     # back.
-    wanted = [*hosts, *kept, *SHARED_QUEUES]
+    wanted = [*hosts, *kept, *(name for name in SHARED_QUEUES if name not in there)]
+    if wanted == sorted(there.keys() - {"default"}, key=lambda name: there[name].priority):
+        return wanted
     for priority, name in enumerate(wanted, start=1):
         if name in there:
             await client.update_work_queue(there[name].id, priority=priority)
@@ -73,18 +80,45 @@ async def _make_queues(client: PrefectClient, pool: str, hosts: Sequence[str]) -
     return wanted
 
 
-async def _set_forms(file: Path) -> None:
-    """Give each deployment of a dphybrid flow the form of its own recipe."""
+async def _merged(page: dict[str, Any], reset: bool) -> tuple[dict[str, Any], list[str]]:
+    """Return the page of a prefect.yaml that is to be deployed, and a line for each difference between file
+    and server."""
+    deployments, lines = [], list[str]()
     async with get_client() as client:
-        for deployment in read_deployments(file):
-            flow = load_flow(deployment.entrypoint)
-            if "config" not in flow.parameters.properties:
+        for said in page["deployments"]:
+            try:
+                there = await client.read_deployment_by_name(_full_name(said))
+            except ObjectNotFound:
+                deployments.append(said)
                 continue
-            # After `prefect deploy`, which gives each deployment its flow's form, the same for all recipes.
-            there = await client.read_deployment_by_name(f"{flow.name}/{deployment.name}")
-            recipe = (there.parameters.get("config") or {}).get("recipe", DEFAULT)
-            form = form_of(flow, recipe).model_dump(exclude_unset=True)
+            entry, told = await merge(client, said, there, reset)
+            deployments.append(entry)
+            lines += told
+    return page | {"deployments": deployments}, lines
+
+
+async def _finish(page: dict[str, Any], deployed: dict[str, Any]) -> None:
+    """Do what `prefect deploy` leaves undone: the form of a deployment's own recipe, the memory of what the
+    file `page` says, and the removal of schedules that `deployed` no longer has."""
+    async with get_client() as client:
+        for said, entry in zip(page["deployments"], deployed["deployments"], strict=True):
+            flow = load_flow(said["entrypoint"])
+            # `prefect deploy` gives each deployment its flow's form, the same for all recipes.
+            there = await client.read_deployment_by_name(_full_name(said))
+            form = there.parameter_openapi_schema or {}
+            if "config" in flow.parameters.properties:
+                recipe = (there.parameters.get("config") or {}).get("recipe", DEFAULT)
+                form = form_of(flow, recipe).model_dump(exclude_unset=True)
+            form = form | {SAID: said_by_file(said)}
             await client.update_deployment(there.id, DeploymentUpdate(parameter_openapi_schema=form))
+            wanted = said_by_file(entry)["schedules"]
+            for schedule in there.schedules:
+                if schedule_name(as_in_file(schedule)) not in wanted:
+                    await client.delete_deployment_schedule(there.id, schedule.id)
+
+
+def _full_name(said: dict[str, Any]) -> str:
+    return f"{load_flow(said['entrypoint']).name}/{said['name']}"
 
 
 async def _upsert_automation() -> str:
@@ -116,9 +150,9 @@ async def _upsert_automation() -> str:
     except ValueError:
         await automation.acreate()
         return "created"
-    automation.id = there.id
+    automation.id, automation.enabled = there.id, there.enabled
     await automation.aupdate()
-    return "updated"
+    return "updated" if there.enabled else "updated; it is paused on the server, so lost runs stay lost"
 
 
 def call_prefect(*argv: str) -> None:
@@ -142,22 +176,34 @@ def call_prefect(*argv: str) -> None:
         sys.argv = before
 
 
-def write(file: Path) -> None:
-    """Write the package's prefect.yaml to `file` and its prefect.toml beside it. Raises UserError if a file
-    exists or cannot be written."""
-    for path, packaged in ((file, PACKAGED), (file.with_name("prefect.toml"), PACKAGED.with_suffix(".toml"))):
+def write(file: Path | None) -> None:
+    """Write a `prefect.local.yaml` to edit (or another `file`), and the package's prefect.toml beside it.
+    Never overwrites a file: Raises UserError if the first one exists or cannot be written."""
+    file = file or LOCAL
+    settings = file.with_name("prefect.toml")
+    pages = [(file, LOCAL_PAGE), (settings, PACKAGED.with_suffix(".toml").read_text(encoding="utf-8"))]
+    for path, page in pages:
+        if path == settings and path.exists():
+            continue
         try:
             with path.open("x", encoding="utf-8") as out:
-                out.write(packaged.read_text(encoding="utf-8"))
+                out.write(page)
         except OSError as error:
             raise UserError(f"{path}: cannot be written: {error.strerror}") from error
         print(f"{path}: written")
     print(f"Edit {file.name}, then run `dphybrid deploy` in its folder")
 
 
-def _what_next(file: Path, api: str) -> str:
+def check(file: Path | None) -> None:
+    """Check the deployments without a server; print a line for each. Raises UserError with all mistakes."""
+    page, named = read_page(file)
+    for line in check_deployments(page["deployments"], named):
+        print(line)
+
+
+def _what_next(page: dict[str, Any], api: str) -> str:
     """Return the text with the commands and addresses for using a server with these deployments."""
-    names = [f"{load_flow(page.entrypoint).name}/{page.name}" for page in read_deployments(file)]
+    names = [_full_name(entry) for entry in page["deployments"]]
     first = next((name for name in names if name.endswith("/train-tutorial-hybrid")), names[0])
     lines = ["Deployments, created or updated:", *(f"  {name}" for name in names)]
     lines += [f"Pages:  {PREFECT_UI_URL.value()}/deployments"]
@@ -167,13 +213,13 @@ def _what_next(file: Path, api: str) -> str:
     return "\n".join([*lines, f"        With PREFECT_PLUGINS_ENABLED=true, the name {short} is enough."])
 
 
-def deploy(pool: str, hosts: Sequence[str], file: Path | None) -> None:
-    """Set the server up. hosts: workstations that get their own queues. file: a prefect.yaml; None: that of
-    the current folder, or else the package's."""
-    file = deployments_file(file)
-    if file == PACKAGED:
-        print("Deployments: those of the package; `dphybrid deploy --write` copies them here for you to edit")
-    check_prefect_yaml(file)
+def deploy(pool: str, hosts: Sequence[str], file: Path | None, reset: bool = False) -> None:
+    """Set the server up. hosts: workstations that get their own queues. file: as in `read_page`. reset: undo
+    what was changed on Prefect's pages."""
+    page, named = read_page(file)
+    if named == PACKAGED:
+        print("Deployments: those of the package; `dphybrid deploy --write` makes a file for your changes")
+    check_deployments(page["deployments"], named)
 
     async def make() -> None:
         async with get_client() as client:
@@ -183,6 +229,18 @@ def deploy(pool: str, hosts: Sequence[str], file: Path | None) -> None:
 
     with reaching_server() as address:
         asyncio.run(make())
-        call_prefect("--no-prompt", "deploy", "--all", "--prefect-file", str(file))
-        asyncio.run(_set_forms(file))
-    print(_what_next(file, address))
+        deployed, differences = asyncio.run(_merged(page, reset))
+        for line in differences:
+            print(line, flush=True)
+        if differences and not reset:
+            print(f"`dphybrid deploy --reset` sets all of them as in {named.name}", flush=True)
+        try:
+            check_deployments(deployed["deployments"], named)
+        except UserError as error:  # a value of an earlier version, say
+            raise UserError(f"with what was set on the server: {error}\nUse --reset to undo it") from error
+        with TemporaryDirectory() as folder:
+            merged = Path(folder) / "prefect.yaml"
+            merged.write_text(yaml.safe_dump(deployed, sort_keys=False), encoding="utf-8")
+            call_prefect("--no-prompt", "deploy", "--all", "--prefect-file", str(merged))
+        asyncio.run(_finish(page, deployed))
+    print(_what_next(page, address))

@@ -8,7 +8,7 @@ from uuid import UUID
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 
-from dphybrid.orchestration.queueing import UNREACHABLE, client_for_threads
+from dphybrid.orchestration.queueing import REFUSED, client_for_threads
 from dphybrid.training.callbacks import EpochEnd
 from dphybrid.util.stop import watching
 from dphybrid.util.text import as_markdown, masked
@@ -22,7 +22,7 @@ def tolerating_outage(note: str) -> Iterator[None]:
     missing in Prefect, and where it can be found instead."""
     try:
         yield
-    except UNREACHABLE as error:
+    except REFUSED as error:
         print(masked(f"Note: {note} ({error})"), flush=True)
 
 
@@ -71,7 +71,7 @@ def shown_progress(flow_run_id: str) -> Iterator[Callable[[EpochEnd], None]]:
                         artifact = client.create_artifact(page).id
                     else:
                         client.update_artifact(artifact, ArtifactUpdate(data=percent, description=text))
-            except UNREACHABLE:
+            except REFUSED:
                 return False  # the next look tries again
             shown = now
             return False

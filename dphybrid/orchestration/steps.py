@@ -18,7 +18,7 @@ from prefect.states import Cancelled
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import load_settings
 from dphybrid.orchestration.machines import gathered, other_workers, over_machines
-from dphybrid.orchestration.queueing import UNREACHABLE, shown_waiting
+from dphybrid.orchestration.queueing import REFUSED, shown_waiting
 from dphybrid.orchestration.shown import show_run, shown_progress, tolerating_outage
 from dphybrid.orchestration.supervised import watched_flow_run
 from dphybrid.run import train as job
@@ -203,7 +203,7 @@ def _tags() -> dict[str, str]:
         "prefect.deployment_id": deployment.id,
         "mlflow.source.name": "train-hybrid",
     }
-    with suppress(*UNREACHABLE):  # only the name needs a request to the server, which may be unreachable
+    with suppress(*REFUSED):  # only the name needs a request to the server, which may be unreachable
         found["prefect.deployment_name"] = deployment.name
     return {name: str(value) for name, value in found.items() if value}
 

@@ -14,11 +14,18 @@ import psutil
 from prefect import runtime
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State, StateType
-from prefect.exceptions import Pause, TerminationSignal
+from prefect.exceptions import ObjectNotFound, Pause, TerminationSignal
 from prefect.states import AwaitingRetry, Cancelled, Completed
 
 from dphybrid.config.settings import load_settings
-from dphybrid.orchestration.queueing import STARTED_BY, UNREACHABLE, client_for_threads, owned_elsewhere
+from dphybrid.orchestration.queueing import (
+    DELETED,
+    STARTED_BY,
+    UNREACHABLE,
+    alive_again,
+    client_for_threads,
+    owned_elsewhere,
+)
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import Interrupted, StopRequest, stop_signals, watching
 
@@ -60,7 +67,8 @@ def supervised(ending: str | None = None) -> Iterator[StopRequest]:
 
 @contextmanager
 def watched_flow_run(flow_run_id: str, stop: StopRequest, every_s: float = _ASK_EVERY_S) -> Iterator[None]:
-    """While the block runs, ask its run to stop once the flow run is cancelled or owned by another process.
+    """While the block runs, ask its run to stop once the flow run is cancelled, deleted, or owned by another
+    process. A run that was thought dead says that it lives.
 
     Prefect's own observer ends for good after an outage of half a minute; a run cancelled later would
     continue to train.
@@ -71,6 +79,13 @@ def watched_flow_run(flow_run_id: str, stop: StopRequest, every_s: float = _ASK_
         try:
             with opened() as client:
                 run = client.read_flow_run(UUID(flow_run_id))
+                alive = None if owned_elsewhere(run) else alive_again(run)
+                if alive is not None:
+                    client.set_flow_run_state(run.id, alive, force=True)
+                    return False
+        except ObjectNotFound:
+            stop.ask(f"Prefect ({DELETED})")
+            return True
         except UNREACHABLE:
             return False
         if run.state is not None and run.state.type in _ENDED:
@@ -86,14 +101,19 @@ def watched_flow_run(flow_run_id: str, stop: StopRequest, every_s: float = _ASK_
 
 
 def _exit_if_owned_elsewhere(flow_run_id: str) -> None:
-    """Exit if another worker has started this flow run: a process that starts too slowly counts as dead."""
+    """Exit if the flow run was deleted, or if another worker has started it: a process that starts too slowly
+    counts as dead."""
+    why = ""
     try:
         with get_client(sync_client=True) as client:
-            elsewhere = owned_elsewhere(client.read_flow_run(UUID(flow_run_id)))
+            if owned_elsewhere(client.read_flow_run(UUID(flow_run_id))):
+                why = "Another worker has started this flow run meanwhile"
+    except ObjectNotFound:
+        why = DELETED.capitalize()
     except UNREACHABLE:
         return  # `watched_flow_run` will notice later
-    if elsewhere:
-        print("Another worker has started this flow run meanwhile; this process ends", flush=True)
+    if why:
+        print(f"{why}; this process ends", flush=True)
         os._exit(0)  # with another code, this process's worker would mark the other worker's run as crashed
 
 
@@ -135,9 +155,9 @@ def _leave(flow_run_id: str, reason: str, later: bool, ending: str | None) -> No
     """Set the final or queued state of an interrupted flow run, and raise Pause so that Prefect sets no other
     one; return without a change if Prefect should choose the state.
 
-    A cancelled run becomes Cancelled. A run with an `ending`, one of `ENDINGS`, becomes that. If `later` and
-    a worker can take it, it is queued again after a pause. A run that another process owns by now is left as
-    it is.
+    A cancelled or deleted run becomes Cancelled. A run with an `ending`, one of `ENDINGS`, becomes that. If
+    `later` and a worker can take it, it is queued again after a pause. A run that another process owns by now
+    is left as it is.
     """
     state: State[object] | None = None
     try:
@@ -158,6 +178,8 @@ def _leave(flow_run_id: str, reason: str, later: bool, ending: str | None) -> No
                 client.set_flow_run_state(run.id, state, force=True)
     except Pause:
         raise
+    except ObjectNotFound:
+        state = Cancelled(message=reason)
     except UNREACHABLE as error:
         # Exit at once: Prefect would retry for long and then mark the run as crashed. The worker sees this
         # exit code and queues the run.

@@ -11,8 +11,8 @@ third signal kills everything at once. Prefect's own worker kills its runs withi
 import asyncio
 import logging
 import os
-import re
 import signal
+import sys
 import warnings
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -22,16 +22,18 @@ from uuid import uuid4
 
 import psutil
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import StateType
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import (
     PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
     PREFECT_WORKER_QUERY_SECONDS,
     temporary_settings,
 )
-from prefect.workers.process import ProcessJobConfiguration, ProcessWorker, ProcessWorkerResult
+from prefect.states import Failed
+from prefect.workers.process import ProcessWorker, ProcessWorkerResult
 
-from dphybrid.config.settings import load_settings
 from dphybrid.orchestration.queueing import (
+    DELETED,
     OWNER_LABEL,
     SILENT_FOR,
     STARTED_BY,
@@ -40,17 +42,16 @@ from dphybrid.orchestration.queueing import (
     WORKER,
     WORKER_LABEL,
     num_starts,
+    own_label,
     queue_lost_runs,
     reaching_server,
     state_after_death,
 )
 from dphybrid.util.errors import UserError, counted
-from dphybrid.util.importing import ONLY, check_import
 from dphybrid.util.stop import watching
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
-    from prefect.client.schemas.responses import DeploymentResponse
 
 SHARED_QUEUES = ("urgent", "any", "night")
 """Queues that every worker serves, in order of priority. The worker's own queue, which has its name, comes
@@ -59,36 +60,35 @@ _QUERY_S, _HEARTBEAT_S = 2, 60
 _LOOK_EVERY_S = 0.5
 _LOOK_FOR_LOST_EVERY_S = 20.0
 _ASK_AGAIN_S = 10.0
-_ENTRYPOINT = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
-_HARMLESS_STEP = "prefect.deployments.steps.set_working_directory"
+_LOAD = "import sys; from prefect.flows import load_flow_from_entrypoint as load; load(sys.argv[1])"
 _log = logging.getLogger("prefect.worker.dphybrid")
 
 
+def _leave_deaths_to_settle() -> None:
+    """Keep Prefect from showing a run as Crashed, and from ending `--watch`, while `_settle` queues it again.
+    A version of Prefect without this method shows it for some seconds."""
+    try:
+        from prefect.runner._state_proposer import StateProposer
+    except ImportError:
+        return
+    propose = StateProposer.propose_crashed
+
+    async def propose_crashed(self: StateProposer, flow_run: "FlowRun", message: str) -> Any:
+        # Without a process there is nothing to settle.
+        return await propose(self, flow_run, message) if "could not start" in message else None
+
+    StateProposer.propose_crashed = propose_crashed  # type: ignore[method-assign]
+
+
+_leave_deaths_to_settle()
 # Prefect warns about a second worker class of type "process". DrainingWorker is meant to replace the first.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-
-    class GuardedConfiguration(ProcessJobConfiguration):
-        """Refuses job values with which anybody who reaches the server could run commands as this worker's
-        user, unless the settings allow them."""
-
-        # Prefect calls this before each run, once it has merged the values of pool, deployment and run.
-        def prepare_for_flow_run(
-            self,
-            flow_run: "FlowRun",
-            deployment: "DeploymentResponse | None" = None,
-            *more: Any,
-            **named: Any,
-        ) -> None:
-            check_job(self, deployment)
-            super().prepare_for_flow_run(flow_run, deployment, *more, **named)
-            self.env[ONLY] = load_settings().factory_packages
 
     class DrainingWorker(ProcessWorker):
         """Takes no more runs once `draining`."""
 
         type = "process"
-        job_configuration = GuardedConfiguration
         draining = False
 
         async def get_and_submit_flow_runs(self) -> "list[FlowRun]":
@@ -106,7 +106,7 @@ with warnings.catch_warnings():
         async def run(
             self, flow_run: "FlowRun", configuration: Any, task_status: Any = None
         ) -> ProcessWorkerResult:
-            started_by = f"{os.getpid()} {uuid4()}"
+            started_by = own_label(str(uuid4()))
             configuration.env |= {STARTED_BY: started_by, WORKER: self.name}
             labels: Any = {
                 OWNER_LABEL: started_by,
@@ -115,13 +115,14 @@ with warnings.catch_warnings():
             }
             await self.client.update_flow_run_labels(flow_run.id, labels)
             result = await super().run(flow_run, configuration, task_status)
-            # A run's process exits with 0 once it has reported its final state to Prefect. Any other exit
-            # code means that the process died.
-            while result.status_code != 0:
+            while True:
                 try:
-                    await self._queue_again(flow_run, started_by, result.status_code)
+                    await self._settle(flow_run, started_by, result.status_code)
+                except ObjectNotFound:
+                    _log.warning(f"flow run {flow_run.name}: {DELETED}; it has ended, its run folder stays")
                 except UNREACHABLE:
-                    if not self.draining:
+                    # A process that ended with 0 has reported its run's state already.
+                    if result.status_code != 0 and not self.draining:
                         await asyncio.sleep(_ASK_AGAIN_S)
                         continue
                 # Done; or draining without a server: another worker queues the run once its heartbeats stop.
@@ -129,12 +130,21 @@ with warnings.catch_warnings():
             # 0, because Prefect's worker marks a run as crashed for any other code.
             return ProcessWorkerResult(status_code=0, identifier=result.identifier)
 
-        async def _queue_again(self, flow_run: "FlowRun", started_by: str, status: int) -> None:
-            """Queue a run again whose process died, or set the final state that fits."""
+        async def _settle(self, flow_run: "FlowRun", started_by: str, status: int) -> None:
+            """Queue a run again whose process died, or set the final state that fits. Raises ObjectNotFound
+            if the run was deleted."""
             now = await self.client.read_flow_run(flow_run.id)
-            if now.labels.get(OWNER_LABEL) != started_by or now.state is None:
-                return  # another process owns the run by now
-            if state := state_after_death(now, f"its process died ({status})"):
+            # A run's process exits with 0 once it has reported its final state to Prefect. Any other exit
+            # code means that the process died.
+            if status == 0 or now.labels.get(OWNER_LABEL) != started_by or now.state is None:
+                return  # ended well, or another process owns the run by now
+            state = state_after_death(now, f"its process died ({status})")
+            if state is not None and status > 0 and now.state.type == StateType.PENDING:
+                # It ended by itself before the flow began: it may never be able to.
+                deployment = await self.client.read_deployment(now.deployment_id)
+                if reason := await _why_not_loaded(deployment.entrypoint or ""):
+                    state = Failed(message=reason)
+            if state is not None:
                 await self.client.set_flow_run_state(flow_run.id, state, force=True)
                 _log.warning(f"flow run {now.name}: {state.message}")
 
@@ -143,32 +153,16 @@ with warnings.catch_warnings():
             return int(self.limiter.borrowed_tokens)
 
 
-def check_job(job: ProcessJobConfiguration, deployment: "DeploymentResponse | None") -> None:
-    """Raise UserError when pool, deployment or run would make this worker run code that its settings do not
-    allow."""
-    settings = load_settings()
-    if deployment is not None:
-        entrypoint = deployment.entrypoint or ""
-        # Prefect itself would run any Python file that a deployment names.
-        if not _ENTRYPOINT.fullmatch(entrypoint) or entrypoint.partition(":")[0].endswith(".py"):
-            raise UserError(
-                f"deployment's entrypoint {entrypoint!r}: this worker runs only flows of packages; write "
-                "package.module:function"
-            )
-        check_import(entrypoint, "deployment's entrypoint", settings.factory_packages)
-    steps = [name for step in (deployment and deployment.pull_steps) or [] for name in step]
-    given = {
-        "command": job.command is not None,
-        "env": bool(job.env),
-        "working_dir": job.working_dir is not None,
-        "pull_steps": any(step != _HARMLESS_STEP for step in steps),
-    }
-    if refused := [name for name, is_given in given.items() if is_given and name not in settings.worker_may]:
-        raise UserError(
-            f"this worker accepts no {' and no '.join(refused)} from pool, deployment or run, because "
-            "anyone who sets them can run commands as the worker's user; to allow it, set "
-            f"DPHYBRID_WORKER_ALLOWS={','.join(refused)} for the worker"
-        )
+async def _why_not_loaded(entrypoint: str) -> str:
+    """Return why a process cannot load a flow, or ""."""
+    loading = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", _LOAD, entrypoint),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, told = await loading.communicate()
+    reason = told.decode(errors="replace").strip().rpartition("\n")[2]
+    return f"entrypoint {entrypoint!r}: {reason}" if loading.returncode else ""
 
 
 async def _make_queues(pool: str, names: Sequence[str]) -> None:
@@ -218,7 +212,9 @@ async def work(worker: DrainingWorker, pool: str, wait: bool) -> int:
     working = asyncio.create_task(worker.start())
     try:
         # end_s=0: a thread that waits for an unreachable server must not hold up the worker's end.
-        with watching(partial(_look_for_lost, pool), _LOOK_FOR_LOST_EVERY_S, "dphybrid-lost-runs", end_s=0):
+        with watching(
+            partial(_look_for_lost, pool, worker.name), _LOOK_FOR_LOST_EVERY_S, "dphybrid-lost-runs", end_s=0
+        ):
             while not working.done():
                 await asyncio.sleep(_LOOK_EVERY_S)
                 # At every turn, not once: the process of a run that was just taken may start after the
@@ -235,8 +231,8 @@ async def work(worker: DrainingWorker, pool: str, wait: bool) -> int:
     return 0
 
 
-def _look_for_lost(pool: str) -> bool:
-    for line in queue_lost_runs(pool):
+def _look_for_lost(pool: str, worker: str) -> bool:
+    for line in queue_lost_runs(pool, worker):
         _log.warning(line)
     return False
 

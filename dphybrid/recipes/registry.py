@@ -11,7 +11,7 @@ from typing import TypeGuard
 
 from dphybrid.recipes.recipe import Recipe
 from dphybrid.util.errors import UserError, suggestion
-from dphybrid.util.importing import check_import, import_module_of
+from dphybrid.util.importing import import_module_of
 
 BUILT_IN = {
     "text": "dphybrid.recipes.text:Text",
@@ -56,9 +56,6 @@ def find_recipe(name: str) -> Recipe:
             f"recipe = {name!r}: unknown recipe{near}; known are "
             f"{', '.join(map(repr, recipe_names()))}, and your own as package.module:NAME"
         )
-    # Whoever installed a package trusts the names it announces; an import path in a config is checked.
-    if path == name:
-        check_import(path, "recipe")
     module, attribute = import_module_of(path, "recipe")
     found = vars(module).get(attribute)
     if _is_recipe(found):

@@ -3,7 +3,6 @@ large imports."""
 
 import gc
 import importlib
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,10 +11,6 @@ from types import ModuleType
 from typing import Any
 
 from dphybrid.util.errors import UserError, suggestion
-
-ONLY = "DPHYBRID_IMPORT_ONLY"
-"""Environment variable that a worker sets for its runs: packages, separated by commas, from which configs may
-import code, besides dphybrid. Unset: any package, because the config is the user's own."""
 
 
 @contextmanager
@@ -46,38 +41,17 @@ def missing_extra(error: ModuleNotFoundError) -> UserError:
     return UserError(f"needs {package}, which is missing: pip install 'dphybrid[{_EXTRAS[package]}]'")
 
 
-@contextmanager
-def importing_only(packages: str) -> Iterator[None]:
-    """During the block, let configs import code only from dphybrid and these packages (names separated by
-    commas), as in a run that a worker started."""
-    before = os.environ.get(ONLY)
-    os.environ[ONLY] = packages
-    try:
-        yield
-    finally:
-        os.environ.pop(ONLY)
-        if before is not None:
-            os.environ[ONLY] = before
-
-
-def check_import(path: str, place: str, packages: str | None = None) -> None:
-    """Raise UserError unless `path` is in dphybrid or in an allowed package. place: the field, for messages.
-
-    packages: allowed packages, separated by commas, for a file that somebody else wrote. None: the rule of
-    this process, which allows any package unless a worker started it.
-    """
-    # An environment variable, so that child processes (ranks, cells of a sweep) inherit the worker's rule.
-    packages = os.environ.get(ONLY) if packages is None else packages
+def check_import(path: str, place: str, packages: str) -> None:
+    """Raise UserError unless `path`, which somebody else wrote, is in dphybrid or in an allowed package.
+    place: the field, for messages. packages: the allowed ones, separated by commas."""
     module = path.partition(":")[0]
-    if packages is None:
-        return
     allowed = ["dphybrid", *filter(None, map(str.strip, packages.split(",")))]
     if any(module == name or module.startswith(f"{name}.") for name in allowed):
         return
     package = module.partition(".")[0]
     raise UserError(
         f"{place} = {path!r} would run code of package {package!r}; if you trust it, set "
-        f"DPHYBRID_FACTORY_PACKAGES={package} (for a worker, where it starts)"
+        f"DPHYBRID_FACTORY_PACKAGES={package}"
     )
 
 
@@ -99,7 +73,7 @@ def import_named(name: str) -> ModuleType:
 
 
 def import_module_of(path: str, place: str) -> tuple[ModuleType, str]:
-    """Import the module of `package.module:NAME` without checking its package; return it and NAME. place: the
+    """Import the module of `package.module:NAME`; return it and NAME. place: the
     field, for messages. Raises UserError that says which part is missing."""
     # A relative name is refused, as there is no package that it could be relative to.
     module_name, _, attribute = path.partition(":")
@@ -116,9 +90,8 @@ def import_module_of(path: str, place: str) -> tuple[ModuleType, str]:
 def import_callable(path: str, place: str) -> Any:
     """Import the function or class that `package.module:NAME` names. place: the field, for messages.
 
-    Raises UserError that says which part is missing, or that this process may not import it.
+    Raises UserError that says which part is missing.
     """
-    check_import(path, place)
     module, attribute = import_module_of(path, place)
     found = vars(module).get(attribute)
     if not callable(found):

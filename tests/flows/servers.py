@@ -88,6 +88,7 @@ class Team:
             "PREFECT_API_URL": self.api,
             "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"postgresql+asyncpg://{self.postgres.address}",
             "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
+            "PREFECT_SERVER_EVENTS_EXPIRED_BUCKET_BUFFER": "P30D",
             "PREFECT_SERVER_LOGS_STREAM_PUBLISHING_ENABLED": "true",
             "PREFECT_SERVER_LOGS_STREAM_OUT_ENABLED": "true",
             "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",

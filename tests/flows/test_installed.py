@@ -20,12 +20,12 @@ from tests.flows.servers import environment
 IMPORT = """
 import pathlib, sys
 import dphybrid.flows.train_hybrid, dphybrid.flows.retrain_hybrid, dphybrid.flows.sweep_hybrid
-from dphybrid.orchestration.validate import check_prefect_yaml, deployments_file
+from dphybrid.orchestration.setup import check
 from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS
 assert "flows" not in sys.modules
 import flows
 print(dphybrid.flows.__file__, flows.__file__, PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS.value())
-print(*check_prefect_yaml(deployments_file(None)), sep="\\n")
+check(None)
 """
 
 

@@ -13,9 +13,10 @@ import psutil
 import pytest
 from prefect.context import FlowRunContext
 
-from dphybrid.orchestration import worker
+from dphybrid.orchestration import setup, worker
+from dphybrid.orchestration.checking import PACKAGED, check_values, read_page
 from dphybrid.orchestration.queueing import STARTED_BY, too_late
-from dphybrid.orchestration.validate import check_prefect_yaml, check_values
+from dphybrid.orchestration.setup import check
 from tests.conftest import REPOSITORY
 from tests.refusing import refused
 from tests.waiting import patience, wait_until
@@ -114,7 +115,7 @@ def test_a_worker_asks_each_run_for_a_checkpoint_once_and_kills_at_the_third_sig
         one.num_running = 0
         await asyncio.sleep(60)
 
-    one = SimpleNamespace(start=start, num_running=1, draining=False)
+    one = SimpleNamespace(name="one", start=start, num_running=1, draining=False)
     try:
         assert asyncio.run(worker.work(one, "gpu", wait)) == 0  # type: ignore[arg-type]
         assert [run.returncode for run in started] == [3, 3, -signal.SIGKILL]
@@ -124,16 +125,19 @@ def test_a_worker_asks_each_run_for_a_checkpoint_once_and_kills_at_the_third_sig
     assert len(capsys.readouterr().out.splitlines()) == 3
 
 
-def test_deployments_are_checked_with_their_schedules(tmp_path: Path) -> None:
-    assert len(check_prefect_yaml(REPOSITORY / "prefect.yaml")) == 14
+def test_deployments_are_checked_with_their_schedules(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check(REPOSITORY / "prefect.yaml")
+    assert capsys.readouterr().out.count(": valid\n") == 14
     text = (REPOSITORY / "prefect.yaml").read_text()
     for before, after, words in (
         ("skip_if_late_min: 120", "skip_if_late_min: soon", "schedule nightly.*skip_if_late_min"),
-        ("timezone: Etc/UTC", "timezone: Mars/Base", "schedule nightly.*Mars/Base': No time zone found"),
+        ("timezone: Etc/UTC", "timezone: Mars/Base", "schedule nightly: timezone: .*[Tt]ime ?zone"),
         (
             'cron: "30 3 * * *"',
             'cron: "30 33 * * *"',
-            "retrain-hybrid, schedule nightly: cron '30 33[^\n]*: Invalid cron string: [^\n]*$",
+            "retrain-hybrid, schedule nightly: cron: Invalid cron string: [^\n]*30 33[^\n]*$",
         ),
         ("cron: ", "crn: ", "retrain-hybrid, schedule nightly: has no cron, interval or rrule; give one"),
         (
@@ -148,23 +152,23 @@ def test_deployments_are_checked_with_their_schedules(tmp_path: Path) -> None:
             "active: true # set",
             "retrain-hybrid, schedule nightly: checkpoint.register_as is not set",
         ),
-        ("active: false # set", "active: yess # set", "schedules.0.active: must be .*true or false"),
+        ("active: false # set", "active: yess # set", "active: must be .*true or false"),
         ("flows.train_hybrid:train_hybrid", "flows.train_hybrid:train_hybird", "no flow 'train_hybird'"),
     ):
         assert before in text, before
         (tmp_path / "prefect.yaml").write_text(text.replace(before, after))
         with refused(f"(?sm){words}"):
-            check_prefect_yaml(tmp_path / "prefect.yaml")
+            check(tmp_path / "prefect.yaml")
 
 
 def test_a_searchs_ranges_are_checked_by_their_ends() -> None:
     grid = {"train.lr": {"low": 1e-4, "high": 0.1, "log": True}, "model.dim": [8, 16]}
-    check_values({"grid": grid, "trials": 5}, "here")
-    with refused("here: train.lr = '-1'"):
-        check_values({"grid": {"train.lr": {"low": -1, "high": 0.1}}, "trials": 5}, "here")
+    check_values({"grid": grid, "trials": 5})
+    with refused("train.lr = '-1'"):
+        check_values({"grid": {"train.lr": {"low": -1, "high": 0.1}}, "trials": 5})
     for wrong in ({"low": 1e-4, "high": 0.1}, 256, "0.1"):
-        with refused("here: grid: train.lr = .*give a list of values"):
-            check_values({"grid": {"train.lr": wrong}}, "here")
+        with refused("grid: train.lr = .*give a list of values"):
+            check_values({"grid": {"train.lr": wrong}})
 
 
 FLOW = "entrypoint: dphybrid.flows.train_hybrid:train_hybrid"
@@ -175,8 +179,8 @@ DEPLOYMENTS = {
     "entrypoint: .train:f": "entrypoint = '.train:f': ",
     f"{FLOW}, parameters: &p {{config: *p}}": "deployment a",
     f"{FLOW}, schedules: [{{parameters: [1]}}]": "parameters",
-    f"{FLOW}, schedules: [{{cron: 5, timezone: 7}}]": "cron 5 with timezone 7",
-    f"{FLOW}, schedules: [{{cron: '* * *', timezone: UTC}}]": "with timezone 'UTC'",
+    f"{FLOW}, schedules: [{{cron: 5, timezone: 7}}]": "schedule 1: cron: ",
+    f"{FLOW}, schedules: [{{cron: '* * *', timezone: UTC}}]": "schedule 1: cron: Invalid cron string",
 }
 
 
@@ -190,4 +194,33 @@ DEPLOYMENTS = {
 def test_a_file_of_odd_deployments_is_told(page: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "prefect.yaml").write_text(page)
     with refused(words):
-        check_prefect_yaml(tmp_path / "prefect.yaml")
+        check(tmp_path / "prefect.yaml")
+
+
+def test_a_local_file_is_laid_over_the_packages_deployments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    packaged, named = read_page(None)
+    assert named == PACKAGED
+    setup.write(None)
+    with refused("prefect.local.yaml: cannot be written: File exists"):
+        setup.write(None)
+    page, named = read_page(None)
+    assert named.name == "prefect.local.yaml"
+    setup.check(None)
+    names = [entry["name"] for entry in page["deployments"]]
+    assert names == [entry["name"] for entry in packaged["deployments"]]
+    (before, after) = (
+        next(entry for entry in each["deployments"] if entry["name"] == "retrain-hybrid")
+        for each in (packaged, page)
+    )
+    assert after["parameters"] == before["parameters"] | {
+        "data_path": "/data/clicks",
+        "label": "clicked",
+        "register_as": "clicks",
+    }
+    assert after["triggers"] == before["triggers"]
+    (tmp_path / "prefect.local.yaml").write_text("deployments: [{name: mine}]")
+    with refused("prefect.local.yaml: deployment mine needs an entrypoint"):
+        read_page(None)

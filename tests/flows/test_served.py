@@ -8,11 +8,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from uuid import UUID
 
 import polars as pl
 import psutil
 import pytest
+import yaml
 from sklearn.metrics import roc_auc_score
 
 from dphybrid.recipes.registry import find_recipe
@@ -56,24 +58,8 @@ def worker(team: Team) -> Iterator["subprocess.Popen[bytes]"]:
 
 WRONG = [
     (["train-hybrid", "--param", 'config={"train": {"epochs": -1}}'], ["epochs"]),
-    (
-        [
-            "train-hybrid",
-            "--param",
-            'config={"model": {"kind": "transformer", "hidden": 100, "heads": 3}}',
-        ],
-        ["hidden=100", "heads=3"],
-    ),
-    (
-        ["train-hybrid", "--param", 'overrides=["train.epoch=3"]'],
-        ["train.epoch", "did you mean 'train.epochs'"],
-    ),
     (["train-hybrid", "--param", "epoch=3"], ["epoch", "not found on the deployment"]),
-    (["train-hybrid", "--param", "epochs=-1"], ["train.epochs"]),
-    (["sweep-hybrid", "--param", 'grid={"train.epochs": [1, -1]}'], ["train.epochs", "-1"]),
-    (["retrain-hybrid"], ["checkpoint.register_as"]),
     (["train-kge", "--param", "label=clicked"], ["label", "not found on the deployment"]),
-    (["train-hybrid", "--param", 'config={"recipe": "ctr"}'], ["config.recipe", "text"]),
     (["train-ctr", "--param", 'config={"train": {"epochs": 3}}'], ["recipe", "required"]),
     (["train-hybrd"], ["train-hybrd", "not found"]),
 ]
@@ -156,6 +142,126 @@ def test_setting_up_again_changes_nothing_and_doubles_nothing(team: Team, deploy
     retrain = deployments["retrain-hybrid"]
     assert retrain["global_concurrency_limit"]["limit"] == 1
     assert retrain["concurrency_options"]["collision_strategy"] == "ENQUEUE"
+
+
+@pytest.fixture
+def own_file(tmp_path: Path) -> Path:
+    """A prefect.yaml with one deployment of its own."""
+    file = tmp_path / "prefect.yaml"
+    page = {
+        "pull": [],
+        "deployments": [
+            {
+                "name": "own",
+                "description": "Ours.\n",
+                "entrypoint": "dphybrid.flows.train_hybrid:train_hybrid",
+                "tags": ["dphybrid"],
+                "parameters": {"config": {"recipe": "ctr"}, "epochs": 2, "label": "old"},
+                "work_pool": {"name": "gpu", "work_queue_name": "any"},
+                "schedules": [
+                    {"slug": "nightly", "cron": "0 2 * * *", "timezone": "Etc/UTC", "active": False},
+                    {"interval": "PT1H", "active": False},
+                    {"slug": "gone", "cron": "0 4 * * *", "timezone": "Etc/UTC", "active": False},
+                ],
+                "triggers": [
+                    {"name": "own-trigger", "expect": ["x.y"], "match": {"prefect.resource.id": "x"}}
+                ],
+            }
+        ],
+    }
+    file.write_text(yaml.safe_dump(page))
+    return file
+
+
+def changed(file: Path, **values: Any) -> None:
+    page = yaml.safe_load(file.read_text())
+    page["deployments"][0] |= values
+    file.write_text(yaml.safe_dump(page))
+
+
+@pytest.mark.slow
+def test_deploying_again_keeps_what_was_set_on_the_server_and_applies_what_changed_in_the_file(
+    team: Team, own_file: Path
+) -> None:
+    deploy = f"dphybrid deploy --file {own_file}"
+
+    def own() -> dict[str, Any]:
+        page: dict[str, Any] = team.post("/deployments/name/train-hybrid/own")
+        return page
+
+    def schedules() -> dict[str, Any]:
+        return {page["slug"] or str(page["schedule"].get("interval")): page for page in own()["schedules"]}
+
+    def trigger() -> Any:
+        (found,) = team.post("/automations/filter", {"automations": {"name": {"any_": ["own-trigger"]}}})
+        return found
+
+    assert "own:" not in in_a_shell(team, own_file.parent, deploy)
+    assert "own:" not in in_a_shell(team, own_file.parent, deploy), "nothing differs"
+    path = f"/deployments/{own()['id']}"
+    # Somebody sets parameters, a schedule with parameters, another one on, a pause, a limit, and more.
+    config = {"recipe": "ctr", "train": {"seed": 7}}
+    team.post(
+        path,
+        {
+            "parameters": {"config": config, "epochs": 5, "label": "new", "lr": 0.01},
+            "paused": True,
+            "concurrency_limit": 3,
+            "work_queue_name": "night",
+            "work_pool_name": "gpu",
+        },
+        method="PATCH",
+    )
+    cron = {"cron": "0 5 * * *", "timezone": "Europe/Berlin"}
+    weekly = {"schedule": cron, "slug": "weekly", "active": True, "parameters": {"data_path": "/data/w"}}
+    team.post(f"{path}/schedules", [weekly])
+    team.post(f"{path}/schedules/{schedules()['nightly']['id']}", {"active": True}, method="PATCH")
+    team.post(f"/automations/{trigger()['id']}", {"enabled": False}, method="PATCH")
+    # Meanwhile the file gets another label and description, and loses a schedule.
+    page = yaml.safe_load(own_file.read_text())["deployments"][0]
+    page["parameters"]["label"] = "newest"
+    changed(own_file, **page | {"schedules": page["schedules"][:2], "description": "Ours, better."})
+    told = in_a_shell(team, own_file.parent, deploy)
+    for line in (
+        "own: parameters.epochs: 5 on the server stays; the file has 2",
+        "own: parameters.lr: 0.01 on the server stays; the file has nothing",
+        'own: parameters.config.train: {"seed": 7} on the server stays; the file has nothing',
+        'own: parameters.label: "new" on the server, becomes "newest"',
+        "own: schedules.nightly.active: true on the server stays; the file has false",
+        "own: paused: true on the server stays; the file has nothing",
+        'own: work_pool.work_queue_name: "night" on the server stays; the file has "any"',
+        "own: triggers.own-trigger.enabled: false on the server stays; the file has true",
+        "`dphybrid deploy --reset` sets all of them as in prefect.yaml",
+    ):
+        assert line in told
+    now = own()
+    assert now["parameters"] == {"config": config, "epochs": 5, "label": "newest", "lr": 0.01}
+    assert (now["paused"], now["description"]) == (True, "Ours, better.")
+    assert now["global_concurrency_limit"]["limit"] == 3
+    assert now["work_queue_name"] == "night"
+    assert {name: page["active"] for name, page in schedules().items()} == {
+        "nightly": True,
+        "3600.0": False,
+        "weekly": True,
+    }
+    assert schedules()["weekly"]["parameters"] == {"data_path": "/data/w"}
+    assert not trigger()["enabled"]
+    assert in_a_shell(team, own_file.parent, deploy).count("becomes") == 0, "nothing is left to change"
+    assert own()["parameters"] == now["parameters"]
+
+    told = in_a_shell(team, own_file.parent, f"{deploy} --reset")
+    assert "stays" not in told
+    now = own()
+    assert now["parameters"] == {"config": {"recipe": "ctr"}, "epochs": 2, "label": "newest"}
+    assert not now["paused"]
+    assert now["global_concurrency_limit"] is None
+    assert now["work_queue_name"] == "any"
+    assert {name: page["active"] for name, page in schedules().items()} == {
+        "nightly": False,
+        "3600.0": False,
+    }
+    assert trigger()["enabled"]
+    team.post(path, method="DELETE")
 
 
 @pytest.mark.slow

@@ -197,7 +197,7 @@ def test_runs_of_dead_machines_are_queued_again_and_ended_ones_stay_ended(team: 
     done = team.command(
         sys.executable,
         "-c",
-        "from dphybrid.orchestration.queueing import queue_lost_runs; print(queue_lost_runs('gpu'))",
+        "from dphybrid.orchestration.queueing import queue_lost_runs; print(queue_lost_runs('gpu', 'x'))",
     )
     assert done.stdout.count(SILENT) == 1, done.stdout + done.stderr
     assert [team.state(run) for run in (lost, ended, starting)] == ["AwaitingRetry", "Completed", "Pending"]

@@ -1,12 +1,8 @@
-"""What others' values may import: in runs that a worker starts, named packages alone."""
-
-from pathlib import Path
+"""What checkpoints from elsewhere may import."""
 
 import pytest
 
-from dphybrid.recipes.configs import load_config
-from dphybrid.recipes.registry import find_recipe
-from dphybrid.util.importing import ONLY, check_import, import_callable
+from dphybrid.util.importing import check_import
 from tests.refusing import refused
 
 
@@ -27,20 +23,3 @@ def test_packages_are_allowed_by_their_whole_names(path: str, packages: str, all
         return
     with refused("^a file = .* would run code of package"):
         check_import(path, "a file", packages)
-
-
-def test_a_workers_run_imports_from_named_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ran = tmp_path / "ran"
-    (tmp_path / "foreign_models.py").write_text(f"open({str(ran)!r}, 'w')\ndef make(context): pass\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv(ONLY, "others")
-    remedy = r"set DPHYBRID_FACTORY_PACKAGES=foreign_models \(for a worker"
-    with refused(rf"model.factory = .* would run code .*{remedy}"):
-        import_callable("foreign_models:make", "model.factory")
-    with refused(rf"recipe = 'foreign_models:Mine' would run .*{remedy}"):
-        load_config(None, ["recipe=foreign_models:Mine"])
-    assert not ran.exists()
-    assert find_recipe("ctr").name == "ctr"
-    monkeypatch.setenv(ONLY, "others,foreign_models")
-    assert callable(import_callable("foreign_models:make", "model.factory"))
-    assert ran.exists()
