@@ -2,8 +2,7 @@
 
 Each function checks device, type, layout, length and range of its arguments, and keeps them alive during the
 call. Ids are copied before use, so a caller who changes them meanwhile cannot make a kernel access memory
-outside of the table. After a kernel has read rows that are mapped from a checkpoint's file, those rows are
-checked for damage.
+outside of the table.
 
 Letters: N ids of a lookup, U unique keys, D width of a row, V rows of a table.
 """
@@ -11,8 +10,7 @@ Letters: N ids of a lookup, U unique keys, D width of a row, V rows of a table.
 import ctypes as c
 import hashlib
 import math
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -32,35 +30,6 @@ CPU = torch.device("cpu")
 _LARGEST_BETA = 0.99999
 """With a larger beta, Adam's bias corrections would take more than 4 million steps to reach 1: too long a
 table."""
-
-_CHECKS: dict[int, Callable[[Tensor], None]] = {}
-"""Address of rows that are mapped from a checkpoint's file -> function that checks the rows of ids_N."""
-
-_CHECKED_AT_ONCE = 2**16
-
-
-def check_when_read(rows_VD: Tensor, check: Callable[[Tensor], None], memory: object) -> None:
-    """Have `check(ids_N)` called with the ids of all rows that are read from now on, until `memory` is freed.
-
-    memory: the object that owns the rows' memory. check: raises UserError if the rows are damaged.
-    """
-    _CHECKS[rows_VD.data_ptr()] = check
-    # Removed with the memory, as another tensor may get the same address later.
-    weakref.finalize(memory, _CHECKS.pop, rows_VD.data_ptr())
-
-
-def check_read(address: int, ids_N: Tensor) -> None:
-    """Check the rows of ids_N (on the CPU), which a kernel has read from the table at this address. Raises
-    UserError if some are damaged."""
-    if address in _CHECKS:
-        _CHECKS[address](ids_N)
-
-
-def check_all(rows_VD: Tensor) -> None:
-    """Check all rows of a table before its memory is read. Raises UserError if some are damaged."""
-    if _CHECKS and (check := _CHECKS.get(rows_VD.data_ptr())):
-        for first in range(0, len(rows_VD), _CHECKED_AT_ONCE):
-            check(torch.arange(first, min(first + _CHECKED_AT_ONCE, len(rows_VD))))
 
 
 def real_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -98,7 +67,6 @@ def look_up(
     )  # fmt: skip
     if not kernels.call("look_up", call):
         raise IndexError(call.wrong)
-    check_read(rows, flat_N)
     return out_XD, flat_N
 
 

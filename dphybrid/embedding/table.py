@@ -127,7 +127,6 @@ class HostEmbedding(nn.Module):
     def __getstate__(self) -> dict[str, object]:
         """Return the state of a copy or pickle. A copy has its rows in memory."""
         # Without the path: two tables that write to the same file would overwrite each other.
-        self.settled()  # do not copy damaged rows
         if get_spawning_popen() is not None:  # pickled for another process, which is to see these rows
             self._refuse_to_send_a_file()
         return self.__dict__ | {"_path": None, "_fresh": True, "_info": self._info.frozen, "_gates": None}
@@ -185,10 +184,7 @@ class HostEmbedding(nn.Module):
         self._info.synchronized = value
 
     def settled(self) -> Tensor:
-        """Return all rows as a plain tensor, without autograd. Raises UserError if they are mapped from a
-        checkpoint's file that is damaged."""
-        if native.is_plain(self.weight):
-            native.check_all(self.weight)
+        """Return all rows as a plain tensor, without autograd."""
         return self.weight.detach()
 
     def map_rows(self, rows_VD: Tensor) -> None:

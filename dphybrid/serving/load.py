@@ -30,7 +30,7 @@ def model_from_checkpoint(
     Raises UserError when the folder is not a checkpoint, when its weights do not fit the model, and when it
     was made elsewhere and names code that is not allowed to run.
     """
-    state = verify_checkpoint(Path(folder), mapped)
+    state = verify_checkpoint(Path(folder))
     config = stored_config(state.config, Path(folder) / "state.json", settings or load_settings())
     # Without drawing the tables' initial values, which are overwritten at once.
     with deferred_rows() if mapped else unfilled_rows():

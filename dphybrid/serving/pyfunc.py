@@ -19,7 +19,7 @@ class LoadedCheckpoint:
     at their first use."""
 
     def __init__(self, folder: Path) -> None:
-        verify_checkpoint(folder, mapped=True)
+        verify_checkpoint(folder)
         self.folder = folder
 
     @cached_property

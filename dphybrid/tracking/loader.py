@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import BaseModel, TypeAdapter
 
 from dphybrid.tracking.base import LEFT_OUT
-from dphybrid.util.digests import SUMS
+from dphybrid.util.digests import SUMS, allow_links
 from dphybrid.util.errors import UserError
 
 
@@ -83,6 +83,7 @@ class _LeftOut(BaseModel):
     path: Path
     bytes: int
     sha256: str = ""
+    crc32: str = ""
     block_sums: str = ""
 
     def check(self) -> None:
@@ -117,6 +118,7 @@ def _with_left_out(root: Path) -> Path:
     atexit.register(shutil.rmtree, whole, ignore_errors=True)
     shutil.copytree(root, whole, copy_function=os.symlink, dirs_exist_ok=True)
     inside = (whole / "checkpoint").resolve()
+    allow_links(inside)
     for entry in entries:
         # The page may come from a stranger: `../` in a name must not lead out of the folder.
         target = inside / entry.name

@@ -2,8 +2,8 @@
 
 `step-000500/` holds `blocks.safetensors` (dense parameters and buffers), `blocks_optimizer.safetensors`,
 `tables/NAME.safetensors` (table and its row states; see `tensor_file` for `changed/`) and `state.json` (step,
-next batch, generator states, metrics, checksums of all files). `saving` writes a temporary folder, fsyncs and
-renames it, so a folder with its final name is complete. Parameter names have no `module.` prefix: a
+next batch, generator states, metrics, a checksum of each file). `saving` writes a temporary folder, fsyncs
+and renames it, so a folder with its final name is complete. Parameter names have no `module.` prefix: a
 checkpoint loads on any number of devices, real or virtual.
 """
 
@@ -13,11 +13,12 @@ import sys
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from typing_extensions import TypedDict  # pydantic takes that of typing from Python 3.12 on
 
 from dphybrid.embedding import RowOptimizer, find_tables
 from dphybrid.training.optimizers import swap_average
@@ -29,12 +30,18 @@ from dphybrid.training.tensor_file import (
     table_file,
     tensor_shapes,
 )
-from dphybrid.util.digests import value_digest, verify_files
+from dphybrid.util.digests import refuse_foreign_files, value_digest, verify_files
 from dphybrid.util.errors import UserError
+from dphybrid.util.memory import is_out_of_memory
 from dphybrid.util.pages import Page
 
 # Raise it with each change of what the files hold: an older checkpoint is then refused instead of misread.
-_FORMAT = 3
+_FORMAT = 4
+_READS = (3, 4)
+"""Format 3 has one checksum for each 256 KiB of a tensor file (`block_sums`)."""
+_LARGEST_PAGE = 2**28
+"""Bytes of a `state.json`: a thousand times those of an ordinary one."""
+
 _STEP = re.compile(r"step-\d+")
 """Names of checkpoint folders. `step-000500.damaged` does not match."""
 
@@ -49,7 +56,7 @@ class Stateful(Protocol):
 class Generators:
     """State of torch's random generators in this process, encoded in hex."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> "GeneratorStates":
         cuda = (
             [state.numpy().tobytes().hex() for state in torch.cuda.get_rng_state_all()]
             if torch.cuda.is_initialized()  # else the call would start CUDA in a run on the CPU
@@ -100,13 +107,31 @@ class Progress:
         vars(self).update(vars(other))
 
 
+_Hex = Annotated[str, Field(pattern=r"^([0-9a-f]{2})*$", max_length=2**20)]
+
+
+class GeneratorStates(TypedDict):
+    """The state of `Generators`."""
+
+    torch: _Hex
+    cuda: list[_Hex]
+
+
+class OptimizerPage(TypedDict, total=False):
+    """An optimizer's state without its tensors; see `flatten_optimizer`."""
+
+    optimizers: list["OptimizerPage"]
+    groups: list[dict[str, Any]]
+    numbers: dict[Annotated[str, Field(pattern=r"^\d+\.")], Any]
+
+
 class CheckpointState(Page):
     """`state.json` of a checkpoint: everything but its tensors.
 
     since_full: how many checkpoints ago the last full one was; 0 for a full one. record: the states of
     `Session.stateful` by name (splits, the current window of metrics, seconds by stage), with which a resumed
-    run's record continues without a gap. block_sums: checksums of the tensor files, by their name in the
-    folder. sha256: checksums of the other files.
+    run's record continues without a gap. crc32: checksums of the tensor files, by their name in the
+    folder; in earlier checkpoints, block_sums. sha256: checksums of the other files.
     """
 
     format: int = _FORMAT
@@ -118,16 +143,23 @@ class CheckpointState(Page):
     devices: str = ""
     recipe: str = ""
     info: dict[str, Any] = Field(default_factory=dict)
-    optimizer: dict[str, Any]
-    generators: dict[str, Any]
+    optimizer: OptimizerPage
+    generators: GeneratorStates
     sha256: dict[str, str] = Field(default_factory=dict)
+    crc32: dict[str, str] = Field(default_factory=dict)
     block_sums: dict[str, str] = Field(default_factory=dict)
     record: dict[str, Any] = Field(default_factory=dict)
 
     @property
     def digests(self) -> dict[str, str]:
-        """One sha256 for each file. For a tensor file it is the sha256 of its block sums."""
-        return {**self.sha256, **{name: value_digest(sums) for name, sums in self.block_sums.items()}}
+        """One checksum for each file: the CRC-32 of a tensor file, the sha256 of another one."""
+        earlier = {name: value_digest(sums) for name, sums in self.block_sums.items()}
+        return {**self.sha256, **earlier, **self.crc32}
+
+    @property
+    def sums(self) -> dict[str, dict[str, str]]:
+        """The checksums by kind, as `verify_files` takes them."""
+        return {"sha256": self.sha256, "crc32": self.crc32, "block_sums": self.block_sums}
 
 
 @dataclass(frozen=True)
@@ -166,30 +198,34 @@ def load_checkpoint(path: Path, trained: Trained) -> CheckpointState:
     """
     page = read_state(path)
     load_weights(path, trained.model)
-    if trained.dense is not None:
-        tensors = read_tensors(path / "blocks_optimizer.safetensors")
-        trained.dense.load_state_dict(_unflatten_optimizer(tensors, page.optimizer))
-        # blocks.safetensors holds the averaged weights; training continues with the raw ones.
-        swap_average(trained.dense)
-    if trained.rows is not None:
-        _load_row_states(path, trained.rows, find_tables(trained.model))
-    trained.progress.copy_from(page.progress)
-    # Last, because a random number drawn by the steps above would change the restored state.
-    Generators().load_state_dict(page.generators)
+    try:
+        if trained.dense is not None:
+            tensors = read_tensors(path / "blocks_optimizer.safetensors")
+            trained.dense.load_state_dict(_unflatten_optimizer(tensors, page.optimizer))
+            # blocks.safetensors holds the averaged weights; training continues with the raw ones.
+            swap_average(trained.dense)
+        if trained.rows is not None:
+            _load_row_states(path, trained.rows, find_tables(trained.model))
+        trained.progress.copy_from(page.progress)
+        # Last, because a random number drawn by the steps above would change the restored state.
+        Generators().load_state_dict(page.generators)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        if isinstance(error, UserError) or is_out_of_memory(error):
+            raise
+        # torch's optimizers take any state and fail at its first value of another kind.
+        raise UserError(
+            f"{path}: the states of its optimizers do not fit this model ({type(error).__name__}: {error}); "
+            f"{REMEDY}"
+        ) from error
     return page
 
 
-def verify_checkpoint(path: Path, mapped: bool = False) -> CheckpointState:
+def verify_checkpoint(path: Path) -> CheckpointState:
     """Check every file of a checkpoint against the checksums of its page; return the page. Raises UserError
-    that names the first damaged file.
-
-    mapped: skip the table files, whose blocks are checked at the first lookup.
-    """
+    that names the first damaged file, and for links, pipes and devices in the folder."""
+    refuse_foreign_files(path, REMEDY)
     page = read_state(path)
-    # "x".startswith(()) is False: an empty tuple skips no file.
-    later = "tables/" if mapped else ()
-    blocks = {name: sums for name, sums in page.block_sums.items() if not name.startswith(later)}
-    verify_files(path, {"sha256": page.sha256, "block_sums": blocks}, REMEDY)
+    verify_files(path, page.sums, REMEDY)
     return page
 
 
@@ -225,7 +261,7 @@ def load_weights(path: Path, model: nn.Module, mapped: bool = False, skip: Conta
     device.
 
     mapped: leave the tables in the checkpoint's files, so that memory holds only the rows that were looked
-    up; the first lookup in a block of a file checks it. Raises UserError on mismatch.
+    up. Raises UserError on mismatch.
     """
     tables = find_tables(model)
     blocks = read_tensors(path / "blocks.safetensors")
@@ -249,8 +285,7 @@ def load_weights(path: Path, model: nn.Module, mapped: bool = False, skip: Conta
             tensor.copy_(blocks[name])
         for name, table in tables.items():
             if mapped:
-                sums = read_state(path).block_sums[table_file(path, name).relative_to(path).as_posix()]
-                table.map_rows(mapped_weight(path, name, table.weight, sums))
+                table.map_rows(mapped_weight(path, name, table.weight))
             elif name not in skip:
                 read_table(path, name, "weight", table.settled())
 
@@ -291,11 +326,13 @@ def read_state(path: Path) -> CheckpointState:
     """Return the page of a checkpoint. Raises UserError when it is missing, damaged or of another format."""
     if not (path / "state.json").is_file():
         raise UserError(f"{path}: is not a checkpoint (it has no state.json); name a step-... folder")
+    if (size := (path / "state.json").stat().st_size) > _LARGEST_PAGE:
+        raise UserError(f"{path / 'state.json'}: is damaged (it has {size:,} bytes); {REMEDY}")
     page = CheckpointState.read(path / "state.json")
-    if page.format != _FORMAT:
+    if page.format not in _READS:
         raise UserError(
-            f"{path}: has checkpoint format {page.format}, this dphybrid reads format {_FORMAT}; train again "
-            "or use the version that wrote it"
+            f"{path}: has checkpoint format {page.format}, this dphybrid reads formats {_READS[0]} to "
+            f"{_READS[-1]}; train again or use the version that wrote it"
         )
     return page
 
@@ -334,7 +371,7 @@ def flatten_optimizer(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[st
     return tensors, {"groups": state["param_groups"], "numbers": numbers}
 
 
-def _unflatten_optimizer(tensors: dict[str, Tensor], page: dict[str, Any]) -> dict[str, Any]:
+def _unflatten_optimizer(tensors: dict[str, Tensor], page: Any) -> dict[str, Any]:
     if "optimizers" in page:
         own: list[dict[str, Tensor]] = [{} for _ in page["optimizers"]]
         for name, tensor in tensors.items():

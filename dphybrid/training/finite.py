@@ -110,6 +110,19 @@ def check_finite(
             )
 
 
+def bad_weight(model: nn.Module) -> str | None:
+    """Return which of a model's weights and buffers is NaN or infinite, such as "parameter net.weight row 3", or
+    None."""
+    tables: list[Rows] = [
+        (f"table {name}", table.settled(), None) for name, table in find_tables(model).items()
+    ]
+    for what, tensor, _, infinite_too in _tensors(model, None, tables):
+        bad = first_bad(tensor, infinite_too) if isinstance(tensor, Tensor) else tensor.first_bad()
+        if bad is not None:
+            return f"{what}{f' row {bad[0]}' if tensor.dim() else ''}"
+    return None
+
+
 def _tensors(
     model: nn.Module, dense: torch.optim.Optimizer | None, rows: Iterable[Rows]
 ) -> Iterator[tuple[str, Any, Tensor | None, bool]]:

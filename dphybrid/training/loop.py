@@ -15,6 +15,7 @@ from dphybrid.parallel import refuse_split_differences
 from dphybrid.training.callbacks import EpochEnd, run_callbacks
 from dphybrid.training.checkpoint import VALIDATION, Progress
 from dphybrid.training.engine import Engine, Session
+from dphybrid.training.finite import bad_weight
 from dphybrid.training.memory import ids_by_part
 from dphybrid.training.metrics import Task
 from dphybrid.training.observing import Observer
@@ -110,9 +111,15 @@ def validation_outputs(
             collected.setdefault(name, []).append(value.detach().cpu())
     outputs = {name: torch.cat(parts) for name, parts in collected.items()}
     if bool((wrong := outputs["loss"].isnan()).any()):
+        sample = f"evaluation: the loss of sample {int(wrong.nonzero()[0][0])} is nan"
+        if bad := bad_weight(model):
+            raise UserError(
+                f"{sample}, as {bad} is not a finite number (with train.average, of the averaged weights); "
+                "lower train.lr or table.lr, and continue from an earlier checkpoint with --resume"
+            )
         raise UserError(
-            f"evaluation: the loss of sample {int(wrong.nonzero()[0][0])} is nan, although all weights are "
-            "finite; look at that sample, and at the model's logarithms, roots and divisions"
+            f"{sample}, although all weights are finite; look at that sample, and at the model's logarithms, "
+            "roots and divisions"
         )
     return outputs
 

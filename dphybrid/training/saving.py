@@ -130,7 +130,9 @@ class CheckpointWriter:
     def resumed(self, path: Path, page: CheckpointState) -> None:
         """Continue after the checkpoint `path` was loaded: its changed rows still count as changed since the
         last full one."""
-        self._latest, self._since_full = path, page.since_full
+        # An earlier format has other checksums, so its files are not linked: the next checkpoint is a full
+        # one.
+        self._latest, self._since_full = path if page.crc32 else None, page.since_full
         if self._changes is not None:
             found = {name: changed_rows(path, name) for name in find_tables(self._trained.model)}
             self._changes.restore({name: ids_U for name, ids_U in found.items() if ids_U is not None})
@@ -248,7 +250,7 @@ class CheckpointWriter:
             parts[name] = _Copied(ids_U, copied, part.whole)
         return parts, True
 
-    def _dense(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    def _dense(self) -> tuple[dict[str, dict[str, Tensor]], Any]:
         """Return copies of the tensors outside the model's tables, by file, and the page of the blocks'
         optimizer."""
         trained = self._trained
@@ -292,15 +294,15 @@ class CheckpointWriter:
                     continue
                 assert base is not None  # without an earlier checkpoint, `_copies` returns all rows
                 _link(base / key, file)
-                # The linked file is not read again: its checksums are those of the previous page.
-                sums[key] = read_state(base).block_sums[key]
+                # The linked file is not read again: its checksum is that of the previous page.
+                sums[key] = read_state(base).crc32[key]
                 changed = {rows_of(part): rows for part, rows in copied.by_row.items()}
                 file = changed_file(partial, name)
                 key = file.relative_to(partial).as_posix()
                 sums[key] = write_tensors(file, {**changed, **copied.whole, IDS: copied.ids_U})
             if self._encoder is not None:
                 page = page.model_copy(update={"sha256": self._copied_encoder(self._encoder, partial)})
-            page.model_copy(update={"block_sums": sums}).write(partial / "state.json")
+            page.model_copy(update={"crc32": sums}).write(partial / "state.json")
             stats = [path.stat() for path in partial.rglob("*") if path.is_file()]
             return sum(stat.st_size for stat in stats if stat.st_nlink == 1)
 

@@ -1,29 +1,29 @@
-"""Reads and writes tensors of safetensors files slice by slice, so that a table may be larger than the free
-memory.
+"""Tensors of checkpoints in safetensors files, written and read slice by slice, so that a table may be larger
+than the free memory.
 
 The writer of the safetensors library is not used, because it needs whole tensors: the rows of a table that is
-spread over several processes arrive in slices.
+spread over several processes arrive in slices. Its reader is: it maps a file, so that only what is read takes
+memory.
 
 In a checkpoint, `tables/NAME.safetensors` holds all rows and states of a table. If there is a
 `changed/NAME.safetensors`, it holds the rows that have changed since, with their row numbers, and takes
 precedence. All reading of tables from checkpoints goes through this module.
 
-Letters: V rows of a table, U changed ones, D width.
+Letters: V rows of a table, U changed ones.
 """
 
 import json
 import math
+import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dphybrid.embedding.native import check_when_read
-from dphybrid.util.digests import BLOCK, BlockSums, block_sum
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import naming
 
@@ -33,9 +33,12 @@ _NAMES = {
     torch.bool: "BOOL", torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
     torch.complex64: "C64",
 }  # fmt: skip
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-_SLICE_BYTES = 2**20
+_WRITTEN_BYTES = 2**20
 """Small enough to stay in the processor's cache from copying to checksum to writing."""
+
+_READ_BYTES = 2**26
+"""Read at once. A file is mapped anew for each slice: its pages would else count as memory of this process,
+as much as a second table."""
 
 REMEDY = "use another checkpoint, or delete this one's folder"
 
@@ -44,14 +47,14 @@ IDS = "row_numbers"
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write named tensors from any device; return the file's `BlockSums` in hex. The caller must fsync the
-    file."""
-    sums = BlockSums()
+    """Write named tensors from any device; return the file's CRC-32 in hex. The caller must fsync
+    it."""
+    crc = 0
     with naming(path), path.open("wb") as file:
         for piece in _pieces(tensors):
-            sums.update(piece)
+            crc = zlib.crc32(piece, crc)
             file.write(piece)
-    return sums.hexdigest()
+    return f"{crc:08x}"
 
 
 def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
@@ -68,124 +71,56 @@ def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     yield head
     for _, tensor in sorted(tensors.items()):
         flat = tensor.detach().reshape(-1)
-        step = max(1, _SLICE_BYTES // flat.element_size())
+        step = max(1, _WRITTEN_BYTES // flat.element_size())
         for start in range(0, flat.numel(), step):
             yield flat[start : start + step].cpu().contiguous().view(torch.uint8).numpy().data
 
 
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a file with safetensors' reader. Raises UserError if it is missing or damaged, and for a tensor
+    that it lacks."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: is damaged or lacks a tensor ({error}); {REMEDY}") from error
+
+
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Read all tensors of a file into memory."""
-    with safe_open(path, framework="pt") as file:
+    with _opened(path) as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is not a dict
 
 
 def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a file's tensors by name; reads its header only."""
-    return {name: tuple(entry["shape"]) for name, entry in _header(path)[0].items()}
-
-
-def _stored_tensor(path: Path, name: str) -> Tensor:
-    """Read one tensor of a file into memory."""
-    with safe_open(path, framework="pt") as file:
-        tensor: Tensor = file.get_tensor(name)
-        return tensor
+    with _opened(path) as file:
+        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
 
 def _read_into(path: Path, name: str, target: Tensor, ids_U: Tensor | None = None) -> None:
     """Fill `target` (V, ...) in place from the tensor `name` of a file, slice by slice. ids_U: fill only
     these rows (ascending). Raises UserError when shapes differ."""
-    entries, start = _header(path)
-    shape = tuple(entries[name]["shape"])
-    if ids_U is None and shape != tuple(target.shape):
-        raise UserError(
-            f"{path}: {name} has shape {shape}, but the model's table has {tuple(target.shape)}; use the "
-            "data and config it was trained with"
-        )
-    if not shape:
-        target.copy_(_stored_tensor(path, name))
-        return
-    dtype = _DTYPES[entries[name]["dtype"]]
-    row_bytes = dtype.itemsize * math.prod(shape[1:])
-    step = max(1, _SLICE_BYTES // max(1, row_bytes))
-    with path.open("rb") as file:
-        file.seek(start + entries[name]["data_offsets"][0])
-        for first in range(0, shape[0], step):
-            last = min(first + step, shape[0])
-            # Not mapped: the pages would count as memory of this process, as much as a second table.
-            raw = np.fromfile(file, np.uint8, (last - first) * row_bytes)
-            part = torch.from_numpy(raw).view(dtype).view(last - first, *shape[1:]).to(target.dtype)
-            if ids_U is None:
-                target[first:last] = part
-            else:
-                target.index_copy_(0, ids_U[first:last], part)
-
-
-def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """Return the header entries of a file by name, and the offset of its data."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        entries = json.loads(file.read(length))
-    entries.pop("__metadata__", None)
-    return entries, 8 + length
-
-
-def _mapped_tensor(path: Path, name: str, like: Tensor, sums: str) -> Tensor:
-    """Return the tensor `name` (V, ...) of the file, mapped into memory. The first lookup in a block of the
-    file checks it and raises UserError if it is damaged (`embedding.native`).
-
-    Writes to the tensor do not reach the file. sums: its `BlockSums` in hex. Raises UserError when shape or
-    type differ from those of `like`, and for a damaged header.
-    """
-    blocks = _Blocks(path, sums)
-    # The blocks of the first and the last byte: the header is read next, and a file may be cut off.
-    blocks.check(np.array([0, path.stat().st_size - 1]))
-    entries, data = _header(path)
-    entry = entries[name]
-    stored, wanted = (entry["dtype"], *entry["shape"]), (_NAMES[like.dtype], *like.shape)
-    if stored != wanted:
-        raise UserError(
-            f"{path}: {name} is {stored}, but the model's table is {wanted}; use the data and config it was "
-            "trained with"
-        )
-    start, stop = (data + offset for offset in entry["data_offsets"])
-    # "c" is copy on write: `mapped_weight` writes changed rows into memory, and the file stays as it is.
-    raw = np.memmap(path, np.uint8, "c", start, (stop - start,))
-    row_bytes = len(raw) // like.shape[0]
-
-    def check_read(ids_N: Tensor) -> None:
-        first_N = start + row_bytes * ids_N.numpy()
-        # A row may start in one block and end in a later one.
-        for within in (*range(0, row_bytes, BLOCK), row_bytes - 1):
-            blocks.check(first_N + within)
-
-    mapped = torch.from_numpy(raw).view(like.dtype).view(like.shape)
-    # The check stays registered while `raw` exists, and `mapped` keeps a reference to it.
-    check_when_read(mapped, check_read, raw)
-    return mapped
-
-
-class _Blocks:
-    """The blocks of a file. Each is compared with its checksum when it is first read."""
-
-    def __init__(self, path: Path, sums: str) -> None:
-        self._path, self._wanted = path, np.frombuffer(bytes.fromhex(sums), ">u4")
-        size = path.stat().st_size if path.is_file() else 0
-        if -(-size // BLOCK) != len(self._wanted):
-            raise UserError(f"{path}: is damaged (it has {size:,} bytes); {REMEDY}")
-        self._content = np.memmap(path, np.uint8, "r")
-        self._whole = np.zeros(len(self._wanted), bool)
-
-    def check(self, places_N: np.ndarray) -> None:
-        """Raise UserError if a block with one of these byte offsets is damaged."""
-        # Once all blocks are checked, a lookup costs nothing more.
-        if self._whole.all():
+    with _opened(path) as file:
+        shape = tuple(file.get_slice(name).get_shape())
+        if not shape:
+            target.copy_(file.get_tensor(name))
             return
-        blocks_N = places_N // BLOCK
-        for block in np.unique(blocks_N[~self._whole[blocks_N]]).tolist():
-            start, end = block * BLOCK, (block + 1) * BLOCK
-            if block_sum(self._content[start:end].data) != self._wanted[block]:
-                raise UserError(f"{self._path}: is damaged (in bytes {start:,} to {end:,}); {REMEDY}")
-            self._whole[block] = True
+    wanted = tuple(target.shape) if ids_U is None else (len(ids_U), *target.shape[1:])
+    if shape != wanted:
+        raise UserError(
+            f"{path}: {name} has shape {shape}, but the model's table has {wanted}; use the data and config "
+            "it was trained with"
+        )
+    step = max(1, _READ_BYTES // max(1, target.element_size() * math.prod(shape[1:])))
+    for first in range(0, shape[0], step):
+        with _opened(path) as file:
+            part = file.get_slice(name)[first : first + step].to(target.dtype)
+        if ids_U is None:
+            target[first : first + step] = part
+        else:
+            target.index_copy_(0, ids_U[first : first + step], part)
 
 
 def rows_of(name: str) -> str:
@@ -208,32 +143,53 @@ def _file(folder: Path, table: str) -> Path:
     # Modules of an nn.ModuleDict may be called after a user's columns, such as "price/unit".
     file = folder / f"{table.replace('%', '%25').replace('/', '%2F')}.safetensors"
     earlier = folder / f"{table.replace('/', '%2F')}.safetensors"
-    # Checkpoints were written with "%" as it is: "a/b" and "a%2Fb" were one file, so only one of them was
-    # there.
+    # Earlier checkpoints have "%" as it is: "a/b" and "a%2Fb" had one file.
     return earlier if "%" in table and not file.exists() and earlier.exists() else file
 
 
 def changed_rows(checkpoint: Path, table: str) -> Tensor | None:
     """Return the numbers of the rows changed since the last full checkpoint, or None in a full one."""
     file = changed_file(checkpoint, table)
-    return _stored_tensor(file, IDS) if file.is_file() else None
+    if not file.is_file():
+        return None
+    with _opened(file) as opened:
+        ids_U: Tensor = opened.get_tensor(IDS)
+        return ids_U.long()
+
+
+def _checked_rows(checkpoint: Path, table: str, num_rows: int) -> Tensor | None:
+    ids_U = changed_rows(checkpoint, table)
+    # In a file that somebody else wrote, they may be anything.
+    if ids_U is not None and len(ids_U) and not 0 <= int(ids_U.min()) <= int(ids_U.max()) < num_rows:
+        raise UserError(
+            f"{changed_file(checkpoint, table)}: has changes of rows that are not in the table; {REMEDY}"
+        )
+    return ids_U
 
 
 def read_table(checkpoint: Path, table: str, name: str, target: Tensor) -> None:
     """Fill `target` in place with a table's weight or state `name`, slice by slice. Raises UserError when
     shapes differ."""
     _read_into(table_file(checkpoint, table), name, target)
-    if (ids_U := changed_rows(checkpoint, table)) is not None:
-        file = changed_file(checkpoint, table)
+    file = changed_file(checkpoint, table)
+    if file.is_file():
         by_row = rows_of(name) in tensor_shapes(file)
-        _read_into(file, rows_of(name) if by_row else name, target, ids_U if by_row else None)
+        ids_U = _checked_rows(checkpoint, table, len(target)) if by_row else None
+        _read_into(file, rows_of(name) if by_row else name, target, ids_U)
 
 
-def mapped_weight(checkpoint: Path, table: str, like: Tensor, sums: str) -> Tensor:
-    """Return the rows of a table mapped into memory: rows are loaded and checked when they are read. Only the
-    pages of changed rows are loaded at once. Raises UserError when shape or type differ from those of
-    `like`."""
-    weight = _mapped_tensor(table_file(checkpoint, table), "weight", like, sums)
-    if (ids_U := changed_rows(checkpoint, table)) is not None:
+def mapped_weight(checkpoint: Path, table: str, like: Tensor) -> Tensor:
+    """Return the rows of a table mapped into memory: they are loaded when they are read, and writing to them
+    does not reach the file. Only the pages of changed rows are loaded at once. Raises UserError when shape or
+    type differ from those of `like`."""
+    path = table_file(checkpoint, table)
+    with _opened(path) as file:
+        weight: Tensor = file.get_tensor("weight")
+    if (weight.dtype, weight.shape) != (like.dtype, like.shape):
+        raise UserError(
+            f"{path}: weight is {tuple(weight.shape)} of {weight.dtype}, but the model's table is "
+            f"{tuple(like.shape)} of {like.dtype}; use the data and config it was trained with"
+        )
+    if (ids_U := _checked_rows(checkpoint, table, len(weight))) is not None:
         _read_into(changed_file(checkpoint, table), rows_of("weight"), weight, ids_U)
     return weight

@@ -2,17 +2,15 @@
 
 import hashlib
 import json
+import stat
+import zlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-
-from isal.isal_zlib import crc32
+from pathlib import Path, PurePath
 
 from dphybrid.util.errors import UserError
 
 _PIECE_BYTES = 2**20
-BLOCK = 2**18
-"""Bytes of a file for which there is one checksum: the smallest piece that a lookup reads and checks."""
 
 
 def file_digest(path: Path) -> str:
@@ -51,52 +49,54 @@ def copy_files(source: Path, target: Path) -> dict[str, str]:
     return sums
 
 
-def block_sum(block: bytes | memoryview, before: int = 0) -> int:
-    """Return the CRC-32 of a part of a block. before: the CRC-32 of the block's earlier bytes."""
-    return crc32(block, before)
-
-
-class BlockSums:
-    """Computes one CRC-32 for every `BLOCK` bytes of a file, so that a reader can check only the parts it
-    reads. CRC-32 detects damage, not forgery, in a fifth of the time of sha256."""
-
-    def __init__(self) -> None:
-        self._crcs: list[int] = []
-        self._room = 0
-
-    def update(self, piece: bytes | memoryview) -> None:
-        """Add the next bytes of the file."""
-        rest = memoryview(piece)
-        while len(rest):
-            if not self._room:
-                self._crcs.append(0)
-                self._room = BLOCK
-            part, rest = rest[: self._room], rest[self._room :]
-            self._crcs[-1] = block_sum(part, self._crcs[-1])
-            self._room -= len(part)
-
-    def hexdigest(self) -> str:
-        """Return the checksums in hex, eight digits for each block."""
-        return "".join(f"{crc:08x}" for crc in self._crcs)
-
-
-def file_block_sums(path: Path) -> str:
-    """Return the `BlockSums` of a file in hex."""
-    sums, piece = BlockSums(), memoryview(bytearray(_PIECE_BYTES))
+def file_crc(path: Path) -> str:
+    """Return the CRC-32 of a file in hex. It detects damage, not forgery, in a fifth of sha256's time."""
+    crc, piece = 0, memoryview(bytearray(_PIECE_BYTES))
     # readinto reuses one buffer; read() would allocate one for each piece.
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(piece):
-            sums.update(piece[:count])
-    return sums.hexdigest()
+            crc = zlib.crc32(piece[:count], crc)
+    return f"{crc:08x}"
 
 
-SUMS = {"sha256": file_digest, "block_sums": file_block_sums}
+def _file_block_sums(path: Path) -> str:
+    """Return the CRC-32 of each 256 KiB of a file in hex, as earlier checkpoints have them."""
+    with path.open("rb", buffering=0) as file:
+        return "".join(f"{zlib.crc32(block):08x}" for block in iter(lambda: file.read(2**18), b""))
+
+
+SUMS = {"sha256": file_digest, "crc32": file_crc, "block_sums": _file_block_sums}
 """Kinds of file checksums, by the names of the page fields that hold them."""
+
+_LINKED: set[Path] = set()
+
+
+def allow_links(folder: Path) -> None:
+    """Let files of `folder`, which this process has put together, be links to files elsewhere."""
+    _LINKED.add(folder.resolve())
+
+
+def refuse_foreign_files(folder: Path, remedy: str) -> None:
+    """Raise UserError unless everything in `folder` is a regular file or a folder of its own: opening a pipe
+    or a device may wait forever, and a link may lead to somebody's file. Opens nothing."""
+    links = folder.resolve() in _LINKED
+    try:
+        for entry in sorted(folder.rglob("*")):
+            mode = (entry.stat() if links else entry.lstat()).st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                kind = "a link" if stat.S_ISLNK(mode) else "neither a file nor a folder"
+                raise UserError(f"{entry}: is {kind}, which this folder must not have; {remedy}")
+    except OSError as error:
+        raise UserError(f"{error.filename or folder}: cannot be read ({error.strerror}); {remedy}") from error
 
 
 def verify_files(folder: Path, sums: Mapping[str, Mapping[str, str]], remedy: str) -> None:
     """Check files of `folder` against their checksums, in parallel. sums: kind (a key of `SUMS`) -> name in
-    the folder -> checksum. Raises UserError that names the first file that differs."""
+    the folder -> checksum. Raises UserError that names the first file that differs, and for a name that leads
+    out of the folder."""
+    for name in (name for files in sums.values() for name in files):
+        if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
+            raise UserError(f"{folder}: names the file {name!r}, which is outside of this folder; {remedy}")
     # Threads use all cores, because hashing releases the interpreter lock.
     with ThreadPoolExecutor() as pool:
         for done in [

@@ -1,32 +1,42 @@
-"""Rows that are looked up in a checkpoint's file are checked, block by block."""
+"""Files of tensors: what is written is read, whole, by slices and mapped; damage and foreign files are
+refused when a checkpoint is opened."""
 
-import copy
-import pickle
+import json
+import os
+import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from dphybrid.embedding import HostEmbedding
-from dphybrid.embedding.native import check_when_read
 from dphybrid.embedding.storage import deferred_rows
-from dphybrid.training.tensor_file import mapped_weight, read_tensors, table_file, write_tensors
-from dphybrid.util.digests import BLOCK, file_block_sums
+from dphybrid.serving.load import model_from_checkpoint
+from dphybrid.serving.pyfunc import LoadedCheckpoint
+from dphybrid.training.checkpoint import (
+    complete_checkpoints,
+    newest_whole_checkpoint,
+    read_state,
+    verify_checkpoint,
+)
+from dphybrid.training.tensor_file import (
+    IDS,
+    changed_file,
+    mapped_weight,
+    read_table,
+    read_tensors,
+    rows_of,
+    table_file,
+    write_tensors,
+)
+from dphybrid.util.digests import value_digest
+from tests.commands import run_with
 from tests.refusing import refused
 from tests.reliability.damages import damage
 
-Look = Callable[[torch.Tensor], Any]
-NUM_ROWS, DIM = 3000, 100  # 400 bytes a row: rows lie across the blocks' borders
-
-
-def written(file: Path) -> tuple[torch.Tensor, str]:
-    file.parent.mkdir()
-    weight = torch.randn(NUM_ROWS, DIM, generator=torch.Generator().manual_seed(0))
-    sums = write_tensors(file, {"state": torch.arange(7), "weight": weight})
-    assert sums == file_block_sums(file)
-    return weight, sums
+NUM_ROWS, DIM = 3000, 100
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.uint16, torch.uint32, torch.uint64])
@@ -40,113 +50,145 @@ def test_buffers_of_rarer_types_are_kept(dtype: torch.dtype, tmp_path: Path) -> 
     assert kept.tolist() == given.tolist()
 
 
-def mapped(file: Path, sums: str) -> HostEmbedding:
-    with deferred_rows():
-        table = HostEmbedding(NUM_ROWS, DIM, seed=0)
-    table.map_rows(mapped_weight(file.parents[1], file.stem, table.settled(), sums))
-    return table
-
-
-class _Summed(torch.nn.Module):
-    """A model that looks rows up, and that programs can be made of."""
-
-    def __init__(self, table: HostEmbedding) -> None:
-        super().__init__()
-        self.table = table
-
-    def forward(self, ids_N: torch.Tensor) -> torch.Tensor:
-        rows: torch.Tensor = self.table(ids_N)
-        return rows.sum(1)
-
-
-def on_replicas(table: HostEmbedding) -> Look:
-    table.place_on([torch.device("cpu")] * 3, lambda rows: [rows - 2, 1, 1])
-    return lambda ids_N: torch.cat(table.replica_rows(ids_N))
-
-
-def exported(table: HostEmbedding) -> Look:
-    with torch.no_grad():
-        program = torch.export.export(_Summed(table), (torch.tensor([0, 1, 2, 3]),))
-    return program.module()
-
-
-LOOKS: dict[str, Callable[[HostEmbedding], Look]] = {
-    "a lookup": lambda table: table,
-    "replicas": on_replicas,
-    "a compiled model": lambda table: torch.compile(_Summed(table), backend="eager", fullgraph=True),
-    "an exported program": exported,
-    "a call with other parameters": lambda table: (
-        lambda ids_N: torch.func.functional_call(table, dict(table.named_parameters()), (ids_N,))
-    ),
-}
-"""Way to read rows by their ids -> what does so."""
-
-WHOLES: dict[str, Callable[[HostEmbedding], object]] = {
-    "all rows": HostEmbedding.settled,
-    "a copy": copy.deepcopy,
-    "a pickle": pickle.dumps,
-}
-
-
-def rotten(tmp_path: Path) -> tuple[HostEmbedding, torch.Tensor, list[int]]:
-    """Return a table with a damaged block, its rows as they were, and the rows that lie there."""
-    file = table_file(tmp_path, "table")
-    weight, sums = written(file)
-    whole = file.read_bytes()
-    start = len(whole) - weight.nbytes
-    damage(file, whole[: 2 * BLOCK + 9] + bytes([whole[2 * BLOCK + 9] ^ 1]) + whole[2 * BLOCK + 10 :])
-    places = [(start + row * 4 * DIM, start + (row + 1) * 4 * DIM - 1) for row in range(NUM_ROWS)]
-    hit = [row for row, ends in enumerate(places) if any(end // BLOCK == 2 for end in ends)]
-    return mapped(file, sums), weight, hit
-
-
-DAMAGED = r"table\.safetensors: is damaged \(in bytes 524,288 to 786,432"
-
-
-@pytest.mark.parametrize("way", LOOKS)
-def test_each_row_of_a_damaged_block_is_refused_and_no_other_one(way: str, tmp_path: Path) -> None:
-    table, weight, hit = rotten(tmp_path)
-    look = LOOKS[way](table)
-    for row in (hit[0], hit[1], hit[-1]):
-        with refused(DAMAGED):
-            look(torch.tensor([0, 1, row, 0]))
-    good = torch.tensor([row for row in range(NUM_ROWS) if row not in hit])
-    torch.testing.assert_close(table(good), weight[good], rtol=0, atol=0)
-    look(good[:4])
-
-
-@pytest.mark.parametrize("way", WHOLES)
-def test_a_damaged_table_is_not_read_as_a_whole(way: str, tmp_path: Path) -> None:
-    table, *_ = rotten(tmp_path)
-    with refused(DAMAGED):
-        WHOLES[way](table)
-
-
-def test_rows_are_checked_as_long_as_their_memory_is_there() -> None:
-    rows_VD, read = torch.zeros(5, 2), list[list[int]]()
-    memory = rows_VD.numpy()
-    check_when_read(rows_VD, lambda ids_N: read.append(ids_N.tolist()), memory)
-    HostEmbedding.from_pretrained(rows_VD)(torch.tensor([3, 0]))
-    assert read == [[3, 0]]
-    del memory
-    HostEmbedding.from_pretrained(rows_VD)(torch.tensor([3, 0]))
-    assert read == [[3, 0]]
-
-
-HEADERS: list[Callable[[bytes], bytes]] = [
-    lambda whole: whole[:9] + b"?" + whole[10:],
-    lambda whole: whole[:-1],
-    lambda whole: b"x" * 2**20,
-    lambda whole: b"",
-]
-
-
-@pytest.mark.parametrize("content", HEADERS)
-def test_a_damaged_header_and_another_size_are_told(
-    tmp_path: Path, content: Callable[[bytes], bytes]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_table_is_read_in_slices_and_mapped(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = table_file(tmp_path, "table")
-    _, sums = written(file)
-    damage(file, content(file.read_bytes()))
-    with refused(r"table\.safetensors: is damaged .*use another checkpoint"):
-        mapped(file, sums)
+    weight = torch.randn(NUM_ROWS, DIM, generator=torch.Generator().manual_seed(0)).to(dtype)
+    ids, rows = torch.tensor([3, 2999]), torch.ones(2, DIM, dtype=dtype)
+    for file in (table_file(tmp_path, "a/b"), changed_file(tmp_path, "a/b")):
+        file.parent.mkdir()
+    crc = write_tensors(table_file(tmp_path, "a/b"), {"state": torch.arange(7), "weight": weight})
+    whole = table_file(tmp_path, "a/b").read_bytes()
+    assert crc == f"{zlib.crc32(whole):08x}"
+    assert torch.equal(load_file(table_file(tmp_path, "a/b"))["weight"], weight)
+    write_tensors(changed_file(tmp_path, "a/b"), {rows_of("weight"): rows, IDS: ids})
+    monkeypatch.setattr("dphybrid.training.tensor_file._READ_BYTES", 10_000)
+    expected, read = weight.index_copy(0, ids, rows), torch.zeros_like(weight)
+    read_table(tmp_path, "a/b", "weight", read)
+    with deferred_rows():
+        table = HostEmbedding(NUM_ROWS, DIM, dtype=dtype)
+    table.map_rows(mapped_weight(tmp_path, "a/b", table.settled()))
+    assert torch.equal(read, expected)
+    assert torch.equal(table.settled(), expected)
+    table.settled()[:] = 0.0
+    assert table_file(tmp_path, "a/b").read_bytes() == whole
+
+
+def test_tables_of_other_names_have_other_files(tmp_path: Path) -> None:
+    names = ["a/b", "a%2Fb", "a%252Fb", "50%", "50%25"]
+    assert len({table_file(tmp_path, name) for name in names}) == len(names)
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables/share%.safetensors").touch()  # as earlier versions wrote it
+    assert table_file(tmp_path, "share%").exists()
+
+
+SMALL = ["recipe=hybrid", "train.epochs=1"]
+
+
+@pytest.fixture
+def checkpoint(data_dir: Path, unrecorded: None) -> Path:
+    return Path(run_with(*SMALL).best_checkpoint)
+
+
+def rewrite(folder: Path, **values: object) -> None:
+    """Change values of a page, with the right checksum."""
+    page = json.loads((folder / "state.json").read_bytes()) | values
+    page.pop("page_sha256")
+    (folder / "state.json").write_text(json.dumps(page | {"page_sha256": value_digest(page)}))
+
+
+@pytest.mark.parametrize("name", ["blocks.safetensors", "tables/*.safetensors"])
+def test_rot_that_keeps_times_is_found_by_all_that_open_a_checkpoint(checkpoint: Path, name: str) -> None:
+    (file,) = checkpoint.glob(name)
+    whole = file.read_bytes()
+    damage(file, whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
+    for opens in (
+        verify_checkpoint,
+        model_from_checkpoint,
+        lambda folder: model_from_checkpoint(folder, mapped=True),
+        LoadedCheckpoint,
+        lambda folder: newest_whole_checkpoint(folder.parent),
+    ):
+        with refused(r"safetensors: is damaged \(its checksum differs\)"):
+            opens(checkpoint)
+
+
+def test_a_checkpoint_of_format_3_opens_and_goes_on(checkpoint: Path) -> None:
+    names = json.loads((checkpoint / "state.json").read_bytes())["crc32"]
+    sums = {
+        name: "".join(f"{zlib.crc32(whole[at : at + 2**18]):08x}" for at in range(0, len(whole), 2**18))
+        for name, whole in ((name, (checkpoint / name).read_bytes()) for name in names)
+    }
+    whole = run_with(*SMALL, "train.epochs=2")
+    rewrite(checkpoint, format=3, crc32={}, block_sums=sums)
+    model_from_checkpoint(checkpoint)
+    resumed = run_with(*SMALL, "train.epochs=2", resume=checkpoint.parents[1].name)
+    assert resumed.digests == whole.digests
+    (file,) = checkpoint.glob("tables/*.safetensors")
+    damage(file, file.read_bytes()[:-1] + b"x")
+    with refused("is damaged"):
+        verify_checkpoint(checkpoint)
+
+
+def pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def link_out(file: Path) -> None:
+    other = file.rename(file.parents[2] / "elsewhere")
+    file.symlink_to(other)
+
+
+def device(file: Path) -> None:
+    file.unlink()
+    file.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("make", [pipe, link_out, device])
+@pytest.mark.parametrize("name", ["state.json", "blocks.safetensors", "extra.safetensors"])
+def test_a_folder_with_other_than_files_of_its_own_is_refused(
+    checkpoint: Path, make: Callable[[Path], None], name: str
+) -> None:
+    (checkpoint / name).touch()
+    make(checkpoint / name)
+    with refused(rf"{name}: is (a link|neither a file nor a folder), which this folder must not have"):
+        model_from_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"sha256": {"../../run.json": "0" * 64}}, "outside of this folder"),
+        ({"crc32": {"/etc/hostname": "0" * 8}}, "outside of this folder"),
+        ({"generators": {"torch": "xyz", "cuda": []}}, "generators.torch"),
+        ({"optimizer": {"groups": 5, "numbers": {}}}, "optimizer.groups"),
+        ({"optimizer": {"groups": [], "numbers": {"lr": 1}}}, "optimizer.numbers"),
+        ({"optimizer": {"groups": [{}], "numbers": {}}}, "the states of its optimizers do not fit"),
+        ({"progress": {"step": "many"}}, "progress.step"),
+    ],
+)
+def test_a_page_of_another_form_is_refused_without_a_traceback(
+    checkpoint: Path, values: dict[str, object], words: str
+) -> None:
+    rewrite(checkpoint, **values)
+    with refused(words):
+        run_with(*SMALL, "train.epochs=2", resume=checkpoint.parents[1].name)
+
+
+def test_checkpoints_are_incremental_only_where_few_rows_change_between_them(
+    data_dir: Path, unrecorded: None
+) -> None:
+    def since_full(*options: str) -> list[int]:
+        report = run_with(*SMALL, "checkpoint.keep_last=99", *options)
+        folder = Path(report.best_checkpoint).parent
+        return [read_state(path).since_full for path in complete_checkpoints(folder)]
+
+    assert since_full("train.epochs=3") == [0, 0, 0]  # an epoch changes most rows
+    assert since_full("checkpoint.every_steps=1", "train.batch_size=128", "table.optimizer=sgd")[:4] == [
+        0,
+        1,
+        2,
+        3,
+    ]
