@@ -44,7 +44,7 @@ class _SpreadTable(HostEmbedding):
         self.name = table.name
         self.padding_idx, self.start = table.padding_idx, table.start
         self._info, self._gates, self._placed = table._info, table._gates, None
-        self._path, self._fresh, self.out_dtype = None, True, torch.float32
+        self._path, self.out_dtype = None, torch.float32
         self.ahead.place_on([torch.device("cpu")], lambda rows: [rows])  # no rows are prefetched to a GPU
         self._ranks, self.lr, self._num_rows = ranks, config.lr, table.num_rows
         self._lookup: _Lookup | None = None

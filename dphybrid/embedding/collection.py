@@ -153,7 +153,7 @@ def named_weights(params: list[object]) -> list[tuple[str, Tensor]]:
     for entry in params:
         name, weight = entry if isinstance(entry, tuple) else (None, entry)
         if isinstance(weight, HostEmbedding):
-            weight = _leaf_of(weight)
+            weight = weight.weight
         if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.dtype not in native.STORED:
             what = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
             raise UserError(
@@ -167,12 +167,3 @@ def named_weights(params: list[object]) -> list[tuple[str, Tensor]]:
         if names.count(name) > 1:
             raise UserError(f"row optimizer: two tables are called {name!r}; give them as {{name: table}}")
     return list(named.values())
-
-
-def _leaf_of(table: HostEmbedding) -> Tensor:
-    if not table.weight.is_leaf:
-        raise UserError(
-            f"table {table.name!r}: its weight is computed (weight_norm, pruning, ...); give the row "
-            "optimizer table.parameters(), from which it is computed"
-        )
-    return table.weight

@@ -8,7 +8,6 @@ Letters: N ids of a lookup, U unique keys, D width of a row, V rows of a table.
 """
 
 import ctypes as c
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -92,27 +91,6 @@ def gather(weight_VD: Tensor, threads: int | None, ids_N: Tensor, out_ND: Tensor
         look_up(weight_VD, ids_N, out_ND, threads)
     except IndexError:
         raise UserError("a table became smaller while its rows were read") from None
-
-
-def fill_normal(rows_VD: Tensor, std: float, seed: int, first: int = 0) -> None:
-    """Fill a table's rows, of which rows_VD[0] is row `first`, from normal(0, std), with torch's number of
-    threads.
-
-    A value depends only on (seed, row, column), so a larger table begins with the same rows as a smaller one.
-    """
-    if not (rows_VD.device.type == "cpu" and rows_VD.is_contiguous()):
-        drawn_VD = torch.empty(rows_VD.shape, dtype=rows_VD.dtype, device=CPU)
-        fill_normal(drawn_VD, std, seed, first)
-        rows_VD.copy_(drawn_VD)
-        return
-    # Hashed: the kernel combines seed and place by xor, so seeds 0 and 1 would draw the same values in
-    # another order.
-    start = int.from_bytes(hashlib.sha256(b"%d" % seed).digest()[:8], "little")
-    rows, count = address(rows_VD.detach(), "rows", rows_VD.dtype, rows_VD.shape), rows_VD.numel()
-    place, stored = first * rows_VD.shape[1], STORED[rows_VD.dtype]
-    call = kernels.Draw(team(count, rows_VD.element_size()), rows, count, place, stored, start, std)
-    if not kernels.call("draw_normal", call):
-        raise TypeError(f"fill_normal: first={first}")
 
 
 _PLACES = torch.empty((0, 1), dtype=torch.uint8)

@@ -32,11 +32,6 @@ from dphybrid.util.row_rules import RULES, RowRule
 _UPDATES = "updates"
 """Name of the state that counts a table's updates."""
 _NUMBERS = {name: number for number, name in enumerate(RULES)}
-_OPTIONS_OF_OTHERS = {
-    *("momentum", "dampening", "nesterov", "maximize", "amsgrad", "lr_decay", "initial_accumulator_value"),
-    *("decoupled_weight_decay", "foreach", "fused", "capturable", "differentiable", "betas", "eps"),
-}
-"""Options of torch's optimizers. A row optimizer that lacks one raises an error instead of ignoring it."""
 
 _Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -63,15 +58,9 @@ class RowOptimizer(EagerOptimizer):
             groups = [{"params": [entry]} for entry in named_weights(groups)]
         if not groups:
             raise UserError("row optimizer: no table to train; give it the tables of a model that has some")
-        # Kernel arguments of the step before, by the weights' ids; see `_tables`.
-        self._kernel_tables: dict[object, tuple[object, native.Tables]] = {}
         if lr is not None:
             numbers["lr"] = lr
         super().__init__(groups, {"weight_decay": 0.0, **known, **numbers})
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        super().__setstate__(state)
-        self._kernel_tables = {}  # a copy has other memory than the addresses in there
 
     def _state_shapes(self, num_rows: int, dim: int, real: torch.dtype) -> _Shapes:
         """Return the shape and type of each state for a table (num_rows, dim)."""
@@ -109,8 +98,6 @@ class RowOptimizer(EagerOptimizer):
         group = {**param_group, "params": named_weights(as_list(param_group["params"]))}
         group.pop("param_names", None)
         _check_numbers(self.defaults | group)
-        if foreign := sorted(_OPTIONS_OF_OTHERS & group.keys() - self.defaults.keys()):
-            raise UserError(f"row optimizer: {type(self).__name__} has no {', '.join(foreign)}; leave it out")
         taken = self.tables.keys() & {name for name, _ in group["params"]}
         if taken:
             raise UserError(f"row optimizer: two tables are called {taken.pop()!r}; give them by other names")
@@ -230,32 +217,31 @@ class RowOptimizer(EagerOptimizer):
     def _tables(self, weights: list[Tensor]) -> tuple[native.Tables, list[Tensor]]:
         """Return the kernel's description of the weights and states, and the tensors that an update changes.
 
-        The description holds addresses. It is made again only if a tensor's memory has changed since the step
-        before.
+        Raises UserError for a weight that became longer or shorter than its states.
         """
         own = [self._states(weight) for weight in weights]
         names = list(self.row_rule.states)
         changed = [*weights, *(states[name] for states in own for name in names)]
-        # Addresses alone are not enough: memory that was freed may be reused for a tensor of another shape.
-        now = [(each.data_ptr(), each.shape, each.stride(), each.dtype, type(each)) for each in changed]
-        key = tuple(map(id, weights))
-        kept = self._kernel_tables.get(key)
-        if kept is None or kept[0] != now:
-            members = []
-            for weight, states in zip(weights, own, strict=True):
-                shapes = self._state_shapes(len(weight), weight.shape[1], native.real_dtype(weight.dtype))
-                fields = self.row_rule.states.items()
-                held = {field: (states[name], *shapes[name]) for name, (field, _) in fields}
-                members.append((weight.detach(), held))
-            kept = self._kernel_tables[key] = (now, native.Tables(members))
+        members = []
+        for weight, states in zip(weights, own, strict=True):
+            shapes = self._state_shapes(len(weight), weight.shape[1], native.real_dtype(weight.dtype))
+            for name, (shape, _) in shapes.items():
+                if states[name].shape != shape:
+                    raise UserError(
+                        f"row optimizer: a weight of {len(weight):,} rows has the state {name!r} of shape "
+                        f"{tuple(states[name].shape)}; make a new optimizer after replacing a weight's rows"
+                    )
+            held = {field: (states[name], *shapes[name]) for name, (field, _) in self.row_rule.states.items()}
+            members.append((weight.detach(), held))
+        tables = native.Tables(members)
         if _UPDATES in own[0]:
             places = {id(weight): place for place, weight in enumerate(self.tables.values())}
-            for line, weight, states in zip(kept[1].lines, weights, own, strict=True):
+            for line, weight, states in zip(tables.lines, weights, own, strict=True):
                 line.updates = int(states[_UPDATES]) + 1
                 # Noise for bfloat16's rounding, from a counter in the state: a resumed run rounds exactly as
                 # an uninterrupted one.
                 line.noise = (line.updates * 1_000_003 + places[id(weight)]) * 0x9E3779B97F4A7C15 % 2**64
-        return kept[1], changed
+        return tables, changed
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients. Unlike torch's, it does not label the call for a profiler, which takes 60
@@ -293,14 +279,6 @@ class RowOptimizer(EagerOptimizer):
             raise UserError(
                 f"row optimizer state does not fit: it has groups of {sizes} tables, expected {own}; load it "
                 "into an optimizer with the same groups"
-            )
-        used = {
-            key for group in groups for key in _OPTIONS_OF_OTHERS - self.defaults.keys() if group.get(key)
-        }
-        if used:
-            raise UserError(
-                f"row optimizer state does not fit: {type(self).__name__} has no {', '.join(sorted(used))}; "
-                "load it into the kind of optimizer that saved it"
             )
         saved = {
             f"{name}.{key}": value

@@ -5,24 +5,28 @@ import mmap
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from dphybrid.embedding import native
 from dphybrid.util.errors import UserError
-from dphybrid.util.files import sync, temporary
 
 GIB = 2**30
 _KEEP_FREE_SHARE = 0.02
 """Share of the free memory or disk that tables must leave for everything else."""
 
 _HUGE_PAGE_BYTES = 2**21
+
+_DRAWN_ROWS = 2**14
+"""Rows whose start values one generator draws."""
 
 
 def available_memory_bytes() -> int:
@@ -97,10 +101,7 @@ def deferred_rows() -> AbstractContextManager[None]:
 
 def unfilled_rows() -> AbstractContextManager[None]:
     """Return a context in which new tables hold zeros, which take no memory until written. For tables that
-    are only inspected, or loaded at once.
-
-    A table with a named file, which outlives the process, still gets its start values.
-    """
+    are only inspected, or loaded at once."""
     return _new_rows("unfilled")
 
 
@@ -117,111 +118,71 @@ class StartValues:
     scales: list[tuple[int, int, float]] = field(default_factory=list)
 
     def write(self, rows_VD: Tensor, first: int) -> None:
-        """Fill rows_VD with the table's rows from `first` on, with the same bits as in the whole table."""
-        native.fill_normal(rows_VD, self.std, self.seed, first)
+        """Fill rows_VD with the table's rows from `first` on, with the same bits as in the whole table, by as
+        many threads as torch uses. A larger table begins with the same rows as a smaller one."""
+        starts = range(first - first % _DRAWN_ROWS, first + len(rows_VD), _DRAWN_ROWS)
+        with ThreadPoolExecutor(
+            torch.get_num_threads()
+        ) as pool:  # numpy draws without the interpreter's lock
+            for _ in pool.map(partial(self._draw, rows_VD, first), starts):
+                pass
         for begin, end, factor in self.scales:
             part = rows_VD[max(begin - first, 0) : max(end - first, 0)]
             # In place: there may not be enough memory for a copy of a large table's rows.
             part.mul_(factor) if factor else part.zero_()
+
+    def _draw(self, rows_VD: Tensor, first: int, start: int) -> None:
+        """Draw the rows from `start` on that one generator draws."""
+        stop = min(start + _DRAWN_ROWS, first + len(rows_VD))
+        # numpy's generator, which takes seeds of any length; torch's for the CPU uses 32 bits of a seed.
+        generator = np.random.default_rng([self.seed % 2**64, start])
+        kind = np.float64 if rows_VD.dtype == torch.float64 else np.float32
+        drawn = generator.standard_normal((stop - start, rows_VD.shape[1]), kind)
+        drawn *= kind(self.std)
+        rows_VD[max(start - first, 0) : stop - first] = torch.from_numpy(drawn[max(first - start, 0) :])
 
 
 def open_rows(
     shape: tuple[int, int],
     dtype: torch.dtype,
     storage: str,
-    path: Path | None,
+    folder: Path | None,
     name: str,
-    start: "StartValues",
-) -> tuple[Tensor, bool]:
-    """Return (the rows of a table, whether they have just been filled with start values).
+    start: StartValues,
+) -> Tensor:
+    """Return the rows of a table, filled with start values.
 
-    storage: "memory", or "mmap" for the file `path`, which is created if absent and opened unchanged if it
-    fits. If `path` is a folder, an unnamed file in it, which ends with the process. Raises UserError, with
-    the numbers, if the table does not fit or the file belongs to another table.
+    storage: "memory", or "mmap" for an unnamed file in `folder`, which ends with the process. Raises
+    UserError, with the numbers, if the table does not fit.
     """
     kind, size = _NEW_ROWS.get(), math.prod(shape) * dtype.itemsize
     if kind == "deferred":  # one value expanded to all: the shape without the memory
-        return torch.zeros((), dtype=dtype, device="cpu").expand(shape), False
+        return torch.zeros((), dtype=dtype, device="cpu").expand(shape)
     if storage not in ("memory", "mmap"):
         raise UserError(f"table {name!r}: storage={storage!r}; use memory or mmap")
-    if (path is None) != (storage == "memory"):
+    if (folder is None) != (storage == "memory") or not (folder is None or folder.is_dir()):
         raise UserError(
-            f"table {name!r}: storage={storage!r} with path={path}; mmap needs the path of a file or folder, "
-            "memory takes none"
+            f"table {name!r}: storage={storage!r} with path={folder}; mmap needs the path of a "
+            "folder, memory takes none"
         )
-    what = f"table {name!r}: {shape[0]:,} rows x {shape[1]} of {dtype} are {size / GIB:.3g} GiB"
-    if path is None or path.is_dir():
-        _check_fits(size, what, path)
-        rows_VD = _zeros(path, shape, dtype)
-        if kind == "filled":
-            start.write(rows_VD, 0)
-        return rows_VD, kind == "filled"
-    # Beside the file, a note of its shape and type: tables of different shapes may have equal sizes.
-    layout, expected = path.with_name(f"{path.name}.layout"), f"{shape[0]} x {shape[1]} of {dtype}\n"
-    if path.exists():
-        found, has = layout.read_text(encoding="utf-8") if layout.exists() else expected, path.stat().st_size
-        if (found, has) != (expected, size):
-            raise UserError(
-                f"{what}, but {path} holds {found.strip()} in {has / GIB:.3g} GiB; give another path, or "
-                "delete the file if it is not needed"
-            )
-        return _map_file(path, shape, dtype), False
-    _check_fits(size, what, path.parent)
-    layout.write_text(expected, encoding="utf-8")
-    # Under a temporary name until it is filled, so that a file with the final name is always complete.
-    part = temporary(path)
-    try:
-        rows_VD = _map_file(part, shape, dtype)
+    _check_fits(
+        size, f"table {name!r}: {shape[0]:,} rows x {shape[1]} of {dtype} are {size / GIB:.3g} GiB", folder
+    )
+    rows_VD = _zeros(folder, shape, dtype)
+    if kind == "filled":
         start.write(rows_VD, 0)
-        sync(part)
-        part.rename(path)
-        sync(path.parent)
-    finally:
-        part.unlink(missing_ok=True)
-    return rows_VD, True
+    return rows_VD
 
 
 def open_states(
-    wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]], path: Path | None, *, fresh: bool, name: str
+    wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]], folder: Path | None, name: str
 ) -> dict[str, Tensor]:
-    """Return an optimizer's states of a table's rows by name, given their shapes and types. They are zeros,
-    or the values in the files `PATH.STATE` beside the file of a table that existed before.
-
-    path: the table's file, or the folder of unnamed files; None: memory. fresh: the table is new, so its
-    states are too. name: the table's. Raises UserError, with the numbers, if they do not fit or a file
-    belongs to another optimizer.
-    """
-    folder = path if path is None or path.is_dir() else path.parent
-    sizes = {state: math.prod(shape) * dtype.itemsize for state, (shape, dtype) in wanted.items()}
-    files = (
-        {state: path.with_name(f"{path.name}.{state}") for state in wanted}
-        if path is not None and path != folder
-        else {}
-    )
-    if fresh:
-        for file in files.values():  # states of an earlier table with this path
-            file.unlink(missing_ok=True)
-    missing = [state for state in wanted if state not in files or not files[state].exists()]
-    size = sum(sizes[state] for state in missing)
+    """Return zero states of a table's rows by name, given their shapes and types, in memory or, given a
+    folder, in unnamed files there. name: the table's. Raises UserError, with the numbers, if they do not
+    fit."""
+    size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in wanted.values())
     _check_fits(size, f"table {name!r}: the optimizer's states of its rows are {size / GIB:.3g} GiB", folder)
-    states = {}
-    for state, (shape, dtype) in wanted.items():
-        if not files:
-            states[state] = _zeros(folder, shape, dtype)
-            continue
-        file = files[state]
-        if state not in missing and file.stat().st_size != sizes[state]:
-            raise UserError(
-                f"table {name!r}: {file} has {file.stat().st_size:,} bytes, but state {state} needs "
-                f"{sizes[state]:,}; use the optimizer that wrote it, or delete the file"
-            )
-        states[state] = _map_file(file, shape, dtype)
-    return states
-
-
-def _map_file(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Map a file as a tensor; writes go to the file. A smaller file is extended with zeros."""
-    return torch.from_file(str(path), shared=True, size=math.prod(shape), dtype=dtype).view(shape)
+    return {state: _zeros(folder, shape, dtype) for state, (shape, dtype) in wanted.items()}
 
 
 def _zeros(folder: Path | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -231,4 +192,5 @@ def _zeros(folder: Path | None, shape: tuple[int, ...], dtype: torch.dtype) -> T
         return zero_rows(shape, dtype)
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".rows-") as file:
         # Mapped before the name is deleted: the mapping keeps the file's contents until the process ends.
-        return _map_file(Path(file.name), shape, dtype)
+        size = math.prod(shape)
+        return torch.from_file(file.name, shared=True, size=size, dtype=dtype).view(shape)

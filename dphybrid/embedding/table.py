@@ -39,12 +39,11 @@ class HostEmbedding(nn.Module):
     rows from first to below last. seed: of the start values; None: drawn from torch's generator, which
     torch.manual_seed sets. name: for messages. dtype: float32, float64, or bfloat16 (looked-up rows and
     gradients are float32 then, and updates are rounded stochastically); None: float64 if that is torch's
-    default type, else float32. storage: "memory", or "mmap" with a `path`. A file there outlives the process,
-    and an existing one is opened unchanged; a folder there gets an unnamed file that ends with the process.
-    freeze: True for a table that is not trained.
+    default type, else float32. storage: "memory", or "mmap" for unnamed files in the folder `path`, which end
+    with the process. freeze: True for a table that is not trained.
 
     Raises UserError, with the numbers, if the table does not fit. Other options of nn.Embedding (max_norm,
-    ...) are not supported.
+    ...) are not supported, nor is a weight that is computed from others (weight_norm, pruning, ...).
     """
 
     weight: nn.Parameter
@@ -81,15 +80,15 @@ class HostEmbedding(nn.Module):
             raise UserError(f"table {name!r}: dtype={dtype}; use float32, float64 or bfloat16")
         self.padding_idx, self.name = padding_idx, name
         # Absolute: the states' files are opened later, perhaps in another working directory.
-        path = None if path is None else Path(path).absolute()
-        self.start, self._path = StartValues(std, seed, list(scales)), path
+        self._path = None if path is None else Path(path).absolute()
+        self.start = StartValues(std, seed, list(scales))
         self.out_dtype = native.real_dtype(dtype)
         self._gates = Gates()
         self._info = RowsInfo(name, [] if padding_idx is None else [padding_idx])
         self._placed: tuple[Sequence[torch.device], SizesOf] | None = None
         if padding_idx is not None:
             self.start.scales.append((padding_idx, padding_idx + 1, 0.0))
-        rows_VD, self._fresh = open_rows((num_rows, dim), dtype, storage, path, name, self.start)
+        rows_VD = open_rows((num_rows, dim), dtype, storage, self._path, name, self.start)
         self.weight = nn.Parameter(rows_VD, requires_grad=not freeze)
 
     @classmethod
@@ -107,19 +106,18 @@ class HostEmbedding(nn.Module):
         with deferred_rows():
             table = cls(len(embeddings), embeddings.shape[1], padding_idx, dtype=embeddings.dtype, **options)
         table.weight = nn.Parameter(embeddings.detach().cpu().contiguous(), requires_grad=not freeze)
-        table._fresh = True
         return table
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter. The one called `weight` gets this table's info (`rows_info`).
 
-        torch calls this for every new weight: an assignment, weight_norm, pruning, `from_pretrained`.
+        torch calls this for every new weight: an assignment, `from_pretrained`.
         """
         super().register_parameter(name, param)
         if name == "weight" and param is not None:
             if param.dim() == 2:  # a shorter weight: frozen rows behind it would be rows of the next table
                 self._info.frozen = [row for row in self._info.frozen if row < len(param)]
-            self._info.make_states = partial(open_states, path=self._path, fresh=self._fresh, name=self.name)
+            self._info.make_states = partial(open_states, folder=self._path, name=self.name)
             param.rows_info = self._info  # type: ignore[attr-defined]
             if param.dtype == torch.bfloat16:  # a bfloat16 sum of many small gradients stops growing
                 param.grad_dtype = torch.float32
@@ -129,7 +127,7 @@ class HostEmbedding(nn.Module):
         # Without the path: two tables that write to the same file would overwrite each other.
         if get_spawning_popen() is not None:  # pickled for another process, which is to see these rows
             self._refuse_to_send_a_file()
-        return self.__dict__ | {"_path": None, "_fresh": True, "_info": self._info.frozen, "_gates": None}
+        return self.__dict__ | {"_path": None, "_info": self._info.frozen, "_gates": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         frozen = state["_info"]
@@ -248,6 +246,11 @@ class HostEmbedding(nn.Module):
             if trains and (processes := dist.get_world_size()) > 1:
                 raise copies_drift_apart(self.name, processes)
         start = time.perf_counter()
+        if "weight" not in self._parameters:
+            raise UserError(
+                f"table {self.name!r}: its weight is computed from other parameters, in every step for all "
+                "rows (weight_norm, pruning, ...); use nn.Embedding for that"
+            )
         ids, weight = whole_numbers(ids, self.name), self.weight
         if by_replica and self.ahead.is_placed and not ids.is_meta:
             return self._rows_by_replica(weight, ids)

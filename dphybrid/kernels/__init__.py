@@ -51,8 +51,8 @@ def _structs(*names: str) -> list[type[c.Structure]]:
     return list(made.values())
 
 
-Team, Lookup, Columns, Segment, Arrange, Sums, Table, Update, Draw, Dropout, Bins = _structs(
-    *("team", "lookup", "columns", "segment", "arrange", "sums", "table", "update", "draw", "dropout", "bins")
+Team, Lookup, Columns, Segment, Arrange, Sums, Table, Update, Dropout, Bins = _structs(
+    *("team", "lookup", "columns", "segment", "arrange", "sums", "table", "update", "dropout", "bins")
 )
 
 

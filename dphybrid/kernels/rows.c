@@ -1,4 +1,4 @@
-/* Kernels on rows of embedding tables in host memory: look up, sort, sum, update, draw. Also dropout and bins.
+/* Kernels on rows of embedding tables in host memory: look up, sort, sum, update. Also dropout and bins.
  *
  * __init__.py calls them through ctypes, so they run without the GIL and use no Python API. The caller keeps all memory
  * alive and passes its sizes; here every id is compared with the number of rows before anything is written.
@@ -25,8 +25,8 @@
 
 /* AHEAD: gradients are prefetched this many occurrences before their use; ROWS_AHEAD: rows, for writing, this many rows
  * before. Measured with 53,248 ids of 1M rows of 64: an update took 1.9 ms with gradients prefetched by occurrence, 2.8 ms
- * by row; prefetching rows for writing saved another sixth. DRAWN: values that share one hash of the seed. */
-enum { LINE = 64, AHEAD = 24, ROWS_AHEAD = 8, DIGIT_BITS = 11, MAX_PASSES = 6, MAX_DIM = 16384, DRAWN = 32 };
+ * by row; prefetching rows for writing saved another sixth. */
+enum { LINE = 64, AHEAD = 24, ROWS_AHEAD = 8, DIGIT_BITS = 11, MAX_PASSES = 6, MAX_DIM = 16384 };
 enum { BLOCK_BYTES = 1 << 16 }; /* of rows that a thread takes at a time */
 enum stored { FLOAT32, FLOAT64, BFLOAT16, STORED_TYPES };
 enum rule { SGD, ADAGRAD, LAZY_ADAGRAD, ADAM, LAZY_ADAM, ADAMW };
@@ -97,13 +97,6 @@ struct update {
     double lr, decay, eps, beta1, beta2;
     const double *fix1, *fix2; /* bias corrections 1 / (1 - beta1^k), 1 / sqrt(1 - beta2^k) for k = 0 to last_fix */
     int64_t last_fix;
-};
-struct draw {
-    struct team team;
-    void *values;
-    int64_t count, first, stored; /* first: index of values[0] in the whole table */
-    uint64_t seed;
-    double std;
 };
 struct dropout { /* of rows x width values; first: number of the whole batch's rows before these */
     struct team team;
@@ -385,6 +378,5 @@ int update_rows(struct update *u)
     return 1;
 }
 
-#include "rows_drawn.h"
 #include "dropout.h"
 #include "bins.h"

@@ -111,7 +111,7 @@ def check_finite(
 
 
 def bad_weight(model: nn.Module) -> str | None:
-    """Return which of a model's weights and buffers is NaN or infinite, such as "parameter net.weight row 3", or
+    """Return which of a model's weights and buffers is NaN or infinite, such as "parameter net.weight", or
     None."""
     tables: list[Rows] = [
         (f"table {name}", table.settled(), None) for name, table in find_tables(model).items()

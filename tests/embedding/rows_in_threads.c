@@ -53,13 +53,12 @@ static void train(struct team team, int64_t stored, int64_t rule, int64_t width,
     memset(mean, 0, sizeof mean), memset(square, 0, sizeof square), memset(steps, 0, sizeof steps);
     for (int64_t n = 0; n < IDS; n++)
         ids[n] = (int64_t)(mixed((uint64_t)n) % ROWS * (mixed((uint64_t)n) % 7) / 7);
-    struct draw draw = {team, rows, ROWS * width, 0, stored, 1, 0.1};
     struct lookup lookup = {team, ids, IDS, rows, ROWS, width, stored, grads, flat, 0};
     struct segment segment = {flat, IDS, 0, ROWS, (const char *)grads, width * REAL_BYTES[stored]};
     struct arrange arranged = {.segments = &segment, .num_segments = 1, .count = IDS, .num_keys = ROWS, .words = words,
                                .keys = keys, .bounds = bounds, .places = places, .inverse = inverse};
     struct table table = {0, ROWS, rows, mean, square, steps, 1, 7};
-    if (!draw_normal(&draw) || !look_up(&lookup) || !arrange(&arranged))
+    if (!look_up(&lookup) || !arrange(&arranged))
         abort();
     static double sums[ROWS * WIDEST], squares[ROWS];
     struct sums sum = {team, &arranged, width, stored == BFLOAT16 ? FLOAT32 : stored, sums, width, squares};

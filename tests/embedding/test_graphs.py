@@ -169,6 +169,15 @@ def test_a_longer_weight_is_looked_up_frozen_and_trained(optimizer: Callable[...
     assert (table.settled() != before).any(1).nonzero().flatten().tolist() == [12]
 
 
+def test_states_of_a_weight_that_grew_in_place_are_refused() -> None:
+    table = HostEmbedding(9, 3)
+    rows = RowAdam(table.parameters(), lr=0.1)
+    table.weight.data = torch.ones(12, 3)
+    table(torch.tensor([11])).sum().backward()
+    with pytest.raises(UserError, match=r"a weight of 12 rows has the state 'mean' of shape \(9, 3\)"):
+        rows.step()
+
+
 def test_frozen_rows_of_a_shorter_weight_freeze_no_row_of_the_next_table() -> None:
     short, other = HostEmbedding(9, 2), HostEmbedding(9, 2)
     short.freeze_rows([5])

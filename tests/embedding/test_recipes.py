@@ -1,24 +1,18 @@
 """The recipes on the engine: prefetching and storage change no bit, and what the engine did is on record."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from dphybrid.embedding import RowPipeline
-from dphybrid.embedding.native import fill_normal
+from dphybrid.embedding.storage import StartValues
 from dphybrid.serving.load import load_model
 from dphybrid.util.errors import UserError
 from tests.commands import run_with
 from tests.preparing import clicks
 
 pytestmark = pytest.mark.usefixtures("unrecorded")
-
-
-def fill(*args: Any) -> torch.Tensor:
-    fill_normal(*args)
-    return args[0]
 
 
 @pytest.fixture
@@ -79,9 +73,13 @@ def test_start_values_are_drawn_where_they_are_used_only(
     small_clicks: list[str], data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     filled: list[int] = []
-    monkeypatch.setattr(
-        "dphybrid.embedding.native.fill_normal", lambda weight, *rest: filled.append(len(fill(weight, *rest)))
-    )
+    write = StartValues.write
+
+    def note(self: StartValues, rows_VD: torch.Tensor, first: int) -> None:
+        filled.append(len(rows_VD))
+        write(self, rows_VD, first)
+
+    monkeypatch.setattr(StartValues, "write", note)
     report = run_with(*small_clicks, "devices=cpu")
     # for training; neither for a look at the sizes nor for the evaluation of a checkpoint
     assert len(filled) == 1

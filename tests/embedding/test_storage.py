@@ -14,14 +14,9 @@ from benchmarks.racing import plain
 from dphybrid.embedding import (
     HostEmbedding,
     HostEmbeddingCollection,
-    LazyAdam,
-    RowAdagrad,
     RowAdam,
-    RowAdamW,
-    RowOptimizer,
     RowSGD,
     find_tables,
-    storage,
 )
 from dphybrid.embedding.storage import open_states
 
@@ -34,85 +29,17 @@ def test_empty_lookups() -> None:
     assert torch.equal(table.weight, HostEmbedding(20, 4, seed=0).weight)
 
 
-def test_a_file_outlives_its_table(tmp_path: Path) -> None:
-    path = tmp_path / "words.rows"
-    first = HostEmbedding(1000, 8, seed=3, storage="mmap", path=path)
-    assert torch.equal(first.weight, HostEmbedding(1000, 8, seed=3).weight)
-    first(torch.tensor([5])).sum().backward()
-    RowSGD({"t": first}, lr=1.0).step()
-    trained = first.settled().clone()
-    del first
-    assert torch.equal(HostEmbedding(1000, 8, seed=4, storage="mmap", path=path).weight, trained)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["words.rows", "words.rows.layout"]
-    for num_rows, dim, dtype in (
-        (1001, 8, torch.float32),
-        (1000, 4, torch.float64),
-        (2000, 4, torch.float32),
-    ):
-        with pytest.raises(ValueError, match="give another path"):
-            HostEmbedding(num_rows, dim, dtype=dtype, storage="mmap", path=path, seed=0)
-
-
-def test_a_collections_file_has_all_its_start_values_before_it_has_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_collection_has_the_start_values_of_its_tables(tmp_path: Path) -> None:
     own: dict[str, Any] = {"std": {"a": 0.5, "b": 0.01}, "padding": {"b": 2}, "seed": 3}
-    path, unnamed = tmp_path / "rows", list[bytes]()
-
-    def note(file: Path) -> None:
-        if file != tmp_path:
-            unnamed.append(file.read_bytes())
-            assert not path.exists()
-
-    monkeypatch.setattr(storage, "sync", note)
-    filed = HostEmbeddingCollection({"a": 40, "b": 60}, 4, storage="mmap", path=path, **own)
+    filed = HostEmbeddingCollection({"a": 40, "b": 60}, 4, storage="mmap", path=tmp_path, **own)
     kept = HostEmbeddingCollection({"a": 40, "b": 60}, 4, **own)
     assert torch.equal(filed.flat.weight, kept.flat.weight)
-    assert unnamed == [path.read_bytes()] == [kept.flat.settled().numpy().tobytes()]
     one = HostEmbedding(100, 4, std=1.0, seed=3).settled()
     assert torch.equal(kept.weight_of("a"), 0.5 * one[:40])
     assert torch.equal(kept.weight_of("b")[2], torch.zeros(4))
     assert torch.equal(kept.weight_of("b")[3:], 0.01 * one[43:])
     with pytest.raises(ValueError, match="std has no value for table 'b'"):
         HostEmbeddingCollection({"a": 40, "b": 60}, 4, std={"a": 0.5})
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", [RowAdagrad, LazyAdam, RowAdamW])
-def test_row_states_outlive_their_table_with_it(
-    kind: type[RowOptimizer], dtype: torch.dtype, tmp_path: Path
-) -> None:
-    def train(table: HostEmbedding, optimizer: RowOptimizer, steps: range) -> None:
-        for step in steps:
-            optimizer.zero_grad()
-            table(torch.arange(step, step + 9)).square().sum().backward()
-            optimizer.step()
-
-    unbroken = HostEmbedding(100, 8, dtype=dtype, seed=0)
-    optimizer = kind({"t": unbroken}, lr=0.1)
-    train(unbroken, optimizer, range(20))
-    path = tmp_path / "words"
-    for steps in (range(10), range(10, 20)):  # opened anew the second time
-        table = HostEmbedding(100, 8, dtype=dtype, storage="mmap", path=path, seed=0)
-        again = kind({"t": table}, lr=0.1)
-        train(table, again, steps)
-    assert torch.equal(table.weight, unbroken.weight)
-    assert all(torch.equal(again.states()[key], value) for key, value in optimizer.states().items())
-    path.unlink()  # a new table starts with new states
-    fresh = kind({"t": HostEmbedding(100, 8, dtype=dtype, storage="mmap", path=path, seed=0)}, lr=0.1)
-    assert not any(value.any() for value in fresh.states().values())
-
-
-def test_states_are_beside_the_table_wherever_the_process_goes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    table = HostEmbedding(10, 2, storage="mmap", path="words", seed=0)
-    (elsewhere := tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(elsewhere)
-    RowAdagrad(table, lr=0.1)
-    assert sorted(file.name for file in tmp_path.glob("words*")) == ["words", "words.layout", "words.sum"]
-    assert not list(elsewhere.iterdir())
 
 
 def test_files_of_a_folder_go_with_the_process(tmp_path: Path) -> None:
@@ -125,13 +52,9 @@ def test_files_of_a_folder_go_with_the_process(tmp_path: Path) -> None:
 
 def test_states_that_do_not_fit_are_refused_with_the_numbers(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"states of its rows are 4\.1e\+03 GiB, .* GiB of memory are free"):
-        open_states({"mean": ((2**40,), torch.float32)}, None, fresh=True, name="t")
-    path = tmp_path / "words"
-    RowAdam({"t": HostEmbedding(1000, 8, storage="mmap", path=path, seed=0)}, lr=0.1)
-    with pytest.raises(
-        ValueError, match=r"words\.square has 4,000 bytes, but state square needs 32,000; use the optimizer"
-    ):
-        LazyAdam({"t": HostEmbedding(1000, 8, storage="mmap", path=path, seed=0)}, lr=0.1)
+        open_states({"mean": ((2**40,), torch.float32)}, None, "t")
+    with pytest.raises(ValueError, match=r"states of its rows are 4\.1e\+03 GiB, .* has .* GiB free"):
+        open_states({"mean": ((2**40,), torch.float32)}, tmp_path, "t")
 
 
 def test_a_table_that_does_not_fit_is_refused_with_the_numbers(tmp_path: Path) -> None:
@@ -141,7 +64,9 @@ def test_a_table_that_does_not_fit_is_refused_with_the_numbers(tmp_path: Path) -
     ):
         HostEmbedding(rows, 64, seed=0)
     with pytest.raises(ValueError, match=r"has .* GiB free"):
-        HostEmbedding(rows, 64, storage="mmap", path=tmp_path / "large", seed=0)
+        HostEmbedding(rows, 64, storage="mmap", path=tmp_path, seed=0)
+    with pytest.raises(ValueError, match="mmap needs the path of a folder"):
+        HostEmbedding(9, 64, storage="mmap", path=tmp_path / "rows")
     assert not list(tmp_path.iterdir())
 
 
