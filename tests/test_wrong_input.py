@@ -105,8 +105,8 @@ def test_a_database_that_says_nothing_is_told(data_dir: Path, monkeypatch: pytes
 ROWS = "a,b,y\n" + "".join(f"{i},{i % 7},{i % 2}\n" for i in range(60))
 FILES = {
     "ok.csv": ROWS,
-    "document.json": '{"a": 1}',
-    "book.xlsx": "PK",
+    "document.json": '[{"a": 1}]',
+    "book.xlsx": "PK\x03\x04",
     "headed.csv": "a,y\n",
     "constant.csv": "a,y\n1,1\n2,1\n",
     "single.csv": "a,y\n" + "1,0\n" * 99 + "2,1\n",
@@ -122,11 +122,11 @@ MANY = json.dumps({"train.seed": list(range(380))}, separators=(",", ":"))
     [
         (
             "prepare --data.path document.json --data.label a",
-            ".json files are not supported; save the ",
+            "is one JSON value",
         ),
         (
             "prepare --data.path book.xlsx --data.label a",
-            ".xlsx files are not supported; save the table",
+            "is an Excel or zip file, which is not supported; save the table",
         ),
         ("prepare --data.path headed.csv --data.label y", "has a header and no rows that can be read"),
         ("prepare --data.path constant.csv --data.label y", "needs two different values"),

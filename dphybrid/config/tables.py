@@ -1,9 +1,10 @@
 """The data section of recipes whose samples are rows of a table: CSV, TSV or Parquet files."""
 
+import codecs
 from collections.abc import Sequence
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from dphybrid.config import DataConfig, Names
 
@@ -15,9 +16,20 @@ NO_VALUE = (
 
 COLUMN_FIELDS = ("label", "weight", "split_column")
 """Fields that name a single column; those that list columns of a kind are in `role_fields`."""
-READING_FIELDS = ("header", "delimiter", "missing", "decimal", "thousands", "dayfirst", "max_rejected")
+READING_FIELDS = (
+    *("header", "delimiter", "quote", "encoding", "missing", "decimal", "thousands", "dayfirst"),
+    "max_rejected",
+)
 """Fields that say how files are written and how many rows may be unreadable. `predict` accepts them too, as
 new files may be written differently."""
+
+
+def is_text_encoding(name: str) -> bool:
+    """Return whether Python can decode text with an encoding of this name."""
+    try:
+        return bool(codecs.lookup(name)._is_text_encoding)
+    except LookupError:
+        return False
 
 
 class TableDataConfig(DataConfig):
@@ -44,7 +56,13 @@ class TableDataConfig(DataConfig):
     header: Literal["auto", "yes", "no"] = "auto"
     """Whether the first line names the columns; auto: inferred from the file."""
     delimiter: str = "auto"
-    """Character between columns; auto: inferred from the file."""
+    """Text between columns, such as ;, tab or ::, or blank for any number of blanks; auto: inferred from
+    the file."""
+    quote: str = "auto"
+    """Character around cells that hold separators or line ends; none: quotes are plain text; auto: the double
+    quote, unless the file's lines rule it out."""
+    encoding: str = "auto"
+    """Encoding of text files, such as latin-1, utf-16 or shift_jis; auto: UTF-8 or UTF-16, else Latin-1."""
     missing: Names = ()
     """Further texts that mean "no value", separated by commas. The empty text, ?, NA, NaN, None, null and the
     like always do."""
@@ -101,6 +119,20 @@ class TableDataConfig(DataConfig):
         given = {"decimal": self.decimal, "thousands": self.thousands, "dayfirst": self.dayfirst}
         # An empty thousands separator is a value: no separator.
         return {key: value for key, value in given.items() if value not in ("auto", None)}
+
+    @field_validator("quote")
+    @classmethod
+    def _is_one_sign(cls, quote: str) -> str:
+        if quote not in ("auto", "none") and (len(quote) != 1 or quote.isalnum() or quote.isspace()):
+            raise ValueError(f"quote={quote!r}: give one sign, none, or auto")
+        return quote
+
+    @field_validator("encoding")
+    @classmethod
+    def _is_known(cls, encoding: str) -> str:
+        if encoding != "auto" and not is_text_encoding(encoding):
+            raise ValueError(f"encoding={encoding!r}: is unknown; give a name such as latin-1 or utf-16")
+        return encoding
 
     @model_validator(mode="after")
     def _signs_differ(self) -> Self:

@@ -76,7 +76,7 @@ def test_click_columns_are_encoded_from_the_training_part(tmp_path: Path) -> Non
         ("\n\n", {}, ["is empty"]),
         ("a,clicked\n", {"header": "yes"}, ["no rows"]),
         ("a,clicked\n1,1\n", {"header": "yes"}, ["has 1 row;"]),
-        (CLICKS, {"delimiter": ",,"}, ["data.delimiter=',,'"]),
+        (CLICKS, {"delimiter": '"'}, ["data.delimiter='\"'"]),
     ],
 )
 def test_unusable_tables_are_told_and_leave_nothing(
@@ -92,7 +92,7 @@ def test_unusable_tables_are_told_and_leave_nothing(
     [
         ("ctr", lambda p: None, ["no such file"]),
         ("ctr", lambda p: p.mkdir(), ["is a folder"]),
-        ("ctr", lambda p: p.write_bytes(b"\xff\xfea,b\n" * 30), ["not UTF-8 text"]),
+        ("ctr", lambda p: p.write_bytes("é,b\n".encode() + b"\xff,c\n"), ["not UTF-8 text"]),
         ("text", lambda p: None, ["no such file or folder"]),
         ("text", lambda p: p.mkdir(), ["holds no text files", ".txt"]),
         ("text", lambda p: p.write_text(""), ["is empty"]),

@@ -11,7 +11,7 @@ import pytest
 from pandas._libs.parsers import STR_NA_VALUES
 
 from dphybrid.config.tables import NO_VALUE
-from dphybrid.data.table import delimited
+from dphybrid.data.table import lines
 from dphybrid.data.table.cells import read_numbers
 from dphybrid.data.table.column import Sample
 from dphybrid.data.table.encoder import Encoder
@@ -26,7 +26,7 @@ table = partial(table_of, min_count=1)
 def test_rows_without_a_label_are_dropped_counted_and_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(delimited, "BLOCK_BYTES", 500)
+    monkeypatch.setattr(lines, "BLOCK_BYTES", 500)
     body = [f"{i % 9},{'' if i % 10 == 0 else 'NULL' if i % 10 == 1 else i % 2}" for i in range(1000)]
     prepared = table(tmp_path, "\n".join(["a,y", *body]), max_rejected=0.0)
     assert prepared.manifest.facts["left_out"] == {"label": 200}
@@ -130,7 +130,7 @@ def test_dates_and_times(text: str, day_first: bool, wanted: str | None) -> None
 def test_a_time_becomes_numbers_that_new_rows_get_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(delimited, "BLOCK_BYTES", 2000)
+    monkeypatch.setattr(lines, "BLOCK_BYTES", 2000)
     start = datetime(2024, 1, 1, tzinfo=UTC)
     moments = [start + timedelta(hours=7 * i) for i in range(600)]
     texts = ["" if i % 50 == 49 else f"{moment:%d.%m.%Y %H:%M}" for i, moment in enumerate(moments)]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dphybrid.data.table import delimited
+from dphybrid.data.table import lines as text_lines
 from dphybrid.data.table.files import read_files
 from dphybrid.data.table.rows import Rows, check_enough, check_rejected
 from dphybrid.util.errors import UserError
@@ -139,15 +139,10 @@ def test_a_header_over_two_lines(tmp_path: Path) -> None:
     assert (rows.names, rows.lines.tolist()) == (["n", "two\nlines"], [3, 4])
 
 
-def test_bad_bytes_are_told_with_their_line(tmp_path: Path) -> None:
-    with refused(r"not UTF-8 text \(line 3\)"):
-        read(tmp_path, b"n,w\r\n1,a\r\n2,\xe9\r\n")
-
-
 def test_what_is_no_table_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with refused(r"has 100,000 columns, but at most 32,768 are allowed; check data\.delimiter"):
         read(tmp_path, ("1," * 99_999 + "1\n") * 3)
-    monkeypatch.setattr(delimited, "BLOCK_BYTES", 2**10)
-    monkeypatch.setattr(delimited, "_MAX_LINE_BYTES", 2**12)
+    monkeypatch.setattr(text_lines, "BLOCK_BYTES", 2**10)
+    monkeypatch.setattr(text_lines, "_MAX_LINE_BYTES", 2**12)
     with refused("has a line of over 4,096 bytes"):
         read(tmp_path, "a,y\n1,0\n" + "," * 20_000)

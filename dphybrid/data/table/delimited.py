@@ -1,115 +1,77 @@
-"""Rows of CSV and TSV files, block by block: RFC 4180, and what real files add to it (blanks around values,
-ragged rows, stray quotes).
+"""Delimited text (CSV, TSV and relatives): how a file is written, inferred from its first lines, and its
+rows, block by block.
 
-polars parses blocks without quotes in which every line has the same number of separators. Python's `csv`
-reads all other blocks line by line, which gives the same values more slowly; an unclosed quote rejects only
-its own row. Separator, header and column names are inferred from the first rows.
+What is inferred is said, unless it is usual. `blocks` parses; the csv module splits the first lines.
 """
 
 import csv
-import gzip
-import zlib
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import IO, cast
-
-import numpy as np
-import polars as pl
 
 from dphybrid.config.tables import TableDataConfig
-from dphybrid.data.table.cells import clean
+from dphybrid.data.table.blocks import JOINT, Dialect, Parsed, count_sign, parse_plain, parse_quoted
+from dphybrid.data.table.lines import whole_lines
 from dphybrid.data.table.numbers import is_number
-from dphybrid.data.table.rows import SHOWN, Job, Rejected, Rows, as_job, check_columns
+from dphybrid.data.table.rows import Job, Rejected, Rows, as_job, check_columns
 from dphybrid.util.errors import UserError
 
-BLOCK_BYTES = 2**23
-"""Bytes of text read at a time."""
-_MAX_LINE_BYTES = 2**26
-"""With a longer line, a file is taken not to be a table."""
-_SEPARATORS = ",\t;|"
-"""Separators that can be inferred; an earlier one wins a tie."""
+_SEPARATORS = (",", "\t", ";", "|", "\x01", "::", " ")
+"""Separators that can be inferred; an earlier one wins a tie. \\x01: Hive's. " ": any number of blanks."""
+_NAMED = {"tab": "\t", "\\t": "\t", "blank": " ", "blanks": " ", "space": " "}
 _SAMPLE = 50
 """Number of rows from which separator, header and width are inferred."""
-_MAX_SPAN = 64
-"""Maximum number of lines of one quoted value; limits the work on an unclosed quote."""
-_BLANKS = (b" ", b"\t", b"\v", b"\f")
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_PLAIN_QUOTES = 3
+"""With as many lines that quotes would break, quotes are plain text; one is enough if tabs separate cells."""
+_EXCEL_LINE = re.compile(r'^"?sep=(.|\\t)"?$', re.I)
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """How a delimited file is written. body: index of the first line after the header."""
+    """How a delimited file is written. body: number of lines before the first row. index: the name of a
+    column that only numbers or names the rows. comments: whether lines that start with # are comments."""
 
-    separator: str
+    dialect: Dialect
     names: list[str]
     header: bool
     body: int
+    index: tuple[str, ...]
+    comments: bool
 
 
 def csv_jobs(file: Path, data: TableDataConfig) -> Iterator[Job]:
     """Yield a job for each block of a file, in order, that returns its rows. Raises UserError if the file
     cannot be read, is empty, or is not text."""
     layout: _Layout | None = None
+    notes: list[str] = []
     line, unread, num_blocks = 0, b"", 0
-    for piece, bytes_read, last in _whole_lines(file):
+    for piece, bytes_read, last in whole_lines(file, data.encoding, notes):
         text, unread = unread + piece, b""
         if layout is None:
-            layout = _layout(file, text, data)
-            header = layout.body if layout else text.count(b"\n")  # without a layout all lines are blank
-            line, text = line + header, text.split(b"\n", header)[-1]
+            layout = _layout(file, text, data, notes)
+            skipped = layout.body if layout else text.count(b"\n")  # without a layout all lines are blank
+            line, text = line + skipped, text.split(b"\n", skipped)[-1]
         if layout is None or not (text or (last and not num_blocks)):
             continue
-        block = _Block(file, text, layout, data.no_value, line, bytes_read)
+        block = _Block(file, text, layout, data.no_value, line, bytes_read, tuple(notes))
         num_blocks += 1
         # A quoted value may continue in the next block, so these blocks are read here, in order, and not by
         # a job in another thread.
-        if b'"' in text:
-            rows, num_lines, unread = block.line_by_line(last)
-            yield as_job(rows)
+        if layout.dialect.quote and layout.dialect.quote.encode() in text:
+            parsed = parse_quoted(
+                layout.dialect.joined(text), layout.dialect, len(layout.names), data.no_value, last
+            )
+            yield as_job(block.rows(parsed))
+            line += parsed.num_lines
+            unread = text.split(b"\n", parsed.num_lines)[-1]
         else:
-            num_lines = block.num_lines
-            yield block.rows
-        line += num_lines
+            yield block.plain_rows
+            line += count_sign(text, b"\n")
     if layout is None:
         raise UserError(f"data.path={file}: is empty; give a file with rows")
-
-
-def _whole_lines(file: Path) -> Iterator[tuple[bytes, int, bool]]:
-    """Yield a file's text in blocks of whole lines, unpacked if it is gzip, with all line ends as \\n. With
-    each block, also yield the bytes read so far, and whether it is the last one."""
-    rest = b""
-    with file.open("rb", buffering=0) as raw:
-        packed = file.suffix.lower() == ".gz"
-        stream = cast(IO[bytes], gzip.GzipFile(fileobj=raw)) if packed else raw
-        try:
-            following = stream.read(BLOCK_BYTES)
-            while piece := following:
-                following = stream.read(BLOCK_BYTES)
-                if b"\r" in piece:
-                    if piece.endswith(b"\r"):  # perhaps the first half of \r\n
-                        piece, following = piece + following[:1], following[1:] or stream.read(BLOCK_BYTES)
-                    piece = piece.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-                if not following and not piece.endswith(b"\n"):
-                    piece += b"\n"
-                if cut := piece.rfind(b"\n") + 1:
-                    text = rest + piece[:cut]
-                    if not text.isascii():  # concatenated files have byte-order marks inside, too
-                        text = text.replace(_BYTE_ORDER_MARK, b"")
-                    yield text, raw.tell(), not following
-                rest = piece[cut:] if cut else rest + piece
-                if len(rest) > _MAX_LINE_BYTES:
-                    raise UserError(
-                        f"data.path={file}: has a line of over {_MAX_LINE_BYTES:,} bytes, so it is not "
-                        "read as a table; give a text file with line ends"
-                    )
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise UserError(
-                f"data.path={file}: is not a complete gzip file: {error}; compress it again, or give it "
-                "uncompressed"
-            ) from error
 
 
 @dataclass(frozen=True)
@@ -122,206 +84,262 @@ class _Block:
     no_value: tuple[str, ...]
     line: int
     bytes_read: int
+    notes: tuple[str, ...]
 
-    @property
-    def num_lines(self) -> int:
-        return _count(self.text, b"\n")
+    def plain_rows(self) -> Rows:
+        """Return the rows of a block in which no quote has a meaning."""
+        dialect = replace(self.layout.dialect, quote="")
+        text, width = dialect.joined(self.text), len(self.layout.names)
+        parsed = parse_plain(text, dialect, width, self.no_value)
+        return self.rows(parsed or parse_quoted(text, dialect, width, self.no_value, last=True))
 
-    def rows(self) -> Rows:
-        """Return the rows of a block without quotes."""
-        cells = self._parsed()
-        if cells is None:
-            return self.line_by_line(last=True)[0]
-        return self._rows(cells, range(self.line + 1, self.line + 1 + self.num_lines), [])
-
-    def _rows(self, cells: list[pl.Series], lines: Sequence[int], rejected: list[Rejected]) -> Rows:
-        columns = dict(zip(self.layout.names, cells, strict=True))
-        numbers = np.array(lines, np.int64)
-        return Rows(columns, numbers, rejected, self.file, self.layout.header, self.bytes_read)
-
-    def _parsed(self) -> list[pl.Series] | None:
-        """Return the columns as polars reads them; None if `line_by_line` would read something else."""
-        text, num_rows = self.text, self.num_lines
-        separator, width = self.layout.separator.encode(), len(self.layout.names)
-        # polars takes separators of one byte, and reads a blank line of a single column as a row.
-        if len(separator) > 1 or width == 1:
-            return None
-        # polars fills up short rows silently, so the separators are counted here.
-        if _count(text, separator) != num_rows * (width - 1):
-            return None
-        blanks = not text.isascii() or any(sign in text for sign in _BLANKS if sign != separator)
-        # Each text for no value is compared with every cell: pass only those whose letters the block holds.
-        present = [] if blanks else [no for no in self.no_value if all(sign in text for sign in no.encode())]
-        try:
-            frame = pl.read_csv(
-                text,
-                has_header=False,
-                schema={str(i): pl.String for i in range(width)},
-                separator=self.layout.separator,
-                quote_char=None,
-                null_values=present or None,
+    def rows(self, parsed: Parsed) -> Rows:
+        """Return the rows that were parsed from the block."""
+        layout, separator = self.layout, self.layout.dialect.separator
+        rejected = [
+            Rejected(
+                file=str(self.file),
+                line=self.line + place + 1,
+                reason=why,
+                text=shown.replace(JOINT, separator),
             )
-        except pl.exceptions.PolarsError:  # a row has too many fields, or the text is not UTF-8
-            return None
-        # The total number of separators is right and no row has too many fields, so that every row has the
-        # right width, if polars dropped none.
-        if len(frame) != num_rows:
-            return None
-        return clean(frame.get_columns(), self.no_value) if blanks else frame.get_columns()
-
-    def line_by_line(self, last: bool) -> tuple[Rows, int, bytes]:
-        """Return the rows, the number of lines that they took, and the rest of the block, which needs lines
-        of the next one. last: there is no next block, so that nothing is left as a rest."""
-        width, separator = len(self.layout.names), self.layout.separator
-        lines = _lines(self.file, self.text, self.line)
-        rows, numbers, rejected = list[list[str]](), list[int](), list[Rejected]()
-        i = 0
-        while i < len(lines):
-            row, end, reason = _read_row(lines, i, separator, width)
-            if reason and not last and '"' in lines[i] and i + _MAX_SPAN > len(lines):
-                break  # an open quote may close in the next block
-            number = self.line + i + 1
-            if reason:
-                rejected.append(
-                    Rejected(file=str(self.file), line=number, reason=reason, text=lines[i][:SHOWN])
-                )
-            elif row:
-                rows.append(row)
-                numbers.append(number)
-            i = end + 1
-        columns = zip(*rows, strict=True) if rows else [()] * width
-        cells = clean((pl.Series(column, dtype=pl.String) for column in columns), self.no_value)
-        unread = "".join(f"{text}\n" for text in lines[i:]).encode()
-        return self._rows(cells, numbers, rejected), i, unread
+            for place, why, shown in parsed.bad
+            if not (layout.comments and shown.startswith("#"))
+        ]
+        columns = dict(zip(layout.names, parsed.columns, strict=True))
+        return Rows(
+            columns,
+            parsed.lines + self.line + 1,
+            rejected,
+            self.file,
+            layout.header,
+            self.bytes_read,
+            self.notes,
+            layout.index,
+        )
 
 
-def _count(block: bytes, sign: bytes) -> int:
-    """Return how often a byte occurs. `bytes.count` takes four times as long for frequent bytes."""
-    signs = np.frombuffer(block, np.uint8)
-    return sum(int(np.count_nonzero(signs[i : i + 2**20] == sign[0])) for i in range(0, len(signs), 2**20))
+def _layout(file: Path, block: bytes, data: TableDataConfig, notes: list[str]) -> _Layout | None:
+    """Infer the layout from the first lines; return None if all are blank. Unusual facts go to `notes`."""
+    # Decode a mebibyte of whole lines, or the whole block if its first line is longer.
+    head = block if len(block) <= 2**20 else block[: block.rfind(b"\n", 0, 2**20) + 1] or block
+    lines = head.decode().split("\n")[:-1]
+    start = next((i for i, line in enumerate(lines) if line.strip()), None)
+    if start is None:
+        return None
+    wanted = _wanted(data.delimiter)
+    if (excel := _EXCEL_LINE.match(lines[start].strip())) and start + 1 < len(lines):
+        notes.append(f"the first line, {lines[start].strip()}, names the separator")
+        wanted, start = wanted or excel[1].replace("\\t", "\t"), start + 1
+    remarks = start
+    while remarks < len(lines) and (not lines[remarks].strip() or lines[remarks].startswith("#")):
+        remarks += 1
+    sample = list(islice((line for line in lines[remarks:] if line.strip()), _SAMPLE)) or lines[start:]
+    quote = {"auto": '"', "none": ""}.get(data.quote, data.quote)
+    separator = wanted or _separator(sample, quote)
+    dialect = Dialect(separator, quote, quote)
+    width = _usual(len(_split(line, dialect)) for line in sample)
+    # A comment has another number of cells than a row; a header that starts with # has not.
+    comments = False
+    while start < remarks < len(lines) and width > 1 and len(_split(lines[start], dialect)) != width:
+        comments, start = comments or bool(lines[start].strip()), start + 1
+    if comments:
+        notes.append("lines that start with # are comments")
+    if quote:
+        dialect = _quoting(block, dialect, data.quote == "auto", width, notes)
+    if (not wanted and len(separator) > 1) or separator == " ":
+        notes.append(f"cells are separated by {'blanks' if separator == ' ' else repr(separator)}")
+    rows = _first_rows(lines[start:], dialect)
+    (after, first), others = rows[0], [row for _, row in rows[1:]]
+    check_columns(file, len(first))
+    usual = _usual(map(len, others))
+    # R writes no name above the names of rows.
+    named = first if len(first) + 1 != usual else ["", *first]
+    why = _header(named, others, data)
+    if why is None:
+        # The first row of a file without a header may be a broken one.
+        width = _usual(len(row) for _, row in rows)
+        return _Layout(dialect, [str(i) for i in range(width)], False, start, (), comments)
+    if why:
+        notes.append(why)
+    names = _column_names(named)
+    if len(named) > len(first):
+        notes.append(
+            f"the first line names {len(first)} of {usual} columns: the first column has the names of rows"
+        )
+    return _Layout(dialect, names, True, start + after, () if named[0] else (names[0],), comments)
 
 
-def _lines(file: Path, raw: bytes, line: int) -> list[str]:
-    """Return the lines of a block. line: number of lines before it, for messages. Raises UserError for text
-    that is not UTF-8."""
-    try:
-        return raw.decode("utf-8").split("\n")[:-1]
-    except UnicodeDecodeError as error:
-        line += 1 + raw.count(b"\n", 0, error.start)
+def _usual(counts: Iterator[int] | Sequence[int]) -> int:
+    """Return the most frequent count; 0 if there is none."""
+    return next((count for count, _ in Counter(counts).most_common(1)), 0)
+
+
+def _wanted(delimiter: str) -> str | None:
+    """Return the separator that data.delimiter names; None for auto."""
+    if delimiter == "auto":
+        return None
+    separator = _NAMED.get(delimiter, delimiter)
+    if separator.strip(" ") == "":
+        separator = " "
+    if not 0 < len(separator) <= 8 or any(sign in '"\r\n' for sign in separator):
         raise UserError(
-            f"data.path={file}: is not UTF-8 text (line {line}); save it as UTF-8, or give a Parquet file"
-        ) from error
+            f"data.delimiter={delimiter!r}: give up to 8 characters other than quotes and line ends, or tab, "
+            "or blank for any number of blanks"
+        )
+    return separator
 
 
-def _read_row(lines: list[str], start: int, separator: str, width: int | None) -> tuple[list[str], int, str]:
-    """Return the row that begins in line `start` (empty for a blank line), its last line, and the reason why
-    it is rejected (empty: it is not). width: expected number of values; None: any."""
-    text = lines[start]
-    if '"' not in text:
-        row = text.split(separator) if text.strip() else []
-        return row, start, _wrong_width(row, width) if row else ""
-    # A quoted value may hold line ends: add one line at a time until csv reads a complete row.
-    for last in range(start, min(start + _MAX_SPAN, len(lines))):
-        if last > start:
-            text += "\n" + lines[last]
-            if '"' not in lines[last]:  # the value cannot end in this line
-                continue
-        try:
-            (row,) = csv.reader([text], delimiter=separator, skipinitialspace=True, strict=True)
-        except csv.Error as error:
-            # csv has a single class of errors; this text means an open quote.
-            if str(error) == "unexpected end of data":
-                continue
-            if last == start:
-                return [], start, f"misplaced quote: {error}"
-            break
-        reason = _wrong_width(row, width)
-        # A stray quote joined the row to the lines after it: reject its own line only.
-        if reason and last > start:
-            break
-        return row, last, reason
-    return [], start, "a quote is opened and not closed"
-
-
-def _wrong_width(row: list[str], width: int | None) -> str:
-    return "" if width in (None, len(row)) else f"{len(row)} values, expected {width}"
-
-
-def _split_leniently(line: str, separator: str) -> list[str]:
+def _split(line: str, dialect: Dialect) -> list[str]:
     """Return the cells of a line, even if its quotes are misplaced."""
+    line = dialect.joined(line.encode()).decode()
+    if not dialect.quote or dialect.quote not in line:
+        return [cell.strip() for cell in line.split(dialect.joint)]
     try:
-        (cells,) = csv.reader([line], delimiter=separator, skipinitialspace=True)
+        (cells,) = csv.reader([line], delimiter=dialect.joint, quotechar=dialect.quote, skipinitialspace=True)
     except csv.Error:
-        cells = line.split(separator)
+        cells = line.split(dialect.joint)
     return [cell.strip() for cell in cells]
 
 
-def _layout(file: Path, block: bytes, data: TableDataConfig) -> _Layout | None:
-    """Infer the layout from the first rows; return None if all lines are blank."""
-    # Decode a mebibyte of whole lines, or the whole block if its first line is longer.
-    head = block if len(block) <= 2**20 else block[: block.rfind(b"\n", 0, 2**20) + 1] or block
-    lines = _lines(file, head, 0)
-    sample = list(islice((line for line in lines if line.strip()), _SAMPLE))
-    if not sample:
-        return None
-    separator = _separator(sample, data.delimiter)
-    rows, i, body = list[list[str]](), 0, 0
-    while i < len(lines) and len(rows) < _SAMPLE:
-        row, end, reason = _read_row(lines, i, separator, None)
-        if row or reason:
-            body = body or end + 1  # set by the first row, which may be the header
-            rows.append(_split_leniently(lines[i], separator) if reason else [cell.strip() for cell in row])
-        i = end + 1
-    first, *others = rows
-    check_columns(file, len(first))
-    if _has_header(first, others, data):
-        return _Layout(separator, _column_names(first), True, body)
-    # The usual width: the first row of a file without a header may be a broken one.
-    width = Counter(map(len, rows)).most_common(1)[0][0]
-    return _Layout(separator, [str(i) for i in range(width)], False, 0)
+def _separator(sample: Sequence[str], quote: str) -> str:
+    """Return the separator that splits most lines into the same number of cells and, among equals, into the
+    most cells. Blanks separate cells only where nothing else does."""
 
-
-def _separator(sample: Sequence[str], wanted: str) -> str:
-    """Return the wanted separator; for auto, the one that splits most lines into the same number of cells
-    and, among equals, into the most cells."""
-    if wanted != "auto":
-        separator = {"tab": "\t", "\\t": "\t"}.get(wanted, wanted)
-        if len(separator) != 1 or separator in '"\r\n':
-            raise UserError(
-                f"data.delimiter={wanted!r}: give one character other than a quote or line end, or tab"
-            )
-        return separator
-
-    def score(separator: str) -> tuple[float, int]:
-        cells, lines = Counter(len(_split_leniently(line, separator)) for line in sample).most_common(1)[0]
-        return (lines / len(sample), cells) if cells > 1 else (0.0, 0)
+    def score(separator: str) -> tuple[bool, float, int]:
+        dialect = Dialect(separator, quote, quote)
+        cells, lines = Counter(len(_split(line, dialect)) for line in sample).most_common(1)[0]
+        # R names one column fewer than there are.
+        splits = cells > 1 and (separator != " " or lines >= max(2, len(sample) - 1))
+        return (splits and separator != " ", lines / len(sample), cells) if splits else (False, 0.0, 0)
 
     return max(_SEPARATORS, key=score)
 
 
-def _has_header(first: list[str], others: list[list[str]], data: TableDataConfig) -> bool:
-    """Return whether the first line names the columns.
+def _quoting(block: bytes, dialect: Dialect, free: bool, width: int, notes: list[str]) -> Dialect:
+    """Return the dialect with its meaning of quotes. free: the user has not set the quote. width: the number
+    of cells of most lines.
 
-    It does if it holds a column name from the config. Otherwise it must hold no number, and either stand
-    above a column of numbers, or have a distinct text in every cell, none of which appears below it.
+    Quotes are plain text if all lines have their number of cells without them and some would not with them.
+    """
+    quote, separator = dialect.quote.encode(), dialect.joint.encode()
+    if quote not in block:
+        return dialect
+    text = dialect.joined(block)
+    head = text[: text.rfind(b"\n", 0, 2**20) + 1]
+    lines = [line for line in text.split(b"\n") if line.strip()]
+    if free and width > 1 and all(line.count(separator) == width - 1 for line in lines):
+        if dialect.separator == "\t":  # in which quotes mostly are plain text; a pair may enclose line ends
+            odd = sum(quote in line and not _is_well_quoted(line, separator, quote) for line in lines)
+        else:
+            odd = _num_bad(head, dialect)
+        if odd >= (1 if dialect.separator == "\t" else _PLAIN_QUOTES):
+            notes.append(
+                f"quotes are plain text: {odd} of the first {len(lines):,} lines have quotes that do not "
+                f"enclose a cell; --data.quote '{dialect.quote}' overrides this"
+            )
+            return replace(dialect, quote="", escape="")
+    slashed = replace(dialect, escape="\\")
+    if b"\\" + quote in head and _num_bad(head, slashed) < _num_bad(head, dialect):
+        notes.append("a backslash stands before quotes within quotes")
+        return slashed
+    return dialect
+
+
+def _num_bad(text: bytes, dialect: Dialect) -> int:
+    """Return the number of rows of a text that cannot be read."""
+    width = _usual(len(row) for _, row in _first_rows(text.decode().split("\n")[:-1], dialect))
+    return len(parse_quoted(text, dialect, width, (), last=True).bad)
+
+
+def _is_well_quoted(line: bytes, separator: bytes, quote: bytes) -> bool:
+    """Return whether each cell that starts with a quote ends with its own."""
+    for cell in map(bytes.strip, line.split(separator)):
+        if cell.startswith(quote):
+            inner = cell[1:-1].replace(quote * 2, b"")
+            if len(cell) < 2 or not cell.endswith(quote) or quote in inner:
+                return False
+    return True
+
+
+def _first_rows(lines: Sequence[str], dialect: Dialect) -> list[tuple[int, list[str]]]:
+    """Return the first rows that are not blank, each with the number of lines up to its end."""
+    texts = (dialect.joined(line.encode()).decode() + "\n" for line in lines)
+    reader = csv.reader(
+        texts,
+        delimiter=dialect.joint,
+        quotechar=dialect.quote or None,
+        quoting=csv.QUOTE_MINIMAL if dialect.quote else csv.QUOTE_NONE,
+        doublequote=dialect.escape != "\\",
+        escapechar="\\" if dialect.escape == "\\" else None,
+        skipinitialspace=True,
+    )
+    rows = list[tuple[int, list[str]]]()
+    try:
+        for row in reader:
+            if len(row) > 1 or any(cell.strip() for cell in row):  # not a blank line
+                rows.append((reader.line_num, [cell.strip() for cell in row]))
+            if len(rows) == _SAMPLE:
+                break
+    except csv.Error:  # a huge cell: a quote that is not closed
+        pass
+    first = next(i for i, line in enumerate(lines) if line.strip())
+    return rows or [(first + 1, _split(lines[first], dialect))]
+
+
+def _header(first: list[str], others: list[list[str]], data: TableDataConfig) -> str | None:
+    """Return a note (mostly empty) if the first line names the columns, else None.
+
+    It does if it holds a column name from the config, or counts the columns. Otherwise it must hold no number
+    but consecutive years, and either stand above a column of numbers, or have a distinct text in every cell,
+    none of which appears below it.
     """
     if data.header != "auto":
-        return data.header == "yes"
+        return "" if data.header == "yes" else None
     given = {name for _, name in data.named_columns if name and not is_number(name)}
-    below = [{row[i] for row in others if i < len(row)} - {"", *data.no_value} for i in range(len(first))]
+    none = {"", *data.no_value}
+    below = [{row[i] for row in others if i < len(row)} - none for i in range(len(first))]
     pairs = list(zip(first, below, strict=True))
     if any(cell in given and cell not in values for cell, values in pairs):
-        return True
-    if any(is_number(cell) for cell in first):
-        return False
-    none = {"", *data.no_value}
+        return ""
+    # Data frames write an index without a name.
+    if not first[0]:
+        pairs = pairs[1:]
+    if note := _of_numbers(pairs):
+        return note
+    if any(is_number(cell) for cell, _ in pairs):
+        return None
     if any(cell not in none and values and all(map(is_number, values)) for cell, values in pairs):
-        return True
-    return (
-        none.isdisjoint(first)
-        and len(set(first)) == len(first)
-        and not any(cell in values for cell, values in pairs)
+        return ""
+    cells = [cell for cell, _ in pairs]
+    distinct = len(set(cells)) == len(cells) and none.isdisjoint(cells) and (first[0] or len(cells) > 1)
+    return "" if distinct and not any(cell in values for cell, values in pairs) else None
+
+
+def _of_numbers(pairs: Sequence[tuple[str, set[str]]]) -> str:
+    """Return a note if the first line counts the columns or names years, which the columns below do not
+    repeat; else an empty text."""
+    cells = [cell for cell, _ in pairs]
+    note = (
+        f"the first line ({', '.join(cells[:4])}, ...) names the columns; --data.header no reads it as values"
     )
+    counts = any(cells == [str(i) for i in range(start, start + len(cells))] for start in (0, 1))
+    fractions = any(not value.lstrip("+-").isdigit() for _, values in pairs for value in values)
+    # A row of whole numbers may begin 0, 1, 2, too, but hardly goes on for long.
+    if counts and len(cells) > 1 and (fractions or len(cells) > 4):
+        return note
+    years = [(cell, values) for cell, values in pairs if re.fullmatch(r"(19|20)\d\d", cell)]
+    numbers = [int(cell) for cell, _ in years]
+    others = [(cell, values) for cell, values in pairs if not is_number(cell)]
+    if (
+        len(numbers) > 1
+        and numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+        and len(years) + len(others) == len(pairs)
+        and all(values and not all(re.fullmatch(r"(19|20)\d\d", v) for v in values) for _, values in years)
+        and not any(cell in values for cell, values in pairs)
+    ):
+        return note
+    return ""
 
 
 def _column_names(header: list[str]) -> list[str]:
@@ -329,10 +347,12 @@ def _column_names(header: list[str]) -> list[str]:
     names: dict[str, None] = {}
     given = set(header)
     for position, cell in enumerate(header):
-        name, count = cell or str(position), 1
+        # The position may be the name of another column.
+        own = cell or (str(position) if str(position) not in given else "index")
+        name, count = own, 1
         # A numbered name must not be one that the header gives to another column.
         while name in names or (count > 1 and name in given):
             count += 1
-            name = f"{cell or position}_{count}"
+            name = f"{own}_{count}"
         names[name] = None
     return list(names)

@@ -1,6 +1,7 @@
 """The files that a path names, and their rows, chunk by chunk."""
 
 import itertools
+import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import polars as pl
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.store import mapped
 from dphybrid.data.table.delimited import csv_jobs
+from dphybrid.data.table.jsonl import is_json, json_chunks
+from dphybrid.data.table.lines import format_of
 from dphybrid.data.table.rows import (
     Cells,
     Job,
@@ -24,13 +27,13 @@ from dphybrid.data.table.rows import (
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path
 
-_SUFFIXES = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz", ".parquet", ".pq")
-"""Endings of the files that are read in a folder."""
-_OTHER_FORMATS = (
-    *(".xlsx", ".xls", ".ods", ".feather", ".arrow", ".orc", ".avro", ".zip", ".pkl", ".sqlite"),
-    *(".json", ".jsonl", ".ndjson"),
+_PACKED = ("", ".gz", ".zst", ".bz2", ".xz")
+_TEXTS = (".csv", ".tsv", ".txt", ".dat", ".data", ".jsonl", ".ndjson")
+_SUFFIXES = (
+    *(text + packed for text in _TEXTS for packed in _PACKED),
+    *(".parquet", ".pq", ".arrow", ".feather", ".ipc"),
 )
-"""Endings of files that are refused, instead of being read as CSV like all unknown ones."""
+"""Endings of the files that are read in a folder."""
 BLOCK_ROWS = 2**16
 """Rows per chunk of a Parquet file."""
 
@@ -49,9 +52,10 @@ def find_files(path: str, place: str) -> tuple[Path, ...]:
         below = (file for file in root.rglob("*") if file.name[0] not in "._" and file.is_file())
         files = [file for file in below if file.name.lower().endswith(_SUFFIXES)]
         if not files:
+            endings = ", ".join((*_TEXTS, ".parquet, .pq, .arrow, .feather, .ipc"))
             raise UserError(
-                f"{place}={path}: is a folder without tables ({', '.join(_SUFFIXES)}); name a table, or a "
-                "folder that has some"
+                f"{place}={path}: is a folder without tables ({endings}, also packed as "
+                f"{', '.join(_PACKED[1:])}); name a table, or a folder that has some"
             )
     else:
         # Path.glob rejects absolute patterns.
@@ -117,39 +121,65 @@ class ReadProgress:
 def read_jobs(files: Sequence[Path], data: TableDataConfig) -> Iterator[Job]:
     """Yield a job for each chunk of the files, in order; jobs may run in any thread."""
     for file in files:
-        suffix = file.suffix.lower()
-        if suffix in _OTHER_FORMATS:
+        found = format_of(file)
+        if found in ("parquet", "arrow", "arrow stream"):
+            yield from map(as_job, _frame_chunks(file, found, data))
+        elif found != "text":
             raise UserError(
-                f"data.path={file}: {suffix} files are not supported; save the table as CSV or Parquet"
+                f"data.path={file}: is {found}, which is not supported; save the table as CSV or Parquet"
             )
-        if suffix in (".parquet", ".pq"):
-            yield from map(as_job, _parquet_chunks(file, data))
+        elif is_json(file):
+            yield from map(as_job, json_chunks(file, data))
         else:
             yield from csv_jobs(file, data)
 
 
-def _parquet_chunks(file: Path, data: TableDataConfig) -> Iterator[Rows]:
+def _frame_chunks(file: Path, kind: str, data: TableDataConfig) -> Iterator[Rows]:
     start = 1
     try:
-        # Read lazily, chunk by chunk, as the file may be larger than memory.
-        lazy = pl.scan_parquet(
-            file, hive_partitioning=bool(partitions(file)), try_parse_hive_dates=False, glob=False
-        )
+        lazy = _scan(file, kind)
         schema = lazy.collect_schema()
         check_columns(file, len(schema))
         check_types(schema, f"data.path={file}", "data.ignore", data.left_out(schema.names()))
+        index = _pandas_index(file, schema) if kind == "parquet" else ()
         for frame in lazy.collect_batches(chunk_size=BLOCK_ROWS, maintain_order=True):
-            yield _parquet_rows(frame, file, data, start)
+            yield _frame_rows(frame, file, data, start, index)
             start += len(frame)
     except (pl.exceptions.PolarsError, OSError) as error:
-        raise UserError(f"data.path={file}: cannot be read as Parquet: {error}") from error
+        raise UserError(f"data.path={file}: cannot be read as {kind.title()}: {error}") from error
     if start == 1:  # no rows: the empty chunk still has the columns' names
-        yield _parquet_rows(schema.to_frame(), file, data, start)
+        yield _frame_rows(schema.to_frame(), file, data, start, index)
 
 
-def _parquet_rows(frame: pl.DataFrame, file: Path, data: TableDataConfig, start: int) -> Rows:
+def _scan(file: Path, kind: str) -> pl.LazyFrame:
+    """Return a file's rows, lazily where the format allows it, as the file may be larger than memory."""
+    if kind == "parquet":
+        return pl.scan_parquet(
+            file, hive_partitioning=bool(partitions(file)), try_parse_hive_dates=False, glob=False
+        )
+    if kind == "arrow":
+        return pl.scan_ipc(
+            file, hive_partitioning=bool(partitions(file)), try_parse_hive_dates=False, glob=False
+        )
+    return pl.read_ipc_stream(file).lazy()
+
+
+def _pandas_index(file: Path, schema: pl.Schema) -> tuple[str, ...]:
+    """Return the columns that are the index of a data frame that pandas wrote."""
+    about = pl.read_parquet_metadata(file).get("pandas")
+    try:
+        names = json.loads(about)["index_columns"] if about else []
+    except (ValueError, KeyError, TypeError):  # not written by pandas
+        return ()
+    return tuple(name for name in names if isinstance(name, str) and name in schema)
+
+
+def _frame_rows(
+    frame: pl.DataFrame, file: Path, data: TableDataConfig, start: int, index: tuple[str, ...]
+) -> Rows:
     nothing = pl.Series([None] * len(frame), dtype=pl.String)
     # Series get an empty name, as their methods read a name such as `*` as a pattern. A column of an odd type
     # is one that the user ignores, or `check_types` would have raised; its cells count as empty.
     given = {c.name: nothing if is_odd(c.dtype) else c.alias("") for c in frame.get_columns()}
-    return Rows(Cells(given, data.no_value), np.arange(start, start + len(frame)), [], file)
+    lines = np.arange(start, start + len(frame))
+    return Rows(Cells(given, data.no_value), lines, [], file, index=index)

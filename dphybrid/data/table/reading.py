@@ -108,6 +108,7 @@ class Table:
 
     lengths: rows of each block. counts: under "label" the rows without a label, under "weight" those of
     weight 0, and under a bag's stored name its cells with too many items. longest: most items of a cell.
+    notes: what was inferred about how the files are written.
     """
 
     plan: Plan
@@ -117,6 +118,7 @@ class Table:
     rejected: list[Rejected] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     longest: int = 1
+    notes: dict[str, None] = field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:
@@ -176,6 +178,7 @@ def read_table(
         for name, dtype in chunk.values.schema.items():
             if dtype == pl.List:
                 table.longest = max(table.longest, cast(int, chunk.values[name].list.len().max() or 0))
+        table.notes |= dict.fromkeys(chunk.rows.notes)
         table.rejected += chunk.rejected
         table.counts += chunk.counts
         seen, most = table.num_rows + len(table.rejected), plan.data.max_rejected

@@ -59,7 +59,8 @@ class Rows:
 
     cells: stripped text (None: no value), lists of texts, or numbers; not a frame, as polars reads names such
     as `*` as patterns. header: whether the first line named the columns; always true for Parquet files.
-    bytes_read: of the file, up to the end of this chunk.
+    bytes_read: of the file, up to the end of this chunk. notes: what was inferred about how the file is
+    written. index: the columns that only number or name the rows.
     """
 
     cells: Mapping[str, pl.Series]
@@ -68,6 +69,8 @@ class Rows:
     file: Path
     header: bool = True
     bytes_read: int = 0
+    notes: tuple[str, ...] = ()
+    index: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.lines)

@@ -14,7 +14,7 @@ from dphybrid.config import Section
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array
 from dphybrid.data.table.column import Column, Sample
-from dphybrid.data.table.kinds import KINDS, Time, kind_of, roles
+from dphybrid.data.table.kinds import KINDS, Ignore, Time, kind_of, roles
 from dphybrid.data.table.rows import Rows
 from dphybrid.data.table.whole import TRIED_ROWS, label_outputs
 from dphybrid.util.errors import UserError, plain_words
@@ -165,7 +165,9 @@ def describe_columns(
 def _described(rows: Rows, sample: Sample, role: str | None, section: Mapping[str, Any]) -> DescribedColumn:
     """Return a column of the given role, else of the first kind that claims it. section: of the schema."""
     role = role or section.get("role")
-    if role:
+    if not role and sample.name in rows.index:
+        kind, reason = Ignore, "the index of the rows"
+    elif role:
         kind, reason = kind_of(role), "as given"
     else:  # always finds one, as the last of KINDS claims every column
         claims = ((kind, kind.claims(sample)) for kind in KINDS)

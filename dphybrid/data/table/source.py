@@ -31,8 +31,6 @@ _FIT_ROWS = 2**18
 """Maximum number of training rows, evenly spaced, from which the statistics of numbers are computed."""
 _UNSEEN_SHOWN = 0.0005
 """The summary names a column if at least this share of its validation values has no training row."""
-_PACKED = (".gz", ".parquet", ".pq")
-"""Endings that determine how a file's bytes are read."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +66,6 @@ class TableSource(Source):
             "partitions": [partitions(file) for file in self.files],
             "held_files": len(self.held_files),
             "base": self.base.prepared.digest if self.base else None,
-            # The same bytes are read differently under another ending.
-            "formats": sorted(
-                {"".join(f.suffixes[-2:]).lower() for f in self.files if f.suffix.lower() in _PACKED}
-            ),
         }
 
     @cached_property
@@ -293,6 +287,7 @@ def _description(
     how = "" if label.task == "binary" else f"{label.task} ({origin}): "
     lines = [
         f"  {data.path}: {table.num_rows:,} rows, label {label.name!r}: {how}{_escaped(label.summary())}",
+        *(f"  reading: {_escaped(note)}" for note in table.notes),
         *_column_lines(table, encoder),
     ]
     rates = {part: sizes.get(f"{part}_label_rate") for part in ("train", "valid")}

@@ -19,7 +19,11 @@ _SLOW_ROWS, _FAST_ROWS = 0.03, 5.0
 """Learning rate of a table's rows as a share of train.lr: the usual one, and the highest."""
 _MANY_VALUES, _ROWS_PER_VALUE = 1000, 4
 """Rows learn faster if a column has more values than this, and training has more rows per value."""
-_ENDINGS = (".csv", ".csv.gz", ".tsv", ".tsv.gz", ".parquet", ".pq")
+_PACKED = ("", ".gz", ".zst", ".bz2", ".xz")
+_ENDINGS = (
+    *(text + packed for text in (".csv", ".tsv", ".jsonl", ".ndjson") for packed in _PACKED),
+    *(".parquet", ".pq", ".arrow", ".feather", ".ipc"),
+)
 
 
 class CtrModelConfig(ModelConfig):

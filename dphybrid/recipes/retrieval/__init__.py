@@ -43,7 +43,13 @@ class RetrievalDataConfig(DataConfig):
     header: Literal["auto", "yes", "no"] = "auto"
     """Whether the first line names the columns; auto: inferred from the file."""
     delimiter: str = "auto"
-    """Character between columns; auto: inferred from the file."""
+    """Text between columns, such as ;, tab or ::, or blank for any number of blanks; auto: inferred from
+    the file."""
+    quote: str = "auto"
+    """Character around cells that hold separators or line ends; none: quotes are plain text; auto: the double
+    quote, unless the file's lines rule it out."""
+    encoding: str = "auto"
+    """Encoding of text files, such as latin-1, utf-16 or shift_jis; auto: UTF-8 or UTF-16, else Latin-1."""
     missing: Names = ()
     """Further texts that mean "no value", separated by commas."""
     max_rejected: float = Field(default=0.001, ge=0.0, le=1.0)
@@ -74,6 +80,8 @@ class RetrievalDataConfig(DataConfig):
             path=self.path,
             header=self.header,
             delimiter=self.delimiter,
+            quote=self.quote,
+            encoding=self.encoding,
             missing=self.missing,
             max_rejected=self.max_rejected,
         )

@@ -1,0 +1,222 @@
+"""Files as text in UTF-8, in blocks of whole lines: unpacked, decoded, and with all line ends as \\n.
+
+What a file is follows from its first bytes, not from its name.
+"""
+
+import bz2
+import codecs
+import gzip
+import lzma
+import re
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, cast
+
+from isal import igzip, isal_zlib
+
+from dphybrid.util.errors import UserError
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+BLOCK_BYTES = 2**23
+"""Bytes of text read at a time."""
+_MAX_LINE_BYTES = 2**26
+"""With a longer line, a file is taken not to be a table."""
+_HEAD_BYTES = 2**12
+"""First bytes of a text from which its encoding is inferred."""
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_ENCODINGS = (
+    (codecs.BOM_UTF8, "utf-8"),
+    (codecs.BOM_UTF32_LE, "utf-32"),  # before utf-16, with whose mark it begins
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+_UNPACKERS: tuple[tuple[bytes, str, Callable[[IO[bytes]], Any]], ...] = (
+    (b"\x1f\x8b", "gzip", lambda raw: igzip.IGzipFile(fileobj=raw)),
+    (b"BZh", "bzip2", bz2.BZ2File),
+    (b"\xfd7zXZ\0", "xz", lzma.LZMAFile),
+    (b"\x28\xb5\x2f\xfd", "Zstandard", zstd.ZstdFile),
+)
+_BINARY = (
+    (b"PAR1", "parquet"),
+    (b"ARROW1", "arrow"),
+    (b"\xff\xff\xff\xff", "arrow stream"),
+    (b"FEA1", "a Feather file of version 1"),
+    (b"PK\x03\x04", "an Excel or zip file"),
+    (b"\xd0\xcf\x11\xe0", "an Excel file"),
+    (b"an ORC file", "an ORC file"),
+    (b"Obj\x01", "an Avro file"),
+    (b"SQLite format 3\0", "an SQLite database"),
+    (b"\x89HDF", "an HDF5 file"),
+    (b"\x80\x04\x95", "a pickle"),
+    (b"\x80\x05\x95", "a pickle"),
+    (b"%PDF", "a PDF"),
+)
+_UTF8_SIGN = re.compile(rb"[\xc3-\xdf][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}|[\xf0-\xf4][\x80-\xbf]{3}")
+
+
+def format_of(file: Path) -> str:
+    """Return the format that a file's first bytes name, such as "parquet"; "text" for all others, which
+    include packed ones."""
+    with file.open("rb") as stream:
+        head = stream.read(16)
+    return next((name for sign, name in _BINARY if head.startswith(sign)), "text")
+
+
+@contextmanager
+def unpacked(file: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """Open a file, unpacked if it is gzip, bzip2, xz or Zstandard; also the raw file, whose position says how
+    much was read. Raises UserError if the packed file is damaged or incomplete."""
+    with file.open("rb", buffering=0) as raw:
+        head = raw.read(8)
+        raw.seek(0)
+        name, unpack = next(((n, u) for sign, n, u in _UNPACKERS if head.startswith(sign)), ("", None))
+        if unpack is None:
+            yield raw, raw
+            return
+        try:
+            yield cast(IO[bytes], unpack(raw)), raw
+        except (
+            EOFError,
+            zlib.error,
+            isal_zlib.error,
+            gzip.BadGzipFile,
+            lzma.LZMAError,
+            zstd.ZstdError,
+        ) as error:
+            raise _damaged(file, name, error) from error
+        except OSError as error:
+            if error.errno is not None:  # bz2 raises OSError for wrong bytes, without a number
+                raise
+            raise _damaged(file, name, error) from error
+
+
+def _damaged(file: Path, name: str, error: Exception) -> UserError:
+    return UserError(
+        f"data.path={file}: is not a complete {name} file: {error}; compress it again, or give it "
+        "uncompressed"
+    )
+
+
+def whole_lines(file: Path, encoding: str, notes: list[str]) -> Iterator[tuple[bytes, int, bool]]:
+    """Yield a file's text in blocks of whole lines, in UTF-8, with all line ends as \\n. With each block,
+    also yield the bytes read so far, and whether it is the last one.
+
+    encoding: auto or a name that Python knows. What was inferred goes to `notes`. Raises UserError if the
+    file cannot be unpacked or decoded, and for lines without end.
+    """
+    rest, line, plain = b"", 0, True
+    with unpacked(file) as (stream, raw):
+        first = stream.read(min(_HEAD_BYTES, BLOCK_BYTES))
+        known = _encoding(first, encoding, notes)
+        pieces = _pieces(stream, first) if known == "utf-8" else _decoded(file, _pieces(stream, first), known)
+        following = next(pieces, b"")
+        latin = False
+        while piece := following:
+            following = next(pieces, b"")
+            if b"\r" in piece:
+                if piece.endswith(b"\r"):  # perhaps the first half of \r\n
+                    piece, following = piece + following[:1], following[1:] or next(pieces, b"")
+                piece = piece.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+            if not following and not piece.endswith(b"\n"):
+                piece += b"\n"
+            if cut := piece.rfind(b"\n") + 1:
+                text = rest + piece[:cut]
+                if not text.isascii():  # concatenated files have byte-order marks inside, too
+                    text = text.replace(_BYTE_ORDER_MARK, b"")
+                    if not latin and (odd := _not_utf8(text)) is not None:
+                        # Only a file without any UTF-8 sign is taken for Latin-1.
+                        if encoding != "auto" or not plain or _UTF8_SIGN.search(text):
+                            raise _undecodable(file, "UTF-8", line + text.count(b"\n", 0, odd))
+                        latin = True
+                    if latin:
+                        text = _from_latin(file, text, line, notes)
+                    plain = False
+                yield text, raw.tell(), not following
+                line += text.count(b"\n")
+            rest = piece[cut:] if cut else rest + piece
+            if len(rest) > _MAX_LINE_BYTES:
+                raise UserError(
+                    f"data.path={file}: has a line of over {_MAX_LINE_BYTES:,} bytes, so it is not "
+                    "read as a table; give a text file with line ends"
+                )
+
+
+def _pieces(stream: IO[bytes], first: bytes) -> Iterator[bytes]:
+    piece = first + stream.read(max(0, BLOCK_BYTES - len(first)))
+    while piece:
+        yield piece
+        piece = stream.read(BLOCK_BYTES)
+
+
+def _encoding(first: bytes, encoding: str, notes: list[str]) -> str:
+    """Return the encoding of a text with these first bytes."""
+    marked = next((name for mark, name in _ENCODINGS if first.startswith(mark)), None)
+    if encoding != "auto":
+        # The mark decides the order of bytes; utf-8-sig would remove only the first mark.
+        given = codecs.lookup(encoding).name
+        return "utf-8" if given == "utf-8-sig" else marked or given if given.startswith("utf-16") else given
+    if marked is None and first.count(0) > len(first) // 4:
+        marked = "utf-16-le" if first[1::2].count(0) > first[::2].count(0) else "utf-16-be"
+    if marked not in (None, "utf-8"):
+        notes.append(f"the text is {str(marked).upper()}; --data.encoding overrides this")
+    return marked or "utf-8"
+
+
+def _decoded(file: Path, pieces: Iterator[bytes], encoding: str) -> Iterator[bytes]:
+    """Yield text in another encoding as UTF-8."""
+    decoder, lines = codecs.getincrementaldecoder(encoding)(), 0
+    last = False
+    while not last:
+        piece = next(pieces, b"")
+        last = not piece
+        try:
+            text = decoder.decode(piece, final=last)
+        except UnicodeDecodeError as error:
+            good = error.object[: error.start].decode(encoding, "ignore")
+            raise _undecodable(file, encoding, lines + good.count("\n")) from error
+        lines += text.count("\n")
+        # Halves of a pair that are no sign of their own cannot be written as UTF-8.
+        if found := text.encode("utf-8", "replace"):
+            yield found
+
+
+def _not_utf8(text: bytes) -> int | None:
+    """Return the position of the first byte that is not UTF-8; None if all are."""
+    try:
+        text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return error.start
+    return None
+
+
+def _from_latin(file: Path, text: bytes, line: int, notes: list[str]) -> bytes:
+    """Return Latin-1 text as UTF-8. Reads it as Windows-1252, as browsers do: the five bytes that this leaves
+    undefined occur in other encodings. line: number of lines before the text."""
+    try:
+        found = text.decode("cp1252")
+    except UnicodeDecodeError as error:
+        raise _undecodable(file, "UTF-8 or Latin-1", line + text.count(b"\n", 0, error.start)) from error
+    note = "the text is not UTF-8, so it is read as Latin-1 (Windows-1252); --data.encoding overrides this"
+    if note not in notes:
+        notes.append(note)
+    return found.encode()
+
+
+def _undecodable(file: Path, name: str, line: int) -> UserError:
+    return UserError(
+        f"data.path={file}: is not {name} text (line {line + 1}); set data.encoding, such as latin-1 or "
+        "utf-16, or save it as UTF-8"
+    )
+
+
+def read_text(file: Path, encoding: str, notes: list[str]) -> str:
+    """Return the whole text of a file. Raises UserError as `whole_lines` does."""
+    return b"".join(text for text, *_ in whole_lines(file, encoding, notes)).decode()
