@@ -2,9 +2,9 @@
 
 import codecs
 from collections.abc import Sequence
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from dphybrid.config import DataConfig, Names
 
@@ -24,12 +24,26 @@ READING_FIELDS = (
 new files may be written differently."""
 
 
-def is_text_encoding(name: str) -> bool:
-    """Return whether Python can decode text with an encoding of this name."""
+def _known_encoding(encoding: str) -> str:
     try:
-        return bool(codecs.lookup(name)._is_text_encoding)
+        known = encoding == "auto" or codecs.lookup(encoding)._is_text_encoding
     except LookupError:
-        return False
+        known = False
+    if not known:
+        raise ValueError(f"encoding={encoding!r}: is unknown; give a name such as latin-1 or utf-16")
+    return encoding
+
+
+def _one_sign(quote: str) -> str:
+    if quote not in ("auto", "none") and (len(quote) != 1 or quote.isalnum() or quote.isspace()):
+        raise ValueError(f"quote={quote!r}: give one sign, none, or auto")
+    return quote
+
+
+Encoding = Annotated[str, AfterValidator(_known_encoding)]
+"""The name of an encoding that Python knows, or auto."""
+Quote = Annotated[str, AfterValidator(_one_sign)]
+"""The sign around cells, none, or auto."""
 
 
 class TableDataConfig(DataConfig):
@@ -58,10 +72,10 @@ class TableDataConfig(DataConfig):
     delimiter: str = "auto"
     """Text between columns, such as ;, tab or ::, or blank for any number of blanks; auto: inferred from
     the file."""
-    quote: str = "auto"
+    quote: Quote = "auto"
     """Character around cells that hold separators or line ends; none: quotes are plain text; auto: the double
     quote, unless the file's lines rule it out."""
-    encoding: str = "auto"
+    encoding: Encoding = "auto"
     """Encoding of text files, such as latin-1, utf-16 or shift_jis; auto: UTF-8 or UTF-16, else Latin-1."""
     missing: Names = ()
     """Further texts that mean "no value", separated by commas. The empty text, ?, NA, NaN, None, null and the
@@ -119,20 +133,6 @@ class TableDataConfig(DataConfig):
         given = {"decimal": self.decimal, "thousands": self.thousands, "dayfirst": self.dayfirst}
         # An empty thousands separator is a value: no separator.
         return {key: value for key, value in given.items() if value not in ("auto", None)}
-
-    @field_validator("quote")
-    @classmethod
-    def _is_one_sign(cls, quote: str) -> str:
-        if quote not in ("auto", "none") and (len(quote) != 1 or quote.isalnum() or quote.isspace()):
-            raise ValueError(f"quote={quote!r}: give one sign, none, or auto")
-        return quote
-
-    @field_validator("encoding")
-    @classmethod
-    def _is_known(cls, encoding: str) -> str:
-        if encoding != "auto" and not is_text_encoding(encoding):
-            raise ValueError(f"encoding={encoding!r}: is unknown; give a name such as latin-1 or utf-16")
-        return encoding
 
     @model_validator(mode="after")
     def _signs_differ(self) -> Self:

@@ -98,7 +98,7 @@ def test_unusable_tables_are_told_and_leave_nothing(
         ("text", lambda p: p.write_text(""), ["is empty"]),
         ("text", lambda p: p.write_text("one line of words"), ["found 1 document"]),
         ("text", lambda p: p.write_text("few words\n\nand more"), ["fewer than data.window=64"]),
-        ("text", lambda p: p.write_bytes(b"\xff\xfe\x00"), ["not UTF-8 text", "byte 0"]),
+        ("text", lambda p: p.write_bytes(b"\xff\xfe\x00"), ["not utf-16 text (line 1)"]),
     ],
 )
 def test_unusable_paths_are_told(tmp_path: Path, recipe: str, make: object, words: list[str]) -> None:

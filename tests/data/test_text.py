@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dphybrid.recipes.text import TextDataConfig
-from dphybrid.recipes.text.data import held_out
+from dphybrid.recipes.text.data import held_out, tokenize
 from tests.preparing import prepare
 
 
@@ -46,3 +46,37 @@ def test_files_of_nested_folders_are_documents(tmp_path: Path) -> None:
     assert set(prepared.manifest.facts["held_out"]) <= {"a/one.txt", "a/b/two.md", "b/one.txt"}
     (tmp_path / "texts/b/one.txt").rename(tmp_path / "texts/b/three.txt")
     assert not prepare("text", config, tmp_path / "prepared", 0).reused
+
+
+def test_files_named_train_valid_and_test_are_these_parts(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    (folder / "more").mkdir(parents=True)
+    for name, word in (
+        ("wiki.train.tokens", "one"),
+        ("wiki.valid.tokens", "two"),
+        ("more/test.txt", "three"),
+    ):
+        (folder / name).write_text(f"{word} same words <eos>\n" * 30)
+    (folder / "README.md").write_text("about the data")
+    prepared = prepare("text", TextDataConfig(path=str(folder), window=8), tmp_path / "prepared", 0)
+    assert prepared.parts == ["train", "valid", "test"]
+    words = prepared.manifest.facts["vocabulary"]
+    assert sorted(words) == ["<end>", "<eos>", "<unk>", "same", "tra", "words"]
+    assert [words[number] for number in prepared.arrays["test_tokens"][:5]] == [
+        *("<unk>", "same", "words", "<eos>", "<end>")
+    ]
+    assert "1 other file left out" in prepared.describe()
+    (folder / "wiki.valid.tokens").unlink()
+    again = prepare("text", TextDataConfig(path=str(folder), window=8), tmp_path / "prepared", 0)
+    assert again.parts == ["train", "valid", "test"]
+    assert len(again.arrays["train_tokens"]) == 27 * 5
+
+
+def test_words_keep_their_marks_and_signs_stay_whole(tmp_path: Path) -> None:
+    assert tokenize("हिन्दी भाषा, ที่ Cafe\u0301!") == ["हिन्दी", "भाषा", ",", "ที่", "café", "!"]
+    assert tokenize("<unk> <eos> </s> a<b") == ["<unk>", "<eos>", "</s>", "a", "<", "b"]
+    file = tmp_path / "x.txt"
+    file.write_bytes("\n".join(f"naïve café {i % 9}" for i in range(99)).encode("latin-1"))
+    prepared = prepare("text", TextDataConfig(path=str(file), window=8), tmp_path / "prepared", 0)
+    assert {"naïve", "café"} <= {*prepared.manifest.facts["vocabulary"]}
+    assert "read as Latin-1" in prepared.describe()

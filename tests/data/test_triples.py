@@ -1,9 +1,12 @@
 """Triples: parts, known answers, and lines that are none."""
 
+import gzip
 import json
+import re
 from pathlib import Path
 
 import numpy as np
+import polars as pl
 import pytest
 
 from dphybrid.data import Prepared, batches
@@ -45,14 +48,46 @@ def test_one_file_is_split_by_seed(tmp_path: Path) -> None:
         "\n \nhead,relation,tail\n" + LINES.replace("\t", ","),
         "head,relation,tail\n" + LINES.replace("\t", ","),
         "Subject\tPredicate\tObject\n" + LINES,
+        "who,what,whom\n" + LINES.replace("\t", ","),
+        re.sub(r"(.*)\t(.*)\t(.*)", r'"\1","\2","\3"', LINES),
+        "tail,head,relation\n" + re.sub(r"(.*)\t(.*)\t(.*)", r"\3,\1,\2", LINES),
+        LINES.encode("utf-16"),
+        gzip.compress(LINES.encode()),
     ],
 )
-def test_other_separators_line_ends_marks_and_headers_read_the_same(text: str, tmp_path: Path) -> None:
+def test_other_separators_line_ends_marks_and_headers_read_the_same(
+    text: str | bytes, tmp_path: Path
+) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
     one, two = from_file(tmp_path / "one", LINES), from_file(tmp_path / "two", text)
     assert one.manifest.arrays == two.manifest.arrays
     assert one.manifest.facts["entities"] == two.manifest.facts["entities"]
+
+
+def test_parquet_files_and_names_such_as_na(tmp_path: Path) -> None:
+    frame = pl.DataFrame({"s": ["NA", "null", "x"] * 9, "p": "is", "o": [f"o{i % 7}" for i in range(27)]})
+    frame.write_parquet(tmp_path / "triples.parquet")
+    data = prepare("kge", KgeDataConfig(path=str(tmp_path / "triples.parquet")), tmp_path / "prepared", 0)
+    assert data.manifest.facts["entities"][:5] == ["NA", "o0", "null", "o1", "x"]
+    assert data.manifest.facts["relations"] == ["is"]
+
+
+def test_files_of_openke_have_a_count_another_order_and_names(tmp_path: Path) -> None:
+    triples = [(i % 9, i % 7 + 9, i % 2) for i in range(40)]
+    lines = [f"{head} {tail} {relation}" for head, tail, relation in triples]
+    (tmp_path / "train2id.txt").write_text("\n".join(["40", *lines]))
+    (tmp_path / "valid2id.txt").write_text("\n".join(["3", *lines[:3]]))
+    (tmp_path / "entity2id.txt").write_text("16\n" + "".join(f"the e{i}\t{i}\n" for i in range(16)))
+    (tmp_path / "relation2id.txt").write_text("2\n" + "".join(f"r{i}\t{i}\n" for i in range(2)))
+    data = prepare("kge", KgeDataConfig(path=str(tmp_path)), tmp_path / "prepared", 0)
+    entities, relations = data.manifest.facts["entities"], data.manifest.facts["relations"]
+    found = [(entities[h], relations[r], entities[t]) for h, r, t in data.arrays["train_triples"]]
+    assert found == [(f"the e{head}", f"r{relation}", f"the e{tail}") for head, tail, relation in triples]
+    assert "the columns 1, 3, 2 of train2id.txt" in data.describe()
+    (tmp_path / "train2id.txt").write_text("\n".join(["41", *lines]))
+    with refused("train2id.txt says 41, but 40 triples follow"):
+        prepare("kge", KgeDataConfig(path=str(tmp_path)), tmp_path / "prepared", 0)
 
 
 def test_known_answers_are_those_of_all_parts(tmp_path: Path) -> None:
@@ -69,7 +104,7 @@ def test_lines_that_are_no_triples_are_rejected_with_line_and_reason(tmp_path: P
     data = from_file(tmp_path, LINES + "alone\nx\t\ty\n" + LINES.replace("a", "c"), max_rejected=0.1)
     rejected = [json.loads(line) for line in (data.path / "rejected.jsonl").read_text().splitlines()]
     assert [(row["line"], row["reason"]) for row in rejected] == [
-        (51, "1 values, expected head, relation and tail"),
+        (51, "1 values, expected 3"),
         (52, "an empty value"),
     ]
 
@@ -78,9 +113,11 @@ def test_lines_that_are_no_triples_are_rejected_with_line_and_reason(tmp_path: P
     ("text", "words"),
     [
         (LINES + "alone\n", "line 51: 1 values.*max_rejected"),
-        ("", "no triples"),
+        ("", "is empty"),
         ("a\tb\tc\n", "no triples"),
-        (b"a\tb\t\xff\n", "UTF-8"),
+        ("é\tb\tc\n".encode() + b"a\tb\t\xff\n", "UTF-8"),
+        (LINES.replace("\n", "\t1\n"), "has 4 columns, expected head, relation and tail"),
+        ("50\n" + LINES, "the first line of triples.tsv is a count"),
     ],
 )
 def test_unusable_files_are_told(text: str | bytes, words: str, tmp_path: Path) -> None:

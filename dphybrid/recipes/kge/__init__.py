@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from dphybrid.config import DataConfig, ModelConfig
+from dphybrid.config.tables import Encoding, Quote
 from dphybrid.recipes.recipe import Recipe, imported
 from dphybrid.util.files import given_path
 
@@ -20,9 +21,15 @@ class KgeDataConfig(DataConfig):
 
     path: str | None = None
     """Your triples (required): a folder with train.txt, valid.txt and perhaps test.txt, or one file; head,
-    relation, tail, separated by tabs, commas or blanks."""
+    relation, tail, separated by tabs, commas or blanks. Also Parquet, Arrow, JSON lines, packed files, and
+    OpenKE's train2id.txt."""
     delimiter: str = "auto"
-    """Character between head, relation and tail; auto: inferred from the file."""
+    """Text between head, relation and tail; auto: inferred from the file."""
+    quote: Quote = "auto"
+    """Character around names that hold separators; none: quotes are plain text; auto: the double quote,
+    unless the file's lines rule it out."""
+    encoding: Encoding = "auto"
+    """Encoding of text files, such as latin-1 or utf-16; auto: UTF-8 or UTF-16, else Latin-1."""
     negatives: int = Field(default=1024, ge=0, le=2**20)
     """Random entities that compete with the answers of a batch; 0: all entities compete (1-vs-all), and each
     step reads and updates the whole table."""
@@ -44,12 +51,21 @@ class KgeModelConfig(ModelConfig):
     the training triples per entity: with fewer triples an entity overfits sooner and needs more of it."""
 
 
-_SUFFIXES = (".txt", ".tsv", ".csv", "")
+_PACKED = ("", ".gz", ".zst", ".bz2", ".xz")
+_SUFFIXES = (
+    *(text + packed for text in (".txt", ".tsv", ".csv", "", "2id.txt", ".jsonl") for packed in _PACKED),
+    *(".parquet", ".pq", ".arrow", ".feather"),
+)
 
 
 def files_of(folder: Path, part: str) -> list[Path]:
     """Return the files of a folder that may be the split `part`, such as train.txt, train.tsv, ..."""
     return [file for suffix in _SUFFIXES if (file := folder / f"{part}{suffix}").is_file()]
+
+
+def is_openke(file: Path) -> bool:
+    """Return whether a file's name is OpenKE's for triples of numbers in the order head, tail, relation."""
+    return file.name.split(".")[0].endswith("2id")
 
 
 class Kge(Recipe):
@@ -91,7 +107,7 @@ class Kge(Recipe):
         place = given_path(path, "data.path")
         if place.is_dir():
             found = files_of(place, "train")
-            if found and _is_triple(found[0]):
+            if found and (is_openke(found[0]) or _is_triple(found[0])):
                 return f"data.path={path} is a folder with triples in {found[0].name}"
         elif place.suffix.lower() in (".txt", ".tsv") and place.is_file() and _is_triple(place):
             return f"data.path={path} holds triples"

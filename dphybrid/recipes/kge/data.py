@@ -7,23 +7,26 @@ Letters: B triples, 3 columns (head, relation, tail), Q questions (two per tripl
 triples, K negatives, M known answers of a question.
 """
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import polars as pl
 import torch
 from torch import Tensor
 
+from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array, ArrayDataset, Dataset, Draw, DrawnDataset, Draws, lists_of
-from dphybrid.data.store import Content, Prepared, Progress, Source
-from dphybrid.data.table.rows import SHOWN, Rejected, check_rejected
-from dphybrid.recipes.kge import KgeDataConfig, files_of
-from dphybrid.util.errors import UserError
+from dphybrid.data.store import Content, Prepared, Progress, Source, mapped
+from dphybrid.data.table.files import read_jobs
+from dphybrid.data.table.lines import format_of, read_text, whole_lines
+from dphybrid.data.table.rows import Rejected, check_rejected
+from dphybrid.recipes.kge import KgeDataConfig, files_of, is_openke
+from dphybrid.util.errors import UserError, counted
 from dphybrid.util.files import given_path
 
 _PARTS, _COLUMNS = ("train", "valid", "test"), ("heads_B", "relations_B", "tails_B")
-_HEADERS = ("head relation tail", "subject predicate object", "source relation target", "h r t")
 
 
 def _negatives(num_entities: int, num_negatives: int) -> Draw:
@@ -77,41 +80,49 @@ def part_of(prepared: Prepared, name: str) -> Dataset:
     return DrawnDataset(rows, known)
 
 
+class _Reading(TableDataConfig):
+    """How files of triples are read: any text but the empty one is a name, also NA and null."""
+
+    @property
+    def no_value(self) -> tuple[str, ...]:
+        return ()
+
+
 @dataclass(frozen=True)
 class _TripleSource(Source):
     """Source of triples. parts: the file of each split; without one for "valid", a share of "train" is held
-    out."""
+    out. named: OpenKE's files with the names of the entities and of the relations, if the folder has them."""
 
     data: KgeDataConfig
     seed: int
     parts: dict[str, Path]
+    named: tuple[Path, ...] = ()
 
     @property
     def options(self) -> dict[str, object]:
-        return self.data.model_dump(mode="json", exclude={"path"}) | {"parts": list(self.parts)}
+        found = {"parts": list(self.parts), "openke": [is_openke(file) for file in self.parts.values()]}
+        return self.data.model_dump(mode="json", exclude={"path"}) | found
 
     @property
     def files(self) -> tuple[Path, ...]:
-        return tuple(self.parts.values())
+        return (*self.parts.values(), *self.named)
 
     def read(self, progress: Progress, scratch: Path) -> Content:
-        entities: dict[str, int] = {}
-        relations: dict[str, int] = {}
         rejected: list[Rejected] = []
-        parts: dict[str, Array] = {}
+        notes: dict[str, None] = {}
+        frames = dict[str, pl.DataFrame]()
         for done, (part, file) in enumerate(self.parts.items()):
             progress("read triples", done, len(self.parts))
-            numbers = [
-                (
-                    entities.setdefault(head, len(entities)),
-                    relations.setdefault(relation, len(relations)),
-                    entities.setdefault(tail, len(entities)),
-                )
-                for head, relation, tail in self._triples(file, rejected)
-            ]
-            parts[part] = np.array(numbers, dtype=np.int64).reshape(-1, 3)
-        num_rows = sum(map(len, parts.values()))
+            frames[part] = self._triples(file, rejected, notes)
+        frames = _without_headers(frames, notes)
+        num_rows = sum(map(len, frames.values()))
         check_rejected(str(self.data.path), rejected, num_rows + len(rejected), self.data.max_rejected)
+        whole = pl.concat(frames.values())
+        # In the order of the rows, each with its head first.
+        ends = pl.concat_list(pl.nth(0), pl.nth(2)).explode()
+        entities = whole.select(ends).to_series().unique(maintain_order=True)
+        relations = whole.to_series(1).unique(maintain_order=True)
+        parts = {part: _numbered(triples, entities, relations) for part, triples in frames.items()}
         if "valid" not in parts:
             # At least one triple is held out, and at least one stays for training.
             order = np.random.default_rng(self.seed).permutation(num_rows)
@@ -127,6 +138,7 @@ class _TripleSource(Source):
         seen = np.zeros(len(entities), dtype=bool)
         seen[parts["train"][:, [0, 2]]] = True
         lines = [f"  triples from {self.data.path}: {len(entities):,} entities, {len(relations):,} relations"]
+        lines += [f"  reading: {note}" for note in notes]
         for part, triples in parts.items():
             known = (
                 f", {(~seen[triples[:, [0, 2]]]).any(1).sum():,} of them with an entity that train lacks"
@@ -141,36 +153,144 @@ class _TripleSource(Source):
         }
         arrays = {f"{part}_triples": triples for part, triples in parts.items()}
         arrays |= _known_answers(np.concatenate(list(parts.values())), len(entities), len(relations))
-        extra = {"entities": list(entities), "relations": list(relations)}
+        extra = {"entities": entities.to_list(), "relations": relations.to_list()}
         return Content(arrays, info, lines, extra=extra, rejected=rejected)
 
-    def _triples(self, file: Path, rejected: list[Rejected]) -> Iterator[list[str]]:
-        """Yield the triples of a file. Other lines go to `rejected`, except blank ones and a header."""
-        given = self.data.delimiter
-        separator: str | None = "\t" if given in ("auto", "tab", "\\t") else given
-        try:
-            # utf-8-sig: a byte-order mark would become part of the first head.
-            with file.open(encoding="utf-8-sig") as stream:
-                first = True
-                for number, line in enumerate(stream, start=1):
-                    if not line.strip():
-                        continue
-                    if first and given == "auto" and "\t" not in line:
-                        separator = "," if line.count(",") == 2 else None  # None: split at any blanks
-                    cells = [cell.strip() for cell in line.split(separator)]
-                    if len(cells) == 3 and all(cells):
-                        if not first or " ".join(cells).lower() not in _HEADERS:
-                            yield cells
-                    else:
-                        why = "an empty value"
-                        if len(cells) != 3:
-                            why = f"{len(cells)} values, expected head, relation and tail"
-                        text = line[:SHOWN].rstrip("\n")
-                        rejected.append(Rejected(file=str(file), line=number, reason=why, text=text))
-                    first = False
-        except UnicodeDecodeError as error:
-            where = f"data.path: {file} is not UTF-8 text (byte {error.start})"
-            raise UserError(f"{where}; save it as UTF-8") from error
+    def _triples(self, file: Path, rejected: list[Rejected], notes: dict[str, None]) -> pl.DataFrame:
+        """Return the rows of a file as texts (head, relation, tail), perhaps with a header as the first one.
+        Rows that are no triples go to `rejected`."""
+        pieces, bad, order = [_NO_TRIPLES], list[Rejected](), list[int]()
+        for rows in mapped(lambda job: job(), read_jobs([file], self._reading(file)), threads=1):
+            bad += rows.rejected
+            notes |= dict.fromkeys(rows.notes)
+            if not len(rows):
+                continue
+            texts = pl.DataFrame({name: rows.texts(name).cast(pl.String) for name in rows.names})
+            if not order:
+                names = texts.columns if rows.header else [text or "" for text in texts.row(0)]
+                order = self._order(file, names)
+                if order != [0, 1, 2]:
+                    places = ", ".join(str(place + 1) for place in order)
+                    notes[f"head, relation and tail are the columns {places} of {file.name}"] = None
+            piece = texts.select(pl.nth(order))
+            piece.columns = _NAMES
+            whole_B = piece.select(pl.all_horizontal(pl.all().is_not_null())).to_series()
+            for row in (~whole_B).arg_true():
+                line = int(rows.lines[row])
+                shown = "\t".join(text or "" for text in piece.row(row))
+                bad.append(Rejected(file=str(file), line=line, reason="an empty value", text=shown))
+            pieces.append(piece.filter(whole_B))
+        triples = pl.concat(pieces)
+        counts = [row for row in bad if row.get("text", "").strip().isdigit()]
+        if counts and counts[0]["line"] == 1:
+            triples = self._counted(file, triples, int(counts[0]["text"]))
+            bad.remove(counts[0])
+        rejected += bad
+        return triples
+
+    def _order(self, file: Path, names: Sequence[str]) -> list[int]:
+        """Return the places of head, relation and tail among columns of these names, which may be a first
+        row. Raises UserError if there are others than three columns without such names."""
+        if (found := _places(names)) is not None:
+            return found
+        if len(names) != 3:
+            raise UserError(
+                f"data.path={self.data.path}: {file.name} has {counted(len(names), 'column')}, expected "
+                "head, relation and tail; keep these three, name them so, or set data.delimiter"
+            )
+        return [0, 2, 1] if is_openke(file) else [0, 1, 2]
+
+    def _reading(self, file: Path) -> _Reading:
+        """Return how a file is read. Unless it is set, the separator is a tab if the first line has one, and
+        blanks if it has no comma, either."""
+        d, separator = self.data, self.data.delimiter
+        if separator == "auto" and format_of(file) == "text":
+            text, *_ = next(whole_lines(file, d.encoding, []), (b"",))
+            lines = [line for line in text.split(b"\n", 3) if line.strip()]
+            # The first of OpenKE's lines is the number of the others.
+            first = lines[1] if len(lines) > 1 and lines[0].strip().isdigit() else b"".join(lines[:1])
+            separator = "tab" if b"\t" in first else "auto" if b"," in first else "blank"
+        return _Reading(
+            path=d.path,
+            header="no",
+            delimiter=separator,
+            quote=d.quote,
+            encoding=d.encoding,
+            max_rejected=d.max_rejected,
+        )
+
+    def _counted(self, file: Path, triples: pl.DataFrame, count: int) -> pl.DataFrame:
+        """Return the triples of a file whose first line counts them, as OpenKE writes them, with names for
+        numbers. Raises UserError if they are not as many, or if the file's name is not OpenKE's."""
+        if not is_openke(file):
+            raise UserError(
+                f"data.path={self.data.path}: the first line of {file.name} is a count, as OpenKE writes "
+                "files whose order is head, tail, relation; name it train2id.txt (or valid2id.txt, "
+                "test2id.txt) if it is such a file, else remove the line"
+            )
+        if count != len(triples):
+            raise UserError(
+                f"data.path={self.data.path}: the first line of {file.name} says {count:,}, but "
+                f"{len(triples):,} triples follow; give the complete file"
+            )
+        names = {name: self._names(name) for name in ("entity2id.txt", "relation2id.txt")}
+        return triples.with_columns(
+            pl.col(column).replace(names["relation2id.txt" if column == "relation" else "entity2id.txt"])
+            for column in _NAMES
+        )
+
+    def _names(self, name: str) -> dict[str, str]:
+        """Return the names by number from a file of OpenKE's; empty without it."""
+        file = next((file for file in self.named if file.name == name), None)
+        if file is None:
+            return {}
+        lines = [line.rsplit(None, 1) for line in read_text(file, self.data.encoding, []).splitlines()[1:]]
+        return {line[1]: line[0] for line in lines if len(line) == 2}
+
+
+_NAMES = ["head", "relation", "tail"]
+_NO_TRIPLES = pl.DataFrame(schema=dict.fromkeys(_NAMES, pl.String))
+_ROLES = (
+    ("head", "h", "subject", "s", "source", "from"),
+    ("relation", "r", "rel", "predicate", "p", "edge"),
+    ("tail", "t", "object", "o", "target", "to"),
+)
+"""Names of columns of triples."""
+
+
+def _places(names: Sequence[str]) -> list[int] | None:
+    """Return the places of head, relation and tail among columns of these names; None if some are others."""
+    found = [[i for i, name in enumerate(names) if name.strip().lower() in words] for words in _ROLES]
+    return [places[0] for places in found] if all(len(places) == 1 for places in found) else None
+
+
+def _numbered(triples: pl.DataFrame, entities: pl.Series, relations: pl.Series) -> Array:
+    """Return triples (B, 3) int64 as positions among the names."""
+    columns = [
+        cells.cast(pl.Enum(names)).to_physical().cast(pl.Int64).to_numpy()
+        for cells, names in zip(triples.get_columns(), (entities, relations, entities), strict=True)
+    ]
+    return np.stack(columns, axis=1)
+
+
+def _without_headers(frames: dict[str, pl.DataFrame], notes: dict[str, None]) -> dict[str, pl.DataFrame]:
+    """Return the triples without the files' headers: first rows with the names of columns, or with three
+    texts that no other row repeats."""
+    others = pl.concat(frame.slice(1) for frame in frames.values())
+    entities, relations = pl.concat([others["head"], others["tail"]]), others["relation"]
+    found = dict[str, pl.DataFrame]()
+    for part, frame in frames.items():
+        found[part] = frame
+        if not len(frame):
+            continue
+        head, relation, tail = frame.row(0)
+        named = _places([head, relation, tail]) == [0, 1, 2]
+        repeated = entities.is_in([head, tail]).any() or (relations == relation).any()
+        alone = len(frame) > 2 and head != tail and not repeated
+        if named or alone:
+            found[part] = frame.slice(1)
+            notes[f"the first line ({head}, {relation}, {tail}) names the columns"] = None
+    return found
 
 
 def open_source(data: KgeDataConfig, seed: int) -> _TripleSource:
@@ -179,7 +299,7 @@ def open_source(data: KgeDataConfig, seed: int) -> _TripleSource:
         raise UserError("data.path is not set; give a file of triples, or a folder with train.txt")
     root = given_path(data.path, "data.path")
     if root.is_file():
-        return _TripleSource(data, seed, {"train": root})
+        return _TripleSource(data, seed, {"train": root}, _named(root))
     if not root.is_dir():
         raise UserError(
             f"data.path={data.path}: no such file or folder; give a file of triples, or a folder with "
@@ -199,4 +319,10 @@ def open_source(data: KgeDataConfig, seed: int) -> _TripleSource:
             f"data.path={data.path}: the folder has no train.txt (or .tsv, .csv); name the files train, "
             "valid and test"
         )
-    return _TripleSource(data, seed, parts)
+    return _TripleSource(data, seed, parts, _named(parts["train"]))
+
+
+def _named(file: Path) -> tuple[Path, ...]:
+    """Return OpenKE's files of names beside a file of its triples."""
+    found = (file.with_name(name) for name in ("entity2id.txt", "relation2id.txt") if is_openke(file))
+    return tuple(file for file in found if file.is_file())

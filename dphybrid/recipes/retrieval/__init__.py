@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from dphybrid.config import DataConfig, ModelConfig, Names
-from dphybrid.config.tables import TableDataConfig
+from dphybrid.config.tables import Encoding, Quote, TableDataConfig
 from dphybrid.recipes.recipe import Recipe, imported
 
 # Flags and overrides are texts such as "10,50".
@@ -45,10 +45,10 @@ class RetrievalDataConfig(DataConfig):
     delimiter: str = "auto"
     """Text between columns, such as ;, tab or ::, or blank for any number of blanks; auto: inferred from
     the file."""
-    quote: str = "auto"
+    quote: Quote = "auto"
     """Character around cells that hold separators or line ends; none: quotes are plain text; auto: the double
     quote, unless the file's lines rule it out."""
-    encoding: str = "auto"
+    encoding: Encoding = "auto"
     """Encoding of text files, such as latin-1, utf-16 or shift_jis; auto: UTF-8 or UTF-16, else Latin-1."""
     missing: Names = ()
     """Further texts that mean "no value", separated by commas."""

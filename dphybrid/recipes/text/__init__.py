@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal, Self
 from pydantic import Field, model_validator
 
 from dphybrid.config import DataConfig, ModelConfig
+from dphybrid.config.tables import Encoding
 from dphybrid.recipes.recipe import Recipe, imported
 
 if TYPE_CHECKING:
@@ -16,14 +17,16 @@ class TextDataConfig(DataConfig):
     """The text, and how it is split into words."""
 
     path: str | None = None
-    """Your text: a file, or a folder of .txt, .md, .rst. Empty: the language reference that comes with
-    Python."""
+    """Your text: a file, or a folder of .txt, .md, .rst, in which files or folders named train, valid and
+    test are these parts. Empty: the language reference that comes with Python."""
+    encoding: Encoding = "auto"
+    """Encoding of the text, such as latin-1 or utf-16; auto: UTF-8 or UTF-16, else Latin-1."""
     min_count: int = Field(default=2, ge=1)
     """Words that occur fewer times than this in the training split become `<unk>`."""
     window: int = Field(default=64, ge=2, le=8192)
     """Tokens in one training sample."""
     valid_fraction: float = Field(default=0.1, gt=0.0, lt=1.0)
-    """Share of the text, in whole documents, in the validation split."""
+    """Share of the text, in whole documents, in the validation split, if no file is named valid."""
 
 
 class TextModelConfig(ModelConfig):

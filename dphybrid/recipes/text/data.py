@@ -1,13 +1,14 @@
-"""Reads text: lower case, split into words and punctuation marks, numbered. Whole documents are held out for
-validation.
+"""Reads text: lower case, split into words and punctuation marks, numbered. Files named valid are the
+validation split, else whole documents are held out.
 
 Letters: B samples, T tokens of a sample.
 """
 
 import re
+import unicodedata
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -16,13 +17,22 @@ from torch import Tensor
 
 from dphybrid.data.batches import Array, Dataset
 from dphybrid.data.store import Content, Prepared, Progress, source_digests
+from dphybrid.data.table.lines import read_text
 from dphybrid.embedding.softmax import IGNORED
 from dphybrid.recipes.text import TextDataConfig
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.files import given_path
 
 _UNKNOWN, END = "<unk>", "<end>"
-_TEXT_SUFFIXES = (".txt", ".md", ".rst", ".text")
+_PARTS = ("train", "valid", "test")
+_TEXT_SUFFIXES = (".txt", ".md", ".rst", ".text", ".tokens", ".raw")
+_PACKED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
+_PART_WORDS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("valid", "validation", "val", "dev"), "valid"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
+"""Words in the names of files or folders that name a part."""
 
 _PASSAGE = 12
 """Words of a passage, which is compared with those of other documents."""
@@ -32,7 +42,15 @@ _MAX_HELD = 2.0
 """No document is held out that would make the validation split larger than this many times the size asked
 for, unless all documents would."""
 
-_TOKEN = re.compile(r"<unk>|\w+|[^\w\s]")
+_MARKS = "".join(
+    chr(point)
+    for point in (*range(0x300, 0x1F000), *range(0xE0100, 0xE01F0))
+    if unicodedata.category(chr(point)).startswith("M")
+)
+"""Combining marks, such as the vowels of Hindi and Thai, which are part of a word but not of \\w; and the
+joiners between letters."""
+_WORD = rf"\w[\w{_MARKS}\u200c\u200d]*"
+_TOKEN = re.compile(rf"<(?:unk|eos|bos|pad|sep|cls|mask|/?s|\|\w+\|)>|{_WORD}|[^\w\s]")
 
 
 class _WindowDataset(Dataset):
@@ -68,19 +86,20 @@ def part_of(prepared: Prepared, name: str) -> Dataset:
 
 
 def tokenize(text: str) -> list[str]:
-    """Return words and punctuation marks in lower case."""
-    return _TOKEN.findall(text.lower())
+    """Return words, punctuation marks and signs such as <eos>, in lower case. Accents are composed."""
+    return _TOKEN.findall(unicodedata.normalize("NFC", text.lower()))
 
 
 @dataclass(frozen=True)
 class _TextSource:
     """Source of documents: the topics of Python's reference, the files of a folder, or the paragraphs of one
-    file."""
+    file. parts: the files of each part, if their names say so."""
 
     data: TextDataConfig
     seed: int
     files: tuple[Path, ...]
     root: Path | None
+    parts: Mapping[str, tuple[Path, ...]] = field(default_factory=dict)
 
     @property
     def options(self) -> dict[str, object]:
@@ -92,38 +111,45 @@ class _TextSource:
     def digests(self, progress: Progress) -> list[bytes]:
         if self.files:
             return source_digests(self.files, progress)
-        return ["\0".join(f"{name}\0{text}" for name, text in self._documents()).encode()]
+        return ["\0".join(f"{name}\0{text}" for name, text in self._documents((), {})).encode()]
 
-    def _documents(self) -> Iterator[tuple[str, str]]:
-        if not self.files:
+    def _documents(self, files: Sequence[Path], notes: dict[str, None]) -> Iterator[tuple[str, str]]:
+        found: list[str] = []
+        if not files:
             yield from sorted(_python_reference().items())
-        elif len(self.files) > 1 and self.root:
-            for file in self.files:
-                yield file.relative_to(self.root).as_posix(), _read(file)
+        elif len(files) > 1 and self.root:
+            for file in files:
+                yield file.relative_to(self.root).as_posix(), read_text(file, self.data.encoding, found)
         else:
-            text = _read(self.files[0])
+            text = read_text(files[0], self.data.encoding, found)
             # Without blank lines each line is a document, so that there is something to hold out.
             paragraphs = re.split(r"\n\s*\n", text) if re.search(r"\n\s*\n", text) else text.splitlines()
             for number, paragraph in enumerate(paragraphs, start=1):
                 yield f"paragraph {number}", paragraph
+        notes |= dict.fromkeys(found)
 
     def read(self, progress: Progress, scratch: Path) -> Content:
-        documents: list[tuple[str, list[str]]] = []
-        for done, (name, text) in enumerate(self._documents()):
-            progress("read documents", done, max(len(self.files), done + 1))
-            if words := tokenize(text):
-                documents.append((name, words))
-        where = str(self.root) if self.root else "the Python reference"
-        if len(documents) < 2:
-            raise UserError(
-                f"data.path={where}: found {counted(len(documents), 'document')} with words; two are needed, "
-                "one of them for validation"
-            )
-        progress("look for repeated passages", 0, 1)
-        held, doubtful = held_out([words for _, words in documents], self.data.valid_fraction, self.seed)
-        train = [document for i, document in enumerate(documents) if i not in held]
-        valid = [document for i, document in enumerate(documents) if i in held]
-        counts = Counter(word for _, words in train for word in words)
+        where, notes = str(self.root) if self.root else "the Python reference", dict[str, None]()
+        files = {name: self.parts.get(name, ()) for name in _PARTS} if self.parts else {"": self.files}
+        parts = dict[str, list[tuple[str, list[str]]]]()
+        for done, (name, some) in enumerate(files.items()):
+            progress("read documents", done, len(files))
+            if some or not self.parts:
+                texts = self._documents(some, notes)
+                parts[name] = [(title, words) for title, text in texts if (words := tokenize(text))]
+        doubtful = 0
+        if "valid" not in parts:
+            documents = parts.pop("train" if self.parts else "")
+            if len(documents) < 2:
+                raise UserError(
+                    f"data.path={where}: found {counted(len(documents), 'document')} with words; two are "
+                    "needed, one of them for validation"
+                )
+            progress("look for repeated passages", 0, 1)
+            held, doubtful = held_out([words for _, words in documents], self.data.valid_fraction, self.seed)
+            parts["train"] = [document for i, document in enumerate(documents) if i not in held]
+            parts["valid"] = [document for i, document in enumerate(documents) if i in held]
+        counts = Counter(word for _, words in parts["train"] for word in words)
         # By frequency, as adaptive softmax needs it; ties by name, so that the same text gives the same ids.
         kept = sorted(
             (word for word, count in counts.items() if count >= self.data.min_count and word != _UNKNOWN),
@@ -131,24 +157,39 @@ class _TextSource:
         )
         vocabulary = {word: number for number, word in enumerate([_UNKNOWN, END, *kept])}
         # One long array of tokens with <end> (1) after each document: windows may cross documents. 0: <unk>.
-        train_tokens, valid_tokens = (
-            np.array([n for _, ws in part for n in (*(vocabulary.get(w, 0) for w in ws), 1)], np.int32)
-            for part in (train, valid)
-        )
-        for part, tokens in (("training", train_tokens), ("validation", valid_tokens)):
-            if len(tokens) <= self.data.window:
+        tokens = {
+            name: np.array([n for _, ws in part for n in (*(vocabulary.get(w, 0) for w in ws), 1)], np.int32)
+            for name, part in sorted(parts.items(), key=lambda part: _PARTS.index(part[0]))
+        }
+        for name, found in tokens.items():
+            if len(found) <= self.data.window:
+                part = {"train": "training", "valid": "validation"}.get(name, name)
                 raise UserError(
-                    f"data.path={where}: the {part} split has {len(tokens)} tokens, fewer than "
+                    f"data.path={where}: the {part} split has {len(found)} tokens, fewer than "
                     f"data.window={self.data.window} needs; "
                     "give more text, a smaller data.window, or another data.valid_fraction"
                 )
-        unknown = float((valid_tokens == 0).mean())
+        num_documents = sum(map(len, parts.values()))
         lines = [
-            f"  text from {where}: {counted(len(documents), 'document')}, {len(vocabulary):,} words "
+            f"  text from {where}: {counted(num_documents, 'document')}, {len(vocabulary):,} words "
             f"({len(counts) - len(kept):,} seen fewer than {self.data.min_count} times became {_UNKNOWN})",
-            f"  {len(train_tokens):,} tokens to train; validation split: {len(valid)} whole documents, "
-            f"{len(valid_tokens):,} tokens, {unknown:.1%} of them {_UNKNOWN}",
+            *(f"  reading: {note}" for note in notes),
         ]
+        if self.parts:
+            named = [
+                f"{name} from {', '.join(f.name for f in some[:3])}" for name, some in self.parts.items()
+            ]
+            if left := len(self.files) - sum(map(len, self.parts.values())):
+                named.append(f"{counted(left, 'other file')} left out")
+            lines.append(f"  parts by name: {'; '.join(named)}")
+        for name, found in tokens.items():
+            unknown = f"{float((found == 0).mean()):.1%} of them {_UNKNOWN}"
+            whole = "" if self.parts.get(name) else f"{len(parts[name])} whole documents, "
+            lines.append(
+                f"  {len(found):,} tokens to train"
+                if name == "train"
+                else f"  {name} split: {whole}{len(found):,} tokens, {unknown}"
+            )
         if doubtful:
             repeating = counted(doubtful, "validation document repeats", "validation documents repeat")
             lines.append(
@@ -156,8 +197,8 @@ class _TextSource:
                 "are; give text with fewer repetitions"
             )
         info = {"num_words": len(vocabulary), "window": self.data.window}
-        extra = {"vocabulary": list(vocabulary), "held_out": [name for name, _ in valid]}
-        return Content({"train_tokens": train_tokens, "valid_tokens": valid_tokens}, info, lines, extra=extra)
+        extra = {"vocabulary": list(vocabulary), "held_out": [name for name, _ in parts["valid"]]}
+        return Content({f"{name}_tokens": found for name, found in tokens.items()}, info, lines, extra=extra)
 
 
 def held_out(documents: list[list[str]], fraction: float, seed: int) -> tuple[set[int], int]:
@@ -222,12 +263,17 @@ def _python_reference() -> dict[str, str]:
     return topics
 
 
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        where = f"data.path: {file} is not UTF-8 text (byte {error.start})"
-        raise UserError(f"{where}; save it as UTF-8, or leave it out of the folder") from error
+def _parts_of(files: Sequence[Path], root: Path) -> dict[str, tuple[Path, ...]]:
+    """Return the files of the parts that their names, or those of their folders, name; none unless some are
+    for training and others are not."""
+    found: dict[str, list[Path]] = {}
+    for file in files:
+        words = re.split(r"[^a-z]+", file.relative_to(root).as_posix().lower())
+        named = {_PART_WORDS[word] for word in words if word in _PART_WORDS}
+        if len(named) == 1:
+            found.setdefault(min(named), []).append(file)
+    parts = {name: tuple(found[name]) for name in _PARTS if name in found}
+    return parts if "train" in parts and len(parts) > 1 else {}
 
 
 def open_source(data: TextDataConfig, seed: int) -> _TextSource:
@@ -241,7 +287,7 @@ def open_source(data: TextDataConfig, seed: int) -> _TextSource:
     if root.is_file():
         files = [root]
     else:
-        found = (file for file in root.rglob("*") if file.suffix.lower() in _TEXT_SUFFIXES)
+        found = (file for file in root.rglob("*") if _is_text(file.name.lower()))
         # Sorted: the order decides which documents the seed holds out.
         files = sorted(file for file in found if file.is_file())
         if not files:
@@ -249,4 +295,10 @@ def open_source(data: TextDataConfig, seed: int) -> _TextSource:
             raise UserError(f"data.path={data.path}: holds no text files ({endings}); give some")
     if not sum(given_path(str(file), "data.path").stat().st_size for file in files):
         raise UserError(f"data.path={data.path}: is empty; give a file with text")
-    return _TextSource(data, seed, tuple(files), root)
+    return _TextSource(data, seed, tuple(files), root, _parts_of(files, root) if root.is_dir() else {})
+
+
+def _is_text(name: str) -> bool:
+    for packed in _PACKED_SUFFIXES:
+        name = name.removesuffix(packed)
+    return name.endswith(_TEXT_SUFFIXES)
