@@ -61,7 +61,7 @@ def test_files_named_train_valid_and_test_are_these_parts(tmp_path: Path) -> Non
     prepared = prepare("text", TextDataConfig(path=str(folder), window=8), tmp_path / "prepared", 0)
     assert prepared.parts == ["train", "valid", "test"]
     words = prepared.manifest.facts["vocabulary"]
-    assert sorted(words) == ["<end>", "<eos>", "<unk>", "same", "tra", "words"]
+    assert sorted(words) == ["<end>", "<eos>", "<unk>", "one", "same", "words"]
     assert [words[number] for number in prepared.arrays["test_tokens"][:5]] == [
         *("<unk>", "same", "words", "<eos>", "<end>")
     ]
