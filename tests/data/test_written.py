@@ -6,16 +6,19 @@ import gzip
 import json
 import lzma
 import sys
+from datetime import date, timedelta
 from pathlib import Path
 
 import pandas as pd
 import polars as pl
 import pytest
 
+from dphybrid.data import Prepared
 from dphybrid.data.table.files import read_files
 from dphybrid.data.table.rows import Rows
+from dphybrid.recipes.retrieval import RetrievalDataConfig
 from dphybrid.util.errors import UserError
-from tests.preparing import TableDataConfig, from_file
+from tests.preparing import TableDataConfig, from_file, prepare
 from tests.refusing import refused
 
 if sys.version_info >= (3, 14):
@@ -232,3 +235,38 @@ def test_odd_tables_are_read(tmp_path: Path) -> None:
         read(tmp_path, "a,b\n1,2\n3\n4,5,6\n")
     with pytest.raises(UserError, match="give up to 8 characters"):
         read(tmp_path, "a,b\n", delimiter='"')
+
+
+def dated(folder: Path, days: list[str]) -> Path:
+    rows = [f"u{i % 9}::i{i % 7}::{day}" for i, day in enumerate(days)]
+    (folder / "x.dat").write_text("\n".join(["user::item::date", *rows]))
+    return folder / "x.dat"
+
+
+def latest(folder: Path, file: Path, **values: object) -> Prepared:
+    data = RetrievalDataConfig(path=str(file), time="date", delimiter="::", **values)  # type: ignore[arg-type]
+    return prepare("retrieval", data, folder / "prepared", 0)
+
+
+def test_interactions_are_split_by_dates_of_a_known_order_alone(tmp_path: Path) -> None:
+    # 40 days from 3 January on, as 3/1, 4/1, ... 11/2.
+    known = [date(2011, 1, 3) + timedelta(i) for i in range(40)]
+    prepared = latest(tmp_path, dated(tmp_path, [f"{d.day}/{d.month}/{d.year}" for d in known]))
+    assert "the latest by date, dates are read day first" in prepared.describe()
+    # The four latest days are the last rows.
+    pairs = {(i % 9, i % 7) for i in range(36, 40)}
+    assert len(prepared.arrays["train_pairs"]) == 36
+    assert len(prepared.arrays["held_items"]) == len(pairs - {(i % 9, i % 7) for i in range(36)})
+    both = dated(tmp_path, [f"{1 + i % 12}/{1 + i % 11}/2011" for i in range(40)])
+    with refused(r"data\.time='date': dates such as '1/1/2011' can be read in two ways; set data\.dayfirst"):
+        latest(tmp_path, both)
+    assert "day first" in latest(tmp_path, both, dayfirst=True).describe()
+    odd = dated(tmp_path, ["2011-01-01", "soon"] * 20)
+    with refused("data.time='date': 'soon' is neither a number nor a date"):
+        latest(tmp_path, odd)
+
+
+def test_texts_are_never_sorted_as_dates(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("n,at,y\n" + "".join(f"{i},week {i},{i % 2}\n" for i in range(30)))
+    with refused("data.split_column=at: 'week 0' is neither a number nor a date"):
+        from_file(tmp_path / "p", path=str(tmp_path / "x.csv"), label="y", split="time", split_column="at")

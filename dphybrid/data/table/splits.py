@@ -9,9 +9,9 @@ import polars as pl
 
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array
-from dphybrid.data.table.cells import PADDING_ID, read_times
+from dphybrid.data.table.cells import PADDING_ID
 from dphybrid.data.table.encoder import Base
-from dphybrid.data.table.numbers import is_day_first, is_number
+from dphybrid.data.table.order import places_in_time
 from dphybrid.data.table.reading import Table
 from dphybrid.util.errors import UserError
 
@@ -73,7 +73,8 @@ def _by_value(data: TableDataConfig, seed: int, codes_B: Array, texts: list[str]
     summary. codes_B: codes of `texts`, 0 for no value."""
     counts = np.bincount(codes_B, minlength=len(texts) + 1)[1:]
     if data.split == "time":
-        places = _places_in_time(data, texts)
+        field = f"data.split_column={data.split_column}"
+        places, how = places_in_time(pl.Series(texts, dtype=pl.String), field, data)
         order = sorted(range(len(texts)), key=lambda i: (places[i], texts[i]), reverse=True)
     else:
         # Sorted first, as the codes of texts depend on the threads that read them.
@@ -90,32 +91,14 @@ def _by_value(data: TableDataConfig, seed: int, codes_B: Array, texts: list[str]
     is_held[1 + np.array(chosen, dtype=np.int64)] = True
     if data.split == "time":
         text = (
-            f"validation split: {data.split_column} from {texts[chosen[-1]]!r} on; earlier rows, and rows "
-            "without a value, are for training"
+            f"validation split: {data.split_column} from {texts[chosen[-1]]!r} on{how and f' ({how})'}; "
+            "earlier rows, and rows without a value, are for training"
         )
     else:
         text = (
             f"validation split: all rows of {len(chosen):,} of {len(texts):,} values of {data.split_column}"
         )
     return is_held[codes_B], text
-
-
-def _places_in_time(data: TableDataConfig, texts: list[str]) -> list[float]:
-    """Return a number for each text by which to sort: that of a number or a date; 0 for all if some text is
-    neither. Raises UserError for dates whose order of day and month is unknown."""
-    if all(map(is_number, texts)):
-        return [float(text) for text in texts]
-    cells = pl.Series(texts, dtype=pl.String)
-    day_first = is_day_first(cells, data)
-    times = read_times(cells, bool(day_first))
-    if times.null_count():
-        return [0.0] * len(texts)
-    if day_first is None:
-        raise UserError(
-            f"data.split_column={data.split_column}: dates such as {min(texts)!r} can be read in two ways; "
-            "set data.dayfirst=true if the day comes first, else false"
-        )
-    return times.dt.epoch("us").cast(pl.Float64).to_list()
 
 
 def _row_keys(blocks: Iterable[Mapping[str, Array]], max_items: int) -> Array:

@@ -50,6 +50,8 @@ class RetrievalDataConfig(DataConfig):
     quote, unless the file's lines rule it out."""
     encoding: Encoding = "auto"
     """Encoding of text files, such as latin-1, utf-16 or shift_jis; auto: UTF-8 or UTF-16, else Latin-1."""
+    dayfirst: bool | None = None
+    """true reads 3/12/2024 in data.time as 3 December, false as 12 March. Empty: inferred from the dates."""
     missing: Names = ()
     """Further texts that mean "no value", separated by commas."""
     max_rejected: float = Field(default=0.001, ge=0.0, le=1.0)
@@ -82,6 +84,7 @@ class RetrievalDataConfig(DataConfig):
             delimiter=self.delimiter,
             quote=self.quote,
             encoding=self.encoding,
+            dayfirst=self.dayfirst,
             missing=self.missing,
             max_rejected=self.max_rejected,
         )

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from dphybrid.data.batches import Array, Dataset, Draw, DrawnDataset, Draws, lists_of
 from dphybrid.data.store import Content, Prepared, Progress, source_digests
-from dphybrid.data.table.cells import read_times
 from dphybrid.data.table.files import find_files, partitions, read_files
+from dphybrid.data.table.order import places_in_time
 from dphybrid.data.table.rows import Rejected, Rows, check_rejected
 from dphybrid.data.vocabulary import Vocabulary
 from dphybrid.recipes.retrieval import RetrievalDataConfig
@@ -94,8 +94,9 @@ class _InteractionSource:
 
     def read(self, progress: Progress, scratch: Path) -> Content:
         d = self.data
-        rows, rejected = self._rows(progress)
-        times_N = None if d.time is None else self._times(rows[d.time])
+        notes = dict[str, None]()
+        rows, rejected = self._rows(progress, notes)
+        times_N, how = (None, "") if d.time is None else self._times(rows[d.time])
         held_N = self._held_out(len(rows), times_N)
         train = rows.filter(~held_N)
         # The latest rows last, for the features; stable, so that rows of one time keep the file's order.
@@ -117,11 +118,12 @@ class _InteractionSource:
                 "another data.valid_fraction"
             )
         counts_V = np.bincount(train_N2[:, 1], minlength=len(items))
-        split = "at random by train.seed" if d.time is None else f"the latest by {d.time}"
+        split = "at random by train.seed" if d.time is None else f"the latest by {d.time}{how and f', {how}'}"
         unknown_N2 = valid_N2 < 0
         lines = [
             f"  {d.path or 'generated sample'}: {counted(len(rows), 'row')}, {len(users):,} users and "
             f"{len(items):,} items in training",
+            *(f"  reading: {note}" for note in notes),
             f"  {len(train_N2):,} rows to train, {len(valid_N2):,} to validate ({split}): "
             f"{len(held_users):,} users with {len(held_items):,} items to find",
             f"  not evaluated: {unknown_N2[:, 0].sum():,} rows of unseen users, "
@@ -160,9 +162,9 @@ class _InteractionSource:
 
         return Content(arrays, info, lines, rejected=rejected, save=save)
 
-    def _rows(self, progress: Progress) -> tuple[pl.DataFrame, list[Rejected]]:
+    def _rows(self, progress: Progress, notes: dict[str, None]) -> tuple[pl.DataFrame, list[Rejected]]:
         """Return the named columns as texts, for the rows that have a user and an item, and the other rows as
-        rejected ones."""
+        rejected ones. notes: gets what was inferred about how the files are written."""
         d = self.data
         names = list(dict.fromkeys(name for _, name in d.named_columns))
         rejected: list[Rejected] = []
@@ -184,6 +186,7 @@ class _InteractionSource:
                 field, name = lists[0]
                 raise UserError(f"data.{field}={name!r}: holds lists; name a column of single values")
             rejected += rows.rejected
+            notes |= dict.fromkeys(rows.notes)
             piece = pl.DataFrame([rows.texts(name).cast(pl.String).alias(name) for name in names])
             whole_B = piece[d.user].is_not_null() & piece[d.item].is_not_null()
             for place in (~whole_B).arg_true():
@@ -217,22 +220,14 @@ class _InteractionSource:
             )
         return held_N
 
-    def _times(self, texts: pl.Series) -> Array:
-        """Return times_N, the time of each row as a number; -inf, the earliest, for rows without one."""
+    def _times(self, texts: pl.Series) -> tuple[Array, str]:
+        """Return times_N, the time of each row as a number (-inf, the earliest, for rows without one), and
+        how dates were read."""
         given = texts.drop_nulls()
-        # Either all texts are numbers, or all are dates: two scales could not be sorted together.
-        found = given.cast(pl.Float64, strict=False)
-        if found.null_count():
-            found = read_times(given, day_first=False).dt.epoch("s").cast(pl.Float64)
-        if found.null_count():
-            odd = given.filter(found.is_null())[0]
-            raise UserError(
-                f"data.time={self.data.time!r}: {odd!r} is neither a number nor a date such as 2024-12-31 "
-                "or 2024-12-31 18:30:00; correct it, or list it in data.missing"
-            )
+        found, how = places_in_time(given, f"data.time={self.data.time!r}", self.data.reading)
         times_N = np.full(len(texts), -np.inf)
-        times_N[texts.is_not_null().to_numpy()] = found.to_numpy()
-        return times_N
+        times_N[texts.is_not_null().to_numpy()] = found
+        return times_N, how
 
 
 def sample(seed: int) -> Rows:
