@@ -5,45 +5,26 @@ The work is in `dphybrid.lifecycle.sweep`; `dphybrid sweep` does it without Pref
 """
 
 import os
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from prefect import flow, runtime, task
 from prefect.artifacts import create_link_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext, TaskRunContext
-from prefect.exceptions import TerminationSignal
 from prefect.states import Completed, Failed
-from prefect.task_runners import ThreadPoolTaskRunner
 
-from dphybrid.config import ExperimentConfig
-from dphybrid.config.settings import Settings, load_settings
-from dphybrid.lifecycle.sweep import (
-    Cell,
-    CellFailed,
-    Reports,
-    begin_sweep,
-    compare_sweep,
-    failures,
-    make_grid,
-    run_cell,
-    sweep_folder,
-    write_sweep,
-)
+from dphybrid.config.settings import load_settings
+from dphybrid.lifecycle.cells import Cell, CellFailed, Result, Train, failures
+from dphybrid.lifecycle.sweep import Sweep, compare_sweep, run_sweep
 from dphybrid.orchestration.forms import experiment
 from dphybrid.orchestration.queueing import too_late
 from dphybrid.orchestration.shown import show_run, tolerating_outage
 from dphybrid.orchestration.supervised import supervised, watched_flow_run
 from dphybrid.recipes.configs import AnyExperiment, build_config
 from dphybrid.run.train import Report
-from dphybrid.util.stop import StopRequest
-
-if TYPE_CHECKING:
-    from dphybrid.lifecycle.search import Search  # imports optuna, which a grid does not need
 
 
 def _should_retry(_task: Any, _run: Any, state: State) -> bool:
@@ -58,13 +39,12 @@ def _should_retry(_task: Any, _run: Any, state: State) -> bool:
     retry_condition_fn=_should_retry,
     retry_delay_seconds=1,
 )
-def _train_cell(cell: Cell, sweep: str, tags: dict[str, str], stop: StopRequest) -> Report:
+def _train_cell(cell: Cell, train: Callable[[], Report]) -> Report:
     """Train one cell in its own process."""
-    settings = load_settings()
     context = TaskRunContext.get()
     if context and context.task_run.run_count > 1:
         print(f"{cell.name}: retrying", flush=True)
-    return run_cell(cell, sweep_folder(sweep, settings), settings, sweep, tags, stop)
+    return train()
 
 
 @flow(name="sweep-hybrid", log_prints=True)
@@ -110,82 +90,35 @@ def sweep_hybrid(
     if late := too_late(skip_if_late_min):
         return late
     with supervised() as stop:
-        chosen, name = experiment(given), sweep or _own_name()
-        if trials:
-            from dphybrid.lifecycle.search import Search
+        settings, flow_run_id = load_settings(), runtime.flow_run.id
+        chosen = Sweep(sweep or _own_name(), experiment(given), grid, trials, prune)
+        as_task = _train_cell.with_options(retries=retries)
 
-            return _searched(Search(grid, trials, prune), chosen, stop, name, at_once)
-        return _swept(grid, chosen, stop, name, at_once, retries)
+        def wrap(train: Train) -> Train:
+            return lambda cell, enough: as_task(cell, lambda: train(cell, enough))
+
+        tags = {"prefect.flow_run_id": str(flow_run_id), "mlflow.source.name": "sweep-hybrid"}
+        show_run(flow_run_id, chosen.name, [chosen.config.recipe], "")
+        with watched_flow_run(flow_run_id, stop):
+            results = run_sweep(chosen, settings, stop, at_once, tags, wrap)
+        stop.obey("with runs left; they continue when the sweep does")
+        return _reported(chosen, results)
 
 
-def _searched(what: "Search", config: ExperimentConfig, stop: StopRequest, sweep: str, at_once: int) -> State:
-    from dphybrid.lifecycle.search import search
-
+def _reported(sweep: Sweep, results: list[Result]) -> State:
     settings = load_settings()
-    show_run(runtime.flow_run.id, sweep, [config.recipe], "")
-    with watched_flow_run(runtime.flow_run.id, stop), _passing_on_the_end(stop):
-        cells, reports = search(what, config, sweep, settings, stop, at_once, _tags())
-    stop.obey("with trials left; they continue when the sweep does")
-    return _reported(sweep, cells, reports, settings)
-
-
-def _tags() -> dict[str, str]:
-    return {"prefect.flow_run_id": str(runtime.flow_run.id), "mlflow.source.name": "sweep-hybrid"}
-
-
-def _swept(
-    grid: dict[str, list[Any]],
-    config: ExperimentConfig,
-    stop: StopRequest,
-    sweep: str,
-    at_once: int,
-    retries: int,
-) -> State:
-    settings = load_settings()
-    cells = make_grid(config, grid, sweep, settings)
-    _, workers = begin_sweep(sweep, cells, settings, at_once)
-    show_run(runtime.flow_run.id, sweep, [config.recipe], "")
-    runner: ThreadPoolTaskRunner[Any] = ThreadPoolTaskRunner(max_workers=workers)
-    reports: dict[str, Report | str] = {}
-    with watched_flow_run(runtime.flow_run.id, stop), runner, _passing_on_the_end(stop):
-        train, shared = (
-            _train_cell.with_options(retries=retries),
-            {"sweep": sweep, "tags": _tags(), "stop": stop},
-        )
-        futures = [runner.submit(train, {"cell": cell, **shared}) for cell in cells]
-        for cell, future in zip(cells, futures, strict=True):
-            future.wait()
-            result = future.state.result(raise_on_failure=False)
-            reports[cell.name] = result if isinstance(result, Report) else str(result)
-    stop.obey("with cells left; they continue when the sweep does")
-    return _reported(sweep, cells, reports, settings)
-
-
-@contextmanager
-def _passing_on_the_end(stop: StopRequest) -> Iterator[None]:
-    """Pass an interruption of this process on to the cells' processes, so that they write checkpoints."""
-    try:
-        yield
-    except (TerminationSignal, KeyboardInterrupt):
-        stop.ask("the end of the sweep", signal.SIGTERM)
-        raise
-
-
-def _reported(sweep: str, cells: list[Cell], reports: Reports, settings: Settings) -> State:
-    folder = sweep_folder(sweep, settings)
-    rows, file = write_sweep(folder, cells, reports)
-    print(f"Results: {file}", flush=True)
-    address = compare_sweep(cells, reports, sweep, settings)
+    folder, address = sweep.folder(settings), compare_sweep(sweep, results, settings)
     with tolerating_outage(f"Prefect's artifact could not be written; the results are in {folder}"):
-        create_table_artifact(rows, key="sweep", description=f"Sweep {sweep}")
+        rows = [result.row for result in results]
+        create_table_artifact(rows, key="sweep", description=f"Sweep {sweep.name}")
         if address:
-            text = f"Comparison of {sweep}, among the artifacts of its MLflow run"
+            text = f"Comparison of {sweep.name}, among the artifacts of its MLflow run"
             create_link_artifact(address, link_text=text, key="comparison", description=text)
-    if failed := failures(reports):
+    if failed := failures(results):
         texts = "\n".join(failed.values())
         print(texts, flush=True)
-        return Failed(message=f"{len(failed)} of {len(reports)} cells failed: {texts}")
-    return Completed(message=f"{len(reports)} cells trained; {address or folder}")
+        return Failed(message=f"{len(failed)} of {len(results)} cells failed: {texts}")
+    return Completed(message=f"{len(results)} cells trained; {address or folder}")
 
 
 def _own_name() -> str:

@@ -6,8 +6,8 @@ examples:
       --grid '{"train.lr": {"low": 1e-4, "high": 0.1, "log": true}, "model.dim": [8, 16, 32]}'
 
 Each run is a separate process; as many run at once as the GPUs allow, or one on the CPU. To continue a sweep,
-repeat the command with its --sweep NAME. The results are in sweeps/NAME/sweep.json of the data folder;
-`dphybrid compare --sweep NAME` compares the runs.
+repeat the command with its --sweep NAME. Its record is Optuna's study, sweeps/NAME/study.journal of the data
+folder; `dphybrid compare --sweep NAME` compares the runs.
 """
 
 import argparse
@@ -65,23 +65,17 @@ def run(args: argparse.Namespace) -> int:
     stop = StopRequest()
     config, settings = config_from_args(args)
     name = args.sweep or f"sweep-{datetime.now():%m%d-%H%M%S}"
-    from dphybrid.lifecycle.sweep import failures, in_mlflow, make_grid, run_grid, sweep_folder, write_sweep
+    from dphybrid.lifecycle.cells import failures, in_mlflow
+    from dphybrid.lifecycle.sweep import Sweep, run_sweep
 
+    sweep = Sweep(name, config, args.grid, args.trials, not args.no_prune)
     with stop_signals(stop):
-        if args.trials:
-            from dphybrid.lifecycle.search import Search, search
-
-            space = Search(args.grid, args.trials, not args.no_prune)
-            cells, reports = search(space, config, name, settings, stop, args.at_once)
-        else:
-            cells = make_grid(config, args.grid, name, settings)
-            reports = run_grid(cells, name, settings, stop, args.at_once)
-    rows, file = write_sweep(sweep_folder(name, settings), cells, reports)
-    for row in rows:
-        print(_line(row, f"{settings.mlflow_uri}".startswith("http")))
-    print(f"Results: {file}")
-    if len(in_mlflow(reports)) > 1:
+        results = run_sweep(sweep, settings, stop, args.at_once)
+    for result in results:
+        print(_line(result.row, f"{settings.mlflow_uri}".startswith("http")))
+    print(f"Study: {sweep.folder(settings) / 'study.journal'}")
+    if len(in_mlflow(results)) > 1:
         print(f"Compare: dphybrid compare --sweep {shlex.quote(name)}")
     # Last, so that an interrupted sweep still prints the runs that it trained.
     stop.obey(f"with runs left; continue with --sweep {shlex.quote(name)}")
-    return 1 if failures(reports) else 0
+    return 1 if failures(results) else 0

@@ -1,101 +1,169 @@
-"""A sweep over a grid of values. All cells are checked before the first run starts; each cell is trained in
-its own process, which leases its own GPUs."""
+"""A sweep: trainings of all combinations of a grid's values, or of values that Optuna chooses by the results
+so far. Each training is a process that leases its own GPUs.
 
+Optuna is the engine, and its study, `study.journal` in the sweep's folder, is the record: a continued sweep
+goes on from it. The folder also holds a log of each training. Only this module imports optuna.
+"""
+
+import contextlib
+import contextvars
 import itertools
+import json
+import math
 import re
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, SerializeAsAny
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
+from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from dphybrid.config import ExperimentConfig
+from dphybrid.config import ExperimentConfig, flatten
 from dphybrid.config.settings import Settings
-from dphybrid.recipes.configs import AnyExperiment, apply_overrides
-from dphybrid.run.folder import changed_values, check_run_name
+from dphybrid.lifecycle.cells import Cell, CellFailed, Result, Train, in_mlflow, run_cell
+from dphybrid.recipes.configs import apply_overrides
+from dphybrid.recipes.registry import find_recipe
+from dphybrid.run.folder import check_run_name
 from dphybrid.run.leasing import expected_devices, num_at_once
 from dphybrid.run.train import Report
 from dphybrid.tracking.base import SWEEP_TAG
-from dphybrid.tracking.files import FILES
 from dphybrid.tracking.opening import embedded_uri
+from dphybrid.training.checkpoint import VALIDATION, complete_checkpoints, read_state
+from dphybrid.training.metrics import Task
 from dphybrid.util.errors import UserError, counted
-from dphybrid.util.files import read_json, write_json, write_text
+from dphybrid.util.files import make_folder
+from dphybrid.util.locks import FileLock
 from dphybrid.util.stop import StopRequest
 from dphybrid.util.text import flag_text
 
-Reports = Mapping[str, Report | str]
-"""The result of each run of a sweep, by name: its report, or a text that says why there is none."""
 MAX_CELLS = 256
-PRUNED = "pruned"
-"""First word of the text about a run that a search ended early."""
-_END_S = 25.0
-"""How long a cell's process may take to write its checkpoint when the sweep has to stop. Less than the 30
-seconds after which Prefect kills a cancelled flow run."""
+_CELL, _WHY = "cell", "why"
+"""Attributes of a trial: the name of its run, and why it has no result."""
+_RANGE = {"low", "high", "log", "step"}
 
 
-class Cell(BaseModel):
-    """One run of a sweep. values: the values that the sweep gives it, as text by field."""
+@dataclass(frozen=True)
+class Sweep:
+    """What to train. grid: field -> a list of values; in a search also a range {"low": 0.001, "high": 0.1,
+    "log": true}. If both ends are integers, so are the values; "step" spaces them evenly.
+
+    trials: number of trainings of a search, including those before the sweep was continued; 0: all
+    combinations of the grid. prune: in a search, end a training after an epoch in which it does worse than
+    the median of the others at that epoch.
+    """
 
     name: str
-    values: dict[str, str]
-    config: SerializeAsAny[AnyExperiment]
+    config: ExperimentConfig
+    grid: Mapping[str, Any]
+    trials: int = 0
+    prune: bool = True
 
+    def folder(self, settings: Settings) -> Path:
+        """Return the folder of the sweep's study and logs."""
+        return settings.data_dir / "sweeps" / self.name
 
-class CellFailed(Exception):
-    """A cell's process ended without a result. final: trying again cannot help."""
+    def space(self) -> dict[str, BaseDistribution]:
+        """Return the values of each field as Optuna takes them; choices are texts. Raises UserError for what
+        is neither a list nor a range."""
+        if not self.grid:
+            raise UserError(
+                'grid: give at least one field with values, such as {"train.batch_size": [256, 512]}'
+            )
+        # The names of the config, as of MLflow's params: a field may be given as `train.batch-size`.
+        return {name.replace("-", "_"): self._values(name, given) for name, given in self.grid.items()}
 
-    def __init__(self, text: str, final: bool) -> None:
-        super().__init__(text)
-        self.final = final
+    def _values(self, name: str, given: object) -> BaseDistribution:
+        if isinstance(given, Mapping):
+            if not self.trials:
+                raise UserError(
+                    f"grid: {name} = {dict(given)}; give a list of values; a range needs --trials"
+                )
+            if not {"low", "high"} <= given.keys() <= _RANGE:
+                raise UserError(
+                    f"grid: {name} = {dict(given)}; give low and high, and optionally log or step"
+                )
+            whole = isinstance(given["low"], int) and isinstance(given["high"], int)
+            kind: Any = (
+                optuna.distributions.IntDistribution if whole else optuna.distributions.FloatDistribution
+            )
+            try:
+                found: BaseDistribution = kind(**given)
+            except (ValueError, TypeError) as error:
+                raise UserError(f"grid: {name} = {dict(given)}: {error}") from error
+            return found
+        if isinstance(given, str) or not isinstance(given, Sequence) or not given:
+            ranges = ", or low and high" if self.trials else ""
+            raise UserError(f"grid: {name} = {given!r}; give a list of values{ranges}")
+        return CategoricalDistribution(list(dict.fromkeys(map(flag_text, given))))
 
+    def cells(self, settings: Settings) -> list[Cell]:
+        """Return the cell of each combination, the last field changing fastest; of a search, one for each
+        choice and end of a range.
 
-def make_grid(
-    config: ExperimentConfig, grid: Mapping[str, Sequence[object]], sweep: str, settings: Settings
-) -> list[Cell]:
-    """Return a cell for each combination of the grid's values over `config`, the last field changing fastest.
+        Raises UserError, naming the cell, for unknown fields, values that are not allowed, devices that do
+        not exist, and too many combinations.
+        """
+        space = self.space()
+        if self.trials:
+            return [
+                self._cell(f"{self.name}-000", {name: value}, settings)
+                for name, values in space.items()
+                for value in _choices(values) or [values.low, values.high]  # type: ignore[attr-defined]
+            ]
+        choices = [_choices(values) for values in space.values()]
+        if (count := math.prod(map(len, choices))) > MAX_CELLS:
+            raise UserError(
+                f"grid: {count:,} combinations, at most {MAX_CELLS} are allowed; give fewer values"
+            )
+        cells = []
+        for number, combination in enumerate(itertools.product(*choices), start=1):
+            values = dict(zip(space, combination, strict=True))
+            several = {field: value for field, value in values.items() if len(_choices(space[field])) > 1}
+            # Zero-padded numbers, so that names sort in the grid's order.
+            name = f"{self.name}-{number:0{len(str(count))}d}{_name_suffix(several)}"
+            try:
+                cells.append(self._cell(name, values, settings))
+            except UserError as error:
+                raise UserError(f"grid: cell {number} {error}") from error
+        return cells
 
-    grid: config field -> its values. Raises UserError, naming the cell, for unknown fields, values that are
-    not allowed, and devices that do not exist.
-    """
-    if not grid or not all(grid.values()):
-        raise UserError('grid: give at least one field with values, such as {"train.batch_size": [256, 512]}')
-    count = 1
-    for name, values in grid.items():
-        if isinstance(values, str) or not isinstance(values, Sequence):
-            ranges = "; a range needs --trials" if isinstance(values, Mapping) else ""
-            raise UserError(f"grid: {name} = {values!r}; give a list of values{ranges}")
-        count *= len(values)
-    if count > MAX_CELLS:
-        raise UserError(f"grid: {count:,} combinations, at most {MAX_CELLS} are allowed; give fewer values")
-    cells = []
-    for number, combination in enumerate(itertools.product(*grid.values()), start=1):
-        chosen = dict(zip(grid, combination, strict=True))
-        suffix = _name_suffix({field: flag_text(chosen[field]) for field in grid if len(grid[field]) > 1})
-        # Zero-padded numbers, so that names sort in the grid's order.
-        name = f"{sweep}-{number:0{len(str(count))}d}{suffix}"
+    def _cell(self, name: str, values: Mapping[str, object], settings: Settings) -> Cell:
+        chosen = {field: flag_text(value) for field, value in values.items()}
+        shown = [f"{field}={value}" for field, value in chosen.items()]
+        check_run_name(name, "--sweep: its run")  # longer than the sweep's name
         try:
-            cells.append(make_cell(config, chosen, name, settings))
+            made = apply_overrides(self.config, shown)
+            expected_devices(made, settings)
         except UserError as error:
-            raise UserError(f"grid: cell {number} {error}") from error
-    return cells
+            raise UserError(f"({', '.join(shown)}): {error}") from error
+        return Cell(name=name, values=chosen, config=made)
+
+    def chosen(self, trial: optuna.Trial, cells: Sequence[Cell], settings: Settings) -> Cell:
+        """Return the cell of a trial, with the values that Optuna chooses. cells: those of the grid."""
+        space = self.space()
+        values: dict[str, object] = {}
+        for field, given in zip(space, self.grid.values(), strict=True):
+            if choices := _choices(space[field]):
+                values[field] = trial.suggest_categorical(field, choices)
+            else:
+                whole = isinstance(space[field], optuna.distributions.IntDistribution)
+                values[field] = (trial.suggest_int if whole else trial.suggest_float)(field, **given)
+        if not self.trials:
+            return next(cell for cell in cells if cell.values == values)
+        name = trial.user_attrs.get(_CELL, f"{self.name}-{trial.number + 1:03d}")
+        return self._cell(name, values, settings)
 
 
-def make_cell(config: ExperimentConfig, values: Mapping[str, object], name: str, settings: Settings) -> Cell:
-    """Return one run of a sweep. Raises UserError, naming the values, for values that are not allowed and for
-    devices that do not exist."""
-    # The names of the config, which MLflow's params have, too: a field may be given as `train.batch-size`.
-    chosen = {field.replace("-", "_"): flag_text(value) for field, value in values.items()}
-    shown = [f"{field}={value}" for field, value in chosen.items()]
-    try:
-        made = apply_overrides(config, shown)
-        expected_devices(made, settings)
-    except UserError as error:
-        raise UserError(f"({', '.join(shown)}): {error}") from error
-    return Cell(name=name, values=chosen, config=made)
+def _choices(values: BaseDistribution) -> list[str]:
+    return list(values.choices) if isinstance(values, CategoricalDistribution) else []
 
 
 def _name_suffix(chosen: Mapping[str, str]) -> str:
@@ -105,147 +173,262 @@ def _name_suffix(chosen: Mapping[str, str]) -> str:
     return "".join(f"-{re.sub(r'[^A-Za-z0-9._+-]', '', word.replace('*', 'x'))}" for word in words)[:80]
 
 
-def run_cell(
-    cell: Cell,
-    folder: Path,
+def run_sweep(
+    sweep: Sweep,
     settings: Settings,
-    sweep: str,
-    tags: Mapping[str, str],
     stop: StopRequest,
-    enough: Callable[[], bool] = lambda: False,
-) -> Report:
-    """Train a cell in its own process, from its checkpoint if it has one; return its report. A cell with a
-    report is not trained again. The process writes its output to `folder`/NAME.log.
+    at_once: int = 0,
+    tags: Mapping[str, str] = {},
+    wrap: Callable[[Train], Train] = lambda train: train,
+) -> list[Result]:
+    """Train a sweep's runs, each in its own process; return what became of each, by name. A sweep of this
+    name is continued: interrupted and failed runs first, from their checkpoints.
 
-    stop: passed on to the process, which then writes a checkpoint. enough: called repeatedly; when it returns
-    True, the process is ended in the same way. Raises CellFailed with the last lines of the output.
+    at_once: how many runs train at once; 0: as many as GPUs allow. tags: of all runs. wrap: put around the
+    training of each cell, such as a task of Prefect. Raises UserError for values that are not allowed, for
+    data that cannot be used, for a sweep that runs in another process, and for one that was begun with other
+    values.
     """
-    report = folder / f"{cell.name}.json"
-    if report.is_file():
-        return Report.read(report)
-    if stop.pending:
-        raise CellFailed(f"{cell.name}: not run, {stop.reason}", final=True)
-    page, log = folder / f"{cell.name}.config.json", folder / f"{cell.name}.log"
-    write_text(page, cell.config.model_dump_json(indent=1))
-    # One process per run: CUDA frees all of its memory at the process's end, and a crash ends only this run.
-    argv = [sys.executable, "-P", "-m", "dphybrid", "train", "--config", str(page), "--report", str(report)]
-    for name, value in {**tags, SWEEP_TAG: sweep}.items():
-        argv += ["--tag", f"{name}={value}"]
-    # An interrupted cell continues from its checkpoint; its run has the cell's name.
-    known = (settings.runs_dir / cell.name / "run.json").is_file()
-    argv += ["--resume", cell.name] if known else ["--run-name", cell.name]
-    # Append: keep the output of earlier attempts.
-    with log.open("ab") as stream:
-        child = subprocess.Popen(argv, stdout=stream, stderr=stream)
-        _wait(child, lambda: stop.pending or enough())
-    if code := child.returncode:
-        # The last lines are the cell's error message, or the end of its traceback.
-        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        text = f"{cell.name} ended with {code}: {' | '.join(lines[-3:])} ({log})"
-        # 2 is the exit code for wrong values: another attempt would fail in the same way.
-        raise CellFailed(text, final=code == 2 or stop.pending)
-    return Report.read(report)
-
-
-def sweep_folder(sweep: str, settings: Settings) -> Path:
-    """Return the folder of a sweep's logs and results."""
-    return settings.data_dir / "sweeps" / sweep
-
-
-def _wait(child: "subprocess.Popen[bytes]", ends: Callable[[], bool]) -> None:
-    """Wait for a process. When `ends` returns True, ask it to stop; kill it if it does not stop in time."""
-    while child.poll() is None and not ends():
-        time.sleep(0.2)
-    if child.poll() is None:
-        child.terminate()
-    try:
-        child.wait(_END_S)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()
-
-
-def begin_sweep(sweep: str, cells: Sequence[Cell], settings: Settings, at_once: int = 0) -> tuple[Path, int]:
-    """Create a sweep's folder; return it and how many runs train at once. at_once: 0 for as many as GPUs
-    allow.
-
-    Raises UserError for a name of the sweep, or of a run, that cannot name a folder, for an existing sweep
-    whose runs have other values, and for `at_once` below 0.
-    """
-    check_run_name(sweep, "--sweep")
+    check_run_name(sweep.name, "--sweep")
     if at_once < 0:
         raise UserError(f"at_once={at_once}: give the number of runs, or 0 for as many as GPUs allow")
-    folder = sweep_folder(sweep, settings)
-    for cell in cells:
-        check_run_name(cell.name, "--sweep: its run")  # longer than the sweep's name
-        page = folder / f"{cell.name}.config.json"
-        if page.is_file() and (changed := changed_values(read_json(page), cell.config)):
-            differences = "; ".join(map(": ".join, changed.items()))
+    cells = sweep.cells(settings)
+    count = sweep.trials or len(cells)
+    workers = at_once or min(count, num_at_once([cell.config for cell in cells], settings))
+    with _opened(sweep, cells[0].config, settings) as (study, task):
+        folder = sweep.folder(settings)
+        print(f"Sweep {sweep.name}: {counted(count, 'run')}, {workers} at once; logs in {folder}", flush=True)
+        trials = _Trials(sweep, cells, settings, stop, task, wrap, {**tags, SWEEP_TAG: sweep.name}, study)
+        trials.run(count, workers)
+        return trials.results()
+
+
+@contextmanager
+def _opened(sweep: Sweep, first: ExperimentConfig, settings: Settings) -> Iterator[tuple[optuna.Study, Task]]:
+    """Hold the sweep's lock during the block; yield its study, and the task that its runs are measured by.
+    first: the config of its first run."""
+    folder, journal = sweep.folder(settings), sweep.folder(settings) / "study.journal"
+    make_folder(folder)
+    lock = FileLock(folder / ".lock")
+    if not lock.acquire():
+        raise UserError(f"--sweep {sweep.name}: runs in another process; wait for its end, or stop it first")
+    try:
+        recipe = find_recipe(first.recipe)
+        data = recipe.prepare(first.data, settings.prepared_dir, first.train.seed)
+        task = recipe.task(data.info)
+        begun = _begun(sweep, data.digest)
+        _cut_torn_line(journal)
+        optuna.logging.set_verbosity(optuna.logging.ERROR)  # the results show which trials failed
+        study = optuna.create_study(
+            study_name=sweep.name,
+            storage=JournalStorage(JournalFileBackend(str(journal), lock_obj=_ThreadLock())),
+            # A median of fewer than three runs means nothing, and a first epoch says little about a run.
+            pruner=optuna.pruners.MedianPruner(n_startup_trials=3, n_warmup_steps=1),
+            direction="maximize" if task.higher_is_better else "minimize",
+            load_if_exists=True,
+        )
+        before = study.user_attrs or begun
+        if changed := [
+            f"{name}: {was} -> {begun.get(name)}" for name, was in before.items() if begun.get(name) != was
+        ]:
             raise UserError(
-                f"--sweep {sweep}: its run {cell.name} has other values ({differences}); give the same ones, "
-                "or choose another name for this sweep"
+                f"--sweep {sweep.name}: was begun with other values ({'; '.join(changed)}); give the same "
+                "ones, or choose another name for this sweep"
             )
-    folder.mkdir(parents=True, exist_ok=True)
-    workers = at_once or min(len(cells), num_at_once([cell.config for cell in cells], settings))
-    print(f"Sweep {sweep}: {counted(len(cells), 'run')}, {workers} at once; logs in {folder}", flush=True)
-    return folder, workers
+        for name, value in begun.items():
+            study.set_user_attr(name, value)
+        yield study, task
+    finally:
+        lock.release()
 
 
-def run_grid(
-    cells: Sequence[Cell], sweep: str, settings: Settings, stop: StopRequest, at_once: int = 0
-) -> Reports:
-    """Run each of a grid's cells in its own process; return by name the cell's report, or why it failed.
-    Raises UserError as `begin_sweep` does."""
-    folder, workers = begin_sweep(sweep, cells, settings, at_once)
+def _begun(sweep: Sweep, data_digest: str) -> dict[str, str]:
+    """Return what must stay the same in a sweep, as text by name."""
+    space = sweep.space()
+    fixed = flatten(sweep.config.model_dump(mode="json"))
+    found = {name: flag_text(value) for name, value in sorted(fixed.items()) if name not in space}
+    found |= {
+        f"grid {name}": json.dumps(given) for name, given in zip(space, sweep.grid.values(), strict=True)
+    }
+    return {**found, "kind": "search" if sweep.trials else "grid", "data digest": data_digest}
 
-    def train(cell: Cell) -> Report | str:
+
+class _ThreadLock(JournalFileOpenLock):
+    """Keeps this process's threads apart. The sweep's own lock keeps other processes out, and a killed one
+    leaves no file behind."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def acquire(self) -> bool:
+        return self._lock.acquire()
+
+    def release(self) -> None:
+        self._lock.release()
+
+
+def _cut_torn_line(journal: Path) -> None:
+    """Remove the end of a line that a killed process was writing: the next line would be added to it."""
+    if journal.is_file() and (content := journal.read_bytes()) and not content.endswith(b"\n"):
+        with journal.open("rb+") as stream:
+            stream.truncate(content.rfind(b"\n") + 1)
+
+
+@dataclass
+class _Trials:
+    """The trials of a sweep's study. cells: those of a grid. tags: of all runs."""
+
+    sweep: Sweep
+    cells: Sequence[Cell]
+    settings: Settings
+    stop: StopRequest
+    task: Task
+    wrap: Callable[[Train], Train]
+    tags: Mapping[str, str]
+    study: optuna.Study
+
+    def run(self, count: int, workers: int) -> None:
+        """Run trials until `count` have ended with a result or were pruned, or failed in this call."""
+        self._queue_again()
+        space = self.sweep.space()
+        # A new sampler starts its random numbers from the seed; with the same one, a continued search would
+        # draw the values of its first trials again.
+        seed = self.sweep.config.train.seed + len(self.study.trials)
+        self.study.sampler = (
+            optuna.samplers.TPESampler(seed=seed)
+            if self.sweep.trials
+            else optuna.samplers.GridSampler({name: _choices(values) for name, values in space.items()})
+        )
+        ended = self.study.get_trials(states=(TrialState.COMPLETE, TrialState.PRUNED))
+        left = count - len(ended)
+        # In threads, while this one waits: a signal or an exception of Prefect's then interrupts no training.
+        with ThreadPoolExecutor(1) as pool:
+            try:
+                pool.submit(contextvars.copy_context().run, self._optimize, left, workers).result()
+            except BaseException:
+                self.stop.ask("the end of the sweep", signal.SIGTERM)
+                raise
+
+    def _optimize(self, left: int, workers: int) -> None:
+        context = contextvars.copy_context()  # for Optuna's threads: Prefect finds the flow run in it
+        while left > 0 and not self.stop.pending:
+            before = self._counts()
+            # catch: a failed run is a failed trial, not the end of the sweep.
+            self.study.optimize(
+                lambda trial: context.copy().run(self._train, trial),
+                n_trials=left,
+                n_jobs=workers,
+                catch=(CellFailed,),
+            )
+            # Again: Optuna's grid stops at its last combination, even if failed ones wait for another try.
+            left -= self._counts() - before
+
+    def _counts(self) -> int:
+        """Return how many trials have been begun."""
+        return sum(trial.state != TrialState.WAITING for trial in self.study.trials)
+
+    def _train(self, trial: optuna.Trial) -> float:
+        cell = self.sweep.chosen(trial, self.cells, self.settings)
+        trial.set_user_attr(_CELL, cell.name)
+        checkpoints = self.settings.runs_dir / cell.name / "checkpoints"
+        watch = _Watch(trial, checkpoints, self.task)
+        prunes = self.sweep.trials and self.sweep.prune
+
+        def train(cell: Cell, enough: Callable[[], bool]) -> Report:
+            return run_cell(
+                cell, self.sweep.folder(self.settings), self.settings, self.tags, self.stop, enough
+            )
+
         try:
-            return run_cell(cell, folder, settings, sweep, {}, stop)
+            report = self.wrap(train)(cell, watch if prunes else lambda: False)
         except CellFailed as failure:
-            return str(failure)
+            why = f"pruned after epoch {watch.seen}" if watch.pruned else str(failure)
+            trial.set_user_attr(_WHY, why)
+            if self.stop.pending:
+                self.study.stop()  # start no further trials
+            if watch.pruned:
+                raise optuna.TrialPruned from failure
+            raise
+        return float(report.metrics[self.task.metric])
 
-    # Threads are enough: they only wait for the cells' processes.
-    with ThreadPoolExecutor(workers) as pool:
-        return dict(zip([cell.name for cell in cells], pool.map(train, cells), strict=True))
+    def _queue_again(self) -> None:
+        """Queue interrupted and failed trials again, each for the run that it had."""
+        again = {trial.user_attrs.get(_CELL) for trial in self.study.get_trials(states=(TrialState.WAITING,))}
+        # RUNNING, too: Optuna never ends the trials of a killed process.
+        for trial in self.study.get_trials(states=(TrialState.RUNNING, TrialState.FAIL)):
+            name = trial.user_attrs.get(_CELL)
+            if trial.state == TrialState.RUNNING:
+                self.study.tell(trial.number, state=TrialState.FAIL)
+            later = (t.user_attrs.get(_CELL) for t in self.study.trials if t.number > trial.number)
+            if name and name not in again and name not in later:
+                # Not `enqueue_trial`, which would drop the trial's place in the grid.
+                place = {key: value for key, value in trial.system_attrs.items() if key != "fixed_params"}
+                self.study.add_trial(
+                    create_trial(
+                        state=TrialState.WAITING,
+                        system_attrs={**place, "fixed_params": trial.params},
+                        user_attrs={_CELL: name},
+                    )
+                )
+
+    def results(self) -> list[Result]:
+        """Return what became of each run, by name."""
+        found: dict[str, Result] = {}
+        for trial in self.study.trials:
+            if name := trial.user_attrs.get(_CELL, ""):
+                found[name] = self._result(name, trial)  # of several trials of one run, the last
+        if not self.sweep.trials:
+            for cell in self.cells:
+                why = f"not run, {self.stop.reason}" if self.stop.pending else "not run"
+                found.setdefault(cell.name, Result(name=cell.name, values=cell.values, why=why))
+        return [found[name] for name in sorted(found)]
+
+    def _result(self, name: str, trial: FrozenTrial) -> Result:
+        values = {field: flag_text(value) for field, value in trial.params.items()}
+        if trial.state == TrialState.COMPLETE:
+            report = Report.read(self.sweep.folder(self.settings) / f"{name}.json")
+            return Result(name=name, values=values, report=report)
+        pruned = trial.state == TrialState.PRUNED
+        return Result(name=name, values=values, why=trial.user_attrs.get(_WHY, "not run"), pruned=pruned)
 
 
-def write_sweep(folder: Path, cells: Sequence[Cell], reports: Reports) -> tuple[list[dict[str, Any]], Path]:
-    """Write `sweep.json`: for each cell its values, and its run's metrics or the reason for its failure.
-    Return the rows and the file."""
-    rows = []
-    for cell in cells:
-        done = reports.get(cell.name, "not run")
-        row: dict[str, Any] = {"cell": cell.name, **cell.values, "failed": ""}
-        more = {"failed": done} if isinstance(done, str) else {**done.metrics, "run": done.run_url}
-        rows.append(row | more)
-    write_json(file := folder / "sweep.json", rows)
-    return rows, file
+@dataclass
+class _Watch:
+    """Callable that reports a run's validation metric of each epoch to its trial; returns whether to prune
+    the run. Reads the run's checkpoints, because the run is another process."""
+
+    trial: optuna.Trial
+    checkpoints: Path
+    task: Task
+    pruned: bool = False
+    seen: int = 0
+
+    def __call__(self) -> bool:
+        there = complete_checkpoints(self.checkpoints)
+        if not there or self.pruned:
+            return self.pruned
+        # suppress: the run may have just removed this checkpoint; the next call reads a newer one
+        with contextlib.suppress(UserError, FileNotFoundError):
+            history = read_state(there[-1]).progress.history
+            for epoch, row in enumerate(history[self.seen :], start=self.seen + 1):
+                self.trial.report(row[VALIDATION + self.task.metric], epoch)
+            if len(history) > self.seen:
+                self.seen, self.pruned = len(history), self.trial.should_prune()
+        return self.pruned
 
 
-def in_mlflow(reports: Reports) -> list[str]:
-    """Return the ids of the runs that MLflow has recorded, in the order of the runs' names."""
-    done = [report for _, report in sorted(reports.items()) if isinstance(report, Report)]
-    return [report.run_id for report in done if report.run_id and report.tracking_uri != FILES]
-
-
-def compare_sweep(cells: Sequence[Cell], reports: Reports, sweep: str, settings: Settings) -> str:
+def compare_sweep(sweep: Sweep, results: Sequence[Result], settings: Settings) -> str:
     """Compare the sweep's runs that are in MLflow on a page in the sweep's folder, and log the page to
     MLflow. Return its address there, "" if there are fewer than two such runs."""
-    run_ids = in_mlflow(reports)[-MAX_CELLS:]  # a search may have more runs than fit on a page
+    run_ids = in_mlflow(results)[-MAX_CELLS:]  # a search may have more runs than fit on a page
     if len(run_ids) < 2:
         return ""
     # Imported here, because these import MLflow, which a sweep itself does not need.
     from dphybrid.tracking.compare import log_comparison, read_runs
     from dphybrid.tracking.compare_page import write_comparison
 
-    uri, folder = settings.mlflow_uri or embedded_uri(settings.mlflow_dir), sweep_folder(sweep, settings)
-    page = write_comparison(read_runs(uri, run_ids), folder / "comparison", next(iter(cells[0].values)))
-    _, address = log_comparison(uri, settings.experiment, settings.mlflow_dir, page, run_ids, sweep)
+    uri, folder = settings.mlflow_uri or embedded_uri(settings.mlflow_dir), sweep.folder(settings)
+    page = write_comparison(read_runs(uri, run_ids), folder / "comparison", next(iter(sweep.space())))
+    _, address = log_comparison(uri, settings.experiment, settings.mlflow_dir, page, run_ids, sweep.name)
     print(f"Comparison: {page.absolute().as_uri()}, and in MLflow: {address}", flush=True)
     return address
-
-
-def failures(reports: Reports) -> dict[str, str]:
-    """Return by name why cells failed. Runs that a search pruned did not fail."""
-    texts = {name: done for name, done in reports.items() if isinstance(done, str)}
-    return {name: text for name, text in texts.items() if not text.startswith(PRUNED)}

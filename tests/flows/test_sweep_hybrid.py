@@ -1,13 +1,13 @@
 """A sweep on stand-in GPUs: cells at once, a failed one tried again and reported, one page at the end."""
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 
 from dphybrid.config.settings import load_settings
-from dphybrid.lifecycle.sweep import MAX_CELLS, begin_sweep, compare_sweep, make_grid
+from dphybrid.lifecycle.cells import Cell, Result
+from dphybrid.lifecycle.sweep import MAX_CELLS, Sweep, compare_sweep
 from dphybrid.recipes.configs import build_config, load_config
 from dphybrid.run.leasing import num_at_once
 from dphybrid.run.pages import Report
@@ -35,7 +35,11 @@ def build(context):
 
 def test_a_grid_has_a_cell_for_each_combination(data_dir: Path) -> None:
     config, settings = build_config({"recipe": "hybrid", "devices": "cpu"}), load_settings()
-    grid = make_grid(config, {"train.epochs": [1, 2], "table.lr": [0.1, 0.2]}, "s", settings)
+
+    def cells(name: str, **grid: list[object]) -> list[Cell]:
+        return Sweep(name, config, {key.replace("__", "."): v for key, v in grid.items()}).cells(settings)
+
+    grid = cells("s", train__epochs=[1, 2], table__lr=[0.1, 0.2])
     assert [cell.name for cell in grid][::3] == ["s-1-epochs1-lr0.1", "s-4-epochs2-lr0.2"]
     assert [(c.config.train.epochs, c.config.table.lr) for c in grid] == [
         (1, 0.1),
@@ -44,23 +48,16 @@ def test_a_grid_has_a_cell_for_each_combination(data_dir: Path) -> None:
         (2, 0.2),
     ]
     assert num_at_once([cell.config for cell in grid], settings) == 1
-    folder, _ = begin_sweep("s", grid, settings)
-    first = grid[0]
-    (folder / f"{first.name}.config.json").write_text(first.config.model_dump_json())
-    begin_sweep("s", grid, settings)
-    config = build_config({"recipe": "hybrid", "devices": "cpu", "train": {"seed": 3}})
-    other = make_grid(config, {"train.epochs": [1, 2], "table.lr": [0.1, 0.2]}, "s", settings)
-    with refused(r"--sweep s: its run s-1-epochs1-lr0.1 .*\(train.seed: 0 -> 3\)"):
-        begin_sweep("s", other, settings)
     with refused("--sweep: its run '.*use a plain name of at most 200 bytes"):
-        begin_sweep("s" * 198, make_grid(config, {"train.seed": [1, 2]}, "s" * 198, settings), settings)
-    endless = make_grid(config, {"train.clip_norm": ["inf"]}, "s", settings)[0].config
+        cells("s" * 198, train__seed=[1, 2])
+    endless = cells("s", train__clip_norm=["inf"])[0].config
+    data_dir.mkdir()
     (page := data_dir / "page.json").write_text(endless.model_dump_json())  # as a cell's process reads it
     assert load_config(page, []) == endless
-    (cell,) = make_grid(config, {"train.batch-size": [64]}, "s", settings)
-    assert cell.values == {"train.batch_size": "64"}  # the name of the param, by which runs are compared
-    in_files = {name: Report.model_construct(run_id=name, tracking_uri="files") for name in "ab"}
-    assert compare_sweep(grid, in_files, "s", settings) == ""  # MLflow has none of them
+    in_files = [
+        Result(name=n, values={}, report=Report.model_construct(run_id=n, tracking_uri="files")) for n in "ab"
+    ]
+    assert compare_sweep(Sweep("s", config, {"train.seed": [1]}), in_files, settings) == ""  # not in MLflow
 
 
 def test_a_search_of_many_runs_compares_the_last_that_fit_on_a_page(
@@ -76,9 +73,12 @@ def test_a_search_of_many_runs_compares_the_last_that_fit_on_a_page(
     monkeypatch.setattr("dphybrid.tracking.compare_page.write_comparison", lambda *_: data_dir / "index.html")
     monkeypatch.setattr("dphybrid.tracking.compare.log_comparison", lambda *_: ("", "there"))
     names = [f"s-{number:03d}" for number in range(1, MAX_CELLS + 45)]
-    reports = {name: Report.model_construct(run_id=name, tracking_uri="http://x") for name in reversed(names)}
-    grid = make_grid(build_config({"recipe": "hybrid"}), {"train.epochs": [1]}, "s", load_settings())
-    assert compare_sweep(grid, reports, "s", load_settings()) == "there"
+    results = [
+        Result.model_construct(name=n, report=Report.model_construct(run_id=n, tracking_uri="http://x"))
+        for n in names
+    ]
+    sweep = Sweep("s", build_config({"recipe": "hybrid"}), {"train.epochs": [1]}, trials=300)
+    assert compare_sweep(sweep, results, load_settings()) == "there"
     assert compared == names[-MAX_CELLS:]
 
 
@@ -112,9 +112,9 @@ def test_a_sweep_runs_at_once_tries_again_and_compares(
     assert len(list(marks.iterdir())) == 2
     assert len(list(tmp_path.glob("hopeless-*"))) == 2
     folder = tmp_path / "data" / "sweeps" / "widths"
-    rows = json.loads((folder / "sweep.json").read_text())
-    assert [row["model.dim"] for row in rows] == ["7", "8", "9"]
-    assert [bool(row["failed"]) for row in rows] == [False, False, True]
+    assert len(list(folder.glob("widths-*.json"))) == 3 + 2, (
+        "a config of each run, a report of each that ended"
+    )
     page = (folder / "comparison" / "index.html").read_text()
     assert "widths-1" in page
     assert "widths-2" in page

@@ -1,0 +1,189 @@
+"""A sweep of a grid, and one that searches: the study goes on where it was stopped, ends bad runs early, and
+refuses to go on with other values."""
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import optuna
+import pytest
+
+from dphybrid.config.settings import load_settings
+from dphybrid.lifecycle import sweep as sweeping
+from dphybrid.lifecycle.cells import Cell, CellFailed, Result, failures
+from dphybrid.lifecycle.sweep import Sweep, run_sweep
+from dphybrid.recipes.configs import load_config
+from dphybrid.run.pages import Report
+from dphybrid.util.stop import StopRequest
+from tests.refusing import refused
+
+SPACE = {"train.lr": {"low": 0.001, "high": 0.1, "log": True}, "train.batch_size": [32, 64]}
+GRID = {"train.lr": [0.01, 0.02, 0.03], "train.batch_size": [32, 64]}
+
+
+class Sweeps:
+    """Sweeps on digits whose runs are quick: accuracy is 1 - lr, epoch by epoch. trained: the runs' names.
+    stops_at: the number of the run during which the sweep is stopped. failing: runs that fail."""
+
+    def __init__(self) -> None:
+        self.trained = list[str]()
+        self.stops_at, self.dies_at = 0, 0
+        self.failing = set[str]()
+        self.histories: dict[str, list[dict[str, float]]] = {}
+
+    def run_cell(self, cell: Cell, folder: Path, *given: Any) -> Report:
+        *_, stop, enough = given
+        self.trained.append(cell.name)
+        if len(self.trained) == self.dies_at:
+            raise SystemExit("killed")
+        if len(self.trained) == self.stops_at:
+            stop.ask("the test")
+            raise CellFailed("stopped", final=True)
+        if cell.name in self.failing:
+            raise CellFailed(f"{cell.name} fails", final=False)
+        accuracy = 1 - cell.config.train.lr
+        for _ in range(3):
+            self.histories.setdefault(cell.name, []).append({"validation accuracy": accuracy})
+            if enough():
+                raise CellFailed("ended", final=True)
+        values = dict.fromkeys(Report.model_fields, "") | {"version": 1, "splits": [], "split_lines": []}
+        values |= {name: {} for name in ("views", "stages", "stages_ms", "step_ms", "digests")}
+        values |= {"saving": {}, "warnings": [], "metrics": {"accuracy": accuracy}}
+        report = Report.model_validate(values)
+        report.write(folder / f"{cell.name}.json")
+        return report
+
+    def go(
+        self, grid: dict[str, Any], *values: str, trials: int = 0, prune: bool = True, at_once: int = 1
+    ) -> Any:
+        config = load_config(None, ["recipe=digits", "devices=cpu", *values])
+        sweep = Sweep("s", config, grid, trials, prune)
+        return run_sweep(sweep, load_settings(), StopRequest(), at_once)
+
+
+@pytest.fixture
+def sweeps(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sweeps:
+    found = Sweeps()
+    monkeypatch.setattr(sweeping, "run_cell", found.run_cell)
+    monkeypatch.setattr(sweeping, "complete_checkpoints", lambda folder: [folder])
+
+    def read_state(folder: Path) -> Any:
+        return SimpleNamespace(progress=SimpleNamespace(history=found.histories[folder.parent.name]))
+
+    monkeypatch.setattr(sweeping, "read_state", read_state)
+    return found
+
+
+def test_a_search_goes_on_where_it_was_stopped(sweeps: Sweeps) -> None:
+    sweeps.stops_at = 4
+    sweeps.go(SPACE, trials=6, prune=False)
+    assert sweeps.trained == ["s-001", "s-002", "s-003", "s-004"]
+    results = sweeps.go(SPACE, trials=6, prune=False)
+    assert sweeps.trained[4:] == ["s-004", "s-006", "s-007"]  # trial 5 is the fourth run again
+    assert [found.name for found in results] == ["s-001", "s-002", "s-003", "s-004", "s-006", "s-007"]
+    assert all(0.001 <= float(found.values["train.lr"]) <= 0.1 for found in results)
+    assert len({found.values["train.lr"] for found in results}) == 6  # no draw comes again after a start
+    sweeps.go(SPACE, trials=6, prune=False)
+    assert len(sweeps.trained) == 7
+
+
+def test_runs_below_the_median_end_early(sweeps: Sweeps) -> None:
+    results = sweeps.go(SPACE, trials=10)
+    ended = [float(found.values["train.lr"]) for found in results if found.pruned]
+    assert ended
+    assert failures(results) == {}
+    assert min(ended) > min(float(found.values["train.lr"]) for found in results if not found.pruned)
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_each_cell_of_a_grid_is_trained_once_and_failed_ones_again(sweeps: Sweeps, at_once: int) -> None:
+    sweeps.failing = {"s-2-lr0.01-b64", "s-5-lr0.03-b32"}
+    results = sweeps.go(GRID, at_once=at_once)
+    names = [
+        f"s-{n}-lr{lr}-b{b}"
+        for n, (lr, b) in enumerate([(r, s) for r in GRID["train.lr"] for s in (32, 64)], 1)
+    ]
+    assert sorted(sweeps.trained) == names
+    assert [found.name for found in results] == names
+    assert failures(results) == {name: f"{name} fails" for name in sorted(sweeps.failing)}
+    again, sweeps.failing = sorted(sweeps.failing), set()
+    results = sweeps.go(GRID, at_once=at_once)
+    assert sorted(sweeps.trained[6:]) == again
+    assert failures(results) == {}
+    assert [found.report.metrics["accuracy"] for found in results] == [
+        1 - lr for lr in GRID["train.lr"] for _ in "ab"
+    ]
+    sweeps.go(GRID, at_once=at_once)
+    assert len(sweeps.trained) == 8
+
+
+def test_a_sweep_that_was_killed_goes_on_even_after_half_a_line(sweeps: Sweeps, data_dir: Path) -> None:
+    sweeps.dies_at = 3
+    with pytest.raises(SystemExit):
+        sweeps.go(GRID)
+    journal = data_dir / "sweeps" / "s" / "study.journal"
+    with journal.open("ab") as stream:
+        stream.write(b'{"op_code":4,"worker_id":"x"')
+    results = sweeps.go(GRID)
+    assert sweeps.trained[3] == sweeps.trained[2], "the interrupted run comes first"
+    assert len(set(sweeps.trained)) == 6
+    assert len(sweeps.trained) == 7
+    assert failures(results) == {}
+    storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(journal)))
+    study = optuna.load_study(study_name="s", storage=storage)  # as docs/sweeps.md says
+    assert study.best_value == pytest.approx(0.99)
+
+
+def test_a_sweep_goes_on_with_the_same_values_only(sweeps: Sweeps) -> None:
+    sweeps.go(GRID)
+    for grid, values, trials, words in (
+        (GRID, ["recipe=toy"], 0, "recipe: digits -> toy"),
+        (GRID, ["train.seed=7"], 0, "train.seed: 0 -> 7"),
+        ({**GRID, "train.lr": [0.01, 0.02]}, [], 0, r"grid train.lr: \[0.01, 0.02, 0.03\] -> \[0.01, 0.02\]"),
+        ({"train.lr": [0.01, 0.02, 0.03]}, [], 0, "grid train.batch_size: .* -> None"),
+        (GRID, [], 5, "kind: grid -> search"),
+    ):
+        with refused(
+            f"--sweep s: was begun with other values .*{words}.*; give the same ones, or choose another"
+        ):
+            sweeps.go(grid, *values, trials=trials)
+    assert len(sweeps.trained) == 6
+
+
+def test_the_same_sweep_runs_once_at_a_time(sweeps: Sweeps, monkeypatch: pytest.MonkeyPatch) -> None:
+    began, goes_on, run_cell = threading.Event(), threading.Event(), sweeps.run_cell
+
+    def slowly(*given: Any) -> Report:
+        began.set()
+        assert goes_on.wait(60)
+        return run_cell(*given)
+
+    monkeypatch.setattr(sweeping, "run_cell", slowly)
+    first = threading.Thread(target=sweeps.go, args=(GRID,))
+    first.start()
+    assert began.wait(60)
+    with refused("--sweep s: runs in another process; wait for its end"):
+        sweeps.go(GRID)
+    goes_on.set()
+    first.join(60)
+    assert len(sweeps.trained) == 6
+
+
+def test_what_a_field_does_not_allow_is_refused(sweeps: Sweeps) -> None:
+    for grid, trials, words in (
+        ({}, 0, "give at least one field"),
+        ({"train.lr": {"low": 1, "high": 2}}, 0, "a range needs --trials"),
+        ({"train.lr": {"low": 1}}, 2, "give low and high, and optionally log or step"),
+        ({"train.lr": {"low": 2, "high": 1}}, 2, "grid: train.lr = .*low"),
+        ({"train.lr": {"low": -1, "high": 1}}, 2, "train.lr=-1"),
+        ({"train.lr": []}, 0, "give a list of values"),
+        ({"train.lr": "0.1"}, 2, "give a list of values, or low and high"),
+        ({"train.epochs": [1, -1]}, 0, "cell 2 .train.epochs=-1.*train.epochs"),
+        ({"train.seed": list(range(380))}, 0, "380 combinations"),
+    ):
+        with refused(words):
+            sweeps.go(grid, trials=trials)
+    assert sweeps.trained == []
+    found: list[Result] = sweeps.go({"train.batch-size": [64]})
+    assert found[0].values == {"train.batch_size": "64"}  # the name of the param, by which runs are compared
