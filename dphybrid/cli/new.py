@@ -41,15 +41,19 @@ def run(args: argparse.Namespace) -> int:
     name: str = args.name
     if not re.fullmatch(r"[a-z][a-z0-9_]*(?<!_)", name) or keyword.iskeyword(name):
         raise UserError(f"new recipe {name!r}: use lower-case letters, digits and _, as in film_club")
+    taken = f"new recipe {name}: a recipe, file or package of that name exists; choose another"
     # Any module's name, not only a recipe's: the package would shadow it, or be shadowed.
     if name in recipe_names() or Path(name).exists() or importlib.util.find_spec(name) is not None:
-        raise UserError(f"new recipe {name}: a recipe, file or package of that name exists; choose another")
+        raise UserError(taken)
     folder, title = Path(name), "".join(word.capitalize() for word in name.split("_"))
     texts = {place.format(name): _sample(file, name, title) for place, file in _PLACES.items()}
-    with making(folder) as partial:
-        for place, text in texts.items():
-            (partial / place).parent.mkdir(exist_ok=True)
-            (partial / place).write_text(text, encoding="utf-8")
+    try:
+        with making(folder) as partial:
+            for place, text in texts.items():
+                (partial / place).parent.mkdir(exist_ok=True)
+                (partial / place).write_text(text, encoding="utf-8")
+    except FileExistsError as error:  # made by another process meanwhile
+        raise UserError(taken) from error
     path = f"{name}.recipe:{title}"
     print(f"{folder}/: {', '.join(texts)}")
     print(f"cd {folder} && dphybrid train --recipe {path}; README.md says more")

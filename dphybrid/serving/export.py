@@ -207,21 +207,25 @@ def export(checkpoint: Path, out: str | Path) -> Path:
     cannot trace.
     """
     target = Path(out).expanduser()
+    taken = f"--out {out}: exists already; give a new folder, or remove it first"
     if target.exists():
-        raise UserError(f"--out {out}: exists already; give a new folder, or remove it first")
+        raise UserError(taken)
     check_target(target, f"--out {out}")
     predictor = open_predictor(checkpoint)
     of_rows = isinstance(predictor, Predictor)
     if not of_rows and not hasattr(predictor, "export"):
         raise UserError(f"{checkpoint}: its recipe's predictor has no method export(folder)")
-    with making(target) as folder:
-        if of_rows:
-            _export_rows(predictor, folder)
-        else:
-            predictor.export(folder)
-        files = sorted(path for path in folder.rglob("*") if path.is_file())
-        lines = [f"{file_digest(path)}  {path.relative_to(folder)}\n" for path in files]
-        write_text(folder / "SHA256SUMS", "".join(lines))
+    try:
+        with making(target) as folder:
+            if of_rows:
+                _export_rows(predictor, folder)
+            else:
+                predictor.export(folder)
+            files = sorted(path for path in folder.rglob("*") if path.is_file())
+            lines = [f"{file_digest(path)}  {path.relative_to(folder)}\n" for path in files]
+            write_text(folder / "SHA256SUMS", "".join(lines))
+    except FileExistsError as error:  # made by another process meanwhile
+        raise UserError(taken) from error
     return target
 
 

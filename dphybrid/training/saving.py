@@ -281,7 +281,7 @@ class CheckpointWriter:
     ) -> int:
         """Write a checkpoint's folder; return its size in bytes, without linked files. base: the previous
         checkpoint, whose table files are linked."""
-        with making(final) as partial:
+        with making(final, replace=True) as partial:
             (partial / "tables").mkdir()
             if page.since_full:
                 (partial / "changed").mkdir()

@@ -172,12 +172,12 @@ def read_json(path: Path) -> Any:
 
 
 @contextmanager
-def making(final: Path) -> Iterator[Path]:
+def making(final: Path, replace: bool = False) -> Iterator[Path]:
     """Yield an empty folder that is fsynced and renamed to `final` when the block ends. If the block fails,
     the folder is removed.
 
-    An existing folder `final` is replaced. If a crash happens between the two renames, `clear_leftovers`
-    restores the old one.
+    Raises FileExistsError when `final` has files by then, whoever made it; these stay as they are. replace:
+    replace such a folder. If a crash then happens between the two renames, `clear_leftovers` restores it.
     """
     partial, before = temporary(final), temporary(final, "replaced")
     try:
@@ -189,14 +189,16 @@ def making(final: Path) -> Iterator[Path]:
             # In a fixed order: `dphybrid selftest --seed` counts file operations to repeat a fault.
             for path in (*sorted(partial.rglob("*")), partial):
                 sync(path)
-            # rename() cannot replace a folder that has files in it, so replacing takes two renames.
-            if final.exists():
+            if replace and final.exists():
                 final.rename(before)
             try:
+                # One step: rename() replaces a folder only if it is empty.
                 partial.rename(final)
-            except OSError:
+            except OSError as error:
                 if before.exists():
                     before.rename(final)
+                if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    raise FileExistsError(errno.EEXIST, "exists already", str(final)) from error
                 raise
             sync(final.parent)
     finally:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ import pytest
 
 import dphybrid
 from dphybrid.cli.main import main
+from dphybrid.serving import export as export_module
 from dphybrid.serving.export import export
 from tests.commands import command, python
 from tests.conftest import REPOSITORY
@@ -176,6 +178,18 @@ def test_nothing_half_is_left_and_nothing_is_overwritten(
         patch.setattr("dphybrid.serving.export._write_pages", interrupted)
         assert main(["export", "binary", "--out", "out"]) == 130
     assert {path.name for path in tmp_path.iterdir()} == there
+    write = export_module._write_pages
+
+    def meanwhile(*given: Any) -> None:
+        (tmp_path / "new").mkdir()
+        (tmp_path / "new" / "letter").write_text("mine")
+        write(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(export_module, "_write_pages", meanwhile)
+        assert "--out new: exists already" in command("export", "binary", "--out", "new", ends=2)
+    assert [file.read_text() for file in (tmp_path / "new").iterdir()] == ["mine"]
+    shutil.rmtree(tmp_path / "new")
     for given, words in (
         (["nobody", "--out", "out"], "nobody: no run"),
         (["binary", "--out", "none/out"], "--out none/out: cannot be written there"),

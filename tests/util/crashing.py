@@ -15,7 +15,7 @@ from dphybrid.util.files import clear_leftovers, making, remove_folder, write_te
 
 
 def put(folder: Path, text: str) -> None:
-    with making(folder) as partial:
+    with making(folder, replace=True) as partial:
         (partial / "in").mkdir()
         for name in ("x", "in/y"):
             (partial / name).write_text(text)

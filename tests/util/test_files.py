@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -66,12 +67,31 @@ def test_a_folder_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
         fail()
     assert names(tmp_path) == []
     for text in ("one", "two"):
-        with making(final) as partial:
+        with making(final, replace=True) as partial:
             (partial / "x").write_text(text)
         assert names(tmp_path) == ["final"]
         assert (final / "x").read_text() == text
+    with pytest.raises(FileExistsError, match="final"), making(final) as partial:
+        (partial / "x").write_text("three")
+    assert names(tmp_path) == ["final"]
+    assert (final / "x").read_text() == "two"
     remove_folder(final)
     assert names(tmp_path) == []
+
+
+def test_of_many_that_make_one_folder_one_does(tmp_path: Path) -> None:
+    def make(number: int) -> int:
+        try:
+            with making(tmp_path / "final") as partial:
+                (partial / "x").write_text(str(number))
+        except FileExistsError:
+            return -1
+        return number
+
+    with ThreadPoolExecutor(8) as pool:
+        made = [number for number in pool.map(make, range(40)) if number >= 0]
+    assert [str(number) for number in made] == [(tmp_path / "final" / "x").read_text()]
+    assert names(tmp_path) == ["final"]
 
 
 def test_a_lock_ends_with_its_process_and_leaves_the_holders_page(tmp_path: Path) -> None:
