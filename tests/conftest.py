@@ -35,6 +35,8 @@ NIGHTLY = [
     "tests/flows/test_gone.py",
     "tests/flows/test_workers.py",
     "tests/gpu/test_training.py",
+    "tests/lifecycle/test_champion.py::test_two_retrainings_in_every_order",
+    "tests/lifecycle/test_many_retrainings.py::test_as_much_is_there_after_all_retrainings_as_after_half[40]",
     "tests/reliability/test_fuzz.py::test_config_and_schema_files",
     "tests/reliability/test_fuzz.py::test_triples_pairs_and_texts",
     "tests/reliability/test_soak.py",

@@ -14,8 +14,8 @@ from dphybrid.util.errors import UserError
 from dphybrid.util.importing import kept_from_gc
 
 COMMANDS = [
-    *("prepare", "plan", "init", "train", "compare", "ui", "predict", "export", "sweep", "rollback", "sync"),
-    *("check", "new", "devices", "doctor", "verify", "selftest", "worker", "deploy"),
+    *("prepare", "plan", "init", "train", "runs", "compare", "ui", "predict", "export", "sweep", "rollback"),
+    *("sync", "check", "new", "devices", "doctor", "verify", "selftest", "worker", "deploy"),
     "completion",
 ]
 """The subcommands' modules, in the order of the help.

@@ -19,7 +19,7 @@ from dphybrid.training.checkpoint import complete_checkpoints
 from dphybrid.training.clock import StepTimes
 from dphybrid.training.display import Display
 from dphybrid.training.engine import Session
-from dphybrid.training.loop import keep_checkpoints, train
+from dphybrid.training.loop import keep_checkpoints, log_kept, train
 from dphybrid.training.observing import Observer
 from dphybrid.training.saving import best_checkpoint
 from dphybrid.util.errors import UserError
@@ -69,6 +69,7 @@ def train_here(
             result = _result_of(session, seen.times, system)
             if engine.leads:
                 _keep_outcome(run, tracker, result)
+                log_kept(session)
     stop.obey("after its last step; --resume continues it")
     return result
 

@@ -5,14 +5,17 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
+from urllib.parse import urlparse
 
 from pydantic import BaseModel, TypeAdapter
 
 from dphybrid.tracking.base import LEFT_OUT
 from dphybrid.util.digests import SUMS, allow_links
 from dphybrid.util.errors import UserError
+from dphybrid.util.files import scratch_folder
 
 
 @contextmanager
@@ -39,14 +42,33 @@ def checkpoint_folder(uri: str, tracking_uri: str | None = None) -> Path:
         if not (folder / "state.json").is_file():
             raise UserError(f"{uri}: is not a checkpoint folder (it has no state.json)")
         return folder
-    from mlflow.artifacts import download_artifacts
     from mlflow.exceptions import MlflowException
 
     try:
-        root = Path(download_artifacts(artifact_uri=_location(uri, tracking_uri), tracking_uri=tracking_uri))
+        root = _fetched(_location(uri, tracking_uri), tracking_uri)
     except (MlflowException, OSError) as error:
         raise UserError(f"{uri}: cannot be fetched from MLflow: {error}") from error
     return _with_left_out(root) / "checkpoint"
+
+
+@cache
+def _scratch() -> Path:
+    """Return this process's folder for copies of models. It is removed at the end of the process; if that was
+    killed, by the next one that needs such a folder."""
+    held = ExitStack()
+    atexit.register(held.close)
+    return held.enter_context(scratch_folder(Path(tempfile.gettempdir()), "dphybrid-models-"))
+
+
+# Cached: a logged model never changes, so that a process which loads it again needs no second copy.
+@cache
+def _fetched(location: str, tracking_uri: str | None) -> Path:
+    """Return a folder with the artifacts at an address: where they are, or a copy in `_scratch`."""
+    from mlflow.artifacts import download_artifacts
+
+    is_local = urlparse(location).scheme in ("", "file")
+    target = None if is_local else tempfile.mkdtemp(dir=_scratch())
+    return Path(download_artifacts(artifact_uri=location, tracking_uri=tracking_uri, dst_path=target))
 
 
 def _location(uri: str, tracking_uri: str | None) -> str:
@@ -114,8 +136,7 @@ def _with_left_out(root: Path) -> Path:
         ) from error
     # A new folder: `root` may be the store's own, which must not change. It holds only links, and stays until
     # the process ends, because callers load from it later.
-    whole = Path(tempfile.mkdtemp(prefix="dphybrid-model-"))
-    atexit.register(shutil.rmtree, whole, ignore_errors=True)
+    whole = Path(tempfile.mkdtemp(dir=_scratch()))
     shutil.copytree(root, whole, copy_function=os.symlink, dirs_exist_ok=True)
     inside = (whole / "checkpoint").resolve()
     allow_links(inside)

@@ -161,7 +161,8 @@ class Session:
     saver: writes the checkpoints. facts: further values of each checkpoint's page. profile_steps: steps to
     record with torch's profiler. callbacks: user functions called after each epoch. take: the recipe's
     `step`, which takes a `Step` and a batch and returns the summed loss and its number of terms. stateful:
-    further objects whose state checkpoints store, by name.
+    further objects whose state checkpoints store, by name. named: steps of the checkpoints that the results
+    of an earlier attempt name, which therefore must stay.
     """
 
     config: ExperimentConfig
@@ -181,6 +182,7 @@ class Session:
     profile_steps: range = range(0)
     callbacks: Sequence[Callback] = ()
     stateful: dict[str, Stateful] = field(default_factory=dict)
+    named: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.stateful.update(splits=self.splits, clock=self.clock, saving=self.saver)

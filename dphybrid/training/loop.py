@@ -203,13 +203,20 @@ def checkpoint(session: Session, observer: Observer) -> Path:
         return session.saver.save(values, session.facts, session.stateful, then, session.tracker.keep)
 
 
-def keep_checkpoints(session: Session, progress: Progress) -> None:
-    """Remove the checkpoints that are no longer kept at this progress, and log the others."""
+def keep_checkpoints(session: Session, progress: Progress) -> list[Path]:
+    """Remove the checkpoints that are no longer kept at this progress; return the others, oldest first. Those
+    that the run's results name stay until `log_kept` has other results."""
     config = session.config.checkpoint
-    kept = prune_checkpoints(
-        session.checkpoints, config, best_steps(progress, session.task, config.keep_best)
-    )
-    cards = checkpoint_cards(kept, session.config.recipe, progress.best_step)
+    best = best_steps(progress, session.task, config.keep_best)
+    return prune_checkpoints(session.checkpoints, config, [*best, *session.named])
+
+
+def log_kept(session: Session) -> None:
+    """At the end of a training, whose results are written: remove the checkpoints that are no longer kept,
+    and log the others as models. Before, each epoch would log a model and soon delete it again."""
+    progress = session.trained.progress
+    session.named.clear()
+    cards = checkpoint_cards(keep_checkpoints(session, progress), session.config.recipe, progress.best_step)
     data = Path(session.facts["prepared"]).name, session.facts["data_digest"]
     session.tracker.log_checkpoints(cards, data)
 

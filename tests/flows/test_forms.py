@@ -52,7 +52,7 @@ def test_an_address_without_a_server_is_told_in_a_line(
 
 
 def test_every_value_of_every_flow_is_described() -> None:
-    for name in ("train_hybrid", "join_hybrid", "retrain_hybrid", "sweep_hybrid"):
+    for name in ("train_hybrid", "join_hybrid", "retrain_hybrid", "sweep_hybrid", "clean_up"):
         flow = getattr(import_module(f"dphybrid.flows.{name}"), name)
         assert all(field.get("description") for field in flow.parameters.properties.values()), name
 

@@ -121,8 +121,9 @@ def test_setting_up_again_changes_nothing_and_doubles_nothing(team: Team, deploy
     deployments = {page["name"]: page for page in team.post("/deployments/filter", {})}
     trainings = {f"train-{name}" for name in ("hybrid", "tutorial-hybrid", "ctr", "kge", "retrieval")}
     trainings.add("train-cluster")
-    assert set(deployments) == trainings | {"join-hybrid", "retrain-hybrid", "sweep-hybrid"}
+    assert set(deployments) == trainings | {"join-hybrid", "retrain-hybrid", "sweep-hybrid", "clean-up"}
     assert deployments.pop("join-hybrid")["parameters"] == {}
+    assert deployments.pop("clean-up")["parameters"] == {"keep_days": 30}
     assert deployments["train-cluster"]["global_concurrency_limit"]["limit"] == 1
     for page in deployments.values():
         assert page["pull_steps"] == []

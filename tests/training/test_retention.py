@@ -2,7 +2,14 @@
 
 from pathlib import Path
 
+import pytest
+from mlflow.store.tracking.dbmodels.models import SqlLoggedModel
+from mlflow.tracking import MlflowClient
+
+import dphybrid
 from dphybrid.config import CheckpointConfig
+from dphybrid.config.settings import load_settings
+from dphybrid.serving.load import find_checkpoint
 from dphybrid.training.checkpoint import VALIDATION, Progress, complete_checkpoints, step_of
 from dphybrid.training.label_tasks import label_task
 from dphybrid.training.metrics import BINARY, LANGUAGE_MODEL
@@ -65,3 +72,30 @@ def test_what_goes_from_disk_goes_from_the_record(data_dir: Path) -> None:
     assert roles.keys() == on_disk
     assert roles[100] == "kept"
     assert roles[max(on_disk)].endswith("latest")
+    # No epoch logs a model that is deleted soon.
+    client = MlflowClient(report.tracking_uri)
+    store = client._tracking_client.store
+    with store.ManagedSessionMaker() as session:
+        assert session.query(SqlLoggedModel).count() == len(on_disk)
+
+
+def test_what_the_results_name_stays_until_there_are_others(
+    data_dir: Path, unrecorded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = ["recipe=hybrid", "checkpoint.keep_last=1", "train.patience=0"]
+    best = Path(run_with(*values, "train.epochs=1", run_name="mine").best_checkpoint)
+
+    def killed(*_: object) -> None:
+        raise SystemExit
+
+    for attempt in (1, 2):
+        with monkeypatch.context() as patch:
+            patch.setattr("dphybrid.run.trainer._keep_outcome", killed)
+            with pytest.raises(SystemExit):
+                run_with(*values, f"train.epochs={1 + 2 * attempt}", resume="mine")
+        assert find_checkpoint("mine", load_settings()) == best
+        assert len(complete_checkpoints(best.parent)) <= 3
+        dphybrid.load_model("mine")
+    report = run_with(*values, "train.epochs=6", resume="mine")
+    assert Path(report.best_checkpoint) != best
+    assert not best.exists()

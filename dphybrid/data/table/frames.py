@@ -3,6 +3,7 @@ digest; and frames of predictions, written piece by piece to the user's file."""
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -129,6 +130,7 @@ def save_frame(
         except OSError:
             if not target.is_dir():
                 raise
+            os.utime(target)  # the time of its last use, by which `dphybrid runs remove` keeps it
         return target
     except (pl.exceptions.PolarsError, OSError) as error:
         raise UserError(f"{where}: cannot be written to {folder}: {error}") from error

@@ -1,0 +1,100 @@
+"""List runs, show one, or remove runs with everything that only they need.
+
+examples:
+  %(prog)s
+  %(prog)s show ctr-cpu-1121-044553
+  %(prog)s remove ctr-cpu-1121-044553 text-cpux2-1121-045901
+  %(prog)s remove --older-than 30 --yes
+
+remove prints what would go; with --yes it goes: the run's folder and records, its prepared data and frames,
+and its run and models in MLflow, where `mlflow gc` empties the trash. A run stays if it is running, if its
+records wait, or if its model has an alias or is the one that `dphybrid rollback` returns to.
+"""
+
+import argparse
+
+from dphybrid.cli.parser import Parser
+from dphybrid.config.settings import load_settings
+from dphybrid.util.errors import UserError, counted
+
+
+def flags(parser: Parser) -> None:
+    """Add the command's flags."""
+    add = parser.add_argument
+    add("action", nargs="?", choices=["list", "show", "remove"], default="list", help="default: list")
+    add("runs", nargs="*", metavar="RUN", help="names of runs")
+    add("--older-than", type=float, metavar="DAYS", help="remove: all runs that began earlier than this")
+    add("--yes", action="store_true", help="remove: do it; without this flag only say what would go")
+
+
+def run(args: argparse.Namespace) -> int:
+    """List, show or remove runs; return the exit code."""
+    settings = load_settings()
+    if args.action == "remove":
+        return _remove(args)
+    if args.older_than is not None or args.yes:
+        raise UserError("--older-than, --yes: only for `dphybrid runs remove`")
+    if args.action == "show":
+        return _show(args.runs)
+    from dphybrid.lifecycle.cleanup import row_of
+    from dphybrid.run.folder import all_runs
+
+    if args.runs:
+        raise UserError(f"runs list takes no names; `dphybrid runs show {args.runs[0]}` shows a run")
+    if rows := [row_of(run) for run in all_runs(settings)]:
+        _print_table(rows)
+    else:
+        print(f"No runs in {settings.runs_dir}")
+    return 0
+
+
+def _print_table(rows: list[dict[str, object]]) -> None:
+    lines = [list(rows[0]), *([str(value) for value in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def _show(names: list[str]) -> int:
+    from dphybrid.lifecycle.cleanup import needs_of, row_of
+    from dphybrid.run.folder import read_run
+
+    settings = load_settings()
+    if not names:
+        raise UserError("runs show: name the runs; `dphybrid runs` lists them")
+    for name in names:
+        run = read_run(settings.runs_dir / name, settings)
+        facts = {**row_of(run), "folder": run.folder, "MLflow": run.page.run_id or "not recorded"}
+        facts |= {"devices": run.page.devices, "attempts": run.page.attempt}
+        for key, value in facts.items():
+            print(f"{key:<11} {value}")
+        for path, size in needs_of(run, settings).items():
+            print(f"{'needs':<11} {path} ({size / 2**20:.1f} MiB)")
+    return 0
+
+
+def _remove(args: argparse.Namespace) -> int:
+    from dphybrid.lifecycle.cleanup import plan_removal, remove
+
+    if not args.runs and args.older_than is None:
+        raise UserError("runs remove: name the runs, or give --older-than DAYS")
+    if args.older_than is not None and args.older_than < 0:
+        raise UserError(f"--older-than {args.older_than:g}: give days, 0 or more")
+    settings = load_settings()
+    removal = plan_removal(settings, args.runs, args.older_than)
+    for name, why in removal.kept.items():
+        print(f"{name}: stays, {why}")
+    if args.yes:
+        for line in remove(removal, settings):
+            print(line, flush=True)
+        return 0
+    for run in removal.runs:
+        print(f"{run.folder.name}: would be removed")
+    for path in removal.needless:
+        print(f"{path}: would be removed, no other run needs it")
+    runs, size = counted(len(removal.runs), "run"), removal.num_bytes / 2**20
+    print(
+        f"{runs}, {size:,.1f} MiB"
+        + ("; repeat the command with --yes to remove them" if removal.runs else "")
+    )
+    return 0

@@ -1,0 +1,186 @@
+"""What runs leave behind: list them, and remove runs with everything that nothing else needs: a run's folder,
+its records, its prepared data, the frames that it was trained on, the copy of a champion that it started
+from, and its run and models in MLflow.
+
+Runs stay while they are running, while records of them wait, and if a registered model's alias points to
+them, or a rollback would.
+"""
+
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from dphybrid.config.settings import Settings
+from dphybrid.run.folder import LOCK, Run, all_runs
+from dphybrid.run.pages import Report
+from dphybrid.util.errors import UserError, suggestion
+from dphybrid.util.files import remove_folder
+from dphybrid.util.locks import is_held
+
+_FRESH_S = 3600.0
+"""Prepared data, frames and copies of champions stay for this long after their last use, and as long as a run
+may wait for GPUs: a run that begins may have chosen them, and has no page yet."""
+
+
+@dataclass(frozen=True)
+class Removal:
+    """What to remove: runs, and files and folders that only they need. kept: name of a run -> why it
+    stays."""
+
+    runs: Sequence[Run] = ()
+    needless: Sequence[Path] = ()
+    kept: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """How much room removing makes, if MLflow's store has no links to the files."""
+        return size_of([*(run.folder for run in self.runs), *self.needless])
+
+
+def size_of(paths: Iterable[Path]) -> int:
+    """Return the bytes that files and folders take on the disk; a file with several names counts once."""
+    found: dict[tuple[int, int], int] = {}
+    for path in paths:
+        for file in [path, *path.rglob("*")] if path.is_dir() else [path]:
+            if file.is_symlink() or not file.is_file():
+                continue
+            stat = file.stat()
+            found[stat.st_dev, stat.st_ino] = stat.st_blocks * 512
+    return sum(found.values())
+
+
+def status_of(run: Run) -> str:
+    """Return finished, running or stopped."""
+    if is_held(run.folder / LOCK):
+        return "running"
+    return "finished" if (run.folder / "report.json").is_file() else "stopped"
+
+
+def row_of(run: Run) -> dict[str, object]:
+    """Return what a list of runs shows of a run."""
+    page = run.folder / "report.json"
+    metrics = Report.read(page).metrics if page.is_file() else {}
+    name, value = next(iter(metrics.items()), ("", ""))
+    return {
+        "run": run.folder.name,
+        "recipe": run.page.recipe,
+        "status": status_of(run),
+        "created": run.page.created[:16].replace("T", " "),
+        "metric": f"{name} {value:.4f}" if name else "",
+        "registered": run.config.checkpoint.register_as or "",
+        "MiB": round(size_of([run.folder]) / 2**20, 1),
+    }
+
+
+def needs_of(run: Run, settings: Settings) -> dict[Path, int]:
+    """Return the bytes of the prepared data and frames that a run needs, by path."""
+    return {path: size_of([path]) for path in sorted(_used_by([run], settings))}
+
+
+def plan_removal(
+    settings: Settings, names: Collection[str] = (), older_than_days: float | None = None
+) -> Removal:
+    """Find what to remove: the named runs, or all that were created more than `older_than_days` days ago.
+
+    Raises UserError for a name that no run has, and when MLflow, which knows the champions, does not answer.
+    """
+    runs = all_runs(settings)
+    known = {run.folder.name: run for run in runs}
+    if unknown := [name for name in names if name not in known]:
+        raise UserError(f"{unknown[0]}: there is no such run{suggestion(unknown[0], known or ['none yet'])}")
+    chosen = [known[name] for name in names]
+    if older_than_days is not None:
+        limit = (datetime.now(UTC) - timedelta(days=older_than_days)).isoformat()
+        chosen += [run for run in runs if run.page.created < limit and run not in chosen]
+    protected, kept, removed = _protected(settings, chosen), dict[str, str](), list[Run]()
+    for run in chosen:
+        if why := _reason_to_keep(run, settings, protected):
+            kept[run.folder.name] = why
+        else:
+            removed.append(run)
+    gone = {run.folder for run in removed}
+    staying = [run for run in runs if run.folder not in gone]
+    needless = sorted(_used_by(removed, settings, ended=False) - _used_by(staying, settings))
+    return Removal(removed, [path for path in needless if not _is_fresh(path, settings)], kept)
+
+
+def remove(removal: Removal, settings: Settings) -> Iterator[str]:
+    """Remove what `plan_removal` has found; yield a line about each run. A run that has begun again meanwhile
+    stays, with all that it needs."""
+    for run in removal.runs:
+        if is_held(run.folder / LOCK):
+            yield f"{run.folder.name}: stays, it is running"
+            continue
+        if run.page.run_id and _recorded(settings):
+            from dphybrid.tracking.removing import forget_run
+            from dphybrid.tracking.sync import forget_records
+
+            forget_run(_uri(settings), run.page.run_id)
+            forget_records(settings.mlflow_dir, run.page.run_id)
+        remove_folder(run.folder)
+        yield f"{run.folder.name}: removed"
+    needed = _used_by(all_runs(settings), settings)
+    for path in removal.needless:
+        if path in needed or _is_fresh(path, settings):
+            continue
+        if path.is_dir():
+            remove_folder(path)
+        else:
+            path.unlink(missing_ok=True)
+        yield f"{path}: removed"
+
+
+def _reason_to_keep(run: Run, settings: Settings, protected: Mapping[str, str]) -> str:
+    if is_held(run.folder / LOCK):
+        return "it is running"
+    if run.page.run_id in protected:
+        return protected[run.page.run_id]
+    if run.page.run_id and _recorded(settings):
+        from dphybrid.tracking.sync import num_waiting
+
+        if num_waiting(settings.mlflow_dir, run.page.run_id):
+            return "its records are not in MLflow yet; `dphybrid sync` sends them"
+    return ""
+
+
+def _protected(settings: Settings, runs: Sequence[Run]) -> dict[str, str]:
+    """Return the ids of runs that registered models need -> why."""
+    if not _recorded(settings) or not any(run.page.run_id for run in runs):
+        return {}
+    from dphybrid.tracking.removing import runs_in_use
+
+    return runs_in_use(_uri(settings))
+
+
+def _recorded(settings: Settings) -> bool:
+    """Return whether runs are recorded in MLflow, as far as known without asking it."""
+    made = settings.mlflow_uri or (settings.mlflow_dir / "mlflow.db").is_file()
+    return settings.mlflow_uri not in ("none", "files") and bool(made)
+
+
+def _uri(settings: Settings) -> str:
+    from dphybrid.tracking.opening import store_to_read
+
+    return store_to_read(settings.mlflow_uri, settings.mlflow_dir)
+
+
+def _used_by(runs: Iterable[Run], settings: Settings, ended: bool = True) -> set[Path]:
+    """Return the files and folders of the data folder that runs need: prepared data and frames; before the
+    end of a run also the data that it extends and the checkpoint that it starts from. ended: whether to look
+    for the end."""
+    found = set[Path]()
+    for run in runs:
+        data, train = (run.page.config.get(section, {}) for section in ("data", "train"))
+        found |= {Path(str(data[name])) for name in ("path", "valid_path") if data.get(name)}
+        found.add(Path(run.page.prepared))
+        if not (ended and (run.folder / "report.json").is_file()):
+            found |= {Path(needed) for needed in (data.get("base"), train.get("warm_start")) if needed}
+    # Only what dphybrid made itself, never the user's files.
+    own = (settings.prepared_dir, settings.data_dir / "frames", settings.champions_dir)
+    return {path for path in found if path.parent in own and path.exists()}
+
+
+def _is_fresh(path: Path, settings: Settings) -> bool:
+    return time.time() - path.stat().st_mtime < _FRESH_S + settings.gpu_wait_s

@@ -1,0 +1,40 @@
+"""The flow `clean-up`: remove runs that are older than some days, with everything that only they need.
+
+The work is in `dphybrid.lifecycle.cleanup`; `dphybrid runs remove` does it without Prefect.
+"""
+
+import sys
+
+from prefect import flow
+from prefect.client.schemas.objects import State
+from prefect.states import Completed
+
+from dphybrid.config.settings import load_settings
+from dphybrid.lifecycle.cleanup import plan_removal, remove
+from dphybrid.orchestration.supervised import supervised
+
+
+@flow(name="clean-up", log_prints=True)
+def clean_up(keep_days: float = 30, dry_run: bool = False) -> State:
+    """Remove old runs of this data folder, their prepared data and their models in MLflow.
+
+    Args:
+        keep_days: Remove runs that began more than this many days ago.
+        dry_run: Only say what would be removed.
+    """
+    with supervised():
+        settings = load_settings()
+        removal = plan_removal(settings, older_than_days=keep_days)
+        for name, why in removal.kept.items():
+            print(f"{name}: stays, {why}", flush=True)
+        size = f"{removal.num_bytes / 2**20:,.1f} MiB"
+        if dry_run:
+            names = ", ".join(run.folder.name for run in removal.runs) or "none"
+            return Completed(message=f"would remove {len(removal.runs)} runs ({names}), {size}")
+        for line in remove(removal, settings):
+            print(line, flush=True)
+        return Completed(message=f"removed {len(removal.runs)} runs, {size}")
+
+
+if __name__ == "__main__":
+    sys.exit("error: this flow is for deployments; `dphybrid runs remove` does the same in this process")

@@ -1,0 +1,152 @@
+"""Runs are listed, shown and removed, with what only they need; what somebody still needs stays."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+from mlflow.tracking import MlflowClient
+
+import dphybrid
+from dphybrid.config.settings import load_settings
+from dphybrid.lifecycle.cleanup import plan_removal
+from dphybrid.run.folder import all_runs, running
+from dphybrid.tracking.models import Registry
+from dphybrid.tracking.removing import runs_in_use
+from tests.commands import command, models_of, run_with
+from tests.refusing import refused
+
+TABLE = [
+    "recipe=ctr",
+    "devices=cpu",
+    "data.path=rows.csv",
+    "data.label=y",
+    "train.epochs=1",
+    "model.layers=1",
+]
+
+
+@pytest.fixture
+def rows(data_dir: Path, embedded_store: None) -> None:
+    """A table, and no wait for GPUs, which would keep data that was just used."""
+    random = np.random.default_rng(0)
+    table = pl.DataFrame({"a": random.integers(0, 5, 90), "y": random.integers(0, 2, 90)})
+    table.write_csv("rows.csv")
+
+
+def long_ago(path: Path) -> None:
+    os.utime(path, (0, 0))
+
+
+def test_a_run_goes_with_what_only_it_needs(rows: None, data_dir: Path) -> None:
+    one, two = (run_with(*TABLE, f"train.seed={n}", "data.split=random", run_name=f"s{n}") for n in (0, 1))
+    same = run_with(*TABLE, "train.lr=0.1", run_name="same")  # of the data of the first one
+    frame = pl.read_csv("rows.csv").with_columns(b=pl.col("a") + 1)
+    framed = dphybrid.train(frame, label="y", epochs=1, devices="cpu", run_name="framed", quiet=True)
+    prepared = {run.folder.name: Path(run.page.prepared) for run in all_runs(load_settings())}
+    assert prepared["s0"] == prepared["same"] != prepared["s1"]
+    listed = command("runs")
+    assert [line.split()[0] for line in listed.splitlines()] == ["run", "s0", "s1", "same", "framed"]
+    assert "finished" in listed
+    assert f"needs       {prepared['s1']}" in command("runs", "show", "s1")
+
+    for folder in (data_dir / "prepared").iterdir():
+        long_ago(folder)
+    told = command("runs", "remove", "s0", "s1")
+    assert "s0: would be removed\ns1: would be removed\n" in told
+    assert f"{prepared['s1']}: would be removed, no other run needs it" in told
+    assert f"{prepared['s0']}" not in told, "another run needs it"
+    assert "repeat the command with --yes" in told
+    assert (data_dir / "runs" / "s0").is_dir()
+    assert "s0: removed" in command("runs", "remove", "s0", "s1", "--yes")
+    assert sorted(path.name for path in (data_dir / "runs").iterdir()) == ["framed", "same"]
+    assert prepared["s0"].is_dir()
+    assert not prepared["s1"].exists()
+    client = MlflowClient(one.tracking_uri)
+    for report, stage, models in ((one, "deleted", 0), (two, "deleted", 0), (same, "active", 1)):
+        assert client.get_run(report.run_id).info.lifecycle_stage == stage
+        assert (len(models_of(report)) > 0) == (models > 0)
+    assert not list((data_dir / "mlflow" / "spool").glob(f"{one.run_id}*"))
+    dphybrid.load("same").predict(frame)
+
+    frames = list((data_dir / "frames").iterdir())
+    assert "framed: removed" in command("runs", "remove", "framed", "--yes")
+    assert list((data_dir / "frames").iterdir()) == frames, "just used: a run that begins may have chosen it"
+    assert framed.name not in command("runs")
+    assert Path("rows.csv").exists()
+    command("runs", "remove", "--older-than", "0", "--yes")
+    assert list((data_dir / "runs").iterdir()) == []
+    assert command("runs").startswith("No runs in ")
+
+
+def test_what_is_in_use_stays(rows: None, data_dir: Path) -> None:
+    reports = [
+        run_with(*TABLE, f"train.seed={n}", "checkpoint.register_as=m", run_name=f"v{n + 1}")
+        for n in range(4)
+    ]
+    registry = Registry(reports[0].tracking_uri, data_dir / "champions")
+    for number in ("2", "3"):
+        before = registry.champion("m")
+        assert registry.decide(registry.version("m", number), before.number, True, "better")
+    assert runs_in_use(registry.uri) == {
+        reports[1].run_id: "version 2 of its model is the former champion of m, to which a rollback returns",
+        reports[2].run_id: "version 3 of its model is m@champion",
+        reports[3].run_id: "version 4 of its model is m@challenger",
+    }
+    run_with("recipe=toy", "devices=cpu", run_name="alive")
+    with running(data_dir / "runs" / "alive"):
+        removal = plan_removal(load_settings(), older_than_days=0)
+    assert [run.folder.name for run in removal.runs] == ["v1"]
+    assert removal.kept.keys() == {"v2", "v3", "v4", "alive"}
+    assert removal.kept["alive"] == "it is running"
+    assert "v3: stays, version 3 of its model is m@champion" in command("runs", "remove", "v3", "--yes")
+    command("runs", "remove", "--older-than", "0", "--yes")
+    assert sorted(path.name for path in (data_dir / "runs").iterdir()) == ["v2", "v3", "v4"]
+    dphybrid.load("models:/m@champion")
+    assert "champion is version 2 again" in command("rollback", "m")
+    dphybrid.load("models:/m@champion")
+
+
+def test_data_that_is_extended_stays_until_the_run_has_ended(rows: None, data_dir: Path) -> None:
+    first = run_with(*TABLE, run_name="first")
+    more = pl.read_csv("rows.csv")
+    pl.concat([more, more.with_columns(y=1 - pl.col("y"), a=pl.col("a") + 9)]).write_csv("rows.csv")
+    (base,) = (data_dir / "prepared").iterdir()
+    warm = [f"data.base={base}", f"train.warm_start={first.best_checkpoint}"]
+    run_with(*TABLE, *warm, run_name="second")
+    for folder in (data_dir / "prepared").iterdir():
+        long_ago(folder)
+    report = data_dir / "runs" / "second" / "report.json"
+    page = report.read_bytes()
+    report.unlink()  # as of a run that was stopped
+    assert str(base) not in command("runs", "remove", "first")
+    report.write_bytes(page)
+    assert f"{base}: would be removed" in command("runs", "remove", "first")
+    command("runs", "remove", "first", "second", "--yes")
+    assert list((data_dir / "prepared").iterdir()) == []
+
+
+@pytest.mark.usefixtures("unrecorded")
+def test_wrong_words_are_told(data_dir: Path) -> None:
+    run_with("recipe=toy", "devices=cpu", run_name="mine")
+    for words, told in (
+        (["remove"], "name the runs, or give --older-than DAYS"),
+        (["remove", "mime"], "mime: there is no such run; did you mean 'mine'"),
+        (["remove", "--older-than", "-1"], "--older-than -1: give days, 0 or more"),
+        (["show"], "runs show: name the runs"),
+        (["list", "mine"], "takes no names"),
+        (["list", "--yes"], "only for `dphybrid runs remove`"),
+    ):
+        assert told in command("runs", *words, ends=2)
+    assert "mine: removed" in command("runs", "remove", "mine", "--yes")
+
+
+def test_a_server_that_does_not_answer_keeps_everything(
+    rows: None, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_with(*TABLE, run_name="mine")
+    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "http://127.0.0.1:9")
+    with refused("does not answer"):
+        plan_removal(load_settings(), ["mine"])
+    assert (data_dir / "runs" / "mine").is_dir()

@@ -1,0 +1,120 @@
+"""Nothing grows without end where a model is retrained each hour: processes, files, bytes and rows of MLflow
+are the same after half of the retrainings and after all, with the clean-up that docs/retrain.md describes."""
+
+import os
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import psutil
+import pytest
+
+from dphybrid.config.settings import load_settings
+from dphybrid.tracking.opening import embedded_uri
+from tests.commands import command, python
+from tests.stores import put_database
+
+RETRAIN = """
+import sys
+from dphybrid.config.settings import load_settings
+from dphybrid.lifecycle.champion import CHAMPION_TAG, decide_waiting, judge
+from dphybrid.lifecycle.retrain import plan_retraining, retraining
+from dphybrid.recipes.configs import load_config
+from dphybrid.run.train import run_job
+from dphybrid.util.stop import StopRequest
+
+config, settings = load_config(None, sys.argv[1:]), load_settings()
+with retraining("clicks", settings, "test", StopRequest()):
+    list(decide_waiting(settings, "clicks"))
+    planned = plan_retraining(config, settings)
+    assert not planned.stop, planned.stop
+    report = run_job(planned.config, settings, tags={CHAMPION_TAG: planned.champion or "none"})
+    print(judge(settings.runs_dir / report.run_name, settings).why)
+"""
+
+
+def write_hour(folder: Path, hour: int) -> None:
+    """Write the rows of an hour, and remove those of the hours before the last two."""
+    random = np.random.default_rng(hour)
+    shop = random.integers(0, 20, 400)
+    buys = random.random(400) < np.where(shop % 2, 0.8, 0.2)
+    table = pl.DataFrame(
+        {"shop": [f"s{n}" for n in shop], "age": random.normal(size=400), "buys": buys.astype(int)}
+    )
+    table.write_csv(folder / f"{hour:03d}.csv")
+    (folder / f"{hour - 3:03d}.csv").unlink(missing_ok=True)
+
+
+def collect_garbage(database: Path, uri: str) -> None:
+    """Empty MLflow's trash, as its administrator does."""
+    subprocess.run(
+        [sys.executable, "-m", "mlflow", "gc", "--backend-store-uri", f"sqlite:///{database}"],
+        check=True,
+        capture_output=True,
+        env=os.environ | {"MLFLOW_TRACKING_URI": uri},
+    )
+
+
+def measure(data_dir: Path, database: Path, artifacts: Path, scratch: Path) -> dict[str, int]:
+    """Count what could grow. bytes: of all files, each once, without the databases' free pages."""
+    files = {
+        file.stat().st_ino: file
+        for root in (data_dir, artifacts, scratch)
+        for file in root.rglob("*")
+        if file.is_file()
+    }
+    counted = {"files": len(files), "runs": len(list((data_dir / "runs").iterdir()))}
+    counted["processes"] = len(psutil.Process().children(recursive=True))
+    counted["bytes"] = sum(file.stat().st_size for file in files.values() if file.suffix != ".db")
+    counted["scratch"] = len(list(scratch.iterdir()))
+    with closing(sqlite3.connect(database)) as rows:
+        tables = [name for (name,) in rows.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        counted |= {
+            f"rows of {name}": rows.execute(f"SELECT count(*) FROM {name}").fetchone()[0] for name in tables
+        }
+    return counted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [6, 40])
+def test_as_much_is_there_after_all_retrainings_as_after_half(
+    count: int, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scratch, hours = tmp_path / "tmp", tmp_path / "hours"
+    scratch.mkdir()
+    hours.mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    monkeypatch.setenv("DPHYBRID_GPU_WAIT_S", "0")
+    database = data_dir / "mlflow" / "mlflow.db"
+    put_database("mlflow", database)
+    values = [f"data.path={hours}", "data.label=buys", "recipe=ctr", "devices=cpu", "train.epochs=3"]
+    values += [
+        "checkpoint.register_as=clicks",
+        "data.valid_fraction=0.3",
+        "model.dim=4",
+        "train.batch_size=64",
+    ]
+    seen = list[dict[str, int]]()
+    for hour in range(1, count + 1):
+        write_hour(hours, hour)
+        told = python("-c", RETRAIN, *values).stdout.splitlines()[-1]
+        assert "validation auc" in told or told.startswith("not compared"), told
+        for folder in (data_dir / "prepared").iterdir():
+            os.utime(folder, (0, 0))  # hours have passed
+        command("runs", "remove", "--older-than", "0", "--yes")
+        if hour in (count // 2, count):
+            collect_garbage(database, embedded_uri(load_settings().mlflow_dir))
+            seen.append(measure(data_dir, database, data_dir / "mlflow" / "artifacts", scratch))
+    half, whole = seen
+    # The champion, its predecessor and the newest challenger: up to three runs, fewer if they coincide.
+    assert max(half["runs"], whole["runs"]) <= 3
+    per_run = [{name: number / found["runs"] for name, number in found.items()} for found in seen]
+    before, after = per_run
+    grown = {name: (before[name], now) for name, now in after.items() if now > 1.3 * before[name] + 5}
+    assert grown == {}
+    assert whole["processes"] == half["processes"] == 0
+    assert whole["scratch"] == 0
