@@ -6,6 +6,7 @@ same validation rows -> promote the challenger or keep the champion.
 
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from prefect import flow, runtime
 from prefect.artifacts import create_markdown_artifact
@@ -16,16 +17,17 @@ from dphybrid.cli.parser import run_cli
 from dphybrid.cli.train import flow_parser
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import load_settings
-from dphybrid.lifecycle.retrain import CHAMPION_TAG, Decision, Plan, judge, plan_retraining, reason_to_wait
+from dphybrid.lifecycle.champion import MIN_GAIN_TAG, Decision, decide_waiting, judge, retrained_model
+from dphybrid.lifecycle.retrain import Plan, plan_retraining, reason_to_wait, retraining
 from dphybrid.orchestration.embedded import in_this_process
 from dphybrid.orchestration.forms import experiment
-from dphybrid.orchestration.queueing import ended, too_late
+from dphybrid.orchestration.queueing import ended, shown_waiting, too_late
 from dphybrid.orchestration.shown import tolerating_outage
 from dphybrid.orchestration.steps import FLOW_RUN_TAG, prepare, step, trained
-from dphybrid.orchestration.supervised import supervised
+from dphybrid.orchestration.supervised import supervised, watched_flow_run
 from dphybrid.recipes.configs import AnyExperiment, build_config
 from dphybrid.recipes.registry import OF_TABLES
-from dphybrid.run.folder import find_tagged_run, read_run
+from dphybrid.run.folder import CHAMPION_TAG, find_tagged_run, read_run
 from dphybrid.util.stop import StopRequest
 
 
@@ -37,7 +39,7 @@ def plan(config: ExperimentConfig, event: str) -> Plan:
 
 @step("compare")
 def compare(run_folder: str, min_gain: float) -> Decision:
-    """Compare challenger and champion; promote the challenger or keep the champion."""
+    """Compare challenger and present champion; promote the challenger or keep the champion."""
     return judge(run_folder, load_settings(), min_gain)
 
 
@@ -78,8 +80,13 @@ def retrain_hybrid(
     given = locals()  # first line, so these are just the parameters: the form's values by name
     if late := too_late(skip_if_late_min):
         return late
-    with supervised() as stop:
-        return _retrained(experiment(given), stop, min_new_rows, min_gain, event)
+    with supervised() as stop, ExitStack() as held:
+        chosen, run = experiment(given), runtime.flow_run
+        with watched_flow_run(run.id, stop), shown_waiting(run.id, "WaitingForModel", "the model") as report:
+            # From here on this is the only retraining of the model, until its decision.
+            turn = retraining(retrained_model(chosen), load_settings(), f"flow run {run.name}", stop, report)
+            held.enter_context(turn)
+        return _retrained(chosen, stop, min_new_rows, min_gain, event)
 
 
 def _retrained(
@@ -89,40 +96,42 @@ def _retrained(
     min_gain: float,
     event: str,
 ) -> State:
-    settings = load_settings()
+    settings, model, decided = load_settings(), retrained_model(config), None
+    for run, decision in decide_waiting(settings, model):
+        if isinstance(decision, Decision):
+            decided = _decided(model, decision)
+        else:
+            print(f"Note: {run.folder.name} has no decision yet: {decision}", flush=True)
     # This flow run was started before and was queued again: continue its run, whatever is new by now.
-    if before := find_tagged_run(settings, FLOW_RUN_TAG, runtime.flow_run.id):
+    before = find_tagged_run(settings, FLOW_RUN_TAG, runtime.flow_run.id)
+    if before:
         run = read_run(settings.runs_dir / before, settings)
-        name = run.config.checkpoint.register_as or ""
-        planned = Plan(config=run.config, model=name, champion=run.page.tags.get(CHAMPION_TAG, ""))
-        # Trained and reported: only the comparison is missing.
-        if (run.folder / "report.json").is_file():
-            planned = planned.model_copy(update={"undecided": str(run.folder)})
+        if (run.folder / "report.json").is_file():  # trained and reported: only the comparison was missing
+            return _decided(model, compare(str(run.folder), min_gain))
+        planned = Plan(config=run.config, model=model, champion=run.page.tags.get(CHAMPION_TAG, ""))
     else:
         planned = plan(config, event)
     if planned.stop:
-        return ended("NothingNew", planned.stop)
-    if planned.undecided:
-        return _decided(planned, compare(planned.undecided, min_gain))
+        return decided or ended("NothingNew", planned.stop)
     prepared = prepare(planned.config)
     if planned.champion and not before and (wait := reason_to_wait(prepared, min_new_rows, event)):
-        return ended("NotEnoughNew", wait)
-    tags = {CHAMPION_TAG: planned.champion} if planned.champion else {}
+        return decided or ended("NotEnoughNew", wait)
+    tags = {CHAMPION_TAG: planned.champion or "none", MIN_GAIN_TAG: f"{min_gain:g}"}
     report = trained(planned.config, stop, tags=tags, prepared=prepared)
-    return _decided(planned, compare(str(settings.runs_dir / report.run_name), min_gain))
+    return _decided(model, compare(str(settings.runs_dir / report.run_name), min_gain))
 
 
-def _decided(planned: Plan, decision: Decision) -> State:
+def _decided(model: str, decision: Decision) -> State:
     state = "Promoted" if decision.promoted else "Kept"
-    champion = f" version {planned.champion}" if planned.champion else ""
-    text = f"the challenger of {planned.model}{champion} is {decision.why}"
+    champion = f" version {decision.against}" if decision.against else ""
+    text = f"the challenger of {model}{champion} is {decision.why}"
     rows = "".join(
         f"| {name} | {value:.5f} | {decision.challenger[name]:.5f} |\n"
         for name, value in decision.champion.items()
     )
     table = f"\n\n| validation | champion | challenger |\n|---|---|---|\n{rows}" if rows else ""
     with tolerating_outage("Prefect's artifact could not be written; the decision is in MLflow's registry"):
-        create_markdown_artifact(f"{state}: {text}{table}", key="decision", description=planned.model)
+        create_markdown_artifact(f"{state}: {text}{table}", key="decision", description=model)
     return ended(state, text)
 
 

@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
     # After `store_to_read`, which finds a wrong setting before the seconds that importing MLflow takes.
     from dphybrid.tracking.models import Registry
 
-    registry = Registry(store)
+    registry = Registry(store, settings.champions_dir)
     before, now = registry.roll_back(args.model, args.to)
     print(f"{args.model}: champion is version {now.number} again; it was version {before.number}")
     return 0

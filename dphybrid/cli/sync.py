@@ -1,14 +1,16 @@
 """Send the records that MLflow missed while it was unreachable, and end runs whose process died.
 
 Training never waits for MLflow: unsent records stay in DPHYBRID_DATA_DIR/mlflow/spool. Run this when the
-server is back. Repeating it is safe, also while trainings run. The exit code is 1 when a record still waits
-or was lost.
+server is back. Repeating it is safe, also while trainings run. Retrained models whose process died before it
+had compared them with the champion are compared now. The exit code is 1 when a record still waits or was
+lost, or a model could not be compared.
 """
 
 import argparse
 
 from dphybrid.cli.parser import Parser
 from dphybrid.config.settings import load_settings
+from dphybrid.run.folder import undecided_runs
 from dphybrid.util.text import masked
 
 
@@ -27,6 +29,14 @@ def run(args: argparse.Namespace) -> int:
     for line, is_whole in sync(*where, settings.upload_limit_mib * 2**20, wait_s=args.wait):
         print(masked(line), flush=True)
         arrived.append(is_whole)
+    if settings.mlflow_uri not in ("none", "files") and undecided_runs(settings):
+        from dphybrid.lifecycle.champion import Decision, decide_waiting  # imports torch
+
+        for run, decision in decide_waiting(settings):
+            is_decided = isinstance(decision, Decision)
+            state = ("promoted" if decision.promoted else "kept") if is_decided else "not decided"
+            print(masked(f"{run.folder.name}: {state}: {decision.why if is_decided else decision}"))
+            arrived.append(is_decided)
     if not arrived:
         print("Nothing to do: every record has arrived, and no run is left open.")
     return 0 if all(arrived) else 1

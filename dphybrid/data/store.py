@@ -14,7 +14,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -70,6 +70,7 @@ class Manifest(Page):
     """
 
     VERSION: ClassVar[int] = 2
+    DEPTH: ClassVar[int] = 2
 
     version: int = VERSION
     digest: str
@@ -284,6 +285,8 @@ def build_once(folder: Path, name: str, digest: str, make: Callable[[Path], Cont
     final = _prepared_path(folder, name, digest)
     # No lock is needed: a folder with its final name is complete and never changes.
     if final.exists():
+        with suppress(OSError):  # another user's
+            os.utime(final)  # the time of its last use, by which `dphybrid runs remove` keeps it
         return verify_prepared(final)
     try:
         make_folder(folder)

@@ -116,21 +116,23 @@ def ended(name: str, text: str) -> State:
 
 
 @contextmanager
-def shown_waiting(flow_run_id: str) -> Iterator[Callable[[str], None]]:
-    """Yield a function that reports why the run waits: it prints a line and sets the run's state to
-    WaitingForGPU. When the block ends, the state is Running again."""
+def shown_waiting(
+    flow_run_id: str, name: str = "WaitingForGPU", what: str = "GPUs"
+) -> Iterator[Callable[[str], None]]:
+    """Yield a function that reports why the run waits: it prints a line and sets the run's state to `name`.
+    When the block ends, the state is Running again."""
     waiting = False
 
     def report(reason: str) -> None:
         nonlocal waiting
-        print(f"Waiting for GPUs: {reason}", flush=True)
-        waiting = set_state(flow_run_id, Running(name="WaitingForGPU", message=reason)) or waiting
+        print(f"Waiting for {what}: {reason}", flush=True)
+        waiting = set_state(flow_run_id, Running(name=name, message=reason)) or waiting
 
     try:
         yield report
     finally:
         if waiting:
-            set_state(flow_run_id, Running(), only_if="WaitingForGPU")
+            set_state(flow_run_id, Running(), only_if=name)
 
 
 def set_state(flow_run_id: str, state: State, only_if: str | None = None) -> bool:

@@ -20,7 +20,15 @@ from dphybrid.parallel import Devices, find_data_parallel, resolve_devices, spli
 from dphybrid.recipes.recipe import Recipe
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.run.experiment import Experiment, choose_engine
-from dphybrid.run.folder import Run, RunPage, changed_values, check_run_name, find_run, new_run_folder
+from dphybrid.run.folder import (
+    Run,
+    RunPage,
+    changed_values,
+    check_run_name,
+    find_run,
+    new_run_folder,
+    next_number,
+)
 from dphybrid.run.leasing import expected_devices
 from dphybrid.run.report import open_run_tracker
 from dphybrid.tracking import CHANGED_TAG, Tracker, waiting
@@ -128,8 +136,13 @@ def build_run(
     # Only after the server has answered, so that a run that cannot be recorded leaves no folder behind.
     folder = previous.folder if previous else new_run_folder(experiment, devices, run_name)
     now = datetime.now(UTC).isoformat()
-    new = RunPage(run_id="", attempt=0, config={}, prepared="", data_digest="", created=now)
-    before = previous.page if previous else new
+    if previous:
+        before = previous.page
+    else:
+        number = next_number(settings)
+        before = RunPage(
+            run_id="", attempt=0, config={}, prepared="", data_digest="", created=now, number=number
+        )
     page = before.model_copy(
         update={
             "attempt": before.attempt + 1,

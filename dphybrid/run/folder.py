@@ -1,6 +1,7 @@
 """Run folders: each run has one, with a page that describes the run. Also finds the run to resume. Imports no
 torch."""
 
+import os
 import shlex
 import sys
 import time
@@ -9,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
@@ -17,21 +18,29 @@ from dphybrid.config import ExperimentConfig, flatten
 from dphybrid.config.settings import Settings
 from dphybrid.recipes.configs import stored_config
 from dphybrid.util.errors import UserError, suggestion
-from dphybrid.util.files import make_folder, sync
-from dphybrid.util.locks import FileLock, is_held
+from dphybrid.util.files import make_folder, sync, write_text
+from dphybrid.util.locks import FileLock, is_held, locked
 from dphybrid.util.pages import Page
+from dphybrid.util.stop import watching
 
 if TYPE_CHECKING:
     from dphybrid.parallel import Devices
     from dphybrid.run.experiment import Experiment
 
 LOCK = ".lock"
+DECISION = "decision.json"
+"""Page of a retraining's run: whether its model became the champion."""
+CHAMPION_TAG = "dphybrid.champion"
+"""Tag of a retraining's run: the version that it continued from, "none" for a first model."""
+_BEAT_EVERY_S = 60.0
 _RUNNING = "run {} is running in another process; wait for its end, or stop it first"
 
 
 class RunPage(Page):
-    """`run.json` describes a run. config: the experiment's values. created: ISO time. links: name -> address,
-    shown on the run's page in MLflow."""
+    """`run.json` describes a run. number: counts the data folder's runs. config: the experiment's values.
+    created: ISO time. links: name -> address, shown on the run's page in MLflow."""
+
+    DEPTH: ClassVar[int] = 2
 
     run_id: str
     attempt: int
@@ -42,6 +51,7 @@ class RunPage(Page):
     links: dict[str, str] = Field(default_factory=dict)
     tags: dict[str, str] = Field(default_factory=dict)
     created: str
+    number: int = 0
 
     @property
     def recipe(self) -> str:
@@ -158,20 +168,54 @@ def all_runs(settings: Settings) -> list[Run]:
             runs.append(read_run(path.parent, settings))
         except UserError as error:
             print(f"Note: left out a run: {error}", file=sys.stderr, flush=True)
-    return sorted(runs, key=lambda run: (run.page.created, run.folder.name))
+    # By number: the clock may have been set back. Runs of earlier versions have none, and come first.
+    return sorted(runs, key=lambda run: (run.page.number, run.page.created, run.folder.name))
+
+
+def next_number(settings: Settings) -> int:
+    """Return the number of a new run, greater than those of all earlier ones of the data folder."""
+    file = settings.data_dir / ".run-number"
+    make_folder(settings.data_dir)
+    with locked(file.with_name(".run-number.lock")):
+        try:
+            last = int(file.read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):  # the first run, or an earlier version's folder
+            last = max((run.page.number for run in all_runs(settings)), default=0)
+        write_text(file, str(last + 1))
+    return last + 1
+
+
+def undecided_runs(settings: Settings) -> list[Run]:
+    """Return the retrainings that have reported and whose model was not compared with the champion yet."""
+    return [
+        run
+        for run in all_runs(settings)
+        if CHAMPION_TAG in run.page.tags
+        and run.page.config["checkpoint"].get("register_as")
+        and (run.folder / "report.json").is_file()
+        and not (run.folder / DECISION).is_file()
+    ]
 
 
 @contextmanager
 def running(folder: Path) -> Iterator[None]:
-    """Hold the run's lock during the block; the kernel releases it with the process. Raises UserError when
-    another process holds it."""
+    """Hold the run's lock during the block; the kernel releases it with the process. Touch it each minute:
+    machines without common locks see by its time that the run is alive. Raises UserError when another process
+    holds it."""
     lock = FileLock(folder / LOCK)
     with _permission_explained(folder):
         acquired = lock.acquire()
     if not acquired:
         raise UserError(_RUNNING.format(folder.name))
+
+    def beat() -> bool:
+        os.utime(lock.path)
+        return False
+
     try:
-        yield
+        beat()
+        with watching(beat, _BEAT_EVERY_S, "dphybrid-heartbeat", end_s=1.0):
+            yield
     finally:
         lock.release()
 

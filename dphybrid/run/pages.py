@@ -1,5 +1,7 @@
 """The JSON pages of a run folder: training results, metrics and report."""
 
+from typing import ClassVar
+
 from pydantic import Field
 
 from dphybrid.training.metrics import Chart, Confusion
@@ -12,6 +14,8 @@ class ResultPage(Page):
     """`result.json`: the results of training. checkpoint: the latest one. step_ms: times of the steps with a
     full batch; there are steps_timed of them. stages: seconds. saving: what the checkpoints cost. splits: the
     rows that each replica received; split_lines: the same as printed."""
+
+    DEPTH: ClassVar[int] = 2
 
     checkpoint: str
     best_checkpoint: str

@@ -1,6 +1,7 @@
 """The start of a training: set up the process, build the model and its optimizers, load the checkpoint, make
 the session."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,12 @@ import torch
 from torch import nn
 
 from dphybrid.data import Prepared
-from dphybrid.data.table.encoder import old_rows, open_base
+from dphybrid.data.table.encoder import Encoder, old_rows, open_base
 from dphybrid.embedding import find_tables, row_optimizer
 from dphybrid.parallel import Devices, compile_regions, start_on
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import Run
+from dphybrid.run.pages import ResultPage
 from dphybrid.tracking import Tracker
 from dphybrid.training.callbacks import Callback, find_callbacks
 from dphybrid.training.checkpoint import (
@@ -22,6 +24,7 @@ from dphybrid.training.checkpoint import (
     load_checkpoint,
     load_weights,
     newest_whole_checkpoint,
+    step_of,
     verify_checkpoint,
 )
 from dphybrid.training.clock import StageClock
@@ -118,7 +121,13 @@ def warm_start(checkpoint: Path, model: nn.Module, data: Prepared) -> None:
             f"train.warm_start={checkpoint}: was trained on data {trained_on[:12]}, but data.base is "
             f"{earlier.prepared.path.name}; give the checkpoint's data as data.base"
         )
-    sources_V = torch.from_numpy(old_rows(earlier.encoder, open_base(data.path).encoder))
+    fill_from(checkpoint, earlier.encoder, model, open_base(data.path).encoder)
+
+
+def fill_from(checkpoint: Path, trained_on: Encoder, model: nn.Module, now: Encoder) -> None:
+    """Fill `model`, which reads rows that `now` encodes, with the weights of a checkpoint that was trained on
+    rows that `trained_on` encoded. Raises UserError when they do not fit."""
+    sources_V = torch.from_numpy(old_rows(trained_on, now))
     tables = find_tables(model)
     load_weights(checkpoint, model, skip=tables)
     for name, table in tables.items():
@@ -126,7 +135,7 @@ def warm_start(checkpoint: Path, model: nn.Module, data: Prepared) -> None:
         fits = len(rows_VD) == len(sources_V) and shape[0] > int(sources_V.max())
         if not fits or shape[1] != rows_VD.shape[1]:
             raise UserError(
-                f"train.warm_start={checkpoint}: table {name} is {shape} in the checkpoint and "
+                f"{checkpoint}: table {name} is {shape} in the checkpoint and "
                 f"{tuple(rows_VD.shape)} in this model, and the columns have {len(sources_V)} ids; only a "
                 "table over all columns can grow, with the same width"
             )
@@ -162,7 +171,7 @@ def make_session(
         checkpoints=run.checkpoints,
         facts={
             "data_digest": data.digest,
-            "prepared": str(data.path),
+            "prepared": os.path.relpath(data.path, experiment.settings.data_dir),
             "devices": devices.text,
             "recipe": config.recipe,
             "info": data.info,
@@ -172,4 +181,14 @@ def make_session(
         engine=engine,
         take=recipe.step,
         callbacks=[*callbacks, *find_callbacks(config.train.callbacks)],
+        named=_named_steps(run),
     )
+
+
+def _named_steps(run: Run) -> set[int]:
+    """Return the steps of the checkpoints that the run's results name, if it has ended before."""
+    try:
+        result = ResultPage.read(run.folder / "result.json")
+    except UserError:  # no page, or a damaged one
+        return set()
+    return {step_of(Path(path)) for path in (result.checkpoint, result.best_checkpoint) if path}

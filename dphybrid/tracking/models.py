@@ -1,13 +1,13 @@
 """A run's checkpoints as LoggedModels, tagged best or latest; and registered models, with the alias
 `champion` that versions gain and lose."""
 
+import hashlib
 import json
 import os
 import re
 import shutil
-import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,6 +26,8 @@ from mlflow.utils import get_results_from_paginated_fn
 from dphybrid.tracking.base import LEFT_OUT, Record, safe_name
 from dphybrid.util.digests import SUMS
 from dphybrid.util.errors import UserError
+from dphybrid.util.files import make_folder, scratch_folder
+from dphybrid.util.locks import locked
 
 _CHAMPION = "champion"
 _DECISION_TAG = "dphybrid.decision"
@@ -62,6 +64,11 @@ class CheckpointModels:
         for uid, model in logged.items():
             if uid not in wanted and not {"dphybrid.registered", "mlflow.modelVersions"} & model.tags.keys():
                 self._remove(model)
+
+    def remove_all(self) -> None:
+        """Remove all models of the run, registered ones, too."""
+        for model in self._logged().values():
+            self._remove(model)
 
     def register(self, record: Record) -> None:
         """Make the checkpoint `uid` a new version of the registered model `name`, and point `alias` to it."""
@@ -167,10 +174,10 @@ class CheckpointModels:
             self._copy(folder, target, uploads=False)
             return
         # Beside the checkpoint, on the same disk, so that the files can be linked instead of copied.
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".upload-") as scratch:
-            page.save(str(Path(scratch) / "MLmodel"))
-            self._copy(folder, Path(scratch), uploads=True)
-            self._client.log_model_artifacts(model.model_id, scratch)
+        with scratch_folder(folder.parent, ".upload-") as scratch:
+            page.save(str(scratch / "MLmodel"))
+            self._copy(folder, scratch, uploads=True)
+            self._client.log_model_artifacts(model.model_id, str(scratch))
 
     def _copy(self, folder: Path, target: Path, uploads: bool) -> None:
         """Link or copy the checkpoint's files into `target`. A file above the upload limit that would have to
@@ -262,13 +269,38 @@ class Version:
         return f"models:/{self.name}/{self.number}"
 
 
-class Registry:
-    """MLflow's model registry at `uri`. Calls raise UserError when the server does not answer."""
+def former_champions(model: RegisteredModel) -> list[str]:
+    """Return the numbers of the versions that were the champion, oldest first."""
+    return [number for number in model.tags.get(_FORMER_TAG, "").split(",") if number]
 
-    def __init__(self, uri: str) -> None:
+
+class Registry:
+    """MLflow's model registry at `uri`. locks: a folder for the locks of its models. Calls raise UserError
+    when the server does not answer.
+
+    The champion changes in one step with the decision about it: `deciding` keeps out the other processes that
+    use the same folder. Machines that share only the server are kept apart by `decide` and `roll_back`, which
+    move the alias only if it still points to the version that the caller has compared. MLflow cannot compare
+    and move at once, so between these two calls to the server, some milliseconds, the last one wins.
+    """
+
+    def __init__(self, uri: str, locks: Path) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        self.uri = uri
+        self.uri, self._locks = uri, locks
         self._client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+
+    def lock_file(self, name: str, what: str) -> Path:
+        """Return the file whose lock keeps processes apart that do `what` with a model."""
+        make_folder(self._locks)
+        # With a digest of the registry: another one may have a model of the same name.
+        place = hashlib.sha256(f"{self.uri} {name}".encode()).hexdigest()[:8]
+        return self._locks / f".{re.sub(r'[^A-Za-z0-9_-]', '_', name)[:80]}-{place}.{what}"
+
+    @contextmanager
+    def deciding(self, name: str) -> Iterator[None]:
+        """Wait for the lock of the model's champion, and hold it during the block."""
+        with locked(self.lock_file(name, "deciding")):
+            yield
 
     def champion(self, name: str) -> Version | None:
         """Return the version in use, or None."""
@@ -280,10 +312,11 @@ class Registry:
         versions = _versions_of(self._client, name)
         return ", ".join(map(str, sorted(int(version.version) for version in versions))) or "none"
 
-    def newest(self, name: str) -> Version | None:
-        """Return the version with the highest number, or None."""
-        versions = self._asked(lambda: _versions_of(self._client, name))
-        return self.version(name, str(max(int(v.version) for v in versions))) if versions else None
+    def newest(self, name: str, run_id: str | None = None) -> Version | None:
+        """Return the version with the highest number, or None. run_id: only among those of this run."""
+        versions = self._asked(lambda: _versions_of(self._client, name)) or []
+        numbers = [int(v.version) for v in versions if run_id in (None, v.run_id)]
+        return self.version(name, str(max(numbers))) if numbers else None
 
     def version(self, name: str, number: str) -> Version:
         """Return a version by its number. Raises UserError if it does not exist."""
@@ -298,18 +331,33 @@ class Registry:
             tags = {}
         return Version(name, str(found.version), str(found.run_id), tags, found.tags.get(_DECISION_TAG, ""))
 
-    def decide(self, version: Version, promote: bool, why: str) -> None:
-        """Write down why a version was promoted or not; if promoted, make it the champion. A version that is
-        the champion already, as the first one is from its registration, loses the alias if not promoted."""
-        now, name = self.champion(version.name), version.name
-        is_champion = now is not None and now.number == version.number
-        if promote:
-            if now is not None and not is_champion:
-                self._set_former(name, [*self._former(name), now.number])
+    def decide(self, version: Version, against: str, promote: bool, why: str) -> bool:
+        """Carry out a decision: make the version the champion, or leave the one that it was compared with;
+        write down why. Return False, without a change, if the champion is another one by now.
+
+        against: number of the champion that the version was compared with; "" for none. A version that is
+        the champion already, as the first one is from its registration, loses the alias if not promoted. May
+        be repeated after a crash.
+        """
+        now, name = self._champion_number(version.name), version.name
+        if now not in (against, version.number):
+            return False
+        if promote and now != version.number:
+            former = self._former(name)
+            if against and former[-1:] != [against]:
+                self._set_former(name, [*former, against])
             self._client.set_registered_model_alias(name, _CHAMPION, version.number)
-        elif is_champion:
+            if self._champion_number(name) != version.number:
+                return False
+        elif not promote and now == version.number != against:
             self._client.delete_registered_model_alias(name, _CHAMPION)
-        self._add_decision(version, why)
+        if not self.version(name, version.number).decision.endswith(why):
+            self._add_decision(version, why)
+        return True
+
+    def _champion_number(self, name: str) -> str:
+        model = self._model(name)
+        return str(model.aliases.get(_CHAMPION) or "") if model is not None else ""
 
     def roll_back(self, name: str, to: str | None = None) -> tuple[Version, Version]:
         """Make the previous champion, or version `to`, the champion again; return (the replaced version, the
@@ -317,6 +365,10 @@ class Registry:
 
         Raises UserError if there is no champion, or no previous one.
         """
+        with self.deciding(name):
+            return self._rolled_back(name, to)
+
+    def _rolled_back(self, name: str, to: str | None) -> tuple[Version, Version]:
         now, former = self.champion(name), self._former(name)
         if now is None:
             raise UserError(
@@ -329,6 +381,8 @@ class Registry:
                 f"name one with --to ({self._numbers(name)})"
             )
         target = self.version(name, to or former[-1])
+        if self._champion_number(name) != now.number:  # another machine has just moved it
+            return self._rolled_back(name, to)
         self._set_former(name, former[: former.index(target.number)] if target.number in former else former)
         self._client.set_registered_model_alias(name, _CHAMPION, target.number)
         today = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
@@ -347,8 +401,7 @@ class Registry:
 
     def _former(self, name: str) -> list[str]:
         model = self._model(name)
-        text = model.tags.get(_FORMER_TAG, "") if model is not None else ""
-        return [number for number in text.split(",") if number]
+        return former_champions(model) if model is not None else []
 
     def _set_former(self, name: str, numbers: list[str]) -> None:
         self._client.set_registered_model_tag(name, _FORMER_TAG, ",".join(numbers))

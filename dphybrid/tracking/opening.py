@@ -3,8 +3,10 @@
 import importlib.util
 import logging
 import os
+import sqlite3
 import urllib.error
 import urllib.request
+from contextlib import closing
 from functools import cache
 from http.client import HTTPException
 from importlib.metadata import entry_points
@@ -28,6 +30,14 @@ _QUIET = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
 }
 """Environment variables for MLflow's client; a value that the user has set wins."""
+_ADDRESSES = [
+    ("experiments", "artifact_location"),
+    ("runs", "artifact_uri"),
+    ("logged_models", "artifact_location"),
+    ("model_versions", "source"),
+    ("model_versions", "storage_location"),
+]
+"""Table and column of each address of artifacts in MLflow's database."""
 _REACH_SECONDS = 10
 """How long to wait for the first answer of a server or database."""
 
@@ -119,6 +129,8 @@ def recorded_in(tracking_uri: str | None, store: Path) -> str | None:
             "runs are recorded in files (runs/NAME/record below the data folder), but this reads MLflow. "
             "To record in MLflow, pip install 'dphybrid[mlflow]' and unset DPHYBRID_TRACKING_URI=files"
         )
+    if tracking_uri is None:
+        follow_move(store)
     made = tracking_uri is not None or (store / "mlflow.db").is_file()
     return tracking_uri or embedded_uri(store) if made else None
 
@@ -128,7 +140,34 @@ def store_to_write(tracking_uri: str | None, store: Path) -> str:
     uri = tracking_uri or embedded_uri(store)
     if uri.startswith("sqlite"):
         make_database(uri, store)
+    if tracking_uri is None:
+        follow_move(store)
     return uri
+
+
+def follow_move(store: Path) -> None:
+    """Correct the addresses of the artifacts in the embedded database if the data folder was moved or copied
+    since: MLflow records absolute ones."""
+    file, here = store / "mlflow.db", (store / "artifacts").as_uri()
+    if not file.is_file():
+        return
+    with closing(sqlite3.connect(file, timeout=20)) as database:
+        try:
+            found = database.execute("SELECT DISTINCT artifact_location FROM experiments").fetchall()
+            # Only addresses that dphybrid gave to this store's experiments, wherever the store was then.
+            moved = [old for (old,) in found if f"{old}".endswith(f"/{store.name}/artifacts") and old != here]
+            if not moved:
+                return
+            with database:
+                for table, column in _ADDRESSES:
+                    for old in moved:
+                        database.execute(
+                            f"UPDATE {table} SET {column} = ? || substr({column}, ?)"  # noqa: S608 - constants
+                            f" WHERE {column} = ? OR substr({column}, 1, ?) = ?",
+                            (here, len(old) + 1, old, len(old) + 1, f"{old}/"),
+                        )
+        except sqlite3.OperationalError:  # no tables yet, or another MLflow's
+            return
 
 
 def embedded_uri(store: Path) -> str:

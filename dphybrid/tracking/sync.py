@@ -2,6 +2,7 @@
 died."""
 
 import platform
+import time
 from collections.abc import Container, Generator, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,6 +16,7 @@ from dphybrid.tracking.opening import embedded_uri, recorded_in
 from dphybrid.tracking.outbox import Outbox, outboxes
 from dphybrid.tracking.sender import Sender
 from dphybrid.tracking.writer import HEARTBEAT_TAG, PID_TAG, MlflowWriter
+from dphybrid.util.locks import is_held
 
 _SILENT_S = 600.0
 """A run of another machine counts as dead after so long without a heartbeat."""
@@ -51,6 +53,18 @@ def sync(
             yield f"{run_id}: its process no longer exists; ended as KILLED", True
     except (MlflowException, OSError) as error:
         yield f"orphaned runs: not ended ({str(error).splitlines()[0][:200]})", False
+
+
+def num_waiting(store: Path, run_id: str) -> int:
+    """Return how many records of a run wait to be sent; 0 if it has no outbox."""
+    outbox = Outbox(store / "spool", run_id)
+    return outbox.counts()[0] if outbox.path.exists() else 0
+
+
+def forget_records(store: Path, run_id: str) -> None:
+    """Remove a run's outbox, with records that have arrived or were refused."""
+    for file in (store / "spool").glob(f"{run_id}.*"):
+        file.unlink(missing_ok=True)
 
 
 def _send(
@@ -105,9 +119,10 @@ def _end_orphans(spool: Path, tracking_uri: str, experiment: str, waiting: Conta
 
 
 def _lives(spool: Path, run_id: str, tags: dict[str, str]) -> bool:
-    """Return whether a run's process is alive: by its lock and process id on this machine, by its heartbeat
-    on another."""
-    if tags.get("host.name") == platform.node() and (spool / f"{run_id}.lock").exists():
+    """Return whether a run's process is alive: by its lock and process id on this machine; on another, also
+    by the time of its folder's lock, or of its last heartbeat in MLflow."""
+    here = tags.get("host.name") == platform.node()
+    if here and (spool / f"{run_id}.lock").exists():
         outbox = Outbox(spool, run_id)
         if not outbox.hold():
             return True
@@ -115,5 +130,9 @@ def _lives(spool: Path, run_id: str, tags: dict[str, str]) -> bool:
         # Between two parts of a run its process does not hold the lock.
         pid = tags.get(PID_TAG, "")
         return pid.isdigit() and psutil.pid_exists(int(pid))
+    # Not the heartbeats in MLflow alone: during an outage none arrive, and the host's name may have changed.
+    lock = spool.parent.parent / "runs" / Path(tags.get("dphybrid.run_folder", "none")).name / ".lock"
+    if lock.is_file() and (is_held(lock) or time.time() - lock.stat().st_mtime < _SILENT_S):
+        return True
     silent = (datetime.now(UTC) - datetime.fromisoformat(tags[HEARTBEAT_TAG])).total_seconds()
     return silent < _SILENT_S

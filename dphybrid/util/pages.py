@@ -1,8 +1,8 @@
 """Pages: JSON files with a version and a checksum. They are written atomically, and reading a damaged one
-raises an error."""
+raises an error. Paths inside the data folder are written relative to it, so that the folder may be moved."""
 
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -11,12 +11,16 @@ from dphybrid.util.errors import UserError, plain_words
 from dphybrid.util.files import read_json, write_json
 
 _SUM = "page_sha256"
+_DATA_DIR = "$DPHYBRID_DATA_DIR/"
+"""What a path inside the data folder begins with on a page."""
 
 
 class Page(BaseModel):
-    """A file whose values are the fields of a subclass."""
+    """A file whose values are the fields of a subclass. DEPTH: how many folders above its own the data folder
+    is; 0 for a page without paths."""
 
     VERSION: ClassVar[int] = 1
+    DEPTH: ClassVar[int] = 0
     # Metrics may be NaN or infinite, which standard JSON cannot represent: write Python's constants.
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
 
@@ -32,6 +36,9 @@ class Page(BaseModel):
         if values.get("version", 1) > cls.VERSION:
             later = f"has version {values['version']}, this dphybrid reads up to {cls.VERSION}"
             raise UserError(f"{path}: {later}; update dphybrid")
+        if cls.DEPTH:
+            root = f"{path.absolute().parents[cls.DEPTH]}/"
+            values = _replaced(values, _DATA_DIR, root)
         try:
             return cls.model_validate(values)
         except ValidationError as error:
@@ -42,4 +49,17 @@ class Page(BaseModel):
     def write(self, path: Path) -> None:
         """Write the page atomically and durably."""
         values = self.model_dump(mode="json")
+        if self.DEPTH:
+            values = _replaced(values, f"{path.absolute().parents[self.DEPTH]}/", _DATA_DIR)
         write_json(path, {**values, _SUM: value_digest(values)})
+
+
+def _replaced(value: Any, before: str, after: str) -> Any:
+    """Return a JSON value with another beginning of all texts in it that begin with `before`."""
+    if isinstance(value, dict):
+        return {key: _replaced(each, before, after) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_replaced(each, before, after) for each in value]
+    return (
+        after + value.removeprefix(before) if isinstance(value, str) and value.startswith(before) else value
+    )

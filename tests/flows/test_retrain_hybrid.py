@@ -10,7 +10,7 @@ from dphybrid.cli.main import main as dphybrid
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import load_settings
 from dphybrid.data import open_prepared
-from dphybrid.lifecycle.retrain import bootstrap_gains, open_registry
+from dphybrid.lifecycle.champion import bootstrap_gains, open_registry
 from dphybrid.recipes.configs import build_config
 from dphybrid.run.folder import read_run
 from dphybrid.training.metrics import BINARY
@@ -21,7 +21,7 @@ from tests.refusing import refused
 
 @pytest.fixture(autouse=True)
 def _soon_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dphybrid.lifecycle.retrain._NUM_RESAMPLES", 50)
+    monkeypatch.setattr("dphybrid.lifecycle.champion._NUM_RESAMPLES", 50)
 
 
 def write_day(folder: Path, day: int, sites: range, noise: bool = False) -> None:

@@ -8,8 +8,10 @@ import polars as pl
 import pytest
 
 from dphybrid.config.settings import load_settings
+from dphybrid.lifecycle import champion as deciding
 from dphybrid.lifecycle import retrain
-from dphybrid.lifecycle.retrain import Decision, judge, open_registry, plan_retraining
+from dphybrid.lifecycle.champion import Decision, judge, open_registry
+from dphybrid.lifecycle.retrain import plan_retraining
 from dphybrid.recipes.configs import build_config, load_config
 from dphybrid.run.train import run_job
 from dphybrid.tracking.models import Version
@@ -74,7 +76,7 @@ def test_the_better_challenger_is_promoted(
     embedded_store: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("dphybrid.lifecycle.retrain._NUM_RESAMPLES", 50)
+    monkeypatch.setattr("dphybrid.lifecycle.champion._NUM_RESAMPLES", 50)
     day(1, range(6)).write_parquet(days / "day-1.parquet")
     assert retrained(days, label).promoted
     day(2, range(3, 12)).write_parquet(days / "day-2.parquet")  # of six shops the champion knows nothing
@@ -109,6 +111,6 @@ def test_a_champion_of_another_registry_is_not_mistaken_for_this_one(
         champion = Version("clicks", "1", f"run{seed}", {}, "promoted")
         registry = SimpleNamespace(uri="", newest=lambda _, v=champion: v, champion=lambda _, v=champion: v)
         monkeypatch.setattr(retrain, "open_registry", lambda _, it=registry: it)
-        monkeypatch.setattr(retrain, "checkpoint_folder", lambda *_, it=checkpoint: it)
+        monkeypatch.setattr(deciding, "checkpoint_folder", lambda *_, it=checkpoint: it)
         kept = retrain.plan_retraining(config, load_settings()).config.train.warm_start
         assert (Path(kept) / "state.json").read_bytes() == (checkpoint / "state.json").read_bytes()

@@ -1,12 +1,15 @@
 """Damaged neighbours are left out, `dphybrid verify` names damage, a running run is not run twice."""
 
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dphybrid.cli.main import main
 from dphybrid.config.settings import load_settings
-from dphybrid.run.folder import find_tagged_run, running
+from dphybrid.run.folder import all_runs, find_tagged_run, named_run, next_number, running
 from dphybrid.serving.load import find_checkpoint
 from tests.commands import command, run_with
 from tests.refusing import refused
@@ -82,3 +85,23 @@ def test_verify_names_the_damaged_file(data_dir: Path) -> None:
     assert "runs: one" in command("verify", "nowhere", ends=2)
     Path("one").mkdir()  # a folder here that has the run's name by chance
     assert "blocks.safetensors" in command("verify", "one", ends=1)
+
+
+def test_the_latest_run_is_the_last_one_whatever_the_clock_said(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_with(*TOY, run_name="first")
+
+    class Earlier(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:
+            return datetime(2001, 1, 1, tzinfo=tz)
+
+    monkeypatch.setattr("dphybrid.run.build.datetime", Earlier)
+    run_with(*TOY, run_name="second")
+    settings = load_settings()
+    assert named_run(settings, "latest", "toy").folder.name == "second"
+    assert [run.page.number for run in all_runs(settings)] == [1, 2]
+    (data_dir / ".run-number").write_text("")  # a disk that lost it
+    with ThreadPoolExecutor(4) as pool:
+        assert sorted(pool.map(next_number, [settings] * 8)) == list(range(3, 11))

@@ -70,7 +70,7 @@ def test_any_name_registers_again_and_again(tmp_path: Path) -> None:
         tracker.log_checkpoints([card(tmp_path / str(number))], None)
         assert [tracker.register(name, "uid-1", "challenger") for name in names] == [""] * len(names)
         tracker.finish("FINISHED")
-    registry = Registry(tracker.tracking_uri)
+    registry = Registry(tracker.tracking_uri, tmp_path / "champions")
     for name in names:
         newest, champion = registry.newest(name), registry.champion(name)
         assert (newest.number, champion.number) == ("2", "1")
@@ -96,10 +96,10 @@ def test_a_first_version_is_the_champion_even_if_its_registration_was_interrupte
     tracker.log_metrics({"valid/auc": 0.5}, 1)
     tracker.log_checkpoints([card(tmp_path / "1")], None)
     assert tracker.register("clicks", "uid-1", "challenger") == ""
-    registry = Registry(tracker.tracking_uri)
+    registry = Registry(tracker.tracking_uri, tmp_path / "champions")
     champion = registry.champion("clicks")
     assert champion is not None
-    registry.decide(champion, False, "worse")
+    assert registry.decide(champion, "", False, "worse")
     assert tracker.register("clicks", "uid-1", "challenger") == ""  # as a resumed run does
     assert registry.champion("clicks") is None
     tracker.finish("FINISHED")

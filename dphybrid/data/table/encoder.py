@@ -177,6 +177,20 @@ class Encoder:
                 "new model"
             )
 
+    def covers(self, other: "Encoder") -> bool:
+        """Return whether this encoder tells apart all that `other` does: it reads the same columns, scales
+        numbers and labels equally, and knows every value that `other` knows."""
+        mine, theirs = ([(c.name, c.form) for c in each.columns] for each in (self, other))
+        if mine != theirs or self.label != other.label:
+            return False
+        for column, earlier in zip(self.columns, other.columns, strict=True):
+            if not isinstance(column, Category):
+                if column.learned != earlier.learned:
+                    return False
+            elif not earlier.learned.is_in(column.learned.implode()).all():
+                return False
+        return True
+
     def save(self, folder: Path) -> None:
         """Write `encoder.json` and `vocabularies.parquet` into `folder`."""
         folder.mkdir(exist_ok=True)

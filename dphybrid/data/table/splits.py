@@ -10,7 +10,7 @@ import polars as pl
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array
 from dphybrid.data.table.cells import PADDING_ID
-from dphybrid.data.table.encoder import Base
+from dphybrid.data.table.encoder import Base, old_ids
 from dphybrid.data.table.order import places_in_time
 from dphybrid.data.table.reading import Table
 from dphybrid.util.errors import UserError
@@ -159,3 +159,24 @@ def _base_keys(base: Base, part: str) -> Array:
             yield {name: arrays[name][rows] for name in base.prepared.manifest.batch_arrays}
 
     return _row_keys(blocks(), base.encoder.max_items)
+
+
+def unseen_rows(held: Base, trained: Base) -> Array:
+    """Return the mask (B,) of the validation rows of `held` on which `trained` was not trained. The encoder
+    of `held` must cover that of `trained`, in whose encoding the rows are compared."""
+    arrays, rows_B = held.prepared.arrays, held.prepared.arrays["valid_rows"]
+    ids_of = old_ids(trained.encoder, held.encoder)
+    num_singles = len(ids_of) - len(held.encoder.bags)
+
+    def blocks() -> Iterator[dict[str, Array]]:
+        for start in range(0, len(rows_B), _BLOCK):
+            rows = rows_B[start : start + _BLOCK]
+            found = {name: arrays[name][rows] for name in held.prepared.manifest.batch_arrays}
+            for place in range(num_singles):
+                found["ids_BF"][:, place] = ids_of[place][found["ids_BF"][:, place]]
+            for place, ids in enumerate(ids_of[num_singles:]):
+                found["bags_BFL"][:, place] = ids[found["bags_BFL"][:, place]]
+            yield found
+
+    keys_B = _row_keys(blocks(), max(held.encoder.max_items, trained.encoder.max_items))
+    return ~np.isin(keys_B, _base_keys(trained, "train"))

@@ -1,0 +1,397 @@
+"""Two retrainings of one model, and rollbacks, in every order of their steps: the champion is always the best
+one, and each decision names the version that it was compared with. With MLflow's own registry."""
+
+import itertools
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+
+import dphybrid
+from dphybrid.config import ExperimentConfig
+from dphybrid.config.settings import load_settings
+from dphybrid.data import open_prepared
+from dphybrid.lifecycle import champion
+from dphybrid.lifecycle.champion import MIN_GAIN_TAG, Decision, decide_waiting, judge, open_registry
+from dphybrid.lifecycle.retrain import plan_retraining, retraining
+from dphybrid.recipes.configs import apply_overrides, build_config
+from dphybrid.run.folder import CHAMPION_TAG, DECISION, Run, read_run
+from dphybrid.run.pages import ResultPage
+from dphybrid.run.report import attached
+from dphybrid.run.train import run_job
+from dphybrid.serving.load import find_checkpoint
+from dphybrid.tracking.models import Registry
+from dphybrid.training.saving import checkpoint_uid
+from dphybrid.util.stop import Interrupted, StopRequest
+from tests import stores
+from tests.commands import command
+from tests.conftest import own_settings
+from tests.refusing import refused
+from tests.waiting import wait_until
+
+POOR, FAIR, GOOD = (f"train.lr={lr}" for lr in (1e-6, 1e-3, 3e-2))
+ROUNDS = {POOR: 1, FAIR: 1, GOOD: 4}
+
+
+def day(number: int, shops: range, rows: int = 600) -> pl.DataFrame:
+    """Rows of a day: whether somebody buys follows mostly from the shop."""
+    random = np.random.default_rng(number)
+    shop = random.integers(shops.start, shops.stop, rows)
+    rate = np.where(shop % 2 == 0, 0.9, 0.1)
+    return pl.DataFrame(
+        {
+            "shop": [f"s{n}" for n in shop],
+            "weather": random.normal(size=rows).round(9),  # no two rows are the same
+            "buys": (random.random(rows) < rate).astype(int),
+        }
+    )
+
+
+def config(days: Path, name: str, how: str) -> ExperimentConfig:
+    return apply_overrides(
+        build_config(
+            {
+                "recipe": "ctr",
+                "devices": "cpu",
+                "data": {"path": str(days), "label": "buys", "valid_fraction": 0.4, "buckets": 4},
+                "model": {"dim": 4, "hidden": 8, "layers": 1, "dropout": 0.0},
+                "table": {"lr": {POOR: 1e-6, FAIR: 0.01, GOOD: 0.1}[how]},
+                "train": {"epochs": ROUNDS[how], "batch_size": 50, "seed": 1},
+                "checkpoint": {"register_as": name},
+            }
+        ),
+        [how],
+    )
+
+
+class Shop:
+    """A folder of days, and the steps of retrainings. trained: the runs of each way to train, by the version
+    that they started from, so that most orders need no training of their own."""
+
+    def __init__(self, days: Path) -> None:
+        self.days, self.settings = days, load_settings()
+        self.registry = open_registry(self.settings)
+        self.trained: dict[tuple[str, str], Run] = {}
+        self.first: Run | None = None
+
+    def begin(self, name: str) -> None:
+        """Register a poor first version as the champion."""
+        if self.first is None:
+            self.first = self._run(config(self.days, name, POOR), {})
+        self._register(self.first, name)
+        assert self.registry.champion(name).number == "1"
+
+    def plan(self, name: str, how: str) -> tuple[Any, str, str]:
+        planned = plan_retraining(config(self.days, name, how), self.settings, event="test")
+        return planned, how, self.registry.champion(name).run_id
+
+    def train(self, name: str, planned: tuple[Any, str, str]) -> Run:
+        """Train as planned, or take the run that was trained so before, and register it."""
+        plan, how, start = planned
+        if (how, start) not in self.trained:
+            self.trained[how, start] = self._run(plan.config, {CHAMPION_TAG: plan.champion})
+        run = self.trained[how, start]
+        self._register(run, name)
+        copy = self.settings.runs_dir / f"{run.folder.name}-{name}"
+        shutil.copytree(run.folder, copy, ignore=shutil.ignore_patterns("deci*.json", ".lock"))
+        page = run.page.model_dump() | {"tags": {CHAMPION_TAG: plan.champion, MIN_GAIN_TAG: "0"}}
+        page["config"]["checkpoint"]["register_as"] = name
+        type(run.page).model_validate(page).write(copy / "run.json")
+        return read_run(copy, self.settings)
+
+    def decide(self, run: Run) -> Decision:
+        return judge(run.folder, self.settings)
+
+    def _run(self, chosen: ExperimentConfig, tags: dict[str, str]) -> Run:
+        report = run_job(apply_overrides(chosen, ["checkpoint.register_as="]), self.settings, tags=tags)
+        return read_run(self.settings.runs_dir / report.run_name, self.settings)
+
+    def _register(self, run: Run, name: str) -> None:
+        best = Path(ResultPage.read(run.folder / "result.json").best_checkpoint)
+        tracker = attached(run)
+        assert tracker.register(name, checkpoint_uid(best), "challenger") == ""
+        tracker.close()
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
+    folder = tmp_path_factory.mktemp("shop")
+    with pytest.MonkeyPatch.context() as patch:
+        own_settings(patch, folder / "data")
+        patch.setattr("dphybrid.run.report._pictures", lambda *_: {})
+        patch.setattr(champion, "_NUM_RESAMPLES", 50)
+        stores.put_database("mlflow", folder / "data" / "mlflow" / "mlflow.db")
+        (folder / "days").mkdir()
+        day(1, range(6)).write_parquet(folder / "days" / "1.parquet")
+        found = Shop(folder / "days")
+        found.begin("warm-up")
+        day(2, range(12)).write_parquet(folder / "days" / "2.parquet")
+        yield found
+
+
+STEPS = ("plan", "train", "decide")
+ORDERS = sorted(set(itertools.permutations("AAABBB")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ORDERS, ids="".join)
+def test_two_retrainings_in_every_order(shop: Shop, order: tuple[str, ...]) -> None:
+    in_this_order(shop, order)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["AAABBB", "ABABAB", "ABBBAA", "BABABA", "BAAABB"])
+def test_two_retrainings_in_some_orders(shop: Shop, order: str) -> None:
+    in_this_order(shop, tuple(order), f"some-{order}")
+
+
+def in_this_order(shop: Shop, order: tuple[str, ...], name: str = "") -> None:
+    """Take the steps of two retrainings, each plan, train, decide, in an order."""
+    name, how = name or "".join(order), {"A": GOOD, "B": FAIR}
+    shop.begin(name)
+    done: dict[str, Any] = {}
+    champions, decided = ["1"], dict[str, Decision]()
+    for who in order:
+        before = done.get(who)
+        if before is None:
+            done[who] = shop.plan(name, how[who])
+        elif not isinstance(before, Run):
+            done[who] = shop.train(name, before)
+        else:
+            decided[who] = shop.decide(before)
+            assert decided[who].against == champions[-1]
+            assert f"against champion version {champions[-1]}'s" in decided[who].why
+            number = shop.registry.newest(name, before.page.run_id).number
+            champions += [number] if decided[who].promoted else []
+            assert shop.registry.champion(name).number == champions[-1]
+            assert shop.registry.version(name, number).decision == decided[who].why
+    apart = "".join(order) not in ("AAABBB", "BBBAAA")  # else the second continued from the first
+    if apart:
+        assert decided["A"].data == decided["B"].data, "all are measured on the same rows"
+        assert decided["B"].promoted == (list(decided) == ["B", "A"]), "it is better than version 1 alone"
+    assert decided["A"].promoted
+    final = shop.registry.champion(name).run_id
+    assert final == done["A"].page.run_id or not apart
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at", range(4))
+def test_a_rollback_at_every_point_of_a_retraining(shop: Shop, at: int) -> None:
+    name = f"rolled-{at}"
+    shop.begin(name)
+    shop.decide(shop.train(name, shop.plan(name, FAIR)))
+    assert shop.registry.champion(name).number == "2"
+    done: Any = None
+    for number, step in enumerate((*STEPS, "")):
+        if number == at:
+            assert f"champion is version {2 if at == 3 else 1} again" in command("rollback", name)
+        if step == "plan":
+            done = shop.plan(name, GOOD)
+        elif step == "train":
+            done = shop.train(name, done)
+        elif step == "decide":
+            decision = shop.decide(done)
+            present = "1" if at <= number else "2"
+            assert decision.promoted
+            assert decision.against == present
+            assert f"against champion version {present}'s" in decision.why
+    # The last rollback wins; before it, the champion was the retrained version, and after it the one before.
+    assert shop.registry.champion(name).number == ("2" if at == 3 else "3")
+
+
+@pytest.mark.slow
+def test_another_machine_decides_during_the_comparison(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It shares the server and no disk, so that its lock keeps nobody out."""
+    monkeypatch.setattr(Registry, "deciding", lambda *_: nullcontext())
+    shop.begin("elsewhere")
+    fair, good = (shop.train("elsewhere", shop.plan("elsewhere", how)) for how in (FAIR, GOOD))
+    compare, calls = champion._compare, list[str]()
+
+    def compared(run: Run, *rest: Any) -> Decision:
+        found = compare(run, *rest)
+        calls.append(f"{run.folder.name} against {found.against}")
+        if len(calls) == 1:
+            assert shop.decide(good).promoted
+        return found
+
+    monkeypatch.setattr(champion, "_compare", compared)
+    decision = shop.decide(fair)
+    assert [call.rpartition(" ")[2] for call in calls] == ["1", "1", "3"]
+    assert not decision.promoted
+    assert decision.against == "3"
+    assert shop.registry.champion("elsewhere").number == "3"
+    assert shop.registry.version("elsewhere", "2").decision == decision.why
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["before the move", "after the move", "after the reason"])
+def test_a_decision_that_was_interrupted_is_completed(
+    shop: Shop, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = end.replace(" ", "-")
+    shop.begin(name)
+    run = shop.train(name, shop.plan(name, GOOD))
+    decide = Registry.decide
+
+    def dies(self: Registry, *given: Any) -> bool:
+        with monkeypatch.context() as inner:
+            if end == "after the move":
+                inner.setattr(Registry, "_add_decision", lambda *_: sys.exit("killed"))
+            if end != "before the move":
+                decide(self, *given)
+        raise SystemExit("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Registry, "decide", dies)
+        with pytest.raises(SystemExit):
+            shop.decide(run)
+    assert not (run.folder / DECISION).exists()
+    monkeypatch.setattr(champion, "_compare", lambda *_: pytest.fail("it was compared already"))
+    assert f"{run.folder.name}: promoted: better: validation auc" in command("sync")
+    assert shop.registry.champion(name).number == "2"
+    assert shop.registry.version(name, "2").decision == Decision.read(run.folder / DECISION).why
+    assert "Nothing to do" in command("sync")
+    command("rollback", name)
+    with refused("no version was the champion before version 1"):
+        shop.registry.roll_back(name)
+
+
+@pytest.mark.slow
+def test_a_challenger_that_is_registered_later_is_decided_by_sync(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shop.begin("late")
+    with monkeypatch.context() as patch:
+        patch.setattr(shop, "_register", lambda *_: None)
+        run = shop.train("late", shop.plan("late", GOOD))
+    shop.decide(shop.train("late", shop.plan("late", FAIR)))
+    with refused("is not registered as 'late' yet; `dphybrid sync` registers it and compares it"):
+        shop.decide(run)
+    assert "not decided: the model of run" in command("sync", ends=1)
+    shop._register(run, "late")
+    ((waiting, decision),) = decide_waiting(shop.settings, "late")
+    assert waiting.folder == run.folder
+    assert isinstance(decision, Decision)
+    assert decision.promoted
+    assert decision.against == "2"
+    assert shop.registry.champion("late").number == "3"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["fewer", "more"])
+def test_models_of_different_days_are_compared_on_rows_that_neither_saw(shop: Shop, first: str) -> None:
+    name = f"days-{first}"
+    shop.begin(name)
+    fewer = shop.train(name, shop.plan(name, FAIR if first == "more" else GOOD))
+    file = shop.days / "3.parquet"
+    trained = shop.trained.copy()
+    try:
+        day(3, range(16)).write_parquet(file)
+        shop.trained.clear()
+        more = shop.train(name, shop.plan(name, GOOD if first == "fewer" else FAIR))
+    finally:
+        file.unlink()
+        shop.trained = trained
+    runs = [fewer, more] if first == "fewer" else [more, fewer]
+    assert shop.decide(runs[0]).promoted
+    decision = shop.decide(runs[1])
+    assert decision.against == shop.registry.newest(name, runs[0].page.run_id).number
+    data = {run.folder: open_prepared(Path(run.page.prepared)) for run in runs}
+    assert decision.data == data[more.folder].held_out, "the rows are read with the larger vocabulary"
+
+    def rows_of(run: Run, part: str) -> set[tuple[float, ...]]:
+        arrays = data[run.folder].arrays
+        return set(map(tuple, arrays["dense_BN"][arrays[f"{part}_rows"]].tolist()))
+
+    wanted = rows_of(more, "valid") - rows_of(fewer, "train")
+    assert decision.num_rows == len(wanted)
+    assert 0 < len(wanted) < len(rows_of(more, "valid"))
+
+
+def test_data_of_another_kind_is_said_and_the_champion_stays(shop: Shop, tmp_path: Path) -> None:
+    name = "other"
+    shop.begin(name)
+    run = shop.train(name, shop.plan(name, GOOD))
+    (tmp_path / "days").mkdir()
+    day(9, range(6)).with_columns(pl.col("weather") * 100).write_parquet(tmp_path / "days" / "9.parquet")
+    foreign = shop._run(config(tmp_path / "days", name, FAIR), {})
+    shop._register(foreign, name)
+    MOVED = shop.registry.newest(name, foreign.page.run_id)
+    shop.registry._client.set_registered_model_alias(name, "champion", MOVED.number)  # by hand, in MLflow
+    decision = shop.decide(run)
+    assert not decision.promoted
+    assert decision.why.startswith("not compared: the champion is version 3 now, and the two were trained on")
+    assert shop.registry.champion(name).number == "3"
+
+
+def test_a_second_retraining_waits_and_says_for_whom(shop: Shop) -> None:
+    told, order, stop = list[str](), list[str](), StopRequest()
+    held = (
+        "import sys; from dphybrid.config.settings import load_settings\n"
+        "from dphybrid.lifecycle.retrain import retraining; from dphybrid.util.stop import StopRequest\n"
+        "with retraining('busy', load_settings(), 'flow run brave-owl', StopRequest()):\n"
+        "    print('held', flush=True); sys.stdin.read()\n"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", held], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "held\n"
+
+    def second(stop: StopRequest) -> None:
+        try:
+            with retraining("busy", shop.settings, "me", stop, told.append):
+                order.append("turn")
+        except Interrupted as interruption:
+            order.append(interruption.reason)
+
+    with retraining("another", shop.settings, "me", stop):
+        cancelled = Thread(target=second, args=(cancelling := StopRequest(),))
+        waits = Thread(target=second, args=(stop,))
+        cancelled.start(), waits.start()
+        wait_until(lambda: len(told) == 2, "both wait")
+        assert told[0].startswith(f"busy is being retrained by flow run brave-owl (process {child.pid} on ")
+        cancelling.ask("Ctrl-C", signal.SIGINT)
+        cancelled.join(10)
+        assert order == ["stopped by Ctrl-C while it waited for another retraining"]
+        child.kill()  # the kernel releases the lock
+        waits.join(10)
+        assert order[1:] == ["turn"]
+    child.wait()
+
+
+@pytest.mark.slow
+def test_a_copied_data_folder_is_whole_by_itself(shop: Shop, tmp_path: Path) -> None:
+    """Runs, prepared data, models and MLflow's store of the copy are used, not those of the original."""
+    shop.begin("copied")
+    shop.decide(shop.train("copied", shop.plan("copied", GOOD)))
+    run = shop.trained[GOOD, shop.registry.version("copied", "1").run_id].folder.name
+    rows = day(7, range(12), 50)
+    ways = (run, "models:/copied@champion")
+    before = [dphybrid.load(which).predict(rows).tolist() for which in ways]
+    shutil.copytree(shop.settings.data_dir, tmp_path / "copy", symlinks=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DPHYBRID_DATA_DIR", str(tmp_path / "copy"))
+        settings = load_settings()
+        for which, answers in zip(ways, before, strict=True):
+            assert find_checkpoint(which, settings).is_relative_to(tmp_path / "copy")
+            assert dphybrid.load(which).predict(rows).tolist() == answers
+        plan = plan_retraining(config(shop.days, "copied", GOOD), settings, event="test")
+        for place in (plan.config.data.base, plan.config.train.warm_start):
+            assert Path(str(place)).is_relative_to(tmp_path / "copy")
+        resumed = read_run(settings.runs_dir / run, settings)
+        assert Path(resumed.page.prepared).is_relative_to(tmp_path / "copy")
+        assert Path(str(resumed.config.data.base)).is_relative_to(tmp_path / "copy")
+        named = f"{shop.settings.data_dir}/"
+        pages = [*settings.runs_dir.glob("*/r*.json"), *settings.prepared_dir.glob("*/manifest.json")]
+        told = [page for page in pages if named in page.read_text() and page.name != "report.json"]
+        assert told == [], "no page names the original"
