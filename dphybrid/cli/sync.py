@@ -33,10 +33,12 @@ def run(args: argparse.Namespace) -> int:
         from dphybrid.lifecycle.champion import Decision, decide_waiting  # imports torch
 
         for run, decision in decide_waiting(settings):
-            is_decided = isinstance(decision, Decision)
-            state = ("promoted" if decision.promoted else "kept") if is_decided else "not decided"
-            print(masked(f"{run.folder.name}: {state}: {decision.why if is_decided else decision}"))
-            arrived.append(is_decided)
+            if isinstance(decision, Decision):
+                line = f"{'promoted' if decision.promoted else 'kept'}: {decision.why}"
+            else:
+                line = f"not decided: {decision}"
+            print(masked(f"{run.folder.name}: {line}"))
+            arrived.append(isinstance(decision, Decision))
     if not arrived:
         print("Nothing to do: every record has arrived, and no run is left open.")
     return 0 if all(arrived) else 1

@@ -89,7 +89,9 @@ def plan_removal(
     runs = all_runs(settings)
     known = {run.folder.name: run for run in runs}
     if unknown := [name for name in names if name not in known]:
-        raise UserError(f"{unknown[0]}: there is no such run{suggestion(unknown[0], list(known) or ['none yet'])}")
+        raise UserError(
+            f"{unknown[0]}: there is no such run{suggestion(unknown[0], list(known) or ['none yet'])}"
+        )
     chosen = [known[name] for name in names]
     if older_than_days is not None:
         limit = (datetime.now(UTC) - timedelta(days=older_than_days)).isoformat()
