@@ -176,8 +176,6 @@ def _reason(
         return "train.compile was not tried with several ranks; leave it out"
     if train.callbacks or callbacks:
         return "callbacks (train.callbacks) cannot be called, as other processes train; leave them out"
-    if train.check_split:
-        return "train.check_split compares replicas of one process; run the check first, with one process"
     if train.warm_start and config.data.model_dump().get("base"):
         return (
             "train.warm_start with data.base grows the table, which only one process can do; train a step "

@@ -157,10 +157,10 @@ class TrainConfig(Section):
     pipeline: Literal["off", "exact"] = "exact"
     """exact looks up the rows of the next batch while this one computes, and then replaces those that
     changed. Results are the same bits as with off."""
-    check_split: bool = False
-    """Before training, compute the first batch both unsplit and split, in evaluation mode, and stop if a
-    module computes across the batch; one device splits it in two. Costs about three forward passes without
-    gradients, and the first device must hold the whole batch."""
+    check_split: bool = True
+    """With several devices: before training, compute the first batch both unsplit and split, and stop if a
+    module computes something else when it is split. Costs about three steps, and is left out if the first
+    device cannot hold the whole batch."""
     deterministic: bool = False
     """Stop with an error when a block uses a GPU operation whose bits may differ from run to run."""
     compile: bool = False

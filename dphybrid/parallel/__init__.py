@@ -4,13 +4,12 @@ A forward of `DataParallel` has torch's four steps, one module each: `scattering
 `replication` (copies of the module), `applying` (calls them), `gathering` (joins the outputs).
 
 Where to read: `data_parallel` (the class), then the four steps; `splits` (sizes of the shares, and their
-record), `nests` (nested inputs and outputs), `probing` (do rows match the samples only by chance?), `check`
-(what differs or breaks in a module), `devices` (device texts), `dropout` (masks that do not depend on the
-split).
+record), `nests` (nested inputs and outputs), `comparison` (a batch split and unsplit), `check` (what differs
+or breaks in a module), `devices` (device texts), `dropout` (masks that do not depend on the split).
 """
 
 from dphybrid.parallel.applying import current_replica, parallel_apply
-from dphybrid.parallel.check import compare_split, refuse_split_differences
+from dphybrid.parallel.comparison import check_split, compare_split
 from dphybrid.parallel.data_parallel import (
     DataParallel,
     compile_regions,
@@ -34,6 +33,7 @@ __all__ = [
     "Split",
     "Whole",
     "before_cuda_starts",
+    "check_split",
     "compare_split",
     "compile_regions",
     "current_replica",
@@ -43,7 +43,6 @@ __all__ = [
     "gather",
     "parallel_apply",
     "parts",
-    "refuse_split_differences",
     "replicate",
     "resolve_devices",
     "scatter",

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from dphybrid.parallel.devices import Devices, resolve_devices
-from dphybrid.parallel.nests import tensors_of
+from dphybrid.parallel.nests import leaves
 from dphybrid.parallel.replication import under_functorch
 from dphybrid.parallel.scattering import Places
 from dphybrid.parallel.splits import first_size
@@ -74,7 +74,8 @@ def parallel_apply(
 def _places(inputs: Sequence[object]) -> Devices:
     """Return the devices of the first tensor of each replica's inputs."""
     found = [
-        next((tensor.device for _, tensor in tensors_of(given)), torch.device("cpu")) for given in inputs
+        next((leaf.device for leaf in leaves(given) if isinstance(leaf, torch.Tensor)), torch.device("cpu"))
+        for given in inputs
     ]
     return Devices(",".join(map(str, found)), tuple(found), len(set(found)) < len(found))
 

@@ -15,10 +15,18 @@ from torch import Tensor, nn
 
 from dphybrid.parallel.applying import parallel_apply
 from dphybrid.parallel.devices import Devices, resolve_devices
-from dphybrid.parallel.gathering import Join, as_device, gather
-from dphybrid.parallel.nests import Parts, Whole, batch_rows, is_marked, joined, map_tensors, parts
-from dphybrid.parallel.probing import Trial, note_shares, refuse_chance_rows, refuse_shared_inputs
-from dphybrid.parallel.replication import refuse_unsuitable, replicate, replicate_modules, under_functorch
+from dphybrid.parallel.gathering import as_device, gather
+from dphybrid.parallel.nests import (
+    Parts,
+    Whole,
+    batch_rows,
+    joined,
+    leaves,
+    map_tensors,
+    named_inputs,
+    parts,
+)
+from dphybrid.parallel.replication import refuse_unsuitable, replicate, replicate_modules
 from dphybrid.parallel.scattering import Places, RowSource, place, scatter_kwargs, split
 from dphybrid.parallel.splits import Key, Record, Split, first_size, shares
 from dphybrid.util.compiling import outside_of_graphs
@@ -86,53 +94,37 @@ class DataParallel(nn.DataParallel):
 
     @outside_of_graphs
     def _split_and_joined(self, inputs: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        kwargs = self.with_wholes(kwargs)
-        sizes, trial, record = None, None, self._record
+        kwargs, sizes = self.with_wholes(kwargs), None
         if "scatter" in self._overridden:
             with self._timed("scatter"):
                 replica_inputs, replica_kwargs = _paired(*self.scatter(inputs, kwargs, self.device_ids))
             if len(self.devices) == 1:
                 return self.module(*replica_inputs[0], **replica_kwargs[0])
         else:
-            found = batch_rows(inputs, kwargs, self.dim)
-            paths, rows = tuple(found), max(found.values(), default=0)
+            rows = batch_rows(inputs, kwargs, self.dim)
             if not rows:  # no tensor, or an empty batch: call the module once, on the first device
                 return self._on_first_device(inputs, kwargs)
             sizes = self.sizes(rows)
-            if len(sizes) > 1:
-                trial = Trial(self.module, (inputs, kwargs), self.dim, self.devices.home, sizes)
-                if len(paths) > 1 and paths not in record.checked_inputs and not under_functorch():
-                    refuse_shared_inputs(trial)
-                    record.checked_inputs.add(paths)
-            places = self.devices.replicas[: len(sizes)]
             with self._timed("scatter"):
                 # Together, so that a tensor that is passed twice stays one tensor in each share.
-                shares_of_both = split((inputs, kwargs), places, sizes, self.dim)
+                shares_of_both = split((inputs, kwargs), self.devices.replicas[: len(sizes)], sizes, self.dim)
                 replica_inputs, replica_kwargs = map(list, zip(*shares_of_both, strict=True))
         with self._timed("replicate"):
             replicas = self.replicate(self.module, self.device_ids[: len(replica_inputs)])
         try:
             outputs = self.parallel_apply(replicas, replica_inputs, replica_kwargs)
-        except (RuntimeError, ValueError, IndexError) as error:
-            if trial is not None and not is_out_of_memory(error):
+        except Exception as error:
+            if sizes is not None and len(sizes) > 1 and not is_out_of_memory(error):
                 # The traceback shows only the inside of the module; users can change what they pass to it.
-                note_shares(error, trial)
+                _note_shares(error, inputs, kwargs, self.dim, sizes)
             raise
         given_sizes = tuple(first_size(given) for given in zip(replica_inputs, replica_kwargs, strict=True))
-        record.note((given_sizes, tuple(map(first_size, outputs))))
+        self._record.note((given_sizes, tuple(map(first_size, outputs))))
         with self._timed("gather"):
             if "gather" in self._overridden:
                 return self.gather(outputs, self.output_device)
             # `sizes` is None after an overridden scatter: only that knows them, so outputs are not checked.
-            join = Join(self._target, self.dim, sizes)
-            output = join(list(outputs), "output")
-        if trial is not None:
-            # Check each kind of output once in training and once in eval mode.
-            seen = {(self.training, leaf) for leaf in join.leaves}
-            if not seen <= record.checked_outputs:
-                refuse_chance_rows(trial, outputs[0], join.leaves)
-                record.checked_outputs |= seen
-        return output
+            return gather(outputs, self._target, self.dim, sizes)
 
     def with_wholes(self, kwargs: dict[str, object]) -> dict[str, object]:
         """Return the keyword arguments with those named in `whole` wrapped in `Whole`. `Parts` in them are
@@ -206,7 +198,7 @@ class DataParallel(nn.DataParallel):
         home = self.devices.home
         # Plain tensors on the CPU, the usual case, need no copy and no walk through the nest.
         given = (*inputs, *kwargs.values())
-        if home.type != "cpu" or any(type(each) is not Tensor and is_marked(each) for each in given):
+        if home.type != "cpu" or any(type(each) is not Tensor and _is_marked(each) for each in given):
             with self._timed("host_to_device"):
                 inputs, kwargs = map_tensors(lambda t: t.to(home, non_blocking=True), (inputs, kwargs))
         module: Any = self._modules["module"]  # `self.module` goes through __getattr__: a microsecond
@@ -327,6 +319,23 @@ class DataParallel(nn.DataParallel):
 
     def extra_repr(self) -> str:
         return f"devices={self.devices.text!r}"
+
+
+def _is_marked(value: object) -> bool:
+    return any(isinstance(leaf, Whole | Parts) for leaf in leaves(value))
+
+
+def _note_shares(
+    error: Exception, inputs: tuple[object, ...], kwargs: dict[str, object], dim: int, sizes: list[int]
+) -> None:
+    """Add a note to a replica's error: how the inputs were split, and which mistakes may be the cause."""
+    tensors = [(path, leaf) for path, leaf in named_inputs(inputs, kwargs) if isinstance(leaf, Tensor)]
+    given = ", ".join(f"{path} {tuple(tensor.shape)}" for path, tensor in tensors) or "rows"
+    error.add_note(
+        f"DataParallel split {given} on dim {dim} into shares of {sizes} rows. If the module works without a "
+        "split: give a single sample a batch dim (x.unsqueeze(0)), and wrap what all samples share, such as "
+        "a mask or class weights, in Whole(...) or name it in whole=[...]"
+    )
 
 
 def _under(prefix: str, versions: dict[str, Any]) -> dict[str, Any]:

@@ -2,27 +2,18 @@
 names it."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from dphybrid.parallel.nests import is_nest, items_of, rebuild, refuse_attributes
+from dphybrid.parallel.nests import flatten, opened, path_of, rebuilt, unflatten
 from dphybrid.util.errors import UserError, type_text
 
 
-class Leaf(NamedTuple):
-    """Shape of a joined tensor, as far as it shows where the batch is. rows: number of rows on the batch dim
-    per sample. rank: number of dims."""
-
-    path: str
-    rows: int
-    rank: int
-
-
 def gather(
-    outputs: Sequence[object],
+    outputs: Sequence[Any],
     target_device: torch.device | str | int,
     dim: int = 0,
     sizes: Sequence[int] | None = None,
@@ -31,10 +22,19 @@ def gather(
 
     sizes: number of samples in each replica's share. If given, each tensor must have the same whole number of
     rows per sample. So a tensor with the batch on another dim, such as an RNN's state (layers, B, H), raises
-    an error instead of being joined on the wrong dim. Raises UserError, with the place, for an output that
-    cannot be joined.
+    an error for shares of two sizes instead of being joined on the wrong dim. Raises UserError, with the
+    path, for an output that cannot be joined.
     """
-    return Join(as_device(target_device), dim, sizes)(list(outputs), "output")
+    try:
+        return _join(list(outputs), as_device(target_device), dim, sizes)
+    except _CannotJoin as error:
+        raise UserError(f"output{error.path}: {error}") from None
+
+
+class _CannotJoin(Exception):
+    """An output that cannot be joined. path: of its place in the outputs, found only once it is needed."""
+
+    path = ""
 
 
 def as_device(device: torch.device | str | int) -> torch.device:
@@ -44,93 +44,89 @@ def as_device(device: torch.device | str | int) -> torch.device:
     return torch.device(device)
 
 
-class Join:
-    """Joins the outputs of one forward. leaves: the tensors whose number of rows was checked; `probing` asks
-    whether they match by chance."""
+def _join(outputs: list[Any], target: torch.device, dim: int, sizes: Sequence[int] | None) -> Any:
+    if isinstance(outputs[0], Tensor):
+        return _join_leaf(outputs, target, dim, sizes)
+    found, spec = flatten(outputs[0])
+    try:
+        # By key: replicas may have filled their dicts in different orders.
+        columns = [spec.flatten_up_to(output) for output in outputs]
+    except ValueError as error:
+        text = f"replicas returned different containers ({error}); return the same from each"
+        raise _CannotJoin(text) from None
+    for index in range(len(found)):
+        try:
+            found[index] = _join_leaf([column[index] for column in columns], target, dim, sizes)
+        except _CannotJoin as error:
+            error.path = path_of(outputs[0], index) + error.path
+            raise
+    return unflatten(found, spec)
 
-    __slots__ = ("dim", "leaves", "sizes", "target")
 
-    def __init__(self, target: torch.device, dim: int, sizes: Sequence[int] | None) -> None:
-        self.target, self.dim, self.sizes = target, dim, sizes
-        self.leaves: list[Leaf] = []
-
-    def __call__(self, outputs: list[Any], path: str) -> object:
-        first = outputs[0]
-        kind = type(first)
-        for output in outputs:
-            # Tensors of different classes may be joined: replica 0 may return an nn.Parameter, others a copy.
-            if type(output) is not kind and not (isinstance(first, Tensor) and isinstance(output, Tensor)):
-                kinds = ", ".join(type(o).__name__ for o in outputs)
-                raise UserError(
-                    f"{path}: replicas returned different types, {kinds}; return the same from each"
-                )
-        if isinstance(first, Tensor):
-            return self._tensors(outputs, path)
-        if first is None:
-            return None
-        if is_nest(first):
-            return self._nests(outputs, path)
-        if isinstance(first, PackedSequence):
-            raise UserError(
-                f"{path}: a PackedSequence has no batch dim to join on; unpack it inside the module "
-                "(pad_packed_sequence with total_length)"
-            )
-        raise UserError(
-            f"{path}: {type_text(first)} cannot be joined over replicas; return tensors with the batch on "
-            f"dim {self.dim}"
+def _join_leaf(outputs: list[Any], target: torch.device, dim: int, sizes: Sequence[int] | None) -> Any:
+    first = outputs[0]
+    for output in outputs:
+        # Tensors of different classes may be joined: replica 0 may return an nn.Parameter, others a copy.
+        if type(output) is not type(first) and not (isinstance(first, Tensor) and isinstance(output, Tensor)):
+            kinds = ", ".join(type(o).__name__ for o in outputs)
+            raise _CannotJoin(f"replicas returned different types, {kinds}; return the same from each")
+    if isinstance(first, Tensor):
+        return _join_tensors(outputs, target, dim, sizes)
+    if first is None:
+        return None
+    if isinstance(first, PackedSequence):
+        raise _CannotJoin(
+            "a PackedSequence has no batch dim to join on; unpack it inside the module (pad_packed_sequence "
+            "with total_length)"
         )
+    if (inner := opened(first)) is not None:
+        items = [dict(zip(*(opened(output) or inner), strict=True)) for output in outputs]
+        if any(each.keys() != items[0].keys() for each in items):
+            raise _CannotJoin("replicas returned different containers; return the same items from each")
+        values = _join([[each[name] for name in inner[0]] for each in items], target, dim, sizes)
+        return rebuilt(first, inner[0], values)
+    raise _CannotJoin(
+        f"{type_text(first)} cannot be joined over replicas; return tensors with the batch on dim {dim}"
+    )
 
-    def _nests(self, outputs: list[object], path: str) -> object:
-        first, maps = outputs[0], [items_of(output) for output in outputs]
-        refuse_attributes(first, path)
-        # Matched by key: replicas may have filled their dicts in different orders.
-        if any(found.keys() != maps[0].keys() for found in maps):
-            is_row = isinstance(first, tuple | list)
-            kinds = f"sequences of {list(map(len, maps))} items" if is_row else "dicts with different keys"
-            raise UserError(f"{path}: replicas returned {kinds}; return the same from each")
-        return rebuild(
-            first, [self([found[name] for found in maps], f"{path}[{name!r}]") for name in maps[0]]
+
+def _join_tensors(
+    outputs: list[Tensor], target: torch.device, dim: int, sizes: Sequence[int] | None
+) -> Tensor:
+    first, rank = outputs[0], outputs[0].dim()
+    # torch joins 0-dim outputs to a vector. Its mean would give the samples of a short last share too much
+    # weight.
+    if not -rank <= dim < rank:
+        raise _CannotJoin(
+            f"a {rank}-dim tensor has no dim {dim} to join on; return one value per sample, such as "
+            'a loss with reduction="none", and take the mean outside'
         )
+    if first.is_nested or first.layout not in (torch.strided, torch.sparse_coo):
+        raise _CannotJoin(
+            "a nested, CSR or other compressed tensor cannot be joined; return a padded or COO tensor"
+        )
+    if sizes is not None:
+        _check_rows(outputs, dim, sizes)
+    shapes = [list(output.shape) for output in outputs]
+    for shape in shapes:
+        # The sizes on the batch dim may differ; if the ranks do, the comparison below fails anyway.
+        if len(shape) == rank:
+            shape[dim] = 0
+    if shapes.count(shapes[0]) < len(shapes):
+        listed = ", ".join(str(tuple(output.shape)) for output in outputs)
+        raise _CannotJoin(
+            f"shapes {listed} cannot be joined on dim {dim}; return tensors with the batch on dim "
+            f"{dim} and the rest equal"
+        )
+    return torch.cat([output.to(target) for output in outputs], dim)
 
-    def _tensors(self, outputs: list[Tensor], path: str) -> Tensor:
-        first, dim, sizes = outputs[0], self.dim, self.sizes
-        rank = first.dim()
-        # torch joins 0-dim outputs to a vector. Its mean would give the samples of a short last share too
-        # much weight.
-        if not -rank <= dim < rank:
-            raise UserError(
-                f"{path}: a {rank}-dim tensor has no dim {dim} to join on; return one value per sample, such "
-                'as a loss with reduction="none", and take the mean outside'
-            )
-        if first.is_nested or first.layout not in (torch.strided, torch.sparse_coo):
-            raise UserError(
-                f"{path}: a nested, CSR or other compressed tensor cannot be joined; return a padded or COO "
-                "tensor"
-            )
-        if sizes is not None:
-            self._check_rows(outputs, path, sizes)
-        shapes = [list(output.shape) for output in outputs]
-        for shape in shapes:
-            # The sizes on the batch dim may differ; if the ranks do, the comparison below fails anyway.
-            if len(shape) == rank:
-                shape[dim] = 0
-        if shapes.count(shapes[0]) < len(shapes):
-            listed = ", ".join(str(tuple(output.shape)) for output in outputs)
-            raise UserError(
-                f"{path}: shapes {listed} cannot be joined on dim {dim}; return tensors with the batch on "
-                f"dim {dim} and the rest equal"
-            )
-        target = self.target
-        return torch.cat([output.to(target) for output in outputs], dim)
 
-    def _check_rows(self, outputs: list[Tensor], path: str, sizes: Sequence[int]) -> None:
-        dim = self.dim
-        per_sample, rest = divmod(outputs[0].shape[dim], sizes[0])
-        for output, size in zip(outputs, sizes, strict=True):
-            if rest or output.dim() != outputs[0].dim() or output.shape[dim] != per_sample * size:
-                raise UserError(
-                    f"{path}: size {tuple(output.shape)} for a share of {size} samples; return the batch on "
-                    f"dim {dim}, with the same number of rows for each sample (transpose an RNN's state, "
-                    "expand a value of the whole share)"
-                )
-        self.leaves.append(Leaf(path, per_sample, outputs[0].dim()))
+def _check_rows(outputs: list[Tensor], dim: int, sizes: Sequence[int]) -> None:
+    per_sample, rest = divmod(outputs[0].shape[dim], sizes[0])
+    for output, size in zip(outputs, sizes, strict=True):
+        if rest or output.dim() != outputs[0].dim() or output.shape[dim] != per_sample * size:
+            raise _CannotJoin(
+                f"size {tuple(output.shape)} for a share of {size} samples; return the batch on dim "
+                f"{dim}, with the same number of rows for each sample (transpose an RNN's state, expand a "
+                "value of the whole share)"
+            )

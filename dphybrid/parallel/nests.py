@@ -1,17 +1,24 @@
-"""Nested values (tuples, lists, dicts, dataclasses): walks and rebuilds them, counts their rows, and refuses
-contents that cannot be split."""
+"""Nested inputs and outputs: takes them apart and puts them together with torch.utils._pytree, counts their
+rows, and refuses contents that cannot be split.
 
+Containers are those that torch's pytree knows (tuple, list, dict, named tuple, OrderedDict, defaultdict,
+deque, torch's return types, and every class registered with it, such as the model outputs of Hugging Face),
+dataclasses, and subclasses of dict, list and tuple.
+"""
+
+import array
 import copy
 import dataclasses
-import gc
 import types
-from collections import UserDict
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AnySet
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
 
 from dphybrid.util.errors import UserError, type_text
 
@@ -37,24 +44,25 @@ class Parts:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # copy, pickle and others only ask whether a special method exists
             raise AttributeError(name)
-        raise AttributeError(
-            f"{name}: these rows are on their devices already, in parts, and only a region takes them; call "
-            f"{name} inside the region's module"
-        )
+        raise AttributeError(_only_in_regions(name))
 
     @classmethod
     def __torch_function__(cls, function: Callable[..., object], *_: object) -> None:
         # torch functions and layers call this for an argument that has it. Without it, their error would only
         # name this class and not say what to do.
-        cls(()).__getattr__(function.__name__)
+        raise AttributeError(_only_in_regions(function.__name__))
+
+
+def _only_in_regions(name: str) -> str:
+    return (
+        f"{name}: these rows are on their devices already, in parts, and only a region takes them; call "
+        f"{name} inside the region's module"
+    )
 
 
 def _refusing(operator: str) -> Callable[..., None]:
-    def refuse(self: Parts, *_: object) -> None:
-        try:
-            self.__getattr__(operator)
-        except AttributeError as error:
-            raise UserError(str(error)) from None
+    def refuse(*_: object) -> None:
+        raise UserError(_only_in_regions(operator))
 
     return refuse
 
@@ -75,63 +83,102 @@ def parts(tensors: Sequence[Tensor]) -> Tensor | Parts:
     return tensors[0] if len(tensors) == 1 else Parts(tensors)
 
 
-def is_nest(value: object) -> bool:
-    """Return whether a value is a container whose items can be walked."""
-    if isinstance(value, tuple | list | dict | UserDict):
-        return not isinstance(value, PackedSequence)
-    return dataclasses.is_dataclass(value) and not isinstance(value, type | Whole | Parts)
+# Taking apart and putting together
 
 
-def items_of(value: object) -> dict[Any, object]:
-    """Return a nest's items by key, index or attribute name."""
-    if isinstance(value, dict | UserDict):
-        # Not dict(value), which calls value[key]: a subclass may return something else than it holds.
-        return dict(value.items())
-    if isinstance(value, tuple | list):
-        return dict(enumerate(value))
-    # All attributes of a dataclass, including those that __post_init__ set in addition to the fields.
-    return {name: getattr(value, name) for name in (*_filled_slots(value), *getattr(value, "__dict__", {}))}
+def flatten(value: object) -> tuple[list[Any], pytree.TreeSpec]:
+    """Return a nest's leaves and what `unflatten` needs. Containers that torch does not know are leaves here;
+    see `opened`."""
+    return pytree.tree_flatten(value, _is_leaf)
 
 
-def rebuild(like: object, items: list[object]) -> object:
-    """Return a nest of the same type as `like` with other items. Attributes that refer to an old item refer
-    to the new one. No constructor runs: a `__post_init__` would compute from a share what it computed from
-    the batch."""
-    if type(like) is dict:  # dict and list first: by far the most common
-        return dict(zip(like, items, strict=True))
-    if type(like) is list:
-        return items
+unflatten = pytree.tree_unflatten
+
+
+def _is_leaf(value: object) -> bool:
+    return isinstance(value, PackedSequence | deque)  # for torch a named tuple and a list
+
+
+def opened(value: object) -> tuple[list[Any], list[object]] | None:
+    """Return the names and items of a container that torch's pytree does not know, or None for another value.
+    Raises UserError for a container with tensors in attributes that are not items."""
+    if isinstance(value, Whole | Parts | type | PackedSequence | torch.Size):
+        return None
+    if isinstance(value, deque) and not any(isinstance(leaf, Tensor) for leaf in leaves(list(value))):
+        return None  # numbers, one for each sample perhaps
+    if isinstance(value, dict | list | tuple | deque):
+        if any(isinstance(leaf, Tensor) for held in _attributes(value) for leaf in leaves(held)):
+            raise UserError(
+                f"{type_text(value)} carries a tensor beside its items; give it as an item or an argument, "
+                "or register the class with torch.utils._pytree"
+            )
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        names, items = zip(*pairs, strict=True) if value else ((), ())
+        return list(names), list(items)
+    if dataclasses.is_dataclass(value):
+        # All attributes, including those that __post_init__ set in addition to the fields.
+        fields = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        attributes = list(dict.fromkeys([*fields, *getattr(value, "__dict__", {})]))
+        return attributes, [getattr(value, name) for name in attributes]
+    return None
+
+
+def rebuilt(like: Any, names: list[Any], items: Sequence[object]) -> object:
+    """Return a container like `like`, which was `opened`, with other items. No constructor runs: a
+    `__post_init__` would compute from a share what it computed from the batch."""
+    new: Any
     if isinstance(like, tuple):
-        if not hasattr(like, "__dict__"):
-            return like._make(items) if hasattr(like, "_make") else type(like)(items)
-        new: Any = tuple.__new__(type(like), items)
-    else:
-        new = copy.copy(like)
-    if isinstance(like, list):
-        new[:] = items
-    elif isinstance(like, dict | UserDict):
-        for name, item in zip(like, items, strict=True):
+        new = tuple.__new__(type(like), items)
+        vars(new).update(vars(like)) if hasattr(like, "__dict__") else None
+        return new
+    new = copy.copy(like)
+    if isinstance(like, list | deque):
+        new.clear()
+        new.extend(items)
+    elif isinstance(like, dict):
+        for name, item in zip(names, items, strict=True):
             new[name] = item
-    elif not isinstance(like, tuple):
-        for name, item in zip(items_of(like), items, strict=True):
+    else:
+        for name, item in zip(names, items, strict=True):
             object.__setattr__(new, name, item)
-        return new
-    if getattr(like, "__dict__", None) is like:  # a dict whose `__dict__` is the dict itself
-        object.__setattr__(new, "__dict__", new)
-        return new
-    # Model outputs of Hugging Face, for one, hold each item under its key and again as an attribute.
-    mirrored = {id(old): item for old, item in zip(items_of(like).values(), items, strict=True)}
-    for name, held in getattr(like, "__dict__", {}).items():
-        if not (isinstance(like, UserDict) and name == "data"):
-            object.__setattr__(new, name, mirrored.get(id(held), held))
     return new
 
 
-def map_leaves(function: Callable[[object], object], value: object) -> Any:
-    """Return the nest with `function` applied to every value in it that is not a nest itself."""
-    if is_nest(value):
-        return rebuild(value, [map_leaves(function, item) for item in items_of(value).values()])
-    return function(value)
+def leaves(value: object) -> list[Any]:
+    """Return everything in a nest that is not a container."""
+    found: list[Any] = []
+    for leaf in flatten(value)[0]:
+        inner = None if isinstance(leaf, Tensor) or type(leaf) in PLAIN else opened(leaf)
+        found += [leaf] if inner is None else leaves(inner[1])
+    return found
+
+
+def named_leaves(value: object, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (path, leaf) for everything in a nest that is not a container."""
+    for keys, leaf in pytree.tree_flatten_with_path(value, _is_leaf)[0]:
+        where = path + pytree.keystr(keys)
+        if (inner := opened(leaf)) is None:
+            yield where, leaf
+        else:
+            for name, item in zip(*inner, strict=True):
+                yield from named_leaves(item, f"{where}[{name!r}]")
+
+
+def path_of(value: object, index: int) -> str:
+    """Return the path, such as `['a'][0]`, of a leaf of `flatten`."""
+    return pytree.keystr(pytree.tree_flatten_with_path(value, _is_leaf)[0][index][0])
+
+
+def map_leaves(function: Callable[[Any], object], value: object) -> Any:
+    """Return the nest with `function` applied to everything in it that is not a container."""
+    found, spec = flatten(value)
+    for index, leaf in enumerate(found):
+        inner = None if isinstance(leaf, Tensor) else opened(leaf)
+        if inner is None:
+            found[index] = function(leaf)
+        else:
+            found[index] = rebuilt(leaf, inner[0], [map_leaves(function, item) for item in inner[1]])
+    return unflatten(found, spec)
 
 
 def joined(value: object, device: torch.device, dim: int) -> Any:
@@ -143,97 +190,82 @@ def map_tensors(function: Callable[[Tensor], object], value: object) -> Any:
     """Return the nest with `function` applied to every tensor, and each `Whole` replaced by its value. Raises
     UserError for `Parts`."""
 
-    def leaf(value: object) -> object:
-        if isinstance(value, Tensor):
-            return function(value)
-        if isinstance(value, Whole):
-            return map_tensors(function, value.value)
-        if isinstance(value, Parts):
+    def mapped(leaf: object) -> object:
+        if isinstance(leaf, Tensor):
+            return function(leaf)
+        if isinstance(leaf, Whole):
+            return map_tensors(function, leaf.value)
+        if isinstance(leaf, Parts):
             raise UserError(
-                f"{len(value.tensors)} parts for a region with one device; place the table on this region's "
+                f"{len(leaf.tensors)} parts for a region with one device; place the table on this region's "
                 "devices"
             )
-        return value
+        return leaf
 
-    return map_leaves(leaf, value)
-
-
-def is_marked(value: object) -> bool:
-    """Return whether a nest contains a `Whole` or `Parts`."""
-    if isinstance(value, Whole | Parts):
-        return True
-    return is_nest(value) and any(map(is_marked, items_of(value).values()))
+    return map_leaves(mapped, value)
 
 
-def tensors_of(value: object, path: str = "output") -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of a nest with its path."""
-    if isinstance(value, Tensor):
-        yield path, value
-    elif is_nest(value):
-        for name, item in items_of(value).items():
-            yield from tensors_of(item, f"{path}[{name!r}]")
+# Rows
 
 
-def _named_inputs(args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, object]:
-    """Return the arguments under the names used in messages: `input 0`, or the keyword."""
-    return {f"input {index}": value for index, value in enumerate(args)} | kwargs
+def named_inputs(args: tuple[object, ...], kwargs: dict[str, object]) -> Iterator[tuple[str, Any]]:
+    """Yield (path used in messages, leaf) for a call's arguments: `input 0`, or the keyword."""
+    for index, value in enumerate(args):
+        yield from named_leaves(value, f"input {index}")
+    for name, value in kwargs.items():
+        yield from named_leaves(value, name)
 
 
-def input_tensors(args: tuple[object, ...], kwargs: dict[str, object]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (path used in messages, tensor) for every tensor of a call's arguments."""
-    for name, value in _named_inputs(args, kwargs).items():
-        yield from tensors_of(value, name)
-
-
-def batch_rows(args: tuple[object, ...], kwargs: dict[str, object], dim: int) -> dict[str, int]:
-    """Return path -> number of rows on `dim`, which is equal for all tensors. 0-dim tensors are left out;
-    every replica gets them.
+def batch_rows(args: tuple[object, ...], kwargs: dict[str, object], dim: int) -> int | None:
+    """Return the number of rows on `dim`, which is equal for all tensors, or None if there are none. 0-dim
+    tensors are left out; every replica gets them.
 
     Raises UserError with all sizes if they disagree (torch would silently drop the rows beyond the smallest),
     and for values that contain tensors or data but cannot be split.
     """
-    sizes: dict[str, int | None] = {}
-    for name, value in _named_inputs(args, kwargs).items():
-        _collect_sizes(value, dim, name, sizes)
-    found = {path: size for path, size in sizes.items() if size is not None}
-    if len(found) < len(sizes) or len(set(found.values())) > 1:
+    try:
+        found = {rows for leaf in leaves((args, kwargs)) if (rows := _num_rows(leaf, dim)) is not None}
+    except UserError:
+        for path, leaf in named_inputs(args, kwargs):
+            try:
+                _num_rows(leaf, dim)
+            except UserError as error:
+                raise UserError(f"{path}: {error}") from None
+        raise
+    if len(found) > 1 or -1 in found:
+        sized = ((path, _num_rows(leaf, dim)) for path, leaf in named_inputs(args, kwargs))
         listed = ", ".join(
-            f"{path}: {f'no dim {dim}' if size is None else size}" for path, size in sizes.items()
+            f"{path}: {f'no dim {dim}' if rows == -1 else rows}" for path, rows in sized if rows is not None
         )
         raise UserError(
             f"tensors disagree on their rows (dim {dim}): {listed}; give each one row per sample, or wrap "
             "what all replicas share in Whole(...)"
         )
-    return found
+    return found.pop() if found else None
 
 
-def _num_rows(value: Tensor, dim: int, path: str) -> int | None:
-    if value.is_nested or value.layout not in (torch.strided, torch.sparse_coo):
-        kind = "nested (jagged)" if value.is_nested else str(value.layout).removeprefix("torch.")
+def _num_rows(leaf: object, dim: int) -> int | None:
+    """Return a leaf's rows: None for one that every replica gets, -1 for a tensor that lacks the dim."""
+    if isinstance(leaf, Parts):
+        return sum(part.shape[dim] for part in leaf.tensors)
+    if not isinstance(leaf, Tensor):
+        if type(leaf) not in PLAIN and not isinstance(leaf, Whole):
+            _refuse_unsplittable(leaf)
+        return None
+    if leaf.is_nested or leaf.layout not in (torch.strided, torch.sparse_coo):
+        kind = "nested (jagged)" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
         raise UserError(
-            f"{path}: a {kind} tensor cannot be split; give a padded tensor, one in COO layout, or values "
-            "and offsets for each sample"
+            f"a {kind} tensor cannot be split; give a padded tensor, one in COO layout, or values and "
+            "offsets for each sample"
         )
-    if value.is_sparse and value.requires_grad:
+    if leaf.is_sparse and leaf.requires_grad:
         raise UserError(
-            f"{path}: a sparse tensor that requires grad cannot be split (torch has no backward for it); "
-            "give its indices and values as separate inputs"
+            "a sparse tensor that requires grad cannot be split (torch has no backward for it); give its "
+            "indices and values as separate inputs"
         )
-    return value.shape[dim] if -value.dim() <= dim < value.dim() else None
-
-
-def _collect_sizes(value: object, dim: int, path: str, sizes: dict[str, int | None]) -> None:
-    if isinstance(value, Tensor):
-        if value.dim():
-            sizes[path] = _num_rows(value, dim, path)
-    elif isinstance(value, Parts):
-        sizes[path] = sum(part.shape[dim] for part in value.tensors)
-    elif is_nest(value):
-        refuse_attributes(value, path)
-        for name, item in items_of(value).items():
-            _collect_sizes(item, dim, f"{path}[{name!r}]", sizes)
-    elif type(value) not in PLAIN and not isinstance(value, Whole):
-        _refuse_unsplittable(value, path)
+    if not leaf.dim():
+        return None
+    return leaf.shape[dim] if -leaf.dim() <= dim < leaf.dim() else -1
 
 
 PLAIN: frozenset[type] = frozenset(
@@ -241,77 +273,43 @@ PLAIN: frozenset[type] = frozenset(
 )
 """Types whose values neither are nor contain tensors."""
 
+_ARRAYS = ("__array__", "__dataframe__", "__arrow_c_stream__", "__arrow_c_array__")
+"""Methods by which classes of numpy, pandas, polars, pyarrow and others give their data."""
 
-def _refuse_unsplittable(value: Any, path: str) -> None:
-    """Raise UserError for a value of an unknown kind that holds the batch, so that every replica would get
-    all of it, or that can be read only once."""
-    kind = type(value).__name__
-    if isinstance(value, PackedSequence):
+
+def _refuse_unsplittable(leaf: Any) -> None:
+    """Raise UserError for a leaf that holds the batch, so that every replica would get all of it, or that can
+    be read only once."""
+    kind = type(leaf).__name__
+    if isinstance(leaf, PackedSequence):
         raise UserError(
-            f"{path}: a PackedSequence has no batch dim to split on; give the padded batch and its lengths, "
-            "and pack inside the module"
+            "a PackedSequence has no batch dim to split on; give the padded batch and its lengths, and pack "
+            "inside the module"
         )
-    if isinstance(value, Iterator):
+    if isinstance(leaf, Iterator):
+        raise UserError(f"a {kind} can be read only once, by the first replica; give a list or a tensor")
+    is_array = any(hasattr(type(leaf), name) for name in _ARRAYS) and getattr(leaf, "ndim", 1)
+    if is_array or isinstance(leaf, array.array | bytearray | memoryview | deque):
+        of_numpy = type(leaf).__module__.partition(".")[0] == "numpy"
         raise UserError(
-            f"{path}: a {kind} can be read only once, by the first replica; give a list or a tensor"
+            f"a {'numpy array' if of_numpy else kind} is not split; give torch.from_numpy(...) or another "
+            "tensor, or Whole(...) for what all replicas share"
         )
-    if type(value).__module__.split(".")[0] == "numpy" and vars(type(value)).get("ndim") and value.ndim:
+    if isinstance(leaf, nn.Module) or any(
+        isinstance(each, Tensor) for held in _attributes(leaf) for each in leaves(held)
+    ):
         raise UserError(
-            f"{path}: a numpy array is not split; give torch.from_numpy(...), or Whole(...) for what all "
-            "replicas share"
-        )
-    if _carries_tensors(value):
-        raise UserError(
-            f"{path}: a {kind} carries tensors that cannot be split; give them as arguments, in a tuple, "
-            "list, dict or dataclass, or wrap what all replicas share in Whole(...)"
+            f"a {kind} carries tensors that cannot be split; give them as arguments, in a tuple, list, dict "
+            "or dataclass, or wrap what all replicas share in Whole(...)"
         )
 
 
-def refuse_attributes(value: object, path: str) -> None:
-    """Raise UserError for an instance of a container's subclass with an attribute that holds tensors which
-    are not items."""
-    if type(value) in (tuple, list, dict) or not isinstance(value, tuple | list | dict | UserDict):
-        return  # a dataclass's attributes are its items
-    inside = {id(item) for item in items_of(value).values()}
-    for name, held in getattr(value, "__dict__", {}).items():
-        if id(held) in inside or (isinstance(value, UserDict) and name == "data"):
-            continue
-        if _carries_tensors(held):
-            raise UserError(
-                f"{path}: {type_text(value)} carries a tensor beside its items (.{name}); give it as an item "
-                "or an argument"
-            )
-
-
-_DEPTH = 8
-"""How many references deep `reachable` follows objects: without a limit it might walk most of the process."""
-
-
-def reachable(value: object, but_not_in: type | tuple[type, ...] = ()) -> Iterator[object]:
-    """Yield the value and all objects that it refers to, directly or not, nearest first. but_not_in: types
-    whose references are not followed."""
-    found, seen = [value], set[int]()
-    for _ in range(_DEPTH):
-        yield from found
-        seen.update(map(id, found))
-        within = (each for each in found if not isinstance(each, but_not_in))
-        found = [held for each in within for held in _referents(each) if id(held) not in seen]
-
-
-def _carries_tensors(value: object) -> bool:
-    return any(isinstance(each, Tensor) for each in reachable(value))
-
-
-def _referents(value: object) -> Sequence[object]:
-    """Return the objects that an object refers to directly, in any way (attributes, items, closures)."""
-    if type(value) in PLAIN or isinstance(value, type | types.ModuleType):
-        return ()
-    if isinstance(value, types.FunctionType):  # get_referents would add its module's globals
-        return value.__closure__ or ()
-    return gc.get_referents(value)
-
-
-def _filled_slots(value: object) -> list[str]:
-    # Slots are not in __dict__, and each class of the hierarchy lists only its own.
-    slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
-    return [name for name in slots if not name.startswith("__") and hasattr(value, name)]
+def _attributes(value: Any) -> Iterator[object]:
+    """Yield what an object holds directly: attributes, slots, and the items of a set or mapping."""
+    if isinstance(value, type | types.ModuleType):
+        return
+    slots = (slot for kind in type(value).__mro__ for slot in vars(kind).get("__slots__", ()))
+    yield from (getattr(value, slot, None) for slot in slots)
+    if isinstance(value, AnySet) or (isinstance(value, Mapping) and not isinstance(value, dict)):
+        yield from value.values() if isinstance(value, Mapping) else value
+    yield from getattr(value, "__dict__", {}).values()

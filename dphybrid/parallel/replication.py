@@ -1,9 +1,7 @@
 """`replicate`, like torch's but also for virtual devices: makes one copy of a module per device; backward
 sums their gradients."""
 
-import copy
 import functools
-import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +12,6 @@ from torch.nn.parallel import comm
 from torch.nn.parallel._functions import ReduceAddCoalesced
 
 from dphybrid.parallel.devices import resolve_devices
-from dphybrid.parallel.nests import PLAIN, is_nest, map_leaves
 from dphybrid.parallel.scattering import Places
 from dphybrid.util.errors import UserError
 
@@ -104,7 +101,9 @@ def replicate_modules(
 ) -> list[nn.Module]:
     """Return replicas of modules[0]. modules: `list(module.modules())` of it."""
     # Each tensor once: a weight that two layers share must stay shared in every replica.
-    shared = {id(p): p for module in modules for p in module._parameters.values() if p is not None}
+    shared: dict[int, Tensor] = {
+        id(p): p for module in modules for p in module._parameters.values() if p is not None
+    }
     buffers = {id(b): b for module in modules for b in module._buffers.values() if b is not None}
     if not detach:  # a buffer that requires a gradient gets it from every replica, as a parameter does
         shared |= {key: buffer for key, buffer in buffers.items() if buffer.requires_grad}
@@ -130,39 +129,6 @@ def replicate_modules(
 
 def _chunks(values: list[Tensor], size: int, count: int) -> list[list[Tensor]]:
     return [values[start * size : (start + 1) * size] for start in range(count)]
-
-
-def throwaway(module: nn.Module, home: torch.device) -> nn.Module:
-    """Return a replica on `home` that shares nothing with the module. What it changes is lost, including in
-    lists and other attributes, and it does not call the user's hooks."""
-    replica = replicate_modules(list(module.modules()), (home, home), detach=True)[1]
-    for part in replica.modules():
-        held = vars(part)
-        for name, value in held.items():
-            if name in _HOOKS:
-                held[name] = type(value)(
-                    (key, hook) for key, hook in value.items() if type(hook).__module__.startswith("torch.")
-                )
-            elif name not in OF_TORCH:
-                held[name] = _copied_attribute(value)
-    return replica
-
-
-OF_TORCH = frozenset(vars(nn.Module())) | {"_former_parameters", "_flat_weights", "_flat_weight_refs"}
-"""Names of torch's internal attributes of a module."""
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-
-
-def _copied_attribute(value: object) -> object:
-    """Return a copy of an attribute's value; modules, functions and types are returned as they are."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, nn.Module | types.FunctionType | types.MethodType | type) or type(value) in PLAIN:
-        return value
-    try:
-        return map_leaves(_copied_attribute, value) if is_nest(value) else copy.deepcopy(value)
-    except Exception:  # noqa: BLE001 # a value that cannot be copied stays shared
-        return value
 
 
 def _replica(modules: list[nn.Module], tensors: dict[int, Tensor]) -> nn.Module:

@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 
 from dphybrid.parallel.devices import Devices, resolve_devices
-from dphybrid.parallel.nests import Parts, Whole, batch_rows, is_nest, items_of, map_tensors, rebuild
+from dphybrid.parallel.nests import (
+    Parts,
+    Whole,
+    batch_rows,
+    flatten,
+    map_tensors,
+    opened,
+    rebuilt,
+    unflatten,
+)
 from dphybrid.parallel.splits import shares
 from dphybrid.util.errors import UserError, type_text
 
@@ -38,7 +47,7 @@ def scatter_kwargs(
     torch's function of this name."""
     given, places = (tuple(inputs), dict(kwargs or {})), resolve_devices(devices).replicas
     rows = batch_rows(*given, dim)
-    sizes = shares(len(places), next(iter(rows.values()))) if rows else [0] * len(places)
+    sizes = [0] * len(places) if rows is None else shares(len(places), rows)
     # Only used devices: torch calls idle ones too, without their tensors (pytorch#31460).
     found = split(given, places[: len(sizes)], sizes, dim)
     return tuple(share[0] for share in found), tuple(share[1] for share in found)
@@ -49,44 +58,52 @@ def split(
     places: Sequence[torch.device],
     sizes: list[int],
     dim: int,
-    seen: dict[int, list[object]] | None = None,
+    seen: dict[int, list[Any]] | None = None,
 ) -> list[Any]:
     """Split a value that `batch_rows` has checked; return one value per place.
 
-    sizes: rows of each place, all rows together; or one size, for the first rows only. seen: id of a tensor
-    -> its pieces, so that a tensor which is passed twice stays one tensor in each share.
+    sizes: rows of each place. seen: id of a leaf -> its shares, so that a tensor which is passed twice stays
+    one tensor in each share.
     """
-    if isinstance(value, Tensor):
-        if seen is not None:
-            if id(value) not in seen:
-                seen[id(value)] = split(value, places, sizes, dim)
-            return seen[id(value)]
-        pieces = _rows(value, sizes, dim) if value.dim() else [value] * len(places)
+    seen = {} if seen is None else seen
+    found, spec = flatten(value)
+    columns = []
+    for leaf in found:
+        if id(leaf) not in seen:
+            inner = None if isinstance(leaf, Tensor) else opened(leaf)
+            if inner is None:
+                seen[id(leaf)] = _split_leaf(leaf, places, sizes, dim)
+            else:
+                of_places = split(inner[1], places, sizes, dim, seen)
+                seen[id(leaf)] = [rebuilt(leaf, inner[0], items) for items in of_places]
+        columns.append(seen[id(leaf)])
+    return [unflatten([column[j] for column in columns], spec) for j in range(len(places))]
+
+
+def _split_leaf(leaf: Any, places: Sequence[torch.device], sizes: list[int], dim: int) -> list[Any]:
+    if isinstance(leaf, Tensor):
+        pieces = _rows(leaf, sizes, dim) if leaf.dim() else [leaf] * len(places)
         # Copied even on the same device: an in-place first operation must not change the caller's batch.
         return [
             part.to(place, non_blocking=True, copy=True) for part, place in zip(pieces, places, strict=True)
         ]
-    if isinstance(value, Whole):
+    if isinstance(leaf, Whole):
         copies = [partial(Tensor.to, device=place, non_blocking=True, copy=True) for place in places]
-        return [map_tensors(copy, value.value) for copy in copies]
-    if isinstance(value, Parts):
-        found = [part.shape[dim] for part in value.tensors]
+        return [map_tensors(copy, leaf.value) for copy in copies]
+    if isinstance(leaf, Parts):
+        found = [part.shape[dim] for part in leaf.tensors]
         if found != sizes:
             raise UserError(
                 f"parts of {found} rows in a batch that is split into {sizes}; split them as the region "
                 "does, with region.sizes(rows)"
             )
-        return list(value.tensors)
-    if is_nest(value):
-        seen = {} if seen is None else seen
-        columns = [split(item, places, sizes, dim, seen) for item in items_of(value).values()]
-        return [rebuild(value, [column[j] for column in columns]) for j in range(len(places))]
-    return [value] * len(places)
+        return list(leaf.tensors)
+    return [leaf] * len(places)
 
 
 def _rows(value: Tensor, sizes: list[int], dim: int) -> Sequence[Tensor]:
     if value.layout is not torch.sparse_coo:
-        return value.split(sizes, dim) if sum(sizes) == value.shape[dim] else [value.narrow(dim, 0, *sizes)]
+        return value.split(sizes, dim)
     # Tensor.split returns views, which sparse tensors do not have.
     starts = [sum(sizes[:j]) for j in range(len(sizes))]
     return [torch.narrow_copy(value, dim, start, size) for start, size in zip(starts, sizes, strict=True)]

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from dphybrid.parallel.gathering import Leaf
 from dphybrid.util.errors import UserError, counted
 
 Size = tuple[int, ...]
@@ -28,23 +27,20 @@ def shares(count: int, rows: int) -> list[int]:
 
 
 class Record:
-    """Splits and checks of a region so far. An object of its own, because setting an attribute of an
-    nn.Module costs more than the rest of recording.
+    """Splits of a region so far. An object of its own, because setting an attribute of an nn.Module costs
+    more than the rest of recording.
 
     last, repeats: the latest split and how often it has occurred in a row. earlier: counts without these.
-    modules: parts that were found fit for replication. checked_outputs: (training mode, output) whose rows
-    were found to be the samples. checked_inputs: paths of inputs that were examined.
+    modules: parts that were found fit for replication.
     """
 
-    __slots__ = ("checked_inputs", "checked_outputs", "earlier", "last", "modules", "repeats")
+    __slots__ = ("earlier", "last", "modules", "repeats")
 
     def __init__(self) -> None:
         self.earlier: dict[Key, int] = {}
         self.last: Key | None = None
         self.repeats = 0
         self.modules: list[nn.Module] = []
-        self.checked_outputs: set[tuple[bool, Leaf]] = set()
-        self.checked_inputs: set[tuple[str, ...]] = set()
 
     def note(self, key: Key) -> None:
         """Count a split. Nearly all splits equal the one before; comparing takes half the time of a dict

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from dphybrid.config import TrainConfig
 from dphybrid.data import Dataset, batches, num_batches
 from dphybrid.embedding import DeclaresIds, RowPipeline
-from dphybrid.parallel import refuse_split_differences
+from dphybrid.parallel import compare_split, find_data_parallel
 from dphybrid.training.callbacks import EpochEnd, run_callbacks
 from dphybrid.training.checkpoint import VALIDATION, Progress
 from dphybrid.training.engine import Engine, Session
@@ -22,7 +23,8 @@ from dphybrid.training.observing import Observer
 from dphybrid.training.optimizers import averaged, learning_rate_factor
 from dphybrid.training.saving import SavingCosts, best_steps, checkpoint_cards, prune_checkpoints
 from dphybrid.training.step import Step
-from dphybrid.util.errors import UserError, counted
+from dphybrid.util.errors import UserError, counted, failure_text
+from dphybrid.util.memory import is_out_of_memory
 
 
 def train(session: Session, observer: Observer) -> None:
@@ -36,9 +38,8 @@ def train(session: Session, observer: Observer) -> None:
     engine, every = session.engine, session.config.checkpoint.every_steps
     steps_per_epoch = num_batches(session.train_data, config.batch_size)
     ids_of = ids_by_part(model, progress) if isinstance(model, DeclaresIds) else None
-    # A resumed run was checked when it started.
-    if config.check_split and progress.step == 0:
-        refuse_split_differences(model, next(_batches_of_epoch(session)))
+    if config.check_split and progress.step == 0:  # a resumed run was checked when it started
+        _check_split(session, observer)
     with (
         torch.inference_mode(False),
         torch.enable_grad(),  # whatever the caller has set
@@ -77,6 +78,38 @@ def train(session: Session, observer: Observer) -> None:
     if _stale(session) and progress.epoch < config.epochs:
         metric = session.task.chosen_by or session.task.metric
         observer.line(f"stopped early: no better {metric} for {counted(progress.stale_epochs, 'epoch')}")
+
+
+def _check_split(session: Session, observer: Observer) -> None:
+    """Compare the first batch unsplit and split over several devices; print the result. Raises UserError for
+    a module that computes something else when it is split."""
+    model, float32 = session.trained.model, session.config.train.model_copy(update={"precision": "float32"})
+    blocks = find_data_parallel(model).values()
+    if all(len(block.devices) == 1 for block in blocks):
+        return
+    try:
+        with numerics(float32):
+            found = compare_split(model, next(_batches_of_epoch(session)))
+    except UserError:
+        raise
+    except Exception as error:  # noqa: BLE001 # an error of the model itself stops the training anyway
+        full = "the first device cannot hold the whole batch"
+        why = full if is_out_of_memory(error) else failure_text(error)
+        observer.line(f"train.check_split: not compared, as {why}")
+        return
+    if wrong := [finding.text() for finding in found if finding.breaks]:
+        findings = "\n".join(wrong)
+        raise UserError(
+            f"the model computes something else when the first batch is split:\n{findings}\n"
+            "train.check_split=false trains it nevertheless"
+        )
+    normed = any(isinstance(part, _BatchNorm) for block in blocks for part in block.modules())
+    observer.line(
+        "The first batch gives the same results unsplit and split"
+        + (", except for BatchNorm, which normalises each share by itself" if normed else "")
+    )
+    for finding in found:
+        observer.line(finding.text())
 
 
 def train_step(session: Session, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

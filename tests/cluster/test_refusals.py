@@ -40,7 +40,6 @@ def config(*values: str) -> ExperimentConfig:
         (["model.dtype=float64"], "use model.dtype=float32"),
         (["train.compile=true"], "train.compile"),
         (["train.callbacks=mine:tell"], "train.callbacks"),
-        (["train.check_split=true"], "train.check_split"),
         (["train.warm_start=x", "data.base=y"], "data.base"),
         (["train.batch_size=1"], "use at least 2"),
         (["devices=cpu*2"], "virtual"),

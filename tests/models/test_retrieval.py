@@ -285,7 +285,7 @@ def test_eight_devices_and_a_broken_run_come_to_the_same(
     whole, broken = (dphybrid.load_model(name).state_dict() for name in ("sample", "broken"))
     assert whole.keys() == broken.keys()
     assert all(torch.equal(whole[name], broken[name]) for name in whole)
-    eight = [*OPTIONS, "train.epochs=1", "devices=cpu*8", "train.check_split=true"]
+    eight = [*OPTIONS, "train.epochs=1", "devices=cpu*8"]
     report = run_with(*eight, run_name="eight")
     assert {row.block for row in report.splits} == {"users.tower", "items.tower"}
     runs = [trained[1] / "runs" / name for name in ("sample", "eight")]

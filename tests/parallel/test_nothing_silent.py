@@ -2,9 +2,7 @@
 count. One test a class."""
 
 import contextlib
-import copy
 import dataclasses
-import sys
 import threading
 import time
 import types
@@ -66,56 +64,17 @@ def test_bare_tensors_given_to_parallel_apply_are_one_argument_each(mode: Any) -
 
 
 @pytest.mark.parametrize("devices", ["cpu*2", "cpu*3"])
-def test_outputs_whose_rows_go_through_the_samples_twice(devices: str) -> None:
+def test_outputs_with_several_rows_for_each_sample(devices: str) -> None:
     x = torch.randn(8, 3)
-    for twice in (lambda x: torch.cat([x, -x]), lambda x: x.repeat(2, 1)):
-        module = nn.Sequential(nn.Dropout(0.5), Does(twice))
-        with pytest.raises(UserError, match="output: its rows go through all samples once and then again"):
-            DataParallel(module, devices)(x)
     for by_sample in (lambda x: x.repeat_interleave(2, 0), lambda x: torch.stack([x, -x], 1).flatten(0, 1)):
         assert torch.equal(DataParallel(Does(by_sample), devices)(x), by_sample(x))
 
 
-def test_outputs_of_shares_of_two_sizes_need_no_second_look() -> None:
-    calls: list[int] = []
-
-    def count(x: Tensor) -> Tensor:
-        calls.append(len(x))
-        return x
-
-    wrapped = DataParallel(Does(count), "cpu*2")
-    wrapped(torch.randn(3, 2))  # 2 and 1 rows settle it
-    wrapped(torch.randn(4, 2))
-    assert calls == [2, 1, 2, 2]
-    wrapped = DataParallel(Does(count), "cpu*2")
-    wrapped(torch.randn(14, 2))
-    wrapped(torch.randn(14, 2))
-    assert calls[4:] == [7, 7, 8, 7, 7]
-
-
-def test_the_second_look_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    norm = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5))
-    before = copy.deepcopy(norm)
-    torch.manual_seed(0)
-    one = DataParallel(norm, "cpu*2")(torch.ones(8, 4))  # shares of 4 rows and of 4 features
-    rest = torch.rand(3)
-    torch.manual_seed(0)
-    monkeypatch.setattr(sys.modules[DataParallel.__module__], "refuse_chance_rows", lambda *_: None)
-    two = DataParallel(before, "cpu*2")(torch.ones(8, 4))
-    assert torch.equal(one, two)
-    assert torch.equal(rest, torch.rand(3))
-    assert int(norm[0].num_batches_tracked) == 1
-    for (_, a), (_, b) in zip(norm.named_buffers(), before.named_buffers(), strict=True):
-        assert torch.equal(a, b)
-
-
-def test_a_module_that_fails_at_the_second_look_is_told_and_goes_on() -> None:
-    def even(x: Tensor) -> Tensor:
-        assert len(x) % 2 == 0, "pairs"
-        return x
-
-    with pytest.warns(RuntimeWarning, match="whether by chance could not be checked.*(?s:.)*pairs"):
-        assert len(DataParallel(Does(even), "cpu*2")(torch.randn(8, 4))) == 8
+def test_a_module_gets_the_shares_of_the_batches_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    wrapped = DataParallel(Does(lambda x: (print(len(x)), x)[1]), "cpu*2")
+    for rows in (3, 4, 14):
+        wrapped(torch.randn(rows, 2))
+    assert capsys.readouterr().out.split() == ["2", "1", "2", "2", "7", "7"]
 
 
 def test_in_place_work_on_inputs_does_not_reach_the_caller() -> None:

@@ -2,9 +2,13 @@
 
 import re
 import types
+from array import array
+from collections import UserDict, deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import polars as pl
 import pytest
 import torch
 from torch import Tensor, nn
@@ -59,10 +63,6 @@ def moved_after_wrapping() -> None:
     region(X)
 
 
-def shares_weights() -> None:
-    DataParallel(Does(lambda x, weight: x * weight.sum()), TWO)(X, torch.rand(8))
-
-
 def wraps(module: nn.Module | None = None, devices: Any = TWO, **options: Any) -> None:
     DataParallel(module or nn.Linear(3, 3), devices, **options)
 
@@ -89,7 +89,6 @@ REFUSED: dict[str, Callable[[], Any]] = {
         nn.Sequential(DataParallel(nn.Linear(3, 3), TWO))
     ),
     "tensors with different numbers of rows": lambda: takes(torch.ones(6), torch.ones(1)),
-    "a tensor that all samples share, with as many rows by chance": shares_weights,
     "a nested (jagged) tensor": lambda: takes(nested()),
     "a CSR tensor": lambda: takes(torch.eye(4).to_sparse_csr()),
     "a COO tensor that requires a gradient": lambda: takes(torch.eye(4).to_sparse().requires_grad_()),
@@ -97,6 +96,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "a generator": lambda: takes(row for row in X),
     "a numpy array": lambda: takes(X.numpy()),
     "an object or a set that contains tensors": lambda: takes(Carrier(X)),
+    "a deque or array of numbers, or a frame of pandas or polars": lambda: takes(X, deque([1.0] * 8)),
     "a subclass of list, dict or tuple with a tensor in an attribute": lambda: takes(Batch(X)),
     "`parts` with other sizes than the split": lambda: takes(parts([torch.ones(1), torch.ones(5)])),
     "`parts` for one device": lambda: DataParallel(nn.Identity(), "cpu")(parts([X, X])),
@@ -108,18 +108,11 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "outputs: a PackedSequence": lambda: gives(PACKED, PACKED),
     "a nested or compressed tensor": lambda: gather([nested(), nested()], "cpu"),
     "different types": lambda: gives(X, None),
-    "sequences of different lengths": lambda: gives([X, X, X], [X, X]),
-    "dicts with different keys": lambda: gives({"a": X}, {"b": X}),
+    "lists of different lengths, dicts with different keys": lambda: gives([X, X, X], [X, X]),
     "different sizes on other dims than the batch": lambda: gather(
         [torch.ones(3, 3), torch.ones(2, 2)], "cpu"
     ),
     "rows that are not the share's": lambda: computes(lambda x: x.new_ones(2, len(x), 5)),
-    "a state, constant or parameter with as many rows as a share": lambda: computes(
-        lambda x: torch.ones(4, 3)
-    ),
-    "all samples against all others": lambda: computes(lambda x: x @ x.t()),
-    "rows that go through all samples twice": lambda: computes(lambda x: torch.cat([x, -x])),
-    "a list of samples": lambda: computes(lambda x: [x + row for row in x]),
 }
 
 
@@ -145,11 +138,6 @@ def test_it_is_refused_as_the_page_says(what: str) -> None:
         assert words in str(caught.value)
 
 
-def chance(function: Callable[[Tensor], Any], features: int = 3) -> None:
-    """Eight samples in two shares of four: where the module mixes rows, four features tell by chance."""
-    DataParallel(Does(function), TWO)(torch.randn(8, features))
-
-
 FURTHER: list[tuple[Callable[[], object], str]] = [
     (lambda: DataParallel(nn.Linear, TWO), "a type is not a module"),  # type: ignore[arg-type]
     (lambda: wraps(devices=63), "cuda:63 does not exist"),
@@ -164,18 +152,15 @@ FURTHER: list[tuple[Callable[[], object], str]] = [
     (lambda: takes({X, -X}), "input 0: a set carries tensors"),
     (lambda: takes(map(torch.neg, X)), "input 0: a map can be read only once"),
     (lambda: takes(nn.Linear(2, 2)), "input 0: a Linear carries tensors"),
-    (lambda: takes((lambda x: lambda: x)(X)), "input 0: a function carries tensors"),
+    (lambda: takes(UserDict(x=X)), "input 0: a UserDict carries tensors"),
+    (lambda: takes(X, {"w": array("d", [1.0] * 8)}), "w']: a array is not split"),
+    (lambda: takes(X, [np.ma.array(np.arange(8.0))]), "input 1[0]: a numpy array is not split"),
+    (lambda: takes(X, np.arange(8.0).view(type("Own", (np.ndarray,), {}))), "input 1: a Own is not split"),
+    (lambda: takes(X, np.matrix(np.arange(8.0))), "input 1: a numpy array is not split"),
+    (lambda: takes(X, pl.Series([1.0] * 8)), "input 1: a Series is not split"),
+    (lambda: takes(X, pl.DataFrame({"w": [1.0] * 8})), "input 1: a DataFrame is not split"),
+    (lambda: gives({"a": X}, {"b": X}), "output: replicas returned different containers"),
     (lambda: takes(types.MappingProxyType({"x": X})), "carries tensors"),
-    (lambda: chance(lambda x: x.new_zeros(4, len(x), 5) + x.sum()), "(4, 5, 5) for a share of 5 samples"),
-    (lambda: chance(Tensor.t, 4), "output: size (4, 5) for a share of 5 samples"),
-    (lambda: chance(lambda x: torch.stack([x] * 4)), "size (4, 5, 3) for a share of 5 samples"),
-    (lambda: chance(lambda x: torch.arange(4.0)), "size (4,) for a share of 5 samples"),
-    (lambda: chance(lambda x: x.mean(0), 4), "size (4,) for a share of 5 samples"),
-    (lambda: chance(lambda x: x.t() @ x, 4), "size (4, 4) for a share of 5 samples"),
-    (
-        lambda: chance(lambda x: {"a": x, "b": (x, x.mean(0))}, 4),
-        "output['b'][1]: size (4,) for a share of 5",
-    ),
 ]
 
 

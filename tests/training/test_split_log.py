@@ -77,7 +77,7 @@ def test_the_short_form_is_a_line_a_split_and_none_for_one_device() -> None:
 
 
 QUIET = ["recipe=toy", "train.epochs=1", "train.print_splits=new"]
-CHECKED = [*QUIET, "train.check_split=true"]
+UNCHECKED = [*QUIET, "train.check_split=false"]
 MODELS = """
 import torch
 from dphybrid.parallel import DataParallel
@@ -104,16 +104,19 @@ def alone(context):
 
 
 def test_a_model_that_computes_across_the_batch_does_not_train(
-    unrecorded: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    unrecorded: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "split_models.py").write_text(MODELS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    for devices in ("cpu", "cpu*3"):
-        with refused(r"(?s)something else when the first batch is split.*region.1 \[its output\]: differs"):
-            run_with(*CHECKED, "model.factory=split_models:across", f"devices={devices}")
-    run_with(*QUIET, "model.factory=split_models:across", "devices=cpu*3")  # nobody asked
-    checked = run_with(*CHECKED, "model.factory=split_models:alone", "devices=cpu*3")
-    plain = run_with(*QUIET, "model.factory=split_models:alone", "devices=cpu*3")
+    with refused(r"(?s)something else when the first batch is split.*region.1 \[its output\]: differs"):
+        run_with(*QUIET, "model.factory=split_models:across", "devices=cpu*3")
+    run_with(*QUIET, "model.factory=split_models:across", "devices=cpu")
+    run_with(*UNCHECKED, "model.factory=split_models:across", "devices=cpu*3")
+    capsys.readouterr()
+    checked = run_with(*QUIET, "model.factory=split_models:alone", "devices=cpu*3")
+    assert "The first batch gives the same results unsplit and split\n" in capsys.readouterr().out
+    plain = run_with(*UNCHECKED, "model.factory=split_models:alone", "devices=cpu*3")
+    assert "The first batch gives" not in capsys.readouterr().out
     assert checked.metrics == plain.metrics, "the check changes no number"
     assert checked.splits == plain.splits
     assert checked.splits[0].device == "cpu[0]"
