@@ -288,7 +288,8 @@ def _refuse_unsplittable(leaf: Any) -> None:
         )
     if isinstance(leaf, Iterator):
         raise UserError(f"a {kind} can be read only once, by the first replica; give a list or a tensor")
-    is_array = any(hasattr(type(leaf), name) for name in _ARRAYS) and getattr(leaf, "ndim", 1)
+    is_scalar = getattr(leaf, "ndim", None) == 0
+    is_array = not is_scalar and any(hasattr(type(leaf), name) for name in _ARRAYS)
     if is_array or isinstance(leaf, array.array | bytearray | memoryview | deque):
         of_numpy = type(leaf).__module__.partition(".")[0] == "numpy"
         raise UserError(
