@@ -193,8 +193,9 @@ def plain_retrieval(experiment: Experiment) -> Way:
             tower(table(ids_BF + starts_F))
             for tower, table, ids_BF, starts_F in zip(towers, tables, ids, starts, strict=True)
         )
-        items_C, log_q_C = batch["candidates_CF"][:, 0], batch["log_q_C"]
-        loss_B = sampled_softmax(users_BE @ items_CE.T, batch["places_B"], items_C, log_q_C)
+        loss_B = sampled_softmax(
+            users_BE @ items_CE.T, batch["places_B"], batch["log_q_C"], batch["counts_C"]
+        )
         return {"loss": loss_B, "weight": torch.ones_like(loss_B)}
 
     return Way(losses, towers, [_stock(experiment, table)[0] for table in tables])

@@ -158,7 +158,7 @@ def cases(
     kinds: list[tuple[str, str, list[str], Mapping[str, Make], Sequence[int], int]] = [
         ("ctr", "DLRM, 26 columns", dlrm, CLICKS, click_batches, 4096),
         ("text", "text", ["table.optimizer=adam"], TEXTS, text_batches, 32),
-        ("retrieval", "retrieval", ["table.optimizer=adam"], PAIRS, pair_batches, 4096),
+        ("retrieval", "retrieval", ["table.optimizer=adam", "model.kind=rows"], PAIRS, pair_batches, 4096),
     ]
     return {
         f"{name}, batch {size}": Case(

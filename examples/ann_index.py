@@ -23,7 +23,7 @@ def main(folder: Path) -> None:
     from recommend import Model  # type: ignore[import-not-found]
 
     model = Model()
-    items_VE, users_UE = model.items_VE.float().numpy(), model.users_UE[:1000].float().numpy()
+    items_VE, users_UE = model.items_VE.numpy(), model.vectors(model.known[:1000]).numpy()
     # The inner product, because scores are dot products; faiss compares by distance unless told otherwise.
     index = faiss.IndexHNSWFlat(items_VE.shape[1], 32, faiss.METRIC_INNER_PRODUCT)
     index.hnsw.efConstruction = 200
@@ -40,7 +40,7 @@ def main(folder: Path) -> None:
         print(f"efSearch {width}: recall@{K} {recall:.3f} of the exact search, {took_ms:.3f} ms per user")
     faiss.write_index(index, str(folder / "items.faiss"))
     # The index does not know which items a user has met. To leave those of user u out, ask for
-    # K + len(model.seen[u]) items and drop the ones in model.seen[u].
+    # K + len(model.seen[u]) items and drop the ones in model.seen[u], the numbers of the items.
 
 
 if __name__ == "__main__":

@@ -130,8 +130,9 @@ class TrainedRun:
         """Return the predictor's answer for new rows; see `Predictor.predict`."""
         return self.predictor.predict(rows)
 
-    def recommend(self, users: object = None, k: int = 10) -> "pl.DataFrame":
+    def recommend(self, users: object = None, k: int = 10, *, history: object = None) -> "pl.DataFrame":
         """Return user, rank, item and score of the k best items for each user; see `Recommender.recommend`.
+        history: the items that a user has met, for users who were not in training.
         Raises UserError for recipes that do not recommend."""
         # By the method, not the class: a user's recipe may have its own kind of predictor.
         if not hasattr(self.predictor, "recommend"):
@@ -139,7 +140,7 @@ class TrainedRun:
                 f"run {self.name}: recipe {self.config.recipe} scores rows, with predict(rows); recipe "
                 "retrieval recommends items"
             )
-        return self.predictor.recommend(users, k)
+        return self.predictor.recommend(users, k, history=history)
 
     def report(self) -> "RunReport":
         """Return the report: results as text, as values and as a page. Raises UserError before the run has

@@ -138,7 +138,8 @@ def lists_of(starts: Array, items: Array, rows_B: Array, none: int) -> "Tensor":
     # replaced below.
     start_B, stop_B = starts[rows_B], starts[rows_B + 1]
     within_BL = start_B[:, None] + np.arange(max(1, int((stop_B - start_B).max(initial=0))))
-    found_BL = items[np.minimum(within_BL, max(0, len(items) - 1))]
+    some = items if len(items) else np.zeros(1, np.int64)
+    found_BL = some[np.minimum(within_BL, len(some) - 1)]
     return torch.from_numpy(np.where(within_BL < stop_B[:, None], found_BL, none).astype(np.int64))
 
 

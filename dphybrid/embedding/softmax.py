@@ -67,17 +67,22 @@ def _check_targets(rows_XH: Tensor, num_classes: int, targets_X: Tensor) -> None
         )
 
 
-def sampled_softmax(scores_BC: Tensor, places_B: Tensor, items_C: Tensor, log_q_C: Tensor) -> Tensor:
+def sampled_softmax(
+    scores_BC: Tensor, places_B: Tensor, log_q_C: Tensor, counts_C: Tensor | None = None
+) -> Tensor:
     """Return loss_B: the cross entropy of a softmax over C candidates, of which the sample's own item is
     number places_B (Yi et al. 2019).
 
-    log_q_C: log-probability that a candidate is drawn, subtracted from its scores. items_C: the candidates'
-    items; a candidate that is the sample's own item again is left out of the softmax.
+    The candidates are distinct items. log_q_C: log-probability that an item is drawn, subtracted from its
+    scores. counts_C: how often an item was drawn (None: once); it counts that often for other samples, and
+    once as a sample's own item.
     """
-    logits_BC = scores_BC - log_q_C
-    again_BC = (items_C[places_B].unsqueeze(1) == items_C).scatter(1, places_B.unsqueeze(1), False)
-    logits_BC = logits_BC.masked_fill(again_BC, -torch.inf)
-    return logits_BC.logsumexp(1) - logits_BC.gather(1, places_B.unsqueeze(1)).squeeze(1)
+    if counts_C is None:
+        return cross_entropy(scores_BC - log_q_C, places_B, reduction="none")
+    log_counts_C = counts_C.to(scores_BC.dtype).log()
+    own_B1 = places_B.unsqueeze(1)
+    logits_BC = (scores_BC - (log_q_C - log_counts_C)).scatter_add(1, own_B1, -log_counts_C[own_B1])
+    return cross_entropy(logits_BC, places_B, reduction="none")
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

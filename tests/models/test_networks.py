@@ -30,7 +30,7 @@ KINDS = {recipe: get_args(model.model_fields["kind"].annotation) for recipe, mod
 RECIPES = [(recipe, kind) for recipe in INFO for kind in KINDS[recipe]]
 OTHERS = {
     "kge": {"num_entities": 30, "num_relations": 3},
-    "retrieval": {"user_ids": {"user": 5}, "item_ids": {"item": 7}, "cutoffs": [3]},
+    "retrieval": {"user_ids": {"user": 5, "from": 3}, "item_ids": {"item": 7}, "cutoffs": [3]},
 }
 ROWS = ArrayDataset({"dense_BN": np.random.default_rng(0).normal(size=(50, 2))}, np.arange(50))
 """What bins of numbers are made from."""
@@ -71,7 +71,8 @@ def test_several_devices_give_one_devices_losses_and_gradients(recipe: str, kind
     torch.testing.assert_close(*found)
 
 
-EVERY = [*RECIPES, *(("kge", kind) for kind in KINDS["kge"]), ("retrieval", "")]
+EVERY = [*RECIPES, *(("kge", kind) for kind in KINDS["kge"])]
+EVERY += [("retrieval", kind) for kind in ("rows", "bag", "gru", "transformer")]
 
 
 @pytest.mark.parametrize(("recipe", "kind"), EVERY)

@@ -20,7 +20,8 @@ from dphybrid.embedding import row_optimizer, sampled_softmax
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes import ModelContext, find_recipe
 from dphybrid.recipes.retrieval import RetrievalDataConfig, RetrievalModelConfig
-from dphybrid.recipes.retrieval.model import RetrievalModel, recall_and_ndcg
+from dphybrid.recipes.retrieval.model import RetrievalModel
+from dphybrid.recipes.retrieval.ranking import recall_and_ndcg
 from dphybrid.run.pages import ResultPage
 from dphybrid.run.train import Report
 from dphybrid.training.memory import micro_batches
@@ -52,7 +53,7 @@ def small(folder: Path, **values: object) -> Prepared:
 
 
 def model_for(data: Prepared, devices: str = "cpu", **values: object) -> RetrievalModel:
-    sizes = {"dim": 4, "hidden": 6, "layers": 1, "dtype": "float64"} | values
+    sizes = {"kind": "rows", "dim": 4, "hidden": 6, "layers": 1, "dtype": "float64"} | values
     options = RetrievalModelConfig(**sizes)  # type: ignore[arg-type]
     return find_recipe("retrieval").new_model(ModelContext(resolve_devices(devices), data.info, options, 1))
 
@@ -84,12 +85,12 @@ def plain_of(model: RetrievalModel, name: str) -> PlainTower:
 
 
 def plain_loss(users: PlainTower, items: PlainTower, batch: dict[str, Tensor]) -> Tensor:
-    """A cross entropy a row, over its own item and the candidates that are other items."""
+    """A cross entropy a row, over its own item and every draw of another item."""
     scores = users(batch["users_BF"]) @ items(batch["candidates_CF"]).T - batch["log_q_C"]
-    ids, losses = batch["candidates_CF"][:, 0].tolist(), []
-    for row in range(len(scores)):
-        others = [place for place, item in enumerate(ids) if item != ids[row]]
-        losses.append(F.cross_entropy(scores[row, [row, *others]], torch.tensor(0)))
+    draws, losses = torch.arange(len(batch["counts_C"])).repeat_interleave(batch["counts_C"]), []
+    for row, own in enumerate(batch["places_B"]):
+        chosen = torch.cat([own.view(1), draws[draws != own]])
+        losses.append(F.cross_entropy(scores[row, chosen], torch.tensor(0)))
     return torch.stack(losses)
 
 
@@ -97,7 +98,7 @@ def plain_loss(users: PlainTower, items: PlainTower, batch: dict[str, Tensor]) -
 @pytest.mark.parametrize("negatives", [0, 20])
 def test_steps_are_those_of_a_plain_two_tower(devices: str, negatives: int, tmp_path: Path) -> None:
     """Losses, gradients and weights of four steps with SGD; the last batch is a short one."""
-    data = small(tmp_path, negatives=negatives)
+    data = small(tmp_path, negatives=negatives, valid_fraction=0.1)
     model = model_for(data, devices)
     users, items = plain_of(model, "user"), plain_of(model, "item")
     dense = torch.optim.SGD((p for n, p in model.named_parameters() if "tower" in n), lr=0.5)
@@ -128,13 +129,17 @@ def test_steps_are_those_of_a_plain_two_tower(devices: str, negatives: int, tmp_
         torch.testing.assert_close(side.table.flat.weight, whole, rtol=1e-9, atol=1e-11)
 
 
-def test_an_item_that_comes_again_is_no_negative_and_frequent_ones_count_less() -> None:
-    scores_BC = torch.tensor([[2.0, 1.0, 5.0], [0.0, 3.0, 1.0]], dtype=torch.float64)
-    q_C = torch.tensor([0.5, 0.1, 0.5], dtype=torch.float64)
-    found = sampled_softmax(scores_BC, torch.tensor([0, 1]), torch.tensor([7, 8, 7]), q_C.log())
+def test_an_item_counts_as_often_as_drawn_but_once_as_the_own_one_and_frequent_ones_less() -> None:
+    scores_BC = torch.tensor([[2.0, 1.0], [0.0, 3.0]], dtype=torch.float64)
+    q_C = torch.tensor([0.5, 0.1], dtype=torch.float64)
+    found = sampled_softmax(scores_BC, torch.tensor([0, 1]), q_C.log(), torch.tensor([2, 1]))
     first = math.exp(2) / 0.5 / (math.exp(2) / 0.5 + math.exp(1) / 0.1)
-    second = math.exp(3) / 0.1 / (math.exp(3) / 0.1 + (math.exp(0) + math.exp(1)) / 0.5)
+    second = math.exp(3) / 0.1 / (math.exp(3) / 0.1 + 2 * math.exp(0) / 0.5)
     assert found.exp().tolist() == pytest.approx([1 / first, 1 / second])
+    once = sampled_softmax(scores_BC, torch.tensor([0, 1]), q_C.log())
+    assert float(once[1].exp()) == pytest.approx(
+        (math.exp(3) / 0.1 + math.exp(0) / 0.5) / (math.exp(3) / 0.1)
+    )
 
 
 def test_a_batch_in_parts_has_the_same_losses(tmp_path: Path) -> None:
@@ -148,18 +153,19 @@ def test_a_batch_in_parts_has_the_same_losses(tmp_path: Path) -> None:
 
 
 def test_candidates_are_a_function_of_seed_epoch_and_batch_and_drawn_by_frequency(tmp_path: Path) -> None:
-    data = small(tmp_path, negatives=1000)
+    data = small(tmp_path, negatives=1000, valid_fraction=0.1)
 
     def drawn(epoch: int, start: int = 0) -> list[list[int]]:
         found = batches(data.dataset("train"), 100, seed=0, epoch=epoch, shuffle=True, start_batch=start)
-        return [batch["candidates_CF"][len(batch["users_BF"]) :, 0].tolist() for batch in found]
+        items = [batch["candidates_CF"][:, 0].repeat_interleave(batch["counts_C"]) for batch in found]
+        return [drawn.tolist() for drawn in items]
 
     assert drawn(1) == drawn(1)
     assert drawn(1, start=2) == drawn(1)[2:]
     assert drawn(1) != drawn(2)
     counts = np.bincount(data.arrays["train_pairs"][:, 1])
     np.testing.assert_allclose(np.exp(data.arrays["log_q_V"]), counts / counts.sum(), rtol=1e-6)
-    share = np.bincount(np.concatenate(drawn(1)), minlength=len(counts)) / 4000
+    share = np.bincount(np.concatenate(drawn(1)), minlength=len(counts)) / (4000 + len(data.dataset("train")))
     np.testing.assert_allclose(share, counts / counts.sum(), atol=0.03)
     assert (np.diff(counts) <= 0).all()  # items are numbered by frequency
 
@@ -171,7 +177,7 @@ def test_evaluation_is_that_of_a_naive_reference(
 ) -> None:
     monkeypatch.setattr("dphybrid.embedding.ranking.SCORES", 7 * 7)  # blocks of items, a short one last
     monkeypatch.setattr("dphybrid.recipes.retrieval.model.CATALOG_ROWS", 10)
-    data = small(tmp_path)
+    data = small(tmp_path, valid_fraction=0.1)
     model, arrays = model_for(data, devices, layers=layers).eval(), data.arrays
     with torch.no_grad():
         found = [model(batch) for batch in batches(data.dataset("valid"), 7, seed=0, epoch=0, shuffle=False)]
@@ -258,7 +264,7 @@ def test_what_cannot_be_used_is_told(values: dict[str, object], words: list[str]
 
 
 OPTIONS = ["recipe=retrieval", "data.negatives=64", "devices=cpu", "train.epochs=2"]
-OPTIONS += ["train.batch_size=500", "train.schedule=constant"]
+OPTIONS += ["train.batch_size=500", "model.kind=rows", "data.valid_fraction=0.1"]
 
 
 @pytest.fixture(scope="module")
@@ -338,7 +344,7 @@ def test_a_frame_trains_and_its_other_columns_are_left_out(data_dir: Path) -> No
     with refused("2 of 200 rows cannot be read"):
         lacking = pl.when(pl.int_range(pl.len()) >= 2).then("user").alias("user")
         dphybrid.train(frame.with_columns(lacking), **given)
-    run = dphybrid.train(frame, time="day", epochs=1, devices="cpu*2", **given)
+    run = dphybrid.train(frame, time="day", kind="rows", epochs=1, devices="cpu*2", **given)
     assert len(run.recommend("u1", k=3)) == 3
     assert pl.read_parquet(run.config.data.path).columns == ["user", "item", "country", "day"]
 
@@ -346,7 +352,7 @@ def test_a_frame_trains_and_its_other_columns_are_left_out(data_dir: Path) -> No
 def test_a_user_is_found_by_a_number_of_any_type(unrecorded: None, tmp_path: Path) -> None:
     """As numpy has it in a frame's cells, and pandas beside a missing one."""
     frame = pl.DataFrame({"user": [i % 9 for i in range(200)], "item": [i * i % 31 for i in range(200)]})
-    run = dphybrid.train(frame, recipe="retrieval", epochs=1, devices="cpu", quiet=True)
+    run = dphybrid.train(frame, recipe="retrieval", kind="rows", epochs=1, devices="cpu", quiet=True)
     wanted = run.recommend("7", k=2)
     assert wanted["score"].null_count() == 0
     for user in (7, np.int64(7), 7.0):

@@ -21,7 +21,7 @@ OTHERS: dict[str, list[str]] = {
     "kge, cpu": [*TRIPLES, "devices=cpu"],
     "kge, cpu*8": [*TRIPLES, "devices=cpu*8"],
     "retrieval, cpu": [*PAIRS, "devices=cpu"],
-    "retrieval, cpu*8": [*PAIRS, "devices=cpu*8"],
+    "retrieval, cpu*8": [*PAIRS, "model.kind=rows", "devices=cpu*8"],
     "digits, cpu*8": ["recipe=digits", "train.batch_size=600", "devices=cpu*8"],
     "blocks, cpu*2": ["recipe=blocks", "devices=cpu*2"],
     "convnet, cpu*2": ["recipe=convnet", "train.batch_size=200", "devices=cpu*2"],

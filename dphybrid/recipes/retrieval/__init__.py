@@ -1,10 +1,12 @@
 """Recipe retrieval: predicts which items a user will want next, by a vector for each user and item."""
 
-from typing import Annotated, Literal, Self
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from dphybrid.config import DataConfig, ModelConfig, Names
+from dphybrid.config import DataConfig, ExperimentConfig, ModelConfig, Names
 from dphybrid.config.tables import Encoding, Quote, TableDataConfig
 from dphybrid.recipes.recipe import Recipe, imported
 
@@ -32,10 +34,15 @@ class RetrievalDataConfig(DataConfig):
     """Columns with categories of the item, separated by commas; the value of an item's last training row is
     used."""
     time: str | None = None
-    """Column with a number, date or time: the latest rows are the validation split. Empty: random rows by
-    train.seed."""
-    valid_fraction: float = Field(default=0.1, gt=0.0, lt=1.0)
-    """Share of the rows in the validation split."""
+    """Column with a number, date or time: the order of a user's history, and of the validation split. Empty:
+    the order of the rows, and random rows by train.seed for validation."""
+    split: Literal["auto", "random", "time", "last"] = "auto"
+    """Validation split: random rows, the latest rows by data.time, or each user's last row by data.time;
+    auto: time if data.time is given, else random."""
+    valid_fraction: float = Field(default=0.05, gt=0.0, lt=1.0)
+    """Share of the rows in the validation split; not used by data.split=last."""
+    exclude_seen: bool = True
+    """Leave out the items that a user has met, in evaluation and in recommendations."""
     negatives: int = Field(default=0, ge=0, le=2**20)
     """Items drawn by frequency that compete in addition to those of the batch; 0: only those of the batch."""
     cutoffs: _Numbers = (10, 50)
@@ -64,7 +71,16 @@ class RetrievalDataConfig(DataConfig):
             raise ValueError(f"column {min(twice)!r} is named twice; give each column one purpose")
         if not self.cutoffs or len(set(self.cutoffs)) < len(self.cutoffs):
             raise ValueError(f"cutoffs={self.cutoffs}: give one or more lengths that differ")
+        if self.split in ("time", "last") and self.time is None:
+            raise ValueError(f"split={self.split!r}: needs data.time, the column to order the rows by")
         return self
+
+    @property
+    def chosen_split(self) -> str:
+        """The validation split: "random", "time" or "last"."""
+        if self.split == "auto":
+            return "random" if self.time is None else "time"
+        return self.split
 
     @property
     def named_columns(self) -> list[tuple[str, str]]:
@@ -91,30 +107,80 @@ class RetrievalDataConfig(DataConfig):
 
 
 class RetrievalModelConfig(ModelConfig):
-    """The width of rows and the size of the towers over them. A score is the dot product of two vectors."""
+    """The network of a user, and its sizes. A score is the dot product of a user's and an item's vector."""
 
+    kind: Literal["auto", "bag", "gru", "transformer", "rows"] = "auto"
+    """What a user is. bag, gru, transformer: the items met so far, as a sum or as a sequence (GRU4Rec,
+    SASRec); new users get recommendations by their items. rows: a row of the user's own. auto: bag if half of
+    the users have two training rows or more, else rows."""
     dim: int = Field(default=64, ge=1, le=65536)
     """Width of an embedding row, and of a vector."""
+    history: int = Field(default=0, ge=0, le=100_000)
+    """How many of a user's latest items are read; 0: 1,000 by a bag, 200 by gru and transformer."""
+    dropped: float = Field(default=0.7, ge=0.0, lt=1.0)
+    """bag: share of a history's items that are left out at random in training."""
+    dropout: float = Field(default=0.2, ge=0.0, lt=1.0)
+    """gru, transformer: share of the numbers set to zero in training."""
     layers: int = Field(default=0, ge=0, le=64)
-    """Number of a tower's hidden layers; 0: no tower, a vector is the sum of the embedding rows."""
+    """rows: hidden layers of a tower; 0: no tower, a vector is the sum of the embedding rows. gru,
+    transformer: layers; 0: 1 of a gru, 2 of a transformer."""
+    heads: int = Field(default=2, ge=1, le=64)
+    """transformer: attention heads; model.dim must be a multiple."""
     hidden: int = Field(default=64, ge=1, le=65536)
-    """Width of a tower's hidden layers."""
+    """rows: width of a tower's hidden layers."""
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.kind == "transformer" and self.dim % self.heads:
+            raise ValueError(f"heads={self.heads}: does not divide dim={self.dim}")
+        return self
 
 
 class Retrieval(Recipe):
-    """Two-tower retrieval."""
+    """Retrieval by histories, or by two towers."""
 
     name = "retrieval"
-    summary = "Interactions of users with items: a vector for each, or two towers, and recommendations."
+    summary = (
+        "Interactions of users with items: recommendations by a user's history (also for new users) or row."
+    )
     data = RetrievalDataConfig
     model = RetrievalModelConfig
     one_process = True
     # Chosen on MovieLens-100k (docs/quality.md), where it beats Adam whose moments count only the row's own
     # steps.
     table = {"optimizer": "adamw", "lr": 0.003, "weight_decay": 1.0}
-    train = {"epochs": 100, "schedule": "constant", "batch_size": 512, "lr": 0.003}
+    train = {
+        "epochs": 150,
+        "schedule": "constant",
+        "batch_size": 0,
+        "patience": -1,
+        "lr": 0.003,
+        "optimizer": "adamw",
+        "weight_decay": 1.0,
+        "average": 0.98,
+    }
     source = imported("dphybrid.recipes.retrieval.data:open_source")
     dataset = imported("dphybrid.recipes.retrieval.data:part_of")
     build = imported("dphybrid.recipes.retrieval.model:build_retrieval")
-    task = imported("dphybrid.recipes.retrieval.model:recommending")
+    training_rows = imported("dphybrid.recipes.retrieval.histories:training_histories")
+    task = imported("dphybrid.recipes.retrieval.ranking:recommending")
     predictor = imported("dphybrid.recipes.retrieval.recommend:Recommender")
+
+    def sized(
+        self, config: ExperimentConfig, num_rows: int, info: Mapping[str, Any]
+    ) -> tuple[ExperimentConfig, list[str]]:
+        model: Any = config.model
+        kind, lines, train = model.kind, [], config.train
+        if kind == "auto":
+            median = info["median_history"]
+            kind = "bag" if median > 1 else "rows"
+            lines.append(f"model.kind={kind}: half of the users have {median} training rows or more")
+        if not train.batch_size:
+            users = 2 ** round(math.log2(max(1.0, info["num_users"] / 16)))
+            size = 512 if kind == "rows" else min(max(users, 32), 512)
+            batch = "training rows" if kind == "rows" else f"users, of {info['num_users']:,}"
+            lines.append(f"train.batch_size={size}: {batch}")
+            train = train.model_copy(update={"batch_size": size})
+        chosen = {"model": model.model_copy(update={"kind": kind}), "train": train}
+        found, more = super().sized(config.model_copy(update=chosen), num_rows, info)
+        return found, lines + more

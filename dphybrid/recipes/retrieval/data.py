@@ -26,6 +26,7 @@ from dphybrid.data.table.order import places_in_time
 from dphybrid.data.table.rows import Rejected, Rows, check_rejected
 from dphybrid.data.vocabulary import Vocabulary
 from dphybrid.recipes.retrieval import RetrievalDataConfig
+from dphybrid.recipes.retrieval.histories import histories
 from dphybrid.util.errors import UserError, counted, suggestion
 
 _SAMPLE_USERS, _SAMPLE_ITEMS, _SAMPLE_GROUPS, _SAMPLE_ROWS = 1000, 600, 15, 20_000
@@ -36,6 +37,26 @@ def _by_user(pairs_N2: Array, num_users: int) -> tuple[Array, Array]:
     pairs_N2 = np.unique(pairs_N2, axis=0)
     counts_U = np.bincount(pairs_N2[:, 0], minlength=num_users)
     return np.concatenate([[0], np.cumsum(counts_U)]), np.ascontiguousarray(pairs_N2[:, 1])
+
+
+def _in_order(pairs_N2: Array, times_N: Array | None) -> tuple[Array, Array]:
+    """Return each user's items, in the order of their times or of the rows, as (starts, items) for
+    `lists_of`. Every user has a pair."""
+    order_N = np.argsort(pairs_N2[:, 0], kind="stable")
+    if times_N is not None:
+        order_N = np.lexsort((times_N, pairs_N2[:, 0]))
+    counts_U = np.bincount(pairs_N2[:, 0])
+    return np.concatenate([[0], np.cumsum(counts_U)]), np.ascontiguousarray(pairs_N2[order_N, 1])
+
+
+def _lists(starts: Array, items: Array) -> pl.Series:
+    """Return (starts, items) of `lists_of` as one list a user, in the order of the users."""
+    of_user = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+    return (
+        pl.DataFrame({"user": of_user, "item": items})
+        .group_by("user", maintain_order=True)
+        .agg("item")["item"]
+    )
 
 
 @dataclass(frozen=True)
@@ -97,7 +118,7 @@ class _InteractionSource:
         notes = dict[str, None]()
         rows, rejected = self._rows(progress, notes)
         times_N, how = (None, "") if d.time is None else self._times(rows[d.time])
-        held_N = self._held_out(len(rows), times_N)
+        held_N = self._held_out(rows[d.user], times_N)
         train = rows.filter(~held_N)
         # The latest rows last, for the features; stable, so that rows of one time keep the file's order.
         if times_N is not None:
@@ -105,10 +126,11 @@ class _InteractionSource:
         users, items = _Side.of(d.user, d.user_features, train), _Side.of(d.item, d.item_features, train)
         pairs_N2 = np.stack([users.numbers(rows[d.user]), items.numbers(rows[d.item])], 1)
         train_N2, valid_N2 = pairs_N2[~held_N], pairs_N2[held_N]
-        seen_starts, seen_items = _by_user(train_N2, len(users))
+        seen_starts, seen_items = _by_user(train_N2 if d.exclude_seen else train_N2[:0], len(users))
+        history_starts, history_items = _in_order(train_N2, times_N if times_N is None else times_N[~held_N])
         # Only known users and items have vectors, and the ranking leaves out what a user met in training.
         known = pl.DataFrame(valid_N2[(valid_N2 >= 0).all(1)])
-        new = known.join(pl.DataFrame(train_N2), on=known.columns, how="anti")
+        new = known.join(pl.DataFrame(train_N2), on=known.columns, how="anti") if d.exclude_seen else known
         held_starts, held_items = _by_user(new.to_numpy(), len(users))
         held_users = np.flatnonzero(np.diff(held_starts))
         if not len(held_users):
@@ -118,7 +140,12 @@ class _InteractionSource:
                 "another data.valid_fraction"
             )
         counts_V = np.bincount(train_N2[:, 1], minlength=len(items))
-        split = "at random by train.seed" if d.time is None else f"the latest by {d.time}{how and f', {how}'}"
+        how = how and f", {how}"
+        split = {
+            "random": "at random by train.seed",
+            "time": f"the latest by {d.time}{how}",
+            "last": f"each user's last by {d.time}{how}",
+        }[d.chosen_split]
         unknown_N2 = valid_N2 < 0
         lines = [
             f"  {d.path or 'generated sample'}: {counted(len(rows), 'row')}, {len(users):,} users and "
@@ -130,17 +157,25 @@ class _InteractionSource:
             f"{unknown_N2[:, 1].sum():,} of unseen items, "
             f"{len(known) - len(held_items):,} of repeated pairs",
         ]
+        if not d.exclude_seen:
+            lines.append("  items that a user has met may be recommended again (data.exclude_seen=false)")
         info = {
             "user_ids": users.num_ids,
             "item_ids": items.num_ids,
             "negatives": d.negatives,
             "cutoffs": list(d.cutoffs),
+            "median_history": int(np.median(np.bincount(train_N2[:, 0]))),
+            "num_users": len(users),
         }
         arrays = {
             "train_pairs": train_N2,
             "valid_users": held_users,
             "users_UF": users.ids_RF,
             "items_VF": items.ids_RF,
+            # The last row is the padding of histories: an id behind the last one of each column.
+            "inputs_PF": np.vstack([items.ids_RF, list(items.num_ids.values())]).astype(np.int32),
+            "history_starts": history_starts,
+            "history_items": history_items,
             # No logarithm of 0: every numbered item has training rows.
             "log_q_V": np.log(counts_V / len(train_N2)).astype(np.float32),
             "seen_starts": seen_starts,
@@ -152,12 +187,12 @@ class _InteractionSource:
         def save(folder: Path) -> None:
             (folder / "encoder").mkdir()
             # Recommendations leave out all items that a user has met, those of the validation split, too.
-            starts, items_met = _by_user(pairs_N2[(pairs_N2 >= 0).all(1)], len(users))
-            of_user = np.repeat(np.arange(len(users)), np.diff(starts))
-            seen = pl.DataFrame({"user": of_user, "item": items_met})
-            # One list per user, in the order of the numbers: every user has a pair.
-            lists = seen.group_by("user", maintain_order=True).agg("item")["item"]
-            users.save(folder / "encoder" / "users.parquet", seen=lists)
+            met_N = (pairs_N2 >= 0).all(1)
+            lists = _lists(*_by_user(pairs_N2[met_N], len(users)))
+            if not d.exclude_seen:
+                lists = lists.list.head(0)
+            ordered = _lists(*_in_order(pairs_N2[met_N], times_N if times_N is None else times_N[met_N]))
+            users.save(folder / "encoder" / "users.parquet", seen=lists, history=ordered)
             items.save(folder / "encoder" / "items.parquet")
 
         return Content(arrays, info, lines, rejected=rejected, save=save)
@@ -201,13 +236,22 @@ class _InteractionSource:
             raise UserError(f"data.path={d.path}: has {found} with a user and an item; give 2 or more")
         return joined, rejected
 
-    def _held_out(self, num_rows: int, times_N: Array | None) -> Array:
-        """Return held_N, which rows are held out: the latest ones, or random ones without times."""
+    def _held_out(self, users: pl.Series, times_N: Array | None) -> Array:
+        """Return held_N, which rows are held out: the latest ones, each user's last one, or random ones."""
+        num_rows, split = len(users), self.data.chosen_split
         wanted = min(max(1, round(num_rows * self.data.valid_fraction)), num_rows - 1)
-        if times_N is None:
+        if split == "random":
             # 11: other draws than those of `sample`, which may have the same seed.
             held_N = np.zeros(num_rows, bool)
             held_N[np.random.default_rng([self.seed, 11]).permutation(num_rows)[:wanted]] = True
+            return held_N
+        assert times_N is not None
+        if split == "last":
+            rows = pl.DataFrame({"user": users, "time": times_N, "row": np.arange(num_rows)})
+            # Of rows of one time the file's last one. Users with one row keep it for training.
+            later = rows.sort("time", "row").group_by("user").agg(pl.len().alias("count"), pl.last("row"))
+            held_N = np.zeros(num_rows, bool)
+            held_N[later.filter(pl.col("count") > 1)["row"].to_numpy()] = True
             return held_N
         held_N = times_N >= np.sort(times_N)[num_rows - wanted]
         # Rows of one time stay together. If that holds out all rows, keep those of the earliest time.
@@ -269,13 +313,13 @@ class _PairDataset(Dataset):
         users_B, items_B = self.arrays["train_pairs"][index_B].T
         return {
             "users_BF": _long(self.arrays["users_UF"][users_B]),
-            "places_B": torch.arange(len(index_B)),
             "items_B": _long(items_B),
         }
 
 
 def _candidates(arrays: Mapping[str, Array], num_negatives: int) -> Draw:
-    """Return the draw of a batch's candidates: its own items, and `num_negatives` drawn by frequency.
+    """Return the draw of a batch's candidates: its own items, and `num_negatives` drawn by frequency, each
+    once with its count.
 
     The tensors' names carry no B, so that a batch computed in parts has all candidates in each part.
     """
@@ -284,10 +328,13 @@ def _candidates(arrays: Mapping[str, Array], num_negatives: int) -> Draw:
         pairs_N2 = arrays["train_pairs"]
         # The items of random training rows are drawn by frequency.
         drawn_K = draws.of_batch().integers(0, len(pairs_N2), num_negatives)
-        items_C = np.concatenate([batch["items_B"].numpy(), pairs_N2[drawn_K, 1]])
+        own_B = batch["items_B"].numpy()
+        items_C, counts_C = np.unique(np.concatenate([own_B, pairs_N2[drawn_K, 1]]), return_counts=True)
         return {
+            "places_B": torch.from_numpy(np.searchsorted(items_C, own_B)),
             "candidates_CF": _long(arrays["items_VF"][items_C]),
             "log_q_C": torch.from_numpy(arrays["log_q_V"][items_C]),
+            "counts_C": torch.from_numpy(counts_C),
         }
 
     return draw
@@ -309,6 +356,8 @@ class _HeldDataset(Dataset):
         users_B = a["valid_users"][index_B]
         return {
             "users_BF": _long(a["users_UF"][users_B]),
+            **histories(a["history_starts"], a["history_items"], users_B, a["inputs_PF"]),
+            "features_BG": _long(a["users_UF"][users_B, 1:]),
             "held_BH": lists_of(a["held_starts"], a["held_items"], users_B, none),
             "seen_BS": lists_of(a["seen_starts"], a["seen_items"], users_B, none),
             "catalog_VF": self.catalog_VF,

@@ -8,23 +8,20 @@ would be fewer of them; so only the towers are data-parallel regions, and the ho
 loss from the vectors of all devices.
 
 Letters: B users, C candidates, F id columns of a tower, D width of a row, E width of a vector (the same), V
-items, H held-out items of a user, S items that a user has met, K places of a list.
+items.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from dphybrid.embedding import HostEmbeddingCollection, sampled_softmax
-from dphybrid.embedding.ranking import Best, places_in, score_blocks
 from dphybrid.parallel import DataParallel
 from dphybrid.recipes.context import ModelContext
 from dphybrid.recipes.retrieval import RetrievalModelConfig
-from dphybrid.training.metrics import Task
+from dphybrid.recipes.retrieval.histories import HistoryModel, build_histories
+from dphybrid.recipes.retrieval.ranking import rank_held
 
 CATALOG_ROWS = 2**14
 """Number of items whose vectors are computed at a time."""
@@ -60,17 +57,6 @@ class Side(nn.Module):
         return vectors_BE.to(torch.promote_types(vectors_BE.dtype, torch.float32))
 
 
-def _popular_found(held_BH: Tensor, seen_BS: Tensor, num_items: int, k: int) -> Tensor:
-    """Return found_BK for the list of the k most popular items (those with the smallest numbers) that a user
-    has not met. Both inputs are sorted and padded with `num_items`."""
-    # An item's place in that list is its number, less the smaller numbers that the user has met.
-    place_BH = held_BH - torch.searchsorted(seen_BS, held_BH)
-    place_BH = place_BH.where((held_BH < num_items) & (place_BH < k), k)
-    # Column k takes the items beyond the list, and is cut off.
-    found_BK = torch.zeros(len(held_BH), k + 1, dtype=torch.bool, device=held_BH.device)
-    return found_BK.scatter(1, place_BH, True)[:, :k]
-
-
 class RetrievalModel(nn.Module):
     """Trains users' vectors to have high scores with their items' vectors. In evaluation ranks all items for
     each user. depth: length of the longest list that is evaluated."""
@@ -103,46 +89,22 @@ class RetrievalModel(nn.Module):
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         users_BE = self.users(batch["users_BF"])
         if "candidates_CF" not in batch:
-            return self._rank(users_BE, batch)
+            return rank_held(users_BE, self.catalog(batch["catalog_VF"]), batch, self.depth)
         items_CE = self.items(batch["candidates_CF"])
         # Autocast would compute the scores in 16 bits, see `Side.forward`.
         with torch.autocast(users_BE.device.type, enabled=False):
             scores_BC = users_BE @ items_CE.T
-        places_B, items_C, log_q_C = (
-            tensor.to(users_BE.device)
-            for tensor in (batch["places_B"], batch["candidates_CF"][:, 0], batch["log_q_C"])
+        places_B, log_q_C, counts_C = (
+            batch[name].to(users_BE.device) for name in ("places_B", "log_q_C", "counts_C")
         )
-        loss_B = sampled_softmax(scores_BC, places_B, items_C, log_q_C)
+        loss_B = sampled_softmax(scores_BC, places_B, log_q_C, counts_C)
         return {"loss": loss_B, "weight": torch.ones_like(loss_B)}
 
-    @torch.no_grad()
-    def _rank(self, users_BE: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Look for the held-out items among the `depth` best ones of those that the user has not met. The
-        loss is that of a softmax over all of those, summed over the held-out items."""
-        items_VE = self.catalog(batch["catalog_VF"])
-        held_BH, seen_BS = batch["held_BH"].to(users_BE.device), batch["seen_BS"].to(users_BE.device)
-        best, held_scores_BH = Best(users_BE, self.depth), users_BE.new_zeros(held_BH.shape)
-        total_B = users_BE.new_full((len(users_BE),), -torch.inf)
-        for start, scores_BV in score_blocks(users_BE, items_VE, seen_BS):
-            best.add(start, scores_BV)
-            total_B = torch.logaddexp(total_B, scores_BV.logsumexp(1))
-            place_BH = places_in(held_BH, start, scores_BV.shape[1])
-            # For a held-out item of another block the place is that of the padded column, which adds 0.
-            held_scores_BH += F.pad(scores_BV, (0, 1)).gather(1, place_BH)
-        is_held_BH = held_BH < len(items_VE)  # the others are padding
-        loss_BH = (total_B.unsqueeze(1) - held_scores_BH) * is_held_BH
-        place_BK = torch.searchsorted(held_BH, best.rows_QK).clamp(max=held_BH.shape[1] - 1)
-        return {
-            "loss": loss_BH.sum(1),
-            "weight": is_held_BH.sum(1).to(loss_BH),
-            "found_BK": held_BH.gather(1, place_BK) == best.rows_QK,
-            "popular_BK": _popular_found(held_BH, seen_BS, len(items_VE), self.depth),
-            "held_B": is_held_BH.sum(1),
-        }
 
-
-def build_retrieval(context: ModelContext[RetrievalModelConfig]) -> RetrievalModel:
+def build_retrieval(context: ModelContext[RetrievalModelConfig]) -> RetrievalModel | HistoryModel:
     o, info = context.options, context.info
+    if o.kind not in ("auto", "rows"):  # auto is what models without a kind were trained with: rows
+        return build_histories(context)
 
     def side(name: str) -> Side:
         num_ids = {column: int(count) for column, count in info[f"{name}_ids"].items()}
@@ -153,39 +115,3 @@ def build_retrieval(context: ModelContext[RetrievalModelConfig]) -> RetrievalMod
         return Side(table, DataParallel(tower, context.devices))
 
     return RetrievalModel(side("user"), side("item"), max(info["cutoffs"]))
-
-
-def recall_and_ndcg(found_BK: Tensor, held_B: Tensor, cutoffs: Sequence[int]) -> dict[str, float]:
-    """Return the means over users, by metric. found_BK: whether the item at each place of a user's list is
-    held out. held_B: how many items are held out.
-
-    recall@k is the share of the held-out items in the first k places. NDCG@k is the sum of 1 / log2(1 +
-    place) over the found items, divided by the same sum for a list with min(k, held) of them at the top
-    (Järvelin and Kekäläinen 2002, with binary gains).
-    """
-    gains_K = 1 / torch.arange(2, found_BK.shape[1] + 2, dtype=torch.float64).log2()
-    ideal_K = gains_K.cumsum(0)
-    out = {}
-    for k in cutoffs:
-        first_Bk = found_BK[:, :k].double()
-        out[f"recall_at_{k}"] = float((first_Bk.sum(1) / held_B).mean())
-        best_B = ideal_K[held_B.clamp(max=first_Bk.shape[1]) - 1]
-        out[f"ndcg_at_{k}"] = float(((first_Bk * gains_K[:k]).sum(1) / best_B).mean())
-    return out
-
-
-def recommending(info: Mapping[str, Any]) -> Task:
-    """Return the task, in which NDCG at the first cutoff decides."""
-    cutoffs = info["cutoffs"]
-
-    def compute(outputs: dict[str, Tensor]) -> dict[str, float]:
-        return {
-            **recall_and_ndcg(outputs["found_BK"], outputs["held_B"], cutoffs),
-            "loss": float(outputs["loss"].double().sum() / outputs["weight"].double().sum()),
-        }
-
-    def baselines(outputs: dict[str, Tensor]) -> dict[str, dict[str, float]]:
-        return {"most popular items": recall_and_ndcg(outputs["popular_BK"], outputs["held_B"], cutoffs)}
-
-    reads = ("found_BK", "popular_BK", "held_B")
-    return Task(f"ndcg_at_{cutoffs[0]}", True, compute, reads, baselines=baselines)

@@ -1,13 +1,15 @@
 """Recommends items with a trained model: for each user the items with the highest scores, without those that
-the user has met in the training or the validation split.
+the user has met in the training or the validation split. A model over histories also recommends to people who
+were not in training, by the items that they have met.
 
 The search is exact, not approximate. It goes block by block over users and items, so memory holds only the
 items' vectors and one block of scores. Letters: B users, S items that a user has met, K places of a list, V
 items, E width of a vector, N users and places, flat.
 """
 
+import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from dphybrid.data.table.rows import Rejected
 from dphybrid.embedding import rank_rows
 from dphybrid.recipes.configs import build_config
 from dphybrid.recipes.retrieval import RetrievalDataConfig
+from dphybrid.recipes.retrieval.histories import HistoryModel, histories
 from dphybrid.recipes.retrieval.model import RetrievalModel
 from dphybrid.training.tensor_file import write_tensors
 from dphybrid.util.errors import UserError, counted, type_text
@@ -33,11 +36,11 @@ from dphybrid.util.files import write_text
 _COLUMNS = {"user": pl.String, "rank": pl.Int32, "item": pl.String, "score": pl.Float32}
 """Columns of recommendations. Ranks start at 1. score: null for an unknown user, who gets popular items."""
 
-_EXPORTED = Path(__file__).parent / "exported" / "recommend.py"
+_EXPORTED = Path(__file__).parent / "exported"
 _README = """# {model}
 
     python recommend.py USER [USER ...]
-
+{by_items}
 This needs torch, safetensors and polars. In Python:
 
     import sys; sys.path.append("this/folder")
@@ -48,10 +51,14 @@ This needs torch, safetensors and polars. In Python:
 | file | what it holds |
 | --- | --- |
 | recommend.py | the program: an exact search over all items, without those that the user has met |
-| vectors.safetensors | `users` and `items`, one vector each; a score is their dot product |
-| users.parquet | names of users in the order of the vectors, numbers of the items that each has met |
+{files}
+| users.parquet | names of users, numbers of the items that each has met |
 | items.parquet | names of items in the order of the vectors, the most popular first |
 """
+_ROWS = "| vectors.safetensors | `users` and `items`, one vector each; a score is their dot product |"
+_HISTORIES = """| networks.py | the network that makes a vector of a history |
+| vectors.safetensors | the network's weights, and for each item a vector in `inputs` and one in `items` |
+| model.json | the network's sizes |"""
 
 
 @dataclass
@@ -72,7 +79,7 @@ class Recommender:
         """checkpoint: its folder. build: returns the model with the checkpoint's weights. Raises UserError
         for a model of another class."""
         model = build()
-        if not isinstance(model, RetrievalModel):
+        if not isinstance(model, RetrievalModel | HistoryModel):
             raise UserError(
                 f"{checkpoint}: model.factory made {type_text(model)}, which cannot recommend; "
                 "dphybrid.load_model gives the module"
@@ -85,9 +92,17 @@ class Recommender:
         self.items = items["name"]
         """Names of the items in the order of their numbers, the most popular first."""
         assert isinstance(config.data, RetrievalDataConfig)
-        self._config, self._model, self._user = config, model.eval(), config.data.user
+        self._config, self._model = config, model.eval()
+        self._user, self._item = config.data.user, config.data.item
         self._users, self._numbers = users, {name: number for number, name in enumerate(users["name"])}
+        self._item_numbers = {name: number for number, name in enumerate(self.items)}
         self._catalog_VF = _ids(items)
+        self._excludes_seen = config.data.exclude_seen
+        if isinstance(model, HistoryModel):
+            padding_F = [count - 1 for count in model.inputs.num_rows.values()]
+            self._inputs_PF = np.vstack([self._catalog_VF.numpy(), padding_F])
+            features = model.users.num_rows.values() if model.users else ()
+            self._unknown_G = np.array([count - 1 for count in features], dtype=np.int64)
 
     def __repr__(self) -> str:
         return (
@@ -95,31 +110,78 @@ class Recommender:
             f"{self.checkpoint.parent.parent.name or '.'}/{self.checkpoint.name}>"
         )
 
-    def recommend(self, users: Any = None, k: int = 10) -> pl.DataFrame:
-        """Return user, rank (1 to k), item and score: for each user the k best of the items that the user has
-        not met in the training or validation split, or fewer if fewer are left.
+    @property
+    def by_histories(self) -> bool:
+        """Whether the model recommends by the items that a user has met, so that users may be new."""
+        return isinstance(self._model, HistoryModel)
 
-        users: one, or a list, array or Series of them; None: all users that have training rows. Unknown users
-        get the most popular items, without a score. Raises UserError for a k below 1.
+    def recommend(self, users: Any = None, k: int = 10, *, history: Any = None) -> pl.DataFrame:
+        """Return user, rank (1 to k), item and score: for each user the k best of the items that the user has
+        not met, or fewer if fewer are left.
+
+        users: one, or a list, array or Series of them; None: all users that have training rows. history: the
+        items that a user has met, in their order, or a list of such lists, one for each of `users` (None: one
+        list of a nameless user); they come behind those that training knows. A user without a known item gets
+        the most popular items, without a score, and so does any unknown user of a model with a row for each
+        user. Raises UserError for a k below 1, and for a history where the model has no use for it.
         """
         if k < 1:
             raise UserError(f"k={k}: give 1 or more items per user")
         if users is None:
-            users = self._users["name"]
+            users = self._users["name"] if history is None else [""]
         elif isinstance(users, str) or not isinstance(users, Iterable):  # such as a number of numpy
             users = [users]
-        # Names are texts in the encoder, also names that are numbers. The empty frame gives the columns when
-        # there are no users.
-        names = [self._name(user) for user in users]
-        return pl.concat([pl.DataFrame(schema=_COLUMNS), *self._frames(names, k)])
+        # Names are texts in the encoder, also names that are numbers.
+        names = [self._name(user, self._numbers) for user in users]
+        events: dict[str, list[str]] = {}
+        if history is not None:
+            events = self._given_histories(names, history)
+        # The empty frame gives the columns when there are no users.
+        return pl.concat([pl.DataFrame(schema=_COLUMNS), *self._frames(names, k, events)])
+
+    def _given_histories(self, names: list[str], history: Any) -> dict[str, list[str]]:
+        """Return the items of each user in `names`, by name."""
+        if not self.by_histories:
+            raise UserError(
+                "history: this model has a row for each user and cannot recommend by items; train with "
+                "model.kind=bag, gru or transformer"
+            )
+        lists = [
+            list(items) if isinstance(items, Iterable) and not isinstance(items, str) else items
+            for items in history
+        ]
+        if not any(isinstance(items, list) for items in lists):
+            lists = [lists]
+        if len(lists) != len(names):
+            raise UserError(
+                f"history: has {counted(len(lists), 'list')} for {counted(len(names), 'user')}; give one each"
+            )
+        return {
+            name: [self._name(item, self._item_numbers) for item in items]
+            for name, items in zip(names, lists, strict=True)
+        }
 
     def predict(self, rows: object) -> pl.DataFrame:
         """Return recommendations for the users in a table. rows: a frame or a dict of columns; the column of
-        users must have the same name as in training. Raises UserError if it is missing."""
+        users must have the same name as in training. If the table has the column of items, too, its rows are
+        events, in their order, which a model over histories adds to what it knows of a user. Raises UserError
+        if the column of users is missing."""
         frame = as_frame(rows, "the rows").lazy().collect()
         if self._user not in frame.columns:
             raise UserError(f"the rows have no column {self._user!r} with users; add it")
+        events: dict[str, list[str]] = {}
+        if self.by_histories and self._item in frame.columns:
+            self._add_events(events, frame[self._user], frame[self._item])
+            return pl.concat([pl.DataFrame(schema=_COLUMNS), *self._frames(list(events), 10, events)])
         return self.recommend(frame[self._user].drop_nulls())
+
+    def _add_events(self, events: dict[str, list[str]], users: pl.Series, items: pl.Series) -> None:
+        """Add the items of rows to each user's list, in the order of the rows."""
+        for user, item in zip(users.to_list(), items.to_list(), strict=True):
+            if user is not None:
+                met = events.setdefault(self._name(user, self._numbers), [])
+                if item is not None:
+                    met.append(self._name(item, self._item_numbers))
 
     def predict_file(
         self,
@@ -150,12 +212,13 @@ class Recommender:
         files = find_files(str(path), "data.path")
         target = table_target(out, files)
         done = _Recommended(target, top=top)
-        names, rejected = self._users_of(str(path), files, values)
+        events, rejected = self._events_of(str(path), files, values)
+        names = list(events)
         done.num_rejected = len(rejected)
-        done.num_rows, done.unknown = len(names), sum(name not in self._numbers for name in names)
+        done.num_rows, done.unknown = len(names), sum(not self._has_vector(name, events) for name in names)
 
         def frames() -> Iterator[pl.DataFrame]:
-            for number, frame in enumerate(self._frames(names, top)):
+            for number, frame in enumerate(self._frames(names, top, events)):
                 if on_progress:
                     on_progress("recommend items", min(len(names), number * self.batch_size), len(names))
                 yield frame
@@ -165,71 +228,143 @@ class Recommender:
 
     @torch.inference_mode()
     def export(self, folder: Path) -> None:
-        """Write vectors and names of all users and items, and recommend.py, which works without dphybrid."""
-        blocks = _ids(self._users).split(self.batch_size)
-        vectors = {"users": torch.cat([self._model.users(block).cpu() for block in blocks])}
+        """Write vectors and names of all users and items, and recommend.py, which works without dphybrid. A
+        model over histories also brings its network, for users who were not in training."""
+        model, catalog_VE = self._model, self._model.catalog(self._catalog_VF)
+        columns, by_items = ["name", "seen"], ""
+        if isinstance(model, HistoryModel):
+            tensors = {
+                f"network.{name}": tensor for name, tensor in model.region.module.network.state_dict().items()
+            }
+            tensors |= {"items": catalog_VE, "inputs": model.inputs(self._catalog_VF).sum(1)}
+            if model.users is not None:
+                tensors["features"] = model.users(_ids(self._users)[:, 1:]).sum(1)
+            facts = {
+                "network": model.sizes,
+                "features": model.users is not None,
+                "exclude_seen": self._excludes_seen,
+            }
+            write_text(folder / "model.json", json.dumps(facts, indent=1))
+            shutil.copyfile(_EXPORTED / "recommend_histories.py", folder / "recommend.py")
+            shutil.copyfile(Path(__file__).parent / "networks.py", folder / "networks.py")
+            columns.append("history")
+            by_items = "    python recommend.py --history ITEM [ITEM ...]\n"
+        else:
+            blocks = _ids(self._users).split(self.batch_size)
+            users = torch.cat([model.users(block).cpu() for block in blocks])
+            tensors = {"users": users, "items": catalog_VE}
+            shutil.copyfile(_EXPORTED / "recommend.py", folder / "recommend.py")
         write_tensors(
-            folder / "vectors.safetensors", {**vectors, "items": self._model.catalog(self._catalog_VF)}
+            folder / "vectors.safetensors", {name: tensor.cpu() for name, tensor in tensors.items()}
         )
-        self._users.select("name", "seen").write_parquet(folder / "users.parquet")
+        self._users.select(columns).write_parquet(folder / "users.parquet")
         self.items.to_frame().write_parquet(folder / "items.parquet")
-        shutil.copyfile(_EXPORTED, folder / _EXPORTED.name)
-        write_text(folder / "README.md", _README.format(model=self))
+        files = _HISTORIES if self.by_histories else _ROWS
+        write_text(folder / "README.md", _README.format(model=self, by_items=by_items, files=files))
 
     def told(self, done: _Recommended) -> list[str]:
         """Return lines for the console: how many users got recommendations, and how many of them are
         unknown."""
         lines = [
             f"The {counted(done.top, 'best item')} for {counted(done.num_rows, 'user')}: {done.out}",
-            "Hidden: the items that a user has in the training or the validation split",
         ]
+        if self._excludes_seen:
+            more = ", or in the file" if self.by_histories else ""
+            lines.append(f"Hidden: the items that a user has in the training or the validation split{more}")
         if done.unknown:
-            users = counted(done.unknown, "user")
-            lines.append(f"Without a training row: {users}, given the most popular items without a score")
+            what, users = "known item" if self.by_histories else "training row", counted(done.unknown, "user")
+            lines.append(f"Without a {what}: {users}, given the most popular items without a score")
         return lines + done.told()
 
-    def _users_of(
+    def _events_of(
         self, path: str, files: Sequence[Path], values: dict[str, object]
-    ) -> tuple[list[str], list[Rejected]]:
-        """Return the users in the files, each once, and the rows that cannot be read."""
+    ) -> tuple[dict[str, list[str]], list[Rejected]]:
+        """Return the users in the files, each once, with the items of their rows (none where the files have
+        no column of items, or the model no use for them), and the rows that cannot be read."""
         known = self._config.data.model_dump() | {"path": path}
         data = build_config({"recipe": self._config.recipe, "data": known | values}).data
         assert isinstance(data, RetrievalDataConfig)
         # A dict as a set that keeps the order of the files.
-        found: dict[str, None] = {}
+        found: dict[str, list[str]] = {}
         rejected: list[Rejected] = []
         for rows in read_files(files, data.reading, rejected):
             if data.user not in rows.names:
                 raise UserError(
                     f"{rows.file}: has no column {data.user!r} with users; columns: {', '.join(rows.names)}"
                 )
-            users = rows.cells[data.user].drop_nulls().unique(maintain_order=True)
-            found |= dict.fromkeys(map(self._name, users.to_list()))
-        return list(found), rejected
+            if self.by_histories and data.item in rows.names:
+                self._add_events(found, rows.cells[data.user], rows.cells[data.item])
+                continue
+            for user in rows.cells[data.user].drop_nulls().unique(maintain_order=True).to_list():
+                found.setdefault(self._name(user, self._numbers), [])
+        return found, rejected
 
-    def _name(self, user: object) -> str:
-        """Return a user's name; 7.0, as pandas writes 7 beside a missing value, is the known user 7."""
-        name = str(user)
-        return name.removesuffix(".0") if isinstance(user, float) and name not in self._numbers else name
+    @staticmethod
+    def _name(value: object, known: Mapping[str, int]) -> str:
+        """Return a user's or an item's name; 7.0, as pandas writes 7 beside a missing value, is the known
+        7."""
+        name = str(value)
+        return name.removesuffix(".0") if isinstance(value, float) and name not in known else name
+
+    def _has_vector(self, name: str, events: Mapping[str, list[str]]) -> bool:
+        """Return whether a user can be scored: by a training row, or by an item that training knows."""
+        if name in self._numbers:
+            return True
+        return self.by_histories and any(item in self._item_numbers for item in events.get(name, ()))
+
+    def _met(self, names: Sequence[str], events: Mapping[str, list[str]]) -> tuple[pl.Series, pl.Series]:
+        """Return (history, seen) of users as lists of item numbers: in order, and what is left out."""
+        known = [self._numbers.get(name, -1) for name in names]
+        more = [
+            [self._item_numbers[item] for item in events.get(name, ()) if item in self._item_numbers]
+            for name in names
+        ]
+        numbers = pl.List(pl.Int64)
+        history, seen = (
+            pl.Series(
+                [
+                    self._users[column][row].to_list() + new if row >= 0 else new
+                    for row, new in zip(known, more, strict=True)
+                ],
+                dtype=numbers,
+            )
+            for column in (("history", "seen") if self.by_histories else ("seen", "seen"))
+        )
+        return history, seen if self._excludes_seen else pl.Series([[]] * len(names), dtype=numbers)
+
+    def _vectors(self, names: Sequence[str], history: pl.Series) -> torch.Tensor:
+        """Return the users' vectors."""
+        if isinstance(self._model, RetrievalModel):
+            return self._model.users(_ids(self._users[[self._numbers[name] for name in names]]))
+        starts, items = _flat(history)
+        batch = histories(starts, items, np.arange(len(names)), self._inputs_PF)
+        ids = [self._numbers.get(name, -1) for name in names]
+        features_BG = np.array(
+            [self._users["ids"][row].to_list()[1:] if row >= 0 else self._unknown_G for row in ids],
+            dtype=np.int64,
+        ).reshape(len(ids), len(self._unknown_G))
+        return self._model.vectors(batch["history_BLF"], batch["lengths_B"], torch.from_numpy(features_BG))
 
     @torch.inference_mode()
-    def _frames(self, names: Sequence[str], k: int) -> Iterator[pl.DataFrame]:
-        """Yield the recommendations of `batch_size` users at a time."""
+    def _frames(
+        self, names: Sequence[str], k: int, events: Mapping[str, list[str]] = {}
+    ) -> Iterator[pl.DataFrame]:
+        """Yield the recommendations of `batch_size` users at a time. events: further items of users, by
+        name."""
         if not names:
             return
         num_items = len(self.items)
         catalog_VE = self._model.catalog(self._catalog_VF)
         for start in range(0, len(names), self.batch_size):
             part = names[start : start + self.batch_size]
-            known_B = np.array([self._numbers.get(name, -1) for name in part])
-            # The most popular items, for unknown users; those of known users are replaced below.
+            # The most popular items, for unknown users; those of the others are replaced below.
             items_BK = np.tile(np.arange(min(k, num_items)), (len(part), 1))
             scores_BK = np.full(items_BK.shape, np.nan, np.float32)
-            if len(rows := np.flatnonzero(known_B >= 0)):
-                users = self._users[known_B[rows]]
-                users_BE = self._model.users(_ids(users))
-                seen_BS = _padded(users["seen"], num_items)
-                best = rank_rows(users_BE, catalog_VE, hidden_QS=seen_BS, k=items_BK.shape[1])
+            if rows := [row for row, name in enumerate(part) if self._has_vector(name, events)]:
+                scored = [part[row] for row in rows]
+                history, seen = self._met(scored, events)
+                users_BE = self._vectors(scored, history)
+                best = rank_rows(users_BE, catalog_VE, hidden_QS=_padded(seen), k=items_BK.shape[1])
                 items_BK[rows], scores_BK[rows] = best.rows_QK.cpu(), best.scores_QK.cpu()
             yield self._frame(part, items_BK, scores_BK)
 
@@ -253,7 +388,12 @@ def _ids(rows: pl.DataFrame) -> torch.Tensor:
     return torch.from_numpy(rows["ids"].to_numpy().astype(np.int64))
 
 
-def _padded(lists: pl.Series, none: int) -> torch.Tensor:
-    """Return lists of item numbers as (B, longest), padded with `none`."""
+def _flat(lists: pl.Series) -> tuple[Array, Array]:
+    """Return lists of item numbers as (starts, items) of `lists_of`."""
     starts = np.concatenate([[0], np.cumsum(lists.list.len().to_numpy(), dtype=np.int64)])
-    return lists_of(starts, lists.explode().to_numpy(), np.arange(len(lists)), none)
+    return starts, lists.explode().drop_nulls().to_numpy()  # an empty list explodes to a null
+
+
+def _padded(lists: pl.Series) -> torch.Tensor:
+    """Return lists of item numbers as (B, longest), padded with -1."""
+    return lists_of(*_flat(lists), np.arange(len(lists)), -1)

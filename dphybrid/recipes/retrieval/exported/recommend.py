@@ -26,7 +26,12 @@ class Model:
         users = pl.read_parquet(HERE / "users.parquet", glob=False)
         self.items = pl.read_parquet(HERE / "items.parquet", glob=False)["name"].to_list()
         self.seen: pl.Series = users["seen"]
+        self.known = users["name"].to_list()
         self.numbers = {name: number for number, name in enumerate(users["name"])}
+
+    def vectors(self, users: list[str]) -> torch.Tensor:
+        """Return the vectors (users, E) of known users; a score is the product with an item's vector."""
+        return self.users_UE[[self.numbers[user] for user in users]]
 
     @torch.inference_mode()
     def recommend(self, users: list[str], k: int = 10) -> list[dict[str, object]]:

@@ -1,0 +1,281 @@
+"""Retrieval from histories: a user is the items met so far, so somebody who was not in training gets a list,
+too.
+ The rows of these items come from a table in host memory, a network (`networks.py`) makes one vector of them,
+and the score of an item is the product of that vector with the item's output vector, plus its bias. A bag
+learns to give back all items of a history from a random part of them (Liang et al. 2018, "Variational
+Autoencoders for Collaborative Filtering", without the variational part); gru and transformer predict each
+next item.
+ Up to `FULL_ITEMS` items the output vectors are a dense layer in the region, with a softmax over all items.
+Beyond, they are a second table, and the softmax is over the batch's items and drawn ones, corrected by how
+often an item is drawn.
+ Letters: B users, L items of a history (padded at the end), F id columns of an item, G feature columns of a
+user, D width of a row and of a vector, V items, E width of a vector and its 1 for the bias, T targets of a
+user (padded), C candidates, X places with a target.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dphybrid.data.batches import Array, Dataset, DrawnDataset, Draws, lists_of
+from dphybrid.embedding import HostEmbeddingCollection
+from dphybrid.embedding.softmax import IGNORED, linear_cross_entropy
+from dphybrid.parallel import DataParallel, Dropout
+from dphybrid.recipes.context import ModelContext
+from dphybrid.recipes.retrieval import RetrievalModelConfig
+from dphybrid.recipes.retrieval.networks import Bag, network_of, vectors_of
+from dphybrid.recipes.retrieval.ranking import rank_held
+
+FULL_ITEMS = 100_000
+"""With at most this many items the softmax is over all of them."""
+LONGEST = {"bag": 1000, "gru": 200, "transformer": 200}
+"""Where model.history is 0: how many of a user's latest items are read."""
+DRAWN = 2048
+"""Where data.negatives is 0: how many items are drawn for a batch, if the softmax is over a sample."""
+
+
+def longest_of(options: RetrievalModelConfig) -> int:
+    """Return how many of a user's latest items are read."""
+    return options.history or LONGEST[options.kind]
+
+
+def histories(
+    starts: Array, items: Array, rows_B: Array, inputs_PF: Array, longest: int = 2**31
+) -> dict[str, Tensor]:
+    """Return history_BLF, the ids of the latest `longest` items of each row, in order, and lengths_B.
+
+    inputs_PF: the ids of each item, and in the last row the padding, whose rows are zeros.
+    """
+    stops_B = starts[rows_B + 1]
+    bounds = np.stack([np.maximum(starts[rows_B], stops_B - longest), stops_B], 1)
+    numbers_BL = lists_of(bounds.ravel(), items, np.arange(len(rows_B)) * 2, len(inputs_PF) - 1)
+    ids_BLF = torch.from_numpy(inputs_PF[numbers_BL.numpy()].astype(np.int64))
+    return {"history_BLF": ids_BLF, "lengths_B": torch.from_numpy(bounds[:, 1] - bounds[:, 0]).long()}
+
+
+class _HistoryDataset(Dataset):
+    """Users with two items or more. A bag gets the whole history as input and as targets; gru and transformer
+    get the next items as targets. Targets are the items' numbers, padded with IGNORED."""
+
+    def __init__(self, arrays: Mapping[str, Array], options: RetrievalModelConfig) -> None:
+        self.arrays, self.options, self.longest = arrays, options, longest_of(options)
+        self.users = np.flatnonzero(np.diff(arrays["history_starts"]) > 1)
+
+    def __len__(self) -> int:
+        return len(self.users)
+
+    def fetch(self, index_B: Array) -> dict[str, Tensor]:
+        a, users_B = self.arrays, self.users[index_B]
+        starts, items = a["history_starts"], a["history_items"]
+        stops_B = starts[users_B + 1]
+        bag = self.options.kind == "bag"
+        # One item more than the longest history: the last one is a target only.
+        starts_B = np.maximum(starts[users_B], stops_B - self.longest - (not bag))
+        shown = np.stack([starts_B, stops_B if bag else stops_B - 1], 1).ravel()
+        wanted = np.stack([starts_B if bag else starts_B + 1, stops_B], 1).ravel()
+        every_other = np.arange(len(users_B)) * 2
+        batch = histories(shown, items, every_other, a["inputs_PF"], self.longest)
+        batch["targets_BT"] = lists_of(wanted, items, every_other, IGNORED)
+        batch["features_BG"] = torch.from_numpy(a["users_UF"][users_B, 1:].astype(np.int64))
+        return batch
+
+
+def training_histories(rows: Dataset, info: Mapping[str, Any], options: RetrievalModelConfig) -> Dataset:
+    """Return the training split for a kind of network, with what is drawn anew in each epoch: the items of a
+    bag that are dropped, and the candidates of a sampled softmax. rows: the prepared pairs."""
+    if options.kind in ("auto", "rows"):
+        return rows
+    assert isinstance(rows, DrawnDataset)
+    pairs = rows.samples
+    arrays: Mapping[str, Array] = pairs.arrays  # type: ignore[attr-defined]
+    padding_F = torch.from_numpy(arrays["inputs_PF"][-1].astype(np.int64))
+    sampled = len(arrays["items_VF"]) > FULL_ITEMS
+    num_drawn = int(info["negatives"]) or DRAWN
+    longest, share = longest_of(options), options.dropped
+
+    def draw(batch: dict[str, Tensor], draws: Draws) -> dict[str, Tensor]:
+        drawn: dict[str, Tensor] = {}
+        lengths_B, ids_BLF = batch["lengths_B"], batch["history_BLF"]
+        if options.kind == "bag":
+            kept_BL = torch.from_numpy(draws.uniform(longest)[:, : ids_BLF.shape[1]] >= share)
+            num_B = (kept_BL & (torch.arange(kept_BL.shape[1]) < lengths_B[:, None])).sum(1)
+            drawn["history_BLF"] = torch.where(kept_BL.unsqueeze(2), ids_BLF, padding_F)
+            # As large as the sum of the whole history, on average.
+            drawn["scale_B"] = (num_B.clamp(min=1) * (1 - share)).rsqrt()
+        if sampled:
+            targets_BT = batch["targets_BT"].numpy()
+            known = arrays["train_pairs"]
+            frequent_K = known[draws.of_batch().integers(0, len(known), num_drawn), 1]
+            chosen = np.concatenate([targets_BT[targets_BT != IGNORED], frequent_K])
+            items_C, counts_C = np.unique(chosen, return_counts=True)
+            places_BT = np.where(targets_BT == IGNORED, IGNORED, np.searchsorted(items_C, targets_BT))
+            drawn["targets_BT"] = torch.from_numpy(places_BT)
+            drawn["candidates_CF"] = torch.from_numpy(arrays["items_VF"][items_C].astype(np.int64))
+            drawn["weight_C"] = torch.from_numpy(np.log(counts_C) - arrays["log_q_V"][items_C]).float()
+        return drawn
+
+    return DrawnDataset(_HistoryDataset(arrays, options), draw)
+
+
+def _losses(
+    vectors_BxD: Tensor, targets_BT: Tensor, weight_VD: Tensor, bias_V: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return (loss_B, weight_B): the cross entropies of a user's targets, summed, and their number.
+
+    vectors_BxD: one vector a user (a bag), which all targets share, or one a target.
+    """
+    known_BT = targets_BT != IGNORED
+    num_B = known_BT.sum(1)
+    if vectors_BxD.dim() == 2:
+        scores_BV = torch.addmm(bias_V, vectors_BxD, weight_VD.T)
+        own_BT = scores_BV.gather(1, targets_BT.clamp(min=0)) * known_BT
+        return num_B * scores_BV.logsumexp(1) - own_BT.sum(1), num_B.to(scores_BV.dtype)
+    # Only the places with a target; a padded one would cost a product with all items.
+    loss_X = linear_cross_entropy(vectors_BxD[known_BT], weight_VD, targets_BT[known_BT], bias_V)
+    loss_BT = loss_X.new_zeros(known_BT.shape).masked_scatter(known_BT, loss_X)
+    return loss_BT.sum(1), num_B.to(loss_BT.dtype)
+
+
+class _Region(nn.Module):
+    """The network over histories and, if the softmax is over all items, the output layer and the loss."""
+
+    def __init__(self, network: nn.Module, output: nn.Linear | None) -> None:
+        super().__init__()
+        self.network, self.output = network, output
+
+    def forward(
+        self, rows_BLFD: Tensor, lengths_B: Tensor, features_BGD: Tensor | None, *given: Tensor
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return vectors_BD of whole histories; in training (loss_B, weight_B), or vectors alone if the
+        softmax is over a sample. given: in training targets_BT, and for a bag scale_B."""
+        rows_BLD = rows_BLFD.sum(2)
+        if not given:
+            vectors = vectors_of(self.network, rows_BLD, lengths_B)
+        elif isinstance(self.network, Bag):
+            vectors = self.network(rows_BLD, given[1].to(rows_BLD.dtype))
+        else:
+            vectors = self.network(rows_BLD)
+        if features_BGD is not None:
+            added_BD = features_BGD.sum(1)
+            vectors = vectors + (added_BD if vectors.dim() == 2 else added_BD.unsqueeze(1))
+        if not given or self.output is None:
+            return vectors
+        return _losses(vectors, given[0], self.output.weight, self.output.bias)
+
+
+class HistoryModel(nn.Module):
+    """Trains a network over histories; in evaluation ranks all items for each user. depth: length of the
+    longest list that is evaluated. sizes: the arguments of `network_of`."""
+
+    def __init__(
+        self,
+        inputs: HostEmbeddingCollection,
+        users: HostEmbeddingCollection | None,
+        items: HostEmbeddingCollection | None,
+        region: DataParallel,
+        depth: int,
+        sizes: dict[str, Any],
+    ) -> None:
+        super().__init__()
+        self.inputs, self.users, self.items, self.region = inputs, users, items, region
+        self.depth, self.sizes, self.longest = depth, sizes, int(sizes["longest"])
+        self._catalog_VE: Tensor | None = None
+
+    def train(self, mode: bool = True) -> "HistoryModel":
+        # Weights may change before the next evaluation. `eval()` calls this, too.
+        self._catalog_VE = None
+        return super().train(mode)
+
+    def table_ids(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the ids that `forward` looks up in training, so that their rows can be prefetched."""
+        ids = {"inputs": self.inputs.flat_ids(batch["history_BLF"])}
+        if self.users is not None:
+            ids["users"] = self.users.flat_ids(batch["features_BG"])
+        if self.items is not None:
+            ids["items"] = self.items.flat_ids(batch["candidates_CF"])
+        return ids
+
+    def _through_region(
+        self, history_BLF: Tensor, lengths_B: Tensor, features_BG: Tensor, *given: Tensor
+    ) -> Any:
+        features_BGD = None if self.users is None else self.region.rows(self.users, features_BG)
+        return self.region(self.region.rows(self.inputs, history_BLF), lengths_B, features_BGD, *given)
+
+    def vectors(self, history_BLF: Tensor, lengths_B: Tensor, features_BG: Tensor) -> Tensor:
+        """Return vectors_BE of users by their histories (ids in order, padded at the end, and their lengths)
+        and features; the last column is the 1 that the items' biases are multiplied by."""
+        if history_BLF.shape[1] > self.longest:
+            first_B1 = (lengths_B - self.longest).clamp(min=0).unsqueeze(1)
+            place_BL = first_B1 + torch.arange(self.longest)
+            history_BLF = history_BLF.gather(1, place_BL.unsqueeze(2).expand(-1, -1, history_BLF.shape[2]))
+            lengths_B = lengths_B.clamp(max=self.longest)
+        vectors_BD: Tensor = self._through_region(history_BLF, lengths_B, features_BG)
+        return F.pad(vectors_BD.float(), (0, 1), value=1.0)
+
+    def catalog(self, catalog_VF: Tensor) -> Tensor:
+        """Return catalog_VE, the vectors of all items with their biases in the last column, on the CPU. They
+        are kept until `train` or `eval` is called."""
+        if self._catalog_VE is None:
+            output = self.region.module.output
+            if output is None:
+                assert self.items is not None
+                with torch.no_grad():
+                    parts = [self.items(block).sum(1).float() for block in catalog_VF.split(2**14)]
+                self._catalog_VE = torch.cat(parts)
+            else:
+                both_VE = torch.cat([output.weight, output.bias.unsqueeze(1)], 1)
+                self._catalog_VE = both_VE.detach().cpu().float()
+        return self._catalog_VE
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        histories_and_features = batch["history_BLF"], batch["lengths_B"], batch["features_BG"]
+        if "targets_BT" not in batch:
+            users_BE = self.vectors(*histories_and_features)
+            return rank_held(users_BE, self.catalog(batch["catalog_VF"]), batch, self.depth)
+        targets_BT = batch["targets_BT"]
+        given = [targets_BT, *([batch["scale_B"]] if "scale_B" in batch else [])]
+        found = self._through_region(*histories_and_features, *given)
+        if self.items is not None:
+            # The batch's candidates compete for all users: scores and loss are the home device's.
+            items_CE = self.items(batch["candidates_CF"]).sum(1).to(found.device)
+            bias_C = items_CE[:, -1] + batch["weight_C"].to(items_CE)
+            found = _losses(found, targets_BT.to(found.device), items_CE[:, :-1], bias_C)
+        loss_B, weight_B = found
+        return {"loss": loss_B, "weight": weight_B}
+
+
+def build_histories(context: ModelContext[RetrievalModelConfig]) -> HistoryModel:
+    o, info = context.options, context.info
+    item_ids = {column: int(count) for column, count in info["item_ids"].items()}
+    features = {column: int(count) for column, count in list(info["user_ids"].items())[1:]}
+
+    def padded(sizes: dict[str, int], name: str) -> HostEmbeddingCollection:
+        # One row more a column, of zeros: the padding of histories, and what is unknown of a user.
+        with_padding = {column: count + 1 for column, count in sizes.items()}
+        return HostEmbeddingCollection(
+            with_padding, o.dim, padding=sizes, std=0.05, name=name, make=context.table
+        )
+
+    num_items = next(iter(item_ids.values()))
+    sizes: dict[str, Any] = {
+        "kind": o.kind,
+        "dim": o.dim,
+        "layers": o.layers,
+        "heads": o.heads,
+        "longest": longest_of(o),
+        "dropout": o.dropout,
+    }
+    output = items = None
+    if num_items > FULL_ITEMS:
+        items = HostEmbeddingCollection(item_ids, o.dim + 1, std=0.05, name="items", make=context.table)
+    else:
+        output = nn.Linear(o.dim, num_items)
+        nn.init.normal_(output.weight, std=0.05)
+        nn.init.zeros_(output.bias)
+    users = padded(features, "users") if features else None
+    region = DataParallel(_Region(network_of(**sizes, drop=Dropout), output), context.devices)
+    return HistoryModel(padded(item_ids, "inputs"), users, items, region, max(info["cutoffs"]), sizes)

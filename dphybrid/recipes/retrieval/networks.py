@@ -1,0 +1,94 @@
+"""Networks over a user's history: the items that the user has met, in order, become one vector.
+
+- bag: the sum of the items' rows, divided by the root of their number, through tanh;
+- gru: GRU4Rec (Hidasi et al. 2016, "Session-based Recommendations with Recurrent Neural Networks"): one
+  vector after each item;
+- transformer: SASRec (Kang and McAuley 2018, "Self-Attentive Sequential Recommendation"): the same, with
+  causal attention and learned positions.
+
+This file needs torch alone: an exported model brings a copy of it.
+Letters: B users, L items of a history (padded at the end), D width of a row and of a vector.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+Drop = Callable[[float], nn.Module]
+
+
+class Bag(nn.Module):
+    """(rows_BLD, scale_B) -> vectors_BD. rows_BLD: zeros where a history is padded. scale_B: one over the
+    root of the number of items."""
+
+    def forward(self, rows_BLD: Tensor, scale_B: Tensor) -> Tensor:
+        return torch.tanh(rows_BLD.sum(1) * scale_B.unsqueeze(1))
+
+
+class Gru(nn.Module):
+    """rows_BLD -> vectors_BLD: what is known after each item. Every history starts from a zero state."""
+
+    def __init__(self, dim: int, layers: int, dropout: float, drop: Drop = nn.Dropout) -> None:
+        super().__init__()
+        self.enter = drop(dropout)
+        # One module a layer: inside of one nn.GRU, cuDNN draws the dropout from a state that no checkpoint
+        # holds.
+        self.network = nn.ModuleList(nn.GRU(dim, dim, batch_first=True) for _ in range(layers))
+        self.leave = nn.Linear(dim, dim)
+
+    def forward(self, rows_BLD: Tensor) -> Tensor:
+        hidden_BLD = rows_BLD
+        for layer in self.network:
+            assert isinstance(layer, nn.GRU)
+            if vars(layer).get("_is_replica"):
+                layer.flatten_parameters()  # a replica's weights are views of one buffer
+            hidden_BLD, _ = layer(self.enter(hidden_BLD))
+        vectors_BLD: Tensor = self.leave(hidden_BLD)
+        return vectors_BLD
+
+
+class Transformer(nn.Module):
+    """rows_BLD -> vectors_BLD, by causal attention: the padding at the end changes no item before it."""
+
+    def __init__(
+        self, dim: int, layers: int, heads: int, longest: int, dropout: float, drop: Drop = nn.Dropout
+    ) -> None:
+        super().__init__()
+        self.positions_LD = nn.Parameter(torch.randn(longest, dim) * 0.02)
+        self.enter = drop(dropout)
+        layer = nn.TransformerEncoderLayer(dim, heads, 4 * dim, dropout, batch_first=True, norm_first=True)
+        layer.dropout, layer.dropout1, layer.dropout2 = (drop(dropout) for _ in range(3))  # type: ignore[assignment]
+        self.network = nn.TransformerEncoder(layer, layers, nn.LayerNorm(dim), enable_nested_tensor=False)
+
+    def forward(self, rows_BLD: Tensor) -> Tensor:
+        length, dim = rows_BLD.shape[1:]
+        # Rows start small; the factor brings them to the size of the positions (Vaswani et al. 2017, section
+        # 3.4).
+        hidden_BLD = self.enter(rows_BLD * dim**0.5 + self.positions_LD[:length])
+        mask_LL = torch.ones(length, length, dtype=torch.bool, device=rows_BLD.device).triu(1)
+        vectors_BLD: Tensor = self.network(hidden_BLD, mask=mask_LL)
+        return vectors_BLD
+
+
+def network_of(
+    kind: str, dim: int, layers: int, heads: int, longest: int, dropout: float, drop: Drop = nn.Dropout
+) -> nn.Module:
+    """Return the network of a kind. longest: the most items of a history. drop: makes a dropout layer of a
+    share."""
+    if kind == "bag":
+        return Bag()
+    if kind == "gru":
+        return Gru(dim, layers or 1, dropout, drop)
+    return Transformer(dim, layers or 2, heads, longest, dropout, drop)
+
+
+def vectors_of(network: nn.Module, rows_BLD: Tensor, lengths_B: Tensor) -> Tensor:
+    """Return vectors_BD of whole histories; zeros for an empty one. lengths_B: the number of items of
+    each."""
+    if isinstance(network, Bag):
+        vectors_BD: Tensor = network(rows_BLD, lengths_B.clamp(min=1).to(rows_BLD.dtype).rsqrt())
+        return vectors_BD
+    last_B = (lengths_B - 1).clamp(min=0)
+    vectors_BD = network(rows_BLD)[torch.arange(len(last_B), device=last_B.device), last_B]
+    return vectors_BD * (lengths_B > 0).unsqueeze(1)

@@ -1,0 +1,365 @@
+"""Retrieval from histories against plain PyTorch and naive references, on any devices."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import dphybrid
+from dphybrid.api.run import TrainedRun
+from dphybrid.data import Prepared, batches
+from dphybrid.embedding.softmax import IGNORED
+from dphybrid.parallel import resolve_devices
+from dphybrid.recipes import ModelContext, find_recipe
+from dphybrid.recipes.retrieval import RetrievalDataConfig, RetrievalModelConfig
+from dphybrid.recipes.retrieval import histories as histories_module
+from dphybrid.recipes.retrieval.histories import HistoryModel
+from dphybrid.run.pages import ResultPage
+from tests.commands import run_with
+from tests.models.test_retrieval import write_rows
+from tests.preparing import prepare
+from tests.refusing import refused
+from tests.training.stopping import stopped_and_resumed
+
+KINDS = ["bag", "gru", "transformer"]
+
+
+def small(folder: Path, **values: object) -> Prepared:
+    write_rows(folder / "rows.csv")
+    given = {"user_features": "country", "item_features": "genre", "cutoffs": "3,8", "time": "day"} | values
+    data = RetrievalDataConfig(path=str(folder / "rows.csv"), **given)  # type: ignore[arg-type]
+    return prepare("retrieval", data, folder / "prepared", 0)
+
+
+def options(kind: str, **values: object) -> RetrievalModelConfig:
+    sizes = {"dim": 4, "dtype": "float64", "dropout": 0.0, "dropped": 0.5} | values
+    return RetrievalModelConfig(kind=kind, **sizes)  # type: ignore[arg-type]
+
+
+def model_for(data: Prepared, o: RetrievalModelConfig, devices: str = "cpu") -> HistoryModel:
+    return find_recipe("retrieval").new_model(ModelContext(resolve_devices(devices), data.info, o, 1))
+
+
+def training(data: Prepared, o: RetrievalModelConfig, size: int = 10) -> list[dict[str, Tensor]]:
+    rows = find_recipe("retrieval").training_rows(data.dataset("train"), data.info, o)
+    return list(batches(rows, size, seed=0, epoch=0, shuffle=True))
+
+
+def in_order(data: Prepared) -> dict[int, list[int]]:
+    starts, items = data.arrays["history_starts"], data.arrays["history_items"]
+    return {user: items[starts[user] : starts[user + 1]].tolist() for user in range(len(starts) - 1)}
+
+
+def test_histories_are_a_users_rows_in_the_order_of_their_times(tmp_path: Path) -> None:
+    data = small(tmp_path)
+    users, items = (pl.read_parquet(data.path / "encoder" / f"{name}s.parquet") for name in ("user", "item"))
+    rows = pl.read_csv(tmp_path / "rows.csv").with_row_index()
+    known = rows.filter(
+        pl.col("user").is_in(users["name"].to_list()), pl.col("item").is_in(items["name"].to_list())
+    )
+    for number, name in enumerate(users["name"]):
+        own = known.filter(pl.col("user") == name).sort("day", "index")["item"].to_list()
+        assert items["name"].gather(users["history"][number]).to_list() == own  # of both splits
+        trained = in_order(data)[number]
+        assert own[: len(trained)] == items["name"].gather(trained).to_list()  # the latest rows validate
+
+
+@pytest.mark.parametrize("devices", ["cpu", "cpu*3"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_and_gradients_are_those_of_plain_torch(kind: str, devices: str, tmp_path: Path) -> None:
+    """One user at a time, without padding, and nn.Embedding for the rows."""
+    data, o = small(tmp_path), options(kind)
+    model = model_for(data, o, devices)
+    padding_F = data.arrays["inputs_PF"][-1]
+    weight = model.inputs.flat.weight.detach().clone().requires_grad_()
+    features = model.users.flat.weight.detach().clone() if model.users else None
+    region = model.region.module
+    (batch, *_) = training(data, o)
+    model.zero_grad()
+    out = model(batch)
+    (out["loss"].sum() / out["weight"].sum()).backward()
+    starts_F = torch.tensor(list(model.inputs.starts.values()))
+    losses, counts = [], []
+    dense = {name: p.detach().clone().requires_grad_() for name, p in region.named_parameters()}
+    for row in range(len(batch["lengths_B"])):
+        ids_LF = batch["history_BLF"][row, : int(batch["lengths_B"][row])]
+        rows_LD = F.embedding(ids_LF + starts_F, weight).sum(1)
+        network = {
+            name.removeprefix("network."): p for name, p in dense.items() if name.startswith("network")
+        }
+        if kind == "bag":
+            kept = (ids_LF[:, 0] != int(padding_F[0])).sum()
+            vector = torch.tanh(rows_LD.sum(0) / (max(1, int(kept)) * 0.5) ** 0.5)
+        else:
+            vector = torch.func.functional_call(region.network, network, (rows_LD.unsqueeze(0),))[0]
+        assert features is not None
+        vector = vector + features[batch["features_BG"][row, 0]]
+        scores = vector @ dense["output.weight"].T + dense["output.bias"]
+        targets = batch["targets_BT"][row]
+        targets = targets[targets != IGNORED]
+        logs = F.log_softmax(scores, -1)
+        losses.append(-(logs[targets] if kind == "bag" else logs.gather(1, targets[:, None])).sum())
+        counts.append(len(targets))
+    torch.testing.assert_close(out["loss"].detach(), torch.stack(losses).detach(), rtol=1e-9, atol=1e-9)
+    assert out["weight"].tolist() == counts
+    (torch.stack(losses).sum() / sum(counts)).backward()
+    for name, parameter in region.named_parameters():
+        torch.testing.assert_close(parameter.grad, dense[name].grad, rtol=1e-7, atol=1e-10)
+    gradients = model.inputs.flat.row_gradients()
+    assert gradients is not None
+    assert weight.grad is not None
+    whole = weight.grad.clone()
+    whole[starts_F + torch.tensor(padding_F)] = 0  # never trained
+    torch.testing.assert_close(gradients[1], whole[gradients[0]], rtol=1e-7, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_next_item_is_the_target_and_no_later_one_is_seen(kind: str, tmp_path: Path) -> None:
+    data, o = small(tmp_path, user_features=""), options(kind, history=5)
+    lists = [items for items in in_order(data).values() if len(items) > 1]
+    found = []
+    for batch in training(data, o):
+        for row, length in enumerate(batch["lengths_B"].tolist()):
+            targets = batch["targets_BT"][row]
+            found.append((length, targets[targets != IGNORED].tolist()))
+    wanted = [items[-5:] if kind == "bag" else items[-6:][1:] for items in lists]
+    assert sorted(targets for _, targets in found) == sorted(wanted)
+    assert all(length == len(targets) for length, targets in found)
+    if kind == "bag":
+        return
+    network = model_for(data, o).region.module.network.eval()
+    rows_BLD = torch.randn(2, 5, 4, dtype=torch.float64)
+    changed = rows_BLD.clone()
+    changed[:, 3:] += 1
+    torch.testing.assert_close(network(rows_BLD)[:, :3], network(changed)[:, :3])
+
+
+def test_dropped_items_differ_by_epoch_and_are_the_same_for_a_resumed_one(tmp_path: Path) -> None:
+    data, o = small(tmp_path), options("bag", dropped=0.7)
+    rows = find_recipe("retrieval").training_rows(data.dataset("train"), data.info, o)
+
+    def kept(epoch: int, start: int = 0) -> list[list[bool]]:
+        found = batches(rows, 7, seed=0, epoch=epoch, shuffle=True, start_batch=start)
+        return [
+            (b["history_BLF"][..., 0] != int(data.arrays["inputs_PF"][-1, 0])).flatten().tolist()
+            for b in found
+        ]
+
+    assert kept(1) == kept(1)
+    assert kept(1, start=2) == kept(1)[2:]
+    assert kept(1) != kept(2)
+    shown = sum(sum(row) for row in kept(1))
+    assert 0.2 < shown / sum(map(len, in_order(data).values())) < 0.4
+
+
+def test_a_sampled_softmax_is_its_definition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each candidate counts as often as it was drawn, and less the more probable that was."""
+    monkeypatch.setattr(histories_module, "FULL_ITEMS", 3)
+    for kind in KINDS:
+        data, o = small(tmp_path, negatives=20), options(kind)
+        model = model_for(data, o)
+        assert model.region.module.output is None
+        (batch, *_) = training(data, o)
+        items_C = batch["candidates_CF"][:, 0]
+        assert items_C.unique().tolist() == items_C.tolist()
+        drawn = batch["weight_C"].double() + torch.from_numpy(data.arrays["log_q_V"]).double()[items_C]
+        assert int(drawn.exp().round().sum()) == 20 + int((batch["targets_BT"] != IGNORED).sum())
+        vectors = model._through_region(
+            batch["history_BLF"],
+            batch["lengths_B"],
+            batch["features_BG"],
+            batch["targets_BT"],
+            *([batch["scale_B"]] if kind == "bag" else []),
+        )
+        rows_CE = model.items(batch["candidates_CF"]).sum(1)
+        scores = vectors @ rows_CE[:, :-1].T + rows_CE[:, -1] + batch["weight_C"]
+        logs = F.log_softmax(scores, -1)
+        for row, targets in enumerate(batch["targets_BT"]):
+            own = targets[targets != IGNORED]
+            wanted = -(
+                logs[row, own] if kind == "bag" else logs[row, : len(own)].gather(1, own[:, None])
+            ).sum()
+            assert model(batch)["loss"][row].item() == pytest.approx(wanted.item())
+
+
+@pytest.mark.parametrize("split", ["last", "random", "time"])
+def test_each_split_holds_out_what_it_says(split: str, tmp_path: Path) -> None:
+    data = small(tmp_path, split=split, user_features="", item_features="")
+    rows = pl.read_csv(tmp_path / "rows.csv").with_row_index()
+    if split == "last":
+        assert "each user's last by day" in data.describe()
+        sizes = rows.group_by("user").len()
+        assert len(data.arrays["train_pairs"]) == len(rows) - (sizes["len"] > 1).sum()
+    else:
+        assert len(data.arrays["train_pairs"]) == pytest.approx(len(rows) * 0.95, abs=5)
+    with pytest.raises(ValueError, match=r"needs data\.time"):
+        RetrievalDataConfig(split="last")
+
+
+def test_seen_items_may_be_found_again(tmp_path: Path) -> None:
+    data = small(tmp_path, exclude_seen=False)
+    assert "may be recommended again" in data.describe()
+    assert "0 of repeated pairs" not in small(tmp_path).describe()
+    (batch, *_) = batches(data.dataset("valid"), 5, seed=0, epoch=0, shuffle=False)
+    assert (batch["seen_BS"] == len(data.arrays["items_VF"])).all()
+    seen = pl.read_parquet(data.path / "encoder" / "users.parquet")["seen"]
+    assert seen.list.len().to_list() == [0] * len(seen)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_broken_run_comes_to_the_same_bits_and_eight_devices_to_the_same_loss(
+    kind: str, unrecorded: None, data_dir: Path
+) -> None:
+    values = ["recipe=retrieval", f"model.kind={kind}", "model.dim=16", "devices=cpu", "train.epochs=2"]
+    values += ["train.batch_size=250"]
+    whole = run_with(*values, run_name="whole")
+    assert stopped_and_resumed(*values, at=6).metrics == whole.metrics
+    first, broken = (dphybrid.load_model(name).state_dict() for name in ("whole", "broken"))
+    assert all(torch.equal(first[name], broken[name]) for name in first)
+    run_with(*values, "train.epochs=1", "devices=cpu*8", run_name="eight")
+    pages = [
+        ResultPage.read(data_dir / "runs" / name / "result.json").history[0] for name in ("whole", "eight")
+    ]
+    for name in ("train loss", "validation loss"):
+        # Dropout inside of a transformer's attention is torch's own, so only the first two are equal.
+        assert pages[1][name] == pytest.approx(pages[0][name], rel=1e-4 if kind != "transformer" else 0.02)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
+    folder = tmp_path_factory.mktemp(f"histories-{request.param}")
+    write_rows(folder / "rows.csv")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DPHYBRID_DATA_DIR", str(folder / "data"))
+        return dphybrid.train(
+            folder / "rows.csv",
+            recipe="retrieval",
+            kind=request.param,
+            time="day",
+            user_features="country" if request.param == "gru" else "",
+            item_features="genre",
+            dim=8,
+            epochs=2,
+            devices="cpu",
+            tracking="none",
+            quiet=True,
+        )
+
+
+def test_a_new_user_gets_the_list_of_a_known_one_with_the_same_history(
+    trained: TrainedRun, tmp_path: Path
+) -> None:
+    users, items = (
+        pl.read_parquet(trained.checkpoint / "encoder" / f"{n}.parquet") for n in ("users", "items")
+    )
+    history = items["name"].gather(users["history"][0]).to_list()
+    known = trained.recommend(users["name"][0], k=5).drop("user")
+    features = trained.predictor._model.users is not None
+    new = trained.recommend("somebody", k=5, history=history).drop("user")
+    if not features:  # which somebody new has not
+        assert new["item"].to_list() == known["item"].to_list()
+        np.testing.assert_allclose(new["score"], known["score"], rtol=1e-5)
+    assert not set(new["item"]) & set(history)
+    both = trained.recommend(["somebody", "nobody"], k=3, history=[[*history, "unheard of"], ["unheard of"]])
+    assert both["item"].to_list()[:3] == new["item"].to_list()[:3]
+    assert both["score"].to_list()[3:] == [None] * 3  # nobody has met an item that training knows
+    events = pl.DataFrame(
+        {"user": ["somebody"] * len(history) + ["nobody"], "item": [*history, "unheard of"]}
+    )
+    events.write_csv(tmp_path / "events.csv")
+    done = trained.predictor.predict_file(tmp_path / "events.csv", tmp_path / "top.parquet", top=5)
+    assert (done.num_rows, done.unknown) == (2, 1)
+    written = pl.read_parquet(tmp_path / "top.parquet")
+    assert written.filter(pl.col("user") == "somebody").drop("user").equals(new)
+    assert trained.predict(events).filter(pl.col("user") == "somebody").drop("user").head(5).equals(new)
+    with refused("history: has 1 list for 2 users; give one each"):
+        trained.recommend(["a", "b"], history=["i1", "i2"])
+
+
+def test_the_exported_program_recommends_the_same(trained: TrainedRun, tmp_path: Path) -> None:
+    folder = tmp_path / "exported"
+    folder.mkdir()
+    trained.predictor.export(folder)
+    users, items = (
+        pl.read_parquet(trained.checkpoint / "encoder" / f"{n}.parquet") for n in ("users", "items")
+    )
+    history = items["name"].gather(users["history"][0]).to_list()
+
+    def printed(*words: str) -> list[dict[str, list[str]]]:
+        done = subprocess.run(
+            [sys.executable, "recommend.py", *words], cwd=folder, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    two = printed(users["name"][0], "nobody")
+    for answer in two:
+        frame = trained.recommend(answer["user"])
+        assert answer["items"] == frame["item"].to_list()
+    np.testing.assert_allclose(two[0]["scores"], trained.recommend(users["name"][0])["score"], rtol=1e-4)
+    assert printed("--history", *history)[0]["items"] == trained.recommend(history=history)["item"].to_list()
+
+
+def test_rows_of_users_are_chosen_where_users_have_one_row(unrecorded: None, tmp_path: Path) -> None:
+    once = pl.DataFrame({"user": [f"u{i}" for i in range(150)], "item": [f"i{i % 7}" for i in range(150)]})
+    more = once.with_columns(item=pl.lit("i7"))
+    twice = pl.concat([once, more, once.with_columns(item=pl.lit("i8"))])
+    kinds = []
+    for rows in (pl.concat([once, more.head(60)]), twice):
+        run = dphybrid.train(
+            rows, recipe="retrieval", epochs=1, devices="cpu", valid_fraction=0.2, quiet=True
+        )
+        kinds.append(run.config.model.kind)
+    assert kinds == ["rows", "bag"]
+    with refused("history: this model has a row for each user"):
+        dphybrid.train(twice, recipe="retrieval", kind="rows", epochs=1, devices="cpu", quiet=True).recommend(
+            history=["i1"]
+        )
+    with pytest.raises(ValueError, match="heads=3: does not divide dim=64"):
+        RetrievalModelConfig(kind="transformer", heads=3)
+
+
+def test_every_kind_learns_the_order_of_a_cycle(unrecorded: None) -> None:
+    """Each user walks through the items in turn: sequences find the next item, which a bag cannot know."""
+    random = np.random.default_rng(0)
+    rows = [
+        {"user": user, "item": (start + step) % 30, "time": step}
+        for user, start in enumerate(random.integers(30, size=120))
+        for step in range(12)
+    ]
+    found = {}
+    for kind in ("bag", "gru", "transformer"):
+        run = dphybrid.train(
+            pl.DataFrame(rows),
+            recipe="retrieval",
+            kind=kind,
+            time="time",
+            split="last",
+            dim=32,
+            epochs=25,
+            average=0.9,
+            exclude_seen=False,
+            cutoffs="1,5",
+            devices="cpu",
+            quiet=True,
+            train__lr=0.01,
+            table__lr=0.01,
+            train__weight_decay=0.0,
+            table__weight_decay=0.0,
+        )
+        found[kind] = run.metrics["recall_at_1"]
+    assert found["gru"] > 0.9
+    assert found["transformer"] > 0.9
+    assert found["bag"] < 0.5
+
+
+def test_a_network_needs_torch_alone() -> None:
+    """The exported copy of networks.py runs without dphybrid."""
+    assert "dphybrid" not in (Path(histories_module.__file__).parent / "networks.py").read_text()
