@@ -169,7 +169,7 @@ def test_a_sampled_softmax_is_its_definition(tmp_path: Path, monkeypatch: pytest
         (batch, *_) = training(data, o)
         items_C = batch["candidates_CF"][:, 0]
         assert items_C.unique().tolist() == items_C.tolist()
-        drawn = batch["weight_C"].double() + torch.from_numpy(data.arrays["log_q_V"]).double()[items_C]
+        drawn = batch["weight_C"].double() + torch.tensor(data.arrays["log_q_V"]).double()[items_C]
         assert int(drawn.exp().round().sum()) == 20 + int((batch["targets_BT"] != IGNORED).sum())
         vectors = model._through_region(
             batch["history_BLF"],
