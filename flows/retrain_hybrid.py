@@ -12,7 +12,7 @@ from prefect import flow, runtime
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State
 
-from dphybrid.cli.flags import add_experiment_flags, config_from_args
+from dphybrid.cli.flags import ExperimentCommand
 from dphybrid.cli.parser import run_cli
 from dphybrid.cli.train import flow_parser
 from dphybrid.config import ExperimentConfig
@@ -135,21 +135,25 @@ def _decided(model: str, decision: Decision) -> State:
     return ended(state, text)
 
 
+class _Flags(ExperimentCommand):
+    """The flags of `python -m dphybrid.flows.retrain_hybrid`."""
+
+    min_new_rows: int = 1
+    """Retrain from this many new rows."""
+    min_gain: float = 0.0
+    """Promote if the gain's whole 95 % interval is above this."""
+    event: str = ""
+    """Reason to retrain even without new data."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the flow in this process; return the exit code."""
     given = sys.argv[1:] if argv is None else argv
     sentence = "Continue to train a registered model when data has arrived; promote it if it is better."
-    parser = flow_parser("retrain_hybrid", sentence, given)
-    add_experiment_flags(parser)
-    add = parser.add_argument
-    add("--min-new-rows", type=int, default=1, metavar="N", help="retrain from this many new rows (1)")
-    gain = "promote if the gain's whole 95 %% interval is above this (0)"
-    add("--min-gain", type=float, default=0.0, metavar="X", help=gain)
-    add("--event", default="", metavar="TEXT", help="reason to retrain even without new data")
-    args = parser.parse_args(given)
 
     def run() -> int:
-        config, _ = config_from_args(args)
+        args = flow_parser("retrain_hybrid", sentence, _Flags).parse(given)
+        config, _ = args.experiment()
         with in_this_process():
             retrain_hybrid.with_options(log_prints=False)(
                 config=config,

@@ -12,7 +12,7 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 from pydantic import Field
 
-from dphybrid.cli.flags import add_train_flags, config_from_args
+from dphybrid.cli.flags import RunCommand
 from dphybrid.cli.parser import run_cli
 from dphybrid.cli.train import flow_parser
 from dphybrid.config.settings import load_settings
@@ -78,12 +78,11 @@ def train_hybrid(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the flow in this process; return the exit code."""
     given = sys.argv[1:] if argv is None else argv
-    parser = flow_parser("train_hybrid", "Train a hybrid model as a Prefect flow, in this process.", given)
-    add_train_flags(parser)
-    args = parser.parse_args(given)
+    sentence = "Train a hybrid model as a Prefect flow, in this process."
 
     def run() -> int:
-        config, _ = config_from_args(args)
+        args = flow_parser("train_hybrid", sentence, RunCommand).parse(given)
+        config, _ = args.experiment()
         with in_this_process() as stop_server:
             try:
                 done = train_hybrid.with_options(log_prints=False)(

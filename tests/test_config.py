@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from dphybrid.cli.flags import add_config_flags, overrides_from_args
+from dphybrid.cli.flags import ConfigCommand
 from dphybrid.cli.parser import Parser
-from dphybrid.config import flatten
+from dphybrid.config import flatten, nest
 from dphybrid.recipes.configs import (
+    Values,
     apply_overrides,
     build_config,
     field_types,
@@ -18,11 +19,9 @@ from dphybrid.recipes.registry import BUILT_IN, find_recipe
 from tests.refusing import refused, refused_with
 
 
-def flags(*argv: str, recipe: str = "text") -> list[str]:
-    parser = Parser()
-    parser.recipe = recipe
-    add_config_flags(parser)
-    return overrides_from_args(parser.parse_args(argv))
+def flags(*argv: str, recipe: str = "text") -> Values:
+    values: Values = Parser(ConfigCommand).parse(["--recipe", recipe, *argv]).values
+    return values
 
 
 @pytest.mark.parametrize("recipe", BUILT_IN)
@@ -66,7 +65,8 @@ def test_every_field_has_a_sentence_and_a_flag() -> None:
     for recipe in BUILT_IN:
         for name, (_, sentence, _) in field_types(recipe).items():
             assert sentence.endswith("."), name
-            assert flags(f"--{name.replace('_', '-')}", "1", recipe=recipe) == [f"{name}=1"]
+            given = flags(f"--{name.replace('_', '-')}", "1", recipe=recipe)
+            assert given == {"recipe": recipe} | nest({name: "1"})
 
 
 @pytest.mark.parametrize(

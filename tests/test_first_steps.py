@@ -11,32 +11,13 @@ from pathlib import Path
 import pytest
 
 from dphybrid.cli.completion import script
-from dphybrid.cli.init import config_text
 from dphybrid.cli.main import make_parser
 from dphybrid.config import flatten
-from dphybrid.recipes.configs import apply_overrides, build_config, given_values, load_config
+from dphybrid.recipes.configs import build_config, given_values, load_config
 from dphybrid.recipes.registry import BUILT_IN, find_recipe
 from dphybrid.util.text import as_flags, flag_text
 from tests.commands import command, python
 from tests.conftest import REPOSITORY
-
-FEW = {
-    "data": {"path": 'a "b"\\c.csv', "label": "clicked"},
-    "train": {"lr": 1e-05, "compile": True, "warm_start": None},
-    "devices": "cpu*2",
-}
-
-
-@pytest.mark.parametrize("recipe", BUILT_IN)
-def test_an_initial_file_says_the_recipe_back(recipe: str, tmp_path: Path) -> None:
-    config = build_config({"recipe": recipe})
-    file = tmp_path / "e.toml"
-    file.write_text(config_text(config))
-    assert load_config(file, []) == config
-    uncommented = re.sub(r"^# (\w+ = )", r"\1", file.read_text(), flags=re.MULTILINE)
-    assert uncommented != file.read_text()
-    file.write_text(uncommented)
-    assert load_config(file, []) == config
 
 
 def test_a_terminal_without_the_characters_of_a_name_shows_them_escaped(tmp_path: Path) -> None:
@@ -46,19 +27,6 @@ def test_a_terminal_without_the_characters_of_a_name_shows_them_escaped(tmp_path
     words = ["--data.path", str(file), "--data.label", "y"]
     done = python("-m", "dphybrid", "prepare", *words, cwd=REPOSITORY, env=env)
     assert r"gr\xf6\xdfe" in done.stdout
-
-
-def test_an_initial_file_holds_what_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    config = build_config({"recipe": "ctr", **FEW, "data": FEW["data"] | {"numeric": ("a,b", "c")}})
-    config = apply_overrides(config, ["train.clip_norm=inf"])
-    (tmp_path / "e.toml").write_text(config_text(config))
-    assert load_config(tmp_path / "e.toml", []) == config
-    command("init", "--data.path", "x.csv", "--data.label", "y", "--table.lr", "0.5")
-    written = load_config(Path("experiment.toml"), [])
-    assert written == load_config(None, ["data.path=x.csv", "data.label=y", "table.lr=0.5"])
-    command("init", ends=2)  # the file exists already
-    command("init", "--out", "no/such/e.toml", ends=2)
 
 
 def test_help_lists_the_recipes_with_their_sentences() -> None:
@@ -78,13 +46,13 @@ def test_bash_completes_commands_flags_recipes_and_runs(tmp_path: Path) -> None:
     }
     """
     asked = {
-        "t dphybrid pl": "plan",
+        "t dphybrid prep": "prepare",
         "t dphybrid train --data.lab": "--data.label",
         "t dphybrid train --recipe c": "convnet ctr",
         "t dphybrid predict fi": "first-run",
         "t dphybrid train --resume ''": "first-run",
         "t dphybrid devices --": "--ask --help --live",
-        "t dphybrid completion f": "fish",
+        "t dphybrid --print": "--print-completion",
     }
     environment = os.environ | {"DPHYBRID_DATA_DIR": str(tmp_path / "data")}
     program = f". {tmp_path / 'c.bash'}\n{ask}" + "\n".join(asked)
@@ -102,26 +70,28 @@ def test_a_list_of_odd_names_is_read_back_from_flags(names: tuple[str, ...]) -> 
 
 def test_printed_flags_are_read_back() -> None:
     given = {"data.path": "a b.csv", "data.label": "-y"}
-    typed = ["train", *shlex.split(as_flags(given))]
-    read = make_parser(typed).parse_args(typed)
-    assert {name: vars(read)[f"config.{name}"] for name in given} == given
+    read = make_parser().parse(["train", *shlex.split(as_flags(given))])
+    assert flatten(read.values) == given
 
 
 @pytest.mark.parametrize(("shell", "word"), [("zsh", "#compdef dphybrid"), ("fish", "-l data.label")])
 def test_other_shells_have_their_form(shell: str, word: str) -> None:
-    shown = command("completion", shell)
+    shown = command("--print-completion", shell)
     assert word in shown
     assert "/runs" in shown
 
 
-def test_plan_knows_the_rows_of_prepared_data(data_dir: Path) -> None:
+def test_check_shows_how_batches_are_split(data_dir: Path) -> None:
     Path("clicks.csv").write_text("a,clicked\n" + "".join(f"{i % 7},{i % 2}\n" for i in range(100)))
-    plan = ["plan", "--devices", "cpu*2", "--batch-size", "30", "--data.path", "clicks.csv"]
-    plan += ["--data.label", "clicked"]
-    assert "run `dphybrid prepare`" in command(*plan, ends=2)
-    command("prepare", *plan[5:])
-    assert "80 rows to train" in command(*plan)
-    assert "100 rows to train" in command("plan", "--recipe", "toy", "--devices", "cpu*3")
+    table = ["--devices", "cpu*2", "--train.batch-size", "30", "--data.path", "clicks.csv"]
+    told = command("check", *table, "--data.label", "clicked")
+    assert "80 rows" in told
+    assert "15" in told
+    assert "no findings" in told
+    told = command(
+        "check", "--recipe", "toy", "--devices", "cpu*8", "--train.batch-size", "30", "--rows", "100"
+    )
+    assert "4,4,4,4,4,4,4,2" in told
 
 
 LABEL = "--data.label y"

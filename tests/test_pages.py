@@ -97,10 +97,10 @@ def test_from_a_messy_table_to_predictions(data_dir: Path, capsys: pytest.Captur
         assert program == "dphybrid"
         assert main(argv) == 0, (argv, capsys.readouterr().err)
         told[argv[0]] = capsys.readouterr().out
-    assert list(told) == ["prepare", "plan", "init", "train", "compare", "predict"]
+    assert list(told) == ["prepare", "check", "train", "compare", "predict"]
     assert re.search(r"tags +bag", told["train"])
     assert "Reusing prepared data" in told["train"]
-    assert re.search(r"1,200 rows to train", told["plan"])
+    assert re.search(r"1,200 rows", told["check"])
     assert "'user'" not in told["prepare"]
     assert {"first", "deep"} <= set(re.findall(r"\w+", told["compare"]))
     assert "deepfm" in told["compare"]

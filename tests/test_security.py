@@ -17,9 +17,9 @@ import dphybrid
 from dphybrid.config.settings import load_settings
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import run_job
-from dphybrid.selftest.trials import SMALL, TABLE, write_clicks
 from dphybrid.util.digests import SUMS, value_digest
 from tests.conftest import REPOSITORY
+from tests.reliability.trials import SMALL, TABLE, write_clicks
 
 ROWS = {"age": [20, 45, 80], "city": ["a", "b", "elsewhere"]}
 

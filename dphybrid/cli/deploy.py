@@ -9,38 +9,39 @@ examples:
   %(prog)s --check                            check it; needs no server
 """
 
-import argparse
 from pathlib import Path
+from typing import ClassVar
 
-from dphybrid.cli.parser import Parser, prefect_part
+from pydantic import Field
 
-
-def flags(parser: Parser) -> None:
-    """Add the command's flags."""
-    add = parser.add_argument
-    add("--pool", default="gpu", help="work pool (default: gpu)")
-    host = "workstation that gets its own queue; may be repeated"
-    add("--host", action="append", default=[], metavar="NAME", help=host)
-    file = (
-        "file with all deployments (default: the package's, or prefect.yaml of this folder, with the changes \
-of prefect.local.yaml)"
-    )
-    add("--file", type=Path, help=file)
-    write = "only write a prefect.local.yaml to edit, and a prefect.toml with Prefect's settings"
-    add("--write", action="store_true", help=write)
-    check = "only check the deployments: values, rules between them, schedules"
-    add("--check", action="store_true", help=check)
-    reset = "undo what was changed on Prefect's pages: parameters, schedules, pauses"
-    add("--reset", action="store_true", help=reset)
+from dphybrid.cli.parser import Command, prefect_part
 
 
-def run(args: argparse.Namespace) -> int:
-    """Set up the server, or write the files that describe its setup."""
-    setup = prefect_part("setup")
-    if args.write:
-        setup.write(args.file)
-    elif args.check:
-        setup.check(args.file)
-    else:
-        setup.deploy(args.pool, args.host, args.file, args.reset)
-    return 0
+class Flags(Command):
+    """The flags of `deploy`."""
+
+    shown_as: ClassVar[dict[str, str]] = {"pool": "NAME", "host": "NAME"}
+    pool: str = "gpu"
+    """Work pool."""
+    host: list[str] = Field(default=[])
+    """Workstation that gets its own queue; may be repeated."""
+    file: Path | None = None
+    """File with all deployments (default: the package's, or prefect.yaml of this folder, with the changes of
+    prefect.local.yaml)."""
+    write: bool = False
+    """Only write a prefect.local.yaml to edit, and a prefect.toml with Prefect's settings."""
+    check: bool = False
+    """Only check the deployments: values, rules between them, schedules."""
+    reset: bool = False
+    """Undo what was changed on Prefect's pages: parameters, schedules, pauses."""
+
+    def run(self) -> int:
+        """Set up the server, or write the files that describe its setup."""
+        setup = prefect_part("setup")
+        if self.write:
+            setup.write(self.file)
+        elif self.check:
+            setup.check(self.file)
+        else:
+            setup.deploy(self.pool, self.host, self.file, self.reset)
+        return 0

@@ -1,12 +1,11 @@
 """Show the GPUs: memory, load, the processes on them, the run that leases them."""
 
-import argparse
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dphybrid.cli.parser import Parser
+from dphybrid.cli.parser import Command
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.gpus.inventory import GIB, Gpu, Inventory, busy_reason, describe_process, visible
 from dphybrid.gpus.leases import ask_for, find_holder, lease_folder
@@ -19,32 +18,36 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-def flags(parser: Parser) -> None:
-    """Add the command's flags."""
-    parser.add_argument("--live", action="store_true", help="refresh every second until Ctrl-C")
-    parser.add_argument("--ask", type=int, metavar="N", help="ask the run on cuda:N to free its GPUs")
+class Flags(Command):
+    """The flags of `devices`."""
 
+    live: bool = False
+    """Refresh every second until Ctrl-C."""
+    ask: int | None = None
+    """Ask the run on cuda:N to free its GPUs."""
 
-def run(args: argparse.Namespace) -> int:
-    """Show the GPUs, or ask a run to give way."""
-    settings = load_settings()
-    inventory = Inventory(settings.nvml)
-    units = inventory.read()
-    if not units and args.ask is None:
-        print(f"no GPU ({inventory.reason}); devices=auto means cpu")
+    def run(self) -> int:
+        """Show the GPUs, or ask a run to give way."""
+        settings = load_settings()
+        inventory = Inventory(settings.nvml)
+        units = inventory.read()
+        if not units and self.ask is None:
+            print(f"no GPU ({inventory.reason}); devices=auto means cpu")
+            return 0
+        folder = lease_folder(settings.lease_dir)
+        if self.ask is not None:
+            # cuda:N counts the visible GPUs only, as torch does.
+            chosen = visible(units)
+            if not 0 <= self.ask < len(chosen):
+                raise UserError(
+                    f"--ask {self.ask}: there is no cuda:{self.ask}; {len(chosen)} GPUs are visible"
+                )
+            print(ask_for(folder, chosen[self.ask]))
+            return 0
+        if self.live:
+            _show_live(inventory, folder, settings)
+        _plain_console().print(_table(units, folder, settings))
         return 0
-    folder = lease_folder(settings.lease_dir)
-    if args.ask is not None:
-        # cuda:N counts the visible GPUs only, as torch does.
-        chosen = visible(units)
-        if not 0 <= args.ask < len(chosen):
-            raise UserError(f"--ask {args.ask}: there is no cuda:{args.ask}; {len(chosen)} GPUs are visible")
-        print(ask_for(folder, chosen[args.ask]))
-        return 0
-    if args.live:
-        _show_live(inventory, folder, settings)
-    _plain_console().print(_table(units, folder, settings))
-    return 0
 
 
 def _plain_console() -> "Console":

@@ -3,7 +3,6 @@
 Each line is one check: ok, or BAD with the remedy. The exit code is 1 when a check failed.
 """
 
-import argparse
 import base64
 import os
 import shutil
@@ -13,7 +12,7 @@ from collections.abc import Iterator
 from http.client import HTTPException
 from importlib.util import find_spec
 
-from dphybrid.cli.parser import Parser, prefect_part
+from dphybrid.cli.parser import Command, prefect_part
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.gpus.inventory import Inventory, visible
 from dphybrid.gpus.leases import lease_folder, shared_folder_fault
@@ -29,19 +28,18 @@ _Check = tuple[bool, str]
 """(whether the check passed, the finding with its remedy)"""
 
 
-def flags(parser: Parser) -> None:
+class Flags(Command):
     """The command has no flags."""
 
-
-def run(_: argparse.Namespace) -> int:
-    """Print one line per check; return 0 when all passed, else 1."""
-    settings, passed = load_settings(), True
-    for good, text in _checks(settings):
-        passed &= good
-        print(masked(f"{'ok  ' if good else 'BAD '} {text}"), flush=True)
-    where = shown_address(settings.mlflow_uri or "") or f"embedded, in {settings.mlflow_dir}"
-    print(masked(f"     tracking: {where}; experiment {settings.experiment!r}"))
-    return 0 if passed else 1
+    def run(self) -> int:
+        """Print one line per check; return 0 when all passed, else 1."""
+        settings, passed = load_settings(), True
+        for good, text in _checks(settings):
+            passed &= good
+            print(masked(f"{'ok  ' if good else 'BAD '} {text}"), flush=True)
+        where = shown_address(settings.mlflow_uri or "") or f"embedded, in {settings.mlflow_dir}"
+        print(masked(f"     tracking: {where}; experiment {settings.experiment!r}"))
+        return 0 if passed else 1
 
 
 def _checks(settings: Settings) -> Iterator[_Check]:

@@ -11,24 +11,29 @@ the folder holds the vectors of all users and items, and recommend.py.
 The folder appears under its name when it is complete. Its README.md says how to use it.
 """
 
-import argparse
+from typing import ClassVar
 
-from dphybrid.cli.parser import Parser
+from pydantic import Field
+from pydantic_settings import CliPositionalArg
+
+from dphybrid.cli.parser import Command
 from dphybrid.config.settings import load_settings
 
 
-def flags(parser: Parser) -> None:
-    """Add the command's flags."""
-    model = "a run (name or MLflow id), a checkpoint folder, or models:/NAME@champion"
-    parser.add_argument("model", metavar="RUN_OR_MODEL", help=model)
-    parser.add_argument("--out", required=True, metavar="FOLDER", help="new folder for the exported model")
+class Flags(Command):
+    """The flags of `export`."""
 
+    shown_as: ClassVar[dict[str, str]] = {"out": "FOLDER"}
+    model: CliPositionalArg[str] = Field(alias="RUN_OR_MODEL")
+    """A run (name or MLflow id), a checkpoint folder, or models:/NAME@champion."""
+    out: str
+    """New folder for the exported model."""
 
-def run(args: argparse.Namespace) -> int:
-    """Write a trained model as a folder that predicts without dphybrid."""
-    from dphybrid.serving.export import export
-    from dphybrid.serving.load import find_checkpoint
+    def run(self) -> int:
+        """Write a trained model as a folder that predicts without dphybrid."""
+        from dphybrid.serving.export import export
+        from dphybrid.serving.load import find_checkpoint
 
-    folder = export(find_checkpoint(args.model, load_settings()), args.out)
-    print(f"{folder}: {folder / 'README.md'} says how to use it")
-    return 0
+        folder = export(find_checkpoint(self.model, load_settings()), self.out)
+        print(f"{folder}: {folder / 'README.md'} says how to use it")
+        return 0

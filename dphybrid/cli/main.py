@@ -3,57 +3,67 @@
 import argparse
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from importlib.metadata import version
+from typing import Any
 
-from dphybrid.cli.flags import recipe_of
-from dphybrid.cli.parser import Parser, run_cli
+from dphybrid.cli.parser import Parser, page_of, run_cli
 from dphybrid.recipes.registry import find_recipe, recipe_names
 from dphybrid.util.errors import UserError
 from dphybrid.util.importing import kept_from_gc
 
-COMMANDS = [
-    *("prepare", "plan", "init", "train", "runs", "compare", "ui", "predict", "export", "sweep", "rollback"),
-    *("sync", "check", "new", "devices", "doctor", "verify", "selftest", "worker", "deploy"),
-    "completion",
-]
-"""The subcommands' modules, in the order of the help.
+COMMANDS = {
+    "data": ["prepare"],
+    "train": ["train", "sweep", "check", "new"],
+    "use": ["runs", "compare", "ui", "predict", "export", "rollback"],
+    "operate": ["devices", "doctor", "sync", "worker", "deploy"],
+}
+"""Group -> the subcommands' modules, in the order of the help.
 
 A module's docstring is its help page: the first paragraph is the summary, the rest is printed below the
-flags. `flags(parser)` adds the flags. `run(args)` does the work and returns the exit code; it also makes the
-slow imports, which `--help` and completion must not wait for.
+flags. Its class `Flags` is a `Command`.
 """
 
 
-def make_parser(argv: Sequence[str] = ()) -> Parser:
-    """Return the parser of the whole command, with the config flags of the recipe that `argv` selects."""
-    recipe = recipe_of(argv)
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = Parser(
-        prog="dphybrid",
-        description="Hybrid models: tables in host memory, dense blocks data-parallel on GPUs, every split "
-        "on record.",
-        epilog=_recipes_text(),
-        formatter_class=raw,
-    )
+def make_parser() -> Parser:
+    """Return the parser of the whole command."""
+    parser = Parser(prog="dphybrid", usage="dphybrid COMMAND ...", epilog=_recipes_text())
     parser.add_argument("--version", action="version", version=f"dphybrid {version('dphybrid')}")
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
-    # All of them, not only the one in argv: help, completion and suggestions need every name, and importing
-    # these modules is quick.
-    for name in COMMANDS:
-        module = import_module(f"dphybrid.cli.{name}")
-        sentence, _, page = (module.__doc__ or "").partition("\n\n")
-        sentence = " ".join(sentence.split()).rstrip(".")
-        shown = sentence[0].lower() + sentence[1:]
-        command = subparsers.add_parser(name, help=shown, description=f"{sentence}.", epilog=page)
-        command.formatter_class = raw
-        # Before `flags`, which adds this recipe's flags.
-        command.recipe = recipe
-        module.flags(command)
-        command.set_defaults(run=module.run)
-    parser.commands = subparsers.choices
+    shells = "print completions for bash, zsh or fish, see docs/configure.md"
+    parser.add_argument("--print-completion", action=_PrintCompletion, metavar="SHELL", help=shells)
+    commands = parser.add_subparsers(
+        dest="name", required=True, metavar="COMMAND", parser_class=Parser, help=argparse.SUPPRESS
+    )
+    listed = [
+        "Hybrid models: tables in host memory, dense blocks data-parallel on GPUs, every split on record."
+    ]
+    for group, names in COMMANDS.items():
+        listed += ["", f"{group}:"]
+        for name in names:
+            module = import_module(f"dphybrid.cli.{name}")
+            sentence, page = page_of(module.__doc__)
+            commands.add_parser(
+                name,
+                prog=f"dphybrid {name}",
+                command=module.Flags,
+                help=sentence,
+                description=f"{sentence}.",
+                epilog=page,
+            )
+            listed.append(f"  {name:<10}{sentence[0].lower()}{sentence[1:]}")
+    parser.description = "\n".join(listed)
     return parser
+
+
+def subcommands(parser: Parser) -> Iterator[tuple[str, Parser]]:
+    """Yield name and parser of each subcommand, with the flags of the default recipe."""
+    for action in parser.actions:
+        if isinstance(action, argparse._SubParsersAction):
+            action.help = None  # shtab leaves out what the help does not show
+            for name, command in action.choices.items():
+                command.fill()
+                yield name, command
 
 
 def _recipes_text() -> str:
@@ -72,14 +82,21 @@ def _recipes_text() -> str:
     return "\n".join([title, *lines])
 
 
+class _PrintCompletion(argparse.Action):
+    def __call__(self, parser: Any, _namespace: object, shell: Any, _flag: object = None) -> None:
+        from dphybrid.cli.completion import script
+
+        print(script(shell, parser), end="")
+        parser.exit()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code: 0, 2 for wrong input, 130 when interrupted."""
     given = (sys.argv[1:] if argv is None else argv) or ["--help"]
 
     def run() -> int:
         with kept_from_gc():  # parsing imports a user's recipe, and torch with it
-            args = make_parser(given).parse_args(given)
-        code: int = args.run(args)
-        return code
+            command = make_parser().parse(given)
+        return command.run()
 
     return run_cli(run)

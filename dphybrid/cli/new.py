@@ -7,13 +7,15 @@ examples:
 The package can be trained at once, on generated ratings. After `pip install -e films`, use `--recipe films`.
 """
 
-import argparse
 import importlib.util
 import keyword
 import re
 from pathlib import Path
+from typing import Literal
 
-from dphybrid.cli.parser import Parser
+from pydantic_settings import CliPositionalArg
+
+from dphybrid.cli.parser import Command
 from dphybrid.recipes.registry import recipe_names
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import making
@@ -29,35 +31,36 @@ _PLACES = {
 """Path in the new folder -> file of the sample. {}: the package's name."""
 
 
-def flags(parser: Parser) -> None:
-    """Add the command's flags."""
-    parser.add_argument("kind", choices=["recipe"], help="what to create")
-    name = "name of the package and the recipe: lower-case letters, digits, underscores"
-    parser.add_argument("name", metavar="NAME", help=name)
+class Flags(Command):
+    """The flags of `new`."""
 
+    kind: CliPositionalArg[Literal["recipe"]]
+    """What to create."""
+    name: CliPositionalArg[str]
+    """Name of the package and the recipe: lower-case letters, digits, underscores."""
 
-def run(args: argparse.Namespace) -> int:
-    """Write the package into a new folder NAME."""
-    name: str = args.name
-    if not re.fullmatch(r"[a-z][a-z0-9_]*(?<!_)", name) or keyword.iskeyword(name):
-        raise UserError(f"new recipe {name!r}: use lower-case letters, digits and _, as in film_club")
-    taken = f"new recipe {name}: a recipe, file or package of that name exists; choose another"
-    # Any module's name, not only a recipe's: the package would shadow it, or be shadowed.
-    if name in recipe_names() or Path(name).exists() or importlib.util.find_spec(name) is not None:
-        raise UserError(taken)
-    folder, title = Path(name), "".join(word.capitalize() for word in name.split("_"))
-    texts = {place.format(name): _sample(file, name, title) for place, file in _PLACES.items()}
-    try:
-        with making(folder) as partial:
-            for place, text in texts.items():
-                (partial / place).parent.mkdir(exist_ok=True)
-                (partial / place).write_text(text, encoding="utf-8")
-    except FileExistsError as error:  # made by another process meanwhile
-        raise UserError(taken) from error
-    path = f"{name}.recipe:{title}"
-    print(f"{folder}/: {', '.join(texts)}")
-    print(f"cd {folder} && dphybrid train --recipe {path}; README.md says more")
-    return 0
+    def run(self) -> int:
+        """Write the package into a new folder NAME."""
+        name = self.name
+        if not re.fullmatch(r"[a-z][a-z0-9_]*(?<!_)", name) or keyword.iskeyword(name):
+            raise UserError(f"new recipe {name!r}: use lower-case letters, digits and _, as in film_club")
+        taken = f"new recipe {name}: a recipe, file or package of that name exists; choose another"
+        # Any module's name, not only a recipe's: the package would shadow it, or be shadowed.
+        if name in recipe_names() or Path(name).exists() or importlib.util.find_spec(name) is not None:
+            raise UserError(taken)
+        folder, title = Path(name), "".join(word.capitalize() for word in name.split("_"))
+        texts = {place.format(name): _sample(file, name, title) for place, file in _PLACES.items()}
+        try:
+            with making(folder) as partial:
+                for place, text in texts.items():
+                    (partial / place).parent.mkdir(exist_ok=True)
+                    (partial / place).write_text(text, encoding="utf-8")
+        except FileExistsError as error:  # made by another process meanwhile
+            raise UserError(taken) from error
+        path = f"{name}.recipe:{title}"
+        print(f"{folder}/: {', '.join(texts)}")
+        print(f"cd {folder} && dphybrid train --recipe {path}; README.md says more")
+        return 0
 
 
 def _sample(file: str, name: str, title: str) -> str:

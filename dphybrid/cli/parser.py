@@ -1,4 +1,5 @@
-"""The argument parser of all commands, and how a command reports mistakes and interruptions."""
+"""Commands as pydantic classes: `Command`, its flags on an argparse parser made by pydantic-settings, and how
+a command reports mistakes and interruptions."""
 
 import argparse
 import atexit
@@ -11,12 +12,16 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn, cast
 
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import PydanticUndefined
+from pydantic_settings import BaseSettings, CliSettingsSource
+
+from dphybrid.config import nest
 from dphybrid.config.settings import load_settings, notes_on_settings
-from dphybrid.recipes.configs import explain_unknown
-from dphybrid.recipes.registry import DEFAULT, recipe_names
-from dphybrid.util.errors import UserError, suggestion
+from dphybrid.recipes.registry import recipe_names
+from dphybrid.util.errors import UserError, plain_words, suggestion
 from dphybrid.util.files import disk_text
 from dphybrid.util.importing import missing_extra
 from dphybrid.util.terminal import guarded_output, tell
@@ -24,33 +29,144 @@ from dphybrid.util.text import masked, printable
 
 _MANY_FLAGS = 30
 """With more flags than this the usage line does not list them: it would take forty lines."""
+_METAVARS = {
+    "int": "N",
+    "float": "X",
+    "bool": "true|false",
+    "str": "TEXT",
+    "Path": "FILE",
+    "tuple[str,...]": "A,B",
+    "list[str]": "TEXT",
+}
+"""pydantic-settings' placeholder of a value -> the one that is shown."""
+
+
+class Command(BaseModel):
+    """The flags of a command: each field is one (`at_once` is `--at-once`), its docstring is the flag's help.
+
+    `run` does the work and returns the exit code; it also makes the slow imports, which `--help` and wrong
+    flags must not wait for.
+    """
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+    shown_as: ClassVar[dict[str, str]] = {}
+    """Field -> placeholder of its value in the help."""
+
+    def run(self) -> int:
+        """Do the command's work; return its exit code."""
+        raise NotImplementedError
+
+    @classmethod
+    def add_to(cls, parser: "Parser", argv: Sequence[str]) -> None:
+        """Add the flags to a parser. argv: what it is going to parse."""
+        parser.add_fields(cls, cli_implicit_flags="toggle", cli_enforce_required=True)
+
+    @classmethod
+    def given(cls, values: dict[str, Any]) -> "Command":
+        """Return the command with the values of its flags, by name. Raises ValidationError."""
+        return cls.model_validate(nest(values))
+
+    @classmethod
+    def unknown(cls, flag: str, known: Sequence[str]) -> str:
+        """Return the message for a flag that the command does not have."""
+        return f"{flag}: there is no such flag{suggestion(flag, known)}"
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one message that suggests what was meant.
+    """An ArgumentParser for a `Command`, whose errors are one message that suggests what was meant.
 
-    recipe: its config fields are the flags. commands: name -> parser of a subcommand, or None.
+    The flags are added when a command line is parsed: which ones there are can depend on it. The parsed
+    namespace holds the command under `command`.
     """
 
-    recipe: str = DEFAULT
-    commands: "dict[str, Parser] | None" = None
-
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, command: type[Command] | None = None, **options: Any) -> None:
         # No abbreviated flags: the next new field could make one ambiguous, or change what it means.
+        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(allow_abbrev=False, **options)
+        self.command = command
+        self._filled = command is None
+
+    def fill(self, argv: Sequence[str] = ()) -> None:
+        """Add the command's flags, unless that was done."""
+        if self.command is not None and not self._filled:
+            self._filled = True
+            self.command.add_to(self, argv)
+
+    def add_fields(self, model: type[BaseModel], **options: Any) -> None:
+        """Add a flag for each field of a class, as pydantic-settings makes them; fields of a section are
+        `--section.field`."""
+        before = len(self._actions)
+        CliSettingsSource(
+            cast("type[BaseSettings]", model),  # pydantic-settings reads any model's fields
+            root_parser=self,
+            cli_avoid_json=True,
+            cli_kebab_case=True,
+            cli_hide_none_type=True,
+            cli_parse_none_str="none",
+            **options,
+        )
+        shown_as = model.shown_as if issubclass(model, Command) else {}
+        for action in self._actions[before:]:
+            if action.const == "{}":  # `--train JSON` for a whole section; only its fields are flags
+                vars(action)["container"]._remove_action(action)
+                for flag in action.option_strings:
+                    del self._option_string_actions[flag]
+                continue
+            metavar = str(action.metavar)
+            action.metavar = shown_as.get(action.dest, _METAVARS.get(metavar, metavar))
+            # Only values that somebody would write.
+            action.help = re.sub(r" \(default: (none|None|False|\[\]|\(\))\)$", "", str(action.help))
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        argv = list(args or ())
+        self.fill(argv)
+        found, unknown = super().parse_known_args(argv, namespace)
+        if unknown:
+            self._refuse(unknown)
+        if self.command is not None:
+            values = {n: v for n, v in vars(found).items() if v is not PydanticUndefined and n != "command"}
+            try:
+                found.command = self.command.given(values)
+            except ValidationError as error:
+                self.error("\n".join(map(self._explain, error.errors())))
+        return found, []
 
     @property
     def actions(self) -> list[argparse.Action]:
         """All flags and positional arguments of this command."""
         return list(self._actions)
 
-    def parse_args(self, args: Any = None, namespace: object = None) -> Any:
-        # argparse reports a subcommand's unknown flags on the main parser, which cannot suggest similar ones:
-        # it does not have the subcommand's flags.
-        found, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            (self.commands or {}).get(vars(found).get("command", ""), self).refuse(unknown)
-        return found
+    @property
+    def flags(self) -> dict[str, argparse.Action]:
+        """The flags, by name: `--train.lr`."""
+        return dict(self._option_string_actions)
+
+    def move(self, action: argparse.Action, group: Any) -> None:
+        """List an action in another group of the help. argparse has no way to do so."""
+        vars(action)["container"]._group_actions.remove(action)
+        vars(action)["container"] = group
+        group._group_actions.append(action)
+
+    def put_first(self, group: Any) -> None:
+        """List a group of the help before all others."""
+        self._action_groups.remove(group)
+        self._action_groups.insert(0, group)
+
+    def replace_flags(self) -> None:
+        """From now on a flag that is added replaces one of the same name."""
+        for place in (self, *self._action_groups):
+            place.conflict_handler = "resolve"
+
+    def parse(self, argv: Sequence[str]) -> Any:
+        """Return the command that a command line gives. Exits with a message for a wrong one."""
+        return self.parse_args(argv).command
+
+    def _explain(self, item: Any) -> str:
+        place = ".".join(str(part) for part in item["loc"] if not isinstance(part, int))
+        known = {action.dest: action for action in self._actions}
+        action = known.get(place)
+        flag = action.option_strings[-1] if action and action.option_strings else place.upper()
+        return f"{flag} {item['input']!r}: {plain_words(item)}"
 
     def format_help(self) -> str:
         if self.usage is None and len(self._option_string_actions) > _MANY_FLAGS:
@@ -58,17 +174,17 @@ class Parser(argparse.ArgumentParser):
             self.usage = f"%(prog)s [--NAME VALUE ...]{places}"
         return super().format_help()
 
-    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+    def _refuse(self, unknown: Sequence[str]) -> NoReturn:
         """Exit with an error about arguments that this command does not have."""
         flags, known = [text for text in unknown if text.startswith("-")], list(self._option_string_actions)
-        if not flags:  # a value without its flag: guess the flag
-            name = "--data.path" if "--data.path" in known else "--name"
-            name = "--recipe" if "--recipe" in known and unknown[0] in recipe_names() else name
-            self.error(f"unexpected {' '.join(unknown)!r}; write {name} {unknown[0]}")
-        flag = flags[0].partition("=")[0]
-        if "--config" in known:  # most of its flags are fields
-            self.error(f"{flag}: {explain_unknown(flag, self.recipe, known)}")
-        self.error(f"{flag}: there is no such flag{suggestion(flag, known)}")
+        if flags and self.command is not None:
+            self.error(self.command.unknown(flags[0].partition("=")[0], known))
+        if flags:
+            self.error(f"{flags[0]}: there is no such flag{suggestion(flags[0], known)}")
+        # A value without its flag: guess the flag.
+        name = "--data.path" if "--data.path" in known else "--name"
+        name = "--recipe" if "--recipe" in known and unknown[0] in recipe_names() else name
+        self.error(f"unexpected {' '.join(unknown)!r}; write {name} {unknown[0]}")
 
     def _check_value(self, action: argparse.Action, value: str) -> None:
         """Replaces argparse's check of choices, whose message suggests nothing."""
@@ -81,23 +197,14 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         message = re.sub(r"^argument (\S+): ", r"\1: ", message)
-        # argparse names a wrong value's type as Python does.
-        for kind, noun in {"int": "an integer", "float": "a number"}.items():
-            message = message.replace(f"invalid {kind} value:", f"give {noun}, not")
         # No usage, unlike argparse: it lists all flags, and the error would scroll off the screen.
         self.exit(2, f"error: {printable(message)}\nSee `{self.prog} --help`.\n")
 
 
-def field_of(flag: str) -> str:
-    """Return the field that a flag sets: `--train.batch-size` sets `train.batch_size`."""
-    return flag.lstrip("-").replace("-", "_")
-
-
-def at_least_one(text: str) -> int:
-    """Return the text as an integer. Raises ArgumentTypeError unless it is at least 1."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: give an integer, 1 or more")
-    return int(text)
+def page_of(module_doc: str | None) -> tuple[str, str]:
+    """Return a command's summary and the rest of its help page, from its module's docstring."""
+    sentence, _, page = (module_doc or "").partition("\n\n")
+    return " ".join(sentence.split()).rstrip("."), page
 
 
 def prefect_part(name: str) -> ModuleType:

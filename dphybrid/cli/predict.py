@@ -11,60 +11,80 @@ the predicted class of two, --keep adds columns of the input. A model of recipe 
 item and score instead: --top items for each user of the files. Without --out, predictions are printed as CSV.
 """
 
-import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from dphybrid.cli.flags import add_flag, check_data_path
-from dphybrid.cli.parser import Parser, at_least_one
+from pydantic import BaseModel, Field, create_model
+from pydantic_settings import CliPositionalArg
+
+from dphybrid.cli.flags import check_data_path
+from dphybrid.cli.parser import Command
 from dphybrid.config.settings import load_settings
 from dphybrid.config.tables import READING_FIELDS, TableDataConfig
 from dphybrid.util.errors import UserError
 
 
-def flags(parser: Parser) -> None:
-    """Add the command's flags."""
-    add = parser.add_argument
-    model = "a run (name or MLflow id), a checkpoint folder, or models:/NAME@champion"
-    add("model", metavar="RUN_OR_MODEL", help=model)
-    path = "CSV, TSV or Parquet: a file, folder or pattern"
-    add("--data.path", dest="path", required=True, metavar="PATH", help=path)
-    out = "file for the predictions, .parquet or .csv (default: printed as CSV)"
-    add("--out", type=Path, metavar="FILE", help=out)
-    add("--devices", default="cpu", help="devices on which the model runs (default: cpu)")
-    rows = "rows of a batch, over all devices (default: 1024)"
-    add("--batch-size", type=at_least_one, default=1024, metavar="N", help=rows)
-    keep = "also write this column of the input; may be repeated"
-    add("--keep", action="append", default=[], metavar="COLUMN", help=keep)
-    threshold = "of two classes, also write the predicted one: positive if its probability is P or more"
-    add("--threshold", type=float, metavar="P", help=threshold)
-    add("--top", type=int, metavar="K", help="items for each user, of a model that recommends (default: 10)")
-    # How new files are written may differ from the training data; all else comes from the checkpoint.
-    for name in READING_FIELDS:
-        field = TableDataConfig.model_fields[name]
-        add_flag(parser, f"data.{name}", field.annotation, f"{field.description} Default: as in training.")
+class _Rows(BaseModel):
+    """The rows to predict."""
+
+    path: str = Field(description="CSV, TSV or Parquet: a file, folder or pattern.")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Write or print predictions for new files."""
-    prefix = "config.data."
-    given: dict[str, Any] = {k.removeprefix(prefix): v for k, v in vars(args).items() if k.startswith(prefix)}
-    # A missing file is reported before the imports below, which take seconds.
-    check_data_path(args.path)
-    from dphybrid.serving.load import find_checkpoint
-    from dphybrid.serving.predict import Predictor, open_predictor, print_predictions
-    from dphybrid.training.display import preparation_progress
+# How new files are written may differ from the training data; all else comes from the checkpoint.
+_READING: dict[str, Any] = {
+    name: (str | None, Field(default=None, description=f"{field.description} Default: as in training."))
+    for name, field in TableDataConfig.model_fields.items()
+    if name in READING_FIELDS
+}
+if TYPE_CHECKING:
+    _Data = _Rows
+else:
+    _Data = create_model("_Data", __base__=_Rows, **_READING)
 
-    predictor = open_predictor(find_checkpoint(args.model, load_settings()), args.devices, args.batch_size)
-    if args.top is not None:
-        if isinstance(predictor, Predictor):
-            raise UserError(f"--top {args.top}: this model scores rows and recommends nothing; leave it out")
-        given["top"] = args.top
-    given |= {"keep": args.keep, "threshold": args.threshold}
-    if args.out is None:
-        print_predictions(predictor, args.path, **given)
+
+class Flags(Command):
+    """The flags of `predict`."""
+
+    shown_as: ClassVar[dict[str, str]] = {"data.path": "PATH", "keep": "COLUMN", "threshold": "P", "top": "K"}
+    model: CliPositionalArg[str] = Field(alias="RUN_OR_MODEL")
+    """A run (name or MLflow id), a checkpoint folder, or models:/NAME@champion."""
+    data: _Data
+    out: Path | None = None
+    """File for the predictions, .parquet or .csv (default: printed as CSV)."""
+    devices: str = "cpu"
+    """Devices on which the model runs."""
+    batch_size: int = Field(default=1024, ge=1)
+    """Rows of a batch, over all devices."""
+    keep: list[str] = Field(default=[])
+    """Also write this column of the input; may be repeated."""
+    threshold: float | None = None
+    """Of two classes, also write the predicted one: positive if its probability is P or more."""
+    top: int | None = None
+    """Items for each user, of a model that recommends (default: 10)."""
+
+    def run(self) -> int:
+        """Write or print predictions for new files."""
+        path = self.data.path
+        # A missing file is reported before the imports below, which take seconds.
+        check_data_path(path)
+        from dphybrid.serving.load import find_checkpoint
+        from dphybrid.serving.predict import Predictor, open_predictor, print_predictions
+        from dphybrid.training.display import preparation_progress
+
+        checkpoint = find_checkpoint(self.model, load_settings())
+        predictor = open_predictor(checkpoint, self.devices, self.batch_size)
+        given: dict[str, Any] = self.data.model_dump(exclude={"path"}, exclude_none=True)
+        if self.top is not None:
+            if isinstance(predictor, Predictor):
+                raise UserError(
+                    f"--top {self.top}: this model scores rows and recommends nothing; leave it out"
+                )
+            given["top"] = self.top
+        given |= {"keep": self.keep, "threshold": self.threshold}
+        if self.out is None:
+            print_predictions(predictor, path, **given)
+            return 0
+        with preparation_progress() as progress:
+            done = predictor.predict_file(path, self.out, progress, **given)
+        print("\n".join(predictor.told(done)))
         return 0
-    with preparation_progress() as progress:
-        done = predictor.predict_file(args.path, args.out, progress, **given)
-    print("\n".join(predictor.told(done)))
-    return 0

@@ -1,27 +1,32 @@
 """Make the former champion of a registered model the champion again."""
 
-import argparse
+from typing import ClassVar
 
-from dphybrid.cli.parser import Parser
+from pydantic_settings import CliPositionalArg
+
+from dphybrid.cli.parser import Command
 from dphybrid.config.settings import load_settings
 
 
-def flags(parser: Parser) -> None:
-    """Add the command's flags."""
-    parser.add_argument("model", metavar="MODEL", help="name in MLflow's model registry")
-    parser.add_argument("--to", metavar="VERSION", help="version to use (default: the former champion)")
+class Flags(Command):
+    """The flags of `rollback`."""
 
+    shown_as: ClassVar[dict[str, str]] = {"to": "VERSION"}
+    model: CliPositionalArg[str]
+    """Name in MLflow's model registry."""
+    to: str | None = None
+    """Version to use (default: the former champion)."""
 
-def run(args: argparse.Namespace) -> int:
-    """Make the former champion of a registered model the champion again."""
-    from dphybrid.tracking.opening import store_to_read
+    def run(self) -> int:
+        """Make the former champion of a registered model the champion again."""
+        from dphybrid.tracking.opening import store_to_read
 
-    settings = load_settings()
-    store = store_to_read(settings.mlflow_uri, settings.mlflow_dir)
-    # After `store_to_read`, which finds a wrong setting before the seconds that importing MLflow takes.
-    from dphybrid.tracking.models import Registry
+        settings = load_settings()
+        store = store_to_read(settings.mlflow_uri, settings.mlflow_dir)
+        # After `store_to_read`, which finds a wrong setting before the seconds that importing MLflow takes.
+        from dphybrid.tracking.models import Registry
 
-    registry = Registry(store, settings.champions_dir)
-    before, now = registry.roll_back(args.model, args.to)
-    print(f"{args.model}: champion is version {now.number} again; it was version {before.number}")
-    return 0
+        registry = Registry(store, settings.champions_dir)
+        before, now = registry.roll_back(self.model, self.to)
+        print(f"{self.model}: champion is version {now.number} again; it was version {before.number}")
+        return 0

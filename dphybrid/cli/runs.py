@@ -11,41 +11,48 @@ and its run and models in MLflow, where `mlflow gc` empties the trash. A run sta
 records wait, or if its model has an alias or is the one that `dphybrid rollback` returns to.
 """
 
-import argparse
+from typing import ClassVar, Literal
 
-from dphybrid.cli.parser import Parser
+from pydantic import Field
+from pydantic_settings import CliPositionalArg
+
+from dphybrid.cli.parser import Command
 from dphybrid.config.settings import load_settings
 from dphybrid.util.errors import UserError, counted
 
 
-def flags(parser: Parser) -> None:
-    """Add the command's flags."""
-    add = parser.add_argument
-    add("action", nargs="?", choices=["list", "show", "remove"], default="list", help="default: list")
-    add("runs", nargs="*", metavar="RUN", help="names of runs")
-    add("--older-than", type=float, metavar="DAYS", help="remove: all runs that began earlier than this")
-    add("--yes", action="store_true", help="remove: do it; without this flag only say what would go")
+class Flags(Command):
+    """The flags of `runs`."""
 
+    shown_as: ClassVar[dict[str, str]] = {"older_than": "DAYS"}
+    action: CliPositionalArg[Literal["list", "show", "remove"]] = "list"
+    """What to do with runs."""
+    names: CliPositionalArg[list[str]] = Field(default=[], alias="RUN")
+    """Names of runs."""
+    older_than: float | None = None
+    """remove: all runs that began earlier than so many days ago."""
+    yes: bool = False
+    """remove: do it; without this flag only say what would go."""
 
-def run(args: argparse.Namespace) -> int:
-    """List, show or remove runs; return the exit code."""
-    settings = load_settings()
-    if args.action == "remove":
-        return _remove(args)
-    if args.older_than is not None or args.yes:
-        raise UserError("--older-than, --yes: only for `dphybrid runs remove`")
-    if args.action == "show":
-        return _show(args.runs)
-    from dphybrid.lifecycle.cleanup import row_of
-    from dphybrid.run.folder import all_runs
+    def run(self) -> int:
+        """List, show or remove runs; return the exit code."""
+        settings = load_settings()
+        if self.action == "remove":
+            return _remove(self.names, self.older_than, self.yes)
+        if self.older_than is not None or self.yes:
+            raise UserError("--older-than, --yes: only for `dphybrid runs remove`")
+        if self.action == "show":
+            return _show(self.names)
+        from dphybrid.lifecycle.cleanup import row_of
+        from dphybrid.run.folder import all_runs
 
-    if args.runs:
-        raise UserError(f"runs list takes no names; `dphybrid runs show {args.runs[0]}` shows a run")
-    if rows := [row_of(run) for run in all_runs(settings)]:
-        _print_table(rows)
-    else:
-        print(f"No runs in {settings.runs_dir}")
-    return 0
+        if self.names:
+            raise UserError(f"runs list takes no names; `dphybrid runs show {self.names[0]}` shows a run")
+        if rows := [row_of(run) for run in all_runs(settings)]:
+            _print_table(rows)
+        else:
+            print(f"No runs in {settings.runs_dir}")
+        return 0
 
 
 def _print_table(rows: list[dict[str, object]]) -> None:
@@ -73,18 +80,18 @@ def _show(names: list[str]) -> int:
     return 0
 
 
-def _remove(args: argparse.Namespace) -> int:
+def _remove(names: list[str], older_than: float | None, sure: bool) -> int:
     from dphybrid.lifecycle.cleanup import plan_removal, remove
 
-    if not args.runs and args.older_than is None:
+    if not names and older_than is None:
         raise UserError("runs remove: name the runs, or give --older-than DAYS")
-    if args.older_than is not None and args.older_than < 0:
-        raise UserError(f"--older-than {args.older_than:g}: give days, 0 or more")
+    if older_than is not None and older_than < 0:
+        raise UserError(f"--older-than {older_than:g}: give days, 0 or more")
     settings = load_settings()
-    removal = plan_removal(settings, args.runs, args.older_than)
+    removal = plan_removal(settings, names, older_than)
     for name, why in removal.kept.items():
         print(f"{name}: stays, {why}")
-    if args.yes:
+    if sure:
         for line in remove(removal, settings):
             print(line, flush=True)
         return 0

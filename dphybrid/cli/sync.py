@@ -6,39 +6,40 @@ had compared them with the champion are compared now. The exit code is 1 when a 
 lost, or a model could not be compared.
 """
 
-import argparse
+from typing import ClassVar
 
-from dphybrid.cli.parser import Parser
+from dphybrid.cli.parser import Command
 from dphybrid.config.settings import load_settings
 from dphybrid.run.folder import undecided_runs
 from dphybrid.util.text import masked
 
 
-def flags(parser: Parser) -> None:
-    """Add the command's flags."""
-    wait = "how long sending each run may take (default: 60)"
-    parser.add_argument("--wait", type=float, default=60.0, metavar="SECONDS", help=wait)
+class Flags(Command):
+    """The flags of `sync`."""
 
+    shown_as: ClassVar[dict[str, str]] = {"wait": "SECONDS"}
+    wait: float = 60.0
+    """How long sending each run may take."""
 
-def run(args: argparse.Namespace) -> int:
-    """Send the waiting records; return 1 when one still waits or was lost, else 0."""
-    from dphybrid.tracking.sync import sync
+    def run(self) -> int:
+        """Send the waiting records; return 1 when one still waits or was lost, else 0."""
+        from dphybrid.tracking.sync import sync
 
-    settings, arrived = load_settings(), list[bool]()
-    where = settings.mlflow_dir, settings.mlflow_uri, settings.experiment
-    for line, is_whole in sync(*where, settings.upload_limit_mib * 2**20, wait_s=args.wait):
-        print(masked(line), flush=True)
-        arrived.append(is_whole)
-    if settings.mlflow_uri not in ("none", "files") and undecided_runs(settings):
-        from dphybrid.lifecycle.champion import Decision, decide_waiting  # imports torch
+        settings, arrived = load_settings(), list[bool]()
+        where = settings.mlflow_dir, settings.mlflow_uri, settings.experiment
+        for line, is_whole in sync(*where, settings.upload_limit_mib * 2**20, wait_s=self.wait):
+            print(masked(line), flush=True)
+            arrived.append(is_whole)
+        if settings.mlflow_uri not in ("none", "files") and undecided_runs(settings):
+            from dphybrid.lifecycle.champion import Decision, decide_waiting  # imports torch
 
-        for run, decision in decide_waiting(settings):
-            if isinstance(decision, Decision):
-                line = f"{'promoted' if decision.promoted else 'kept'}: {decision.why}"
-            else:
-                line = f"not decided: {decision}"
-            print(masked(f"{run.folder.name}: {line}"))
-            arrived.append(isinstance(decision, Decision))
-    if not arrived:
-        print("Nothing to do: every record has arrived, and no run is left open.")
-    return 0 if all(arrived) else 1
+            for run, decision in decide_waiting(settings):
+                if isinstance(decision, Decision):
+                    line = f"{'promoted' if decision.promoted else 'kept'}: {decision.why}"
+                else:
+                    line = f"not decided: {decision}"
+                print(masked(f"{run.folder.name}: {line}"))
+                arrived.append(isinstance(decision, Decision))
+        if not arrived:
+            print("Nothing to do: every record has arrived, and no run is left open.")
+        return 0 if all(arrived) else 1

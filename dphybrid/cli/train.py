@@ -15,59 +15,54 @@ then sections like [train] with `batch_size = 512`.
 Data, checkpoints and the MLflow store are in DPHYBRID_DATA_DIR (~/.dphybrid).
 """
 
-import argparse
-from collections.abc import Sequence
+from typing import Annotated, ClassVar
 
-from dphybrid.cli.flags import add_train_flags, config_from_args, recipe_of
-from dphybrid.cli.parser import Parser
+from pydantic import AfterValidator, Field
+
+from dphybrid.cli.flags import RunCommand
+from dphybrid.cli.parser import Command, Parser, page_of
 from dphybrid.util.importing import kept_from_gc
 from dphybrid.util.text import masked
 
 
-def flow_parser(name: str, description: str, argv: Sequence[str]) -> Parser:
-    """Return the parser of `python -m dphybrid.flows.NAME`, with the examples and notes of `dphybrid train`.
-    argv: the command line, which selects the recipe."""
-    parser = Parser(
-        prog=f"python -m dphybrid.flows.{name}",
-        description=description,
-        epilog=(__doc__ or "").partition("\n\n")[2],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.recipe = recipe_of(argv)
-    return parser
+def flow_parser(name: str, description: str, command: type[Command]) -> Parser:
+    """Return the parser of `python -m dphybrid.flows.NAME`, with the examples of `dphybrid train`."""
+    _, page = page_of(__doc__)
+    return Parser(command, prog=f"python -m dphybrid.flows.{name}", description=description, epilog=page)
 
 
-def flags(parser: Parser) -> None:
-    """Add the command's flags."""
-    add_train_flags(parser)
-    tag = "tag for the MLflow run; may be repeated"
-    parser.add_argument("--tag", action="append", type=_tag, default=[], metavar="NAME=VALUE", help=tag)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Train. A run that gave way waits and then runs this command again."""
-    config, settings = config_from_args(args)
-    with kept_from_gc():
-        from dphybrid.run.leasing import go_on_later
-        from dphybrid.run.train import run_job
-        from dphybrid.util.stop import Interrupted
-
-    try:
-        report = run_job(config, settings, run_name=args.run_name, resume=args.resume, tags=dict(args.tag))
-    except Interrupted as interruption:
-        # Does not return: it replaces this process, so that nothing is left on the GPUs.
-        if interruption.requeue:
-            go_on_later(interruption, settings)
-        raise
-    print(report.text)
-    if args.report:
-        report.write(args.report)
-    return 0
-
-
-def _tag(text: str) -> tuple[str, str]:
+def _tag(text: str) -> str:
     name, equals, value = text.partition("=")
     if not equals or not name:
-        raise argparse.ArgumentTypeError(f"{text}: write NAME=VALUE")
+        raise ValueError("write NAME=VALUE")
     # A tag may be an address with a password in it.
-    return name, masked(value)
+    return f"{name}={masked(value)}"
+
+
+class Flags(RunCommand):
+    """The flags of `train`."""
+
+    shown_as: ClassVar[dict[str, str]] = {**RunCommand.shown_as, "tag": "NAME=VALUE"}
+    tag: list[Annotated[str, AfterValidator(_tag)]] = Field(default=[])
+    """Tag for the MLflow run; may be repeated."""
+
+    def run(self) -> int:
+        """Train. A run that gave way waits and then runs this command again."""
+        tags = dict(tag.split("=", 1) for tag in self.tag)
+        config, settings = self.experiment()
+        with kept_from_gc():
+            from dphybrid.run.leasing import go_on_later
+            from dphybrid.run.train import run_job
+            from dphybrid.util.stop import Interrupted
+
+        try:
+            report = run_job(config, settings, run_name=self.run_name, resume=self.resume, tags=tags)
+        except Interrupted as interruption:
+            # Does not return: it replaces this process, so that nothing is left on the GPUs.
+            if interruption.requeue:
+                go_on_later(interruption, settings)
+            raise
+        print(report.text)
+        if self.report:
+            report.write(self.report)
+        return 0

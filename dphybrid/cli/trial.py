@@ -252,7 +252,7 @@ class _Trial:
 
     def _devices(self) -> str:
         config = self.experiment.config
-        for _, findings in check_target(None, config, self.settings):
+        for _, findings in check_target(None, config, self.settings)[1]:
             for one in findings:
                 if one.breaks:
                     raise UserError(f"{one.module or 'the model'}: {one.problem}; {one.remedy}")

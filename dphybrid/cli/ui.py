@@ -8,7 +8,6 @@ Without a server (DPHYBRID_TRACKING_URI, MLFLOW_TRACKING_URI), this starts MLflo
 Ctrl-C. It serves you alone: its address contains a token.
 """
 
-import argparse
 import atexit
 import html
 import shutil
@@ -20,7 +19,10 @@ import time
 import webbrowser
 from pathlib import Path
 
-from dphybrid.cli.parser import Parser, at_least_one
+from pydantic import Field
+from pydantic_settings import CliPositionalArg
+
+from dphybrid.cli.parser import Command
 from dphybrid.config.settings import load_settings
 from dphybrid.util.errors import UserError
 from dphybrid.util.text import shown_address
@@ -28,43 +30,44 @@ from dphybrid.util.text import shown_address
 _FIRST_PORT, _LAST_PORT = 5000, 5049
 
 
-def flags(parser: Parser) -> None:
-    """Add the command's flags."""
-    add = parser.add_argument
-    add("run_name", nargs="?", metavar="RUN", help="name or MLflow id of a run (default: all runs)")
-    port = "port of the server that is started (default: a free one from 5000 to 5049)"
-    add("--port", type=at_least_one, metavar="N", help=port)
-    add("--no-browser", action="store_true", help="only print the address")
+class Flags(Command):
+    """The flags of `ui`."""
 
+    run_name: CliPositionalArg[str | None] = Field(default=None, alias="RUN")
+    """Name or MLflow id of a run (default: all runs)."""
+    port: int | None = Field(default=None, ge=1)
+    """Port of the server that is started (default: a free one from 5000 to 5049)."""
+    no_browser: bool = False
+    """Only print the address."""
 
-def run(args: argparse.Namespace) -> int:
-    """Open MLflow's pages. A server that is started for them runs until Ctrl-C."""
-    from dphybrid.tracking.opening import store_to_read
+    def run(self) -> int:
+        """Open MLflow's pages. A server that is started for them runs until Ctrl-C."""
+        from dphybrid.tracking.opening import store_to_read
 
-    settings = load_settings()
-    uri = store_to_read(settings.mlflow_uri, settings.mlflow_dir)
-    # Before MLflow is imported, which takes seconds: a taken --port is reported at once.
-    port = None if uri.startswith("http") else _free_port(args.port)
+        settings = load_settings()
+        uri = store_to_read(settings.mlflow_uri, settings.mlflow_dir)
+        # Before MLflow is imported, which takes seconds: a taken --port is reported at once.
+        port = None if uri.startswith("http") else _free_port(self.port)
 
-    from dphybrid.tracking.compare import page_path
-    from dphybrid.tracking.ui_server import serving
+        from dphybrid.tracking.compare import page_path
+        from dphybrid.tracking.ui_server import serving
 
-    page = page_path(uri, settings.experiment, args.run_name)
-    if port is None:
-        _show(f"{shown_address(uri).rstrip('/')}/#{page}", not args.no_browser)
-        return 0
-    print("Starting MLflow's server, which takes a while; Ctrl-C ends it", flush=True)
-    # SIGTERM then raises KeyboardInterrupt, so that `serving` ends the server together with this process.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        with serving(uri, port) as (server, token):
-            _show(f"http://127.0.0.1:{port}/?token={token}#{page}", not args.no_browser)
-            # Not server.wait(): that does not return when another thread receives the signal first.
-            while server.poll() is None:
-                time.sleep(0.2)
-            return server.returncode
-    except KeyboardInterrupt:
-        return 0
+        page = page_path(uri, settings.experiment, self.run_name)
+        if port is None:
+            _show(f"{shown_address(uri).rstrip('/')}/#{page}", not self.no_browser)
+            return 0
+        print("Starting MLflow's server, which takes a while; Ctrl-C ends it", flush=True)
+        # SIGTERM then raises KeyboardInterrupt, so that `serving` ends the server together with this process.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        try:
+            with serving(uri, port) as (server, token):
+                _show(f"http://127.0.0.1:{port}/?token={token}#{page}", not self.no_browser)
+                # Not server.wait(): that does not return when another thread receives the signal first.
+                while server.poll() is None:
+                    time.sleep(0.2)
+                return server.returncode
+        except KeyboardInterrupt:
+            return 0
 
 
 def _free_port(wanted: int | None) -> int:

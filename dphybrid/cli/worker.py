@@ -4,31 +4,35 @@ On Ctrl-C or SIGTERM it takes no more runs; those that it has write checkpoints 
 --wait they finish first, unless a second signal comes. A third signal kills them.
 """
 
-import argparse
 import socket
+from typing import ClassVar
 
-from dphybrid.cli.parser import Parser, at_least_one, prefect_part
+from pydantic import Field
+
+from dphybrid.cli.parser import Command, prefect_part
 from dphybrid.config.settings import load_settings
 from dphybrid.gpus.inventory import Inventory, visible
 
 
-def flags(parser: Parser) -> None:
-    """Add the command's flags."""
-    add = parser.add_argument
-    add("--pool", default="gpu", help="work pool (default: gpu)")
-    name = "name of this worker and of its own queue (default: the host's)"
-    add("--name", default=socket.gethostname().split(".")[0], help=name)
-    limit = "runs at once (default: one per GPU, at least one)"
-    add("--limit", type=at_least_one, default=0, metavar="N", help=limit)
-    queues = "queue to take runs from; may be repeated (default: its own, urgent, any, night)"
-    add("--queue", action="append", metavar="NAME", help=queues)
-    add("--wait", action="store_true", help="on the first signal, let runs finish")
+class Flags(Command):
+    """The flags of `worker`."""
 
+    shown_as: ClassVar[dict[str, str]] = {"pool": "NAME", "name": "NAME", "queue": "NAME"}
+    pool: str = "gpu"
+    """Work pool."""
+    name: str = socket.gethostname().split(".")[0]
+    """Name of this worker and of its own queue (default: the host's)."""
+    limit: int | None = Field(default=None, ge=1)
+    """Runs at once (default: one per GPU, at least one)."""
+    queue: list[str] | None = None
+    """Queue to take runs from; may be repeated (default: its own, urgent, any, night)."""
+    wait: bool = False
+    """On the first signal, let runs finish."""
 
-def run(args: argparse.Namespace) -> int:
-    """Run the worker until signals stop it."""
-    # No more runs than GPUs: the rest would wait here, and be ahead of an urgent run that comes later.
-    gpus = visible(Inventory(load_settings().nvml).read())
-    limit = args.limit or max(1, len(gpus))
-    code: int = prefect_part("worker").run(args.pool, args.name, limit, args.queue, args.wait)
-    return code
+    def run(self) -> int:
+        """Run the worker until signals stop it."""
+        # No more runs than GPUs: the rest would wait here, and be ahead of an urgent run that comes later.
+        gpus = visible(Inventory(load_settings().nvml).read())
+        limit = self.limit or max(1, len(gpus))
+        code: int = prefect_part("worker").run(self.pool, self.name, limit, self.queue, self.wait)
+        return code

@@ -222,16 +222,17 @@ def given_values(config: ExperimentConfig) -> Values:
 
 
 def load_config(
-    file: Path | None, overrides: list[str], base: ExperimentConfig | None = None
+    file: Path | None, given: Values | list[str], base: ExperimentConfig | None = None
 ) -> ExperimentConfig:
-    """Compose a config: the recipe's defaults, then the file, then the overrides. Raises UserError.
+    """Compose a config: the recipe's defaults, then the file, then what is given: nested values of flags, or
+    override texts. Raises UserError.
 
     If neither names a recipe, the values decide, and the reason is printed. base: the config of a run that is
     resumed; it supplies the values that are not given, except for `cluster`: another number of ranks may
     resume a run.
     """
     from_file = read_config_file(file) if file else {}
-    from_flags = parse_overrides(overrides)
+    from_flags = given if isinstance(given, dict) else parse_overrides(given)
     places = dict.fromkeys(flatten(from_file), str(file))
     places |= {name: f"--{name.replace('_', '-')}" for name in flatten(from_flags)}
     values = merge(from_file, from_flags)

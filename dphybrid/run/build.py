@@ -89,8 +89,7 @@ def _note_idle_devices(config: ExperimentConfig, devices: str) -> None:
     if used < len(resolved):
         print(
             f"Note: train.batch_size={config.train.batch_size} leaves {len(resolved) - used} of "
-            f"{len(resolved)} devices idle; `dphybrid plan --devices '{resolved.text}' --batch-size "
-            f"{config.train.batch_size}` shows the split",
+            f"{len(resolved)} devices idle; use {len(resolved)} or more",
             flush=True,
         )
 

@@ -9,10 +9,11 @@ from torch import nn
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
 from dphybrid.data import batches
-from dphybrid.parallel import compare_split, find_data_parallel, resolve_devices
+from dphybrid.parallel import compare_split, find_data_parallel, resolve_devices, split_plan
 from dphybrid.parallel.check import Finding, check_module
-from dphybrid.recipes.context import ModelContext
 from dphybrid.recipes.registry import find_recipe
+from dphybrid.run.experiment import Experiment
+from dphybrid.run.leasing import wanted_spec
 from dphybrid.util.errors import UserError, failure_text, type_text
 from dphybrid.util.importing import import_callable
 
@@ -21,35 +22,41 @@ _COMPARED_ROWS = 64
 
 
 def check_target(
-    target: str | None, config: ExperimentConfig, settings: Settings
-) -> list[tuple[str, list[Finding]]]:
-    """Check `package.module:factory`, or the recipe's model; return the findings by block.
+    target: str | None, config: ExperimentConfig, settings: Settings, rows: int | None = None
+) -> tuple[str, list[tuple[str, list[Finding]]]]:
+    """Check `package.module:factory`, or the recipe's model; return how its batches are split, as text, and
+    the findings by block.
 
     A factory is called without arguments, or with the recipe's ModelContext if it takes one. The model's
     data-parallel blocks are checked; a model without any is checked as if it were one block. If the model is
     built for the recipe's data, its first rows are also computed unsplit and split, to find layers that
-    compute across the batch. Raises UserError when the factory does not return a module.
+    compute across the batch. rows: rows of an epoch (None: those of the data). Raises UserError when the
+    factory does not return a module.
     """
     across: list[Finding] = []
+    split = ""
     if target is None or _takes_context(target):
         recipe = find_recipe(config.recipe)
         data = recipe.prepare(config.data, settings.prepared_dir, config.train.seed)
         if target is not None:
             config = config.model_copy(update={"model": config.model.model_copy(update={"factory": target})})
-        context = ModelContext.of(config, data.info, resolve_devices("cpu"))
-        build = partial(recipe.new_model, context)
+        experiment, _ = Experiment.sized(recipe, config, settings, data)
+        config, rows = experiment.config, rows or len(data.dataset("train"))
+        devices = resolve_devices(wanted_spec(config, settings).text)
+        split = split_plan(rows, config.train.batch_size, devices.labels)
+        build = partial(experiment.build, resolve_devices("cpu"))
         model = build() if target is None else _made(target, build)
         if find_data_parallel(model):
             samples = recipe.training_rows(data.dataset("train"), data.info, config.model)
-            rows = min(config.train.batch_size, _COMPARED_ROWS)
-            across = compare_split(model, next(batches(samples, rows, seed=0, epoch=0, shuffle=False)))
+            compared = min(config.train.batch_size, _COMPARED_ROWS)
+            across = compare_split(model, next(batches(samples, compared, seed=0, epoch=0, shuffle=False)))
     else:
         model = _made(target, import_callable(target, "check"))
     blocks = find_data_parallel(model)
     if not blocks:
-        return [("the module as one block", check_module(model))]
+        return split, [("the module as one block", check_module(model))]
     found = [(name or "the model", check_module(block.module)) for name, block in blocks.items()]
-    return [*found, ("the first batch, unsplit and split", across)] if across else found
+    return split, [*found, ("the first batch, unsplit and split", across)] if across else found
 
 
 def _made(target: str, factory: Callable[[], object]) -> nn.Module:

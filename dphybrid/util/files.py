@@ -186,7 +186,7 @@ def making(final: Path, replace: bool = False) -> Iterator[Path]:
             make_folder(final.parent)
             partial.mkdir()
             yield partial
-            # In a fixed order: `dphybrid selftest --seed` counts file operations to repeat a fault.
+            # In a fixed order, so that the tests of faults can repeat one by its number.
             for path in (*sorted(partial.rglob("*")), partial):
                 sync(path)
             if replace and final.exists():

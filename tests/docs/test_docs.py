@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dphybrid.cli.main import make_parser
+from dphybrid.cli.main import COMMANDS, make_parser
 from dphybrid.config.settings import Settings
 from dphybrid.data.table.kinds import KINDS
 from dphybrid.recipes.configs import field_types
@@ -88,9 +88,9 @@ def test_a_command_is_there(command: str, monkeypatch: pytest.MonkeyPatch, tmp_p
             return
         words = ["dphybrid", "train", *words[3:]]  # whose flags a flow takes
     words = words[1:]
-    parser = make_parser(words)
-    if len(words) < 2:  # a name in a sentence
-        assert not words or words[0] in (parser.commands or {})
+    parser = make_parser()
+    if len(words) < 2 and words[:1] != ["--help"]:  # a name in a sentence
+        assert not words or words[0] in [name for names in COMMANDS.values() for name in names]
         return
     if "--help" in words:
         with pytest.raises(SystemExit, match="^0$"):

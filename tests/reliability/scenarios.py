@@ -3,7 +3,7 @@
 import random
 from pathlib import Path
 
-from dphybrid.selftest.trials import RUNS, SMALL, TABLE, write_clicks
+from tests.reliability.trials import RUNS, SMALL, TABLE, write_clicks
 
 TEXT = ["recipe=text", "data.window=8", "data.min_count=1", "model.dim=4", "model.hidden=4"]
 TEXT += ["model.layers=1", "train.batch_size=8", "data.path={folder}/text.txt"]

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from dphybrid.config.settings import load_settings
-from dphybrid.selftest.trials import run_results
 from dphybrid.serving.load import find_checkpoint
 from dphybrid.serving.predict import Predictor
 from dphybrid.util.errors import UserError
@@ -23,6 +22,7 @@ from tests.conftest import own_settings
 from tests.refusing import refused
 from tests.reliability.damages import DAMAGES, damage
 from tests.reliability.test_faults import OPTIONS
+from tests.reliability.trials import run_results
 
 COUNT = os.environ.get("DPHYBRID_DAMAGES", "12")
 ROWS = {"age": [20, 45, 80], "city": ["a", "b", "elsewhere"]}

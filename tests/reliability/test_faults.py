@@ -18,12 +18,12 @@ from mlflow.tracking import MlflowClient
 
 from dphybrid.recipes.registry import BUILT_IN
 from dphybrid.run.folder import RunPage
-from dphybrid.selftest.faults import ERRORS, KILLED, MODES
-from dphybrid.selftest.trials import run_results, run_trial
 from dphybrid.tracking import waiting
 from dphybrid.tracking.opening import embedded_uri
 from tests.conftest import LONG
+from tests.reliability.faults import ERRORS, KILLED, MODES
 from tests.reliability.scenarios import SCENARIOS, options_of, write_files
+from tests.reliability.trials import run_results, run_trial
 from tests.stores import put_database
 
 TRIALS = os.environ.get("DPHYBRID_FAULTS", "4")
@@ -96,7 +96,7 @@ def recorded_of(data_dir: Path) -> dict[str, Any]:
 @pytest.mark.timeout(1200)
 def test_a_recorded_run_on_a_slow_disk_loses_and_doubles_nothing(tmp_path: Path) -> None:
     # trials are forked from a process that has imported MLflow, unless an earlier one has started it without
-    forkserver.set_forkserver_preload(["dphybrid.selftest.trials", "mlflow.store.tracking.sqlalchemy_store"])
+    forkserver.set_forkserver_preload(["tests.reliability.trials", "mlflow.store.tracking.sqlalchemy_store"])
     forkserver.ensure_running()
     new = tmp_path / "new"
     put_database("mlflow", new / "mlflow" / "mlflow.db")

@@ -15,14 +15,13 @@ from typing import Any
 import polars as pl
 import pytest
 import yaml
+from dphybrid.orchestration.validate import check_prefect_yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dphybrid.cli import train
-from dphybrid.cli.flags import config_from_args
 from dphybrid.cli.main import main
 from dphybrid.config.settings import load_settings
-from dphybrid.orchestration.validate import check_prefect_yaml
 from dphybrid.recipes.configs import field_types, load_config
 from dphybrid.recipes.registry import BUILT_IN
 from dphybrid.run.folder import RunPage
@@ -271,11 +270,9 @@ def test_outboxes(folder: Path, tmp_path_factory: pytest.TempPathFactory, data: 
 
 COMMANDS = [
     "train",
-    "plan",
     "check",
     "prepare",
     "predict",
-    "verify",
     "compare",
     "validate",
     "rollback",
@@ -305,10 +302,10 @@ FLAGS += [f"--{name.replace('_', '-')}" for name in FIELDS]
 def test_command_lines(folder: Path, command: str, flags: list[tuple[str, str]], more: list[str]) -> None:
     """Up to where training would begin, which the report's place and a run to resume are checked before."""
     argv = [command, *more, *(part for flag in flags for part in flag)]
-    if command in ("devices", "doctor", "sync", "selftest", "worker", "deploy"):
+    if command in ("devices", "doctor", "sync", "worker", "deploy"):
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "run", lambda args: config_from_args(args) and 0)
+        patch.setattr(train.Flags, "run", lambda flags: flags.experiment() and 0)
         for name in ("DPHYBRID_TRACKING_URI", "DPHYBRID_PROFILE"):
             patch.setenv(name, "none" if "TRACKING" in name else "1-1")
         try:

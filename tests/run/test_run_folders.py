@@ -1,4 +1,4 @@
-"""Damaged neighbours are left out, `dphybrid verify` names damage, a running run is not run twice."""
+"""Damaged neighbours are left out, a running run is not run twice."""
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
@@ -65,26 +65,6 @@ def test_an_empty_name_resumes_no_run(data_dir: Path) -> None:
     command("train", "--recipe", "toy", "--run-name", "one", "--tracking", "none")
     told = command("train", "--recipe", "toy", "--tracking", "none", "--resume", "", ends=2)
     assert "--resume : there is no such run" in told
-
-
-def test_verify_names_the_damaged_file(data_dir: Path) -> None:
-    command("train", "--recipe", "toy", "--run-name", "one", "--tracking", "none")
-    lines = command("verify").splitlines()
-    assert len(lines) == 2
-    assert all(line.startswith("ok ") and line.endswith("whole") for line in lines)
-    (checkpoint,) = (data_dir / "runs" / "one" / "checkpoints").glob("step-*")
-    file = checkpoint / "blocks.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-3] ^= 0x40
-    file.write_bytes(content)
-    shown = command("verify", "one", ends=1)
-    assert "BAD" in shown
-    assert "blocks.safetensors" in shown
-    (prepared,) = (data_dir / "prepared").glob("toy-*")
-    command("verify", str(prepared))
-    assert "runs: one" in command("verify", "nowhere", ends=2)
-    Path("one").mkdir()  # a folder here that has the run's name by chance
-    assert "blocks.safetensors" in command("verify", "one", ends=1)
 
 
 def test_the_latest_run_is_the_last_one_whatever_the_clock_said(

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dphybrid.selftest.faults import KILLED, Faults
 from dphybrid.util.files import clear_leftovers, making, remove_folder, write_text
+from tests.reliability.faults import KILLED, Faults
 
 
 def put(folder: Path, text: str) -> None:
