@@ -24,7 +24,7 @@ import numpy as np
 from pydantic import BaseModel, Field
 
 from dphybrid.data.batches import Array, ArrayDataset, Dataset
-from dphybrid.util.digests import combined_digest, file_digest, value_digest, verify_files
+from dphybrid.util.digests import code_digest, combined_digest, file_digest, value_digest, verify_files
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.files import clear_leftovers, disk_text, make_folder, making, naming, sync
 from dphybrid.util.locks import locked
@@ -445,7 +445,10 @@ def find_prepared(
 
 
 def _digest(name: str, source: Source, seed: int, digests: list[bytes]) -> str:
+    code = code_digest([type(source)])
     facts = {"recipe": name, "seed": seed, "prepared": PREPARED_VERSION, **source.options}
+    # Only with code from outside of the package: its own has PREPARED_VERSION.
+    facts |= {"code": code} if code else {}
     return combined_digest([json.dumps(facts, sort_keys=True).encode(), *digests])
 
 

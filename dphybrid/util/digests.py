@@ -1,12 +1,17 @@
 """Checksums of files and values, and the check of files against their checksums."""
 
+import ast
 import hashlib
+import inspect
 import json
 import stat
+import sys
+import textwrap
 import zlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePath
+from types import CodeType
 
 from dphybrid.util.errors import UserError
 
@@ -32,6 +37,39 @@ def combined_digest(parts: Iterable[bytes]) -> str:
 def value_digest(value: object) -> str:
     """Return the sha256 in hex of a value that JSON can represent. The order of keys does not matter."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def code_digest(classes: Iterable[type]) -> str:
+    """Return the sha256 in hex of the code of classes and of their base classes; empty without any outside of
+    this package, whose code has a version. Comments and layout do not matter.
+
+    The code is the file of a class's module, as a class calls what stands beside it; of a class in the
+    running program its own lines, and of one without a file its compiled functions.
+    """
+    package = __name__.partition(".")[0]
+    found: dict[str, str] = {}
+    for cls in dict.fromkeys(base for each in classes for base in each.__mro__):
+        if cls.__module__.partition(".")[0] not in (package, "builtins", "abc", "typing", "pydantic"):
+            found[f"{cls.__module__}.{cls.__qualname__}"] = _code_of(cls)
+    return value_digest(found) if found else ""
+
+
+def _code_of(cls: type) -> str:
+    module = sys.modules.get(cls.__module__)
+    try:
+        known = module is not None and cls.__module__ != "__main__" and hasattr(module, "__file__")
+        source = inspect.getsource(module if known and module else cls)
+        return ast.dump(ast.parse(textwrap.dedent(source)))
+    except (OSError, TypeError, SyntaxError):
+        functions = (getattr(each, "__func__", each) for each in vars(cls).values())
+        codes = [each.__code__ for each in functions if hasattr(each, "__code__")]
+        return repr([_compiled(code) for code in codes])
+
+
+def _compiled(code: CodeType) -> tuple[object, ...]:
+    """Return what a function does, without its file and line numbers."""
+    constants = [_compiled(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
+    return code.co_name, code.co_code.hex(), code.co_names, constants
 
 
 def copy_files(source: Path, target: Path) -> dict[str, str]:

@@ -7,6 +7,9 @@ Ids: 0 = no value, 1 = unknown value. Letters: B rows, L items of a bag.
 import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -20,24 +23,62 @@ FEW = 64
 """Up to this many rows, cells are read by Python loops, which take no longer than polars' engine to start."""
 _MAX_DEVIATION = 100.0
 """Standard deviations at which a number is clipped, so that one absurd value cannot dominate a batch."""
+_PYTHON = {type(None), bool, int, float, str, bytes, date, datetime, time, timedelta, Decimal}
+"""Types of Python that polars reads as they are."""
+_NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|[+-]?inf"
 _WORD = r"\w+(?:['’]\w+)*"
 
 
 def is_list_of_items(dtype: pl.DataType) -> bool:
     """Return whether a type is a list of texts or of whole numbers, which can be read as a bag."""
     inner = getattr(dtype, "inner", None)
-    return inner is not None and (inner.is_integer() or inner in (pl.String, pl.Categorical, pl.Enum))
+    items = (pl.String, pl.Categorical, pl.Enum, pl.Null)  # Null: of lists that are all empty
+    return inner is not None and (inner.is_integer() or inner in items)
+
+
+def is_odd(dtype: pl.DataType) -> bool:
+    """Return whether values of a type are neither single values nor lists that can be read as bags."""
+    other = dtype in (pl.Binary, pl.Object) or isinstance(dtype, pl.BaseExtension)
+    return (dtype.is_nested() or other) and not is_list_of_items(dtype)
+
+
+def of_objects(name: str, values: Sequence[Any], as_text: Callable[[Any], str] | None = None) -> pl.Series:
+    """Return a column of Python objects. None, nan, pd.NA and NaT are no value; arrays and tuples are lists.
+
+    as_text: for values of other types; without it, they raise TypeError."""
+    if set(map(type, values)) <= _PYTHON:
+        return pl.Series(name, values, strict=False)
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, np.generic):
+            value = value.item()
+        elif hasattr(value, "to_pydatetime"):
+            value = value.to_pydatetime()
+        if isinstance(value, list | tuple | np.ndarray):
+            return list(map(plain, value))
+        if value is None or type(value).__name__ in ("NAType", "NaTType"):
+            return None
+        if type(value) in _PYTHON or isinstance(value, Mapping):
+            return value
+        if as_text is None:
+            raise TypeError(
+                f"column {name!r} holds a {type(value).__name__} ({value!r:.60}), which is no text, number, "
+                "date or list; write it as one of these, or leave the column out"
+            )
+        return as_text(value)
+
+    return pl.Series(name, list(map(plain, values)), strict=False)
 
 
 def clean(columns: Iterable[pl.Series], missing: Iterable[str]) -> list[pl.Series]:
     """Return the cells of columns as stripped text, or as Float64 or whole numbers if they are numbers; None
-    for cells that mean no value. Lists of items stay lists; durations become seconds."""
+    for cells that mean no value. Booleans, dates and times keep their type, lists of items stay lists, and
+    durations become seconds. A text that means no value also means its number: -999 and -999.0 are one."""
     # Columns are named by number, as polars reads names such as `*` as patterns. One call covers all columns,
     # with one expression per type: starting polars' engine takes longer than the work on few cells.
     frame = pl.DataFrame([cells.alias(str(place)) for place, cells in enumerate(columns)])
     none = {"", *missing}
-    # The texts for no value that a number could be equal to, such as -999.
-    marks = [text for text in none if text[-1:].isdigit() or text in ("inf", "-inf")]
+    marks = [float(text) for text in none if re.fullmatch(_NUMBER, text)]
     names: dict[pl.DataType, list[str]] = {}
     for cells in frame.get_columns():
         if len(frame) > FEW or not _is_clean(cells, none, marks):
@@ -47,12 +88,15 @@ def clean(columns: Iterable[pl.Series], missing: Iterable[str]) -> list[pl.Serie
     frame = frame.with_columns(_read(each, dtype, marks) for dtype, each in names.items())
     # A separate step: in one step with the above, polars would strip the texts twice.
     texts = pl.col(name for each in names.values() for name in each if frame.schema[name] == pl.String)
-    return frame.with_columns(pl.when(~texts.is_in(list(none))).then(texts)).get_columns()
+    is_none = texts.is_in(list(none))
+    if marks:
+        is_none |= texts.cast(pl.Float64, strict=False).is_in(marks).fill_null(False)
+    return frame.with_columns(pl.when(~is_none).then(texts)).get_columns()
 
 
-def _is_clean(cells: pl.Series, none: set[str], marks: list[str]) -> bool:
+def _is_clean(cells: pl.Series, none: set[str], marks: list[float]) -> bool:
     """Return whether cleaning would leave these few cells unchanged."""
-    if cells.dtype == pl.String:  # str.strip() strips at least the blanks that polars strips
+    if cells.dtype == pl.String and not marks:  # str.strip() strips at least the blanks that polars strips
         return all(text is None or (text == text.strip() and text not in none) for text in cells.to_list())
     if marks or not (cells.dtype.is_integer() or cells.dtype == pl.Float64):
         return False
@@ -60,30 +104,75 @@ def _is_clean(cells: pl.Series, none: set[str], marks: list[str]) -> bool:
     return cells.dtype.is_integer() or not any(number != number for number in cells.to_list())
 
 
-def _read(names: list[str], dtype: pl.DataType, marks: list[str]) -> pl.Expr:
+def _read(names: list[str], dtype: pl.DataType, marks: list[float]) -> pl.Expr:
     """Return the expression that reads columns of a type as stripped text or as numbers."""
     cells = pl.col(names)
     if is_list_of_items(dtype):
         return cells.arr.to_list() if isinstance(dtype, pl.Array) else cells
+    if dtype == pl.Boolean or (dtype.is_temporal() and dtype != pl.Duration):
+        return cells
     if dtype == pl.Duration:
         cells, dtype = cells.dt.total_microseconds() / 1e6, pl.Float64()
     if not dtype.is_numeric():
         return cells.cast(pl.String).str.strip_chars()
-    if marks:  # compared as texts, as the user wrote them
-        cells = pl.when(~cells.cast(pl.String).is_in(marks)).then(cells)
-    if dtype == pl.Float32:  # via its text: 0.1 stays 0.1, as in a CSV file, instead of 0.10000000149
-        cells = cells.cast(pl.String)
+    if dtype in (
+        pl.Float16,
+        pl.Float32,
+    ):  # via its text: 0.1 stays 0.1, as in a CSV file, instead of 0.10000000149
+        cells = cells.cast(pl.String).cast(pl.Float64)
+    if marks:
+        cells = pl.when(~cells.cast(pl.Float64).is_in(marks)).then(cells)
     return cells if dtype.is_integer() else cells.cast(pl.Float64).fill_nan(None)
 
 
-def texts_of(cells: pl.Series, known: pl.Series) -> pl.Series:
-    """Return cells as texts, whole numbers of floats as the known texts write them."""
+def as_texts(cells: pl.Series) -> pl.Series:
+    """Return cells as the texts that a file would hold: whole numbers without a decimal mark, also those of
+    floats, true and false, dates as 2024-12-31, and times of day only where there are some."""
+    if cells.dtype == pl.String:
+        return cells
+    texts = cells.dt.replace_time_zone(None) if isinstance(cells.dtype, pl.Datetime) else cells
+    texts = texts.cast(pl.String)
+    if cells.dtype.is_float():
+        # pandas makes floats of whole numbers beside a missing one: 7.0 is 7.
+        whole = (cells == cells.floor()) & (cells.abs() < 2**53)
+        return cells.cast(pl.Int64, strict=False).cast(pl.String).zip_with(whole, texts)
+    if isinstance(cells.dtype, pl.Datetime):
+        return texts.str.replace(r"\.0+$", "").str.strip_suffix(" 00:00:00")
+    return texts
+
+
+def texts_of(cells: pl.Series, known: pl.Series, kind: str = "") -> pl.Series:
+    """Return cells as the texts of a column of categories, each value in one form.
+
+    kind: text; number, where 7, 7.0 and +7 are one value; boolean, where True, TRUE and 1 are the value true;
+    or empty, for encoders of earlier versions: whole numbers of floats as the known texts write them."""
+    if kind == "number":
+        texts = as_texts(cells)
+        if cells.dtype != pl.String or not texts.str.contains(r"[.+]").any():
+            return texts
+        return texts.str.replace(r"^\+?(-?\d+)(?:\.0*)?$", "$1").str.replace(
+            r"^\+?(-?\d*\.\d*[1-9])0*$", "$1"
+        )
+    if kind == "boolean":
+        return as_texts(cells).str.to_lowercase().replace({"1": "true", "0": "false"})
+    if kind:
+        return as_texts(cells)
     texts = cells.cast(pl.String)
     if not cells.dtype.is_float():
         return texts
-    # pandas makes floats of whole numbers beside a missing one: 7.0 is the 7 of training.
     whole = texts.str.strip_suffix(".0")
     return whole.zip_with(whole.is_in(known.implode()), texts)
+
+
+def numbers_of(cells: pl.Series, decimal: str = ".", thousands: str = "") -> pl.Series:
+    """Return `read_numbers` of the cells of a column of numbers, where true counts as 1 and false as 0."""
+    if cells.dtype == pl.Boolean:
+        return cells.cast(pl.Float64)
+    numbers = read_numbers(cells, decimal, thousands)
+    if cells.dtype != pl.String or numbers.null_count() == cells.null_count():
+        return numbers
+    truth = cells.str.to_lowercase().replace_strict({"true": 1.0, "false": 0.0}, default=None)
+    return numbers.zip_with(truth.is_null(), truth.cast(pl.Float64))
 
 
 def plain_numbers(cells: pl.Series, decimal: str, thousands: str) -> pl.Series:
@@ -115,8 +204,10 @@ def read_times(cells: pl.Series, day_first: bool) -> pl.Series:
     """Return Datetimes of dates such as 2024-12-31, 12/31/2024 and 31.12.2024, with or without a time of day;
     None for other texts. day_first: read 31/12/2024 instead of 12/31/2024."""
     if cells.dtype.is_temporal():
-        return cells.cast(pl.Datetime("us"))
-    words = cells.cast(pl.String).str.strip_chars().str.replace("T", " ", literal=True)
+        # The clock as written, as for texts.
+        local = cells.dt.replace_time_zone(None) if isinstance(cells.dtype, pl.Datetime) else cells
+        return local.cast(pl.Datetime("us"), strict=False)
+    words = as_texts(cells).str.strip_chars().str.replace("T", " ", literal=True)
     # Fractions of a second and time zones are dropped.
     words = words.str.replace(r"(:\d{2})(?:\.\d+)?\s*(?:Z|[+-]\d{2}:?\d{2})?$", "$1")
     date = words.str.extract(r"^(\S+)", 1)
@@ -151,7 +242,7 @@ def items_of(cells: pl.Series, separator: str, most: int | None = None) -> pl.Se
     (None: all)."""
     item = pl.element().str.strip_chars()
     if cells.dtype != pl.List:
-        cells = cells.cast(pl.String).str.split(separator)
+        cells = as_texts(cells).str.split(separator)
     # The items of lists may be whole numbers or categories, hence the cast to texts.
     items = cells.cast(pl.List(pl.String)).list.eval(item.filter(item != ""))
     return items if most is None else items.list.head(most)
@@ -159,7 +250,7 @@ def items_of(cells: pl.Series, separator: str, most: int | None = None) -> pl.Se
 
 def words_of(cells: pl.Series, most: int | None = None) -> pl.Series:
     """Return the lower-cased words of cells as lists. most: keep only the first ones (None: all)."""
-    words = cells.cast(pl.String).str.to_lowercase().str.extract_all(_WORD)
+    words = as_texts(cells).str.to_lowercase().str.extract_all(_WORD)
     return words if most is None else words.list.head(most)
 
 

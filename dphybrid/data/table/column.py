@@ -19,9 +19,13 @@ Array = np.ndarray
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """The cells of a column in the first rows, from which its kind is inferred. cells: only those with a
-    value. num_rows: number of these rows. whole: the table has no other rows. beside_label: returns the cells
-    of more rows, with the label's outputs as `label_outputs` gives them; None without a label."""
+    """The cells of a column in the first rows, from which its kind is inferred.
+
+    cells: only those with a value, as texts (`as_texts`), whatever the file stores, or as lists. num_rows:
+    number of these rows. whole: the table has no other rows. beside_label: returns the cells of more rows,
+    with the label's outputs as `label_outputs` gives them; None without a label. typed: the file stores
+    numbers. declared: the file says that the values are categories.
+    """
 
     name: str
     cells: pl.Series
@@ -29,6 +33,8 @@ class Sample:
     whole: bool
     data: TableDataConfig
     beside_label: Callable[[], tuple[pl.Series, Array | None]] | None = None
+    typed: bool = False
+    declared: bool = False
 
 
 @dataclass(frozen=True)

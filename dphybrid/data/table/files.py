@@ -10,6 +10,7 @@ import polars as pl
 
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.store import mapped
+from dphybrid.data.table.cells import is_odd
 from dphybrid.data.table.delimited import csv_jobs
 from dphybrid.data.table.jsonl import is_json, json_chunks
 from dphybrid.data.table.lines import format_of
@@ -22,7 +23,6 @@ from dphybrid.data.table.rows import (
     check_columns,
     check_rejected,
     check_types,
-    is_odd,
 )
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path

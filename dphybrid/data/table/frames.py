@@ -14,7 +14,7 @@ import polars as pl
 from polars.io.plugins import register_io_source
 from polars.selectors import by_name  # takes names literally; select() reads `*` as a pattern
 
-from dphybrid.data.table.cells import FEW
+from dphybrid.data.table.cells import FEW, as_texts, of_objects
 from dphybrid.data.table.rows import check_types
 from dphybrid.util.errors import UserError, counted, type_text
 from dphybrid.util.files import check_target, make_folder, sync, temporary, write_text
@@ -24,7 +24,7 @@ PART_ROWS = 2**20
 _ROW_GROUP = 2**17
 _WRITTEN = (".parquet", ".csv")
 """Endings of the files that predictions can be written to."""
-_PLAIN = {"object", "str", "string", "int64", "float64", "bool"}
+_PLAIN = {"str", "string", "int64", "float64", "bool"}
 """Types of pandas that Python objects represent exactly. Copying up to `FEW` rows as objects takes a third of
 the time of Arrow."""
 KINDS = (
@@ -45,20 +45,18 @@ def as_frame(data: object, where: str) -> pl.DataFrame | pl.LazyFrame:
         if type(data).__module__.partition(".")[0] == "pandas" and hasattr(data, "columns"):
             return _from_pandas(data, where)
         if hasattr(data, "__arrow_c_stream__"):
-            return pl.DataFrame(data)
+            return pl.DataFrame(_with_categories(data))
         if isinstance(data, Mapping):
-            columns = {
-                str(name): _of_series(values) if hasattr(values, "iloc") else values
-                for name, values in data.items()
-            }
-            for name, values in columns.items():  # polars would repeat a single value in every row
+            for name, values in data.items():  # polars would repeat a single value in every row
                 if isinstance(values, str) or not hasattr(values, "__len__"):
                     raise UserError(f"{where}: column {name!r} is {values!r}; give it a list or an array")
-            return pl.DataFrame(columns, strict=False)
+            return pl.DataFrame([_column(str(name), values) for name, values in data.items()])
         if isinstance(data, Sequence) and all(isinstance(row, Mapping) for row in data):
             names = dict.fromkeys(str(name) for row in data for name in row)
-            return pl.DataFrame({name: [row.get(name) for row in data] for name in names}, strict=False)
-    except (pl.exceptions.PolarsError, TypeError, OverflowError, UnicodeEncodeError) as error:
+            return pl.DataFrame([of_objects(name, [row.get(name) for row in data]) for name in names])
+    except TypeError as error:
+        raise UserError(f"{where}: {error}") from error
+    except (pl.exceptions.PolarsError, OverflowError, UnicodeEncodeError) as error:
         raise UserError(f"{where}: cannot be read as a table: {error}") from error
     raise UserError(f"{where}: is {type_text(data)}; give {KINDS}")
 
@@ -69,17 +67,43 @@ def _from_pandas(frame: Any, where: str) -> pl.DataFrame:
         raise UserError(f"{where}: has two columns named {twice[0]!r}; rename one")
     if 0 < len(frame) <= FEW and set(map(str, frame.dtypes)) <= _PLAIN:
         columns = zip(*frame.to_numpy(object, na_value=None).tolist(), strict=True)
-        found = [pl.Series(name, cells, strict=False) for name, cells in zip(names, columns, strict=True)]
+        found = [of_objects(name, cells) for name, cells in zip(names, columns, strict=True)]
         return pl.DataFrame([c.cast(pl.String) if c.dtype == pl.Null else c for c in found])
-    return pl.DataFrame({name: _of_series(frame.iloc[:, place]) for place, name in enumerate(names)})
+    return pl.DataFrame([_column(name, frame.iloc[:, place]) for place, name in enumerate(names)])
 
 
-def _of_series(series: Any) -> pl.Series:
-    try:
-        return pl.Series(pl.from_pandas(series))
-    except Exception:  # noqa: BLE001 - pyarrow raises many classes for columns of mixed objects
-        # `value != value` is true of nan and NaT only, which become None.
-        return pl.Series([None if value != value else value for value in series.to_list()], strict=False)
+def _column(name: str, values: Any) -> pl.Series:
+    """Return a column of any library."""
+    if isinstance(values, pl.Series):
+        return values.alias(name)
+    dtype = getattr(values, "dtype", None)
+    if hasattr(values, "iloc") and str(dtype) == "category":
+        # As texts: polars knows no categories of numbers, and would drop that they were declared.
+        kinds = of_objects(name, values.cat.categories.to_list(), as_text=str)
+        codes = pl.Series(values.cat.codes.to_numpy()).cast(pl.Int64)
+        return as_texts(kinds).gather(codes.set(codes < 0, None)).cast(pl.Categorical).alias(name)
+    if hasattr(values, "iloc") and str(dtype) != "object":
+        try:
+            return pl.Series(pl.from_pandas(values)).alias(name)
+        except Exception:  # noqa: BLE001 - pyarrow raises many classes for types that it lacks
+            return of_objects(name, values.to_list())
+    if str(dtype) == "object" or dtype is None:
+        return of_objects(name, values.tolist() if hasattr(values, "tolist") else list(values))
+    return pl.Series(name, values, strict=False)
+
+
+def _with_categories(data: Any) -> Any:
+    """Return an Arrow table whose dictionaries hold texts: polars drops that others were declared."""
+    if not hasattr(data, "schema") or type(data).__module__.partition(".")[0] != "pyarrow":
+        return data
+    import pyarrow as pa  # type: ignore[import-untyped]
+
+    table = pa.table(data)
+    for place, field in enumerate(table.schema):
+        if pa.types.is_dictionary(field.type) and not pa.types.is_string(field.type.value_type):
+            texts = as_texts(pl.Series(table.column(place).cast(field.type.value_type)))
+            table = table.set_column(place, field.name, texts.cast(pl.Categorical).to_arrow())
+    return table
 
 
 def check_frame(frame: pl.DataFrame | pl.LazyFrame, where: str, ignored: Sequence[str] = ()) -> list[str]:

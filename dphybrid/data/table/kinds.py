@@ -25,7 +25,7 @@ from dphybrid.data.table.cells import (
     bag_ids,
     ids_of,
     items_of,
-    read_numbers,
+    numbers_of,
     read_times,
     texts_of,
     time_parts,
@@ -53,6 +53,9 @@ _ROW_GAPS = 0.05
 _BUCKET_ROWS = 128
 """Fewest training rows per bucket, unless schema.toml asks for more buckets: with fewer, an embedding
 memorises its rows."""
+_SOME = 20
+"""Cells that are looked at before all cells of a column."""
+_PLAIN_NUMBER = r"^[+-]?(?:\d+\.?\d*|\.\d+)$"
 _INT32_MAX = 2**31 - 1
 """Largest int32: ids are stored as such."""
 
@@ -69,7 +72,7 @@ class Ignore(Column):
     def claims(cls, sample: Sample) -> str | None:
         if not len(sample.cells):
             return "no values" if sample.whole else None
-        if sample.cells.dtype != pl.String and not sample.cells.dtype.is_integer():
+        if sample.cells.dtype != pl.String or sample.declared:
             return None
         # A model would learn from a row number when a row was written, and new rows are beyond all of them.
         numbers = sample.cells.cast(pl.Int64, strict=False)
@@ -135,7 +138,7 @@ class Numeric(Numbers):
         return dict(zip(("decimal", "thousands"), notation_of(sample)[0], strict=True))
 
     def read(self, cells: pl.Series) -> pl.Series:
-        return read_numbers(cells, self.decimal, self.thousands)
+        return numbers_of(cells, self.decimal, self.thousands)
 
     def wrong(self, cells: pl.Series, values: pl.Series) -> pl.Series:
         # Infinite numbers were read as None too, but count as no value instead of rejecting their rows.
@@ -174,7 +177,7 @@ class Time(Numbers):
     @classmethod
     def claims(cls, sample: Sample) -> str | None:
         first = is_day_first(sample.cells, sample.data)
-        if first is None or not looks_like_dates(sample.cells, first):
+        if sample.declared or first is None or not looks_like_dates(sample.cells, first):
             return None
         order = "month" if not first and sample.cells.str.contains("/", literal=True).any() else "day"
         how = "" if sample.cells.str.contains(YEAR_FIRST).all() else f", {order} first"
@@ -224,6 +227,9 @@ class Category(Column):
     """Embeddings that all other values share by a hash, instead of a single unknown one."""
     ignore_case: bool = Field(default=False, examples=[False])
     """true reads Yes and yes as the same value."""
+    type: Literal["", "text", "number", "boolean"] = Field(default="", examples=["text"])
+    """What the values are, however a file or frame stores them. number: 7 and 7.0 are one value; boolean:
+    True, TRUE and 1 are one value. Inferred from the first rows."""
     # Excluded: the encoder saves the texts of all columns in one Parquet file.
     learned: pl.Series = Field(default_factory=lambda: pl.Series("value", [], dtype=pl.String), exclude=True)
     """The values with their own id, in the order of their ids."""
@@ -233,20 +239,28 @@ class Category(Column):
         cells = sample.cells
         if not len(cells):
             return f"no values in the first {sample.num_rows:,} rows"
-        return why_not_numeric(sample) or (
-            "upper and lower case count as equal" if cls.inferred(sample) else ""
-        )
+        why, distinct = why_not_numeric(sample), set(cells.unique().to_list())
+        mixed = cls._type_of(sample) == "boolean" and len(distinct) > 2
+        return why or ("upper and lower case count as equal" if mixed else "")
 
     @classmethod
     def inferred(cls, sample: Sample) -> dict[str, Any]:
-        distinct = sample.cells.unique().to_list() if sample.cells.dtype == pl.String else []
-        folded = {str(text).lower() for text in distinct[:8]}
-        # Different programs write True, TRUE and true; the case of other words may be meant.
-        mixed = len(folded) < len(distinct) <= 6 and folded <= {"true", "false"}
-        return {"ignore_case": True} if mixed else {}
+        return {"type": cls._type_of(sample)}
+
+    @staticmethod
+    def _type_of(sample: Sample) -> str:
+        cells = sample.cells
+        if cells.dtype != pl.String or not len(cells):
+            return "text"
+        if cells.head(_SOME).str.to_lowercase().is_in(["true", "false"]).all():
+            return "boolean" if cells.str.to_lowercase().is_in(["true", "false"]).all() else "text"
+        is_number = (
+            cells.head(_SOME).str.contains(_PLAIN_NUMBER).all() and cells.str.contains(_PLAIN_NUMBER).all()
+        )
+        return "number" if is_number and not has_leading_zeros(cells) else "text"
 
     def read(self, cells: pl.Series) -> pl.Series:
-        texts = texts_of(cells, self.learned)
+        texts = texts_of(cells, self.learned, self.type)
         return texts.str.to_lowercase() if self.ignore_case else texts
 
     def fitted(self, training: TrainingValues) -> Self:
@@ -316,7 +330,7 @@ class Category(Column):
         ids_B = np.array(self.ids_of(cells))
         odd = np.flatnonzero(ids_B == UNKNOWN_ID)
         if len(odd):
-            ids_B[odd] = self.ids_of(cleaned(cells.gather(odd)))
+            ids_B[odd] = self.ids_of(self.read(cleaned(cells.gather(odd))))
         return ids_B
 
     def ids(self, values: pl.Series) -> Array:

@@ -143,7 +143,9 @@ def label_column(sample: Sample) -> Column:
     """Return how the cells of a label are read, inferred from the first ones: as numbers, or as names of
     classes. Raises UserError for numbers with a few texts among them."""
     data, numeric = sample.data, Numeric(name=sample.name, **Numeric.inferred(sample))
-    category = Category(name=sample.name, **Category.inferred(sample))
+    # Classes keep their names, unless the case of true and false varies.
+    mixed = Category.inferred(sample)["type"] == "boolean" and sample.cells.n_unique() > 2
+    category = Category(name=sample.name, type="boolean" if mixed else "text")
     if data.task != "auto":
         return numeric if data.task in ("regression", "counts") else category
     # Many different numbers are values to predict, not classes. A few texts among them are probably mistakes,

@@ -73,6 +73,8 @@ def notation_of(sample: Sample) -> tuple[tuple[str, str], pl.Series]:
         for decimal, thousands in _NOTATIONS
         if data.decimal in ("auto", decimal) and data.thousands in ("auto", thousands)
     ]
+    if sample.typed:  # not written at all
+        return (".", ""), others((".", ""))
     odd = others(allowed[0])
     if len(allowed) == 1 or cells.dtype != pl.String or not len(odd):
         return allowed[0], odd
@@ -128,8 +130,8 @@ def _trial_of(sample: Sample) -> Trial | None:
 
 def _why_not_numbers(sample: Sample) -> str | None:
     cells = sample.cells
-    if cells.dtype.is_float():
-        return None
+    if sample.declared:
+        return "declared as categories"
     signs, odd = notation_of(sample)
     if len(odd):
         few = len(odd) <= FEW_OTHERS * len(cells)
@@ -140,9 +142,7 @@ def _why_not_numbers(sample: Sample) -> str | None:
     whole = plain.cast(pl.Int64, strict=False)
     # Float64 holds whole numbers exactly up to 2^53; beyond, ids that differ would become the same number.
     if whole.null_count():
-        # Whole numbers of other types than texts are null only beyond Int64.
-        large = plain.dtype != pl.String or plain.str.contains(r"^-?\d{17,}$").any()
-        return "whole numbers beyond 2^53" if large else None
+        return "whole numbers beyond 2^53" if plain.str.contains(r"^-?\d{17,}$").any() else None
     # Not abs(): that of the smallest Int64 is negative.
     if max(cast(int, whole.max()), -cast(int, whole.min())) > 2**53:
         return "whole numbers beyond 2^53"

@@ -9,7 +9,7 @@ from typing import NotRequired, TypedDict
 import polars as pl
 
 from dphybrid.data.batches import Array
-from dphybrid.data.table.cells import clean, is_list_of_items
+from dphybrid.data.table.cells import as_texts, clean, is_odd
 from dphybrid.util.errors import UserError
 
 SHOWN = 500
@@ -83,7 +83,7 @@ class Rows:
     def texts(self, name: str) -> pl.Series:
         """Return the cells of a column as texts or lists."""
         cells = self.cells[name]
-        return cells.cast(pl.String) if cells.dtype.is_numeric() else cells
+        return cells if cells.dtype == pl.List else as_texts(cells)
 
 
 Job = Callable[[], Rows]
@@ -123,11 +123,6 @@ def check_rejected(
             f"data.max_rejected={max_rejected:g} allows; the first is line {first['line']}{where}: "
             f"{first['reason']}; correct the file, set data.delimiter, or raise data.max_rejected"
         )
-
-
-def is_odd(dtype: pl.DataType) -> bool:
-    """Return whether values of a type are neither single values nor lists that can be read as bags."""
-    return (dtype.is_nested() or dtype in (pl.Binary, pl.Object)) and not is_list_of_items(dtype)
 
 
 def check_types(schema: pl.Schema, where: str, field: str, ignored: Sequence[str]) -> None:

@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 from pydantic import Field, ValidationError
 
 from dphybrid.config import Section
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array
+from dphybrid.data.table.cells import as_texts
 from dphybrid.data.table.column import Column, Sample
 from dphybrid.data.table.kinds import KINDS, Ignore, Time, kind_of, roles
-from dphybrid.data.table.rows import Rows
+from dphybrid.data.table.rows import Cells, Rows
 from dphybrid.data.table.whole import TRIED_ROWS, label_outputs
 from dphybrid.util.errors import UserError, plain_words
 from dphybrid.util.files import read_small_text
@@ -131,9 +133,16 @@ def sample_of(rows: Rows, name: str, data: TableDataConfig, label_BC: Array | No
     """Return the sample of a column from the first rows. label_BC: the label's outputs in `TRIED_ROWS`."""
     cells = rows.cells[name]
     known = cells.head(LOOKED_AT).drop_nulls()
-    whole = len(rows) <= LOOKED_AT
+    given = rows.cells.given[name].dtype if isinstance(rows.cells, Cells) else cells.dtype
     return Sample(
-        name, known, min(len(rows), LOOKED_AT), whole, data, lambda: (cells.head(TRIED_ROWS), label_BC)
+        name,
+        known if known.dtype == pl.List else as_texts(known),
+        min(len(rows), LOOKED_AT),
+        len(rows) <= LOOKED_AT,
+        data,
+        lambda: (cells.head(TRIED_ROWS), label_BC),
+        typed=cells.dtype.is_numeric(),
+        declared=given in (pl.Categorical, pl.Enum),
     )
 
 
@@ -170,7 +179,8 @@ def _described(rows: Rows, sample: Sample, role: str | None, section: Mapping[st
     elif role:
         kind, reason = kind_of(role), "as given"
     else:  # always finds one, as the last of KINDS claims every column
-        claims = ((kind, kind.claims(sample)) for kind in KINDS)
+        able = (kind for kind in KINDS if kind.lists or sample.cells.dtype != pl.List)
+        claims = ((kind, kind.claims(sample)) for kind in able)
         kind, reason = next((kind, reason) for kind, reason in claims if reason is not None)
     kind.check(sample.name, sample.cells)
     column = kind(name=sample.name, **{**kind.inferred(sample), **_keys_of(kind, section)})

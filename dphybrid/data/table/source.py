@@ -19,11 +19,13 @@ from dphybrid.data.store import Content, Progress, Source, check_unchanged, file
 from dphybrid.data.table.column import Column, TrainingValues
 from dphybrid.data.table.encoder import Base, Encoder, open_base
 from dphybrid.data.table.files import find_files, partitions, read_jobs
+from dphybrid.data.table.kinds import KINDS
 from dphybrid.data.table.labels import Label, label_of_numbers, label_of_texts
 from dphybrid.data.table.reading import Plan, Table, read_table
 from dphybrid.data.table.schema import SchemaFile, read_schema, schema_text
 from dphybrid.data.table.splits import RowSplit, extended_split, split_rows
 from dphybrid.data.table.whole import AMOUNTS
+from dphybrid.util.digests import code_digest
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path
 
@@ -65,6 +67,7 @@ class TableSource(Source):
             "schema": self.schema.model_dump(mode="json"),
             "partitions": [partitions(file) for file in self.files],
             "held_files": len(self.held_files),
+            "kinds": code_digest(KINDS),
             "base": self.base.prepared.digest if self.base else None,
         }
 

@@ -175,7 +175,7 @@ def _shrunken_means(groups_B: Array, num_groups: int, label_BC: Array) -> Array:
     rows_G = np.bincount(groups_B, minlength=num_groups).astype(np.float64)
     sums_GC = np.stack([np.bincount(groups_B, label_B, num_groups) for label_B in label_BC.T], 1)
     means_GC = sums_GC / np.maximum(rows_G, 1)[:, None]
-    num_used = np.count_nonzero(rows_G)
+    num_used = int(np.count_nonzero(rows_G))
     inside = float(((label_BC - means_GC[groups_B]) ** 2).sum()) / max(num_rows - num_used, 1)
     spread = float((rows_G[:, None] * (means_GC - mean_C) ** 2).sum()) - (num_used - 1) * inside
     between = spread / max(num_rows - float((rows_G**2).sum()) / num_rows, 1e-9)

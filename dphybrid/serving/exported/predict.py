@@ -27,9 +27,11 @@ from cells import (  # type: ignore[import-not-found]  # noqa: E402
     bucket_ids,
     clean,
     ids_of,
+    is_odd,
     items_of,
+    numbers_of,
+    of_objects,
     one_width,
-    read_numbers,
     read_times,
     standardized,
     texts_of,
@@ -60,14 +62,13 @@ class Encoder:
 
     def encode(self, rows: Any) -> dict[str, np.ndarray]:
         """Return the model's arrays for rows. Raises ValueError with the name of a missing column."""
-        frame = (
-            rows
-            if isinstance(rows, pl.DataFrame)
-            else pl.DataFrame(rows, strict=False, infer_schema_length=None)
-        )
+        frame = rows if isinstance(rows, pl.DataFrame) else _frame(rows)
         names = [column["name"] for column in self.columns]
         if missing := [name for name in names if name not in frame.columns]:
             raise ValueError(f"the rows have no column {missing[0]!r}; columns: {', '.join(frame.columns)}")
+        for name in names:
+            if is_odd(frame.schema[name]):
+                raise ValueError(f"column {name!r} holds {frame.schema[name]}; write it as text")
         dense: list[np.ndarray] = []
         ids: list[np.ndarray] = []
         bags: list[np.ndarray] = []
@@ -79,7 +80,7 @@ class Encoder:
                     dense += [np.isnan(numbers_B)] if scale["indicator"] else []
                     ids += [] if scale["edges"] is None else [bucket_ids(numbers_B, scale["edges"])]
             elif column["role"] == "categorical":
-                texts = texts_of(values, column["learned"])
+                texts = texts_of(values, column["learned"], column.get("type", ""))
                 ids.append(_text_ids(column, texts.str.to_lowercase() if column["ignore_case"] else texts))
             else:
                 most = column["max_items"]
@@ -94,11 +95,20 @@ class Encoder:
         return arrays | ({"bags_BFL": one_width(bags, 2).astype(np.int64)} if bags else {})
 
 
+def _frame(rows: Any) -> pl.DataFrame:
+    """Return a dict of columns, or a list of records, as a frame."""
+    if not isinstance(rows, dict):
+        rows = {
+            name: [row.get(name) for row in rows] for name in dict.fromkeys(n for row in rows for n in row)
+        }
+    return pl.DataFrame([of_objects(name, list(values)) for name, values in rows.items()])
+
+
 def _numbers_of(column: Column, values: pl.Series) -> list[tuple[Column, np.ndarray]]:
     """Return the numbers of a column, each with its scaling: one array for a numeric column, several for a
     time."""
     if column["role"] == "numeric":
-        numbers = read_numbers(values, column["decimal"], column["thousands"])
+        numbers = numbers_of(values, column["decimal"], column["thousands"])
         return [(column["learned"], numbers.to_numpy())]
     parts = time_parts(read_times(values, column["dayfirst"]))
     return [(part["learned"], numbers_B) for part, numbers_B in zip(column["learned"], parts, strict=True)]
