@@ -34,6 +34,7 @@ from dphybrid.embedding.lookup import sort_ids
 from dphybrid.embedding.optim import row_optimizer
 from dphybrid.embedding.table import HostEmbedding
 from dphybrid.util.memory import keep_freed_memory
+from dphybrid.util.row_rules import RULES
 
 LEGEND = """\
 Milliseconds per step. A step is lookup, backward and update of the rows, unless a heading names more.
@@ -57,7 +58,7 @@ def step_costs(
     batches = [zipf_ids(num_rows, (num_ids,), exponent, seed) for seed in range(4)]
     grads_ND = torch.randn(num_ids, dim, generator=torch.Generator().manual_seed(1))
     contestants: dict[str, Step] = {}
-    for name in ("sgd", "adagrad", "adam", "lazy-adam", "adamw"):
+    for name in RULES:
         table = HostEmbedding(num_rows, dim, seed=0)
         rows = row_optimizer(name, {"t": table}, lr=0.01)
         buffer_ND = torch.empty_like(grads_ND)

@@ -278,6 +278,8 @@ class Tables:
             self.first_keys.append(self.first_keys[-1] + rows)
             for name, (state, shape, dtype) in states.items():
                 setattr(line, name, address(state, name, dtype, shape))
+                if name != "steps":
+                    setattr(line, f"{name}_values", self.dim if len(shape) > 1 else 1)
 
 
 def update(rule: Rule, tables: Tables, segments: Sequence[Segment], frozen: Sequence[int]) -> Tensor:

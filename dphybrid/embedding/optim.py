@@ -3,7 +3,8 @@
 All but RowAdamW are lazy: a row's moments and weight decay do not change while no batch touches the row. On
 rows that every step touches, sgd, lazy-adagrad and lazy-adam equal torch's SGD, Adagrad and Adam. adagrad and
 adam keep one second moment per row (of the mean squared gradient), as FBGEMM's EXACT_ROWWISE_ADAGRAD and
-PARTIAL_ROWWISE_ADAM do. RowAdamW equals torch's AdamW without momentum, on all rows.
+PARTIAL_ROWWISE_ADAM do. lion is that of Chen et al. (2023). RowAdamW equals torch's AdamW without momentum, on
+all rows.
 """
 
 import math
@@ -25,13 +26,13 @@ from dphybrid.embedding.lookup import copies_drift_apart
 from dphybrid.embedding.native import Rule
 from dphybrid.embedding.storage import zero_rows
 from dphybrid.embedding.table import HostEmbedding
+from dphybrid.kernels import RULE_NUMBERS
 from dphybrid.util.compiling import EagerOptimizer, profiler_looks_on
 from dphybrid.util.errors import UserError
 from dphybrid.util.row_rules import RULES, RowRule
 
 _UPDATES = "updates"
 """Name of the state that counts a table's updates."""
-_NUMBERS = {name: number for number, name in enumerate(RULES)}
 
 _Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -72,7 +73,7 @@ class RowOptimizer(EagerOptimizer):
         """Return the kernel's rule with the present learning rate and options of a parameter group."""
         lr, decay, eps = (float(group.get(name, 0.0)) for name in ("lr", "weight_decay", "eps"))
         beta1, beta2 = map(float, group.get("betas", (0.0, group.get("beta2", 0.0))))
-        return Rule(_NUMBERS[self.row_rule.name], lr, decay, eps, (beta1, beta2))
+        return Rule(RULE_NUMBERS[self.row_rule.name], lr, decay, eps, (beta1, beta2))
 
     @property
     def tables(self) -> dict[str, nn.Parameter]:

@@ -56,6 +56,15 @@ Team, Lookup, Columns, Segment, Arrange, Sums, Table, Update, Dropout, Bins = _s
 )
 
 
+RULE_NUMBERS = {
+    name.replace("_", "-"): number
+    for number, name in enumerate(
+        re.findall(r"X\((\w+)\)", (HERE / "rules.h").read_text(encoding="utf-8").partition("EACH_RULE(X)")[2])
+    )
+}
+"""Name of an update's rule, as in `row_rules.RULES` -> its number in `enum rule` of rows.c."""
+
+
 def _level() -> str:
     # torch's capability, not the processor's, so that ATEN_CPU_CAPABILITY lowers torch and the kernels alike.
     known = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}

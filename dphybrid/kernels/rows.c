@@ -29,7 +29,10 @@
 enum { LINE = 64, AHEAD = 24, ROWS_AHEAD = 8, DIGIT_BITS = 11, MAX_PASSES = 6, MAX_DIM = 16384 };
 enum { BLOCK_BYTES = 1 << 16 }; /* of rows that a thread takes at a time */
 enum stored { FLOAT32, FLOAT64, BFLOAT16, STORED_TYPES };
-enum rule { SGD, ADAGRAD, LAZY_ADAGRAD, ADAM, LAZY_ADAM, ADAMW };
+#include "rules.h"
+#define RULE(name) RULE_##name
+#define NUMBERED(name) RULE(name),
+enum rule { EACH_RULE(NUMBERED) RULES };
 
 /* ------------------------------------------------------------------ arguments; __init__.py parses these declarations */
 
@@ -85,6 +88,7 @@ struct table { /* mean, square: Adam's moments; Adagrad's sum is `square`. steps
                 * table's update that last touched it */
     int64_t first_key, num_rows;
     void *rows, *mean, *square;
+    int64_t mean_values, square_values; /* of each row: its width, 1, or 0 if the rule has no such state */
     int32_t *steps;
     int64_t updates; /* number of the table's updates, including this one */
     uint64_t noise;  /* seed of stochastic rounding, for bfloat16 */
@@ -179,26 +183,12 @@ INLINE uint64_t mixed(uint64_t seed)
 
 typedef struct { uint16_t bits; } bfloat16;
 
-#define TYPE float32
-#define STORED float
-#define REAL float
-#include "rows_of.h"
-#undef TYPE
-#undef STORED
-
-#define TYPE bfloat16
-#define STORED bfloat16
-#define IS_BFLOAT16
-#include "rows_of.h"
-#undef IS_BFLOAT16
-#undef TYPE
-#undef STORED
-#undef REAL
-
-#define TYPE float64
-#define STORED double
-#define REAL double
-#include "rows_of.h"
+#define WIDTH vector
+#include "rows_of_types.h"
+#undef WIDTH
+#define WIDTH single
+#define IS_SINGLE
+#include "rows_of_types.h"
 
 typedef void part(void *, int64_t, int64_t);
 #define BY_WIDTH(name, type, real, dim) ((dim) % (VECTOR_BYTES / (int)sizeof(real)) ? name##_##type##_single : name##_##type##_vector)
@@ -370,7 +360,7 @@ int update_rows(struct update *u)
 {
     const struct table *last = u->tables + u->num_tables - 1;
     const struct arrange *a = u->arranged;
-    if (!arrange(u->arranged) || !fits(u->dim, u->stored) || u->num_tables < 1)
+    if (!arrange(u->arranged) || !fits(u->dim, u->stored) || u->num_tables < 1 || u->rule < 0 || u->rule >= RULES)
         return 0;
     if (a->num_unique && a->keys[a->num_unique - 1] >= last->first_key + last->num_rows)
         return 0;

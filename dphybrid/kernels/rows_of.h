@@ -1,30 +1,18 @@
-/* Row kernels for one type of stored values, included by rows.c once per type. TYPE: its name; STORED: its C type; REAL:
- * the C type of arithmetic. This file includes itself twice: with vectors of the processor's width, and with single
- * values (LANES 1), for rows whose width is not a multiple of the vector's. */
-#ifndef LANES
-
-#define LANES (VECTOR_BYTES / (int)sizeof(REAL))
-#define WIDTH vector
-typedef REAL PASTE(vec, TYPE, vector) __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(REAL)), may_alias));
-#include "rows_of.h"
-#undef LANES
-#undef WIDTH
-
-#define LANES 1
-#define WIDTH single
-#define IS_SINGLE
-typedef REAL PASTE(vec, TYPE, single);
-#include "rows_of.h"
-#undef IS_SINGLE
-#undef LANES
-#undef WIDTH
-
-#else
-
+/* Row kernels for one type of stored values and one width of vectors, included by rows.c once for each. TYPE: its name;
+ * STORED: its C type; REAL: the C type of arithmetic. WIDTH: `vector`, of LANES values, for rows whose width is a multiple
+ * of them; or `single` (LANES 1) for the others. */
 #define OF(name) PASTE(name, TYPE, WIDTH)
 #define VEC OF(vec)
 #define EACH_VECTOR(d) for (int64_t d = 0; d < dim; d += LANES)
 #define LINE_LANES (LINE / (int)sizeof(REAL))
+
+#ifdef IS_SINGLE
+#define LANES 1
+typedef REAL VEC;
+#else
+#define LANES (VECTOR_BYTES / (int)sizeof(REAL))
+typedef REAL VEC __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(REAL)), may_alias));
+#endif
 
 INLINE VEC OF(load)(const REAL *from)
 {
@@ -241,77 +229,71 @@ INLINE double OF(power)(double base, int64_t exponent)
     return power;
 }
 
-/* Update one row and its states with the sum of its gradients. */
-INLINE void OF(change)(const struct update *u, const struct table *t, int64_t id, REAL *sum, int64_t dim, int64_t rule)
+/* -1, 0 or 1 of each value. */
+INLINE VEC OF(sign)(VEC v)
 {
-    STORED *row = (STORED *)t->rows + id * dim;
-    REAL *means = (REAL *)t->mean + id * dim, *squares = (REAL *)t->square + id * dim, *square = (REAL *)t->square + id;
-    const REAL lr = (REAL)u->lr, decay = (REAL)u->decay, eps = (REAL)u->eps;
-    const REAL rest1 = (REAL)(1.0 - u->beta1), rest2 = (REAL)(1.0 - u->beta2);
-    REAL mean_square = 0, step = lr, scale = 1, kept = 1, second_kept = 1;
-    if (decay != 0 && rule != ADAMW)
-        EACH_VECTOR(d) OF(store)(sum + d, OF(load)(sum + d) + decay * OF(load_row)(row + d));
-    if (rule == ADAGRAD || rule == ADAM)
-        mean_square = OF(square_of)(sum, dim) * (REAL)(1.0 / (double)dim);
-    if (rule == ADAGRAD) {
-        *square += mean_square;
-        step = lr / (OF(root)(*square) + eps);
-    } else if (rule == ADAM || rule == LAZY_ADAM) {
-        int64_t steps = t->steps[id] + 1, fix = MIN(steps, u->last_fix);
-        t->steps[id] = (int32_t)steps;
-        step = lr * (REAL)u->fix1[fix], scale = (REAL)u->fix2[fix];
-        if (rule == ADAM) {
-            *square = *square * (REAL)u->beta2 + rest2 * mean_square;
-            step = step / (OF(root)(*square) * scale + eps);
-        }
-    } else if (rule == ADAMW) { /* catch up on the decays of all table updates since the row was last touched */
-        int64_t waited = t->updates - t->steps[id];
-        t->steps[id] = (int32_t)t->updates;
-        kept = (REAL)OF(power)(1.0 - u->lr * u->decay, waited), second_kept = (REAL)OF(power)(u->beta2, waited);
-        scale = (REAL)u->fix2[MIN(t->updates, u->last_fix)];
-    }
-    uint32_t row_noise = (uint32_t)mixed(t->noise ^ (uint64_t)id);
-    EACH_VECTOR(d)
-    {
-        VEC g = OF(load)(sum + d), w = OF(load_row)(row + d);
-        if (rule == SGD || rule == ADAGRAD)
-            w -= step * g;
-        else if (rule == ADAMW || rule == LAZY_ADAGRAD) { /* LAZY_ADAGRAD: beta2 = 0 and second_kept = 1 make it a plain sum */
-            VEC second = OF(load)(squares + d) * second_kept + g * g * rest2;
-            OF(store)(squares + d, second);
-            w = w * kept - step * g / (OF(roots)(second) * scale + eps);
-        } else {
-            VEC mean = OF(load)(means + d);
-            mean += (g - mean) * rest1;
-            OF(store)(means + d, mean);
-            if (rule == ADAM)
-                w -= step * mean;
-            else {
-                VEC second = OF(load)(squares + d);
-                second += (g * g - second) * rest2;
-                OF(store)(squares + d, second);
-                w -= step * mean / (OF(roots)(second) * scale + eps);
-            }
-        }
-        OF(store_row)(row + d, w, row_noise, d);
-    }
+#ifdef IS_SINGLE
+    return (REAL)((v > 0) - (v < 0));
+#else
+    return __builtin_convertvector((v < 0) - (v > 0), VEC); /* a vector's comparison is -1 where it holds */
+#endif
 }
 
-INLINE void OF(prefetch_row)(const struct update *u, const struct table *t, int64_t id, int64_t dim)
+struct OF(row) { /* a row, its states and the sum of its gradients */
+    STORED *weights;
+    REAL *mean, *square, *grad;
+    int32_t *steps;
+    int64_t updates;
+    uint32_t noise;
+};
+
+INLINE VEC OF(weight)(const struct OF(row) *r, int64_t d)
 {
-    int64_t row_bytes = dim * (int64_t)sizeof(STORED), state_bytes = dim * (int64_t)sizeof(REAL);
-    prefetch_for_writing((const char *)t->rows + id * row_bytes, row_bytes);
-    if (u->rule == ADAGRAD || u->rule == ADAM)
-        prefetch_for_writing((const char *)((REAL *)t->square + id), 1);
-    if (u->rule >= ADAM)
-        prefetch_for_writing((const char *)(t->steps + id), 1);
-    if (u->rule == ADAM || u->rule == LAZY_ADAM)
-        prefetch_for_writing((const char *)t->mean + id * state_bytes, state_bytes);
-    if (u->rule == LAZY_ADAGRAD || u->rule >= LAZY_ADAM)
-        prefetch_for_writing((const char *)t->square + id * state_bytes, state_bytes);
+    return OF(load_row)(r->weights + d);
 }
 
-INLINE void OF(update)(const struct update *u, int64_t first, int64_t last, int64_t dim, int64_t rule)
+INLINE void OF(set)(const struct OF(row) *r, int64_t d, VEC weight)
+{
+    OF(store_row)(r->weights + d, weight, r->noise, d);
+}
+
+/* Add the decay times the row to its gradient. */
+INLINE void OF(add_decay)(const struct update *u, const struct OF(row) *r, int64_t dim)
+{
+    const REAL decay = (REAL)u->decay;
+    if (decay != 0)
+        EACH_VECTOR(d) OF(store)(r->grad + d, OF(load)(r->grad + d) + decay * OF(weight)(r, d));
+}
+
+INLINE REAL OF(mean_square)(const struct OF(row) *r, int64_t dim)
+{
+    return OF(square_of)(r->grad, dim) * (REAL)(1.0 / (double)dim);
+}
+
+#include "rules.h"
+
+INLINE struct OF(row) OF(row_of)(const struct table *t, int64_t id, REAL *grad, int64_t dim)
+{
+    return (struct OF(row)){(STORED *)t->rows + id * dim,
+                            (REAL *)t->mean + id * t->mean_values,
+                            (REAL *)t->square + id * t->square_values,
+                            grad,
+                            t->steps + (t->steps ? id : 0),
+                            t->updates,
+                            (uint32_t)mixed(t->noise ^ (uint64_t)id)};
+}
+
+INLINE void OF(prefetch_row)(const struct table *t, int64_t id, int64_t dim)
+{
+    const struct OF(row) r = OF(row_of)(t, id, NULL, dim);
+    prefetch_for_writing((const char *)r.weights, dim * (int64_t)sizeof(STORED));
+    prefetch_for_writing((const char *)r.mean, t->mean_values * (int64_t)sizeof(REAL));
+    prefetch_for_writing((const char *)r.square, t->square_values * (int64_t)sizeof(REAL));
+    if (t->steps)
+        prefetch_for_writing((const char *)r.steps, 1);
+}
+
+INLINE void OF(update)(const struct update *u, int64_t first, int64_t last, int64_t dim)
 {
     const struct table *t = u->tables, *end = u->tables + u->num_tables;
     const struct arrange *a = u->arranged;
@@ -320,24 +302,26 @@ INLINE void OF(update)(const struct update *u, int64_t first, int64_t last, int6
         int64_t key = a->keys[k], ahead = a->keys[MIN(k + ROWS_AHEAD, a->num_unique - 1)];
         while (t + 1 < end && t[1].first_key <= key)
             t++;
-        OF(prefetch_row)(u, t, MIN(ahead - t->first_key, t->num_rows - 1), dim);
+        OF(prefetch_row)(t, MIN(ahead - t->first_key, t->num_rows - 1), dim);
         OF(sum_gradients)(a, k, sum, dim);
-        OF(change)(u, t, key - t->first_key, sum, dim, rule);
+        const struct OF(row) row = OF(row_of)(t, key - t->first_key, sum, dim);
+#define CASE(rule)                \
+    case RULE(rule):              \
+        OF(rule)(u, &row, dim);   \
+        break;
+        switch (u->rule) {
+            EACH_RULE(CASE)
+        }
+#undef CASE
     }
 }
 
 static void OF(updates)(void *pointer, int64_t first, int64_t last)
 {
     const struct update *u = pointer;
-    if (u->rule == ADAGRAD) { /* a constant rule, so that no vector needs a branch */
-#define CALL(dim) OF(update)(u, first, last, dim, ADAGRAD)
-        BY_DIM(CALL, u->dim)
+#define CALL(dim) OF(update)(u, first, last, dim)
+    BY_DIM(CALL, u->dim)
 #undef CALL
-    } else {
-#define CALL(dim) OF(update)(u, first, last, dim, u->rule)
-        BY_DIM(CALL, u->dim)
-#undef CALL
-    }
 }
 
 #undef OF
@@ -345,5 +329,4 @@ static void OF(updates)(void *pointer, int64_t first, int64_t last)
 #undef EACH_VECTOR
 #undef LINE_LANES
 #undef BY_DIM
-
-#endif
+#undef LANES

@@ -1,5 +1,5 @@
 """The optimizers of table rows, as data. Config, flags, optimizers and the kernel read their choices from
-`RULES`; the arithmetic of each optimizer is in `dphybrid/kernels/rows_of.h` (`change`)."""
+`RULES`; the arithmetic of each optimizer is the function of its name in `dphybrid/kernels/rules.h`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -54,6 +54,11 @@ RULES: Mapping[str, RowRule] = {
             "one number per weight and one per row",
             counts_updates=True,
         ),
+        RowRule(
+            "lion",
+            {"mean": ("mean", "weight")},
+            {"lr": 1e-4, "betas": (0.9, 0.99)},
+            "one number per weight",
+        ),
     )
 }
-"""In the order of `enum rule` in rows.c, which gets a rule by its number."""

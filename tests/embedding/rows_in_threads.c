@@ -57,7 +57,8 @@ static void train(struct team team, int64_t stored, int64_t rule, int64_t width,
     struct segment segment = {flat, IDS, 0, ROWS, (const char *)grads, width * REAL_BYTES[stored]};
     struct arrange arranged = {.segments = &segment, .num_segments = 1, .count = IDS, .num_keys = ROWS, .words = words,
                                .keys = keys, .bounds = bounds, .places = places, .inverse = inverse};
-    struct table table = {0, ROWS, rows, mean, square, steps, 1, 7};
+    const int one = rule == RULE_adagrad || rule == RULE_adam; /* a number a row */
+    struct table table = {0, ROWS, rows, mean, square, width, one ? 1 : width, steps, 1, 7};
     if (!look_up(&lookup) || !arrange(&arranged))
         abort();
     static double sums[ROWS * WIDEST], squares[ROWS];
@@ -88,7 +89,7 @@ int main(int count, char **words)
     /* single values; vectors, in a loop of any length and in one of 64 */
     const int64_t widths[] = {5, 48, WIDEST};
     for (int64_t stored = 0; stored < STORED_TYPES; stored++)
-        for (int64_t rule = SGD; rule <= ADAMW; rule++)
+        for (int64_t rule = 0; rule < RULES; rule++)
             for (int k = count > 2; k < 3; k++) /* all rows of 5 are one block, which two threads cannot share */
                 train(team, stored, rule, widths[k], count > 2);
     printf("%016llx\n", (unsigned long long)digest);

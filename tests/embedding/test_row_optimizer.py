@@ -20,6 +20,7 @@ from dphybrid.embedding import (
     RowSGD,
     row_optimizer,
 )
+from dphybrid.util.row_rules import RULES
 from tests.refusing import refused
 
 ROWS, DIM = 12, 4
@@ -98,7 +99,6 @@ def test_a_group_a_table_each_with_numbers_of_its_own() -> None:
         (lambda: RowSGD([nn.Linear(2, 2)], lr=0.1), "is not a table"),
         (lambda: RowSGD({}, lr=0.1), "no table"),
         (lambda: RowSGD([table(), table()], lr=0.1), "two tables are called 'words'"),
-        (lambda: RowSGD([{"params": table(), "momentum": 0.9}], lr=0.1), "RowSGD has no momentum"),
         (lambda: RowSGD([{"params": table(), "lr": -1}], lr=0.1), "lr=-1"),
         (lambda: LazyAdam(table(), eps=math.nan), "eps=nan; give finite numbers"),
         (lambda: LazyAdam(table(), eps=math.inf), "eps=inf; give finite numbers"),
@@ -156,7 +156,7 @@ def test_hooks_are_called_and_a_profile_has_the_steps_label() -> None:
     assert "Optimizer.step#RowSGD.step" in [event.key for event in profile.key_averages()]
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adagrad", "lazy-adagrad", "adam", "lazy-adam", "adamw"])
+@pytest.mark.parametrize("kind", RULES)
 def test_states_go_the_way_of_torchs_own(kind: str) -> None:
     def train(one: HostEmbedding, rows: torch.optim.Optimizer, steps: range) -> None:
         for step in steps:

@@ -26,13 +26,14 @@ from dphybrid.embedding.lookup import sort_ids
 from dphybrid.parallel import Dropout
 from dphybrid.recipes.ctr.numbers import EmbeddedBins
 from dphybrid.util.errors import UserError
+from dphybrid.util.row_rules import RULES
 
 generator = torch.Generator().manual_seed(0)
 for threads in (1, 2):
     torch.set_num_threads(threads)
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         for dim in (1, 16, 129):
-            for kind in ("sgd", "adagrad", "lazy-adagrad", "adam", "lazy-adam", "adamw"):
+            for kind in RULES:
                 table = HostEmbedding(50, dim, dtype=dtype, padding_idx=3, seed=0)
                 other = HostEmbedding(9, dim, dtype=dtype, name="other", seed=0)
                 rows = row_optimizer(kind, [table, other], lr=0.1, weight_decay=0.01)

@@ -14,6 +14,7 @@ from dphybrid.embedding import RowPipeline, clip_grad_norm_, row_optimizer
 from dphybrid.embedding.ahead import Lookup, LookupsAhead
 from dphybrid.embedding.table import HostEmbedding
 from dphybrid.parallel import DataParallel, parts
+from dphybrid.util.row_rules import RULES
 from tests.gpu.places import ALL, CUDA, ONE, SEVERAL
 
 needs_gpu = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
@@ -134,7 +135,7 @@ def train(
     return tensors, counters
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "lazy-adagrad", "adam", "lazy-adam", "adamw"])
+@pytest.mark.parametrize("optimizer", RULES)
 @pytest.mark.parametrize("devices", [ONE, SEVERAL, ALL])
 def test_same_bits_as_without(devices: str, optimizer: str) -> None:
     assert same_bits(train("off", devices, optimizer)[0], train("exact", devices, optimizer)[0])
