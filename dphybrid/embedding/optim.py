@@ -3,8 +3,8 @@
 All but RowAdamW are lazy: a row's moments and weight decay do not change while no batch touches the row. On
 rows that every step touches, sgd, lazy-adagrad and lazy-adam equal torch's SGD, Adagrad and Adam. adagrad and
 adam keep one second moment per row (of the mean squared gradient), as FBGEMM's EXACT_ROWWISE_ADAGRAD and
-PARTIAL_ROWWISE_ADAM do. lion is that of Chen et al. (2023). RowAdamW equals torch's AdamW without momentum, on
-all rows.
+PARTIAL_ROWWISE_ADAM do. lion is that of Chen et al. (2023). RowAdamW equals torch's AdamW without momentum,
+on all rows.
 """
 
 import math
