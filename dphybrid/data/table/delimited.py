@@ -19,7 +19,7 @@ from dphybrid.data.table.numbers import is_number
 from dphybrid.data.table.rows import Job, Rejected, Rows, as_job, check_columns
 from dphybrid.util.errors import UserError
 
-_SEPARATORS = (",", "\t", ";", "|", "\x01", "::", " ")
+_SEPARATORS = (",", "\t", ";", "|", "||", "\x01", "::", " ")
 """Separators that can be inferred; an earlier one wins a tie. \\x01: Hive's. " ": any number of blanks."""
 _NAMED = {"tab": "\t", "\\t": "\t", "blank": " ", "blanks": " ", "space": " "}
 _SAMPLE = 50
@@ -128,8 +128,8 @@ def _layout(file: Path, block: bytes, data: TableDataConfig, notes: list[str]) -
     if start is None:
         return None
     wanted = _wanted(data.delimiter)
-    if (excel := _EXCEL_LINE.match(lines[start].strip())) and start + 1 < len(lines):
-        notes.append(f"the first line, {lines[start].strip()}, names the separator")
+    if (excel := _EXCEL_LINE.match(lines[start])) and any(line.strip() for line in lines[start + 1 :]):
+        notes.append(f"the first line, {lines[start]!r}, names the separator")
         wanted, start = wanted or excel[1].replace("\\t", "\t"), start + 1
     remarks = start
     while remarks < len(lines) and (not lines[remarks].strip() or lines[remarks].startswith("#")):
@@ -139,9 +139,13 @@ def _layout(file: Path, block: bytes, data: TableDataConfig, notes: list[str]) -
     separator = wanted or _separator(sample, quote)
     dialect = Dialect(separator, quote, quote)
     width = _usual(len(_split(line, dialect)) for line in sample)
-    # A comment has another number of cells than a row; a header that starts with # has not.
-    comments = False
-    while start < remarks < len(lines) and width > 1 and len(_split(lines[start], dialect)) != width:
+    # A comment has another number of cells than a row, or stands above the header; other lines that start with
+    # # are headers.
+    comments, above = False, _first_rows(lines[remarks:], dialect) if start < remarks < len(lines) else []
+    headed = bool(above) and _header(above[0][1], [row for _, row in above[1:]], data) is not None
+    while start < remarks < len(lines) and width > 1:
+        if len(_split(lines[start], dialect)) == width and not headed:
+            break
         comments, start = comments or bool(lines[start].strip()), start + 1
     if comments:
         notes.append("lines that start with # are comments")
@@ -153,8 +157,14 @@ def _layout(file: Path, block: bytes, data: TableDataConfig, notes: list[str]) -
     (after, first), others = rows[0], [row for _, row in rows[1:]]
     check_columns(file, len(first))
     usual = _usual(map(len, others))
-    # R writes no name above the names of rows.
-    named = first if len(first) + 1 != usual else ["", *first]
+    named = first
+    if (
+        len(first) + 1 == usual
+    ):  # R writes no name above the names of rows, others a separator behind each row
+        ended = all(len(row) < usual or not row[-1] for row in others)
+        named = [*first, ""] if ended else ["", *first]
+    if len(named) > 1 and re.match(r"#\s", named[0]):  # as numpy writes headers
+        named = [named[0][1:].strip(), *named[1:]]
     why = _header(named, others, data)
     if why is None:
         # The first row of a file without a header may be a broken one.
@@ -163,7 +173,7 @@ def _layout(file: Path, block: bytes, data: TableDataConfig, notes: list[str]) -
     if why:
         notes.append(why)
     names = _column_names(named)
-    if len(named) > len(first):
+    if len(named) > len(first) and not named[0]:
         notes.append(
             f"the first line names {len(first)} of {usual} columns: the first column has the names of rows"
         )
@@ -205,8 +215,11 @@ def _split(line: str, dialect: Dialect) -> list[str]:
 def _separator(sample: Sequence[str], quote: str) -> str:
     """Return the separator that splits most lines into the same number of cells and, among equals, into the
     most cells. Blanks separate cells only where nothing else does."""
+    twice = all(line.count("|") == 2 * line.count("||") for line in sample)
 
     def score(separator: str) -> tuple[bool, float, int]:
+        if separator == ("|" if twice else "||"):
+            return False, 0.0, 0
         dialect = Dialect(separator, quote, quote)
         cells, lines = Counter(len(_split(line, dialect)) for line in sample).most_common(1)[0]
         # R names one column fewer than there are.
@@ -229,9 +242,9 @@ def _quoting(block: bytes, dialect: Dialect, free: bool, width: int, notes: list
     head = text[: text.rfind(b"\n", 0, 2**20) + 1]
     lines = [line for line in text.split(b"\n") if line.strip()]
     if free and width > 1 and all(line.count(separator) == width - 1 for line in lines):
-        if dialect.separator == "\t":  # in which quotes mostly are plain text; a pair may enclose line ends
-            odd = sum(quote in line and not _is_well_quoted(line, separator, quote) for line in lines)
-        else:
+        odd = sum(quote in line and not _is_well_quoted(line, separator, quote) for line in lines)
+        # Among tabs, quotes mostly are plain text, and two of them do not enclose the lines between them.
+        if odd and dialect.separator != "\t":
             odd = _num_bad(head, dialect)
         if odd >= (1 if dialect.separator == "\t" else _PLAIN_QUOTES):
             notes.append(
