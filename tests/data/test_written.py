@@ -96,7 +96,7 @@ def test_bytes_of_no_sure_encoding_are_refused_with_their_line(tmp_path: Path) -
         ("# n,w\n1,a\n2,b\n", {}, ["n", "w"], ("1", "a"), None),
         ("# one, two\nn,w\n1,a\n2,b\n", {}, ["n", "w"], ("1", "a"), "comments"),
         ("sep=\t\nn\tw\n1\ta\n2\tb\n", {}, ["n", "w"], ("1", "a"), "sep="),
-        ("n||w\n1||a\n2||b|c\n", {}, ["n", "w"], ("1", "a"), "'||'"),
+        ("n||w\n1||a\n2||b\n", {}, ["n", "w"], ("1", "a"), "'||'"),
         ("n,w\n1,a,\n2,b,\n", {}, ["n", "w", "2"], ("1", "a", None), None),
         ('"shop","y"\n"1","s1",1\n"2","s0",0\n', {}, ["0", "shop", "y"], ("1", "s1", "1"), "names of rows"),
         ("0,1,2\n.5,a,1\n.7,b,0\n", {}, ["0", "1", "2"], (".5", "a", "1"), "names the columns"),

@@ -139,8 +139,8 @@ def _layout(file: Path, block: bytes, data: TableDataConfig, notes: list[str]) -
     separator = wanted or _separator(sample, quote)
     dialect = Dialect(separator, quote, quote)
     width = _usual(len(_split(line, dialect)) for line in sample)
-    # A comment has another number of cells than a row, or stands above the header; other lines that start with
-    # # are headers.
+    # A comment has another number of cells than a row, or stands above the header; other lines that start
+    # with # are headers.
     comments, above = False, _first_rows(lines[remarks:], dialect) if start < remarks < len(lines) else []
     headed = bool(above) and _header(above[0][1], [row for _, row in above[1:]], data) is not None
     while start < remarks < len(lines) and width > 1:
