@@ -115,6 +115,8 @@ struct bins { /* see EmbeddedBins: inner edges of each column; left edge, width,
     struct team team;
     const float *dense, *squashed, *inner, *left, *wide, *table, *itself;
     float *out;
+    const float *grad; /* of out; only embed_backward reads it and adds to the next two */
+    float *table_grad, *itself_grad;
     int64_t rows, columns, bins, width;
 };
 

@@ -45,6 +45,31 @@ def test_without_gradients_a_kernel_gives_the_same_bits(bins: int, width: int) -
         assert torch.equal(found_BX, numbers(given_BN))
 
 
+@pytest.mark.parametrize("bins", [1, 2, 48])
+@pytest.mark.parametrize("width", [3, 8])
+def test_the_kernels_gradients_are_those_of_torchs_operations(bins: int, width: int) -> None:
+    torch.manual_seed(0)
+    dense_BN = 3 * torch.randn(700, 5)
+    numbers = EmbeddedBins(torch.from_numpy(quantile_bins(dense_BN.round(decimals=1).numpy(), bins)), width)
+    weight_BX, found = torch.randn(700, 5 * (1 + width)), []
+    for by_torch in (False, True):  # with a gradient by the numbers themselves, torch computes all
+        numbers.zero_grad()
+        given_BN = dense_BN.clone().requires_grad_(by_torch)
+        out_BX = numbers(given_BN)
+        assert ("_Embedded" in type(out_BX.grad_fn).__name__) is not by_torch
+        (out_BX * weight_BX).sum().backward()
+        found.append([out_BX.detach(), *(parameter.grad.clone() for parameter in numbers.parameters())])
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-4)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        numbers.zero_grad()
+        (numbers(dense_BN) * weight_BX).sum().backward()
+        assert all(torch.equal(p.grad, q) for p, q in zip(numbers.parameters(), found[0][1:], strict=True))
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_the_compiler_sees_operations_without_gradients_too() -> None:
     numbers = EmbeddedBins(torch.tensor([[-1.0, 0.0, 0.5, 3.0]]), 2)
     dense_BN = torch.tensor([[-2.0], [-0.7], [0.2], [5.0]])

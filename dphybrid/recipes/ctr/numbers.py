@@ -4,11 +4,13 @@ Letters: B samples, N numeric columns, K bins of a column, E edges of bins (K + 
 layer, X rows of the lookup table (N K), S its width (2 D).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding
 
 import dphybrid.kernels as kernels
@@ -80,10 +82,11 @@ def _embed(dense_BN: Tensor, table: Iterable[Tensor]) -> Tensor:
     inner_NE, left_NK, width_NK, first_N1, table_XS, of_itself_N1D = table
     squashed_BN = dense_BN / (1 + (dense_BN / 3).square()).sqrt()
     given = (dense_BN, squashed_BN, inner_NE, left_NK, width_NK, table_XS, of_itself_N1D)
-    # The kernel has no gradient, and a compiler or an export cannot look into it.
-    recorded = torch.is_grad_enabled() or torch.compiler.is_compiling() or is_captured(dense_BN, table_XS)
-    if not recorded and all(tensor.dtype == torch.float32 for tensor in given):
-        return _embed_by_kernel(*(tensor.contiguous() for tensor in given))
+    # A compiler or an export cannot look into the kernel, and it has no gradient by the numbers themselves.
+    recorded = torch.compiler.is_compiling() or is_captured(dense_BN, table_XS) or dense_BN.requires_grad
+    if not recorded and all(tensor.dtype == torch.float32 and kernels.is_plain(tensor) for tensor in given):
+        found_BX: Tensor = _Embedded.apply(*(tensor.contiguous() for tensor in given))
+        return found_BX
     values_NB = dense_BN.T.contiguous()
     # ONNX has no searchsorted: count the edges instead.
     if torch.compiler.is_exporting():
@@ -97,14 +100,34 @@ def _embed(dense_BN: Tensor, table: Iterable[Tensor]) -> Tensor:
     return torch.cat([squashed_BN[:, :, None], found_NBD.transpose(0, 1)], dim=2).flatten(1)
 
 
-def _embed_by_kernel(*given: Tensor) -> Tensor:
-    """Compute the same bits in one pass by a C kernel, for predictions and evaluations."""
+class _Embedded(torch.autograd.Function):
+    """Computes the same bits in one pass by a C kernel, and the gradients of table_XS and of_itself_N1D in
+    another: together a third of the time of torch's operations. given: the inputs of `_embed`."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Tensor) -> Tensor:
+        columns, width = given[0].shape[1], given[6].shape[2]
+        out_BX = given[0].new_empty(len(given[0]), columns * (1 + width))
+        _call("embed", given, out_BX)
+        ctx.save_for_backward(*given, out_BX)
+        return out_BX
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BX: Tensor) -> tuple[Tensor | None, ...]:
+        *given, out_BX = ctx.saved_tensors
+        grads = torch.zeros_like(given[5]), torch.zeros_like(given[6])
+        _call("embed_backward", given, out_BX, grad_BX.contiguous(), *grads)
+        return None, None, None, None, None, *grads
+
+
+def _call(name: str, given: Sequence[Tensor], out_BX: Tensor, *grads: Tensor) -> None:
     (rows, columns), bins, width = given[0].shape, given[3].shape[1], given[6].shape[2]
-    out_BX = given[0].new_empty(rows, columns * (1 + width))
-    places = (kernels.address(tensor, "bins", torch.float32, tensor.shape) for tensor in given)
+    places = [
+        kernels.address(tensor, "bins", torch.float32, tensor.shape) for tensor in (*given, out_BX, *grads)
+    ]
     size = kernels.team(rows, out_BX.shape[1] * out_BX.itemsize)
-    kernels.call("embed", kernels.Bins(size, *places, out_BX.data_ptr(), rows, columns, bins, width))
-    return out_BX
+    kernels.call(name, kernels.Bins(size, *places, *[None] * (11 - len(places)), rows, columns, bins, width))
 
 
 class OnNumbers(nn.Module):
