@@ -26,7 +26,16 @@ from pydantic import BaseModel, Field
 from dphybrid.data.batches import Array, ArrayDataset, Dataset
 from dphybrid.util.digests import code_digest, combined_digest, file_digest, value_digest, verify_files
 from dphybrid.util.errors import UserError, counted
-from dphybrid.util.files import clear_leftovers, disk_text, make_folder, making, naming, sync
+from dphybrid.util.files import (
+    clear_leftovers,
+    disk_text,
+    make_folder,
+    making,
+    naming,
+    read_json,
+    sync,
+    write_json,
+)
 from dphybrid.util.locks import locked
 from dphybrid.util.pages import Page
 
@@ -120,6 +129,23 @@ class Prepared:
     def info(self) -> dict[str, Any]:
         """Facts that models need: task, num_words, num_ids, num_dense, ..."""
         return self.manifest.info
+
+    def fact(self, name: str, compute: "Callable[[], T]") -> "T":
+        """Return a value that depends on this data alone: computed once, then kept in the folder as
+        `facts/NAME.json`.
+
+        name: changes with the code that computes the value. The value: what JSON holds (lists, not tuples). A
+        file that cannot be read is computed anew; a folder that cannot be written keeps nothing.
+        """
+        file = self.path / "facts" / f"{name}.json"
+        with suppress(OSError, ValueError):
+            kept: T = read_json(file)
+            return kept
+        value = compute()
+        with suppress(OSError):
+            file.parent.mkdir(exist_ok=True)
+            write_json(file, value)
+        return value
 
     def describe(self) -> str:
         """Return a description of the data for people, in lines."""

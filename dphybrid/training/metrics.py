@@ -83,6 +83,25 @@ def sample_weights(outputs: dict[str, Tensor]) -> np.ndarray | None:
     return None if weights_B is None or bool((weights_B == 1).all()) else weights_B.double().numpy()
 
 
+def area_under_roc(labels_B: np.ndarray, scores_B: np.ndarray, weights_B: np.ndarray | None = None) -> float:
+    """Return the area under the ROC curve: the probability that a row with label 1 has a higher score than
+    one with label 0; equal scores count half. NaN if a score is not finite or a label is missing among the
+    rows.
+
+    The sum over distinct scores of Mann and Whitney (1947). scikit-learn's roc_auc_score gives the same
+    value, but importing it takes two seconds of CPU time, in each training.
+    """
+    if not np.isfinite(scores_B).all():
+        return math.nan
+    _, place_B = np.unique(scores_B, return_inverse=True)
+    ones_B = np.ones(len(scores_B)) if weights_B is None else weights_B
+    positive_V = np.bincount(place_B, ones_B * (labels_B > 0))
+    negative_V = np.bincount(place_B, ones_B) - positive_V
+    pairs = positive_V.sum() * negative_V.sum()
+    below_V = np.cumsum(negative_V) - negative_V / 2
+    return float((positive_V * below_V).sum() / pairs) if pairs else math.nan
+
+
 def _mean_loss(outputs: dict[str, Tensor]) -> float:
     return float(outputs["loss"].double().sum() / outputs["weight"].double().sum())
 
@@ -94,8 +113,6 @@ def _perplexity(outputs: dict[str, Tensor]) -> dict[str, float]:
 
 
 def _binary(outputs: dict[str, Tensor]) -> dict[str, float]:
-    from sklearn.metrics import roc_auc_score
-
     labels_B, logits_B = outputs["labels_B"].numpy(), outputs["logits"].double()
     weights_B = sample_weights(outputs)
     if len(set(labels_B.tolist())) < 2:
@@ -105,7 +122,7 @@ def _binary(outputs: dict[str, Tensor]) -> dict[str, float]:
     losses_B = binary_cross_entropy_with_logits(logits_B, outputs["labels_B"].double(), reduction="none")
     return {
         # AUC of logits, not probabilities: torch's sigmoid may differ in the last bit for equal logits.
-        "auc": float(roc_auc_score(labels_B, logits_B.numpy(), sample_weight=weights_B)),
+        "auc": area_under_roc(labels_B, logits_B.numpy(), weights_B),
         # Of logits, too: a probability that rounds to 0 or 1 has no loss, and sklearn takes 36 for it.
         "log_loss": float(np.average(losses_B.numpy(), weights=weights_B)),
     }

@@ -7,11 +7,14 @@ import polars as pl
 import pytest
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import log_loss, roc_auc_score
+from sklearn.preprocessing import TargetEncoder
 
 from dphybrid.data import Prepared
 from dphybrid.recipes.configs import build_config
+from dphybrid.recipes.ctr.baselines import _means_of_values
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.run.pages import MetricsPage
+from dphybrid.training.metrics import area_under_roc
 from tests.commands import run_with
 
 ROWS = 600
@@ -116,3 +119,40 @@ def test_a_run_says_what_it_adds(
     assert report.beside.startswith("majority class auc 0.5000 (this run is 0.")
     assert f"Baselines:   {report.beside}" in report.text
     assert MetricsPage.read(data_dir / "runs" / report.run_name / "metrics.json").beside == report.beside
+
+
+def test_the_area_under_the_curve_is_scikit_learns() -> None:
+    random = np.random.default_rng(0)
+    labels_B, scores_B = random.integers(0, 2, 500), random.normal(size=500).round(1)  # with equal scores
+    for weights_B in (None, random.random(500)):
+        expected = roc_auc_score(labels_B, scores_B, sample_weight=weights_B)
+        assert area_under_roc(labels_B, scores_B, weights_B) == pytest.approx(expected, rel=1e-12)
+    assert np.isnan(area_under_roc(np.ones(3), scores_B[:3]))
+    assert np.isnan(area_under_roc(labels_B[:2], np.array([0.0, np.nan])))
+
+
+@pytest.mark.parametrize("classes", [1, 3])
+def test_means_of_values_are_scikit_learns_target_encoding(classes: int) -> None:
+    random = np.random.default_rng(0)
+    ids_B, labels_B = random.integers(0, 40, 300), random.integers(0, max(2, classes), 300).astype(float)
+    kind = "multiclass" if classes > 1 else "binary"
+    encoder = TargetEncoder(target_type=kind, smooth=1.0).fit(ids_B[:, None], labels_B)
+    found = _means_of_values(ids_B, labels_B, 40, classes)
+    np.testing.assert_allclose(found[ids_B], encoder.transform(ids_B[:, None]), rtol=1e-12)
+
+
+def test_facts_of_the_data_are_computed_once_and_a_damaged_one_again(tmp_path: Path) -> None:
+    data, calls = prepared(table().drop("score"), tmp_path, "clicked"), []
+
+    def compute() -> list[int]:
+        calls.append(1)
+        return [len(calls)]
+
+    assert data.fact("calls", compute) == data.fact("calls", compute) == [1]
+    (data.path / "facts" / "calls.json").write_text("{")
+    assert data.fact("calls", compute) == [2]
+    assert find_recipe("ctr").baselines(data) == find_recipe("ctr").baselines(data)
+    assert sorted(file.name for file in (data.path / "facts").iterdir()) == ["baselines-1.json", "calls.json"]
+    assert (
+        find_recipe("ctr").open(data.path, verified=True).digest == data.digest
+    )  # no file of the data itself

@@ -6,16 +6,19 @@ Letters: B rows, F id columns, N numbers, C classes, K values of a column.
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from scipy import sparse
 from torch import Tensor
 
 from dphybrid.data.batches import Array, Dataset
 from dphybrid.data.store import Prepared
 from dphybrid.training.label_tasks import LabelTask, label_task
+from dphybrid.training.metrics import area_under_roc
+
+if TYPE_CHECKING:
+    from scipy import sparse
 
 _LINEAR_ROWS = 2**16
 """The linear model is fitted on at most this many evenly spaced training rows, divided by the number of its
@@ -30,7 +33,11 @@ _FEWEST_ROWS = 50
 
 def baselines(data: Prepared) -> dict[str, dict[str, float]]:
     """Return the metrics on the validation rows of two predictions: the most frequent class (for numbers:
-    their mean), and a linear model of the same encoded rows."""
+    their mean), and a linear model of the same encoded rows. Computed once for prepared data."""
+    return data.fact("baselines-1", lambda: _baselines(data))
+
+
+def _baselines(data: Prepared) -> dict[str, dict[str, float]]:
     task = label_task(data.info)
     train = _spaced(data.dataset("train"), _LINEAR_ROWS // task.num_outputs)
     valid = _spaced(data.dataset("valid"), LOOKED_AT)
@@ -104,9 +111,11 @@ def _linear(
         return torch.from_numpy(Ridge().fit(rows, labels_B, weights_B).predict(wanted)).float()
 
 
-def _sparse(batch: Mapping[str, Tensor], info: Mapping[str, Any]) -> sparse.csr_matrix:
+def _sparse(batch: Mapping[str, Tensor], info: Mapping[str, Any]) -> "sparse.csr_matrix":
     """Return the rows as a sparse matrix: one-hot columns for the ids (an item of a bag counts 1 / the bag's
     size), then the numbers."""
+    from scipy import sparse  # takes a second
+
     starts_F = torch.tensor([0, *info["num_ids"]]).cumsum(0)
     ids_BF, width = batch["ids_BF"], int(starts_F[-1])
     ones = [ids_BF + starts_F[: ids_BF.shape[1]]]
@@ -129,26 +138,25 @@ def _sparse(batch: Mapping[str, Tensor], info: Mapping[str, Any]) -> sparse.csr_
 def leaks(data: Prepared) -> list[str]:
     """Return a warning for each column that alone predicts the label nearly perfectly (AUC or R2 above
     `_LEAK`). The predictor is a number itself, or the mean label of each of the column's values, fitted on
-    every second row and evaluated on the others."""
-    from sklearn.preprocessing import TargetEncoder
+    every second row and evaluated on the others. Computed once for prepared data."""
+    return data.fact("leaks-1", lambda: _leaks(data))
 
+
+def _leaks(data: Prepared) -> list[str]:
     batch, task = _spaced(data.dataset("train"), LOOKED_AT), label_task(data.info)
     labels_B = batch["labels_B"].numpy().astype(np.float64)
     if len(labels_B) < _FEWEST_ROWS or np.ptp(labels_B) == 0:
         return []
     names = [str(column["name"]) for column in data.info.get("columns", [])]
     kind = {"binary": "binary", "multiclass": "multiclass"}.get(task.label.task, "continuous")
-    # smooth=1: the overall mean counts like one more row of each value, so rare values prove little.
-    encoder: Any = TargetEncoder(target_type=kind, smooth=1.0)
     found: dict[str, tuple[float, str]] = {}
     # strict=False: the columns after those of ids_BF are bags, which are not checked.
     for name, ids_B in zip(names, batch["ids_BF"].numpy().T, strict=False):
         # Fitted and evaluated on different rows: a column of unique values would predict its own rows.
-        encoder.fit(ids_B[::2, None], labels_B[::2])
-        means_BC = encoder.transform(ids_B[1::2, None])
+        means_VC = _means_of_values(ids_B[::2], labels_B[::2], int(ids_B.max()) + 1, task.num_outputs)
+        means_BC = means_VC[ids_B[1::2]]
         if kind == "multiclass":
-            gain = _gain_over_majority(encoder.classes_[means_BC.argmax(1)], labels_B[1::2])
-            found[name] = gain, "R2 of its classes"
+            found[name] = _gain_over_majority(means_BC.argmax(1), labels_B[1::2]), "R2 of its classes"
         else:
             found[name] = _score(means_BC[:, 0], labels_B[1::2], kind)
     for name, numbers_B in zip(data.info.get("dense", []), batch["dense_BN"].numpy().T, strict=True):
@@ -163,6 +171,16 @@ def leaks(data: Prepared) -> list[str]:
     ]
 
 
+def _means_of_values(ids_B: Array, labels_B: Array, num_values: int, num_classes: int) -> Array:
+    """Return means_VC: for each value its mean label, or with several classes the share of each. The overall
+    mean counts like one more row of each value, so rare values prove little (Micci-Barreca 2001)."""
+    counts_V = np.bincount(ids_B, minlength=num_values)
+    classes = range(num_classes) if num_classes > 1 else [None]
+    wanted = [labels_B if number is None else (labels_B == number).astype(float) for number in classes]
+    sums = [np.bincount(ids_B, each_B, minlength=num_values) + each_B.mean() for each_B in wanted]
+    return np.stack(sums, 1) / (counts_V[:, None] + 1)
+
+
 def _gain_over_majority(predicted_B: Array, labels_B: Array) -> float:
     """Return (accuracy - share of the most frequent class) / (1 - this share): 1 at most."""
     most = float(np.unique(labels_B, return_counts=True)[1].max()) / len(labels_B)
@@ -171,12 +189,10 @@ def _gain_over_majority(predicted_B: Array, labels_B: Array) -> float:
 
 def _score(predictor_B: Array, labels_B: Array, kind: str) -> tuple[float, str]:
     """Return how well one number predicts the labels, in either direction, and the metric's name."""
-    from sklearn.metrics import roc_auc_score
-
     if kind == "continuous":
         varies = np.ptp(predictor_B) and np.ptp(labels_B)
         return (float(np.corrcoef(predictor_B, labels_B)[0, 1] ** 2) if varies else 0.0), "R2"
-    value = float(roc_auc_score(labels_B, predictor_B)) if np.ptp(labels_B) else 0.5
+    value = area_under_roc(labels_B, predictor_B) if np.ptp(labels_B) else 0.5
     return max(value, 1 - value), "AUC"
 
 
