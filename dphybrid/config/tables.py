@@ -14,6 +14,8 @@ NO_VALUE = (
 )
 """Texts that mean "no value" in every table: those of pandas, and the question mark."""
 
+PACKED = ("", ".gz", ".zst", ".bz2", ".xz")
+"""Endings that packed text files have after their own; the first is that of files that are not packed."""
 COLUMN_FIELDS = ("label", "weight", "split_column")
 """Fields that name a single column; those that list columns of a kind are in `role_fields`."""
 READING_FIELDS = (

@@ -212,7 +212,7 @@ def test_the_index_of_a_data_frame_is_no_feature(tmp_path: Path) -> None:
         (b"\n\n \n", "x.csv", "is empty"),
         (b"PK\x03\x04rest", "x.csv", "an Excel or zip file, which is not supported"),
         (b"\x1f\x8b\x08\0junk", "x.csv.gz", "is not a complete gzip file"),
-        (b"PAR1 damaged", "x.csv", "cannot be read as Parquet"),
+        (b"PAR1\x15damaged", "x.csv", "cannot be read as Parquet"),
     ],
 )
 def test_files_that_are_no_tables_are_refused(
@@ -227,6 +227,8 @@ def test_odd_tables_are_read(tmp_path: Path) -> None:
     assert (chunk.cells["n"].to_list(), chunk.lines.tolist()) == (["1", "2"], [2, 4])
     (chunk,) = read(tmp_path, 'n,w\n1,"a\0b"\n2,c\0\n')
     assert table([chunk])["w"].to_list() == ["a\0b", "c\0"]
+    (chunk,) = read(tmp_path, "ORCID,PAR1\n1,a\n2,b\n")
+    assert chunk.names == ["ORCID", "PAR1"]
     (chunk,) = read(tmp_path, "n,w\n")
     assert (len(chunk), chunk.names) == (0, ["n", "w"])
     wide = ",".join(f"c{i}" for i in range(10_000))

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
-from dphybrid.config.tables import TableDataConfig
+from dphybrid.config.tables import PACKED, TableDataConfig
 from dphybrid.data.store import mapped
 from dphybrid.data.table.cells import is_odd
 from dphybrid.data.table.delimited import csv_jobs
@@ -27,10 +27,9 @@ from dphybrid.data.table.rows import (
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path
 
-_PACKED = ("", ".gz", ".zst", ".bz2", ".xz")
 _TEXTS = (".csv", ".tsv", ".txt", ".dat", ".data", ".jsonl", ".ndjson")
 _SUFFIXES = (
-    *(text + packed for text in _TEXTS for packed in _PACKED),
+    *(text + packed for text in _TEXTS for packed in PACKED),
     *(".parquet", ".pq", ".arrow", ".feather", ".ipc"),
 )
 """Endings of the files that are read in a folder."""
@@ -55,7 +54,7 @@ def find_files(path: str, place: str) -> tuple[Path, ...]:
             endings = ", ".join((*_TEXTS, ".parquet, .pq, .arrow, .feather, .ipc"))
             raise UserError(
                 f"{place}={path}: is a folder without tables ({endings}, also packed as "
-                f"{', '.join(_PACKED[1:])}); name a table, or a folder that has some"
+                f"{', '.join(PACKED[1:])}); name a table, or a folder that has some"
             )
     else:
         # Path.glob rejects absolute patterns.

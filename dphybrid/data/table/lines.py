@@ -39,26 +39,32 @@ _ENCODINGS = (
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
 _UNPACKERS: tuple[tuple[bytes, str, Callable[[IO[bytes]], Any]], ...] = (
-    (b"\x1f\x8b", "gzip", lambda raw: igzip.IGzipFile(fileobj=raw)),
-    (b"BZh", "bzip2", bz2.BZ2File),
-    (b"\xfd7zXZ\0", "xz", lzma.LZMAFile),
-    (b"\x28\xb5\x2f\xfd", "Zstandard", zstd.ZstdFile),
+    (rb"\x1f\x8b", "gzip", lambda raw: igzip.IGzipFile(fileobj=raw)),
+    (rb"BZh[1-9](1AY&SY|\x17rE)", "bzip2", bz2.BZ2File),
+    (rb"\xfd7zXZ\0", "xz", lzma.LZMAFile),
+    (rb"\x28\xb5\x2f\xfd", "Zstandard", zstd.ZstdFile),
 )
+"""Patterns of a packed file's first bytes, names, and how to unpack."""
+_PACKING_ERRORS = (
+    *(EOFError, zlib.error, isal_zlib.error, gzip.BadGzipFile, lzma.LZMAError, zstd.ZstdError),
+)
+# A text may begin with the letters of some formats, but goes on with others.
+_NO_TEXT = rb"[\x00-\x08\x0e-\x1f\x80-\xff]"
 _BINARY = (
-    (b"PAR1", "parquet"),
-    (b"ARROW1", "arrow"),
-    (b"\xff\xff\xff\xff", "arrow stream"),
-    (b"FEA1", "a Feather file of version 1"),
-    (b"PK\x03\x04", "an Excel or zip file"),
-    (b"\xd0\xcf\x11\xe0", "an Excel file"),
-    (b"an ORC file", "an ORC file"),
-    (b"Obj\x01", "an Avro file"),
-    (b"SQLite format 3\0", "an SQLite database"),
-    (b"\x89HDF", "an HDF5 file"),
-    (b"\x80\x04\x95", "a pickle"),
-    (b"\x80\x05\x95", "a pickle"),
-    (b"%PDF", "a PDF"),
+    (rb"PAR1" + _NO_TEXT, "parquet"),
+    (rb"ARROW1\0", "arrow"),
+    (rb"\xff{4}", "arrow stream"),
+    (rb"FEA1" + _NO_TEXT, "a Feather file of version 1"),
+    (rb"PK\x03\x04", "an Excel or zip file"),
+    (rb"\xd0\xcf\x11\xe0", "an Excel file"),
+    (rb"ORC" + _NO_TEXT, "an ORC file"),
+    (rb"Obj\x01", "an Avro file"),
+    (rb"SQLite format 3\0", "an SQLite database"),
+    (rb"\x89HDF", "an HDF5 file"),
+    (rb"\x80[\x02-\x05]", "a pickle"),
+    (rb"%PDF-", "a PDF"),
 )
+"""Patterns of the first bytes of other formats, and their names."""
 _UTF8_SIGN = re.compile(rb"[\xc3-\xdf][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}|[\xf0-\xf4][\x80-\xbf]{3}")
 
 
@@ -67,7 +73,7 @@ def format_of(file: Path) -> str:
     include packed ones."""
     with file.open("rb") as stream:
         head = stream.read(16)
-    return next((name for sign, name in _BINARY if head.startswith(sign)), "text")
+    return next((name for sign, name in _BINARY if re.match(sign, head)), "text")
 
 
 @contextmanager
@@ -75,9 +81,9 @@ def unpacked(file: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     """Open a file, unpacked if it is gzip, bzip2, xz or Zstandard; also the raw file, whose position says how
     much was read. Raises UserError if the packed file is damaged or incomplete."""
     with file.open("rb", buffering=0) as raw:
-        head = raw.read(8)
+        head = raw.read(16)
         raw.seek(0)
-        name, unpack = next(((n, u) for sign, n, u in _UNPACKERS if head.startswith(sign)), ("", None))
+        name, unpack = next(((n, u) for sign, n, u in _UNPACKERS if re.match(sign, head)), ("", None))
         if unpack is None:
             yield raw, raw
             return

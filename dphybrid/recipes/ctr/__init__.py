@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from dphybrid.config import ExperimentConfig, ModelConfig
-from dphybrid.config.tables import TableDataConfig
+from dphybrid.config.tables import PACKED, TableDataConfig
 from dphybrid.recipes.recipe import STEPS, Recipe, imported
 from dphybrid.util.files import given_path
 
@@ -19,9 +19,8 @@ _SLOW_ROWS, _FAST_ROWS = 0.03, 5.0
 """Learning rate of a table's rows as a share of train.lr: the usual one, and the highest."""
 _MANY_VALUES, _ROWS_PER_VALUE = 1000, 4
 """Rows learn faster if a column has more values than this, and training has more rows per value."""
-_PACKED = ("", ".gz", ".zst", ".bz2", ".xz")
 _ENDINGS = (
-    *(text + packed for text in (".csv", ".tsv", ".jsonl", ".ndjson") for packed in _PACKED),
+    *(text + packed for text in (".csv", ".tsv", ".jsonl", ".ndjson") for packed in PACKED),
     *(".parquet", ".pq", ".arrow", ".feather", ".ipc"),
 )
 

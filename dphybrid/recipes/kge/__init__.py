@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from dphybrid.config import DataConfig, ModelConfig
-from dphybrid.config.tables import Encoding, Quote
+from dphybrid.config.tables import PACKED, Encoding, Quote
 from dphybrid.recipes.recipe import Recipe, imported
 from dphybrid.util.files import given_path
 
@@ -51,9 +51,8 @@ class KgeModelConfig(ModelConfig):
     the training triples per entity: with fewer triples an entity overfits sooner and needs more of it."""
 
 
-_PACKED = ("", ".gz", ".zst", ".bz2", ".xz")
 _SUFFIXES = (
-    *(text + packed for text in (".txt", ".tsv", ".csv", "", "2id.txt", ".jsonl") for packed in _PACKED),
+    *(text + packed for text in (".txt", ".tsv", ".csv", "", "2id.txt", ".jsonl") for packed in PACKED),
     *(".parquet", ".pq", ".arrow", ".feather"),
 )
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dphybrid.config.tables import PACKED
 from dphybrid.data.batches import Array, Dataset
 from dphybrid.data.store import Content, Prepared, Progress, source_digests
 from dphybrid.data.table.lines import read_text
@@ -26,7 +27,6 @@ from dphybrid.util.files import given_path
 _UNKNOWN, END = "<unk>", "<end>"
 _PARTS = ("train", "valid", "test")
 _TEXT_SUFFIXES = (".txt", ".md", ".rst", ".text", ".tokens", ".raw")
-_PACKED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
 _PART_WORDS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("valid", "validation", "val", "dev"), "valid"),
@@ -299,6 +299,4 @@ def open_source(data: TextDataConfig, seed: int) -> _TextSource:
 
 
 def _is_text(name: str) -> bool:
-    for packed in _PACKED_SUFFIXES:
-        name = name.removesuffix(packed)
-    return name.endswith(_TEXT_SUFFIXES)
+    return name.endswith(tuple(text + packed for text in _TEXT_SUFFIXES for packed in PACKED))
