@@ -86,6 +86,9 @@ class TableDataConfig(DataConfig):
     """Decimal mark of numbers; auto: inferred for each column."""
     thousands: Literal["auto", "", ",", ".", " ", "'", "_"] = "auto"
     """Thousands separator, as in 1,206.73. Empty: none; auto: inferred for each column."""
+    separator: str = Field(default="auto", min_length=1)
+    """Text between the items of a cell of data.bags, such as | or ; ([] for ["a", "b"]); auto: inferred for
+    each column."""
     dayfirst: bool | None = None
     """true reads 3/12/2024 as 3 December, false as 12 March. Empty: inferred for each column."""
     min_count: int = Field(default=2, ge=1)
@@ -132,7 +135,12 @@ class TableDataConfig(DataConfig):
     @property
     def reading(self) -> dict[str, str | bool]:
         """The notations that are set, by their keys in schema.toml; they override the columns' own."""
-        given = {"decimal": self.decimal, "thousands": self.thousands, "dayfirst": self.dayfirst}
+        given = {
+            "decimal": self.decimal,
+            "thousands": self.thousands,
+            "dayfirst": self.dayfirst,
+            "separator": self.separator,
+        }
         # An empty thousands separator is a value: no separator.
         return {key: value for key, value in given.items() if value not in ("auto", None)}
 

@@ -26,6 +26,17 @@ _MAX_DEVIATION = 100.0
 _PYTHON = {type(None), bool, int, float, str, bytes, date, datetime, time, timedelta, Decimal}
 """Types of Python that polars reads as they are."""
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|[+-]?inf"
+_ISO = r"^\d{4}-\d{1,2}-\d{1,2}$"
+_ZONE = r"(?:Z|UTC|GMT|(?:UTC|GMT)?[+-]\d{1,2}(?::?\d{2})?)(?:\s*[\[(][^\])]*[\])])?|\b[A-Z]{3,4}"
+_MONTHS = (
+    *("january", "february", "march", "april", "may", "june"),
+    *("july", "august", "september", "october", "november", "december"),
+)
+_DAYS, _HOURS = r"(\d+(?:\.\d+)?)\s*d", r"(\d+(?:\.\d+)?)\s*h"
+_MINUTES, _SECONDS = r"(\d+(?:\.\d+)?)\s*m(?:in(?:ute)?s?)?\b", r"(\d+(?:\.\d+)?)\s*s(?:ec(?:ond)?s?)?\b"
+_PART = r"\d+(?:\.\d+)?\s*(?:d(?:ays?)?|h(?:ours?|rs?)?|m(?:in(?:ute)?s?)?|s(?:ec(?:ond)?s?)?)"
+_DURATION = rf"^{_PART}(?:\s*{_PART})*$"
+_CLOCK = r"^(\d+):([0-5]\d):([0-5]\d(?:\.\d+)?)$"
 _WORD = r"\w+(?:['’]\w+)*"
 
 
@@ -164,26 +175,36 @@ def texts_of(cells: pl.Series, known: pl.Series, kind: str = "") -> pl.Series:
     return whole.zip_with(whole.is_in(known.implode()), texts)
 
 
-def numbers_of(cells: pl.Series, decimal: str = ".", thousands: str = "") -> pl.Series:
+def numbers_of(cells: pl.Series, decimal: str = ".", thousands: str = "", marks: bool = False) -> pl.Series:
     """Return `read_numbers` of the cells of a column of numbers, where true counts as 1 and false as 0."""
     if cells.dtype == pl.Boolean:
         return cells.cast(pl.Float64)
-    numbers = read_numbers(cells, decimal, thousands)
+    numbers = read_numbers(cells, decimal, thousands, marks)
     if cells.dtype != pl.String or numbers.null_count() == cells.null_count():
         return numbers
     truth = cells.str.to_lowercase().replace_strict({"true": 1.0, "false": 0.0}, default=None)
     return numbers.zip_with(truth.is_null(), truth.cast(pl.Float64))
 
 
-def plain_numbers(cells: pl.Series, decimal: str, thousands: str) -> pl.Series:
+def plain_numbers(cells: pl.Series, decimal: str, thousands: str, marks: bool = False) -> pl.Series:
     """Return numbers in a notation as texts such as 1206.73, which polars reads; None for texts that do not
     follow the notation. Numbers in the usual notation are returned as they are, without a check.
 
-    decimal: the decimal mark. thousands: the separator of groups of three digits (empty: none)."""
-    if (decimal, thousands) == (".", "") or cells.dtype != pl.String:
+    decimal: the decimal mark. thousands: the separator of groups of three digits (empty: none). marks: read
+    also what `without_marks` takes away."""
+    if cells.dtype != pl.String:
+        return cells
+    cells = without_marks(cells) if marks else cells
+    if (decimal, thousands) == (".", ""):
         return cells
     group = re.escape(thousands)
-    whole = rf"(?:\d{{1,3}}(?:{group}\d{{3}})+|\d+)" if group else r"\d+"
+    # In India, groups have two digits, the last one has three.
+    groups = (
+        rf"\d{{1,3}}(?:{group}\d{{2,3}})*{group}\d{{3}}"
+        if thousands == ","
+        else rf"\d{{1,3}}(?:{group}\d{{3}})+"
+    )
+    whole = rf"(?:{groups}|\d+)" if group else r"\d+"
     mark = re.escape(decimal)
     pattern = rf"^[+-]?(?:{whole}(?:{mark}\d*)?|{mark}\d+)(?:[eE][+-]?\d+)?$"
     texts = cells.str.replace_all(thousands, "", literal=True) if group else cells
@@ -191,9 +212,33 @@ def plain_numbers(cells: pl.Series, decimal: str, thousands: str) -> pl.Series:
     return texts.set(~cells.str.contains(pattern).fill_null(True), None)
 
 
-def read_numbers(cells: pl.Series, decimal: str = ".", thousands: str = "") -> pl.Series:
+def without_marks(cells: pl.Series) -> pl.Series:
+    """Return texts of numbers without the marks of currencies and percent; with a minus for brackets, as in
+    (0.13), and for the typographic one; with plain blanks; and durations (2h20m, 1:02:30) as seconds. Other
+    texts stay as they are."""
+    texts = cells.str.replace_all(r"[\u{a0}\u{2007}\u{2009}\u{202f}]", " ").str.replace_all(
+        "\u2212", "-", literal=True
+    )
+    texts = texts.str.replace(r"^([+-]?)\s*(?:\p{Sc}|(?:USD|EUR|GBP|CHF|Rs\.?)\s)\s*([+-]?[\d.,].*)$", "$1$2")
+    texts = texts.str.replace(r"^(.*\d[.,]?)\s*(?:\p{Sc}|%|USD|EUR|GBP|CHF)$", "$1")
+    texts = texts.str.replace(r"^\(\s*\p{Sc}?\s*(\d[\d.,' ]*?)\s*(?:\p{Sc}|%)?\s*\)$", "-$1")
+    parts = [
+        texts.str.extract(pattern).cast(pl.Float64, strict=False)
+        for pattern in (_DAYS, _HOURS, _MINUTES, _SECONDS)
+    ]
+    clock = [texts.str.extract(_CLOCK, number).cast(pl.Float64, strict=False) for number in (1, 2, 3)]
+    is_duration = texts.str.contains(_DURATION)
+    if not (is_duration.any() or clock[0].null_count() < len(texts)):
+        return texts
+    days, hours, minutes, seconds = (part.fill_null(0.0) for part in parts)
+    length = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    length = length.zip_with(clock[0].is_null(), (clock[0] * 60 + clock[1]) * 60 + clock[2])
+    return texts.zip_with(~(is_duration | clock[0].is_not_null()).fill_null(False), length.cast(pl.String))
+
+
+def read_numbers(cells: pl.Series, decimal: str = ".", thousands: str = "", marks: bool = False) -> pl.Series:
     """Return finite numbers as Float64; None for everything else."""
-    numbers = plain_numbers(cells, decimal, thousands).cast(pl.Float64, strict=False)
+    numbers = plain_numbers(cells, decimal, thousands, marks).cast(pl.Float64, strict=False)
     # Most columns hold no infinite number; numpy finds this out faster than polars builds a mask.
     if np.isfinite(numbers.to_numpy()).sum() == len(numbers) - numbers.null_count():
         return numbers
@@ -201,30 +246,78 @@ def read_numbers(cells: pl.Series, decimal: str = ".", thousands: str = "") -> p
 
 
 def read_times(cells: pl.Series, day_first: bool) -> pl.Series:
-    """Return Datetimes of dates such as 2024-12-31, 12/31/2024 and 31.12.2024, with or without a time of day;
-    None for other texts. day_first: read 31/12/2024 instead of 12/31/2024."""
+    """Return Datetimes of dates, with or without a time of day; None for other texts.
+
+    Dates: 2024-12-31, 2024/12/31, 20241231, 31.12.2024, 12/31/2024, 12-31-2024, 12/31/24, 31 Dec 2024,
+    December 31, 2024. Clocks: 8:30, 08:30:15.5, 8:30 PM. Time zones are dropped: the clock stays as written.
+    Years of two digits are 1969 to 2068. day_first: read 31/12/2024 instead of 12/31/2024."""
     if cells.dtype.is_temporal():
         # The clock as written, as for texts.
         local = cells.dt.replace_time_zone(None) if isinstance(cells.dtype, pl.Datetime) else cells
         return local.cast(pl.Datetime("us"), strict=False)
-    words = as_texts(cells).str.strip_chars().str.replace("T", " ", literal=True)
-    # Fractions of a second and time zones are dropped.
-    words = words.str.replace(r"(:\d{2})(?:\.\d+)?\s*(?:Z|[+-]\d{2}:?\d{2})?$", "$1")
-    date = words.str.extract(r"^(\S+)", 1)
-    time = words.str.extract(r"^\S+ (.+)$", 1).fill_null("00:00:00")
+    words = as_texts(cells).str.strip_chars().str.replace(r"(\d)T(\d)", "$1 $2")
+    if words.str.contains("[A-Za-z]{3}").any():
+        words = _with_numbers_of_months(words)
+    words = words.str.replace(rf"(:\d{{2}})(?:[.,]\d+)?(\s*[AaPp]\.?[Mm]\.?)?\s*(?:{_ZONE})?$", "$1$2")
+    date = words.str.extract(r"^(\S+?),?(?:\s|$)", 1)
+    time = words.str.extract(r"^\S+\s+(.+)$", 1).fill_null("00:00:00")
+    if not date.str.contains(_ISO).all():
+        date = _iso_dates(date, day_first)
+    found = date.str.to_date("%Y-%m-%d", strict=False)
+    if time.str.contains("[AaPp]").any():
+        time = (
+            time.str.to_uppercase()
+            .str.replace(r"^(\d{1,2}) ?([AP])", "$1:00 $2")
+            .str.replace_all(".", "", literal=True)
+        )
+        time = time.str.replace(r"^(\d{1,2}:\d{2}) ?([AP]M)$", "$1:00 $2").str.replace(
+            r"(\d)([AP]M)$", "$1 $2"
+        )
+        half = time.str.to_time("%I:%M:%S %p", strict=False)
+        time = time.zip_with(half.is_null(), half.cast(pl.String))
     # With seconds added, one pattern reads all times.
     time = time.zip_with(~time.str.contains(r"^\d{1,2}:\d{2}$"), time + ":00")
-    found = date.str.to_date("%Y-%m-%d", strict=False)
-    # Each further pattern is tried only if texts are left: most columns need only the first one.
-    for pattern in ("%Y/%m/%d", "%Y%m%d", "%d.%m.%Y", "%d/%m/%Y" if day_first else "%m/%d/%Y"):
-        if found.null_count():
-            found = found.zip_with(found.is_not_null(), date.str.to_date(pattern, strict=False))
     clock = time.str.to_time("%H:%M:%S", strict=False)
     return (
         pl.DataFrame({"date": found, "clock": clock})
         .select(pl.col("date").dt.combine(pl.col("clock")))
         .to_series()
     )
+
+
+def _iso_dates(dates: pl.Series, day_first: bool) -> pl.Series:
+    """Return dates of any notation as 2024-12-31, None for other texts."""
+    slashes = "-$2-$1" if day_first else "-$1-$2"
+    found = dates
+    for pattern, iso in (
+        (r"^(\d{4})(\d{2})(\d{2})$", "$1-$2-$3"),
+        (r"^(\d{4})[/.](\d{1,2})[/.](\d{1,2})$", "$1-$2-$3"),
+        (r"^(\d{1,2})\.(\d{1,2})\.(\d{4})$", "$3-$2-$1"),
+        (r"^(\d{2})\.(\d{2})\.(0\d|[1-5]\d|6[0-8])$", "20$3-$2-$1"),
+        (r"^(\d{2})\.(\d{2})\.(\d{2})$", "19$3-$2-$1"),
+        (r"^(\d{1,2})[-/](\d{1,2})[-/](\d{4})$", "$3" + slashes),
+        (r"^(\d{1,2})/(\d{1,2})/(0\d|[1-5]\d|6[0-8])$", "20$3" + slashes),
+        (r"^(\d{1,2})/(\d{1,2})/(\d{2})$", "19$3" + slashes),
+    ):
+        found = found.str.replace(pattern, iso)
+    return found.set(~found.str.contains(_ISO).fill_null(True), None)
+
+
+def _with_numbers_of_months(words: pl.Series) -> pl.Series:
+    """Return dates such as 5 Mar 2024, Mar 5, 2024 and Tue, 05-Mar-2024 as 5.3.2024."""
+    low = words.str.to_lowercase().str.replace(r"^(?:mon|tue|wed|thu|fri|sat|sun)[a-z]*\.?,?\s+", "")
+    low = low.str.replace(r"^([a-z]{3,9})\.?[\s-]+(\d{1,2})(?:st|nd|rd|th)?,?[\s-]+(\d{4})", "$2.$1.$3")
+    low = low.str.replace(r"^(\d{1,2})(?:st|nd|rd|th)?\.?[\s/-]+([a-z]{3,9})\.?,?[\s/-]+(\d{4})", "$1.$2.$3")
+    low = low.str.replace(r"^(\d{1,2})[\s/-]([a-z]{3})[\s/-](0\d|[1-5]\d|6[0-8])(\s|$)", "$1.$2.20$3$4")
+    low = low.str.replace(r"^(\d{1,2})[\s/-]([a-z]{3})[\s/-](\d{2})(\s|$)", "$1.$2.19$3$4")
+    low = low.str.replace(r"^(\d{4})[\s/-]([a-z]{3,9})[\s/-](\d{1,2})", "$3.$2.$1")
+    for number, month in enumerate(_MONTHS, 1):
+        short = month[:3] + (
+            rf"(?:{month[3:]}|t)?" if month == "september" else f"(?:{month[3:]})?" * bool(month[3:])
+        )
+        low = low.str.replace(rf"^(\d{{1,2}})\.{short}\.(\d{{4}})", rf"${{1}}.{number}.${{2}}")
+    is_date = low.str.contains(r"^\d{1,2}\.\d{1,2}\.\d{4}")
+    return words.zip_with(~is_date.fill_null(False), low.str.to_uppercase())
 
 
 def time_parts(times: pl.Series) -> list[Array]:
@@ -238,11 +331,14 @@ def time_parts(times: pl.Series) -> list[Array]:
 
 
 def items_of(cells: pl.Series, separator: str, most: int | None = None) -> pl.Series:
-    """Return the items of cells as lists, stripped and without empty ones. most: keep only the first ones
-    (None: all)."""
+    """Return the items of cells as lists, stripped and without empty ones. separator: between items; [] for
+    cells such as ["a", "b"]. most: keep only the first ones (None: all)."""
     item = pl.element().str.strip_chars()
     if cells.dtype != pl.List:
-        cells = as_texts(cells).str.split(separator)
+        texts, mark = as_texts(cells), separator
+        if separator == "[]":
+            texts, mark = texts.str.strip_chars("[]() ").str.replace_all("[\"']", ""), ","
+        cells = texts.str.split(mark)
     # The items of lists may be whole numbers or categories, hence the cast to texts.
     items = cells.cast(pl.List(pl.String)).list.eval(item.filter(item != ""))
     return items if most is None else items.list.head(most)

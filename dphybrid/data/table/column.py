@@ -24,7 +24,8 @@ class Sample:
     cells: only those with a value, as texts (`as_texts`), whatever the file stores, or as lists. num_rows:
     number of these rows. whole: the table has no other rows. beside_label: returns the cells of more rows,
     with the label's outputs as `label_outputs` gives them; None without a label. typed: the file stores
-    numbers. declared: the file says that the values are categories.
+    numbers. declared: the file says that the values are categories. comma_file: other columns write decimals
+    with a comma.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Sample:
     beside_label: Callable[[], tuple[pl.Series, Array | None]] | None = None
     typed: bool = False
     declared: bool = False
+    comma_file: bool = False
 
 
 @dataclass(frozen=True)

@@ -33,15 +33,17 @@ from dphybrid.data.table.cells import (
 )
 from dphybrid.data.table.column import Array, Column, Sample, TrainingValues
 from dphybrid.data.table.numbers import (
-    YEAR_FIRST,
+    USUAL,
     Scale,
     fit_scale,
     has_leading_zeros,
+    how_dates_are_read,
     ids_or_amounts,
     is_day_first,
     looks_like_dates,
     not_numbers,
     notation_of,
+    separator_of,
     why_not_numeric,
 )
 from dphybrid.util.errors import UserError
@@ -117,6 +119,8 @@ class Numeric(Numbers):
     """Decimal mark."""
     thousands: Literal["", ",", ".", " ", "'", "_"] = Field(default="", examples=[""])
     """Thousands separator; empty: none."""
+    marks: bool = Field(default=False, examples=[False])
+    """true reads $5, 7 %, (0.13) as -0.13, and durations such as 2h20m and 1:02:30 as seconds."""
     learned: Scale = Scale()
 
     @classmethod
@@ -128,17 +132,18 @@ class Numeric(Numbers):
         notes = [f"{infinite:,} infinite numbers count as no value"] if infinite else []
         notes += [f"thousands separator {column.thousands!r}"] if column.thousands else []
         notes += [f"decimal mark {column.decimal!r}"] if column.decimal != "." else []
-        usual = (column.decimal, column.thousands) == (".", "")
+        notes += ["numbers without their marks, durations in seconds"] if column.marks else []
+        usual = (column.decimal, column.thousands, column.marks) == USUAL
         if not usual:
             return ", ".join(notes) + "; --data.decimal and --data.thousands override this"
         return ", ".join([*notes, said] if (said := ids_or_amounts(sample)[1]) else notes)
 
     @classmethod
     def inferred(cls, sample: Sample) -> dict[str, Any]:
-        return dict(zip(("decimal", "thousands"), notation_of(sample)[0], strict=True))
+        return dict(zip(("decimal", "thousands", "marks"), notation_of(sample)[0], strict=True))
 
     def read(self, cells: pl.Series) -> pl.Series:
-        return numbers_of(cells, self.decimal, self.thousands)
+        return numbers_of(cells, self.decimal, self.thousands, self.marks)
 
     def wrong(self, cells: pl.Series, values: pl.Series) -> pl.Series:
         # Infinite numbers were read as None too, but count as no value instead of rejecting their rows.
@@ -179,8 +184,7 @@ class Time(Numbers):
         first = is_day_first(sample.cells, sample.data)
         if sample.declared or first is None or not looks_like_dates(sample.cells, first):
             return None
-        order = "month" if not first and sample.cells.str.contains("/", literal=True).any() else "day"
-        how = "" if sample.cells.str.contains(YEAR_FIRST).all() else f", {order} first"
+        how = how_dates_are_read(sample.cells, first)
         return f"dates or times{how}; --data.categorical reads them as categories"
 
     @classmethod
@@ -239,9 +243,20 @@ class Category(Column):
         cells = sample.cells
         if not len(cells):
             return f"no values in the first {sample.num_rows:,} rows"
-        why, distinct = why_not_numeric(sample), set(cells.unique().to_list())
-        mixed = cls._type_of(sample) == "boolean" and len(distinct) > 2
-        return why or ("upper and lower case count as equal" if mixed else "")
+        if why := why_not_numeric(sample):
+            return why
+        by_case = (
+            cells.to_frame("one").unique().group_by(pl.col("one").str.to_lowercase().alias("low")).agg("one")
+        )
+        several = by_case.filter(pl.col("one").list.len() > 1).sort("low")["one"]
+        if not len(several):
+            return ""
+        if cls._type_of(sample) == "boolean":
+            return "upper and lower case count as equal"
+        first, second, *_ = sorted(several[0])
+        return (
+            f"{first!r} and {second!r} differ only in case; ignore_case = true in schema.toml makes them one"
+        )
 
     @classmethod
     def inferred(cls, sample: Sample) -> dict[str, Any]:
@@ -354,7 +369,8 @@ class Bag(Category):
     )
 
     separator: str = Field(default="|", min_length=1, examples=["|"])
-    """Text between the items of a cell; not used for lists."""
+    """Text between the items of a cell; [] for lists in brackets, such as ["a", "b"]; not used for lists of a
+    Parquet file."""
     max_items: int = Field(default=16, ge=1, le=1024, examples=[16])
     """Number of items of a cell that are looked up, from the first one on."""
 
@@ -366,7 +382,12 @@ class Bag(Category):
     @classmethod
     def inferred(cls, sample: Sample) -> dict[str, Any]:
         # Not as for categories, which looks at whole cells instead of their items.
-        return {}
+        mark = (
+            sample.data.separator
+            if sample.data.separator != "auto"
+            else separator_of(sample.cells, is_bag=True)
+        )
+        return {"separator": mark} if mark else {}
 
     @property
     def form(self) -> str:
@@ -404,6 +425,10 @@ class Text(Bag):
     @classmethod
     def claims(cls, sample: Sample) -> str | None:
         return None  # never inferred: a free text is read as categories unless the user names it
+
+    @classmethod
+    def inferred(cls, sample: Sample) -> dict[str, Any]:
+        return {}
 
     @property
     def form(self) -> str:

@@ -20,7 +20,7 @@ from dphybrid.data.batches import Array
 from dphybrid.data.table.cells import read_numbers
 from dphybrid.data.table.column import Column, Sample
 from dphybrid.data.table.kinds import Category, Numeric
-from dphybrid.data.table.numbers import FEW_OTHERS, is_number, notation_of
+from dphybrid.data.table.numbers import FEW_OTHERS, USUAL, is_number, notation_of
 from dphybrid.util.errors import UserError
 
 _TaskName = Literal["binary", "multiclass", "regression", "counts"]
@@ -188,7 +188,7 @@ def label_of_texts(name: str, values: list[str], data: TableDataConfig, typed: b
     # Inferred again, now that all values are known: the first rows may have held only a few numbers.
     sample = Sample(name, cells, len(cells), whole=True, data=data)
     # Texts made from typed numbers have the usual notation, whatever the config says about files.
-    numbers = read_numbers(cells, *((".", "") if typed else notation_of(sample)[0]))
+    numbers = read_numbers(cells, *(USUAL if typed else notation_of(sample)[0]))
     if data.task == "auto" and not numbers.null_count() and _too_many_for_classes(numbers):
         return _Regression(name=name), numbers.to_numpy()
     if len(values) > _MAX_CLASSES:

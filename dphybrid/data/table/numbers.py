@@ -10,7 +10,7 @@ from pydantic import Field
 
 from dphybrid.config import Section
 from dphybrid.config.tables import TableDataConfig
-from dphybrid.data.table.cells import plain_numbers, read_numbers, read_times, signed_log
+from dphybrid.data.table.cells import plain_numbers, read_numbers, read_times, signed_log, without_marks
 from dphybrid.data.table.column import Array, Sample
 from dphybrid.data.table.whole import (
     AMOUNTS,
@@ -27,6 +27,9 @@ _INFINITE = ("inf", "infinity", "+inf", "-inf", "+infinity", "-infinity", "nan")
 _NOTATIONS = [(".", ""), (".", ","), (",", "."), (",", "")]
 _NOTATIONS += [(decimal, group) for decimal in ".," for group in " '_"]
 """Pairs of decimal mark and thousands separator, in the order in which they are tried."""
+Notation = tuple[str, str, bool]
+"""Decimal mark, thousands separator (empty: none), and whether numbers have other marks, as in $5 or 7%."""
+USUAL: Notation = (".", "", False)
 FEW_OTHERS = 0.05
 """Largest share of cells other than numbers (or dates) that is taken for mistakes in a column of them; the
 first one is then named as the reason why the column is read otherwise."""
@@ -39,7 +42,15 @@ _NAMES_AN_ID = re.compile(
 _WITH_MARKS = r"^[+-]?\d[\d.,' _]*$"
 YEAR_FIRST = r"^\d{4}[-/]\d{1,2}[-/]\d{1,2}(?:[T ]|$)"
 # The look of a date, in any order; `read_times` then decides whether it is one.
-_DATE = r"^\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}(?:[T ]|$)"
+_MONTH_NAME = r"(?i:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\.?"
+_DATE = (
+    r"^\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}(?:[T ,]|$)"
+    rf"|^(?:(?i:[a-z]{{3,9}}),? +)?\d{{1,4}}(?:st|nd|rd|th)?[-/ ]{_MONTH_NAME},?[-/ ]\d"
+    rf"|^(?:(?i:[a-z]{{3,9}}),? +)?{_MONTH_NAME}[- ]\d{{1,2}}(?:st|nd|rd|th)?,?[- ]\d{{4}}"
+)
+_AMBIGUOUS = r"^\d{1,2}[-/]\d{1,2}[-/]\d{2,4}(?:[T ,]|$)"
+_SEPARATORS = ("|", ";", ",", "/", " ")
+_SOME_TEXTS = 1000
 _FEW = 20
 """Cells that are looked at before a pattern is tried on all cells of a column."""
 
@@ -60,29 +71,51 @@ def not_numbers(cells: pl.Series, numbers: pl.Series) -> pl.Series:
 
 
 @lru_cache(maxsize=1)  # several kinds ask this of one column in turn
-def notation_of(sample: Sample) -> tuple[tuple[str, str], pl.Series]:
-    """Return decimal mark and thousands separator (empty: none) of a column's numbers, and the cells that are
-    not numbers in this notation. The config determines it, else the notation that reads the most cells."""
+def notation_of(sample: Sample) -> tuple[Notation, pl.Series]:
+    """Return how a column writes its numbers, and the cells that are not numbers in this notation. The config
+    determines it, else the notation that reads the most cells."""
     cells, data = sample.cells, sample.data
 
-    def others(signs: tuple[str, str]) -> pl.Series:
+    def others(signs: Notation) -> pl.Series:
         return cells.filter(not_numbers(cells, read_numbers(cells, *signs)))
 
+    if sample.typed:  # not written at all
+        return USUAL, others(USUAL)
     allowed = [
-        (decimal, thousands)
+        (decimal, thousands, False)
         for decimal, thousands in _NOTATIONS
         if data.decimal in ("auto", decimal) and data.thousands in ("auto", thousands)
     ]
-    if sample.typed:  # not written at all
-        return (".", ""), others((".", ""))
+    if (
+        sample.comma_file
+        and data.decimal == "auto"
+        and cells.str.contains(r"^[+-]?\d{1,3}(?:\.\d{3})+$").all()
+    ):
+        return (",", ".", False), others((",", ".", False))
     odd = others(allowed[0])
-    if len(allowed) == 1 or cells.dtype != pl.String or not len(odd):
+    if cells.dtype != pl.String or not len(odd):
         return allowed[0], odd
     # Trying all notations takes time; most columns of texts do not look like numbers at all.
-    if not odd.head(_FEW).str.contains(_WITH_MARKS).all():
-        return allowed[0], odd
+    some, marks = odd.head(_FEW), False
+    if not some.str.contains(_WITH_MARKS).all():
+        if not without_marks(some).str.contains(_WITH_MARKS).all():
+            return allowed[0], odd
+        marks = True
     # min returns the first of equals, so that the usual notation wins a tie.
-    return min(((signs, others(signs)) for signs in allowed), key=lambda found: len(found[1]))
+    tried = [(*signs[:2], marks) for signs in allowed]
+    return min(((signs, others(signs)) for signs in tried), key=lambda found: len(found[1]))
+
+
+def writes_commas(sample: Sample) -> bool:
+    """Return whether a column writes decimals with a comma, so that the file's other columns probably do."""
+    if (
+        sample.typed
+        or sample.cells.dtype != pl.String
+        or not sample.cells.head(_FEW).str.contains(r"\d,\d").any()
+    ):
+        return False
+    (decimal, _, _), odd = notation_of(sample)
+    return decimal == "," and not len(odd)
 
 
 def has_leading_zeros(cells: pl.Series) -> bool:
@@ -134,8 +167,15 @@ def _why_not_numbers(sample: Sample) -> str | None:
         return "declared as categories"
     signs, odd = notation_of(sample)
     if len(odd):
-        few = len(odd) <= FEW_OTHERS * len(cells)
-        return f"{odd[0]!r} is not a number; data.missing can list it" if few else _suggestion(odd)
+        if len(odd) <= FEW_OTHERS * len(cells):
+            return f"{odd[0]!r} is not a number; data.missing can list it"
+        if odd.n_unique() == 1 and len(odd) < len(cells):
+            share = len(odd) / len(cells)
+            return (
+                f"{odd[0]!r} in {share:.0%} of the cells is perhaps no value, all others are numbers; "
+                f"--data.missing '{odd[0]}' reads them"
+            )
+        return _suggestion(odd, cells, sample)
     if has_leading_zeros(cells):
         return "leading zeros"
     plain = plain_numbers(cells, *signs)
@@ -168,24 +208,69 @@ def is_day_first(cells: pl.Series, data: TableDataConfig) -> bool | None:
     allow both orders."""
     if data.dayfirst is not None:
         return data.dayfirst
-    # Only dates with slashes are ambiguous: with dots the day comes first, with dashes the year.
-    if cells.dtype != pl.String or not cells.str.contains("/", literal=True).any():
+    # With dots the day comes first, and names of months leave no choice.
+    if cells.dtype != pl.String:
         return False
-    slashes = cells.filter(~cells.str.contains(YEAR_FIRST))
-    unread_month, unread_day = (read_times(slashes, first).null_count() for first in (False, True))
-    return None if unread_month == unread_day and len(slashes) else unread_day < unread_month
+    open_ones = cells.filter(cells.str.contains(_AMBIGUOUS))
+    if not len(open_ones):
+        return False
+    unread_month, unread_day = (read_times(open_ones, first).null_count() for first in (False, True))
+    return None if unread_month == unread_day else unread_day < unread_month
 
 
-def _suggestion(cells: pl.Series) -> str:
-    """Return a hint how else texts could be read, instead of as categories; empty if there is none."""
-    odd = min((_not_dates(cells, first) for first in (False, True)), key=len)
-    if not len(odd):
+def how_dates_are_read(cells: pl.Series, day_first: bool) -> str:
+    """Return what is to say about how dates are read, starting with a comma; empty if nothing is."""
+    notes = []
+    if cells.str.contains(_AMBIGUOUS).any() or cells.str.contains(r"^\d{1,2}\.").any():
+        has_dots = cells.str.contains(r"^\d{1,2}\.").any()
+        notes.append(f"{'day' if day_first or has_dots else 'month'} first")
+    if cells.str.contains(
+        r"^(?:\d{1,2}/\d{1,2}/|\d{2}\.\d{2}\.|\d{1,2}[- ][A-Za-z]{3}[- ])\d{2}(?:\D|$)"
+    ).any():
+        notes.append("years of two digits are 1969 to 2068")
+    if cells.str.contains(r":\d{2}(?:[.,]\d+)?\s*(?:Z|[A-Z]{3,4}|[+-]\d{2}:?\d{0,2})\b").any():
+        notes.append("time zones are left out, the clock stays as written")
+    return "".join(f", {note}" for note in notes)
+
+
+def _suggestion(odd: pl.Series, cells: pl.Series, sample: Sample) -> str:
+    """Return a hint how else texts could be read, instead of as categories; empty if there is none. odd: the
+    cells that are no numbers."""
+    dates = min((_not_dates(odd, first) for first in (False, True)), key=len)
+    if not len(dates):
         order = " (with --data.dayfirst true if the day comes first)"
         return f"dates or times, read as categories; --data.times reads hour, weekday and day{order}"
-    if len(odd) <= FEW_OTHERS * len(cells):
-        return f"{odd[0]!r} is not a date or time; data.missing can list it"
-    several = 2 * int(cells.cast(pl.String).str.contains("|", literal=True).sum()) > len(cells)
-    return "most cells hold '|'; --data.bags reads the items between the marks" if several else ""
+    if len(dates) <= FEW_OTHERS * len(odd):
+        return f"{dates[0]!r} is not a date or time; data.missing can list it"
+    mark = separator_of(cells, is_bag=False)
+    if mark and 2 * int(cells.str.contains(r"^\[" if mark == "[]" else re.escape(mark)).sum()) > len(cells):
+        return f"most cells hold {mark!r}; --data.bags {sample.name} reads the items between the marks"
+    words = cells.head(_SOME_TEXTS)
+    if (
+        len(words) >= _FEW
+        and words.n_unique() > 0.5 * len(words)
+        and words.str.count_matches(r"\w+").mean() >= 4
+    ):
+        return f"looks like free text; --data.text {sample.name} reads its words"
+    return ""
+
+
+def separator_of(cells: pl.Series, is_bag: bool) -> str:
+    """Return the text between the items of cells such as drama|comedy, "[]" for lists in brackets such as
+    ["a", "b"]; empty if there is none. is_bag: the user says that the cells hold several items; otherwise
+    the parts must repeat more than the whole cells."""
+    if cells.dtype != pl.String or not len(cells):
+        return ""
+    if cells.str.contains(r"^\[.*\]$").all():
+        return "[]"
+    whole = cells.n_unique()
+    for mark in _SEPARATORS:
+        parted = cells.filter(cells.str.contains(mark, literal=True))
+        if len(parted) < 0.1 * len(cells):
+            continue
+        if is_bag or mark == "|" or cells.str.split(mark).explode().str.strip_chars().n_unique() < whole:
+            return mark
+    return ""
 
 
 class Scale(Section):

@@ -28,7 +28,7 @@ def places_in_time(texts: pl.Series, field: str, data: TableDataConfig) -> tuple
             f"{field}: {odd!r} is neither a number nor a date such as 2024-12-31 or 2024-12-31 18:30:00, so "
             "rows cannot be ordered by it; correct it, list it in data.missing, or name another column"
         )
-    slashes = texts.filter(texts.str.contains(r"^\d{1,2}/"))
+    slashes = texts.filter(texts.str.contains(r"^\d{1,2}[-/]\d{1,2}[-/]"))
     if day_first is None:
         raise UserError(
             f"{field}: dates such as {slashes[0]!r} can be read in two ways; set data.dayfirst=true if the "

@@ -4,7 +4,7 @@ flags or by an edited schema file."""
 import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array
 from dphybrid.data.table.cells import as_texts
 from dphybrid.data.table.column import Column, Sample
-from dphybrid.data.table.kinds import KINDS, Ignore, Time, kind_of, roles
+from dphybrid.data.table.kinds import KINDS, Bag, Ignore, Time, kind_of, roles
+from dphybrid.data.table.numbers import writes_commas
 from dphybrid.data.table.rows import Cells, Rows
 from dphybrid.data.table.whole import TRIED_ROWS, label_outputs
 from dphybrid.util.errors import UserError, plain_words
@@ -164,10 +165,13 @@ def describe_columns(
     sections = {find_column(rows, name, place): section for name, section in schema.columns.items()}
     label = next((name for name, place in taken.items() if place == "label"), None)
     label_BC = label_outputs(rows.cells[label].head(TRIED_ROWS)) if label else None
+    samples = [sample_of(rows, name, data, label_BC) for name in rows.names if name not in taken]
+    commas = any(map(writes_commas, samples))
     return [
-        _described(rows, sample_of(rows, name, data, label_BC), given.get(name), sections.get(name, {}))
-        for name in rows.names
-        if name not in taken
+        _described(
+            rows, replace(sample, comma_file=commas), given.get(sample.name), sections.get(sample.name, {})
+        )
+        for sample in samples
     ]
 
 
@@ -184,6 +188,8 @@ def _described(rows: Rows, sample: Sample, role: str | None, section: Mapping[st
         kind, reason = next((kind, reason) for kind, reason in claims if reason is not None)
     kind.check(sample.name, sample.cells)
     column = kind(name=sample.name, **{**kind.inferred(sample), **_keys_of(kind, section)})
+    if type(column) is Bag and sample.cells.dtype != pl.List and "separator" not in section:
+        reason = f"items between {column.separator!r}; --data.separator overrides this"
     if isinstance(column, Time) and (both := {*column.part_names} & {*rows.names}):
         raise UserError(
             f"{rows.file}: its column {min(both)!r} has the name of a part of {sample.name!r}, which is read "

@@ -108,7 +108,7 @@ def _numbers_of(column: Column, values: pl.Series) -> list[tuple[Column, np.ndar
     """Return the numbers of a column, each with its scaling: one array for a numeric column, several for a
     time."""
     if column["role"] == "numeric":
-        numbers = numbers_of(values, column["decimal"], column["thousands"])
+        numbers = numbers_of(values, column["decimal"], column["thousands"], column.get("marks", False))
         return [(column["learned"], numbers.to_numpy())]
     parts = time_parts(read_times(values, column["dayfirst"]))
     return [(part["learned"], numbers_B) for part, numbers_B in zip(column["learned"], parts, strict=True)]
