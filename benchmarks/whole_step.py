@@ -33,8 +33,9 @@ from dphybrid.embedding import RowPipeline, clip_grad_norm_
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.train import build_run, prepare_data, train_run
-from dphybrid.training.engine import Engine
+from dphybrid.training.engine import Engine, TakeStep
 from dphybrid.training.optimizers import keep_average
+from dphybrid.training.step import Step
 from dphybrid.util.stop import StopRequest
 
 LEGEND = """\
@@ -67,14 +68,17 @@ class Turns(Engine):
         self.found: dict[str, list[Taken]] = {name: [] for name in (RECIPE, *others)}
         self.losses: list[float] = []
 
-    def step(self, session: Any, batch: Batch, alone: Any) -> tuple[Tensor, Tensor]:
-        # Each epoch starts a new turn, so that no turn contains the evaluation at an epoch's end.
-        if session.trained.progress.batch == 0:
-            self._left, self._since = self.steps, taken()
-        loss, weight = alone(session, batch)
-        if not self.others:
-            self.losses.append(float(loss / weight))
-        return loss, weight
+    def take(self, own: TakeStep) -> TakeStep:
+        def step(step: Step, batch: Batch) -> tuple[Tensor, Tensor]:
+            # Each epoch starts a new turn, so that no turn contains the evaluation at an epoch's end.
+            if step.session.trained.progress.batch == 0:
+                self._left, self._since = self.steps, taken()
+            loss, weight = own(step, batch)
+            if not self.others:
+                self.losses.append(float(loss / weight))
+            return loss, weight
+
+        return step
 
     def asked(self, stop: StopRequest) -> bool:
         # Called by the training loop after each step: the place to hand the turn to the other loops.

@@ -19,11 +19,11 @@ from dphybrid.data.batches import part_of
 from dphybrid.embedding import dense_parameters
 from dphybrid.parallel import Devices, Split, resolve_devices
 from dphybrid.training.checkpoint import Trained, dense_state
-from dphybrid.training.engine import Session, TrainStep
-from dphybrid.training.finite import NotFinite, buffer_copies
+from dphybrid.training.engine import TakeStep
 from dphybrid.training.memory import num_rows
 from dphybrid.training.metrics import Task
 from dphybrid.training.saving import CheckpointWriter
+from dphybrid.training.step import Step
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import StopRequest
 
@@ -89,11 +89,14 @@ class RankEngine(ClusterEngine):
     def obey(self, stop: StopRequest, when: str) -> None:
         """Do nothing: the ranks agree to stop in their first step."""
 
-    def step(self, session: Session, batch: dict[str, Tensor], alone: TrainStep) -> tuple[Tensor, Tensor]:
+    def take(self, own: TakeStep) -> TakeStep:
+        return self._step  # recipes with a step of their own train in one process
+
+    def _step(self, step: Step, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Take one step with this rank's part of the batch; return the loss and number of terms summed over
         all ranks."""
+        session = step.session
         trained, clock, config = session.trained, session.clock, session.config.train
-        buffers = buffer_copies(trained.model) if config.on_nonfinite == "skip" else []
         assert trained.rows is not None
         # Seeded from step and rank: a restart draws the same, and checkpoints need no generator of each rank.
         number = config.seed * 1_000_003 + trained.progress.step
@@ -103,8 +106,7 @@ class RankEngine(ClusterEngine):
                 trained.dense.zero_grad(set_to_none=True)
             trained.rows.zero_grad()
             self.table.lr = trained.rows.lr
-        with clock.stage("forward"):
-            outputs = trained.model(batch)
+        outputs = trained.model(batch)
         with clock.stage("loss"):
             loss, weight = outputs["loss"].sum(), outputs["weight"].sum()
             own = [float(loss.detach()), float(weight.detach()), num_rows(batch)]
@@ -119,10 +121,7 @@ class RankEngine(ClusterEngine):
         with clock.stage("all_reduce"):
             grads, sound = self._dense_gradients()
         if not (sound and math.isfinite(float(sums[0]))):
-            session.skip_or_stop(self._not_finite(trained, float(sums[0])))
-            for buffer, before in buffers:
-                buffer.copy_(before)
-            return torch.zeros_like(sums[0]), torch.zeros_like(sums[1])
+            raise session.stop_at(self._not_finite(trained, float(sums[0])))
         factors: list[float] = []
 
         def clipped(squares: float) -> float:
@@ -247,7 +246,7 @@ class RankEngine(ClusterEngine):
             parameter.grad = part.view_as(parameter) if count else None
         return [p.grad for p in parameters if p.grad is not None], sound
 
-    def _not_finite(self, trained: Trained, loss: float) -> NotFinite:
+    def _not_finite(self, trained: Trained, loss: float) -> str:
         """Return what is NaN or infinite in a step, with the same text on all ranks."""
         bad = [
             f"the gradient of parameter {name}"
@@ -262,7 +261,7 @@ class RankEngine(ClusterEngine):
         rows = sorted({row for row in self.ranks.all_gather(self.table.bad_gradient()) if row is not None})
         found = [f"the loss is {loss}", *weights[:1], *bad[:2]]
         found += [f"the gradient of row {row}" for row in rows[:2]]
-        return NotFinite("; ".join(found) + ": not finite", weight=bool(weights))
+        return "; ".join(found) + ": not finite"
 
     def _gathered(self, values: Tensor, rows: int, batch_size: int) -> Tensor:
         """On rank 0, return the values of all ranks in the order of rows; elsewhere, return this rank's own.

@@ -151,9 +151,6 @@ class TrainConfig(Section):
     callbacks: Names = ()
     """Your own functions as package.module:NAME, separated by commas. Each is called with the results of
     every epoch; the numbers it returns are logged as own/NAME."""
-    on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What to do when a loss or gradient is NaN or infinite: stop, or skip that step's update and count it. A
-    weight that is not finite ends training either way."""
     pipeline: Literal["off", "exact"] = "exact"
     """exact looks up the rows of the next batch while this one computes, and then replaces those that
     changed. Results are the same bits as with off."""

@@ -8,6 +8,7 @@ path.
 import difflib
 import json
 import os
+import sys
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
@@ -167,6 +168,13 @@ def stored_config(
     for a page that somebody else wrote and that names code of a package that is not allowed.
     """
     _check_code(values, page, settings, given.model_dump() if given else {})
+    train = values.get("train")
+    if isinstance(train, dict) and "on_nonfinite" in train:  # pages from when training could skip such steps
+        if train["on_nonfinite"] == "skip":
+            print(
+                f"Note: {page.parent.name}: train.on_nonfinite=skip is gone; training stops", file=sys.stderr
+            )
+        values = {**values, "train": {name: train[name] for name in train if name != "on_nonfinite"}}
     try:
         return build_config(values)
     except UserError as error:

@@ -29,7 +29,6 @@ class ResultPage(Page):
     steps_timed: int
     stages: dict[str, float]
     steps_per_epoch: int
-    steps_skipped: int = 0
     saving: SavingCosts = SavingCosts()
     # With defaults, because pages of earlier versions lack them and must remain readable.
     splits: list[SplitRow] = Field(default_factory=list)

@@ -67,12 +67,6 @@ def _reported(run: Run, experiment: Experiment, tracker: Tracker) -> Report:
     table = [row.table_row() for row in result.splits]
     replicas = engine.num_parts(result.devices, in_first_split=sum(row.number == 1 for row in result.splits))
     warnings = balance_warnings(table, replicas, result.system, result.stages)
-    if result.steps_skipped:
-        warnings.insert(
-            0,
-            f"{result.steps_skipped} of {result.steps} steps were skipped because their loss or gradients "
-            "were not finite",
-        )
     # `dphybrid ui` finds the embedded store by itself; for another database, print MLflow's own command.
     embedded = tracker.tracking_uri.startswith("sqlite") and settings.mlflow_uri is None
     name, not_registered = experiment.config.checkpoint.register_as or "", ""
@@ -167,8 +161,6 @@ def _summary(result: ResultPage, experiment: Experiment) -> dict[str, float]:
     if result.step_ms:
         full = rows_of_batch(experiment.data.dataset("train"), config.batch_size)
         summary["summary/samples_per_s_median"] = 1e3 * full / result.step_ms["p50"]
-    if config.on_nonfinite == "skip":
-        summary["summary/steps_skipped"] = result.steps_skipped
     summary["summary/checkpoint_stall_s"] = result.saving.stall_s
     summary["summary/checkpoint_mib"] = result.saving.written_bytes / 2**20
     return summary | {"summary/train_s": total}

@@ -95,7 +95,6 @@ def _result_of(session: Session, times: StepTimes, system: dict[str, float]) -> 
         stages={name: round(seconds, 6) for name, seconds in stages},
         saving=session.saver.costs,
         steps_per_epoch=num_batches(session.train_data, session.config.train.batch_size),
-        steps_skipped=progress.skipped,
         splits=session.splits.rows(),
         split_lines=session.splits.lines,
     )

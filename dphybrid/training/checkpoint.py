@@ -84,9 +84,7 @@ class Progress:
     """How far training has come.
 
     step: optimizer steps so far. batch: index of the epoch's next batch. stale_epochs: epochs since the best
-    one. micro_batches: parts in which each batch is computed; more than 1 once a batch did not fit into
-    memory. skipped: steps without an update because loss or gradients were NaN or infinite. history: one row
-    for each epoch.
+    one. history: one row for each epoch.
     """
 
     step: int = 0
@@ -98,8 +96,6 @@ class Progress:
     epoch_loss: float = 0.0
     epoch_weight: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
-    micro_batches: int = 1
-    skipped: int = 0
     history: list[dict[str, float]] = field(default_factory=list)
 
     def copy_from(self, other: "Progress") -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
@@ -17,7 +17,6 @@ from dphybrid.parallel import Devices, Split, resolve_devices
 from dphybrid.training.callbacks import Callback
 from dphybrid.training.checkpoint import Stateful, Trained, how_to_continue
 from dphybrid.training.clock import StageClock
-from dphybrid.training.finite import NotFinite
 from dphybrid.training.memory import num_rows
 from dphybrid.training.metrics import Task
 from dphybrid.training.saving import CheckpointWriter
@@ -25,11 +24,12 @@ from dphybrid.training.split_log import SplitLog
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import StopRequest
 
-Batch = dict[str, Tensor]
-TrainStep = Callable[["Session", Batch], tuple[Tensor, Tensor]]
-"""`loop.train_step`: takes a session and a batch, returns the batch's summed loss and its number of terms."""
+if TYPE_CHECKING:
+    from dphybrid.training.step import Step
 
-_FIRST, _EVERY = 10, 100  # skipped steps that are printed: the first ten, then every hundredth
+Batch = dict[str, Tensor]
+TakeStep = Callable[["Step", Batch], tuple[Tensor, Tensor]]
+"""Takes one step; returns the batch's summed loss and its number of terms, on their device."""
 
 
 class Engine:
@@ -106,9 +106,9 @@ class Engine:
         """Raise Interrupted before the first step if a stop was requested."""
         stop.obey(when)
 
-    def step(self, session: "Session", batch: Batch, alone: TrainStep) -> tuple[Tensor, Tensor]:
-        """Take one optimizer step; return the whole batch's summed loss and its number of terms."""
-        return alone(session, batch)
+    def take(self, own: TakeStep) -> TakeStep:
+        """Return the function that takes each step of a training. own: the recipe's `step`."""
+        return own
 
     def num_rows(self, batch: dict[str, Tensor]) -> int:
         """Return the number of rows of the last whole batch; `batch` is this process's part of it."""
@@ -178,7 +178,7 @@ class Session:
     saver: CheckpointWriter
     facts: Mapping[str, Any]
     engine: Engine
-    take: Callable[..., tuple[Tensor, Tensor]]
+    take: TakeStep
     profile_steps: range = range(0)
     callbacks: Sequence[Callback] = ()
     stateful: dict[str, Stateful] = field(default_factory=dict)
@@ -198,19 +198,9 @@ class Session:
         self.saver.wait()
         return how_to_continue(self.checkpoints)
 
-    def skip_or_stop(self, found: NotFinite) -> None:
-        """Count and print a step that was skipped. Raises UserError when train.on_nonfinite is "stop", or
-        when a weight itself is NaN or infinite: then every later step would fail, too."""
-        progress = self.trained.progress
-        text = f"step {progress.step + 1}: {found.text}"
-        if self.config.train.on_nonfinite == "stop" or found.weight:
-            other = "" if found.weight else ", or train.on_nonfinite=skip,"
-            raise UserError(
-                f"{text}; lower train.lr or table.lr, or set train.clip_norm{other} and "
-                f"{self.how_to_continue()}"
-            )
-        progress.skipped += 1
-        if progress.skipped <= _FIRST or progress.skipped % _EVERY == 0:
-            # The split log is part of each checkpoint: the record of a resumed run keeps the line.
-            self.splits.note([line := f"{text}; skipped ({progress.skipped} so far)"])
-            print(line, flush=True)
+    def stop_at(self, found: str) -> UserError:
+        """Return the error for a step in which something is NaN or infinite. found: what, by stage."""
+        return UserError(
+            f"step {self.trained.progress.step + 1}: {found}; lower train.lr or table.lr, or set "
+            f"train.clip_norm, and {self.how_to_continue()}"
+        )

@@ -3,7 +3,6 @@ checkpoint."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,6 @@ _BLOCK = 2**18  # entries checked at once: bounds the memory of the masks
 _NAMED = 3  # bad entries that a message names for each stage
 
 
-@dataclass(frozen=True)
-class NotFinite:
-    """What is NaN or infinite in a step. text: the bad entries by stage. weight: whether a weight is bad."""
-
-    text: str
-    weight: bool
-
-
 def gradient_sum(parameters: Iterable[Tensor]) -> float:
     """Return the sum of all gradients. If it is finite, so is each gradient; the sum of finite gradients may
     still overflow."""
@@ -42,22 +33,15 @@ def gradient_sum(parameters: Iterable[Tensor]) -> float:
     return sum(float(torch.stack(parts).sum()) for parts in sums.values())
 
 
-def buffer_copies(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Return each buffer (a forward may change running means and counts) together with a copy of it."""
-    return [(buffer, buffer.clone()) for buffer in model.buffers()]
-
-
-def not_finite(
-    model: nn.Module, batch: Mapping[str, Tensor], loss: Tensor, clipped: bool
-) -> NotFinite | None:
-    """Return what is NaN or infinite after the backward of a step, or None when everything is finite.
+def not_finite(model: nn.Module, batch: Mapping[str, Tensor], loss: Tensor, clipped: bool) -> str:
+    """Return what is NaN or infinite after the backward of a step, by stage, or "" when everything is finite.
 
     clipped: whether gradients were scaled by their norm, which may be infinite although each one is finite.
     """
     found: list[str] = []
 
-    def look(stage: str, tensors: Iterable[Rows]) -> bool:
-        """Record the first bad entry of each tensor; return whether there is any."""
+    def look(stage: str, tensors: Iterable[Rows]) -> None:
+        """Record the first bad entry of each tensor."""
         bad = []
         for name, tensor, ids_U in tensors:
             if (at := first_bad(tensor)) is not None:
@@ -67,7 +51,6 @@ def not_finite(
         if bad:
             more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
             found.append(f"{stage}: {', '.join(bad[:_NAMED])}{more}")
-        return bool(bad)
 
     tables = find_tables(model)
     rows = {name: got for name, table in tables.items() if (got := table.row_gradients()) is not None}
@@ -80,13 +63,13 @@ def not_finite(
     gradients += [(f"the gradient of {what}", p.grad, None) for what, p, _ in blocks if p.grad is not None]
     # In the order of computation: the first stage named is usually the cause, the later ones follow from it.
     look("data", [(f"{name} of the batch's sample {{row}}", value, None) for name, value in batch.items()])
-    weight = look("lookup", touched)
-    weight |= look("forward", blocks)
+    look("lookup", touched)
+    look("forward", blocks)
     look("loss", [("the loss", loss, None)])
     look("backward", gradients)
     if not found and clipped:
         found.append("clip: the gradients' norm is infinite, although each of them is finite")
-    return NotFinite("; ".join(found), weight) if found else None
+    return "; ".join(found)
 
 
 def check_finite(

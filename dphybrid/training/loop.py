@@ -1,4 +1,4 @@
-"""The training loop: `train` runs the epochs, `train_step` one batch, `evaluate` the validation rows."""
+"""The training loop: `train` runs the epochs, `evaluate` the validation rows. `step` has one step."""
 
 import copy
 from collections.abc import Iterator
@@ -17,7 +17,6 @@ from dphybrid.training.callbacks import EpochEnd, run_callbacks
 from dphybrid.training.checkpoint import VALIDATION, Progress
 from dphybrid.training.engine import Engine, Session
 from dphybrid.training.finite import bad_weight
-from dphybrid.training.memory import ids_by_part
 from dphybrid.training.metrics import Task
 from dphybrid.training.observing import Observer
 from dphybrid.training.optimizers import averaged, learning_rate_factor
@@ -37,7 +36,8 @@ def train(session: Session, observer: Observer) -> None:
     config, progress, model = session.config.train, session.trained.progress, session.trained.model
     engine, every = session.engine, session.config.checkpoint.every_steps
     steps_per_epoch = num_batches(session.train_data, config.batch_size)
-    ids_of = ids_by_part(model, progress) if isinstance(model, DeclaresIds) else None
+    ids_of = model.table_ids if isinstance(model, DeclaresIds) else None
+    step, take = Step(session), engine.take(session.take)
     if config.check_split and progress.step == 0:  # a resumed run was checked when it started
         _check_split(session, observer)
     with (
@@ -54,7 +54,8 @@ def train(session: Session, observer: Observer) -> None:
             for batch in observer.batches(pipeline.prefetch(_batches_of_epoch(session), ids_of)):
                 _set_learning_rates(session, progress.step / max(1, config.epochs * steps_per_epoch))
                 observer.step_begins()
-                loss, weight = engine.step(session, batch, train_step)
+                with session.clock.stage("forward"):  # `Step.update` times what is not, as inner stages
+                    loss, weight = take(step, batch)
                 progress.step, progress.batch = progress.step + 1, progress.batch + 1
                 observer.step_ended(loss, weight, engine.num_rows(batch))
                 # The writing thread may have failed: stop now, not after hours without a checkpoint.
@@ -112,14 +113,6 @@ def _check_split(session: Session, observer: Observer) -> None:
         observer.line(finding.text())
 
 
-def train_step(session: Session, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Take one step with the recipe's `step`; return the batch's summed loss and its number of terms, still
-    on their device. Raises UserError as `Step.update` does."""
-    with session.clock.stage("forward"):  # `Step.update` times loss, backward and updates as inner stages
-        loss, weight = session.take(Step(session), batch)
-    return loss, weight
-
-
 def evaluate(
     model: nn.Module, data: Dataset, batch_size: int, task: Task, engine: Engine | None = None
 ) -> dict[str, float]:
@@ -161,11 +154,6 @@ def end_of_epoch(session: Session, observer: Observer) -> str:
     """Evaluate, log, and move the progress to the next epoch; return the epoch's line of output."""
     progress, task = session.trained.progress, session.task
     observer.settle()
-    if progress.epoch_weight == 0 and progress.skipped:
-        raise UserError(
-            f"epoch {progress.epoch + 1}: all steps were skipped (train.on_nonfinite=skip), so nothing was "
-            "trained; look at the data, or lower train.lr and table.lr"
-        )
     with session.clock.stage("evaluate"), averaged(session.trained.dense):
         batch_size, model = session.config.train.batch_size, session.trained.model
         metrics = evaluate(model, session.valid_data, batch_size, task, session.engine)

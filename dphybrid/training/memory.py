@@ -1,26 +1,16 @@
-"""What happens when GPU memory runs out: a report of its use, and the same step again in micro-batches.
-
-The gradients of the micro-batches are summed and divided once by the terms of the whole batch. The step is
-therefore the one that did not fit, up to rounding and different dropout masks; the batch stays the same.
-"""
+"""What happens when GPU memory runs out: a report of its use with the remedy."""
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
-from dphybrid.embedding import CombinedOptimizer, DeclaresIds, dense_parameters
-from dphybrid.embedding.lookup import each_lookup
+from dphybrid.embedding import CombinedOptimizer, dense_parameters
 from dphybrid.parallel import find_data_parallel
-from dphybrid.training.checkpoint import Progress
 from dphybrid.util.errors import UserError
 from dphybrid.util.memory import is_out_of_memory
-
-PARTS = 4
-"""Micro-batches of a batch that did not fit. They divide the memory of activations, not that of weights and
-optimizer state."""
 
 _SHAPE = re.compile(r"[A-Z][A-Z0-9]*")
 """The end of a tensor's name that says its shape: a letter or digit for each dimension."""
@@ -33,33 +23,6 @@ def num_rows(batch: Mapping[str, Tensor]) -> int:
     return len(next((value for name, value in batch.items() if _has_samples(name, value)), first))
 
 
-def micro_batches(batch: dict[str, Tensor], count: int) -> Iterator[dict[str, Tensor]]:
-    """Yield a batch in `count` parts, or fewer if it has fewer samples. Tensors without a sample dimension
-    (`negatives_K`) are in every part."""
-    rows = num_rows(batch)
-    size = -(-rows // min(count, rows))  # rounded up
-    divided = {name for name, value in batch.items() if _has_samples(name, value)} or batch.keys()
-    for start in range(0, rows, size):
-        yield {
-            name: value[start : start + size] if name in divided else value for name, value in batch.items()
-        }
-
-
-def ids_by_part(
-    model: DeclaresIds, progress: Progress
-) -> Callable[[dict[str, Tensor]], Mapping[str, Tensor | Sequence[Tensor]]]:
-    """Return a function from a batch to the ids it looks up. Once batches are computed in parts, it gives the
-    ids of each part, because the pipeline prefetches rows for each lookup."""
-
-    def ids_of(batch: dict[str, Tensor]) -> Mapping[str, Tensor | Sequence[Tensor]]:
-        if progress.micro_batches == 1:
-            return model.table_ids(batch)
-        parts = [model.table_ids(part) for part in micro_batches(batch, progress.micro_batches)]
-        return {name: [ids for by_name in parts for ids in each_lookup(by_name[name])] for name in parts[0]}
-
-    return ids_of
-
-
 def _has_samples(name: str, value: Tensor) -> bool:
     """Return whether dim 0 of a tensor is the samples: unless its name ends in a shape without B, such as
     `negatives_K`."""
@@ -67,15 +30,6 @@ def _has_samples(name: str, value: Tensor) -> bool:
     # A user's columns are called `user_id` or `price_USD`, which are no shapes of one dimension.
     is_shape = bool(underscore and _SHAPE.fullmatch(shape)) and len(shape) == value.dim()
     return not is_shape or shape.startswith("B")
-
-
-def scale_gradients(model: nn.Module, factor: Tensor) -> None:
-    """Multiply all gradients, of blocks and of looked-up rows, by `factor`."""
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            # _values(), because values() refuses a sparse gradient that is not coalesced.
-            values = parameter.grad._values() if parameter.grad.is_sparse else parameter.grad
-            values.mul_(factor.to(values.device, values.dtype))
 
 
 def out_of_memory_report(

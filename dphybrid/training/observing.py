@@ -156,10 +156,8 @@ class Observer:
                 "perf/samples_per_s": 1e3 * self._full / step_ms,
             }
             loss = self._loss / self._weight if self._weight else None
-            if loss is not None:  # None: every step of this window was skipped
+            if loss is not None:
                 metrics["train/loss"] = loss
-            if session.config.train.on_nonfinite == "skip":
-                metrics["train/steps_skipped"] = session.trained.progress.skipped
             metrics |= {f"perf/step_ms_{name}": value for name, value in self.times.window().items()}
             metrics |= {f"timing/{stage}_ms": 1e3 * total / self._steps for stage, total in window.items()}
             if self.pipeline is not None and self.pipeline.tables:

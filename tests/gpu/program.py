@@ -24,7 +24,6 @@ from dphybrid.embedding import (
     row_optimizer,
 )
 from dphybrid.parallel import DataParallel, before_cuda_starts
-from dphybrid.util.memory import is_out_of_memory
 
 WORDS, DIM, BATCH, LENGTH = 2000, 32, 30, 12
 
@@ -76,20 +75,12 @@ def digest(tensors: list[Tensor]) -> str:
     return found.hexdigest()[:16]
 
 
-def learned(model: nn.Module, ids_BT: Tensor, pieces: int) -> float | None:
-    """Add up the gradients of a batch, in pieces, and return its loss; None when memory runs out."""
-    total = 0.0
-    try:
-        for piece_BT in ids_BT.chunk(pieces):
-            scores_B = model(piece_BT)
-            loss = (scores_B - (piece_BT[:, 0] % 2).to(scores_B)).square().sum() / len(ids_BT)
-            loss.backward()
-            total += loss.item()
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        return None
-    return total
+def learned(model: nn.Module, ids_BT: Tensor) -> float:
+    """Compute the gradients of a batch and return its loss."""
+    scores_B = model(ids_BT)
+    loss = (scores_B - (ids_BT[:, 0] % 2).to(scores_B)).square().sum() / len(ids_BT)
+    loss.backward()
+    return loss.item()
 
 
 def main() -> None:
@@ -102,11 +93,8 @@ def main() -> None:
     parser.add_argument("--state", type=Path)
     parser.add_argument("--batch", type=int, default=BATCH)
     parser.add_argument("--wide", type=int, default=DIM)
-    parser.add_argument("--memory-share", type=float)
     options = parser.parse_args()
     before_cuda_starts()
-    if options.memory_share:
-        torch.cuda.set_per_process_memory_fraction(options.memory_share, 0)
     torch.manual_seed(0)
     model = Sentences(options.kind, options.devices, options.wide)
     dense = torch.optim.Adam(dense_parameters(model), lr=0.01)
@@ -114,7 +102,7 @@ def main() -> None:
     optimizer = CombinedOptimizer(dense, rows)
     stateful: dict[str, nn.Module | torch.optim.Optimizer] = {"model": model, "optimizer": optimizer}
     on_gpu = model.region.devices.home.type == "cuda"
-    first, pieces, ran_out = 0, 1, 0
+    first = 0
     if options.state and options.state.exists():
         saved = torch.load(options.state)
         for name, each in stateful.items():
@@ -128,13 +116,7 @@ def main() -> None:
         source = batches(first, options.stop_after or options.steps, options.batch)
         for ids_BT in pipeline.prefetch(source, lambda ids: {"words": ids}):
             optimizer.zero_grad()
-            loss = learned(model, ids_BT, pieces)
-            if loss is None:  # what a run does: the same batch again, in parts
-                ran_out, pieces = ran_out + 1, 4
-                optimizer.zero_grad()
-                loss = learned(model, ids_BT, pieces)
-            assert loss is not None
-            losses.append(loss)
+            losses.append(learned(model, ids_BT))
             clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
         counters = pipeline.counters()
@@ -143,7 +125,7 @@ def main() -> None:
         state |= {"step": options.stop_after, "random": torch.get_rng_state()}
         torch.save(state | ({"cuda": torch.cuda.get_rng_state_all()} if on_gpu else {}), options.state)
     told = {"table": digest([model.words.weight, *rows.states().values()]), "loss": losses[-1]}
-    told |= {"dense": digest(list(dense_parameters(model))), "ran_out": ran_out}
+    told |= {"dense": digest(list(dense_parameters(model)))}
     print(json.dumps(told | {"prepared_ratio": counters["prepared_ratio"]}))
 
 

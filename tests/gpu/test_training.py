@@ -1,5 +1,5 @@
 """Promises of a whole training, in processes of their own: it repeats, with and without prefetching; stopped
-and resumed it ends as the undisturbed one; a batch that does not fit is trained in parts."""
+and resumed it ends as the undisturbed one."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import REPOSITORY
-from tests.gpu.places import CUDA, ONE, SEVERAL
+from tests.gpu.places import ONE, SEVERAL
 
 
 def ends(*options: str) -> dict[str, Any]:
@@ -42,14 +42,3 @@ def test_several_devices_train_alike_with_and_without_prefetching() -> None:
     ahead = ends(*where)
     assert ahead["prepared_ratio"] > 0.9
     assert (ahead["table"], ahead["dense"]) == bits(*where, "--mode", "off")
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
-def test_a_batch_that_does_not_fit_is_trained_in_parts() -> None:
-    """(B, T, wide) in float32 is 3.1 GB, of which backward holds three at once: more than a twentieth of the
-    GPU's memory, while those of a quarter of the batch fit."""
-    where = ("--devices", ONE, "--steps", "4", "--kind", "lstm")
-    found = ends(*where, "--batch", "8000", "--wide", "8192", "--memory-share", "0.05")
-    assert found["ran_out"] == 1
-    assert found["loss"] < 10

@@ -24,7 +24,6 @@ from dphybrid.recipes.retrieval.model import RetrievalModel
 from dphybrid.recipes.retrieval.ranking import recall_and_ndcg
 from dphybrid.run.pages import ResultPage
 from dphybrid.run.train import Report
-from dphybrid.training.memory import micro_batches
 from tests.commands import command, run_with
 from tests.conftest import own_settings
 from tests.preparing import prepare
@@ -140,16 +139,6 @@ def test_an_item_counts_as_often_as_drawn_but_once_as_the_own_one_and_frequent_o
     assert float(once[1].exp()) == pytest.approx(
         (math.exp(3) / 0.1 + math.exp(0) / 0.5) / (math.exp(3) / 0.1)
     )
-
-
-def test_a_batch_in_parts_has_the_same_losses(tmp_path: Path) -> None:
-    """What a GPU whose memory does not hold a batch computes."""
-    data = small(tmp_path, negatives=20)
-    model = model_for(data).requires_grad_(False)
-    (batch, *_) = batches(data.dataset("train"), 50, seed=0, epoch=0, shuffle=True)
-    parts = [model(part)["loss"] for part in micro_batches(batch, 4)]
-    assert len(parts) == 4
-    torch.testing.assert_close(torch.cat(parts), model(batch)["loss"], rtol=1e-12, atol=1e-12)
 
 
 def test_candidates_are_a_function_of_seed_epoch_and_batch_and_drawn_by_frequency(tmp_path: Path) -> None:

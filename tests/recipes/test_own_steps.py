@@ -1,4 +1,4 @@
-"""Recipes with a step of their own: several optimizers, phases, exact resume, batches in parts."""
+"""Recipes with a step of their own: several optimizers, phases, exact resume."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -65,23 +65,6 @@ def test_a_gan_stopped_and_resumed_equals_an_undisturbed_one(data_dir: Path) -> 
     assert [len(one["groups"]) for one in kept["optimizers"]] == [1, 1]
     assert resumed.digests == whole.digests
     assert resumed.metrics == whole.metrics
-
-
-def test_each_phase_is_computed_in_parts_once_one_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = values_of("examples.own_gan:Gan", "train.batch_size=1000", "train.epochs=1")
-    whole = run_with(*few)
-    losses, sizes = own_gan.Net.critic_losses, []
-
-    def small_device(net: own_gan.Net, batch: own_gan.Batch) -> own_gan.Batch:
-        if len(batch["kind_B"]) > 500:
-            raise torch.OutOfMemoryError("CUDA out of memory, as a test has it")
-        sizes.append(len(batch["kind_B"]))
-        return losses(net, batch)
-
-    monkeypatch.setattr(own_gan.Net, "critic_losses", small_device)
-    parts = run_with(*few)
-    assert set(sizes[:4]) == {250}
-    assert parts.metrics["distance"] == pytest.approx(whole.metrics["distance"], rel=1e-4)
 
 
 @pytest.mark.parametrize(

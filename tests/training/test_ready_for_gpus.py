@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import dphybrid.training.loop as loop
 from dphybrid.config import TrainConfig
 from dphybrid.embedding import CombinedOptimizer, HostEmbedding, RowPipeline
 from dphybrid.embedding.ahead import LookupsAhead
@@ -27,7 +26,6 @@ from tests.commands import run_with
 from tests.parallel.zoo import MODES, Running
 from tests.preparing import clicks
 from tests.refusing import refused
-from tests.training import test_memory
 
 
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
@@ -172,26 +170,6 @@ def test_a_worker_without_memory_hands_its_batch_over_without_a_lookup(
         next(pipeline.prefetch([torch.arange(4)], lambda ids: {"t": ids}))
 
 
-def test_after_the_fallback_each_part_gets_its_prepared_rows(
-    data_dir: Path, unrecorded: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pipelines: list[RowPipeline] = []
-
-    def ahead(*args: Any, **options: Any) -> RowPipeline:
-        pipelines.append(RowPipeline(*args, **options))
-        return pipelines[-1]
-
-    monkeypatch.setattr(loop, "RowPipeline", ahead)
-    monkeypatch.setattr("dphybrid.training.engine.Engine.prefetches_on_cpu", True)
-    monkeypatch.setattr("dphybrid.training.observing.Observer.log", lambda meter: "")
-    parts = test_memory.train(data_dir, "parts", 20)
-    # 14 steps; the one that did not fit and at most two batches ahead of it were prepared whole.
-    assert pipelines[0].counters()["prepared_ratio"] > 0.7
-    monkeypatch.setattr(loop, "RowPipeline", RowPipeline)
-    for name, tensor in test_memory.train(data_dir, "whole", 20).items():
-        assert torch.equal(parts[name], tensor), name
-
-
 def test_memory_that_runs_out_in_the_update_is_told_with_the_remedy(
     data_dir: Path, unrecorded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,7 +178,7 @@ def test_memory_that_runs_out_in_the_update_is_told_with_the_remedy(
 
     monkeypatch.setattr(torch.optim.AdamW, "step", step)
     with refused(r"out of memory in step 1 with a batch of 64(?s:.)*The update itself"):
-        test_memory.train(data_dir, "update", 10**9)
+        run_with(*clicks(data_dir.parent), "train.batch_size=64", "devices=cpu*2")
 
 
 @pytest.mark.parametrize("kind", ["adam", "adamw", "sgd"])
