@@ -52,8 +52,8 @@ class Step:
         names in the recipe's `optimizers()`, and "rows" for the tables (default: all). Only their parameters
         are clipped, by one common norm, and changed.
 
-        Raises UserError with a report if memory runs out, for unknown optimizers, and if loss or gradients
-        are not finite; then nothing has been changed.
+        Raises UserError for unknown optimizers, with a report if memory runs out, and, before it changes
+        anything, if loss or gradients are not finite.
         """
         trained, clock, config = self.session.trained, self.session.clock, self.session.config.train
         chosen, updating = self._optimizers(of), False
