@@ -5,7 +5,7 @@ Letters: B rows, F id columns, N numbers, C classes, K values of a column.
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dphybrid.data.batches import Array, Dataset
 from dphybrid.data.store import Prepared
+from dphybrid.data.table.cells import FIRST_ID, MISSING_ID
 from dphybrid.training.label_tasks import LabelTask, label_task
 from dphybrid.training.metrics import area_under_roc
 
@@ -27,6 +28,8 @@ LOOKED_AT = 2**18
 """Baselines are evaluated, and columns checked, on at most this many evenly spaced rows."""
 _LEAK = 0.99
 """A column leaks the label if its AUC or R2 alone is above this."""
+_IMPURE, _PURE_SHARE = 0.005, 0.2
+"""Rows leak a class if at most this share of them is of others, and they hold this share of the class."""
 _FEWEST_ROWS = 50
 """With fewer rows a column may predict the label by chance, so none is checked."""
 
@@ -137,9 +140,11 @@ def _sparse(batch: Mapping[str, Tensor], info: Mapping[str, Any]) -> "sparse.csr
 
 def leaks(data: Prepared) -> list[str]:
     """Return a warning for each column that alone predicts the label nearly perfectly (AUC or R2 above
-    `_LEAK`). The predictor is a number itself, or the mean label of each of the column's values, fitted on
-    every second row and evaluated on the others. Computed once for prepared data."""
-    return data.fact("leaks-1", lambda: _leaks(data))
+    `_LEAK`), or of which one value, or having a value at all, goes with one class in nearly all of many rows.
+
+    The predictor is a number itself, or the mean label of each of the column's values, fitted on every second
+    row and evaluated on the others. Computed once for prepared data."""
+    return data.fact("leaks-2", lambda: _leaks(data))
 
 
 def _leaks(data: Prepared) -> list[str]:
@@ -163,12 +168,48 @@ def _leaks(data: Prepared) -> list[str]:
         if kind != "multiclass" and np.ptp(numbers_B):
             # A column may be read both as values and as a number: the better predictor counts.
             found[name] = max(found.get(name, (0.0, "")), _score(numbers_B, labels_B, kind))
-    return [
-        f"column {name!r} alone predicts the label ({metric} {value:.4f}); if it is not known at "
-        f"prediction time, leave it out: --data.ignore {name}"
+    remedy = "if it is not known at prediction time, leave it out: --data.ignore"
+    warned = {
+        name: f"column {name!r} alone predicts the label ({metric} {value:.4f}); {remedy} {name}"
         for name, (value, metric) in found.items()
         if value > _LEAK
+    }
+    if kind != "continuous":
+        classes = data.info["label"]["classes"]
+        for name, ids_B in zip(names, batch["ids_BF"].numpy().T, strict=False):
+            if name not in warned and (what := _pure_rows(ids_B, labels_B.astype(np.int64), classes)):
+                warned[name] = f"column {name!r}: {what}; {remedy} {name}"
+    return list(warned.values())
+
+
+def _pure_rows(ids_B: Array, labels_B: Array, classes: Sequence[str]) -> str:
+    """Return which rows of a column are of one class, though they hold a good part of its rows: those with a
+    value, those without, or those with one of its values. Empty if there are none."""
+    counts_C = np.bincount(labels_B, minlength=len(classes))
+    by_value_VC = np.bincount(
+        ids_B * len(classes) + labels_B, minlength=(int(ids_B.max()) + 1) * len(classes)
+    )
+    by_value_VC = by_value_VC.reshape(-1, len(classes))
+    missing_C = by_value_VC[MISSING_ID]
+    groups = [("rows with a value", counts_C - missing_C), ("rows without a value", missing_C)]
+    # Only values that hold a good part of a class, of which there are few.
+    large_V: Array = np.any(by_value_VC >= _PURE_SHARE * np.maximum(counts_C, 1), axis=1)
+    groups += [
+        ("rows with one of its values", rows_C) for rows_C in by_value_VC[FIRST_ID:][large_V[FIRST_ID:]]
     ]
+    for what, rows_C in groups:
+        rows, most = int(rows_C.sum()), int(rows_C.argmax())
+        if rows < _FEWEST_ROWS or rows == len(labels_B):
+            continue
+        share, others = counts_C[most] / len(labels_B), rows - int(rows_C[most])
+        # Not by chance, nor because nearly all rows are of this class.
+        surprising = rows * np.log(share) < np.log(1e-9 / len(by_value_VC))
+        if surprising and others <= _IMPURE * rows and rows_C[most] >= _PURE_SHARE * counts_C[most]:
+            return (
+                f"{rows_C[most]:,} of {rows:,} {what} are {classes[most]!r}, "
+                f"{rows_C[most] / counts_C[most]:.0%} of all rows that are"
+            )
+    return ""
 
 
 def _means_of_values(ids_B: Array, labels_B: Array, num_values: int, num_classes: int) -> Array:
