@@ -33,6 +33,7 @@ NIGHTLY = [
     "tests/flows/test_train_hybrid.py::test_a_signal_to_all_its_processes_ends_a_run_soon[1]",
     "tests/flows/test_machines.py::test_machines_gather_and_all_end_when_the_first_is_cancelled",
     "tests/flows/test_gone.py",
+    "tests/flows/test_taken.py",
     "tests/flows/test_workers.py",
     "tests/gpu/test_training.py",
     "tests/lifecycle/test_champion.py::test_two_retrainings_in_every_order",

@@ -1,7 +1,7 @@
 """A stand-in for nvidia-ml-py: the same functions, answers and errors, for GPUs that a JSON file describes.
 
 FAKE_NVML names the file: {"init_error": NAME?, "gpus": [{"uuid", "total_gib", "free_gib", "load",
-"processes": [[pid, gib], ...], "error": NAME?, "mig": [gpu, ...]?, "watts"?, "celsius"?,
+"processes": [[pid, gib], ...], "error": NAME?, "mig"?: true, "watts"?, "celsius"?,
 "hides": ["load", "processes", "power"]?}, ...]}.
 Processes read it at each call, so a test can change their GPUs while they run.
 """
@@ -15,10 +15,11 @@ from typing import Any
 import pynvml
 from pynvml import (  # noqa: F401 - callers catch and compare the real library's errors and constants
     NVML_DEVICE_MIG_ENABLE,
+    NVML_ERROR_DRIVER_NOT_LOADED,
+    NVML_ERROR_LIBRARY_NOT_FOUND,
     NVML_TEMPERATURE_GPU,
     NVMLError,
     NVMLError_NoPermission,
-    NVMLError_NotFound,
     NVMLError_NotSupported,
 )
 
@@ -82,7 +83,7 @@ def _find(handle: tuple[int, ...]) -> dict[str, Any]:
     found = _state()["gpus"][handle[0]]
     if "error" in found:
         _raise(found["error"])
-    return found if len(handle) == 1 else found["mig"][handle[1]]
+    return found
 
 
 def nvmlDeviceGetUUID(handle: tuple[int, ...]) -> str:
@@ -98,17 +99,6 @@ def nvmlDeviceGetMigMode(handle: tuple[int, ...]) -> list[int]:
     if "mig" not in found:
         _raise("NOT_SUPPORTED")
     return [1, 1]
-
-
-def nvmlDeviceGetMaxMigDeviceCount(handle: tuple[int, ...]) -> int:
-    return 7 if _find(handle) else 0
-
-
-def nvmlDeviceGetMigDeviceHandleByIndex(handle: tuple[int, ...], number: int) -> tuple[int, ...]:
-    found = _find(handle)["mig"]
-    if number >= len(found) or found[number] is None:
-        _raise("NOT_FOUND")
-    return (*handle, number)
 
 
 def nvmlDeviceGetMemoryInfo(handle: tuple[int, ...]) -> SimpleNamespace:
@@ -129,7 +119,7 @@ def nvmlDeviceGetComputeRunningProcesses(handle: tuple[int, ...]) -> list[Simple
 
 def nvmlDeviceGetUtilizationRates(handle: tuple[int, ...]) -> SimpleNamespace:
     found = _find(handle)
-    if len(handle) > 1 or "load" in found.get("hides", []):
+    if "load" in found.get("hides", []):
         _raise("NOT_SUPPORTED")
     return SimpleNamespace(gpu=found["load"], memory=0)
 

@@ -2,22 +2,28 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from dphybrid.config.settings import Settings
+from dphybrid.cli.main import main
+from dphybrid.config.settings import Settings, load_settings
 from dphybrid.gpus import waiting
 from dphybrid.gpus.inventory import Inventory, busy_reason, visible
 from dphybrid.gpus.leases import asked_by, find_holder, lease_folder, try_lease
-from dphybrid.gpus.waiting import Wanted
+from dphybrid.gpus.waiting import Wanted, free_now
+from dphybrid.recipes.configs import build_config
+from dphybrid.run.leasing import leased_devices
 from dphybrid.util.hours import parse_training_hours
 from tests.commands import python
 from tests.conftest import REPOSITORY
@@ -83,6 +89,7 @@ def test_without_a_driver_there_are_no_gpus_and_a_reason(name: str, machine: Pat
     write_state(machine, [gpu(0)], init_error=name)
     assert fake.read() == ()
     assert fake.reason.startswith("NVML: ")
+    assert fake.broken == (name == "NO_PERMISSION")
     write_state(machine, [gpu(0)])
     assert len(fake.read()) == 1  # the driver came back
 
@@ -123,17 +130,13 @@ def test_cuda_visible_devices_chooses_orders_and_stops_at_the_first_unknown_name
     assert chosen("GPU-0") == []  # matches several
 
 
-def test_mig_devices_are_units_and_one_run_gets_one(machine: Path, fake: Inventory, folder: Path) -> None:
-    part = {"total_gib": 10, "free_gib": 10, "load": 0, "processes": []}
-    parts = [{"uuid": f"MIG-{number}", **part} for number in range(2)]
-    write_state(machine, [gpu(0, mig=[parts[0], None, parts[1]]), gpu(1)])
-    assert [unit.label for unit in fake.read()] == ["GPU 0 MIG 0", "GPU 0 MIG 2", "GPU 1"]
+def test_gpus_that_mig_splits_are_not_used_and_say_why(machine: Path, fake: Inventory, folder: Path) -> None:
+    write_state(machine, [gpu(0, mig=True), gpu(1)])
+    assert [unit.label for unit in fake.read()] == ["GPU 0", "GPU 1"]
     with acquire(Wanted(), fake, folder, run="a") as whole:
         assert [unit.uuid for unit in whole.gpus] == [gpu(1)["uuid"]]
-        with acquire(Wanted(count=1), fake, folder, run="b") as part:
-            assert [unit.uuid for unit in part.gpus] == ["MIG-0"]
-    with refused("without those split by MIG"):
-        acquire(Wanted(count=2), fake, folder, run="c")
+    with refused("GPU 0: is split by MIG"):
+        acquire(Wanted(numbers=(0,)), fake, folder, run="c")
 
 
 def test_a_lease_keeps_others_out_and_says_who_holds_it(fake: Inventory, folder: Path) -> None:
@@ -147,6 +150,30 @@ def test_a_lease_keeps_others_out_and_says_who_holds_it(fake: Inventory, folder:
             acquire(Wanted(numbers=(0,)), fake, folder, run="x")
         assert len(lease.gpus) == 2
     assert find_holder(folder, units[0].uuid) is None
+
+
+def test_two_that_want_a_gpu_at_the_same_moment_never_both_get_it(fake: Inventory, folder: Path) -> None:
+    units = fake.read()
+    held: dict[str, list[int]] = {unit.uuid: [] for unit in units}
+
+    def at_once(number: int) -> int:
+        """Lease two of three GPUs, as often as they can be had; return how often that was."""
+        mine, had = [units[(number + step) % 3] for step in range(2)], 0
+        for _ in range(40):
+            if lease := try_lease(folder, mine, f"run {number}"):
+                with lease:
+                    for unit in mine:
+                        held[unit.uuid].append(number)
+                        assert held[unit.uuid] == [number]
+                    time.sleep(0.001)
+                    for unit in mine:
+                        held[unit.uuid].remove(number)
+                had += 1
+        return had
+
+    with ThreadPoolExecutor(3) as pool:
+        assert sum(pool.map(at_once, range(3))) > 0
+    assert not list(folder.glob("*.lock"))
 
 
 def test_a_forked_child_does_not_keep_a_gpu(fake: Inventory, folder: Path) -> None:
@@ -217,6 +244,42 @@ def test_nothing_starts_outside_the_hours_and_no_ticket_is_held_then(
     acquire(Wanted(), fake, folder, "a", told.append, gpu_wait_s=5).release()
     assert told == ["training hours begin at 20:00"]
     assert seen[:2] == [[], []]
+
+
+def test_closed_hours_are_no_time_in_which_gpus_could_come_free(
+    fake: Inventory, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += 600 * seconds  # a look each ten minutes
+
+    clock = SimpleNamespace(monotonic=lambda: now, sleep=sleep, time=time.time)
+    monkeypatch.setattr(waiting, "time", clock)
+    closed = SimpleNamespace(closed_reason=lambda _: "closed until Monday" if now < 200_000 else None)
+    monkeypatch.setattr(waiting, "parse_training_hours", lambda _: closed)
+    acquire(Wanted(), fake, folder, "a", gpu_poll_s=1, gpu_wait_s=86400).release()
+    assert now > 200_000
+
+
+def test_a_worker_counts_the_gpus_that_nobody_uses_or_waits_for(
+    machine: Path, fake: Inventory, folder: Path, stranger: int
+) -> None:
+    settings = Settings(lease_dir=folder)
+    write_state(machine, [gpu(0), gpu(1, processes=[[stranger, 1]]), gpu(2), gpu(3)])
+    assert free_now(fake, settings) == (3, set())
+    with try_lease(folder, fake.read()[:1], "mine") or pytest.fail("not leased"):
+        assert free_now(fake, settings) == (2, {os.getpid()})
+        with waiting._ticket(folder, fake.read(), 1):
+            assert free_now(fake, settings) == (1, {os.getpid()})
+        with waiting._ticket(folder, fake.read(), 4):
+            assert free_now(fake, settings) == (0, {os.getpid()})
+    hour = datetime.now().hour
+    later = f"{(hour + 2) % 24}:00-{(hour + 3) % 24}:00"
+    assert free_now(fake, Settings(lease_dir=folder, training_hours=later)) == (0, set())
+    write_state(machine, [])
+    assert free_now(fake, settings) is None
 
 
 def test_training_hours_go_past_midnight_and_know_weekends() -> None:
@@ -326,3 +389,38 @@ def test_kill_9_frees_the_gpus_at_once_and_large_runs_are_not_overtaken(
     _, took_large, _, took_small, _ = read_log(log)
     assert took_large["gpus"] == [0, 1, 2, 3]
     assert took_small["at"] > took_large["at"] > killed
+
+
+def test_gpus_that_torch_cannot_use_are_said_by_all_commands_alike(
+    machine: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("dphybrid.cli.doctor.find_spec", lambda _: None)  # Prefect takes seconds
+    monkeypatch.setenv("DPHYBRID_NVML", "tests.fake_nvml")
+    monkeypatch.setenv("DPHYBRID_LEASE_DIR", str(data_dir.parent / "leases"))
+    for module in ("dphybrid.gpus.inventory", "dphybrid.run.leasing", "dphybrid.cli.doctor"):
+        monkeypatch.setattr(f"{module}.REAL_NVML", "tests.fake_nvml")  # no stand-in for NVML, as it were
+
+    def told_by(command: str) -> str:
+        main([command])
+        return capsys.readouterr().out
+
+    def leased(devices: str) -> str:
+        config = build_config({"recipe": "toy", "devices": devices})
+        with leased_devices(config, load_settings(), run="x") as found:
+            return found.text
+
+    monkeypatch.setattr(torch.version, "cuda", None)
+    why = "NVML lists 4 GPUs, and torch .* is a build without CUDA; install one with CUDA"
+    assert leased("auto") == "cpu"
+    assert re.search(f"Note: trains on the CPU: {why}", capsys.readouterr().out)
+    assert re.search(f"Note: torch cannot use the GPUs, devices=auto means cpu: {why}", told_by("devices"))
+    assert re.search(f"BAD  GPUs: {why}; devices=auto takes the CPU; remedy", told_by("doctor"))
+    with refused(f"devices=cuda:0: {why}"):
+        leased("cuda:0")
+
+    write_state(machine, [gpu(0)], init_error="LIB_RM_VERSION_MISMATCH")
+    assert leased("auto") == "cpu"
+    assert "Note: trains on the CPU: NVML: RM has detected an NVML" in capsys.readouterr().out
+    assert "BAD  GPUs: NVML: RM has detected an NVML" in told_by("doctor")
+    write_state(machine, [gpu(0), gpu(1, error="GPU_IS_LOST")])
+    assert re.search(r"BAD  GPU 1: GPU is lost; `nvidia-smi`", told_by("doctor"))

@@ -1,4 +1,4 @@
-"""The team's files as they are rendered: who reads which secret, what services and containers may do."""
+"""The team's files as they are rendered: who reads which secret, what services may do."""
 
 import base64
 import json
@@ -13,7 +13,6 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests.conftest import REPOSITORY
 from tests.postgres import free_port
@@ -158,6 +157,35 @@ def test_scripts_of_root_run_nothing_of_the_services_files(name: str, tmp_path: 
         assert "letters, digits" in done.stderr
 
 
+def commands_of(readme: str, section: str) -> list[str]:
+    """Return the commands of a section's first block."""
+    page = readme.partition(f"## {section}\n")[2]
+    return page.split("```")[1].strip().splitlines()
+
+
+def test_three_workstations_are_set_up_by_few_commands(tmp_path: Path) -> None:
+    readme = (INFRA / "README.md").read_text()
+    server, workstation, schedule = (
+        commands_of(readme, name)
+        for name in ("The server, once", "Each workstation", "The first schedule, and people")
+    )
+    assert len(server) + 3 * len(workstation) + len(schedule) <= 20
+    printed = {}
+    for role, more in (("server", ["10.0.0.0/24"]), ("workstation", [])):
+        assert any(f"infra/install {role} " in line for line in (*server, *workstation))
+        done = script("install", role, "10.0.0.1", *more, DPHYBRID_DRY="1")
+        assert done.returncode == 0, done.stderr
+        printed[role] = done.stdout
+        for used in re.findall(r"(?:^|/src/|\s)(infra/[\w./-]+)", done.stdout):
+            assert (REPOSITORY / used).is_file(), used
+        assert "+ useradd --system --uid 850 " in done.stdout
+        assert done.stdout.splitlines()[-1].endswith("infra/run dphybrid doctor")
+    assert "+ env DPHYBRID_BIND=10.0.0.1 infra/make-env 10.0.0.1 /etc/dphybrid" in printed["server"]
+    assert "/var/lib/dphybrid/data 10.0.0.0/24(rw" in printed["server"]
+    assert "+ scp 10.0.0.1:/etc/dphybrid/workstation.env /etc/dphybrid/" in printed["workstation"]
+    assert script("install", "laptop", "10.0.0.1").returncode == 2
+
+
 UNITS = {"NoNewPrivileges": "yes", "PrivateTmp": "yes", "ProtectHome": "yes", "ProtectSystem": "strict"}
 
 
@@ -172,34 +200,6 @@ def test_units_are_hardened_and_run_the_script(service: str) -> None:
         assert values["KillMode"] == "mixed"
         assert values["OOMPolicy"] == "continue"
         assert values["ReadWritePaths"] == "/run/lock/dphybrid"
-
-
-def test_containers_are_hardened_and_see_their_own_secrets_alone(tmp_path: Path) -> None:
-    make_env(tmp_path)
-    services = yaml.safe_load((INFRA / "compose.yaml").read_text())["services"]
-    seen = {}
-    for name, service in services.items():
-        assert service["cap_drop"] == ["ALL"]
-        assert service["read_only"] is True
-        assert service["security_opt"] == ["no-new-privileges:true"]
-        mounted = [volume.split(":") for volume in service["volumes"] if "/secrets/" in volume]
-        assert all(mode == "ro" and (tmp_path / Path(source).name).is_file() for source, _, mode in mounted)
-        seen[name] = {Path(source).name for source, _, _ in mounted}
-        assert name == "database" or service["command"] == [name]
-    assert seen == {
-        "database": {"database-password"},
-        "prefect": {"server.env", "prefect.env"},
-        "mlflow": {"server.env", "mlflow.env", "mlflow-auth.ini"},
-        "mlflow-user": {"server.env", "mlflow.env", "workstation.env"},
-        "worker": {"workstation.env"},
-    }
-    images = (INFRA / "compose.yaml").read_text() + (INFRA / "Dockerfile").read_text()
-    assert re.search(r"postgres:\d+\.\d+", images)
-    assert re.search(r"python:3\.\d+\.\d+", images)
-    assert ":latest" not in images
-    ignored = (REPOSITORY / ".dockerignore").read_text().splitlines()
-    assert ignored[1] == "*"
-    assert {"infra/secrets", "**/*.env"} <= set(ignored)
 
 
 @pytest.mark.slow

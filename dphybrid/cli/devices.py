@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dphybrid.cli.parser import Command
 from dphybrid.config.settings import Settings, load_settings
-from dphybrid.gpus.inventory import GIB, Gpu, Inventory, busy_reason, describe_process, visible
+from dphybrid.gpus.inventory import GIB, Gpu, Inventory, busy_reason, describe_process, visible, why_cpu
 from dphybrid.gpus.leases import ask_for, find_holder, lease_folder
 from dphybrid.util.errors import UserError
 from dphybrid.util.terminal import unescaped_output
@@ -34,6 +34,8 @@ class Flags(Command):
         if not units and self.ask is None:
             print(f"no GPU ({inventory.reason}); devices=auto means cpu")
             return 0
+        if why := why_cpu(inventory, visible(units), settings):
+            print(f"Note: torch cannot use the GPUs, devices=auto means cpu: {why}", flush=True)
         folder = lease_folder(settings.lease_dir)
         if self.ask is not None:
             # cuda:N counts the visible GPUs only, as torch does.

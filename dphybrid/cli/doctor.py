@@ -14,9 +14,9 @@ from importlib.util import find_spec
 
 from dphybrid.cli.parser import Command, prefect_part
 from dphybrid.config.settings import Settings, load_settings
-from dphybrid.gpus.inventory import Inventory, visible
-from dphybrid.gpus.leases import lease_folder, shared_folder_fault
-from dphybrid.util.errors import UserError
+from dphybrid.gpus.inventory import REAL_NVML, Inventory, visible, why_cpu
+from dphybrid.gpus.leases import lease_folder
+from dphybrid.util.errors import UserError, counted
 from dphybrid.util.text import masked, shown_address, without_credentials, without_secrets_of
 
 _PINS = "pip install 'prefect>=3.8.8,<3.10' 'fastapi>=0.139,<0.151' 'sqlalchemy>=2.0.16,<2.1'"
@@ -53,29 +53,37 @@ def _checks(settings: Settings) -> Iterator[_Check]:
 def _gpus(settings: Settings) -> Iterator[_Check]:
     import torch
 
-    gpus, threads = torch.cuda.device_count(), torch.get_num_threads()
-    yield True, f"torch {torch.__version__}, {gpus} GPUs, {threads} CPU threads (DPHYBRID_THREADS sets them)"
+    threads = torch.get_num_threads()
+    yield True, f"torch {torch.__version__}, {threads} CPU threads (DPHYBRID_THREADS sets them)"
     inventory = Inventory(settings.nvml)
-    if units := visible(inventory.read()):
-        names = ", ".join(sorted({unit.name for unit in units}))
-        yield True, f"NVML: {len(units)} GPUs are visible ({names})"
-    elif gpus:
-        found = f"NVML does not show the GPUs that torch sees ({inventory.reason})"
+    units = visible(inventory.read())
+    for unit in units:
+        if unit.fault:
+            yield False, f"{unit.label}: {unit.fault}"
+    if why := why_cpu(inventory, units, settings):
+        remedy = "remedy: `nvidia-smi` should list the GPUs; update the driver and reboot, or reinstall torch"
+        yield False, f"GPUs: {why}; devices=auto takes the CPU; {remedy}"
+    elif units:
+        names = ", ".join(sorted({unit.name for unit in units if unit.name}))
+        yield True, f"NVML: {counted(len(units), 'GPU')} visible ({names})"
+    elif torch.cuda.device_count():
         # torch trains on them all the same, but nobody else sees that they are taken.
+        found = f"NVML does not show the GPUs that torch sees ({inventory.reason})"
         yield False, f"{found}: they are used without leases; remedy: update the driver"
     else:
         yield True, f"NVML: no GPUs ({inventory.reason or 'none is visible'})"
+    if units and settings.nvml == REAL_NVML and not why:
+        found = range(torch.cuda.device_count())
+        seen = {str(torch.cuda.get_device_properties(number).uuid) for number in found}
+        missing = [unit.label for unit in units if unit.uuid.removeprefix("GPU-") not in seen]
+        yield not missing, f"torch does not see {', '.join(missing)}" if missing else "torch sees all of them"
 
 
 def _leases(settings: Settings) -> _Check:
     try:
-        folder = lease_folder(settings.lease_dir)
+        return True, f"leases are kept in {lease_folder(settings.lease_dir)}"
     except UserError as error:
         return False, str(error)
-    if fault := shared_folder_fault(folder):
-        remedy = f"as root `chown root {folder}`, and infra/tmpfiles.d for the next boot"
-        return False, f"leases: {fault}; remedy: {remedy}"
-    return True, f"leases are kept in {folder}"
 
 
 def _prefect() -> Iterator[_Check]:
@@ -84,6 +92,8 @@ def _prefect() -> Iterator[_Check]:
         return
     try:
         checks = prefect_part("doctor").checks
+    except UserError as error:  # names the setting of Prefect's that is wrong
+        yield False, str(error)
     except Exception as error:  # noqa: BLE001 - incompatible versions fail in many ways when imported
         why = f"{type(error).__name__}: {error}"
         yield False, f"Prefect's server cannot be imported: {why}; remedy: {_PINS}"

@@ -122,7 +122,11 @@ class Settings(BaseSettings):
     max_gpus: int = Field(default=0, ge=0)
     """Maximum number of GPUs that devices=auto takes. 0: all free ones."""
     gpu_wait_s: float = Field(default=86400.0, ge=0, le=_CENTURY_S)
-    """Seconds that a run waits for GPUs before it fails and gives the reason."""
+    """Seconds that a run waits for GPUs before it fails and gives the reason. Hours outside of training_hours
+    do not count."""
+    gpu_give_back_s: float = Field(default=600.0, gt=0, le=_CENTURY_S)
+    """Seconds that a worker's run waits for GPUs before it goes back to Prefect's queue, where a workstation
+    with free GPUs can take it."""
     gpu_free_share: float = Field(default=0.9, gt=0, le=1)
     """Share of a GPU's memory that must be unused for the GPU to count as free."""
     gpu_max_load: int = Field(default=10, ge=0, le=100)

@@ -1,11 +1,11 @@
 """Read this machine's GPUs through NVML (memory, load, processes and their owners) and decide which are free.
 
-A unit is a whole GPU, or one MIG device of a GPU in MIG mode. Units are in NVML's order, that of the PCI bus.
+They are in NVML's order, that of the PCI bus. GPUs that MIG splits are listed, and not used.
 """
 
 import importlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import psutil
 
 from dphybrid.config.settings import Settings
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, counted
 from dphybrid.util.importing import import_named
 
 GIB = 2**30
@@ -35,11 +35,10 @@ class Process:
 
 @dataclass(frozen=True)
 class Gpu:
-    """The state of a GPU, or of one MIG device, at one moment.
+    """The state of a GPU at one moment.
 
-    label: "GPU 1", or "GPU 1 MIG 0". utilisation: NVML's latest load in per cent, None where it reports none
-    (MIG). parent: for a MIG device, the UUID of its whole GPU. fault: NVML's error for this GPU; a GPU with a
-    fault is never free.
+    label: "GPU 1". utilisation: NVML's latest load in per cent, None where it reports none. fault: why the
+    GPU cannot be used, such as NVML's error for it; a GPU with a fault is never free.
     """
 
     index: int
@@ -50,18 +49,14 @@ class Gpu:
     free_bytes: int = 0
     utilisation: int | None = None
     processes: tuple[Process, ...] = ()
-    parent: str | None = None
     fault: str | None = None
-
-    @property
-    def is_mig(self) -> bool:
-        return self.parent is not None
 
 
 class Inventory:
     """Reads the GPUs through a module with NVML's functions: nvidia-ml-py's `pynvml`, or a replacement.
 
-    reason: why the last reading found no GPU. Raises UserError when the module cannot be imported.
+    reason: why the last reading found no GPU. broken: there is a driver, and it does not work. Raises
+    UserError when the module cannot be imported.
     """
 
     def __init__(self, module: str = REAL_NVML) -> None:
@@ -70,7 +65,7 @@ class Inventory:
             self._nvml: Any = importlib.import_module(module) if module == REAL_NVML else import_named(module)
         except ImportError as error:
             raise UserError(f"DPHYBRID_NVML={module!r}: cannot be imported ({error}); use pynvml") from error
-        self.reason = ""
+        self.reason, self.broken = "", False
         self._open = False
 
     def read(self) -> tuple[Gpu, ...]:
@@ -85,43 +80,32 @@ class Inventory:
         except nvml.NVMLError as error:
             # call nvmlInit again at the next reading: the driver may have been reloaded by then
             self.reason, self._open = f"NVML: {error}", False
+            absent = (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED)
+            self.broken = error.value not in absent
             return ()
-        units = tuple(unit for index in range(count) for unit in self._units(index))
+        units = tuple(self._gpu(index) for index in range(count))
+        self.broken = False
         self.reason = "" if units else "NVML reports no GPU"
         return units
 
-    def _units(self, index: int) -> list[Gpu]:
+    def _gpu(self, index: int) -> Gpu:
         nvml = self._nvml
         uuid = f"unreadable-{index}"
         try:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             uuid = nvml.nvmlDeviceGetUUID(handle)
             if self._ask(lambda: nvml.nvmlDeviceGetMigMode(handle)[0]) == nvml.NVML_DEVICE_MIG_ENABLE:
-                return self._mig_devices(index, handle, uuid)
-            return [self._unit(handle, Gpu(index, f"GPU {index}", uuid))]
+                split = "is split by MIG, and dphybrid uses whole GPUs (`nvidia-smi -mig 0`)"
+                return Gpu(index, f"GPU {index}", uuid, fault=split)
+            return self._unit(handle, Gpu(index, f"GPU {index}", uuid))
         except nvml.NVMLError as error:  # fallen off the bus, say; the other GPUs remain usable
-            return [Gpu(index, f"GPU {index}", uuid, fault=str(error))]
-
-    def _mig_devices(self, index: int, parent: object, parent_uuid: str) -> list[Gpu]:
-        nvml = self._nvml
-        units = []
-        for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(parent)):
-            try:
-                handle = nvml.nvmlDeviceGetMigDeviceHandleByIndex(parent, number)
-            except nvml.NVMLError_NotFound:
-                continue  # MIG device numbers have gaps
-            uuid = nvml.nvmlDeviceGetUUID(handle)
-            device = Gpu(index, f"GPU {index} MIG {number}", uuid, parent=parent_uuid)
-            units.append(self._unit(handle, device))
-        return units
+            return Gpu(index, f"GPU {index}", uuid, fault=f"{error}; `nvidia-smi` may say more")
 
     def _unit(self, handle: object, unit: Gpu) -> Gpu:
         nvml = self._nvml
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
         running = self._ask(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle)) or []
-        load = None  # NVML reports no load for a MIG device
-        if not unit.is_mig:
-            load = self._ask(lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu))
+        load = self._ask(lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu))
         return replace(
             unit,
             name=nvml.nvmlDeviceGetName(handle),
@@ -179,10 +163,33 @@ def clock_time(moment: datetime) -> str:
     return moment.strftime("%H:%M" if today else "%Y-%m-%d %H:%M")
 
 
+def why_cpu(inventory: Inventory, units: Sequence[Gpu], settings: Settings) -> str:
+    """Return why torch cannot use the GPUs of this machine; "" if it can, or if there are none.
+
+    units: the visible GPUs, as `inventory` has just read them.
+    """
+    if inventory.broken:
+        return inventory.reason
+    if settings.nvml != REAL_NVML or not units:
+        return ""  # simulated GPUs are virtual devices on the CPU
+    import torch  # which takes a second
+
+    listed = f"NVML lists {counted(len(units), 'GPU')}"
+    if torch.version.cuda is None:
+        return f"{listed}, and torch {torch.__version__} is a build without CUDA; install one with CUDA"
+    if torch.cuda.device_count():  # does not start CUDA, which must see the leased GPUs alone
+        return ""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return f"{listed}, and CUDA does not start: {str(error).partition(chr(10))[0]}"
+    return f"{listed}, and torch {torch.__version__} finds none"
+
+
 def busy_reason(gpu: Gpu, settings: Settings) -> str | None:
     """Return why a GPU is not free at this moment, or None. Does not look at leases; see `find_holder`."""
     if gpu.fault:
-        return f"{gpu.label}: {gpu.fault}; `nvidia-smi` may say more"
+        return f"{gpu.label}: {gpu.fault}"
     if foreign := foreign_processes(gpu, settings):
         return f"{gpu.label}: " + ", ".join(describe_process(process) for process in foreign)
     # Without the rights to see other users' or containers' processes, only the used memory gives them away.
@@ -199,8 +206,7 @@ def visible(units: Iterable[Gpu]) -> list[Gpu]:
     """Return the units that CUDA_VISIBLE_DEVICES names, in its order (unset: all). As in CUDA, the first
     unknown name ends the list.
 
-    A number names a GPU in NVML's order (CUDA_DEVICE_ORDER=PCI_BUS_ID); for a GPU in MIG mode, its first MIG
-    device.
+    A number names a GPU in NVML's order (CUDA_DEVICE_ORDER=PCI_BUS_ID).
     """
     units, names = list(units), os.environ.get("CUDA_VISIBLE_DEVICES")
     if names is None:
@@ -209,11 +215,9 @@ def visible(units: Iterable[Gpu]) -> list[Gpu]:
     # CUDA accepts the first characters of a UUID if they match one device only.
     for name in (part.strip() for part in names.split(",")):
         if name.isdigit():
-            matching = [unit for unit in units if unit.index == int(name)][:1]
+            matching = [unit for unit in units if unit.index == int(name)]
         else:
-            matching = [
-                unit for unit in units if name.startswith(("GPU-", "MIG-")) and unit.uuid.startswith(name)
-            ]
+            matching = [unit for unit in units if name.startswith("GPU-") and unit.uuid.startswith(name)]
         if len(matching) != 1:
             break
         chosen += [unit for unit in matching if unit not in chosen]

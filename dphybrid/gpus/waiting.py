@@ -17,14 +17,18 @@ from pydantic import BaseModel, Field, ValidationError
 
 from dphybrid.config.settings import Settings
 from dphybrid.gpus.inventory import Gpu, Inventory, busy_reason, visible
-from dphybrid.gpus.leases import Lease, find_holder, lease_folder, locked_page, try_lease
+from dphybrid.gpus.leases import (
+    Lease,
+    find_holder,
+    lease_folder,
+    locked_page,
+    make_locked,
+    new_number,
+    try_lease,
+)
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.hours import parse_training_hours
-from dphybrid.util.locks import lock
 from dphybrid.util.stop import StopRequest
-
-_TICKET_CREATION_S = 60.0
-"""A hidden ticket file older than this was left by a process that died while creating it."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,9 @@ def acquire(
     while True:
         eligible = _eligible(wanted, search.units())
         if shut := closed():
+            before = time.monotonic()
             wait(shut)  # without a ticket, which would reserve GPUs that others may use now
+            deadline += time.monotonic() - before  # closed hours are no time in which GPUs could come free
             continue
         # Nobody looked at the GPUs during closed hours, so start the window again.
         search.free_since.clear()
@@ -151,9 +157,8 @@ class _Search:
         wanted = self.wanted
         if len(free) < wanted.least:
             return None
-        # A CUDA process can use one MIG device only, so "all free" means the whole GPUs, or one MIG device.
-        whole = [gpu for gpu in free if not gpu.is_mig] or free[:1]
-        chosen = free[: wanted.least] if wanted.numbers or wanted.count else whole[: wanted.at_most or None]
+        all_of_them = not wanted.numbers and not wanted.count
+        chosen = free[: wanted.at_most or None] if all_of_them else free[: wanted.least]
         lease = try_lease(self.folder, chosen, self.run)
         if lease is None:
             return None
@@ -171,15 +176,10 @@ def _eligible(wanted: Wanted, units: Sequence[Gpu]) -> list[Gpu]:
         there = f"{len(units)} GPUs are visible (see `dphybrid devices`)"
         raise UserError(f"devices: cuda:{missing[0]} does not exist; {there}")
     chosen = [units[number] for number in wanted.numbers] or list(units)
-    if wanted.least > 1 and not wanted.numbers:
-        chosen = [unit for unit in chosen if not unit.is_mig]  # a CUDA process can use one MIG device only
-    if sum(unit.is_mig for unit in chosen) > 1 and wanted.numbers:
-        raise UserError("devices: a process can use one MIG device at a time; name one")
     if len(chosen) < wanted.least:
         raise UserError(
-            f"devices: {counted(wanted.least, 'GPU')} wanted, {len(chosen)} visible"
-            f"{', without those split by MIG' if len(chosen) < len(units) else ''}; ask for fewer, or change "
-            "CUDA_VISIBLE_DEVICES"
+            f"devices: {counted(wanted.least, 'GPU')} wanted, {len(chosen)} visible; ask for fewer, or "
+            "change CUDA_VISIBLE_DEVICES"
         )
     return chosen
 
@@ -198,37 +198,41 @@ def _reserved_for(ahead: Sequence[_Ticket], ready: Sequence[Gpu], leased: set[st
 
 @contextmanager
 def _ticket(folder: Path, eligible: Sequence[Gpu], least: int) -> Iterator[str]:
-    # The time since boot, because setting the clock does not change it; no ticket survives a reboot.
-    name = f"{time.monotonic_ns():020d}-{os.getpid()}.ticket"
+    name = f"{new_number()}.ticket"
     page = _Ticket(uuids=frozenset(gpu.uuid for gpu in eligible), least=least)
-    hidden = folder / f".{name}"
-    handle = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+    handle = make_locked(folder / name, page.model_dump_json())
     try:
-        os.fchmod(handle, 0o644)
-        lock(handle, wait=True)
-        os.write(handle, page.model_dump_json().encode())
-        hidden.rename(folder / name)  # visible only once locked: others remove tickets without a lock
         yield name
     finally:
-        for file in (hidden, folder / name):
-            file.unlink(missing_ok=True)
+        (folder / name).unlink(missing_ok=True)
         os.close(handle)
 
 
 def _tickets(folder: Path) -> dict[str, _Ticket]:
-    """Return the tickets of living processes by name, oldest first. Removes those of dead processes and
-    leaves other files alone."""
+    """Return the tickets of living processes by name, oldest first."""
     found = {}
-    for file in sorted(folder.glob("*.ticket")):
-        # suppress: another user's dead ticket, which a sticky folder protects; removed meanwhile; or not a
-        # ticket. Skipping such a file does no harm.
-        with suppress(OSError, ValidationError):
-            # glob also finds hidden files: tickets that are being created and not locked yet
-            if file.name.startswith(".") and time.time() - file.lstat().st_mtime < _TICKET_CREATION_S:
-                continue
-            page = locked_page(file)
-            if page is None:
-                file.unlink(missing_ok=True)
-            else:
-                found[file.name] = _Ticket.model_validate_json(page)
+    for name in sorted(os.listdir(folder)):
+        if name.endswith(".ticket") and not name.startswith(".") and (page := locked_page(folder / name)):
+            with suppress(ValidationError):  # not a ticket; skipping it does no harm
+                found[name] = _Ticket.model_validate_json(page)
     return found
+
+
+def free_now(inventory: Inventory, settings: Settings) -> tuple[int, set[int]] | None:
+    """Return how many GPUs nobody uses or waits for at this moment, and the processes that hold leases or
+    wait; None without GPUs."""
+    units, pids, free = visible(inventory.read()), set[int](), 0
+    if not units:
+        return None
+    folder = lease_folder(settings.lease_dir)
+    for unit in units:
+        if holder := find_holder(folder, unit.uuid):
+            pids.add(holder.pid)
+        elif busy_reason(unit, settings) is None:
+            free += 1
+    for name, ticket in _tickets(folder).items():
+        free -= ticket.least
+        pids.add(int(name.removesuffix(".ticket").rpartition("-")[2]))
+    if parse_training_hours(settings.training_hours).closed_reason(datetime.now()):
+        free = 0
+    return max(0, free), pids

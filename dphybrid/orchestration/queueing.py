@@ -7,6 +7,7 @@ once Prefect's automation misses its heartbeats.
 
 import os
 import platform
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
@@ -30,7 +31,9 @@ from prefect.exceptions import PrefectException
 from prefect.settings import PREFECT_API_URL
 from prefect.states import AwaitingRetry, Cancelled, Completed, Crashed, Running
 
+from dphybrid.config.settings import Settings
 from dphybrid.util.errors import UserError
+from dphybrid.util.stop import StopRequest
 
 STARTED_BY = "DPHYBRID_STARTED_BY"
 """Environment variable of a run's process: this start of the run, as in `OWNER_LABEL`."""
@@ -133,6 +136,36 @@ def shown_waiting(
     finally:
         if waiting:
             set_state(flow_run_id, Running(), only_if=name)
+
+
+@contextmanager
+def giving_back(stop: StopRequest, after_s: float) -> Iterator[None]:
+    """If the block, which waits for GPUs, takes longer than this, let the run of a worker go back to the
+    queue, for workstations with free GPUs. It neither holds its worker's slot nor its deployment's."""
+    if STARTED_BY not in os.environ:
+        yield
+        return
+    reason = f"waiting for GPUs for {after_s:g} s"
+    timer = threading.Timer(after_s, lambda: stop.ask(reason, requeue=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def wants_gpu(run: FlowRun, settings: Settings) -> bool:
+    """Return whether a flow run will wait for a GPU, as far as its parameters say."""
+    if MACHINE_TAG in run.tags:
+        return False  # the run's first machine has asked for this worker, whether it is busy or not
+    given, config = run.parameters, run.parameters.get("config")
+    devices = (config.get("devices") if isinstance(config, dict) else None, given.get("devices"))
+    text = str(next(filter(None, reversed(devices)), "auto"))
+    for override in given.get("overrides") or []:
+        name, _, value = str(override).partition("=")
+        text = value if name.strip() == "devices" else text
+    return not (settings.devices if text.strip() == "auto" else text).strip().startswith("cpu")
 
 
 def set_state(flow_run_id: str, state: State, only_if: str | None = None) -> bool:

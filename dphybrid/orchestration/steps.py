@@ -18,7 +18,7 @@ from prefect.states import Cancelled
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import load_settings
 from dphybrid.orchestration.machines import gathered, other_workers, over_machines
-from dphybrid.orchestration.queueing import REFUSED, shown_waiting
+from dphybrid.orchestration.queueing import REFUSED, giving_back, shown_waiting
 from dphybrid.orchestration.shown import show_run, shown_progress, tolerating_outage
 from dphybrid.orchestration.supervised import watched_flow_run
 from dphybrid.run import train as job
@@ -176,7 +176,8 @@ def trained(
         prepared = prepared or prepare(config, config.cluster.on_each(nodes), run_name)
         stop.obey("before it was built")
         replicas = job.resumed_replicas(Experiment.open(config, settings, prepared), resume)
-        with shown_waiting(flow_run_id) as report_wait:
+        back = giving_back(stop, settings.gpu_give_back_s)
+        with shown_waiting(flow_run_id) as report_wait, back:
             name = run_name or runtime.flow_run.name or config.recipe
             leased = leased_devices(
                 config, settings, run=name, replicas=replicas, on_wait=report_wait, stop=stop

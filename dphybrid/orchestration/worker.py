@@ -18,7 +18,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import psutil
 from prefect.client.orchestration import get_client
@@ -32,6 +32,9 @@ from prefect.settings import (
 from prefect.states import Failed
 from prefect.workers.process import ProcessWorker, ProcessWorkerResult
 
+from dphybrid.config.settings import Settings, load_settings
+from dphybrid.gpus.inventory import Inventory
+from dphybrid.gpus.waiting import free_now
 from dphybrid.orchestration.queueing import (
     DELETED,
     OWNER_LABEL,
@@ -46,12 +49,14 @@ from dphybrid.orchestration.queueing import (
     queue_lost_runs,
     reaching_server,
     state_after_death,
+    wants_gpu,
 )
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.stop import watching
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
+    from prefect.client.schemas.responses import WorkerFlowRunResponse
 
 SHARED_QUEUES = ("urgent", "any", "night")
 """Queues that every worker serves, in order of priority. The worker's own queue, which has its name, comes
@@ -90,6 +95,42 @@ with warnings.catch_warnings():
 
         type = "process"
         draining = False
+        inventory: Inventory | None = None
+        without_gpu: set[UUID]
+        left = 0
+        """How many runs the worker has left in the queue at its last look, because no GPU is free."""
+
+        def __init__(self, *args: Any, **named: Any) -> None:
+            super().__init__(*args, **named)
+            self.without_gpu = set()
+
+        async def _submit_scheduled_flow_runs(
+            self, flow_run_response: "list[WorkerFlowRunResponse]"
+        ) -> "list[FlowRun]":
+            settings, taken = load_settings(), []
+            room = self._room(settings)
+            for entry in flow_run_response:
+                if room is None or not wants_gpu(entry.flow_run, settings):
+                    taken.append(entry)
+                elif room > 0:
+                    taken.append(entry)
+                    room -= 1
+            left = len(flow_run_response) - len(taken)
+            if left and not self.left:
+                _log.info(f"no GPU is free here: {counted(left, 'run')} stay in the queue, for other workers")
+            self.left = left
+            return await super()._submit_scheduled_flow_runs(taken)
+
+        def _room(self, settings: Settings) -> int | None:
+            """Return how many GPUs are free for new runs; None on a machine without GPUs."""
+            self.inventory = self.inventory or Inventory(settings.nvml)
+            free = free_now(self.inventory, settings)
+            if free is None:
+                return None
+            count, served = free
+            own = {child.pid for child in psutil.Process().children(recursive=True)}
+            # Runs that are still starting will want one of the free GPUs soon.
+            return count - max(0, self.num_running - len(self.without_gpu) - len(served & own))
 
         async def get_and_submit_flow_runs(self) -> "list[FlowRun]":
             if self.draining:
@@ -114,7 +155,12 @@ with warnings.catch_warnings():
                 WORKER_LABEL: self.name,
             }
             await self.client.update_flow_run_labels(flow_run.id, labels)
-            result = await super().run(flow_run, configuration, task_status)
+            if not wants_gpu(flow_run, load_settings()):
+                self.without_gpu.add(flow_run.id)
+            try:
+                result = await super().run(flow_run, configuration, task_status)
+            finally:
+                self.without_gpu.discard(flow_run.id)
             while True:
                 try:
                     await self._settle(flow_run, started_by, result.status_code)

@@ -24,6 +24,7 @@ from dphybrid.gpus.inventory import (
     describe_process,
     foreign_processes,
     visible,
+    why_cpu,
 )
 from dphybrid.gpus.leases import Lease, asked_by
 from dphybrid.gpus.waiting import Wanted, acquire
@@ -102,9 +103,15 @@ def leased_devices(
     spec, inventory = wanted_spec(config, settings), Inventory(settings.nvml)
     units = _units(spec, settings, inventory)
     if not units:
-        if settings.nvml == REAL_NVML and "cpu" not in spec.names and torch.cuda.device_count():
+        real = settings.nvml == REAL_NVML and "cpu" not in spec.names
+        if real and torch.cuda.device_count() and not inventory.broken:
             why = inventory.reason or "NVML does not know them"
             print(f"Note: GPUs are used without a lease: {why}", flush=True)
+        elif real and (why := why_cpu(inventory, visible(inventory.read()), settings)):
+            if not spec.is_auto or spec.count:
+                raise UserError(f"devices={spec.text}: {why}; `dphybrid doctor` checks the GPUs")
+            print(f"Note: trains on the CPU: {why}", flush=True)
+            spec = parse_device_spec("cpu")
         yield _LeasedDevices(resolve_devices(spec.text).text)
         return
     if spec.is_auto and not spec.count and replicas > len(units):
@@ -134,10 +141,11 @@ def leased_devices(
 
 
 def _units(spec: DeviceSpec, settings: Settings, inventory: Inventory) -> list[Gpu]:
-    """Return the units to choose from; none if the CPU was asked for, or torch cannot use a GPU."""
-    if "cpu" in spec.names or (settings.nvml == REAL_NVML and not torch.cuda.device_count()):
+    """Return the GPUs to choose from; none if the CPU was asked for, or torch cannot use a GPU."""
+    if "cpu" in spec.names:
         return []
-    return visible(inventory.read())
+    units = visible(inventory.read())
+    return [] if why_cpu(inventory, units, settings) else units
 
 
 def _virtual(spec: DeviceSpec, count: int) -> str:
@@ -166,11 +174,7 @@ def _show_to_torch(gpus: tuple[Gpu, ...]) -> list[int]:
         ) from error
     numbers = []
     for gpu in gpus:
-        bare, parent = (
-            uuid.removeprefix("MIG-").removeprefix("GPU-") for uuid in (gpu.uuid, gpu.parent or "")
-        )
-        # For a MIG device, CUDA may report the UUID of its whole GPU: enough if it sees no other device.
-        own = parent if uuids == [parent] else bare
+        own = gpu.uuid.removeprefix("GPU-")
         if own not in uuids:
             raise UserError(
                 f"{gpu.label}: CUDA was started in this process without it; start the run in a new process"

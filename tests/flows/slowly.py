@@ -39,8 +39,8 @@ def own_leases(folder: Path) -> list[Path]:
 
 def mark(lock: Path) -> Path:
     """Mark a GPU as in use. If another living process has marked it, leave a `collision` file."""
-    file = lock.with_suffix(".mark")
+    file = lock.with_name(lock.name.rsplit(".", 2)[0] + ".mark")
     if file.exists() and Path(f"/proc/{file.read_text() or 0}").exists():
-        lock.with_suffix(f".collision-{file.read_text()}-{os.getpid()}").touch()
+        file.with_suffix(f".collision-{file.read_text()}-{os.getpid()}").touch()
     file.write_text(str(os.getpid()))
     return file

@@ -211,3 +211,59 @@ def test_a_client_of_prefect_without_the_method_is_left_unchanged(monkeypatch: p
     monkeypatch.setattr(orchestration, "PrefectClient", client)
     setup_environment(ctx=None)
     assert not hasattr(client, "read_deployment_by_name")
+
+
+def test_a_worker_leaves_runs_in_the_queue_that_need_a_gpu_while_none_is_free(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    given: list[Any] = []
+
+    async def submit(_worker: object, entries: list[Any]) -> list[Any]:
+        given.append([entry.flow_run.name for entry in entries])
+        return []
+
+    monkeypatch.setattr(ProcessWorker, "_submit_scheduled_flow_runs", submit)
+    one = worker.DrainingWorker(work_pool_name="gpu", name="one")
+    running = 0
+    monkeypatch.setattr(worker.DrainingWorker, "num_running", property(lambda _: running))
+    entries = [
+        SimpleNamespace(flow_run=dead_run(StateType.SCHEDULED, name=name, parameters=parameters, tags=tags))
+        for name, parameters, tags in (
+            ("auto", {}, []),
+            ("cpu", {"config": {"devices": "cuda:0"}, "overrides": ["devices = cpu*2"]}, []),
+            ("two", {"devices": "auto*2", "config": {"devices": "cpu"}}, []),
+            ("machine", {}, ["machine"]),
+        )
+    ]
+
+    def submitted(free: tuple[int, set[int]] | None) -> Any:
+        monkeypatch.setattr(worker, "free_now", lambda *_: free)
+        asyncio.run(one._submit_scheduled_flow_runs(entries))
+        return given[-1]
+
+    caplog.set_level("INFO")
+    assert submitted(None) == ["auto", "cpu", "two", "machine"], "a machine without GPUs"
+    assert submitted((2, set())) == ["auto", "cpu", "two", "machine"]
+    assert submitted((1, set())) == ["auto", "cpu", "machine"]
+    running = 1  # it is still starting, and will take the free GPU
+    assert submitted((1, set())) == ["cpu", "machine"]
+    assert submitted((0, set())) == ["cpu", "machine"]
+    assert caplog.text.count("no GPU is free here") == 1
+    with subprocess.Popen(["sleep", "60"]) as child:
+        assert submitted((1, {child.pid})) == ["auto", "cpu", "machine"], "it has leased its GPU"
+        child.kill()
+    monkeypatch.setenv("DPHYBRID_DEVICES", "cpu")
+    assert submitted((0, set())) == ["auto", "cpu", "machine"]
+
+
+def test_a_run_that_waits_too_long_goes_back_to_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop = StopRequest()
+    with queueing.giving_back(stop, 0.01):
+        assert not stop.pending, "nobody else could take a run that no worker started"
+    monkeypatch.setenv(STARTED_BY, "77 token")
+    with queueing.giving_back(stop, 60):
+        pass
+    assert not stop.pending
+    with queueing.giving_back(stop, 0.01):
+        wait_until(lambda: stop.pending, "it was asked")
+    assert stop.interruption("").requeue

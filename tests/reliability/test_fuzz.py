@@ -15,13 +15,13 @@ from typing import Any
 import polars as pl
 import pytest
 import yaml
-from dphybrid.orchestration.validate import check_prefect_yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dphybrid.cli import train
 from dphybrid.cli.main import main
 from dphybrid.config.settings import load_settings
+from dphybrid.orchestration.setup import check
 from dphybrid.recipes.configs import field_types, load_config
 from dphybrid.recipes.registry import BUILT_IN
 from dphybrid.run.folder import RunPage
@@ -219,7 +219,7 @@ PREFECT = (REPOSITORY / "prefect.yaml").read_bytes()
 @fuzzed(25)
 def test_deployments(folder: Path, text: bytes) -> None:
     (folder / "prefect.yaml").write_bytes(text)
-    told_or_done(lambda: check_prefect_yaml(folder / "prefect.yaml"))
+    told_or_done(lambda: check(folder / "prefect.yaml"))
 
 
 PAGES: dict[str, Any] = {

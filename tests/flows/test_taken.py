@@ -1,0 +1,98 @@
+"""What workers take from the queue, leave there for others, and give back; and runs that can never begin.
+Real servers and workers, on stand-in GPUs."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import UUID
+
+import pytest
+
+from tests.fake_nvml import gpu, write_state
+from tests.flows.servers import Team
+from tests.flows.test_workers import LONG, SHORT, engines
+from tests.waiting import wait_until
+
+
+@pytest.fixture(autouse=True)
+def no_workers_left(team: Team) -> Iterator[None]:
+    write_state(team.gpus, [gpu(number) for number in range(4)])
+    yield
+    team.end_workers()
+
+
+def busy_machine(team: Team, name: str, gpus: list[dict[str, object]]) -> dict[str, str]:
+    """Return the variables of another workstation, with these GPUs."""
+    file = Path(team.folder / f"{name}.json")
+    write_state(file, gpus)
+    return {"FAKE_NVML": str(file), "DPHYBRID_LEASE_DIR": str(team.folder / f"leases-{name}")}
+
+
+@pytest.mark.slow
+def test_a_worker_without_a_free_gpu_leaves_runs_for_others_and_gives_waiting_ones_back(team: Team) -> None:
+    full = busy_machine(team, "full", [gpu(number, load=99) for number in range(2)])
+    team.start_machine("full", 2, "any", **full)
+    on_gpu, on_cpu = team.run_many(
+        [("train-hybrid", {"overrides": [*SHORT, f"devices={devices}"]}) for devices in ("auto*1", "cpu")]
+    )
+    team.wait_for(on_cpu, "Completed")
+    log = (team.folder / "full.log").read_text()
+    assert "no GPU is free here: 1 run stay in the queue, for other workers" in log
+    assert team.state(on_gpu) in ("Scheduled", "Late")
+    team.start_machine("two", 1, "any", DPHYBRID_GPU_GIVE_BACK_S="3")
+    team.wait_for(on_gpu, "Completed")
+    # A run that wants a GPU in use waits on that machine for a while, and then frees the worker's only slot.
+    write_state(team.gpus, [gpu(0, load=99), *(gpu(number) for number in range(1, 4))])
+    waiting, other = team.run_many(
+        [("train-hybrid", {"overrides": [*SHORT, f"devices=cuda:{number}"]}) for number in range(2)]
+    )
+    team.wait_for(other, "Completed")
+
+    def given_back() -> bool:
+        state = team.flow_run(waiting)["state"]
+        return state["name"] == "AwaitingRetry" and "waiting for GPUs for 3 s" in state["message"]
+
+    wait_until(given_back, "it was given back", 60)
+    write_state(team.gpus, [gpu(number) for number in range(4)])
+    team.wait_for(waiting, "Completed")
+
+
+@pytest.mark.slow
+def test_a_flow_that_cannot_be_loaded_fails_once_with_the_reason(team: Team) -> None:
+    team.start_machine("one", 1, "any")
+    there = team.post("/deployments/name/train-hybrid/train-hybrid")
+    for number, (entrypoint, reason) in enumerate(
+        (
+            ("dphybrid.flows.nowhere:train_hybrid", "No module named 'dphybrid.flows.nowhere'"),
+            ("dphybrid.flows.train_hybrid:nothing", "nothing"),
+        )
+    ):
+        page = {name: there[name] for name in ("flow_id", "parameters", "pull_steps", "tags")} | {
+            "name": f"broken-{number}",
+            "entrypoint": entrypoint,
+            "work_pool_name": "gpu",
+            "work_queue_name": "any",
+        }
+        made = team.post("/deployments/", page)
+        run = UUID(team.post(f"/deployments/{made['id']}/create_flow_run", {"parameters": {}})["id"])
+        team.wait_for(run, "Failed")
+        state = team.flow_run(run)["state"]
+        assert state["message"].startswith(f"entrypoint '{entrypoint}': ")
+        assert reason in state["message"]
+        assert team.flow_run(run)["labels"]["dphybrid.begun"] == 1
+
+
+@pytest.mark.slow
+def test_a_run_that_is_queued_again_is_not_shown_as_crashed(team: Team) -> None:
+    team.start_machine("one", 1, "any", SLOW="0.1")
+    (run,) = team.run_many([("train-hybrid", {"overrides": LONG})])
+    team.wait_for_checkpoint(run)
+    for engine in engines(team):
+        os.kill(engine.pid, signal.SIGKILL)
+    wait_until(lambda: team.flow_run(run)["run_count"] > 1, "it runs again", 60)
+    states = [page["name"] for page in team.post(f"/flow_run_states/?flow_run_id={run}")]
+    assert "Crashed" not in states
+    assert "AwaitingRetry" in states
+    team.cancel(run)
+    team.wait_for(run, "Cancelled")
