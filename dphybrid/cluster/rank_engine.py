@@ -25,6 +25,7 @@ from dphybrid.training.metrics import Task
 from dphybrid.training.saving import CheckpointWriter
 from dphybrid.training.step import Step
 from dphybrid.util.errors import UserError
+from dphybrid.util.stages import stage
 from dphybrid.util.stop import StopRequest
 
 
@@ -96,18 +97,18 @@ class RankEngine(ClusterEngine):
         """Take one step with this rank's part of the batch; return the loss and number of terms summed over
         all ranks."""
         session = step.session
-        trained, clock, config = session.trained, session.clock, session.config.train
+        trained, config = session.trained, session.config.train
         assert trained.rows is not None
         # Seeded from step and rank: a restart draws the same, and checkpoints need no generator of each rank.
         number = config.seed * 1_000_003 + trained.progress.step
         torch.manual_seed((number * 65_537 + self.ranks.rank) % 2**63)
-        with clock.stage("zero_grad"):
+        with stage("zero_grad"):
             if trained.dense is not None:
                 trained.dense.zero_grad(set_to_none=True)
             trained.rows.zero_grad()
             self.table.lr = trained.rows.lr
         outputs = trained.model(batch)
-        with clock.stage("loss"):
+        with stage("loss"):
             loss, weight = outputs["loss"].sum(), outputs["weight"].sum()
             own = [float(loss.detach()), float(weight.detach()), num_rows(batch)]
             sent, self.table.bytes_sent = self.table.bytes_sent, 0.0
@@ -116,9 +117,9 @@ class RankEngine(ClusterEngine):
             # for the others. One message for all five numbers.
             self._asked, self._batch_rows = bool(sums[3] > 0), int(sums[2])
             self._bytes, self._steps = self._bytes + float(sums[4]), self._steps + 1
-        with clock.stage("backward"):
+        with stage("backward"):
             (loss / float(sums[1])).backward()
-        with clock.stage("all_reduce"):
+        with stage("all_reduce"):
             grads, sound = self._dense_gradients()
         if not (sound and math.isfinite(float(sums[0]))):
             raise session.stop_at(self._not_finite(trained, float(sums[0])))
@@ -131,10 +132,10 @@ class RankEngine(ClusterEngine):
             return factors[-1]
 
         # Before the dense update: only the backward of the rows gives the norm by which both are clipped.
-        with clock.stage("row_update"):
+        with stage("row_update"):
             self.table.update(clipped if config.clip_norm > 0 else None)
         assert len(factors) == (config.clip_norm > 0)
-        with clock.stage("dense_update"):
+        with stage("dense_update"):
             if factors and factors[0] < 1:
                 for grad in grads:
                     grad.mul_(factors[0])

@@ -24,6 +24,7 @@ from dphybrid.embedding.lookup import Counters, copies_drift_apart, not_a_row, w
 from dphybrid.embedding.replicas import DeviceRows, SizesOf
 from dphybrid.embedding.storage import StartValues, deferred_rows, open_rows, open_states, zero_rows
 from dphybrid.util.errors import UserError
+from dphybrid.util.stages import stage
 
 
 class HostEmbedding(nn.Module):
@@ -240,6 +241,10 @@ class HostEmbedding(nn.Module):
         """
         if torch.compiler.is_compiling():
             return self._in_graph(ids)
+        with stage("lookup"):
+            return self._look_up(ids, by_replica)
+
+    def _look_up(self, ids: Tensor, by_replica: bool) -> Tensor | list[Tensor]:
         # Its backward would fail inside of torch, before the row optimizer could refuse.
         if DistributedDataParallel._active_ddp_module is not None and not self.synchronized:
             trains = torch.is_grad_enabled() and self.weight.requires_grad

@@ -5,8 +5,8 @@ One class, as in torch. Its methods are in the order of a call; subclasses may o
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,7 @@ from dphybrid.parallel.splits import Key, Record, Split, first_size, shares
 from dphybrid.util.compiling import outside_of_graphs
 from dphybrid.util.errors import UserError, type_text
 from dphybrid.util.memory import is_out_of_memory
+from dphybrid.util.stages import stage
 
 
 class DataParallel(nn.DataParallel):
@@ -96,7 +97,7 @@ class DataParallel(nn.DataParallel):
     def _split_and_joined(self, inputs: tuple[object, ...], kwargs: dict[str, object]) -> object:
         kwargs, sizes = self.with_wholes(kwargs), None
         if "scatter" in self._overridden:
-            with self._timed("scatter"):
+            with stage("scatter"):
                 replica_inputs, replica_kwargs = _paired(*self.scatter(inputs, kwargs, self.device_ids))
             if len(self.devices) == 1:
                 return self.module(*replica_inputs[0], **replica_kwargs[0])
@@ -105,11 +106,11 @@ class DataParallel(nn.DataParallel):
             if not rows:  # no tensor, or an empty batch: call the module once, on the first device
                 return self._on_first_device(inputs, kwargs)
             sizes = self.sizes(rows)
-            with self._timed("scatter"):
+            with stage("scatter"):
                 # Together, so that a tensor that is passed twice stays one tensor in each share.
                 shares_of_both = split((inputs, kwargs), self.devices.replicas[: len(sizes)], sizes, self.dim)
                 replica_inputs, replica_kwargs = map(list, zip(*shares_of_both, strict=True))
-        with self._timed("replicate"):
+        with stage("replicate"):
             replicas = self.replicate(self.module, self.device_ids[: len(replica_inputs)])
         try:
             outputs = self.parallel_apply(replicas, replica_inputs, replica_kwargs)
@@ -120,7 +121,7 @@ class DataParallel(nn.DataParallel):
             raise
         given_sizes = tuple(first_size(given) for given in zip(replica_inputs, replica_kwargs, strict=True))
         self._record.note((given_sizes, tuple(map(first_size, outputs))))
-        with self._timed("gather"):
+        with stage("gather"):
             if "gather" in self._overridden:
                 return self.gather(outputs, self.output_device)
             # `sizes` is None after an overridden scatter: only that knows them, so outputs are not checked.
@@ -186,20 +187,13 @@ class DataParallel(nn.DataParallel):
         """Join the outputs on a device. May be overridden. Raises UserError for what cannot be joined."""
         return gather(outputs, output_device, self.dim)
 
-    stage: Callable[[str], AbstractContextManager[None]] | None = None
-    """Set this to time the stages of a forward in training mode. It is called with scatter, replicate,
-    host_to_device or gather, and returns a context manager."""
-
-    def _timed(self, part: str) -> AbstractContextManager[None]:
-        return nullcontext() if self.stage is None or not self.training else self.stage(part)
-
     def _on_first_device(self, inputs: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Call the module on the first device."""
         home = self.devices.home
         # Plain tensors on the CPU, the usual case, need no copy and no walk through the nest.
         given = (*inputs, *kwargs.values())
         if home.type != "cpu" or any(type(each) is not Tensor and _is_marked(each) for each in given):
-            with self._timed("host_to_device"):
+            with nullcontext() if torch.compiler.is_compiling() else stage("host_to_device"):
                 inputs, kwargs = map_tensors(lambda t: t.to(home, non_blocking=True), (inputs, kwargs))
         module: Any = self._modules["module"]  # `self.module` goes through __getattr__: a microsecond
         output = module(*inputs, **kwargs)

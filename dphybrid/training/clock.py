@@ -1,19 +1,15 @@
 """Step timing: exclusive seconds per stage (a nested stage's time is not counted in the outer one), and the
-duration of each step."""
+duration of each step. `util.stages` has the `stage` that the timed code enters."""
 
 import statistics
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
-from torch import nn
 
-from dphybrid.embedding import find_tables
-from dphybrid.parallel import find_data_parallel
 from dphybrid.util.compiling import labelled, profiler_looks_on
 
 NOT_A_STEP = ("evaluate", "checkpoint", "log", "profile", "callbacks")
@@ -177,31 +173,3 @@ def _percentile(values: Sequence[float], share: float) -> float:
     """Return the smallest value that at least `share` of the values do not exceed."""
     # inverted_cdf: a time that was measured, not an average of two neighbours.
     return float(np.quantile(values, share, method="inverted_cdf"))
-
-
-@contextmanager
-def timed_parts(clock: StageClock, model: nn.Module) -> Iterator[None]:
-    """While the block runs, time the model's table lookups as stage `lookup`, and the work of its
-    data-parallel blocks around their modules as `scatter`, `replicate`, `host_to_device` and `gather`.
-
-    Only in training mode: an evaluation is one stage.
-    """
-    blocks, lookup = list(find_data_parallel(model).values()), clock.stage("lookup")
-    handles: list[Any] = []
-    for table in find_tables(model).values():
-        handles += [
-            # The two hooks act as `with lookup:`. always_call: a lookup that raises must leave its stage.
-            table.register_forward_pre_hook(lambda table, _: lookup.__enter__() if table.training else None),
-            table.register_forward_hook(
-                lambda table, *_: lookup.__exit__() if table.training else None, always_call=True
-            ),
-        ]
-    for block in blocks:
-        block.stage = clock.stage
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for block in blocks:
-            block.stage = None

@@ -24,6 +24,7 @@ from dphybrid.training.saving import SavingCosts, best_steps, checkpoint_cards, 
 from dphybrid.training.step import Step
 from dphybrid.util.errors import UserError, counted, failure_text
 from dphybrid.util.memory import is_out_of_memory
+from dphybrid.util.stages import stage, timed
 
 
 def train(session: Session, observer: Observer) -> None:
@@ -54,7 +55,7 @@ def train(session: Session, observer: Observer) -> None:
             for batch in observer.batches(pipeline.prefetch(_batches_of_epoch(session), ids_of)):
                 _set_learning_rates(session, progress.step / max(1, config.epochs * steps_per_epoch))
                 observer.step_begins()
-                with session.clock.stage("forward"):  # `Step.update` times what is not, as inner stages
+                with stage("forward"):  # `Step.update` times what is not, as inner stages
                     loss, weight = take(step, batch)
                 progress.step, progress.batch = progress.step + 1, progress.batch + 1
                 observer.step_ended(loss, weight, engine.num_rows(batch))
@@ -74,7 +75,7 @@ def train(session: Session, observer: Observer) -> None:
             if reason := _run_callbacks(session):
                 observer.line(f"stopped early: {reason}")
                 break
-        with session.clock.stage("checkpoint"):
+        with stage("checkpoint"):
             session.saver.wait()
     if _stale(session) and progress.epoch < config.epochs:
         metric = session.task.chosen_by or session.task.metric
@@ -154,7 +155,7 @@ def end_of_epoch(session: Session, observer: Observer) -> str:
     """Evaluate, log, and move the progress to the next epoch; return the epoch's line of output."""
     progress, task = session.trained.progress, session.task
     observer.settle()
-    with session.clock.stage("evaluate"), averaged(session.trained.dense):
+    with stage("evaluate"), timed(None), averaged(session.trained.dense):
         batch_size, model = session.config.train.batch_size, session.trained.model
         metrics = evaluate(model, session.valid_data, batch_size, task, session.engine)
     train_loss = progress.epoch_loss / max(progress.epoch_weight, 1e-12)
@@ -169,7 +170,7 @@ def end_of_epoch(session: Session, observer: Observer) -> str:
     progress.stale_epochs = 0 if better else progress.stale_epochs + 1
     progress.epoch, progress.batch = progress.epoch + 1, 0
     progress.epoch_loss = progress.epoch_weight = 0.0
-    with session.clock.stage("log"):
+    with stage("log"):
         logged = {f"valid/{name}": value for name, value in metrics.items()}
         session.tracker.log_metrics(logged | {"train/epoch_loss": train_loss}, progress.step)
     shown = ", ".join(f"{name} {value:.5g}" for name, value in metrics.items())
@@ -197,7 +198,7 @@ def _run_callbacks(session: Session) -> str:
         model=session.trained.model,
     )
     # With the averaged weights: callbacks see the model that was evaluated.
-    with session.clock.stage("callbacks"), averaged(session.trained.dense):
+    with stage("callbacks"), timed(None), averaged(session.trained.dense):
         numbers = run_callbacks(session.callbacks, ended)
     if numbers:
         session.tracker.log_metrics(numbers, progress.step)
@@ -219,7 +220,7 @@ def checkpoint(session: Session, observer: Observer) -> Path:
         session.tracker.log_metrics(costs, progress.step)
         keep_checkpoints(session, progress)
 
-    with session.clock.stage("checkpoint"):
+    with stage("checkpoint"):
         values = session.config.model_dump(mode="json")
         return session.saver.save(values, session.facts, session.stateful, then, session.tracker.keep)
 

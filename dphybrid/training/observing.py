@@ -11,9 +11,10 @@ from torch.profiler import profile
 
 from dphybrid.data import rows_of_batch
 from dphybrid.embedding import RowPipeline
-from dphybrid.training.clock import NOT_A_STEP, StepTimes, timed_parts
+from dphybrid.training.clock import NOT_A_STEP, StepTimes
 from dphybrid.training.display import Display
 from dphybrid.training.engine import Session
+from dphybrid.util.stages import stage, timed
 
 
 class _StepProfiler:
@@ -74,8 +75,8 @@ class Observer:
     def running(self) -> Iterator[None]:
         """Time the block and the model's parts in it."""
         with (
-            timed_parts(self._session.clock, self._session.trained.model),
-            self._session.clock.stage("other"),  # the outermost stage: what no inner one counts
+            timed(self._session.clock),
+            stage("other"),  # the outermost stage: what no inner one counts
         ):
             try:
                 yield
@@ -90,7 +91,7 @@ class Observer:
         """Yield the batches. The time to wait for a batch counts as part of its step."""
         while True:
             self.times.begin()
-            with self._session.clock.stage("data"):
+            with stage("data"):
                 batch = next(source, None)
             if batch is None:
                 return
@@ -98,7 +99,7 @@ class Observer:
 
     def step_begins(self) -> None:
         if self._session.profile_steps:
-            with self._session.clock.stage("profile"):
+            with stage("profile"):
                 self._profiler.before(self._session.trained.progress.step + 1)
 
     def step_ended(self, loss: Tensor, weight: Tensor, rows: int) -> None:
@@ -106,9 +107,9 @@ class Observer:
         session, step = self._session, self._session.trained.progress.step
         self.times.end(full=rows == self._full)
         if session.profile_steps:
-            with session.clock.stage("profile"):
+            with stage("profile"):
                 self._profiler.after(step)
-        with session.clock.stage("log"):
+        with stage("log"):
             self._added.append((loss, weight))
             self._steps += 1
             # Reading a loss makes the host wait for the device, so losses are collected there first.
@@ -145,7 +146,7 @@ class Observer:
         """Log the metrics since the last call and return them as a line."""
         self.settle()
         session, step = self._session, self._session.trained.progress.step
-        with session.clock.stage("log"):
+        with stage("log"):
             window = session.clock.window()
             seconds = sum(total for stage, total in window.items() if stage not in NOT_A_STEP) / self._steps
             # Before the first full batch there is no median: use the mean over the short ones.

@@ -14,6 +14,7 @@ from dphybrid.training.finite import gradient_sum, not_finite
 from dphybrid.training.memory import num_rows, out_of_memory_report
 from dphybrid.util.errors import UserError
 from dphybrid.util.memory import is_out_of_memory
+from dphybrid.util.stages import stage
 
 Losses = Callable[[Batch], Mapping[str, Tensor]]
 """A function from a batch to `loss` (B,) and `weight` (B,), like a model's forward."""
@@ -55,20 +56,20 @@ class Step:
         Raises UserError for unknown optimizers, with a report if memory runs out, and, before it changes
         anything, if loss or gradients are not finite.
         """
-        trained, clock, config = self.session.trained, self.session.clock, self.session.config.train
+        trained, config = self.session.trained, self.session.config.train
         chosen, updating = self._optimizers(of), False
         try:
-            with clock.stage("zero_grad"):
+            with stage("zero_grad"):
                 for optimizer in trained.named.values():
                     optimizer.zero_grad()
             with lower_precision(config.precision, trained.model):
                 outputs = (losses or trained.model)(batch)
-            with clock.stage("loss"):
+            with stage("loss"):
                 loss, weight = (summed(outputs[name]) for name in ("loss", "weight"))
                 mean = loss / weight
-            with clock.stage("backward"):
+            with stage("backward"):
                 mean.backward()
-            with clock.stage("clip"):
+            with stage("clip"):
                 groups = [group for optimizer in chosen.values() for group in optimizer.param_groups]
                 parameters = [parameter for group in groups for parameter in group["params"]]
                 # One number for all gradients, so that the host waits once for each device. Which gradient
@@ -80,7 +81,7 @@ class Step:
                 raise self.session.stop_at(found)
             updating = True
             for optimizer in chosen.values():
-                with clock.stage("row_update" if optimizer is trained.rows else "dense_update"):
+                with stage("row_update" if optimizer is trained.rows else "dense_update"):
                     optimizer.step()
         except RuntimeError as error:
             if not is_out_of_memory(error):
