@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from benchmarks.command import flags, show
-from dphybrid.tracking.base import Tracker
 from dphybrid.tracking.opening import open_tracker
+from dphybrid.tracking.tracker import Tracker
 
 LOG_EVERY = (1, 20)
 """Steps from one call to the next, of each case: the worst one, and train.log_every's default."""

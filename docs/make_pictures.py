@@ -60,7 +60,7 @@ def picture_mlflow(page: Any, out: Path) -> None:
         assert server.stdout is not None
         address = next(line.strip() for line in server.stdout if line.startswith("http"))
         keep(page, address, out / "mlflow-run.png", wait_s=8)
-        runs = f"{address.partition('/runs/')[0]}/runs?viewStateShareKey=Result&workflowType=machine_learning"
+        runs = f"{address.partition('/runs/')[0]}/runs?workflowType=machine_learning"
         keep(page, runs, out / "mlflow-result.png", wait_s=8)
         server.terminate()
 

@@ -52,15 +52,23 @@ def test_a_run_is_recorded_in_files_and_goes_on_there(light: dict[str, str], dat
     few = ("--data.num-ratings", "1000", "--train.log-every", "5")
     told = ran(light, *command, *few, "--run-name", "light", "--train.epochs", "1")
     assert told.count("pip install 'dphybrid[mlflow]'") == 1
-    record = data_dir / "runs/light/record"
-    page = json.loads((record / "run.json").read_text())
-    assert (page["status"], page["params"]["train.epochs"]) == ("FINISHED", "1")
-    assert (record / "Report.html").is_file()
-    assert f"Look at it:  {record / 'Report.html'}" in told
+    run = data_dir / "runs/light"
+    rows = [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
+    assert next(row for row in rows if row["op"] == "params")["values"]["train.epochs"] == "1"
+    assert rows[-1]["status"] == "FINISHED"
+    assert (run / "record/Report.html").is_file()
+    assert f"Look at it:  {run / 'record/Report.html'}" in told
     ran(light, *command, *few, "--resume", "light", "--train.epochs", "2")
-    rows = [json.loads(line) for line in (record / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows if "valid/right" in row] == [15, 30]
-    assert [row["step"] for row in rows if "train/loss" in row] == [5, 10, 15, 20, 25, 30]
+    rows = [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if row["op"] == "metrics" and "valid/right" in row] == [15, 30]
+    assert [row["step"] for row in rows if row["op"] == "metrics" and "train/loss" in row] == [
+        5,
+        10,
+        15,
+        20,
+        25,
+        30,
+    ]
 
 
 def test_python_trains_predicts_and_lists_runs(light: dict[str, str]) -> None:

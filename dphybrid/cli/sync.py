@@ -1,6 +1,6 @@
 """Send the records that MLflow missed while it was unreachable, and end runs whose process died.
 
-Training never waits for MLflow: unsent records stay in DPHYBRID_DATA_DIR/mlflow/spool. Run this when the
+Training never waits for MLflow: its records are in the run's folder (record.jsonl). Run this when the
 server is back. Repeating it is safe, also while trainings run. Retrained models whose process died before it
 had compared them with the champion are compared now. The exit code is 1 when a record still waits or was
 lost, or a model could not be compared.
@@ -26,7 +26,7 @@ class Flags(Command):
         from dphybrid.tracking.sync import sync
 
         settings, arrived = load_settings(), list[bool]()
-        where = settings.mlflow_dir, settings.mlflow_uri, settings.experiment
+        where = settings.runs_dir, settings.mlflow_dir, settings.mlflow_uri, settings.experiment
         for line, is_whole in sync(*where, settings.upload_limit_mib * 2**20, wait_s=self.wait):
             print(masked(line), flush=True)
             arrived.append(is_whole)

@@ -91,10 +91,7 @@ class Settings(BaseSettings):
     than memory: temporary files in data_dir/tables, slower, with the same results."""
     tracking_uri: str | None = None
     """MLflow server or database. Empty: MLFLOW_TRACKING_URI, else a SQLite database in data_dir, or files if
-    MLflow is not installed. files: plain files in runs/NAME/record. none: nothing is recorded."""
-    tracking_detail: Literal["brief", "full"] = "brief"
-    """brief: about 20 metrics per run, and all others in a table among its artifacts (details/). full: all
-    as metrics."""
+    MLflow is not installed. files: only runs/NAME/record.jsonl. none: nothing is recorded."""
     upload_limit_mib: int = Field(default=900, ge=1)
     """Checkpoint files larger than this many MiB are not uploaded to an MLflow server; their path and digest
     are recorded instead."""

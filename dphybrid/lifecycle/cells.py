@@ -12,7 +12,7 @@ from pydantic import BaseModel, SerializeAsAny
 from dphybrid.config.settings import Settings
 from dphybrid.recipes.configs import AnyExperiment
 from dphybrid.run.train import Report
-from dphybrid.tracking.files import FILES
+from dphybrid.tracking.tracker import FILES
 from dphybrid.util.files import write_text
 from dphybrid.util.stop import StopRequest
 

@@ -117,10 +117,8 @@ def remove(removal: Removal, settings: Settings) -> Iterator[str]:
             continue
         if run.page.run_id and _recorded(settings):
             from dphybrid.tracking.removing import forget_run
-            from dphybrid.tracking.sync import forget_records
 
             forget_run(_uri(settings), run.page.run_id)
-            forget_records(settings.mlflow_dir, run.page.run_id)
         remove_folder(run.folder)
         yield f"{run.folder.name}: removed"
     needed = _used_by(all_runs(settings), settings)
@@ -140,9 +138,9 @@ def _reason_to_keep(run: Run, settings: Settings, protected: Mapping[str, str]) 
     if run.page.run_id in protected:
         return protected[run.page.run_id]
     if run.page.run_id and _recorded(settings):
-        from dphybrid.tracking.sync import num_waiting
+        from dphybrid.tracking.record import RecordFile
 
-        if num_waiting(settings.mlflow_dir, run.page.run_id):
+        if RecordFile(run.folder).waits():
             return "its records are not in MLflow yet; `dphybrid sync` sends them"
     return ""
 

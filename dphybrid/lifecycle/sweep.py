@@ -34,8 +34,8 @@ from dphybrid.recipes.registry import find_recipe
 from dphybrid.run.folder import check_run_name
 from dphybrid.run.leasing import expected_devices, num_at_once
 from dphybrid.run.train import Report
-from dphybrid.tracking.base import SWEEP_TAG
 from dphybrid.tracking.opening import embedded_uri
+from dphybrid.tracking.tracker import SWEEP_TAG
 from dphybrid.training.checkpoint import VALIDATION, complete_checkpoints, read_state
 from dphybrid.training.metrics import Task
 from dphybrid.util.errors import UserError, counted

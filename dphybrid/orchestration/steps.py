@@ -92,13 +92,13 @@ def build(
     run = job.build_run(experiment, devices, run_name=run_name, resume=resume, tags=tags, links=links)
     address = ""
     if run.page.run_id:
-        # Close it: an open tracker holds the outbox that `train` has to send.
+        # Close it: an open tracker holds the record that `train` has to send.
         with closing(attached(run)) as tracker:
             address = tracker.run_url
     shown = [config.recipe, devices, *filter(None, [config.checkpoint.register_as])]
     show_run(runtime.flow_run.id, run.folder.name, shown, address)
     if address and runtime.deployment.id:
-        print(f"MLflow: {address if settings.mlflow_uri else run.ui_command}", flush=True)
+        print(f"MLflow: {address if address.startswith('http') else run.ui_command}", flush=True)
     return str(run.folder)
 
 

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -32,7 +33,7 @@ from dphybrid.run.folder import (
 from dphybrid.run.leasing import expected_devices
 from dphybrid.run.report import open_run_tracker
 from dphybrid.tracking import CHANGED_TAG, Tracker, waiting
-from dphybrid.tracking.files import FILES
+from dphybrid.tracking.tracker import FILES
 from dphybrid.training.callbacks import Callback, find_callbacks
 from dphybrid.training.display import preparation_progress
 from dphybrid.training.label_tasks import LabelTask
@@ -124,10 +125,10 @@ def build_run(
         was = previous.config.model_dump(mode="json") | {"devices": previous.page.devices}
         changed = changed_values(was, config.model_copy(update={"devices": devices.text}))
         given |= {f"{CHANGED_TAG}{name}": both for name, both in changed.items()}
-    # A new run gets its id from the server, so that must answer. A resumed run has an id and an outbox, which
-    # sends its records once the server is back.
+    # A new run gets its id from the server, so that must answer. A resumed run has an id and a record, which
+    # is sent once the server is back.
     tracker = open_run_tracker(settings, must_answer=not (previous and previous.page.run_id))
-    if count := waiting(settings.mlflow_dir / "spool"):
+    if count := waiting(settings.runs_dir):
         print(
             f"Records of {counted(count, 'earlier run')} are not in MLflow yet; `dphybrid sync` sends them",
             flush=True,
@@ -157,7 +158,7 @@ def build_run(
         run_id = _recorded(Run(folder, page, settings), experiment, tracker, given, facts)
     except BaseException:
         if previous is None:
-            folder.rmdir()  # still empty, because run.json is written below
+            shutil.rmtree(folder)  # without run.json, which is written below, it is no run
         raise
     finally:
         # This closes the tracker, not the MLflow run: training attaches to that, perhaps in another process.
@@ -165,7 +166,7 @@ def build_run(
     run = Run(folder, page.model_copy(update={"run_id": run_id}), settings)
     run.page.write(folder / "run.json")
     if tracker.tracking_uri == FILES:
-        print(f"Recorded in plain files: {folder / 'record'}; pip install 'dphybrid[mlflow]' adds MLflow")
+        print(f"Recorded in {folder / 'record.jsonl'}; pip install 'dphybrid[mlflow]' adds MLflow")
     print(f"Run: {folder.name}" + (f" ({run_id})" if run_id else ", not recorded"), flush=True)
     return run
 
@@ -214,7 +215,7 @@ def _recorded(
         "dphybrid.source_digest": data.manifest.source_digest,
     }
     if run_id := page.run_id:
-        tracker.resume(run_id, all_tags)
+        tracker.resume(run.folder.name, all_tags)
     else:
         values = {**flatten(page.config), "devices": shown, **facts}
         # Metrics of runs can be compared only if they were measured on the same rows.

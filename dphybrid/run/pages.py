@@ -47,7 +47,7 @@ class MetricsPage(Page):
 class Report(Page):
     """The report of a run; `--report FILE` writes it as JSON.
 
-    views: name -> address of MLflow's tables of all runs. stages: seconds; stages_ms: milliseconds of an
+    stages: seconds; stages_ms: milliseconds of an
     average step. saving: what the checkpoints cost. registered_as: "" if the model is not in the registry;
     not_registered then says why.
     """
@@ -58,7 +58,6 @@ class Report(Page):
     run_url: str
     tracking_uri: str
     ui_command: str
-    views: dict[str, str] = Field(default_factory=dict)
     metrics: dict[str, float]
     beside: str = ""
     best_checkpoint: str

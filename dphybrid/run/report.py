@@ -39,27 +39,26 @@ def open_run_tracker(settings: Settings, must_answer: bool) -> Tracker:
         runs=settings.runs_dir,
         upload_limit=settings.upload_limit_mib * 2**20,
         must_answer=must_answer,
-        detail=settings.tracking_detail,
     )
 
 
 def attached(run: Run) -> Tracker:
     """Return a tracker that continues the record of a run; its server need not answer now."""
     tracker = open_run_tracker(run.settings, must_answer=False)
-    tracker.attach(run.page.run_id)
+    tracker.attach(run.folder.name)
     return tracker
 
 
 def report_run(run: Run, experiment: Experiment) -> Report:
     """Write the report of a trained and evaluated run, end its MLflow run, and return the report."""
-    # Close it whatever happens: an open tracker holds the outbox, and a run resumed in this process could not
+    # Close it whatever happens: an open tracker holds the record, and a run resumed in this process could not
     # send its records.
     with closing(attached(run)) as tracker:
         return _reported(run, experiment, tracker)
 
 
 def _reported(run: Run, experiment: Experiment, tracker: Tracker) -> Report:
-    settings, engine = experiment.settings, experiment.engine
+    engine = experiment.engine
     result, evaluated = (
         ResultPage.read(run.folder / "result.json"),
         MetricsPage.read(run.folder / "metrics.json"),
@@ -67,8 +66,6 @@ def _reported(run: Run, experiment: Experiment, tracker: Tracker) -> Report:
     table = [row.table_row() for row in result.splits]
     replicas = engine.num_parts(result.devices, in_first_split=sum(row.number == 1 for row in result.splits))
     warnings = balance_warnings(table, replicas, result.system, result.stages)
-    # `dphybrid ui` finds the embedded store by itself; for another database, print MLflow's own command.
-    embedded = tracker.tracking_uri.startswith("sqlite") and settings.mlflow_uri is None
     name, not_registered = experiment.config.checkpoint.register_as or "", ""
     if name:
         not_registered = tracker.register(name, checkpoint_uid(Path(result.best_checkpoint)), "challenger")
@@ -78,8 +75,9 @@ def _reported(run: Run, experiment: Experiment, tracker: Tracker) -> Report:
         run_id=run.page.run_id,
         run_url=tracker.run_url,
         tracking_uri=tracker.tracking_uri,
-        ui_command=run.ui_command if embedded else tracker.ui_command,
-        views=tracker.views if run.page.run_id else {},
+        ui_command=run.ui_command
+        if "://" in tracker.tracking_uri and not tracker.run_url
+        else tracker.run_url,
         metrics=evaluated.metrics,
         beside=evaluated.beside,
         best_checkpoint=result.best_checkpoint,
@@ -102,10 +100,10 @@ def _reported(run: Run, experiment: Experiment, tracker: Tracker) -> Report:
     if run.page.run_id:  # without a record, nobody would see the figures: do not draw them
         facts, pictures = _facts(run, experiment, report)
         for name, picture in pictures.items():
-            tracker.log_figure(name, picture)
+            tracker.log_bytes(name, picture)
         tracker.log_file(run.folder / "report.json", "")
         tracker.log_text("config.json", experiment.config.model_dump_json(indent=1))
-        tracker.log_text(REPORT_PAGE, run_report_html(facts, pictures))
+        tracker.log_bytes(REPORT_PAGE, run_report_html(facts, pictures).encode())
         tracker.set_description(run_report_markdown(facts))
     tracker.finish("FINISHED")
     return report
@@ -127,9 +125,6 @@ def _closing_words(report: Report) -> str:
     lines += [f"Registered:  models:/{report.registered_as}@challenger"] if report.registered_as else []
     lines += [f"NOT registered as {report.not_registered}"] if report.not_registered else []
     lines += [f"Look at it:  {report.ui_command}"] if report.ui_command else []
-    if not report.ui_command.startswith("dphybrid ui"):
-        lines += [f"             {report.run_url}"] if report.run_url not in ("", report.ui_command) else []
-        lines += [f"All runs:    {address} ({name})" for name, address in report.views.items()]
     if not report.ui_command.endswith(f" {shlex.quote(report.run_name)}"):
         lines += [f"Run:         {report.run_name}" + ("" if report.run_id else ", not recorded")]
     lines += [f"Checkpoint:  {report.best_checkpoint}"]

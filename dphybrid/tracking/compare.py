@@ -14,9 +14,8 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from mlflow.utils import get_results_from_paginated_fn
 
-from dphybrid.tracking.base import CHANGED_TAG, SWEEP_TAG
-from dphybrid.tracking.tracker import find_experiment, run_address
-from dphybrid.tracking.writer import RESULT, run_path, view_path
+from dphybrid.tracking.tracker import CHANGED_TAG, SWEEP_TAG, run_address, run_path
+from dphybrid.tracking.writer import find_experiment
 from dphybrid.util.errors import UserError
 
 _MAX_RUNS = 256
@@ -194,7 +193,8 @@ def page_path(uri: str, experiment: str, run: str | None) -> str:
     client = MlflowClient(tracking_uri=uri)
     if run is None:
         found = client.get_experiment_by_name(experiment)
-        return view_path(str(found.experiment_id), RESULT) if found else "/experiments"
+        there = f"/experiments/{found.experiment_id}/runs" if found else "/experiments"
+        return f"{there}?workflowType=machine_learning"
     (run_id,) = find_runs(uri, experiment, [run])
     there = client.get_run(run_id).info.experiment_id
     return run_path(there, run_id)

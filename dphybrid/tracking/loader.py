@@ -12,7 +12,7 @@ from urllib.parse import urlparse
 
 from pydantic import BaseModel, TypeAdapter
 
-from dphybrid.tracking.base import LEFT_OUT
+from dphybrid.tracking.tracker import LEFT_OUT
 from dphybrid.util.digests import SUMS, allow_links
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import scratch_folder

@@ -23,7 +23,8 @@ from mlflow.tracking import MlflowClient
 from mlflow.types.schema import AnyType, ColSpec, DataType, Schema
 from mlflow.utils import get_results_from_paginated_fn
 
-from dphybrid.tracking.base import LEFT_OUT, Record, safe_name
+from dphybrid.tracking.record import Record
+from dphybrid.tracking.tracker import LEFT_OUT, safe_name
 from dphybrid.util.digests import SUMS
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import make_folder, scratch_folder

@@ -12,8 +12,7 @@ from http.client import HTTPException
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from dphybrid.tracking.base import Detail, Tracker
-from dphybrid.tracking.files import FILES, FileTracker
+from dphybrid.tracking.tracker import FILES, Server, Tracker
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import scratch_folder
 from dphybrid.util.importing import kept_from_gc
@@ -47,35 +46,30 @@ def open_tracker(
     experiment: str,
     store: Path,
     *,
-    runs: Path = Path("runs"),
+    runs: Path | None = None,
     upload_limit: int = 900 * 2**20,
     must_answer: bool = True,
-    detail: Detail = "brief",
 ) -> Tracker:
-    """Return a tracker for `experiment`.
+    """Return a tracker for `experiment`, which records runs in their folders below `runs` (default: `runs` in
+    `store`) and copies the records to MLflow.
 
-    tracking_uri: server or database; None: SQLite and a folder of artifacts in `store`, or plain files if
-    MLflow is not installed; "none": a tracker that records nothing; "files": plain files in the runs' folders
-    below `runs`.
+    tracking_uri: server or database; None: SQLite and a folder of artifacts in `store`; "files", or None if
+    MLflow is not installed: no copies; "none": a tracker that records nothing.
     upload_limit: a checkpoint's file of more bytes is recorded by path and digest instead of being uploaded.
     must_answer: check first that the server answers.
-    detail: brief sends about 20 metrics and puts the finer ones into a table among the artifacts; full sends
-    all as metrics.
 
     Raises UserError when a server does not answer, and for file stores, which MLflow no longer writes.
     """
     if tracking_uri == "none":
         return Tracker()
+    runs = runs or store / "runs"
     if _in_files(tracking_uri):
-        return FileTracker(runs)
+        return Tracker(runs)
     os.environ.update(_QUIET | os.environ)
     if must_answer and tracking_uri is not None:
         _check(tracking_uri)
     import_mlflow(tracking_uri)
-    from dphybrid.tracking.tracker import MlflowTracker
-
-    uri = store_to_write(tracking_uri, store)
-    return MlflowTracker(uri, experiment, store, upload_limit, detail)
+    return Tracker(runs, Server(store_to_write(tracking_uri, store), experiment, store, upload_limit))
 
 
 # Cached, because `kept_from_gc` exempts every object alive at its end from garbage collection. A second call
@@ -87,7 +81,7 @@ def import_mlflow(tracking_uri: str | None) -> None:
     if tracking_uri == "none" or _in_files(tracking_uri):
         return
     with kept_from_gc():
-        import dphybrid.tracking.tracker  # noqa: F401
+        import dphybrid.tracking.writer  # noqa: F401
 
         # Otherwise alembic logs some forty lines when it makes the tables of a new database.
         logging.getLogger("alembic").setLevel(logging.WARNING)
@@ -126,8 +120,9 @@ def recorded_in(tracking_uri: str | None, store: Path) -> str | None:
         )
     if _in_files(tracking_uri):
         raise UserError(
-            "runs are recorded in files (runs/NAME/record below the data folder), but this reads MLflow. "
-            "To record in MLflow, pip install 'dphybrid[mlflow]' and unset DPHYBRID_TRACKING_URI=files"
+            "runs are recorded in files (runs/NAME/record.jsonl below the data folder), but this reads "
+            "MLflow. To record in MLflow, pip install 'dphybrid[mlflow]' and unset "
+            "DPHYBRID_TRACKING_URI=files"
         )
     if tracking_uri is None:
         follow_move(store)

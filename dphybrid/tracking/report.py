@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dphybrid.tracking.tracker import REPORT_PAGE
 from dphybrid.util.text import as_flags, as_markdown, masked, printable
 
 if TYPE_CHECKING:
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
 
 Page = Mapping[str, Any]
 """The fields of a JSON page."""
-REPORT_PAGE = "Report.html"
-"""The capital letter sorts it before the other artifacts."""
-
 _MOST_LINES = 36
 """The most lines about the data in the Markdown report: MLflow limits a description to 8,000 characters."""
 

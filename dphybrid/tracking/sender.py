@@ -1,5 +1,6 @@
-"""Sends a run's outbox from a background thread: in order, and again until it succeeds, so that the training
-never waits."""
+"""Copies a run's record to MLflow from a background thread: in order, and again until it succeeds, so that
+the
+training never waits."""
 
 import contextlib
 import contextvars
@@ -7,10 +8,9 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
-from dphybrid.tracking.base import Record
-from dphybrid.tracking.outbox import Losses, Outbox
+from dphybrid.tracking.record import DAMAGED, Losses, Record, RecordFile
 from dphybrid.util.text import masked
 
 _SEND_EVERY_S = 2.0
@@ -21,6 +21,7 @@ _REFUSED_RETRY_S = (0.1, 0.3, 0.9, 2.7)
 _BATCH_RECORDS = 200
 _RECORD_ERRORS = (KeyError, ValueError, TypeError, AttributeError, FileNotFoundError)
 """Builtin errors that a malformed record causes; trying again would not help."""
+METRICS = ("metrics", "summary")
 _log = logging.getLogger(__name__)
 
 
@@ -34,26 +35,30 @@ class Refused(Exception):
 
 
 class Sender:
-    """Passes the records of `outbox` to `write`, and removes each when the server has it.
+    """Passes the records of a file to `write`, and notes how far the server has them.
 
     write: gets several records of metrics, or one of another kind. It raises Refused if the server refuses
     them; after any other error they are sent again.
     beat: called about once a minute, to show that the process is alive.
+    again: kinds of refused records to send once more, before all others.
     """
 
     def __init__(
-        self, outbox: Outbox, write: Callable[[list[Record]], None], beat: Callable[[], None] = lambda: None
+        self,
+        record: RecordFile,
+        write: Callable[[list[Record]], None],
+        beat: Callable[[], None] = lambda: None,
+        again: Container[str] = (),
     ) -> None:
-        self._outbox, self._write, self._beat = outbox, write, beat
+        self._record, self._write, self._beat, self._again = record, write, beat, again
         self._wake = threading.Event()
         self._empty = threading.Condition()
-        self._closed = False
-        # How many `drain` calls were made, and for how many of them the thread has emptied the outbox.
+        self._closed = self._ending = False
+        # How many `drain` calls were made, and for how many of them the thread has sent all that there was.
         self._asked = self._answered = 0
         self.trouble: str = ""
         """The error of the latest attempt to send, or ""."""
-        self.refused: dict[int, str] = {}
-        """Record number -> the server's reason for refusing it."""
+        self.sent = record.sent()
         # In the caller's context, so that this thread's warnings appear in the log of the caller's flow run.
         work = contextvars.copy_context().run
         self._thread = threading.Thread(
@@ -62,7 +67,7 @@ class Sender:
         self._thread.start()
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until all records now in the outbox have arrived, at most `timeout_s` seconds; return whether
+        """Wait until all records so far have arrived, at most `timeout_s` seconds; return whether
         they have."""
         with self._empty:
             self._asked += 1
@@ -73,24 +78,18 @@ class Sender:
             ) and (self._answered >= wanted)
 
     def close(self, timeout_s: float) -> bool:
-        """Drain, end the thread and release the outbox; return whether everything arrived."""
+        """Drain, end the thread and release the record; return whether everything arrived."""
         arrived = self._end(timeout_s)
-        self._outbox.release()
+        self._record.release()
         return arrived
 
     def deliver(self, wait_s: float) -> tuple[bool, Losses]:
-        """Send the remaining records, the table of details and the losses, in at most about `wait_s` seconds,
-        and close; return whether they have arrived, and the losses."""
-        end = time.monotonic() + wait_s
-        # Drained first: only then is it known which records the server refuses, and so what is lost.
-        if arrived := self.drain(wait_s):
-            self._outbox.pack_details()
-            if losses := self._outbox.losses():
-                self._outbox.append({"op": "losses", "text": masked(losses.text())})
-        arrived = self._end(max(0.5, end - time.monotonic()) if arrived else 0.0)
-        losses = self._outbox.losses()
-        self._outbox.release()
-        return arrived, losses
+        """Send the remaining records, what is lost, and the whole file, in at most about `wait_s` seconds,
+        and
+        close; return whether they have arrived, and the losses."""
+        self._ending = True
+        arrived = self.close(wait_s)
+        return arrived, self.sent.losses()
 
     def _end(self, timeout_s: float) -> bool:
         arrived = self.drain(timeout_s)
@@ -106,12 +105,14 @@ class Sender:
             # Read before sending: a `drain` called from now on may mean records that this pass does not see.
             asked = self._asked
             try:
-                if not self._outbox.hold():
+                if not self._record.hold():
                     raise BlockingIOError("another process is sending this run's records")
                 if time.monotonic() - beaten > _HEARTBEAT_EVERY_S:
                     self._beat()
                     beaten = time.monotonic()
                 self._send_all()
+                if self._ending:
+                    self._send_end()
             except Exception as error:  # noqa: BLE001 - any error of the server or its client: warn once, try again
                 if not self.trouble:
                     _warn(
@@ -137,40 +138,78 @@ class Sender:
         self._wake.clear()
 
     def _send_all(self) -> None:
-        while not self._closed and (found := self._outbox.pending(_BATCH_RECORDS)):
-            # One call to the server for consecutive metrics, and one for each other record.
-            for _, group in itertools.groupby(found, lambda r: "" if r["op"] == "metrics" else r["n"]):
-                records = list(group)
-                if self._closed:
-                    return
-                self._send(records)
-                # Closed meanwhile: another process may hold the outbox already, so leave the records to it.
-                # The server counts a record that it gets twice only once.
-                if self._closed:
-                    return
-                self._outbox.remove(records)
+        try:
+            self._send_again()
+            while not self._closed and (found := self._record.read(self.sent.offset, _BATCH_RECORDS)):
+                # One call to the server for consecutive metrics, and one for each other record.
+                for _, group in itertools.groupby(found, lambda r: "" if r["op"] in METRICS else r["n"]):
+                    records = list(group)
+                    if self._closed:
+                        return
+                    self._send(records)
+                    # Closed meanwhile: another process may hold the record already, so leave it as it is. The
+                    # server counts a record that it gets twice only once.
+                    if self._closed:
+                        return
+                    self.sent.offset, self.sent.closed = records[-1]["end"], False
+        finally:
+            if not self._closed:
+                self._save()
 
-    def _send(self, records: list[Record]) -> None:
+    def _save(self) -> None:
+        if self._record.sent() != self.sent:
+            self._record.save(self.sent)
+
+    def _send_again(self) -> None:
+        """Send records that were refused earlier."""
+        if not self._again:
+            return
+        for offset in list(self.sent.refused):
+            records = self._record.read(offset, 1)
+            if records and records[0]["op"] in self._again and self._send(records, refused=True):
+                del self.sent.refused[offset]
+        self._again = ()
+
+    def _send_end(self) -> None:
+        """Send what the end of a run has besides its records: what is lost, and the file itself."""
+        text = self.sent.losses().text()
+        if text != self.sent.told:
+            self._write([{"op": "losses", "text": masked(text)}])
+            self.sent.told = text
+        if not self.sent.closed:
+            self._write([{"op": "whole"}])
+            self.sent.closed = True
+        self._save()
+
+    def _send(self, records: list[Record], refused: bool = False) -> bool:
+        """Send records; return whether the server took them. refused: it refused them before."""
+        first = records[0]
+        if first["op"] == DAMAGED:
+            self.sent.damaged += 1
+            return False
+        if first["op"] == "unkept":
+            self.sent.unkept += first["count"]
+            return True
         for wait_s in (*_REFUSED_RETRY_S, None):
             try:
                 self._write(records)
-                return
+                return True
             except (Refused, *_RECORD_ERRORS) as error:
                 # Subclasses from libraries are trouble with the connection, to be tried again: `requests`
                 # raises a ValueError of its own when an answer is not JSON.
                 if not isinstance(error, Refused) and type(error).__module__ != "builtins":
                     raise
                 if len(records) > 1:  # one bad record makes the server refuse the whole call
-                    for record in records:
-                        self._send([record])
-                    return
+                    taken = [self._send([record]) for record in records]
+                    return all(taken)
                 if wait_s is None or not (isinstance(error, Refused) and error.again):
                     reason = str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
                     _warn("the tracking server refused a record: %s", _short(reason))
-                    self.refused[records[0]["n"]] = _short(reason)
-                    self._outbox.refuse(records[0], reason)
-                    return
+                    if not refused:
+                        self.sent.refuse(first["n"], _short(reason))
+                    return False
             time.sleep(wait_s)
+        return False
 
 
 def _warn(message: str, *values: str) -> None:

@@ -1,10 +1,9 @@
-"""Completes records afterwards: sends the outboxes of ended runs, and ends runs in MLflow whose process
-died."""
+"""Completes records afterwards: sends those of ended runs, and ends runs in MLflow whose process died."""
 
 import platform
 import time
-from collections.abc import Container, Generator, Iterator
-from datetime import UTC, datetime
+from collections.abc import Generator, Iterator, Mapping
+from datetime import datetime
 from pathlib import Path
 
 import psutil
@@ -13,91 +12,113 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from dphybrid.tracking.opening import embedded_uri, recorded_in
-from dphybrid.tracking.outbox import Outbox, outboxes
+from dphybrid.tracking.record import RecordFile, records
 from dphybrid.tracking.sender import Sender
 from dphybrid.tracking.writer import HEARTBEAT_TAG, PID_TAG, MlflowWriter
+from dphybrid.util.errors import counted
 from dphybrid.util.locks import is_held
+from dphybrid.util.text import shown_address
 
 _SILENT_S = 600.0
 """A run of another machine counts as dead after so long without a heartbeat."""
 
-_MAY_COME_LATE = ("metrics", "params", "file", "table", "dataset", "register")
+_MAY_COME_LATE = ("metrics", "summary", "params", "file", "table", "dataset", "register")
 """Kinds of records that can be sent late: no later record replaces them, as one does a status or a tag."""
 
 
 def sync(
-    store: Path, tracking_uri: str | None, experiment: str, upload_limit: int, *, wait_s: float = 60.0
+    runs: Path,
+    store: Path,
+    tracking_uri: str | None,
+    experiment: str,
+    upload_limit: int,
+    *,
+    wait_s: float = 60.0,
 ) -> Iterator[tuple[str, bool]]:
-    """Send the outboxes in `store` and end orphaned runs of `experiment`; yield lines to print, each with
-    whether all records of that run have arrived.
+    """Send the records of the runs in `runs` and end orphaned runs of `experiment`; yield lines to print,
+    each
+    with whether all records of that run have arrived.
 
-    tracking_uri: as `open_tracker` takes it. wait_s: how long each outbox may take. Raises UserError if runs
-    are not recorded in MLflow.
+    tracking_uri, store: as `open_tracker` takes them. wait_s: how long each run may take. Raises UserError if
+    runs are not recorded in MLflow.
     """
     uri = recorded_in(tracking_uri, store)
-    spool, waiting = store / "spool", set[str]()
-    for outbox in outboxes(spool):
-        if not any(outbox.counts()):
-            continue
+    known = dict[str, RecordFile]()
+    waiting = set[str]()
+    for record in records(runs):
+        name = record.folder.name
         try:
-            arrived = yield from _send(outbox, uri or embedded_uri(store), upload_limit, wait_s)
-        except OSError as error:  # an unreadable outbox must not hold up the others
-            arrived = False
-            yield f"{outbox.run_id}: records kept ({type(error).__name__}: {error})", False
-        if not arrived:
-            waiting.add(outbox.run_id)
+            there = record.destination()
+            if not there:
+                continue
+            known[there["run_id"]] = record
+            if record.sent().refused or record.waits():
+                where = _address(there["tracking_uri"], uri or embedded_uri(store))
+                arrived = yield from _send(record, there["run_id"], where, upload_limit, wait_s)
+                if not arrived:
+                    waiting.add(there["run_id"])
+        except OSError as error:  # an unreadable record must not hold up the others
+            yield f"{name}: records kept ({type(error).__name__}: {error})", False
+    yield from _earlier_format(store)
     if uri is None:  # there is no database yet, and MLflow's client would make one
         return
     try:
-        for run_id in _end_orphans(spool, uri, experiment, waiting):
+        for run_id in _end_orphans(known, waiting, uri, experiment):
             yield f"{run_id}: its process no longer exists; ended as KILLED", True
     except (MlflowException, OSError) as error:
         yield f"orphaned runs: not ended ({str(error).splitlines()[0][:200]})", False
 
 
-def num_waiting(store: Path, run_id: str) -> int:
-    """Return how many records of a run wait to be sent; 0 if it has no outbox."""
-    outbox = Outbox(store / "spool", run_id)
-    return outbox.counts()[0] if outbox.path.exists() else 0
+def _address(noted: str, own: str) -> str:
+    """Return the address to send to: as a record notes it, or the user's own if that is the same one with a
+    password."""
+    return own if "***" in noted and shown_address(own) == noted else noted
 
 
-def forget_records(store: Path, run_id: str) -> None:
-    """Remove a run's outbox, with records that have arrived or were refused."""
-    for file in (store / "spool").glob(f"{run_id}.*"):
-        file.unlink(missing_ok=True)
+def _earlier_format(store: Path) -> Iterator[tuple[str, bool]]:
+    """Say how to send records that an earlier version left in its outboxes."""
+    if count := len(list((store / "spool").glob("*.db"))):
+        yield (
+            f"{store / 'spool'}: {counted(count, 'file')} of an earlier version; only that version's "
+            "`dphybrid sync` sends what waits in them (it then says that nothing waits: remove the folder)",
+            True,
+        )
 
 
 def _send(
-    outbox: Outbox, tracking_uri: str, upload_limit: int, wait_s: float
+    record: RecordFile, run_id: str, tracking_uri: str, upload_limit: int, wait_s: float
 ) -> Generator[tuple[str, bool], None, bool]:
-    """Send an outbox; yield as `sync` does, and return whether no record of it waits any more."""
-    run_id = outbox.run_id
-    if not outbox.hold():
-        yield f"{run_id}: still running; it sends its records itself", True
+    """Send a record; yield as `sync` does, and return whether none of it waits any more."""
+    name = record.folder.name
+    if "***" in tracking_uri:
+        yield f"{name}: records kept: set MLFLOW_TRACKING_URI to {tracking_uri} with its password", False
+        return False
+    if not record.hold():
+        yield f"{name}: still running; it sends its records itself", True
         return True
     try:
-        outbox.offer_again(_MAY_COME_LATE)
-        if not (pending := outbox.counts()[0]):
-            return True
-        yield f"{run_id}: sending {pending:,} records", True
-        uri = outbox.destination().get("tracking_uri", tracking_uri)
-        sender = Sender(outbox, MlflowWriter(uri, run_id, upload_limit).write)
+        record.mend()
+        yield f"{name}: sending its records", True
+        writer = MlflowWriter(tracking_uri, run_id, record.folder, upload_limit)
+        sender = Sender(record, writer.write, again=_MAY_COME_LATE)
         arrived, losses = sender.deliver(wait_s)
     finally:
-        outbox.release()
+        record.release()
     if not arrived:
-        yield f"{run_id}: records kept ({sender.trouble or f'not finished within {wait_s:.0f} s'})", False
+        yield f"{name}: records kept ({sender.trouble or f'not finished within {wait_s:.0f} s'})", False
     elif losses:
-        what = "; ".join([losses.text(), *sender.refused.values()])
-        yield f"{run_id}: not everything was recorded: {what}", False
+        what = "; ".join([losses.text(), *sender.sent.refused.values()])
+        yield f"{name}: not everything was recorded: {what}", False
     else:
-        yield f"{run_id}: everything sent", True
+        yield f"{name}: everything sent", True
     return arrived
 
 
-def _end_orphans(spool: Path, tracking_uri: str, experiment: str, waiting: Container[str]) -> Iterator[str]:
-    """End the runs whose process no longer exists; yield their ids. waiting: runs to leave alone, as their
-    outbox may hold their real end."""
+def _end_orphans(
+    known: Mapping[str, RecordFile], waiting: set[str], tracking_uri: str, experiment: str
+) -> Iterator[str]:
+    """End the runs whose process no longer exists; yield their ids. known: MLflow's id -> record of the runs
+    here. waiting: runs to leave alone, as their record may hold their real end."""
     client = MlflowClient(tracking_uri=tracking_uri)
     found = client.get_experiment_by_name(experiment)
     if found is None:
@@ -109,7 +130,7 @@ def _end_orphans(spool: Path, tracking_uri: str, experiment: str, waiting: Conta
     )
     for run in running:
         run_id, tags = run.info.run_id, run.data.tags
-        if run_id in waiting or HEARTBEAT_TAG not in tags or _lives(spool, run_id, tags):
+        if run_id in waiting or HEARTBEAT_TAG not in tags or _lives(known.get(run_id), tags):
             continue
         why = f"dphybrid sync: no heartbeat since {tags[HEARTBEAT_TAG]}"
         client.set_tag(run_id, "dphybrid.ended_by", why)
@@ -118,21 +139,18 @@ def _end_orphans(spool: Path, tracking_uri: str, experiment: str, waiting: Conta
         yield run_id
 
 
-def _lives(spool: Path, run_id: str, tags: dict[str, str]) -> bool:
-    """Return whether a run's process is alive: by its lock and process id on this machine; on another, also
-    by the time of its folder's lock, or of its last heartbeat in MLflow."""
-    here = tags.get("host.name") == platform.node()
-    if here and (spool / f"{run_id}.lock").exists():
-        outbox = Outbox(spool, run_id)
-        if not outbox.hold():
-            return True
-        outbox.release()
+def _lives(record: RecordFile | None, tags: dict[str, str]) -> bool:
+    """Return whether a run's process is alive: by the lock on its record and its process id on this machine,
+    by its heartbeat on another."""
+    # The run's own lock is held for as long as a part of it works.
+    if record is not None and (is_held(record.path) or is_held(record.folder / ".lock")):
+        return True
+    if tags.get("host.name") == platform.node() and record is not None:
         # Between two parts of a run its process does not hold the lock.
         pid = tags.get(PID_TAG, "")
         return pid.isdigit() and psutil.pid_exists(int(pid))
-    # Not the heartbeats in MLflow alone: during an outage none arrive, and the host's name may have changed.
-    lock = spool.parent.parent / "runs" / Path(tags.get("dphybrid.run_folder", "none")).name / ".lock"
-    if lock.is_file() and (is_held(lock) or time.time() - lock.stat().st_mtime < _SILENT_S):
-        return True
-    silent = (datetime.now(UTC) - datetime.fromisoformat(tags[HEARTBEAT_TAG])).total_seconds()
-    return silent < _SILENT_S
+    beats = [datetime.fromisoformat(tags[HEARTBEAT_TAG]).timestamp()]
+    if record is not None and (record.folder / ".lock").exists():
+        # A run touches its lock: MLflow hears no heartbeat during an outage, and the host's name may change.
+        beats.append((record.folder / ".lock").stat().st_mtime)
+    return time.time() - max(beats) < _SILENT_S

@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from dphybrid.tracking.base import Tracker
+from dphybrid.tracking.tracker import Tracker
 from dphybrid.util.memory import page_faults
 from dphybrid.util.stop import watching
 

@@ -1,226 +1,368 @@
-"""The tracker for MLflow. Every record goes into the run's outbox, and a background thread sends it.
+"""The tracker: its verbs append records to the run's file, and a background thread copies them to MLflow."""
 
-All calls use the client with an explicit run id, never the fluent functions: their active run is local to a
-thread.
-"""
-
+import hashlib
+import json
 import logging
 import os
 import re
+import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
-from mlflow.exceptions import MlflowException
-from mlflow.tracking import MlflowClient
-
-from dphybrid.tracking.base import Detail, Record, Status, Tracker, as_floats, as_shown, safe_name
-from dphybrid.tracking.outbox import Outbox
-from dphybrid.tracking.sender import Sender
-from dphybrid.tracking.writer import RESULT, SPEED, MlflowWriter, run_path, view_path
-from dphybrid.util.errors import UserError
+from dphybrid.tracking.record import Record, RecordFile, of_metrics
+from dphybrid.util.files import make_folder, write_bytes
 from dphybrid.util.text import masked, shown_address
 
-_log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from dphybrid.tracking.sender import Sender
 
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+
+LEFT_OUT = "left_out.json"
+"""Page in a model's folder that lists the files that were too large to upload: path, bytes, sha256."""
+CHANGED_TAG = "dphybrid.changed."
+"""Prefix of the tag for a value that a resumed run changed, `0.1 -> 0.2`: MLflow never changes a param."""
+SWEEP_TAG = "dphybrid.sweep"
+FILES = "files"
+"""The tracking URI that records runs in their folders only."""
+REPORT_PAGE = "Report.html"
+"""The capital letter sorts it before the other artifacts."""
 _FINISH_WAIT_S, _CLOSE_WAIT_S = 30.0, 5.0
 """How long the end of a run, and the end of one of its parts, wait for an unreachable server."""
-
-_DETAILS = (
-    "timing/",
-    "timing_mean/",
-    "timing_share/",
-    "embedding/",
-    "split/",
-    "system/",
-    "perf/step_ms_",
-    "train/lr",
-)
-_STILL_SENT = re.compile(r"system/(?:process_rss_mb|gpu\d+_(?:utilization_pct|memory_mb))")
-"""Exceptions from `_DETAILS`: metrics that are sent even if the detail is brief."""
+_MAX = 250
+_STRANGE = re.compile(r"[^\w\-./: ]")
+_log = logging.getLogger(__name__)
 
 
-class MlflowTracker(Tracker):
-    """Records one run at `tracking_uri` in `experiment`.
+@dataclass(frozen=True)
+class Server:
+    """An MLflow that gets copies of records. store: folder for the artifacts, with a database. upload_limit:
+    a
+    checkpoint's file of more bytes is recorded by path and digest instead of being uploaded."""
 
-    store: folder for the outboxes and, with a database, for the artifacts. upload_limit: a checkpoint's file
-    of more bytes is recorded by path and digest instead of being uploaded. detail: brief puts the finer
-    metrics into a table, full sends all as metrics.
+    uri: str
+    experiment: str
+    store: Path
+    upload_limit: int
+
+
+class Tracker:
+    """The record of one run, in its folder below `runs`.
+
+    Without `runs` it records nothing. Without a server, nothing leaves the folder. After `start` or `attach`,
+    no verb raises because a server is unreachable. Only `register`, `flush`, `close` and `finish` wait for
+    the server, each for a limited time.
     """
 
-    def __init__(
-        self, tracking_uri: str, experiment: str, store: Path, upload_limit: int, detail: Detail = "brief"
-    ) -> None:
-        self._uri = tracking_uri
-        self.tracking_uri = shown_address(tracking_uri)
+    def __init__(self, runs: Path | None = None, server: Server | None = None) -> None:
+        self._runs, self._server = runs, server
         self.run_id = ""
-        self._brief = detail == "brief"
-        self._experiment, self._store, self._upload_limit = experiment, store, upload_limit
         self._experiment_id = ""
-        self._outbox: Outbox | None = None
+        self._file: RecordFile | None = None
         self._sender: Sender | None = None
         self._opening = threading.Lock()
+        self._earlier: dict[str, int] | None = None
+
+    @property
+    def tracking_uri(self) -> str:
+        """The address of the server, without secrets; `files` if runs are recorded in their folders only; ""
+        if they are not recorded."""
+        if self._server is not None:
+            return shown_address(self._server.uri)
+        return FILES if self._runs is not None else ""
 
     @property
     def run_url(self) -> str:
-        return run_address(self._uri, self._experiment_id, self.run_id)
-
-    @property
-    def views(self) -> dict[str, str]:
-        return {
-            name: f"{_ui_address(self._uri)}/#{view_path(self._experiment_id, name)}"
-            for name in (RESULT, SPEED)
-        }
-
-    @property
-    def ui_command(self) -> str:
-        if self._uri.startswith("http"):
-            return self.run_url
-        return f"mlflow server --backend-store-uri {self.tracking_uri} --port 5000"
+        """The address of the run's page."""
+        if self._server is not None and self._experiment_id:
+            return run_address(self._server.uri, self._experiment_id, self.run_id)
+        return str(self._file.folder / "record" / REPORT_PAGE) if self._file is not None else ""
 
     def start(
         self, run_name: str, params: Mapping[str, str], tags: Mapping[str, str], description: str
     ) -> str:
-        client = MlflowClient(tracking_uri=self._uri, registry_uri=self._uri)
-        self._experiment_id = find_experiment(client, self._uri, self._experiment, self._store)
-        own = {
-            "mlflow.source.name": "dphybrid",
-            "mlflow.source.type": "JOB",
-            "mlflow.user": os.environ.get("USER", ""),
-            "mlflow.note.content": description,
-        }
-        run = client.create_run(self._experiment_id, run_name=run_name, tags=own)
-        self.run_id = str(run.info.run_id)
-        self._outbox = Outbox(self._spool, self.run_id)
-        self._outbox.set_destination(tracking_uri=self._uri, experiment_id=self._experiment_id)
+        """Create the run; return its id: MLflow's, or else its name. Raises MlflowException, and leaves no
+        file
+        then."""
+        if self._runs is None:
+            return ""
+        self.run_id = run_name
+        if self._server is not None:
+            from dphybrid.tracking.writer import create_run
+
+            self._experiment_id, self.run_id = create_run(self._server, run_name, description)
+        self._file = RecordFile(self._runs / run_name)
+        make_folder(self._file.folder)
+        where = {"run_id": self.run_id, "experiment_id": self._experiment_id}
+        self.record({"op": "run", "name": run_name, **where, "tracking_uri": self.tracking_uri}, sync=True)
         self.record({"op": "params", "values": as_shown(params)})
         self.set_tags(tags)
         return self.run_id
 
-    def resume(self, run_id: str, tags: Mapping[str, str]) -> None:
-        self.attach(run_id)
+    def resume(self, run_name: str, tags: Mapping[str, str]) -> None:
+        """Continue a run that ended: mark it as running, and do not record again the steps that it
+        recorded."""
+        self.attach(run_name)
         self.record({"op": "status", "status": "RUNNING"})
         self.set_tags(tags)
 
-    def attach(self, run_id: str) -> None:
-        self.run_id = run_id
-        self._outbox = Outbox(self._spool, run_id)
-        self._experiment_id = self._outbox.destination().get("experiment_id", "")
+    def attach(self, run_name: str) -> None:
+        """Continue to record a run that is still open. A run whose first attempt recorded nothing stays
+        without
+        a record."""
+        if self._runs is None:
+            return
+        file = RecordFile(self._runs / run_name)
+        if file.path.is_file():
+            self._file = file
+            there = file.destination()
+            self.run_id = there.get("run_id", run_name)
+            self._experiment_id = there.get("experiment_id", "")
 
-    @property
-    def _spool(self) -> Path:
-        return self._store / "spool"
+    def record(self, record: Record, *, sync: bool = False) -> int:
+        """Append a record that one of the verbs below made; return where its line begins. sync: the record
+        must
+        survive a power loss."""
+        if self._file is None:
+            return 0
+        number = self._file.append(record, sync=sync)
+        self._sending()
+        return number
 
-    def _open(self) -> tuple[Outbox, Sender]:
+    def _sending(self) -> "Sender | None":
         # The sender starts at the first record, not in `attach`: a caller that only wants the run's address
-        # must not hold the outbox.
-        if self._outbox is None:
-            raise RuntimeError("no run: call start(), resume() or attach() first")
+        # must not hold the record.
+        if self._file is None or self._server is None or not self._experiment_id:
+            return None
         with self._opening:  # the thread that writes checkpoints may record at the same time
             if self._sender is None:
-                writer = MlflowWriter(self._uri, self.run_id, self._upload_limit)
-                self._sender = Sender(self._outbox, writer.write, writer.beat)
-            return self._outbox, self._sender
+                from dphybrid.tracking.sender import Sender
+                from dphybrid.tracking.writer import MlflowWriter
 
-    def record(self, record: Record, *, content: bytes | None = None, sync: bool = False) -> None:
-        self._open()[0].append(record, content=content, sync=sync)
+                writer = MlflowWriter(
+                    self._server.uri, self.run_id, self._file.folder, self._server.upload_limit
+                )
+                self._sender = Sender(self._file, writer.write, writer.beat)
+            return self._sender
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        outbox, _ = self._open()
-        values = as_floats(metrics)
-        try:
-            outbox.append_metrics(values, step, self._details(values))
-        except OSError as error:  # a full disk must not end the training; the curves lack some points
-            outbox.count_unkept()
-            _log.warning("metrics of step %d could not be kept: %s", step, error)
+        """Record metrics at a step, except those that an earlier attempt of this run recorded at that step or
+        a
+        later one."""
+        if self._file is None:
+            return
+        with self._opening:
+            # Read once, before this attempt writes its first steps, which must not count as earlier ones.
+            if self._earlier is None:
+                self._earlier = self._file.last_steps()
+            earlier = self._earlier
+        values = {
+            name: value
+            for name, value in as_floats(metrics).items()
+            if name not in earlier or step > earlier[name]
+        }
+        if values:
+            self._append_metrics(of_metrics(values, step))
 
     def log_summary(self, metrics: Mapping[str, float]) -> None:
+        """Record metrics of the run as a whole; a later attempt replaces them."""
         # At step 0, MLflow's charts draw one bar for each run; at any other step they draw a dot in a plot
         # over steps.
-        values = as_floats(metrics)
-        self._open()[0].append_metrics(values, 0, self._details(values), anew=True)
-        if finals := [safe_name(name) for name in metrics if name.startswith("final/")]:
-            self.record({"op": "views", "finals": finals})
+        if self._file is not None:
+            self._append_metrics(of_metrics(as_floats(metrics), 0, "summary"))
 
-    def _details(self, metrics: Mapping[str, float]) -> list[str]:
-        return [name for name in metrics if self._brief and _is_detail(name)]
+    def _append_metrics(self, record: Record) -> None:
+        try:
+            self.record(record)
+        except OSError as error:  # a full disk must not end the training; the curves lack some points
+            if self._file is not None:
+                self._file.count_unkept()
+            _log.warning("metrics of step %d could not be kept: %s", record["step"], error)
+
+    def log_text(self, name: str, text: str) -> None:
+        """Record a text file."""
+        self._log_content("file", name, masked(text).encode())
+
+    def log_table(self, name: str, rows: Sequence[Mapping[str, object]]) -> None:
+        """Record rows with equal keys. MLflow matches rows by the first key when it compares runs."""
+        if rows:
+            columns = list(rows[0])
+            cells = [[row[column] for column in columns] for row in rows]
+            # Cell by cell: in the text of the whole table, one address could hide what follows it.
+            data = [[masked(cell) if isinstance(cell, str) else cell for cell in row] for row in cells]
+            self._log_content("table", name, json.dumps({"columns": columns, "data": data}).encode())
+
+    def log_bytes(self, name: str, content: bytes) -> None:
+        """Record a file as it is: a picture, or a page whose maker has masked what it shows."""
+        self._log_content("file", name, content)
+
+    def _log_content(self, op: str, name: str, content: bytes) -> None:
+        if self._file is None:
+            return
+        path = self._file.folder / "record" / name
+        make_folder(path.parent)
+        write_bytes(path, content)
+        folder = name.rpartition("/")[0]
+        self.record({"op": op, "path": f"record/{name}", "folder": folder})
+
+    def log_file(self, path: Path, folder: str) -> None:
+        """Record a file under `folder` ("" for the top). Do not move a file of the run's folder: it is read
+        when
+        it is sent. Another file is copied."""
+        if self._file is None:
+            return
+        own, given = self._file.folder.absolute(), path.absolute()
+        if not given.is_relative_to(own):
+            copied = own / "record" / folder / given.name
+            make_folder(copied.parent)
+            shutil.copy(given, copied)
+            given = copied
+        self.record({"op": "file", "path": str(given.relative_to(own)), "folder": folder})
+
+    def log_dataset(
+        self, name: str, digest: str, source: str, num_rows: int, columns: Sequence[str], context: str
+    ) -> None:
+        """Record the data that the run was trained on."""
+        values = {"num_rows": num_rows, "columns": list(columns), "context": context}
+        self.record({"op": "dataset", "name": name, "digest": digest, "source": masked(source), **values})
 
     def keep(self) -> None:
-        self._open()[0].sync()
+        """Make all records so far survive a power loss. Called before a checkpoint is saved: a run resumed
+        from it does not record the earlier steps again."""
+        if self._file is not None:
+            self._file.sync()
+
+    def log_checkpoints(self, kept: Sequence[Mapping[str, Any]], dataset: tuple[str, str] | None) -> None:
+        """Record which checkpoints the run keeps now, each as a model that can be loaded back; remove the
+        others from the record.
+
+        kept: for each checkpoint its uid (differs when its content does), name, step, folder, role (best,
+        latest, best+latest or kept) and metrics (of the evaluation before it, as they were logged). dataset:
+        name and digest of the training data.
+        """
+        if self._file is None:
+            return
+        # Relative to the run's folder, which may be moved before they are sent.
+        root = self._file.folder.absolute()
+        cards = [
+            {
+                **card,
+                "folder": os.path.relpath(card["folder"].absolute(), root),
+                "metrics": as_floats(card["metrics"]),
+            }
+            for card in kept
+        ]
+        self.record({"op": "checkpoints", "kept": cards, "dataset": dataset}, sync=True)
 
     def register(self, name: str, uid: str, alias: str) -> str:
-        outbox, sender = self._open()
-        record = {"op": "register", "name": name, "uid": uid, "alias": alias}
-        # Not through `record`, which returns no number; `sender.refused` needs it.
-        number = outbox.append(record, sync=True)
+        """Make the recorded checkpoint `uid` a new version of the registered model `name`, with an alias that
+        points to it.
+
+        Wait for the server's answer, half a minute at most. Return why it is not registered (yet), or "".
+        """
+        if self._file is None:
+            return "nothing is recorded"
+        if self._server is None:
+            return (
+                "runs are recorded in their folders; registering needs MLflow: pip install 'dphybrid[mlflow]'"
+            )
+        number = self.record({"op": "register", "name": name, "uid": uid, "alias": alias}, sync=True)
+        sender = self._sending()
+        if sender is None:
+            return "the run is not recorded in MLflow"
         arrived = sender.drain(_FINISH_WAIT_S)
-        if number in sender.refused:
-            return sender.refused[number]
+        if number in sender.sent.refused:
+            return sender.sent.refused[number]
         if arrived:
             return ""
         return f"{self.tracking_uri} does not take records now; `dphybrid sync` registers it when it is back"
 
+    def set_tags(self, tags: Mapping[str, str]) -> None:
+        """Set short facts to filter and group runs by."""
+        self.record({"op": "tags", "values": as_shown(tags)})
+
+    def set_description(self, markdown: str) -> None:
+        """Set the description of the run, which its page begins with."""
+        # MLflow shows this tag as the run's description.
+        self.set_tags({"mlflow.note.content": markdown})
+
     def flush(self, timeout_s: float = _FINISH_WAIT_S) -> bool:
-        return self._open()[1].drain(timeout_s)
+        """Wait at most `timeout_s` seconds until all records so far have arrived; return whether they did."""
+        sender = self._sending()
+        return sender is None or sender.drain(timeout_s)
 
     def close(self) -> None:
+        """Stop recording in this process; the run stays open."""
         if self._sender is not None:
             self._sender.close(_CLOSE_WAIT_S)
             self._sender = None
+        if self._file is not None:
+            self._file.release()
 
     def finish(self, status: Status) -> None:
+        """End the run, and stop recording."""
         self.record({"op": "status", "status": status}, sync=True)
-        outbox, sender = self._open()
-        arrived, losses = sender.deliver(_FINISH_WAIT_S)
-        if not arrived:
-            print(
-                f"MLflow at {self.tracking_uri} does not take records now"
-                f"{f' ({sender.trouble})' if sender.trouble else ''}; {outbox.counts()[0]:,} are kept. "
-                "`dphybrid sync` sends them when it is back.",
-                flush=True,
-            )
-        if losses:
-            print(f"Not everything was recorded: {masked(losses.text())}", flush=True)
-        self._sender = None
+        sender = self._sending()
+        if sender is not None:
+            arrived, losses = sender.deliver(_FINISH_WAIT_S)
+            if not arrived:
+                why = f" ({sender.trouble})" if sender.trouble else ""
+                print(
+                    f"MLflow at {self.tracking_uri} does not take records now{why}; they are kept. "
+                    "`dphybrid sync` sends them when it is back.",
+                    flush=True,
+                )
+            if losses:
+                print(f"Not everything was recorded: {losses.text()}", flush=True)
+            self._sender = None
+        if self._file is not None:
+            self._file.release()
 
 
-def _ui_address(tracking_uri: str) -> str:
-    """Return the address of MLflow's pages: the server's, or the default of `mlflow server` for a
-    database."""
-    return shown_address(tracking_uri if tracking_uri.startswith("http") else "http://127.0.0.1:5000").rstrip(
-        "/"
-    )
-
-
-def run_address(tracking_uri: str, experiment_id: str, run_id: str) -> str:
-    """Return the address of a run's page."""
-    return f"{_ui_address(tracking_uri)}/#{run_path(experiment_id, run_id)}"
-
-
-def find_experiment(client: MlflowClient, tracking_uri: str, name: str, store: Path) -> str:
-    """Return the id of an experiment; make it if it does not exist. Raises UserError for a deleted one."""
-    found = client.get_experiment_by_name(name)
-    if found is not None and found.lifecycle_stage != "active":
-        raise UserError(
-            f"MLflow experiment {name!r} was deleted; restore it, or set DPHYBRID_EXPERIMENT to another name"
-        )
-    if found is not None:
-        return str(found.experiment_id)
-    # An absolute folder: a database stores an experiment's artifact folder once and for all, so it must not
-    # depend on the folder that the first run was started in.
-    location = None if tracking_uri.startswith("http") else (store / "artifacts").as_uri()
-    tags = {"mlflow.experimentKind": "custom_model_development"}
-    try:
-        return str(client.create_experiment(name, artifact_location=location, tags=tags))
-    except MlflowException:
-        found = client.get_experiment_by_name(name)  # another process may have made it in between
-        if found is None:
-            raise
-        return str(found.experiment_id)
+def as_floats(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return metrics as Python floats, with names in valid Unicode: JSON takes no numpy or torch scalars, and
+    SQLite no lone surrogates, which Python makes of bytes that are not UTF-8."""
+    return {_unicode(name): float(value) for name, value in metrics.items()}
 
 
 @lru_cache(maxsize=4096)
-def _is_detail(name: str) -> bool:
-    """Return whether a metric goes into the table of details, if the detail is brief."""
-    return name.startswith(_DETAILS) and _STILL_SENT.fullmatch(name) is None
+def _unicode(name: str) -> str:
+    return name.encode(errors="replace").decode()
+
+
+def as_shown(values: Mapping[str, str]) -> dict[str, str]:
+    """Return params or tags without the passwords in them."""
+    return {name: masked(str(value)) for name, value in values.items()}
+
+
+@lru_cache(maxsize=4096)
+def safe_name(name: str) -> str:
+    """Return `name`, or, if MLflow would refuse it, a readable substitute that no other name gets. MLflow
+    accepts at most 250 letters, digits and `_-./: `, and no empty part between slashes."""
+    parts = [part for part in _STRANGE.sub("_", name).split("/") if part not in ("", ".", "..")]
+    safe = "/".join(parts).strip() or "_"
+    if safe == name and len(name) <= _MAX:
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()[:6]
+    # The digest separates names that are equal by now: both `loss(a)` and `loss[a]` became `loss_a_`.
+    return f"{safe[: _MAX - 7]}-{digest}"
+
+
+def ui_address(tracking_uri: str) -> str:
+    """Return the address of MLflow's pages: the server's; "" for a database, which has none."""
+    return shown_address(tracking_uri).rstrip("/") if tracking_uri.startswith("http") else ""
+
+
+def run_path(experiment_id: str, run_id: str) -> str:
+    """Return the part after `#` in the address of a run."""
+    return f"/experiments/{experiment_id}/runs/{run_id}?workflowType=machine_learning"
+
+
+def run_address(tracking_uri: str, experiment_id: str, run_id: str) -> str:
+    """Return the address of a run's page; "" if only a database holds it."""
+    base = ui_address(tracking_uri)
+    return f"{base}/#{run_path(experiment_id, run_id)}" if base else ""

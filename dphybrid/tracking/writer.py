@@ -1,11 +1,14 @@
-"""Writes the records of an outbox into MLflow, and the saved views of its page of runs. After a crash or an
-outage a record may be written twice; the result is the same as once."""
+"""Writes the records of a run into MLflow. After a crash or an outage a record may be written twice; the
+result
+is the same as once.
 
-import base64
+All calls use the client with an explicit run id, never the fluent functions: their active run is local to a
+thread.
+"""
+
 import json
 import os
-import tempfile
-import zlib
+import re
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import cached_property
@@ -16,9 +19,11 @@ from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunT
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from dphybrid.tracking.base import Record, safe_name
 from dphybrid.tracking.models import CheckpointModels
-from dphybrid.tracking.sender import Refused
+from dphybrid.tracking.record import RECORD, Record, metrics_of
+from dphybrid.tracking.sender import METRICS, Refused
+from dphybrid.tracking.tracker import Server, safe_name
+from dphybrid.util.errors import UserError
 
 HEARTBEAT_TAG, PID_TAG = "dphybrid.heartbeat", "dphybrid.pid"
 # Limits of MLflow's server: entries of a call, characters of a value.
@@ -34,29 +39,61 @@ _REFUSALS = {
     "RESOURCE_DOES_NOT_EXIST",
 }
 """MLflow's error codes that mean a refusal. After any other error the records are sent again."""
-_VIEW_TAG = "mlflow.sharedViewState."
-"""Prefix of the tags in which MLflow keeps an experiment's saved views. This is not a public interface; a
-test in a browser notices when it changes. An MLflow that ignores the tags still shows the plain list of
-runs."""
-_NOTE_TAG = "mlflow.note.content"
-_FINALS_TAG = "dphybrid.final_metrics"
-RESULT, SPEED = "Result", "Speed"
-_OWN_NOTE = "dphybrid, all runs:"
 _LEAST_IS_BEST = ("loss", "mse", "mae", "perplexity", "rank", "error", "deviance")
-_IDENTITY = ("params.`recipe`", "params.`devices`", "params.`train.batch_size`")
-_TIMES = ("summary/samples_per_s_median", "perf/step_ms", "summary/step_ms_p95", "summary/train_s")
-"""Not `summary/step_ms_p50`: MLflow cuts off column headers, and it would look like `_p95`."""
+_NOTE_TAG = "mlflow.note.content"
+_DETAILS = re.compile(
+    r"(?!system/(?:process_rss_mb|gpu\d+_(?:utilization_pct|memory_mb))$)"
+    r"(?:timing|timing_mean|timing_share|embedding|split|system)/|perf/step_ms_|train/lr"
+)
+"""Metrics that stay in the record, which MLflow gets as a file: MLflow's pages take about twenty."""
+
+
+def create_run(server: Server, run_name: str, description: str) -> tuple[str, str]:
+    """Create a run in MLflow; return the experiment's id and the run's."""
+    client = MlflowClient(tracking_uri=server.uri, registry_uri=server.uri)
+    experiment_id = find_experiment(client, server.uri, server.experiment, server.store)
+    tags = {
+        "mlflow.source.name": "dphybrid",
+        "mlflow.source.type": "JOB",
+        "mlflow.user": os.environ.get("USER", ""),
+        _NOTE_TAG: description,
+    }
+    return experiment_id, str(client.create_run(experiment_id, run_name=run_name, tags=tags).info.run_id)
+
+
+def find_experiment(client: MlflowClient, tracking_uri: str, name: str, store: Path) -> str:
+    """Return the id of an experiment; make it if it does not exist. Raises UserError for a deleted one."""
+    found = client.get_experiment_by_name(name)
+    if found is not None and found.lifecycle_stage != "active":
+        raise UserError(
+            f"MLflow experiment {name!r} was deleted; restore it, or set DPHYBRID_EXPERIMENT to another name"
+        )
+    if found is not None:
+        return str(found.experiment_id)
+    # An absolute folder: a database stores an experiment's artifact folder once and for all, so it must not
+    # depend on the folder that the first run was started in.
+    location = None if tracking_uri.startswith("http") else (store / "artifacts").as_uri()
+    tags = {"mlflow.experimentKind": "custom_model_development"}
+    try:
+        return str(client.create_experiment(name, artifact_location=location, tags=tags))
+    except MlflowException:
+        found = client.get_experiment_by_name(name)  # another process may have made it in between
+        if found is None:
+            raise
+        return str(found.experiment_id)
 
 
 class MlflowWriter:
-    """Writes records of one run. upload_limit: a checkpoint's file of more bytes is logged by path instead of
+    """Writes records of the run in `folder`. upload_limit: a checkpoint's file of more bytes is logged by
+    path instead of
     being uploaded.
 
     Connects at the first record, and so in the sender's thread, where the training does not wait for it.
     """
 
-    def __init__(self, tracking_uri: str, run_id: str, upload_limit: int) -> None:
+    def __init__(self, tracking_uri: str, run_id: str, folder: Path, upload_limit: int) -> None:
         self._uri, self._run_id, self._upload_limit = tracking_uri, run_id, upload_limit
+        self._folder = folder.absolute()
 
     @cached_property
     def _verbs(self) -> dict[str, Callable[[Record], None]]:
@@ -71,11 +108,11 @@ class MlflowWriter:
             "file": self._file,
             "table": self._table,
             "dataset": self._dataset,
-            "checkpoints": models.reconcile,
+            "checkpoints": lambda record: models.reconcile(self._placed(record)),
             "register": models.register,
             "status": self._status,
             "losses": self._losses,
-            "views": self._views,
+            "whole": self._whole,
         }
 
     def write(self, records: list[Record]) -> None:
@@ -83,11 +120,12 @@ class MlflowWriter:
         worth trying again."""
         try:
             verbs = self._verbs
-            if records[0]["op"] == "metrics":
+            if records[0]["op"] in METRICS:
                 self._metrics(records)
                 return
             for record in records:
-                verbs[record["op"]](record)
+                if record["op"] != "run":  # about the record itself
+                    verbs[record["op"]](record)
         except MlflowException as error:
             if error.error_code in _REFUSALS:
                 # Of a deleted run the server refuses everything, which is not the records' fault.
@@ -125,7 +163,8 @@ class MlflowWriter:
         points = [
             Metric(safe_name(name), float(value), record["t"], record["step"])
             for record in records
-            for name, value in record["values"].items()
+            for name, value in metrics_of(record).items()
+            if not _DETAILS.match(name)
         ]
         self._log("metrics", points, _MAX_METRICS)
 
@@ -138,21 +177,22 @@ class MlflowWriter:
         self._log("tags", tags, _MAX_PAIRS)
 
     def _file(self, record: Record) -> None:
-        folder = record["folder"] or None
-        if record["content"] is not None:
-            with tempfile.TemporaryDirectory() as scratch:
-                path = Path(scratch) / record["name"]
-                path.write_bytes(record["content"])
-                self._client.log_artifact(self._run_id, str(path), folder)
-        elif Path(record["path"]).exists():
-            self._client.log_artifact(self._run_id, record["path"], folder)
-        else:
-            raise Refused(f"{record['path']}: no longer exists")
+        path = self._folder / record["path"]
+        if not path.exists():
+            raise Refused(f"{path}: no longer exists")
+        self._client.log_artifact(self._run_id, str(path), record["folder"] or None)
+
+    def _placed(self, record: Record) -> Record:
+        """Return a record of checkpoints with their folders where the run's folder is now."""
+        return record | {"kept": [{**c, "folder": str(self._folder / c["folder"])} for c in record["kept"]]}
 
     def _table(self, record: Record) -> None:
         self._file(record)
         # Because of this tag, MLflow's UI offers the file as a table that can be compared between runs.
-        entry = {"path": "/".join(filter(None, (record["folder"], record["name"]))), "type": "table"}
+        entry = {
+            "path": "/".join(filter(None, (record["folder"], Path(record["path"]).name))),
+            "type": "table",
+        }
         entries = json.loads(self._client.get_run(self._run_id).data.tags.get("mlflow.loggedArtifacts", "[]"))
         if entry not in entries:
             self._client.set_tag(self._run_id, "mlflow.loggedArtifacts", json.dumps([*entries, entry]))
@@ -193,68 +233,13 @@ class MlflowWriter:
         )
         self._client.set_tag(self._run_id, "mlflow.note.content", text[:_MAX_TAG])
 
-    def _views(self, record: Record) -> None:
-        """Make the experiment's saved views show the runs' final metrics."""
-        write_views(self._client, self._client.get_run(self._run_id).info.experiment_id, record["finals"])
-
-
-def write_views(client: MlflowClient, experiment_id: str, finals: Sequence[str]) -> None:
-    """Write the saved views of an experiment with `finals` among their columns, unless they exist already.
-
-    finals: names of final metrics of a run; those of earlier runs are kept.
-    """
-    tags = client.get_experiment(experiment_id).tags
-    known = tags.get(_FINALS_TAG, "").split("\n")
-    names = list(dict.fromkeys(name for name in (*known, *finals) if name))
-    if names == known and _VIEW_TAG + SPEED in tags:
-        return
-    # MLflow takes at most 5,000 characters as an experiment's tag.
-    client.set_experiment_tag(experiment_id, _FINALS_TAG, "\n".join(names)[:5000])
-    metrics = [f"metrics.`{name}`" for name in names[:3]]  # more would push recipe and devices out of sight
-    order = ("attributes.start_time", False)
-    if metrics:
-        order = (metrics[0], least_is_best(names[0]))
-    speeds = [f"metrics.`{name}`" for name in _TIMES]
-    for view, columns, (key, ascending) in (
-        (
-            RESULT,
-            [
-                *metrics,
-                *speeds[:1],
-                *_IDENTITY,
-                "params.`train.lr`",
-                "params.`table.lr`",
-                "params.`train.seed`",
-            ],
-            order,
-        ),
-        (SPEED, [*speeds, *_IDENTITY, *metrics[:1]], (speeds[0], False)),
-    ):
-        state: dict[str, object] = {"selectedColumns": columns, "orderByKey": key, "orderByAsc": ascending}
-        packed = base64.b64encode(zlib.compress(json.dumps(state).encode())).decode()
-        tag = {"name": view, "createdAt": 0, "updatedAt": 0, "state": f"deflate;{packed}"}
-        client.set_experiment_tag(experiment_id, _VIEW_TAG + view, json.dumps(tag))
-    # Any other note was written by a user.
-    if not tags.get(_NOTE_TAG, "") or tags[_NOTE_TAG].startswith(_OWN_NOTE):
-        client.set_experiment_tag(experiment_id, _NOTE_TAG, note(experiment_id))
+    def _whole(self, record: Record) -> None:
+        """Log the run's whole record as a file, if it is not too large."""
+        path = self._folder / RECORD
+        if path.stat().st_size <= self._upload_limit:
+            self._client.log_artifact(self._run_id, str(path))
 
 
 def least_is_best(name: str) -> bool:
     """Return whether smaller values of a metric are better, judged by its name."""
     return any(word in name for word in _LEAST_IS_BEST)
-
-
-def note(experiment_id: str) -> str:
-    """Return the experiment's description: one line with a link to each saved view."""
-    links = " · ".join(f"[{view}](#{view_path(experiment_id, view)})" for view in (RESULT, SPEED))
-    return f"{_OWN_NOTE} {links}"
-
-
-def run_path(experiment_id: str, run_id: str) -> str:
-    """Return the part after `#` in the address of a run."""
-    return f"/experiments/{experiment_id}/runs/{run_id}?workflowType=machine_learning"
-
-
-def view_path(experiment_id: str, view: str) -> str:
-    """Return the part after `#` in the address of a saved view."""
-    return f"/experiments/{experiment_id}/runs?viewStateShareKey={view}&workflowType=machine_learning"

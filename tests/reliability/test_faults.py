@@ -87,8 +87,8 @@ def recorded_of(data_dir: Path) -> dict[str, Any]:
             for model in models
         ),
         "told": run.data.tags.get("dphybrid.lost_records", ""),
-        "waiting": waiting(store / "spool"),
-        "spool": sorted(path.name.replace(run_id, "run") for path in (store / "spool").iterdir()),
+        "waiting": waiting(data_dir / "runs"),
+        "files": sorted(path.name for path in page.parent.iterdir()),
     }
 
 

@@ -27,7 +27,7 @@ from dphybrid.recipes.registry import BUILT_IN
 from dphybrid.run.folder import RunPage
 from dphybrid.run.pages import MetricsPage, Report, ResultPage
 from dphybrid.run.train import prepare_data
-from dphybrid.tracking.outbox import Outbox
+from dphybrid.tracking.record import RecordFile, of_metrics
 from dphybrid.tracking.sender import Sender
 from dphybrid.training.checkpoint import CheckpointState
 from dphybrid.util.device_spec import MAX_DEVICES, parse_device_spec
@@ -252,20 +252,21 @@ def test_pages(folder: Path, finished: Path, name: str, data: st.DataObject) -> 
 
 @given(data=st.data())
 @fuzzed(40)
-def test_outboxes(folder: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """Whatever the file of an outbox holds: sending goes on to the end."""
-    spool = tmp_path_factory.mktemp("spool")
-    outbox = Outbox(spool, "r")
-    outbox.set_destination(tracking_uri="sqlite://", experiment_id="1")
+def test_records(folder: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """Whatever the file of a record holds: sending goes on to the end."""
+    record = RecordFile(tmp_path_factory.mktemp("run"))
     for step in range(5):
-        outbox.append_metrics({"train/loss": 1 / (step + 1)}, step)
-    outbox.release()
-    outbox.path.write_bytes(data.draw(broken(outbox.path.read_bytes())))
+        record.append(of_metrics({"train/loss": 1 / (step + 1)}, step))
+    record.release()
+    record.path.write_bytes(data.draw(broken(record.path.read_bytes())))
     arrived: list[Any] = []
-    later = Outbox(spool, "r")
-    later.append_metrics({"train/loss": 9.0}, 99)
-    Sender(later, arrived.extend).deliver(20)
-    assert any(record.get("step") == 99 for record in arrived)
+    record.destination()
+    record.append(of_metrics({"train/loss": 9.0}, 99))
+    Sender(record, arrived.extend).deliver(20)
+    assert any(found.get("step") == 99 for found in arrived)
+    assert all(
+        found["train/loss"] == 1 / (found["step"] + 1) for found in arrived if found.get("step", 99) < 99
+    )
 
 
 COMMANDS = [

@@ -42,7 +42,7 @@ def test_memory_handles_and_threads_stay_level_over_small_steps(data_dir: Path, 
             lambda: process.poll() is not None or len(list(checkpoints.glob("step-*"))) > 1,
             "a second checkpoint",
         )
-        seen = samples(psutil.Process(process.pid), data_dir / "mlflow" / "spool", MINUTES * 60)
+        seen = samples(psutil.Process(process.pid), data_dir / "runs" / "soak", MINUTES * 60)
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(patience(60))
@@ -55,7 +55,7 @@ def test_memory_handles_and_threads_stay_level_over_small_steps(data_dir: Path, 
     print(
         f"{steps} steps in {seen[-1, 0] / 60:.1f} min; from {level[0, 1:]} to {level[-1, 1:]}; a minute: "
         f"{slopes[0]:+.3f} MiB, {slopes[1]:+.4f} handles, {slopes[2]:+.4f} threads, "
-        f"{slopes[3]:+.3f} MiB of outbox"
+        f"{slopes[3]:+.3f} MiB of record"
     )
     half = len(level) // 2
     for column, slack in ((2, 3), (3, 2)):  # what a checkpoint or a sent record has open meanwhile
@@ -66,14 +66,14 @@ def test_memory_handles_and_threads_stay_level_over_small_steps(data_dir: Path, 
         assert abs(slopes[2]) < 0.05
 
 
-def samples(process: psutil.Process, spool: Path, seconds: float) -> np.ndarray:
+def samples(process: psutil.Process, run: Path, seconds: float) -> np.ndarray:
     """Return time (s), resident memory (MiB), file handles and threads of a process, and the size of its
-    outbox (MiB), a row for each look."""
+    record (MiB), a row for each look."""
     start = time.monotonic()
     rows = []
     while (now := time.monotonic() - start) < seconds:
-        outbox = sum(file.stat().st_size for file in spool.glob("*.db"))
+        record = sum(file.stat().st_size for file in run.glob("record.*"))
         handles, threads = process.num_fds(), process.num_threads()
-        rows.append((now, process.memory_info().rss / 2**20, handles, threads, outbox / 2**20))
+        rows.append((now, process.memory_info().rss / 2**20, handles, threads, record / 2**20))
         time.sleep(min(1.0, seconds / 60))
     return np.array(rows)

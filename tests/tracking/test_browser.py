@@ -108,34 +108,6 @@ def test_the_page_of_a_run_explains_it(seen: Seen) -> None:
     assert page.locator("table").filter(has_text="replica 7").count() >= 1
 
 
-@pytest.mark.parametrize(
-    ("view", "columns"), [("Result", ["final/mse", "devices"]), ("Speed", ["perf/step_ms"])]
-)
-@pytest.mark.parametrize("width", [1440, 1000])
-def test_a_view_is_one_sorted_table_reached_from_the_experiment(
-    seen: Seen, view: str, columns: list[str], width: int
-) -> None:
-    page = seen.open(
-        f"{seen.server.uri}/#/experiments/{seen.experiment_id}/runs?workflowType=machine_learning",
-        "runs",
-        view,
-    )
-    # it opens a page of its own
-    address = page.get_by_role("link", name=view, exact=True).first.get_attribute("href")
-    assert seen.reports[0].views[view] == f"{seen.server.uri}/{address}"
-    page.close()
-    page = seen.browser.new_page(viewport={"width": width, "height": 900})
-    page.goto(seen.reports[0].views[view])
-    page.get_by_text("viewing a shared view").first.wait_for(timeout=WAIT_MS)
-    page.wait_for_timeout(1500)
-    seen.keep(page, f"view_{view}_{width}")
-    key = {"Result": "final/mse", "Speed": "summary/samples_per_s_median"}[view]
-    assert page.get_by_text(f"Sort: {key}").count() == 1
-    if width > 1200:
-        for column in columns:
-            assert page.get_by_role("columnheader", name=column).count() >= 1, column
-
-
 def test_the_report_opens_among_the_artifacts(seen: Seen) -> None:
     base = seen.reports[2].run_url.partition("?")[0]
     page = seen.open(f"{base}/artifacts/Report.html?workflowType=machine_learning", "report", "Report.html")

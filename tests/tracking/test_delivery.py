@@ -14,8 +14,9 @@ from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import Report, run_job
 from dphybrid.tracking import open_tracker
 from dphybrid.tracking.models import Registry
-from dphybrid.tracking.outbox import Outbox
-from dphybrid.util.locks import lock
+from dphybrid.tracking.record import RecordFile, of_metrics
+from dphybrid.tracking.sync import sync
+from dphybrid.util.locks import FileLock
 from tests.commands import command, python
 from tests.stores import put_database
 
@@ -41,15 +42,16 @@ def test_a_checkpoint_removed_before_it_was_sent_takes_no_point_with_it(tmp_path
     run_id = tracker.start("run", {}, {}, "")
     tracker.flush()
     tracker.close()
-    with (tmp_path / "store" / "spool" / f"{run_id}.lock").open("w") as held:
-        assert lock(held.fileno())  # nobody sends meanwhile
-        tracker.attach(run_id)
-        for step in (1, 2):
-            tracker.log_metrics({"valid/auc": 0.5 * step}, step)
-            kept = card(tmp_path, step)
-            tracker.log_checkpoints([kept], None)
-            if step == 1:
-                shutil.rmtree(kept["folder"])
+    held = FileLock(tmp_path / "store" / "runs" / "run" / "record.jsonl")
+    assert held.acquire()  # nobody sends meanwhile
+    tracker.attach("run")
+    for step in (1, 2):
+        tracker.log_metrics({"valid/auc": 0.5 * step}, step)
+        kept = card(tmp_path, step)
+        tracker.log_checkpoints([kept], None)
+        if step == 1:
+            shutil.rmtree(kept["folder"])
+    held.release()
     tracker.finish("FINISHED")
     client = MlflowClient(tracker.tracking_uri)
     assert [(p.step, p.value) for p in client.get_metric_history(run_id, "valid/auc")] == [(1, 0.5), (2, 1.0)]
@@ -65,7 +67,7 @@ def test_any_name_registers_again_and_again(tmp_path: Path) -> None:
     names.append("naïve größe")
     for number in (1, 2):
         tracker = open_tracker(None, "names", tmp_path)
-        tracker.start("run", {}, {"dphybrid.recipe": "ctr"}, "")
+        tracker.start(f"run-{number}", {}, {"dphybrid.recipe": "ctr"}, "")
         tracker.log_metrics({"valid/auc": 0.5}, 1)
         tracker.log_checkpoints([card(tmp_path / str(number))], None)
         assert [tracker.register(name, "uid-1", "challenger") for name in names] == [""] * len(names)
@@ -76,7 +78,7 @@ def test_any_name_registers_again_and_again(tmp_path: Path) -> None:
         assert (newest.number, champion.number) == ("2", "1")
     client = MlflowClient(tracker.tracking_uri)
     assert client.get_registered_model("bob's").tags == {"dphybrid.recipe": "ctr"}
-    assert client.get_model_version("naïve größe", "2").description == "auc 0.5 (run, step 1)"
+    assert client.get_model_version("naïve größe", "2").description == "auc 0.5 (run-2, step 1)"
 
 
 def test_a_first_version_is_the_champion_even_if_its_registration_was_interrupted(
@@ -127,7 +129,7 @@ def test_a_registration_that_fails_is_told_and_not_reported_as_done(
     assert "**Not registered as** clicks: no more versions" in note
     assert "models:/clicks@challenger" not in note
     assert "Not everything was recorded: 1 record refused by the server" in capsys.readouterr().out
-    assert f"{report.run_id}: everything sent" in command("sync")
+    assert f"{report.run_name}: everything sent" in command("sync")
     assert client.get_model_version_by_alias("clicks", "challenger").run_id == report.run_id
     assert "Not everything" not in client.get_run(report.run_id).data.tags["mlflow.note.content"]
     assert "Nothing to do" in command("sync")
@@ -151,37 +153,72 @@ def test_a_run_killed_before_its_report_has_its_whole_summary(
     assert metrics["summary/samples_per_s_median"] > 0
 
 
+def unsent(store: Path, runs: Path, name: str) -> tuple[str, RecordFile]:
+    """A run whose process ended before MLflow got five points and its end."""
+    tracker = open_tracker(None, "dphybrid", store, runs=runs)
+    run_id = tracker.start(name, {}, {}, name)
+    tracker.close()
+    record = RecordFile(runs / name)
+    for step in range(5):
+        record.append(of_metrics({"train/loss": 1.0 / (step + 1)}, step))
+    record.append({"op": "status", "status": "FINISHED"})
+    record.release()
+    return run_id, record
+
+
 def test_sync_tells_of_damage_with_its_exit_code_and_sends_the_others(data_dir: Path) -> None:
-    store = load_settings().mlflow_dir
-    runs = []
-    for name in ("damaged", "good", "unreadable"):
-        tracker = open_tracker(None, "dphybrid", store)
-        runs.append(tracker.start(name, {}, {}, name))
-        tracker.close()
-        outbox = Outbox(store / "spool", runs[-1])
-        for step in range(5):
-            outbox.append_metrics({"train/loss": 1.0 / (step + 1)}, step)
-        outbox.append({"op": "status", "status": "FINISHED"})
-        outbox.release()
-    damaged = store / "spool" / f"{runs[0]}.db"
-    damaged.write_bytes(damaged.read_bytes()[:5000])
-    unreadable = store / "spool" / f"{runs[2]}.lock"
-    unreadable.unlink()
-    unreadable.mkdir()
+    settings = load_settings()
+    made = {
+        name: unsent(settings.mlflow_dir, settings.runs_dir, name)
+        for name in ("damaged", "good", "unreadable")
+    }
+    ids = {name: run_id for name, (run_id, _) in made.items()}
+    _, damaged = made["damaged"]
+    lines = damaged.path.read_bytes().splitlines(keepends=True)
+    lines[-3] = lines[-3].replace(b":0.25", b":0.35")
+    damaged.path.write_bytes(b"".join(lines)[:-2])  # and its end is cut off
+    (settings.runs_dir / "unreadable" / "record.sent").unlink()
+    (settings.runs_dir / "unreadable" / "record.sent").mkdir()
     out = command("sync", "--wait", "20", ends=1)
-    told = f"{store / 'spool' / runs[0]}.damaged-1.db was damaged, and its records are missing"
-    assert f"{runs[0]}: not everything was recorded: {told}" in out
-    assert f"{runs[0]}: everything sent" not in out
-    assert f"{runs[1]}: everything sent" in out
-    assert f"{runs[2]}: records kept (IsADirectoryError" in out
-    client = MlflowClient(tracker.tracking_uri)
-    assert [p.step for p in client.get_metric_history(runs[1], "train/loss")] == [0, 1, 2, 3, 4]
-    run = client.get_run(runs[0])
+    told = "2 records damaged on the disk"
+    assert f"damaged: not everything was recorded: {told}" in out
+    assert "damaged: everything sent" not in out
+    assert "good: everything sent" in out
+    assert "unreadable: records kept (" in out
+    client = MlflowClient(f"sqlite:///{settings.mlflow_dir}/mlflow.db")
+    for name, steps in (("damaged", [0, 1, 2, 4]), ("good", [0, 1, 2, 3, 4])):
+        assert [p.step for p in client.get_metric_history(ids[name], "train/loss")] == steps
+    run = client.get_run(ids["damaged"])
     assert run.data.tags["dphybrid.lost_records"] == told
     assert run.data.tags["mlflow.note.content"].startswith(f"> **Not everything was recorded:** {told}")
-    assert client.get_run(runs[1]).data.tags["mlflow.note.content"] == "good"
-    unreadable.rmdir()
-    assert f"{runs[2]}: everything sent" in command("sync")
+    assert client.get_run(ids["good"]).data.tags["mlflow.note.content"] == "good"
+    (settings.runs_dir / "unreadable" / "record.sent").rmdir()
+    assert "unreadable: everything sent" in command("sync")
+    assert "Nothing to do" in command("sync")
+    (settings.mlflow_dir / "spool").mkdir()
+    (settings.mlflow_dir / "spool" / "7.db").touch()
+    assert "1 file of an earlier version" in command("sync")
+
+
+def test_a_moved_data_folder_sends_its_records_and_checkpoints(data_dir: Path, tmp_path: Path) -> None:
+    settings = load_settings()
+    run_id, record = unsent(settings.mlflow_dir, settings.runs_dir, "run")
+    tracker = open_tracker("files", "", settings.mlflow_dir, runs=settings.runs_dir)
+    tracker.attach("run")
+    tracker.log_text("notes/a.txt", "text")
+    (record.folder / "own.txt").write_text("own")
+    tracker.log_file(record.folder / "own.txt", "")
+    tracker.log_checkpoints([card(record.folder / "checkpoints")], None)
+    tracker.close()
+    settings.runs_dir.rename(tmp_path / "moved")
+    moved = RecordFile(tmp_path / "moved" / "run")
+    lines = list(sync(tmp_path / "moved", settings.mlflow_dir, None, "dphybrid", 2**20))
+    assert lines[-1] == ("run: everything sent", True)
+    client = MlflowClient(f"sqlite:///{settings.mlflow_dir}/mlflow.db")
+    names = {item.path for item in client.list_artifacts(run_id)}
+    assert names == {"notes", "own.txt", "record.jsonl"}
+    assert len(client.search_logged_models([client.get_run(run_id).info.experiment_id])) == 1
+    assert moved.sent().closed
 
 
 def test_sync_makes_no_database_and_takes_no_other_record_for_one(
@@ -195,18 +232,17 @@ def test_sync_makes_no_database_and_takes_no_other_record_for_one(
 
 
 def test_records_whose_run_is_not_at_the_server_are_kept(data_dir: Path) -> None:
-    store = load_settings().mlflow_dir
-    tracker = open_tracker(None, "dphybrid", store)
-    run_id = tracker.start("run", {}, {}, "")
-    tracker.close()
-    outbox = Outbox(store / "spool", run_id)
-    outbox.append_metrics({"train/loss": 1.0}, 7)
+    settings = load_settings()
+    _, record = unsent(settings.mlflow_dir, settings.runs_dir, "run")
     put_database("mlflow", data_dir / "other.db")
-    outbox.set_destination(tracking_uri=f"sqlite:///{data_dir}/other.db", experiment_id="1")
-    outbox.release()
+    there = record.destination()
+    record.path.unlink()
+    (record.folder / "record.sent").unlink()
+    record.append({"op": "run", **there, "tracking_uri": f"sqlite:///{data_dir}/other.db"})
+    record.release()
     out = command("sync", "--wait", "5", ends=1)
-    assert f"{run_id}: records kept (run {run_id} does not exist at the tracking server)" in out
-    assert len(Outbox(store / "spool", run_id).pending(10)) == 1
+    assert f"run: records kept (run {there['run_id']} does not exist at the tracking server)" in out
+    assert record.sent().offset == 0
 
 
 def test_a_run_deleted_in_mlflow_is_said_once_and_loses_no_record(
@@ -226,26 +262,27 @@ def test_a_run_deleted_in_mlflow_is_said_once_and_loses_no_record(
     tracker.close()
     deleted = f"run {run_id} was deleted at the tracking server; `mlflow runs restore` brings it back"
     assert [deleted in record.message for record in caplog.records] == [True]
-    tracker.attach(run_id)
+    tracker.attach("run")
     client.restore_run(run_id)
     tracker.finish("FINISHED")
     assert "Not everything" not in capsys.readouterr().out
     assert [p.step for p in client.get_metric_history(run_id, "train/loss")] == list(range(301))
-    assert len(client.list_artifacts(run_id)) == 3
+    assert len(client.list_artifacts(run_id)) == 4  # the record is one
 
 
 def test_a_file_that_is_gone_when_it_is_sent_is_refused_and_told(tmp_path: Path) -> None:
     tracker = open_tracker(None, "damage", tmp_path)
     run_id = tracker.start("run", {}, {}, "note")
-    (tmp_path / "gone.txt").touch()
     tracker.close()
-    outbox = Outbox(tmp_path / "spool", run_id)
-    outbox.append({"op": "file", "path": str(tmp_path / "gone.txt"), "folder": ""})
-    outbox.release()
-    (tmp_path / "gone.txt").unlink()
-    tracker.attach(run_id)
-    assert outbox.hold()  # who attaches, to ask for an address alone, sends nothing yet
-    outbox.release()
+    folder = tmp_path / "runs" / "run"
+    (folder / "gone.txt").touch()
+    record = RecordFile(folder)
+    record.append({"op": "file", "path": "gone.txt", "folder": ""})
+    record.release()
+    (folder / "gone.txt").unlink()
+    tracker.attach("run")
+    assert record.hold()  # who attaches, to ask for an address alone, sends nothing yet
+    record.release()
     tracker.finish("FINISHED")
     run = MlflowClient(tracker.tracking_uri).get_run(run_id)
     assert run.info.status == "FINISHED"
@@ -260,7 +297,7 @@ def test_a_clock_set_back_makes_no_run_end_before_its_start(
     tracker = open_tracker(None, "clock", tmp_path)
     run_id = tracker.start("run", {}, {}, "")
     now = time.time
-    monkeypatch.setattr("dphybrid.tracking.outbox.time.time", lambda: now() - 86_400)
+    monkeypatch.setattr("dphybrid.tracking.record.time.time", lambda: now() - 86_400)
     tracker.finish("FINISHED")
     info = MlflowClient(tracker.tracking_uri).get_run(run_id).info
     assert info.end_time >= info.start_time

@@ -95,9 +95,10 @@ def outlive_its_death(server: MlflowServer, tmp_path: Path) -> None:
         assert history(client, run_id, key) == list(range(300))
     assert len(names) == 1
     assert {item.path for item in client.list_artifacts(run_id)} == {
-        f"note-{step}.txt" for step in range(0, 300, 50)
+        "record.jsonl",
+        *(f"note-{step}.txt" for step in range(0, 300, 50)),
     }
-    assert waiting(tmp_path / "store" / "spool") == 0
+    assert waiting(tmp_path / "store" / "runs") == 0
 
 
 def test_training_ends_without_its_server_and_sync_completes_the_run(
@@ -118,9 +119,9 @@ def test_training_ends_without_its_server_and_sync_completes_the_run(
     report = run_with(*RUN, "train.epochs=3", "checkpoint.register_as=hybrid")
     assert report.metrics["mse"] < 1
     assert "`dphybrid sync` sends them" in capsys.readouterr().out
-    assert f"{report.run_id}: records kept" in command("sync", "--wait", "1", ends=1)
+    assert f"{report.run_name}: records kept" in command("sync", "--wait", "1", ends=1)
     server.start()
-    assert f"{report.run_id}: everything sent" in command("sync", "--wait", "120")
+    assert f"{report.run_name}: everything sent" in command("sync", "--wait", "120")
     assert "Nothing to do" in command("sync", "--wait", "120")
     client = MlflowClient(server.uri)
     run = client.get_run(report.run_id)

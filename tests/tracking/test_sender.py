@@ -1,4 +1,4 @@
-"""The sender of an outbox: in order, exactly once, whatever the server does; names that MLflow accepts."""
+"""The sender of a record: in order, exactly once, whatever the server does; names that MLflow accepts."""
 
 import contextvars
 import logging
@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from dphybrid.tracking.base import safe_name
-from dphybrid.tracking.outbox import Losses, Outbox
+from dphybrid.tracking.record import Losses, RecordFile, metrics_of, of_metrics
 from dphybrid.tracking.sender import Refused, Sender
+from dphybrid.tracking.tracker import safe_name
 from tests.waiting import wait_until
 
 
@@ -24,7 +24,7 @@ class Server:
     def write(self, records: list[dict[str, Any]]) -> None:
         if self.away.is_set():
             raise ConnectionError("away")
-        if any("bad" in record.get("values", {}) for record in records):
+        if any("bad" in metrics_of(record) for record in records):
             raise self.error
         self.got += records
 
@@ -44,9 +44,9 @@ def test_an_outage_is_told_in_the_callers_context_though_the_log_handler_fails(t
     token = where.set("flow run 7")
     try:
         server.away.set()
-        outbox = Outbox(tmp_path, "r")
-        outbox.append_metrics({"a": 1.0}, 1)
-        sender = Sender(outbox, server.write)
+        record = RecordFile(tmp_path)
+        record.append(of_metrics({"a": 1.0}, 1))
+        sender = Sender(record, server.write)
         wait_until(lambda: told, "the sender tells of the outage", every_s=0.02)
         server.away.clear()
         assert sender.close(20)
@@ -59,26 +59,26 @@ def test_an_outage_is_told_in_the_callers_context_though_the_log_handler_fails(t
 
 def test_appending_does_not_wait_for_a_server_that_hangs(tmp_path: Path) -> None:
     release = threading.Event()
-    outbox = Outbox(tmp_path, "r")
-    sender = Sender(outbox, lambda records: release.wait(60) and None)
+    record = RecordFile(tmp_path)
+    sender = Sender(record, lambda records: release.wait(60) and None)
     for step in range(1000):
-        outbox.append_metrics({"a": 1.0}, step)
-    assert len(outbox.pending(2000)) == 1000  # all on disk although nothing was taken
+        record.append(of_metrics({"a": 1.0}, step))
+    assert len(record.read(0, 2000)) == 1000  # all on disk although nothing was taken
     release.set()
     assert sender.close(30)
 
 
 def test_a_refusal_that_passes_is_tried_again_at_once(tmp_path: Path) -> None:
-    outbox, server, refusals = Outbox(tmp_path, "r"), Server(), iter([True, True])
+    record, server, refusals = RecordFile(tmp_path), Server(), iter([True, True])
 
     def write(records: list[dict[str, Any]]) -> None:
         if next(refusals, False):
             raise Refused("UNIQUE constraint failed", again=True)
         server.write(records)
 
-    outbox.append({"op": "dataset", "values": {"a": 1.0}})
-    assert Sender(outbox, write).deliver(20) == (True, Losses())
-    assert [record["op"] for record in server.got] == ["dataset"]
+    record.append({"op": "dataset"})
+    assert Sender(record, write).deliver(20) == (True, Losses())
+    assert [record["op"] for record in server.got] == ["dataset", "whole"]
 
 
 ERRORS = [Refused("no such number"), KeyError("uid"), FileNotFoundError("gone"), TypeError("no number")]
@@ -88,13 +88,18 @@ ERRORS = [Refused("no such number"), KeyError("uid"), FileNotFoundError("gone"),
 def test_a_record_that_cannot_be_written_is_kept_aside_and_the_rest_goes_on(
     tmp_path: Path, error: Exception
 ) -> None:
-    server, outbox = Server(error), Outbox(tmp_path, "r")
+    server, record = Server(error), RecordFile(tmp_path)
     for step in range(5):
-        outbox.append_metrics({"bad" if step == 2 else "a": 1.0}, step)
-    assert Sender(outbox, server.write).close(20)
+        record.append(of_metrics({"bad" if step == 2 else "a": 1.0}, step))
+    assert Sender(record, server.write).close(20)
     assert [record["step"] for record in server.got] == [0, 1, 3, 4]
-    assert outbox.losses() == Losses(refused=1)
-    assert outbox.counts() == (0, 1)
+    sent = record.sent()
+    assert sent.losses() == Losses(refused=1)
+    assert sent.offset == record.size
+    # a later `dphybrid sync` offers it again, and first
+    taken = list[dict[str, Any]]()
+    assert Sender(record, taken.extend, again=["metrics"]).deliver(20) == (True, Losses())
+    assert [record.get("step", record["op"]) for record in taken] == [2, "whole"]
 
 
 ODD = ["loss(a)", "x//y", "/lead", "a/../b", "p@1", "naïve/größe", "a,b|c", "x" * 400, "", "%", "a=b", ".."]

@@ -1,0 +1,266 @@
+"""A run's record: `record.jsonl` in its folder, with a line of JSON for each record, appended and never
+changed.
+
+`pandas.read_json(file, lines=True)` reads it: `op` is the kind of record, `t` its time in milliseconds,
+`step` and a column for each metric where op is metrics. Files that a record names are below `record/`, or
+elsewhere in the run's folder. Each line ends with a checksum of its text, so that a damaged line costs no
+other.
+
+Whoever copies the record to MLflow holds a lock on it and keeps in `record.sent` how much has arrived.
+"""
+
+import errno
+import json
+import os
+import threading
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, Field, ValidationError
+
+from dphybrid.util.errors import counted
+from dphybrid.util.files import write_text
+from dphybrid.util.locks import FileLock, is_held
+
+Record = dict[str, Any]
+"""op: the kind of record; the other keys depend on it. A record that was read also has n, where its line
+begins, and end, where the next one does."""
+
+RECORD, SENT = "record.jsonl", "record.sent"
+_SUM = b',"crc":"%08x"}\n'
+_SUM_BYTES = len(_SUM % 0)
+_MODE = 0o600  # as others could read params and paths in it
+_MAX_REFUSED = 1000
+"""More refused records are counted, but not sent again by a later `dphybrid sync`."""
+DAMAGED = "damaged"
+"""The op of a record whose line is damaged."""
+_KEYS = ("op", "t", "step", "crc", "n", "end")
+"""The keys of a line of metrics besides their names."""
+_ENCODER = json.JSONEncoder(
+    separators=(",", ":"), ensure_ascii=False
+)  # made once: every step writes a record
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What MLflow lacks of a record. refused: records that the server refused; damaged: lines; unkept: lines
+    that could not be written."""
+
+    refused: int = 0
+    damaged: int = 0
+    unkept: int = 0
+
+    def __bool__(self) -> bool:
+        return self != Losses()
+
+    def text(self) -> str:
+        """Return the losses in words, or ""."""
+        counts = {
+            "refused by the server": self.refused,
+            "damaged on the disk": self.damaged,
+            "not written down (disk full?)": self.unkept,
+        }
+        return "; ".join(f"{counted(n, 'record')} {what}" for what, n in counts.items() if n)
+
+
+class Sent(BaseModel):
+    """`record.sent`: how much of a record MLflow has. offset: of the first byte that has not arrived.
+    refused:
+    offset -> the server's reason; more_refused: further ones. told: the losses that the run's page names.
+    closed: the run has ended, and everything has arrived."""
+
+    offset: int = Field(default=0, ge=0)
+    refused: dict[int, str] = Field(default_factory=dict)
+    more_refused: int = 0
+    damaged: int = 0
+    unkept: int = 0
+    told: str = ""
+    closed: bool = False
+
+    def losses(self) -> Losses:
+        return Losses(len(self.refused) + self.more_refused, self.damaged, self.unkept)
+
+    def refuse(self, offset: int, reason: str) -> None:
+        if len(self.refused) < _MAX_REFUSED:
+            self.refused[offset] = reason[:500]
+        else:
+            self.more_refused += 1
+
+
+class RecordFile:
+    """The record of the run in `folder`. Only one process appends; it may do so from any thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.path = folder, folder / RECORD
+        self._handle: int | None = None
+        self._appending = threading.Lock()
+        self._unkept = 0
+        self._lock: FileLock | None = None
+
+    def append(self, record: Record, *, sync: bool = False) -> int:
+        """Append a record with the current time; return where its line begins. sync: it, and all before it,
+        must survive a power loss. Raises OSError, and leaves no part of the line then."""
+        body = _ENCODER.encode({"op": record["op"], "t": int(time.time() * 1000), **record})
+        with self._appending:
+            if self._unkept:
+                self._write({"op": "unkept", "count": self._unkept})
+                self._unkept = 0
+            begin = self._write_line(body.encode(errors="replace"))
+            if sync:
+                os.fsync(self._opened())
+        return begin
+
+    def count_unkept(self) -> None:
+        """Count a record that could not be written; the next one that can be is preceded by the count."""
+        with self._appending:
+            self._unkept += 1
+
+    def sync(self) -> None:
+        """Make all records so far survive a power loss."""
+        with self._appending:
+            os.fsync(self._opened())
+
+    def mend(self) -> None:
+        """End a line that a crash cut off, so that it costs no other. Call it only as the one that appends,
+        or
+        while nobody does."""
+        with self._appending:
+            self._opened()
+
+    def read(self, offset: int, limit: int) -> list[Record]:
+        """Return up to `limit` records from `offset` on. A damaged line gives a record with op `DAMAGED`."""
+        found = list[Record]()
+        with self.path.open("rb") as file:
+            file.seek(offset)
+            while len(found) < limit and (line := file.readline()).endswith(b"\n"):
+                found.append({**_decoded(line), "n": offset, "end": offset + len(line)})
+                offset += len(line)
+        return found
+
+    def all(self) -> Iterator[Record]:
+        """Return all records; the file may be damaged."""
+        offset, limit = 0, 10
+        while found := self.read(offset, limit):
+            yield from found
+            offset, limit = found[-1]["end"], 1000
+
+    def last_steps(self) -> dict[str, int]:
+        """Return metric -> the last step with a value."""
+        steps: dict[str, int] = {}
+        for record in self.all():
+            if record["op"] == "metrics":
+                for name in metrics_of(record):
+                    steps[name] = max(steps.get(name, 0), record["step"])
+        return steps
+
+    def destination(self) -> Record:
+        """Return what the run noted about itself in MLflow: run_id, experiment_id, tracking_uri. Empty if the
+        run is not recorded there, or no readable line says so."""
+        found = next((record for record in self.all() if record["op"] == "run"), {})
+        return found if found.get("experiment_id") else {}
+
+    @property
+    def size(self) -> int:
+        return self.path.stat().st_size
+
+    def sent(self) -> Sent:
+        """Return how much has arrived; nothing, if the page is missing or damaged: a record that MLflow gets
+        twice counts once."""
+        with suppress(OSError, ValueError, ValidationError):
+            return Sent.model_validate_json((self.folder / SENT).read_bytes())
+        return Sent()
+
+    def waits(self) -> bool:
+        """Return whether MLflow still lacks records that it should get."""
+        with suppress(OSError):
+            offset = self.sent().offset
+            return offset < self.size and (offset > 0 or bool(self.destination()))
+        return False
+
+    def save(self, sent: Sent) -> None:
+        """Note how much has arrived."""
+        write_text(self.folder / SENT, sent.model_dump_json())
+
+    def hold(self) -> bool:
+        """Take the right to send; return whether this process has it now. The kernel releases it when the
+        process ends."""
+        if self._lock is None:
+            lock = FileLock(self.path, mode=_MODE)
+            if not lock.acquire():
+                return False
+            self._lock = lock
+        return True
+
+    def release(self) -> None:
+        """Close the file and give up the right to send."""
+        with self._appending:
+            if self._handle is not None:
+                os.close(self._handle)
+                self._handle = None
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def _opened(self) -> int:
+        if self._handle is None:
+            handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, _MODE)
+            size = os.fstat(handle).st_size
+            if size and os.pread(handle, 1, size - 1) != b"\n":
+                os.write(handle, b"\n")
+            self._handle = handle
+        return self._handle
+
+    def _write(self, record: Record) -> None:
+        self._write_line(
+            _ENCODER.encode({"op": record["op"], "t": int(time.time() * 1000), **record}).encode()
+        )
+
+    def _write_line(self, body: bytes) -> int:
+        handle = self._opened()
+        begin = os.fstat(handle).st_size
+        line = body[:-1] + _SUM % zlib.crc32(body)
+        try:
+            # In one call: a process that is killed leaves the whole line or nothing.
+            if os.write(handle, line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        except OSError as error:
+            with suppress(OSError):
+                os.ftruncate(handle, begin)
+            raise OSError(error.errno, os.strerror(error.errno or 0), str(self.path)) from error
+        return begin
+
+
+def _decoded(line: bytes) -> Record:
+    body = line[:-_SUM_BYTES] + b"}"
+    if line[-_SUM_BYTES:] != _SUM % zlib.crc32(body):
+        return {"op": DAMAGED}
+    return dict(json.loads(body))
+
+
+def records(runs: Path) -> list[RecordFile]:
+    """Return the records of the runs in a folder, oldest first."""
+    found = sorted(runs.glob(f"*/{RECORD}"), key=lambda path: path.stat().st_mtime)
+    return [RecordFile(path.parent) for path in found]
+
+
+def waiting(runs: Path) -> int:
+    """Return the number of runs in a folder whose records wait for MLflow and are sent by no process."""
+    return sum(record.waits() and not is_held(record.path) for record in records(runs))
+
+
+def of_metrics(metrics: Mapping[str, float], step: int, op: str = "metrics") -> Record:
+    """Return the record of metrics at a step."""
+    # A metric must not take the place of a key of the line.
+    return {"op": op, "step": step} | {
+        f"metric/{name}" if name in _KEYS else name: value for name, value in metrics.items()
+    }
+
+
+def metrics_of(record: Record) -> dict[str, float]:
+    """Return the metrics of a record."""
+    return {name: value for name, value in record.items() if name not in _KEYS}
