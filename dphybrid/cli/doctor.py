@@ -103,9 +103,11 @@ def _prefect() -> Iterator[_Check]:
 
 def _mlflow_server(settings: Settings) -> _Check:
     url = settings.mlflow_uri
-    if not url or not url.startswith("http"):
-        # The URI of a database is not checked: MLflow's client takes seconds to import.
-        return True, "MLflow server: none is set (MLFLOW_TRACKING_URI)"
+    if not url:
+        return True, "MLflow server: none is set (MLFLOW_TRACKING_URI); `dphybrid ui` shows the runs"
+    if not url.startswith("http"):
+        # It is not opened: MLflow's client takes seconds to import.
+        return True, f"MLflow: {shown_address(url)}, no server; `dphybrid ui` shows the runs"
     user, password = (os.environ.get(f"MLFLOW_TRACKING_{name}") for name in ("USERNAME", "PASSWORD"))
     page = f"{url.rstrip('/')}/api/2.0/mlflow/experiments/search?max_results=1"
     answer = _ask(page, f"{user}:{password}" if user else None)

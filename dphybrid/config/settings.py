@@ -112,7 +112,7 @@ class Settings(BaseSettings):
     profile: str | None = None
     """Steps to record with torch's profiler, FIRST-LAST, such as 20-24; the trace opens in Perfetto."""
     experiment: str = Field(default="dphybrid", min_length=1)
-    """MLflow experiment that holds the runs."""
+    """MLflow experiment that holds the runs. If not set: dphybrid/RECIPE, an experiment for each recipe."""
     lease_dir: Path = Path("/var/lock/dphybrid")
     """Folder of the lock files that record which run holds which GPU; the same for all users of the
     machine."""

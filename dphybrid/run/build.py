@@ -127,7 +127,7 @@ def build_run(
         given |= {f"{CHANGED_TAG}{name}": both for name, both in changed.items()}
     # A new run gets its id from the server, so that must answer. A resumed run has an id and a record, which
     # is sent once the server is back.
-    tracker = open_run_tracker(settings, must_answer=not (previous and previous.page.run_id))
+    tracker = open_run_tracker(settings, config.recipe, must_answer=not (previous and previous.page.run_id))
     if count := waiting(settings.runs_dir):
         print(
             f"Records of {counted(count, 'earlier run')} are not in MLflow yet; `dphybrid sync` sends them",

@@ -1,7 +1,8 @@
 """The last part of a run: write its report as JSON, figures and an HTML page, and end its record."""
 
+import re
 import shlex
-from collections.abc import Sequence
+import textwrap
 from contextlib import closing
 from pathlib import Path
 
@@ -13,28 +14,24 @@ from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import Run
 from dphybrid.run.pages import MetricsPage, Report, ResultPage
 from dphybrid.tracking import Tracker, open_tracker
-from dphybrid.tracking.report import (
-    REPORT_PAGE,
-    against_figure,
-    confusion_figure,
-    first_facts,
-    rows_per_replica_figure,
-    run_report_html,
-    run_report_markdown,
-)
+from dphybrid.tracking.report import first_facts, run_report_html, run_report_markdown
 from dphybrid.tracking.system import balance_warnings
+from dphybrid.tracking.tracker import REPORT_PAGE
 from dphybrid.training.checkpoint import read_state
 from dphybrid.training.clock import NOT_A_STEP
-from dphybrid.training.metrics import Chart, Confusion
 from dphybrid.training.saving import checkpoint_uid
 
 
-def open_run_tracker(settings: Settings, must_answer: bool) -> Tracker:
+def open_run_tracker(settings: Settings, recipe: str, must_answer: bool) -> Tracker:
     """Return the tracker that the settings name. must_answer: raise UserError if its server does not answer
     now."""
+    # An experiment for each recipe, as other recipes have other metrics; unless the user chose one.
+    experiment = settings.experiment
+    if "experiment" not in settings.model_fields_set:
+        experiment += "/" + re.sub(r"\W+", "-", recipe)
     return open_tracker(
         settings.mlflow_uri,
-        settings.experiment,
+        experiment,
         settings.mlflow_dir,
         runs=settings.runs_dir,
         upload_limit=settings.upload_limit_mib * 2**20,
@@ -44,7 +41,7 @@ def open_run_tracker(settings: Settings, must_answer: bool) -> Tracker:
 
 def attached(run: Run) -> Tracker:
     """Return a tracker that continues the record of a run; its server need not answer now."""
-    tracker = open_run_tracker(run.settings, must_answer=False)
+    tracker = open_run_tracker(run.settings, run.page.recipe, must_answer=False)
     tracker.attach(run.folder.name)
     return tracker
 
@@ -97,31 +94,32 @@ def _reported(run: Run, experiment: Experiment, tracker: Tracker) -> Report:
     report = report.model_copy(update={"text": _closing_words(report)})
     report.write(run.folder / "report.json")
     tracker.log_summary(_summary(result, experiment))
-    if run.page.run_id:  # without a record, nobody would see the figures: do not draw them
-        facts, pictures = _facts(run, experiment, report)
-        for name, picture in pictures.items():
-            tracker.log_bytes(name, picture)
+    if run.page.run_id:  # without a record, nobody would see the report: do not draw it
+        facts = _facts(run, experiment, report)
         tracker.log_file(run.folder / "report.json", "")
         tracker.log_text("config.json", experiment.config.model_dump_json(indent=1))
-        tracker.log_bytes(REPORT_PAGE, run_report_html(facts, pictures).encode())
+        tracker.log_bytes(REPORT_PAGE, run_report_html(facts).encode())
         tracker.set_description(run_report_markdown(facts))
     tracker.finish("FINISHED")
     return report
 
 
 def report_page(run: Run) -> str:
-    """Return the report of a finished run as a self-contained HTML page. Raises UserError when the run has
+    """Return the report of a finished run as a self-contained HTML page with plotly's figures. Raises
+    UserError when the run has
     not ended, or its data is missing."""
     report = Report.read(run.folder / "report.json")
-    return run_report_html(*_facts(run, run.experiment(), report))
+    return run_report_html(_facts(run, run.experiment(), report), clickable=True)
 
 
 def _closing_words(report: Report) -> str:
     shown = ", ".join(f"{name} {value:.4f}" for name, value in report.metrics.items())
     facts = {"Validation": shown, **({"Baselines": report.beside} if report.beside else {})}
     facts |= first_facts(report.model_dump())
-    lines = ["", *(f"{name + ':':<12} {line}" for name, line in facts.items())]
-    lines += [f"Note:        {warning}" for warning in report.warnings]
+    facts |= {
+        f"Note{'' if place == 0 else f' {place + 1}'}": text for place, text in enumerate(report.warnings)
+    }
+    lines = ["", *(_wrapped(f"{name + ':':<12} {line}") for name, line in facts.items())]
     lines += [f"Registered:  models:/{report.registered_as}@challenger"] if report.registered_as else []
     lines += [f"NOT registered as {report.not_registered}"] if report.not_registered else []
     lines += [f"Look at it:  {report.ui_command}"] if report.ui_command else []
@@ -129,6 +127,11 @@ def _closing_words(report: Report) -> str:
         lines += [f"Run:         {report.run_name}" + ("" if report.run_id else ", not recorded")]
     lines += [f"Checkpoint:  {report.best_checkpoint}"]
     return "\n".join(lines)
+
+
+def _wrapped(line: str) -> str:
+    """Return a line in lines of 80 columns; a long word, such as a path, stays whole."""
+    return textwrap.fill(line, 80, subsequent_indent=" " * 13, break_long_words=False, break_on_hyphens=False)
 
 
 def _stages_ms(result: ResultPage) -> dict[str, float]:
@@ -161,29 +164,12 @@ def _summary(result: ResultPage, experiment: Experiment) -> dict[str, float]:
     return summary | {"summary/train_s": total}
 
 
-def _pictures(table: list[dict[str, object]], charts: Sequence[Chart | Confusion]) -> dict[str, bytes]:
-    pictures = {}
-    if any(row["replica"] for row in table):
-        pictures["figures/rows_per_replica.png"] = rows_per_replica_figure(table)
-    for chart in charts:
-        pictures[f"figures/{chart.name}.png"] = (
-            confusion_figure(chart.title, chart.classes, chart.counts)
-            if isinstance(chart, Confusion)
-            else against_figure(
-                chart.title, chart.xlabel, chart.ylabel, chart.points, zero=chart.line == "zero"
-            )
-        )
-    return pictures
-
-
-def _facts(run: Run, experiment: Experiment, report: Report) -> tuple[dict[str, object], dict[str, bytes]]:
-    """Return the facts for the run's page (the report and more), and its figures by name."""
-    table = [row.table_row() for row in report.splits]
-    charts = MetricsPage.read(run.folder / "metrics.json").charts
-    facts = report.model_dump() | {
-        "splits": table,
+def _facts(run: Run, experiment: Experiment, report: Report) -> dict[str, object]:
+    """Return the facts for the run's page: the report, and more."""
+    return report.model_dump() | {
+        "splits": [row.table_row() for row in report.splits],
         "history": ResultPage.read(run.folder / "result.json").history,
-        "charts": [chart.model_dump() for chart in charts],
+        "charts": [chart.model_dump() for chart in MetricsPage.read(run.folder / "metrics.json").charts],
         "tabular": experiment.recipe.tabular,
         "config": experiment.config.model_dump(mode="json"),
         "given": flatten(given_values(experiment.config)),
@@ -192,4 +178,3 @@ def _facts(run: Run, experiment: Experiment, report: Report) -> tuple[dict[str, 
         "data_source": experiment.source,
         "data_lines": experiment.data.describe().splitlines(),
     }
-    return facts, _pictures(table, charts)

@@ -15,7 +15,7 @@ from mlflow.tracking import MlflowClient
 from mlflow.utils import get_results_from_paginated_fn
 
 from dphybrid.tracking.tracker import CHANGED_TAG, SWEEP_TAG, run_address, run_path
-from dphybrid.tracking.writer import find_experiment
+from dphybrid.tracking.writer import experiments_named, find_experiment
 from dphybrid.util.errors import UserError
 
 _MAX_RUNS = 256
@@ -109,7 +109,8 @@ def _measured(run: Run) -> str:
     params = run.data.params
     if "valid.digest" in params:
         return f"{int(params['valid.rows']):,} rows {params['valid.digest'][:8]}"
-    return next((f"data {given.dataset.digest[:8]}" for given in run.inputs.dataset_inputs), "")
+    given = run.inputs.dataset_inputs if run.inputs is not None else []
+    return next((f"data {each.dataset.digest[:8]}" for each in given), "")
 
 
 def _restored(value: float) -> float:
@@ -153,15 +154,13 @@ def find_runs(
     Raises UserError for an experiment, run or sweep that does not exist, with the names of those that do.
     """
     client = MlflowClient(tracking_uri=store_uri)
-    found = client.get_experiment_by_name(experiment)
-    if found is None:
+    found = [each.experiment_id for each in experiments_named(client, experiment)]
+    if not found:
         there = ", ".join(e.name for e in client.search_experiments(view_type=ViewType.ACTIVE_ONLY)) or "none"
         raise UserError(f"experiment {experiment!r}: does not exist at {store_uri}; it has: {there}")
     # Page by page: one call returns at most a thousand runs, and a wanted run may be older than those.
     every = get_results_from_paginated_fn(
-        lambda count, token: client.search_runs(
-            [found.experiment_id], "", max_results=count, page_token=token
-        ),
+        lambda count, token: client.search_runs(found, "", max_results=count, page_token=token),
         _PAGE,
     )
     runs = sorted(every, key=lambda run: run.info.start_time)
@@ -192,8 +191,8 @@ def page_path(uri: str, experiment: str, run: str | None) -> str:
     run has that name."""
     client = MlflowClient(tracking_uri=uri)
     if run is None:
-        found = client.get_experiment_by_name(experiment)
-        there = f"/experiments/{found.experiment_id}/runs" if found else "/experiments"
+        found = experiments_named(client, experiment)
+        there = f"/experiments/{found[0].experiment_id}/runs" if len(found) == 1 else "/experiments"
         return f"{there}?workflowType=machine_learning"
     (run_id,) = find_runs(uri, experiment, [run])
     there = client.get_run(run_id).info.experiment_id

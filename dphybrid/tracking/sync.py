@@ -14,7 +14,7 @@ from mlflow.tracking import MlflowClient
 from dphybrid.tracking.opening import embedded_uri, recorded_in
 from dphybrid.tracking.record import RecordFile, records
 from dphybrid.tracking.sender import Sender
-from dphybrid.tracking.writer import HEARTBEAT_TAG, PID_TAG, MlflowWriter
+from dphybrid.tracking.writer import HEARTBEAT_TAG, PID_TAG, MlflowWriter, experiments_named
 from dphybrid.util.errors import counted
 from dphybrid.util.locks import is_held
 from dphybrid.util.text import shown_address
@@ -120,11 +120,11 @@ def _end_orphans(
     """End the runs whose process no longer exists; yield their ids. known: MLflow's id -> record of the runs
     here. waiting: runs to leave alone, as their record may hold their real end."""
     client = MlflowClient(tracking_uri=tracking_uri)
-    found = client.get_experiment_by_name(experiment)
-    if found is None:
+    found = [each.experiment_id for each in experiments_named(client, experiment)]
+    if not found:
         return
     running = client.search_runs(
-        [found.experiment_id],
+        found,
         filter_string="attributes.status = 'RUNNING'",
         run_view_type=ViewType.ACTIVE_ONLY,
     )

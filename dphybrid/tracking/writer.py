@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
+from mlflow.entities import Dataset, DatasetInput, Experiment, InputTag, Metric, Param, RunTag, ViewType
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
@@ -59,6 +59,12 @@ def create_run(server: Server, run_name: str, description: str) -> tuple[str, st
         _NOTE_TAG: description,
     }
     return experiment_id, str(client.create_run(experiment_id, run_name=run_name, tags=tags).info.run_id)
+
+
+def experiments_named(client: MlflowClient, name: str) -> list[Experiment]:
+    """Return the active experiments of a name, and those below it: `dphybrid/ctr` of `dphybrid`."""
+    every = client.search_experiments(view_type=ViewType.ACTIVE_ONLY)
+    return [found for found in every if found.name == name or found.name.startswith(f"{name}/")]
 
 
 def find_experiment(client: MlflowClient, tracking_uri: str, name: str, store: Path) -> str:

@@ -23,6 +23,8 @@ _CALIBRATION = "Calibration: each point is a tenth of the validation rows"
 _OBSERVED = "predicted_against_observed"
 _SHOWN_ROWS = 400
 """Most rows of a scatter plot; they are taken at equal distances."""
+_SHOWN_POINTS = 200
+"""Most points of a curve."""
 _SHOWN_CLASSES = 12
 """Most classes of a confusion matrix: the most frequent ones. The others share one line."""
 
@@ -69,9 +71,16 @@ def label_task(facts: Mapping[str, object]) -> LabelTask:
 
 def _binary(label: Label) -> LabelTask:
     def charts(outputs: dict[str, Tensor]) -> list[Chart | Confusion]:
-        probabilities_B = torch.sigmoid(outputs["logits"].double()).numpy()
-        shares = _binned(probabilities_B, outputs["labels_B"].double().numpy(), outputs)
-        return [_chart("calibration", _CALIBRATION, ("mean probability", "share of rows that are 1"), shares)]
+        logits_B, labels_B = outputs["logits"].double(), outputs["labels_B"].numpy().astype(np.int64)
+        weights_B = sample_weights(outputs)
+        shares = _binned(torch.sigmoid(logits_B).numpy(), labels_B.astype(np.float64), outputs)
+        names = label.classes or ("0", "1")
+        axes = ("mean probability", f"share of rows that are {names[1]}")
+        return [
+            *_ranked(labels_B, logits_B.numpy(), weights_B),
+            _chart("calibration", _CALIBRATION, axes, shares),
+            _confusion(names, labels_B, (logits_B > 0).numpy().astype(np.int64), weights_B),
+        ]
 
     return LabelTask(
         # The metrics of BINARY; a table's baselines are computed by its recipe.
@@ -224,6 +233,27 @@ def _poisson(logits_B: Tensor, labels_B: Tensor) -> Tensor:
     labels_B = labels_B.to(logits_B.dtype)
     # xlogy, as its value at 0 is 0 where `0 * log(0)` would be NaN.
     return torch.exp(logits_B) - labels_B * logits_B + torch.xlogy(labels_B, labels_B) - labels_B
+
+
+def _ranked(labels_B: Array, scores_B: Array, weights_B: Array | None) -> list[Chart]:
+    """Return the ROC curve and the precision-recall curve of scores."""
+    from sklearn.metrics import precision_recall_curve, roc_curve
+
+    false_T, true_T, _ = roc_curve(labels_B, scores_B, sample_weight=weights_B)
+    precision_T, recall_T, _ = precision_recall_curve(labels_B, scores_B, sample_weight=weights_B)
+    roc = _chart("roc", "ROC curve", ("false positive rate", "true positive rate"), _thinned(false_T, true_T))
+    axes = ("recall", "precision")
+    both = _chart("precision_recall", "Precision and recall", axes, _thinned(recall_T, precision_T))
+    return [
+        roc.model_copy(update={"drawn": "line"}),
+        both.model_copy(update={"drawn": "line", "line": "none"}),
+    ]
+
+
+def _thinned(x_T: Array, y_T: Array) -> list[tuple[float, float]]:
+    """Return at most `_SHOWN_POINTS` points of a curve, at equal distances along it; both ends are kept."""
+    places = np.unique(np.linspace(0, len(x_T) - 1, _SHOWN_POINTS).round().astype(np.int64))
+    return list(zip(x_T[places].tolist(), y_T[places].tolist(), strict=True))
 
 
 def _chart(name: str, title: str, axes: tuple[str, str], points: list[tuple[float, float]]) -> Chart:

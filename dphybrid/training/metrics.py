@@ -15,18 +15,20 @@ from dphybrid.util.errors import UserError
 
 
 class Chart(BaseModel):
-    """A scatter plot of points (x, y). name: of its file. line: the reference line, y = x or y = 0."""
+    """A plot of points (x, y), or of the line through them. name: what it shows, in one word. line: the
+    reference line, y = x or y = 0."""
 
     name: str
     title: str
     xlabel: str
     ylabel: str
     points: list[tuple[float, float]]
-    line: Literal["equal", "zero"] = "equal"
+    line: Literal["equal", "zero", "none"] = "equal"
+    drawn: Literal["points", "line"] = "points"
 
 
 class Confusion(BaseModel):
-    """A confusion matrix. name: of its file. counts: one line for each true class, one column for each
+    """A confusion matrix. counts: one line for each true class, one column for each
     predicted class; sums of weights where rows are weighted. recall: of each class; None for a class without
     rows."""
 

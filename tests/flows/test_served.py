@@ -280,7 +280,7 @@ def test_the_command_that_deploy_prints_runs_to_completion(
     sockets = [c for p in processes for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
     assert {socket.laddr.ip for socket in sockets} <= {"127.0.0.1"}
     client = team.mlflow
-    experiment = client.get_experiment_by_name("dphybrid")
+    experiment = client.get_experiment_by_name("dphybrid/hybrid")
     run = client.search_runs([experiment.experiment_id])[0]
     assert run.info.status == "FINISHED"
     assert run.data.tags["prefect.deployment_name"] == "train-tutorial-hybrid"

@@ -17,7 +17,7 @@ from dphybrid.run.train import Report
 from dphybrid.tracking.compare import read_runs
 from dphybrid.tracking.compare_page import write_comparison
 from tests.commands import run_with
-from tests.conftest import LONG, own_settings
+from tests.conftest import own_settings
 from tests.tracking.conftest import MlflowServer
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
@@ -69,8 +69,6 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
         with pytest.MonkeyPatch.context() as patch:
             own_settings(patch, folder / "data", TRACKING_URI=server.uri)
             patch.chdir(folder)
-            if not LONG:  # only nightly tests look at the pictures
-                patch.setattr("dphybrid.run.report._pictures", lambda *_: {})
             overrides = [
                 "recipe=hybrid",
                 "train.epochs=2",
@@ -113,8 +111,8 @@ def test_the_report_opens_among_the_artifacts(seen: Seen) -> None:
     page = seen.open(f"{base}/artifacts/Report.html?workflowType=machine_learning", "report", "Report.html")
     frame = page.frame_locator("iframe").first
     frame.get_by_text("Where time went").first.wait_for(timeout=WAIT_MS)
-    assert frame.locator("img").count() == 1  # how batches were split
-    assert frame.locator("svg").count() == 2  # the loss, and the metric
+    # the loss, the metric, stages and how batches were split
+    assert frame.locator("svg").count() == 4
     for drawing in frame.locator("svg").all():
         left = drawing.bounding_box()["x"]
         assert all(text.bounding_box()["x"] >= left for text in drawing.locator("text").all())  # none is cut
@@ -135,29 +133,37 @@ def test_the_page_of_a_comparison_can_be_hidden_sorted_and_switched(
     page.wait_for_selector("body[data-drawn]", timeout=WAIT_MS)
     page.wait_for_timeout(500)
     seen.keep(page, f"comparison_{width}")
-    rows = page.locator(".runs tbody tr")
+    rows = page.locator("table").first.locator("tbody tr")
     assert rows.count() == 3
     assert rows.first.get_by_role("link").get_attribute("href") == seen.reports[0].run_url
-    dots = page.locator(".runs .dot").evaluate_all("all => all.map(one => one.style.background)")
+    dots = (
+        page.locator("table")
+        .first.locator(".dot")
+        .evaluate_all("all => all.map(one => one.style.background)")
+    )
     assert len(set(dots)) == 3
-    assert page.locator("#stages .trace.bars").count() >= 5
-    for chart in ("speed", "stages", "curves"):  # none covers the heading below it
+    assert page.locator("#plot2 .trace.bars").count() >= 5
+    for chart in ("plot1", "plot2", "plot3"):  # none covers the heading below it
         place = page.locator(f"#{chart}")
         drawn = place.locator("svg").first.bounding_box()
         assert drawn["height"] <= place.bounding_box()["height"]
-    titles = page.locator(".runs th").all_inner_texts()
-    page.locator(".runs th", has_text="samples/s").click()
-    column = page.locator(f".runs tbody tr td:nth-child({titles.index('samples/s') + 1})").all_inner_texts()
+    titles = page.locator("table").first.locator("th").all_inner_texts()
+    page.locator("table").first.locator("th", has_text="samples/s").click()
+    column = (
+        page.locator("table")
+        .first.locator(f"tbody td:nth-child({titles.index('samples/s') + 1})")
+        .all_inner_texts()
+    )
     speeds = [float(text.replace(",", "")) for text in column]
     assert speeds == sorted(speeds, reverse=True)
-    curves = page.evaluate("document.getElementById('curves').data.length")
-    page.locator("#curves .legendtoggle").first.click()
+    curves = page.evaluate("document.getElementById('plot3').data.length")
+    page.locator("#plot3 .legendtoggle").first.click()
     page.wait_for_timeout(600)  # a second click would show it alone
-    hidden = "document.getElementById('curves').data.filter(one => one.visible === 'legendonly').length"
+    hidden = "document.getElementById('plot3').data.filter(one => one.visible === 'legendonly').length"
     assert page.evaluate(hidden) == curves / 3
-    page.locator("#curves .updatemenu-button", has_text="over seconds").click()
+    page.locator("#plot3 .updatemenu-button", has_text="over seconds").click()
     page.wait_for_timeout(300)
-    assert page.evaluate("document.getElementById('curves').data[0].x[0] % 1 !== 0")
+    assert page.evaluate("document.getElementById('plot3').data[0].x[0] % 1 !== 0")
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth + 1")
     sizes = page.locator("text").evaluate_all(
         "all => all.map(one => parseFloat(getComputedStyle(one).fontSize))"

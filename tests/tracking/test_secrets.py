@@ -43,7 +43,7 @@ def test_a_planted_password_is_found_nowhere(
     assert SECRET not in said, [line for line in said.splitlines() if SECRET in line]
     monkeypatch.delenv("DPHYBRID_TRACKING_URI")  # --tracking left it
     client = MlflowClient(uri)
-    experiment = client.get_experiment_by_name("dphybrid")
+    experiment = client.get_experiment_by_name("dphybrid/toy")
     (run,) = client.search_runs([experiment.experiment_id])
     assert "***" in run.data.tags["from"]
     assert SECRET not in str(run.to_dictionary())

@@ -97,9 +97,12 @@ def test_classes(data_dir: Path, tmp_path: Path) -> None:
     assert counts_CC.trace() / counts_CC.sum() == pytest.approx(run.metrics["accuracy"])
     assert confusion["recall"] == pytest.approx(counts_CC.diagonal() / counts_CC.sum(1))
     assert (calibration["name"], len(calibration["points"])) == ("calibration", 10)
+    pictures = (run.folder / "record" / "Report.html").read_text()
+    # curves, the two, stages, and how batches were split
+    assert pictures.count("<svg") == len(run.history) - 1 + 4
     page = run.report().page()
-    assert page.count("data:image/png") == 3  # the two, and how batches were split
-    assert f"<td>{confusion['recall'][0]:.1%}</td>" in page
+    assert page.count("Plotly.newPlot(") == pictures.count("<svg")
+    assert f">{100 * confusion['recall'][0]:.4g}</td>" in page
 
 
 def test_a_number_and_the_run_goes_on(data_dir: Path, tmp_path: Path) -> None:
@@ -244,12 +247,20 @@ def test_a_recipe_that_learns_two_classes_refuses_others(data_dir: Path) -> None
         label_task(LABELS["multiclass"]).compute({"logits": torch.zeros(4), "labels_B": torch.zeros(4)})
 
 
-def test_binary_runs_have_a_calibration(data_dir: Path) -> None:
+def test_binary_runs_have_curves_calibration_and_a_confusion_matrix(data_dir: Path) -> None:
     table = rows().with_columns(dear=pl.col("size") > 6000).drop("kind", "size", "visits")
     run = dphybrid.train(table, label="dear", **VALUES | {"epochs": 1})
-    (chart,) = json.loads((run.folder / "metrics.json").read_text())["charts"]
-    assert (chart["name"], len(chart["points"])) == ("calibration", 10)
-    assert all(0 <= value <= 1 for point in chart["points"] for value in point)
+    page = json.loads((run.folder / "metrics.json").read_text())
+    roc, ranked, calibration, confusion = page["charts"]
+    assert (calibration["name"], len(calibration["points"])) == ("calibration", 10)
+    for chart in (roc, ranked, calibration):
+        assert all(0 <= value <= 1 for point in chart["points"] for value in point)
+    x, y = np.array(roc["points"]).T
+    assert (roc["points"][0], roc["points"][-1]) == ([0.0, 0.0], [1.0, 1.0])
+    assert np.trapezoid(y, x) == pytest.approx(page["metrics"]["auc"], abs=0.01)
+    assert ranked["points"][-1] == [0.0, 1.0]  # no row, so none of them wrong
+    assert confusion["classes"] == ["False", "True"] or len(confusion["classes"]) == 2
+    assert sum(map(sum, confusion["counts"])) == 120
     assert "What it predicts" in run.report().page()
     assert Predictor(run.checkpoint).predict(table).shape == (600,)
 
