@@ -39,7 +39,7 @@ def run(module: str, *words: str) -> None:
 
 
 def picture_files(page: Any, out: Path, folder: Path) -> None:
-    """Train three runs; save pictures of their comparison, and of the last run's report and splits."""
+    """Train three runs; save pictures of their comparison, and of the last run's report."""
     (folder / "visits.csv").write_text(VISITS)
     for devices in ("cpu", "cpu*2", "cpu*8"):
         name = f"visits-{devices.replace('*', 'x')}"
@@ -47,8 +47,6 @@ def picture_files(page: Any, out: Path, folder: Path) -> None:
     run("dphybrid", "compare", "visits-cpu", "visits-cpux2", "visits-cpux8")
     reports = (folder / "data/mlflow/artifacts").glob("*/artifacts/Report.html")
     report = max(reports, key=lambda file: file.stat().st_mtime)
-    (splits,) = report.parent.rglob("rows_per_replica.png")
-    shutil.copy(splits, out)
     keep(page, report.as_uri(), out / "report.png")
     keep(page, (folder / "comparison/index.html").as_uri(), out / "compare.png", full=True)
 

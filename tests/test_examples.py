@@ -67,7 +67,7 @@ def test_an_own_recipe_is_on_record_under_its_import_path(data_dir: Path) -> Non
     report = run_with("recipe=examples.own_recipe:Ratings", "train.epochs=1")
     run = MlflowClient(report.tracking_uri).get_run(report.run_id)
     assert run.data.params["recipe"] == "examples.own_recipe:Ratings"
-    assert run.data.metrics["final/right"] == report.metrics["right"]
+    assert run.data.metrics["final_right"] == report.metrics["right"]
     (model,) = models_of(report)
     assert model.name == f"examples-own_recipe-Ratings-{Path(report.best_checkpoint).name}"
 

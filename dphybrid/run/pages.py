@@ -47,10 +47,8 @@ class MetricsPage(Page):
 class Report(Page):
     """The report of a run; `--report FILE` writes it as JSON.
 
-    stages: seconds; stages_ms: milliseconds of an
-    average step. saving: what the checkpoints cost. registered_as: "" if the model is not in the registry;
-    not_registered then says why.
-    """
+    stages: seconds; stages_ms: milliseconds of an average step. saving: what the checkpoints cost.
+    registered_as: "" if the model is not in the registry; not_registered then says why."""
 
     run_name: str
     devices: str

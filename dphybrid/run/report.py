@@ -100,14 +100,16 @@ def _reported(run: Run, experiment: Experiment, tracker: Tracker) -> Report:
         tracker.log_text("config.json", experiment.config.model_dump_json(indent=1))
         tracker.log_bytes(REPORT_PAGE, run_report_html(facts).encode())
         tracker.set_description(run_report_markdown(facts))
+        # MLflow's list of runs shows this tag, in the column Source, but no metric unless people choose one.
+        metric = experiment.task.metric
+        tracker.set_tags({"mlflow.source.name": f"{metric} {report.metrics[metric]:.4g}"})
     tracker.finish("FINISHED")
     return report
 
 
 def report_page(run: Run) -> str:
     """Return the report of a finished run as a self-contained HTML page with plotly's figures. Raises
-    UserError when the run has
-    not ended, or its data is missing."""
+    UserError when the run has not ended, or its data is missing."""
     report = Report.read(run.folder / "report.json")
     return run_report_html(_facts(run, run.experiment(), report), clickable=True)
 
@@ -155,13 +157,13 @@ def _summary(result: ResultPage, experiment: Experiment) -> dict[str, float]:
             "split/rows_max": max(rows),
             "split/rows_min": min(rows),
         }
-    summary |= {f"summary/step_ms_{name}": value for name, value in result.step_ms.items() if name != "steps"}
+    summary |= {f"summary_step_ms_{name}": value for name, value in result.step_ms.items() if name != "steps"}
     if result.step_ms:
         full = rows_of_batch(experiment.data.dataset("train"), config.batch_size)
-        summary["summary/samples_per_s_median"] = 1e3 * full / result.step_ms["p50"]
-    summary["summary/checkpoint_stall_s"] = result.saving.stall_s
-    summary["summary/checkpoint_mib"] = result.saving.written_bytes / 2**20
-    return summary | {"summary/train_s": total}
+        summary["summary_samples_per_s_median"] = 1e3 * full / result.step_ms["p50"]
+    summary["summary_checkpoint_stall_s"] = result.saving.stall_s
+    summary["summary_checkpoint_mib"] = result.saving.written_bytes / 2**20
+    return summary | {"summary_train_s": total}
 
 
 def _facts(run: Run, experiment: Experiment, report: Report) -> dict[str, object]:

@@ -104,7 +104,7 @@ def train_run(
 
 def evaluate_run(run: Run, experiment: Experiment) -> dict[str, float]:
     """Evaluate the best checkpoint on the validation rows, and on test rows if the data has any
-    (`test_...`); log all metrics as `final/...`."""
+    (`test_...`); log all metrics as `final_...`."""
     data, task, mapped = experiment.data, experiment.task, experiment.engine.mapped
     best = Path(ResultPage.read(run.folder / "result.json").best_checkpoint)
     gc.collect()  # frames of torch's lazy imports may keep the trained table alive, and two may not fit
@@ -128,10 +128,10 @@ def evaluate_run(run: Run, experiment: Experiment) -> dict[str, float]:
     page = MetricsPage(metrics=metrics, charts=list(charts), beside=_beside(metrics, baselines, task))
     page.write(run.folder / "metrics.json")
     with closing(attached(run)) as tracker:
-        tracker.log_summary({f"final/{name}": value for name, value in metrics.items()})
+        tracker.log_summary({f"final_{name}": value for name, value in metrics.items()})
         for which, values in baselines.items():
-            where = f"baseline/{which.replace(' ', '_')}"
-            tracker.log_summary({f"{where}/{name}": value for name, value in values.items()})
+            where = f"baseline_{which.replace(' ', '_')}"
+            tracker.log_summary({f"{where}_{name}": value for name, value in values.items()})
     return metrics
 
 

@@ -57,7 +57,7 @@ class RunFacts:
 
     @property
     def samples_per_s(self) -> float | None:
-        return self.metrics.get("summary/samples_per_s_median")
+        return self.metrics.get("summary_samples_per_s_median")
 
     def value(self, param: str) -> str:
         return self.params.get(param, "not set")
@@ -81,7 +81,7 @@ def _read_run(client: MlflowClient, store_uri: str, run_id: str) -> RunFacts:
         run = client.get_run(run_id)
     except MlflowException as error:
         raise UserError(f"run {run_id!r}: cannot be read ({str(error).splitlines()[0][:200]})") from error
-    metrics = {name: _restored(value) for name, value in run.data.metrics.items()}
+    metrics = {_renamed(name): _restored(value) for name, value in run.data.metrics.items()}
     # At most six: more panels are hard to read, and each curve costs a call to the server.
     chosen = [name for name in metrics if name == "train/loss" or name.startswith("valid/")][:6]
     begin, tags = run.info.start_time, run.data.tags.items()
@@ -111,6 +111,11 @@ def _measured(run: Run) -> str:
         return f"{int(params['valid.rows']):,} rows {params['valid.digest'][:8]}"
     given = run.inputs.dataset_inputs if run.inputs is not None else []
     return next((f"data {each.dataset.digest[:8]}" for each in given), "")
+
+
+def _renamed(name: str) -> str:
+    """Return the present name of a metric that earlier versions recorded."""
+    return name.replace("/", "_", 1) if name.startswith(("final/", "summary/")) else name
 
 
 def _restored(value: float) -> float:

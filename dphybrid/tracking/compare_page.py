@@ -145,7 +145,7 @@ def _merged(words: Sequence[str], members: Sequence[RunFacts]) -> RunFacts:
         params={**members[0].params, _SEED: words[-1]},
         # Medians of times, because one slow run would move their mean.
         metrics={
-            name: statistics.median(values) if name.startswith("summary/") else sum(values) / len(values)
+            name: statistics.median(values) if name.startswith("summary_") else sum(values) / len(values)
             for name, values in numbers.items()
         },
         # statistics.stdev fails for values that are not finite.
@@ -172,7 +172,7 @@ def _overview(runs: Sequence[RunFacts], param: str) -> dict[str, list[Cell]]:
     left out; the best values are marked."""
     speed = _speeds(runs, param)
     found = [speed.get(run.run_id) for run in runs]
-    finals = sorted({name for run in runs for name in run.metrics if name.startswith("final/")})
+    finals = sorted({name for run in runs for name in run.metrics if name.startswith("final_")})
     # Metrics are compared only among the rows that most runs were measured on.
     common = Counter(run.measured for run in runs).most_common(1)[0][0]
     same = [run.measured == common for run in runs]
@@ -183,7 +183,7 @@ def _overview(runs: Sequence[RunFacts], param: str) -> dict[str, list[Cell]]:
             for name in _differing(runs)
         },
         **{
-            name.removeprefix("final/"): _best(
+            name.removeprefix("final_"): _best(
                 [_cell(run, name, is_same) for run, is_same in zip(runs, same, strict=True)],
                 min if least_is_best(name) else max,
                 same,
@@ -191,7 +191,7 @@ def _overview(runs: Sequence[RunFacts], param: str) -> dict[str, list[Cell]]:
             for name in finals
         },
         "measured on": [Cell("" if all(same) else run.measured) for run in runs],
-        "samples/s": _best([_cell(run, "summary/samples_per_s_median") for run in runs], max),
+        "samples/s": _best([_cell(run, "summary_samples_per_s_median") for run in runs], max),
         "speed-up": [
             # "-": the run was timed but has no baseline
             Cell(f"{own.ratio:.2f}", own.ratio) if own else Cell("-" if run.samples_per_s else "")
@@ -201,9 +201,9 @@ def _overview(runs: Sequence[RunFacts], param: str) -> dict[str, list[Cell]]:
             Cell(f"{own.efficiency:.0%}", own.efficiency) if own and own.efficiency is not None else Cell("")
             for own in found
         ],
-        "step p50, ms": _best([_cell(run, "summary/step_ms_p50") for run in runs], min),
-        "step p95, ms": [_cell(run, "summary/step_ms_p95") for run in runs],
-        "training, s": [_cell(run, "summary/train_s") for run in runs],
+        "step p50, ms": _best([_cell(run, "summary_step_ms_p50") for run in runs], min),
+        "step p95, ms": [_cell(run, "summary_step_ms_p95") for run in runs],
+        "training, s": [_cell(run, "summary_train_s") for run in runs],
         "status": [Cell(run.status.lower()) for run in runs],
     }
     if all(run.status == "FINISHED" for run in runs):

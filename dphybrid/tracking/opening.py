@@ -54,9 +54,9 @@ def open_tracker(
     `store`) and copies the records to MLflow.
 
     tracking_uri: server or database; None: SQLite and a folder of artifacts in `store`; "files", or None if
-    MLflow is not installed: no copies; "none": a tracker that records nothing.
-    upload_limit: a checkpoint's file of more bytes is recorded by path and digest instead of being uploaded.
-    must_answer: check first that the server answers.
+    MLflow is not installed: no copies; "none": a tracker that records nothing. upload_limit: a checkpoint's
+    file of more bytes is recorded by path and digest instead of being uploaded. must_answer: check first that
+    the server answers.
 
     Raises UserError when a server does not answer, and for file stores, which MLflow no longer writes.
     """

@@ -55,8 +55,7 @@ class Table:
 @dataclass(frozen=True)
 class Section:
     """A part of a page. lead: its first sentence. big: name -> a number to show large. facts: name -> text.
-    wide: whether a figure takes the whole width. brief: whether
-    Markdown has it, too."""
+    wide: whether a figure takes the whole width. brief: whether Markdown has it, too."""
 
     title: str = ""
     note: str = ""

@@ -70,9 +70,8 @@ class Losses:
 
 class Sent(BaseModel):
     """`record.sent`: how much of a record MLflow has. offset: of the first byte that has not arrived.
-    refused:
-    offset -> the server's reason; more_refused: further ones. told: the losses that the run's page names.
-    closed: the run has ended, and everything has arrived."""
+    refused: offset -> the server's reason; more_refused: further ones. told: the losses that the run's page
+    names. closed: the run has ended, and everything has arrived."""
 
     offset: int = Field(default=0, ge=0)
     refused: dict[int, str] = Field(default_factory=dict)
@@ -127,8 +126,7 @@ class RecordFile:
 
     def mend(self) -> None:
         """End a line that a crash cut off, so that it costs no other. Call it only as the one that appends,
-        or
-        while nobody does."""
+        or while nobody does."""
         with self._appending:
             self._opened()
 

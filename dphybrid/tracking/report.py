@@ -31,8 +31,7 @@ def run_report_html(report: Page, clickable: bool = False) -> str:
 
     report: the fields of `dphybrid.run.pages.Report`, and config, given (the flags of the command), tabular,
     data_name, data_source, data_lines, links (name -> address, such as the flow run's), history (of
-    `ResultPage`) and charts (of `MetricsPage`).
-    """
+    `ResultPage`) and charts (of `MetricsPage`)."""
     return html_of(str(report["run_name"]), _sections(report, len(report["data_lines"])), clickable=clickable)
 
 

@@ -1,6 +1,5 @@
 """Copies a run's record to MLflow from a background thread: in order, and again until it succeeds, so that
-the
-training never waits."""
+the training never waits."""
 
 import contextlib
 import contextvars
@@ -38,10 +37,8 @@ class Sender:
     """Passes the records of a file to `write`, and notes how far the server has them.
 
     write: gets several records of metrics, or one of another kind. It raises Refused if the server refuses
-    them; after any other error they are sent again.
-    beat: called about once a minute, to show that the process is alive.
-    again: kinds of refused records to send once more, before all others.
-    """
+    them; after any other error they are sent again. beat: called about once a minute, to show that the
+    process is alive. again: kinds of refused records to send once more, before all others."""
 
     def __init__(
         self,
@@ -85,8 +82,7 @@ class Sender:
 
     def deliver(self, wait_s: float) -> tuple[bool, Losses]:
         """Send the remaining records, what is lost, and the whole file, in at most about `wait_s` seconds,
-        and
-        close; return whether they have arrived, and the losses."""
+        and close; return whether they have arrived, and the losses."""
         self._ending = True
         arrived = self.close(wait_s)
         return arrived, self.sent.losses()

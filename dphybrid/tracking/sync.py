@@ -36,12 +36,10 @@ def sync(
     wait_s: float = 60.0,
 ) -> Iterator[tuple[str, bool]]:
     """Send the records of the runs in `runs` and end orphaned runs of `experiment`; yield lines to print,
-    each
-    with whether all records of that run have arrived.
+    each with whether all records of that run have arrived.
 
     tracking_uri, store: as `open_tracker` takes them. wait_s: how long each run may take. Raises UserError if
-    runs are not recorded in MLflow.
-    """
+    runs are not recorded in MLflow."""
     uri = recorded_in(tracking_uri, store)
     known = dict[str, RecordFile]()
     waiting = set[str]()

@@ -41,8 +41,7 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Server:
     """An MLflow that gets copies of records. store: folder for the artifacts, with a database. upload_limit:
-    a
-    checkpoint's file of more bytes is recorded by path and digest instead of being uploaded."""
+    a checkpoint's file of more bytes is recorded by path and digest instead of being uploaded."""
 
     uri: str
     experiment: str
@@ -55,8 +54,7 @@ class Tracker:
 
     Without `runs` it records nothing. Without a server, nothing leaves the folder. After `start` or `attach`,
     no verb raises because a server is unreachable. Only `register`, `flush`, `close` and `finish` wait for
-    the server, each for a limited time.
-    """
+    the server, each for a limited time."""
 
     def __init__(self, runs: Path | None = None, server: Server | None = None) -> None:
         self._runs, self._server = runs, server
@@ -86,8 +84,7 @@ class Tracker:
         self, run_name: str, params: Mapping[str, str], tags: Mapping[str, str], description: str
     ) -> str:
         """Create the run; return its id: MLflow's, or else its name. Raises MlflowException, and leaves no
-        file
-        then."""
+        file then."""
         if self._runs is None:
             return ""
         self.run_id = run_name
@@ -112,8 +109,7 @@ class Tracker:
 
     def attach(self, run_name: str) -> None:
         """Continue to record a run that is still open. A run whose first attempt recorded nothing stays
-        without
-        a record."""
+        without a record."""
         if self._runs is None:
             return
         file = RecordFile(self._runs / run_name)
@@ -125,8 +121,7 @@ class Tracker:
 
     def record(self, record: Record, *, sync: bool = False) -> int:
         """Append a record that one of the verbs below made; return where its line begins. sync: the record
-        must
-        survive a power loss."""
+        must survive a power loss."""
         if self._file is None:
             return 0
         number = self._file.append(record, sync=sync)
@@ -151,8 +146,7 @@ class Tracker:
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Record metrics at a step, except those that an earlier attempt of this run recorded at that step or
-        a
-        later one."""
+        a later one."""
         if self._file is None:
             return
         with self._opening:
@@ -211,8 +205,7 @@ class Tracker:
 
     def log_file(self, path: Path, folder: str) -> None:
         """Record a file under `folder` ("" for the top). Do not move a file of the run's folder: it is read
-        when
-        it is sent. Another file is copied."""
+        when it is sent. Another file is copied."""
         if self._file is None:
             return
         own, given = self._file.folder.absolute(), path.absolute()
@@ -242,8 +235,7 @@ class Tracker:
 
         kept: for each checkpoint its uid (differs when its content does), name, step, folder, role (best,
         latest, best+latest or kept) and metrics (of the evaluation before it, as they were logged). dataset:
-        name and digest of the training data.
-        """
+        name and digest of the training data."""
         if self._file is None:
             return
         # Relative to the run's folder, which may be moved before they are sent.

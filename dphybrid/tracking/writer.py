@@ -1,10 +1,8 @@
 """Writes the records of a run into MLflow. After a crash or an outage a record may be written twice; the
-result
-is the same as once.
+result is the same as once.
 
 All calls use the client with an explicit run id, never the fluent functions: their active run is local to a
-thread.
-"""
+thread."""
 
 import json
 import os
@@ -91,8 +89,7 @@ def find_experiment(client: MlflowClient, tracking_uri: str, name: str, store: P
 
 class MlflowWriter:
     """Writes records of the run in `folder`. upload_limit: a checkpoint's file of more bytes is logged by
-    path instead of
-    being uploaded.
+    path instead of being uploaded.
 
     Connects at the first record, and so in the sender's thread, where the training does not wait for it.
     """

@@ -94,8 +94,7 @@ def masked(text: str) -> str:
     """Return a text whose addresses are shown as `shown_address` shows them, so without secrets.
 
     In a sentence an address ends at a blank. But everything between `://` and the last @ of the line counts
-    as user and password, as passwords may contain any character.
-    """
+    as user and password, as passwords may contain any character."""
     if ":/" in text:
         text = "\n".join(map(_masked_line, text.split("\n")))
     return _VALUE.sub(r"\1***", text)

@@ -63,7 +63,7 @@ def test_a_recipe_of_a_foreign_package_does_all_that_built_in_ones_do(
     from mlflow.tracking import MlflowClient
 
     run = MlflowClient(more["tracking_uri"]).get_run(more["run_id"])
-    assert run.data.metrics["final/right"] == pytest.approx(more["metrics"]["right"])
+    assert run.data.metrics["final_right"] == pytest.approx(more["metrics"]["right"])
     assert run.data.params["recipe"] == "ratings"
     assert run.data.params["data.num_ratings"] == "1000"
     assert "model.kind" not in run.data.params

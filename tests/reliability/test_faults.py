@@ -70,7 +70,7 @@ def recorded_of(data_dir: Path) -> dict[str, Any]:
     run_id, store = RunPage.read(page).run_id, data_dir / "mlflow"
     client = MlflowClient(embedded_uri(store), registry_uri=embedded_uri(store))
     run = client.get_run(run_id)
-    curves = [name for name in run.data.metrics if name.startswith(("valid/", "train/", "final/"))]
+    curves = [name for name in run.data.metrics if name.startswith(("valid/", "train/", "final_"))]
     models = client.search_logged_models(
         [run.info.experiment_id], filter_string=f"source_run_id = '{run_id}'"
     )
@@ -81,7 +81,7 @@ def recorded_of(data_dir: Path) -> dict[str, Any]:
             name: sorted((point.step, point.value) for point in client.get_metric_history(run_id, name))
             for name in curves
         },
-        "summaries": sorted(name for name in run.data.metrics if name.startswith("summary/")),
+        "summaries": sorted(name for name in run.data.metrics if name.startswith("summary_")),
         "models": sorted(
             (model.name, model.tags["dphybrid.role"], [(m.key, m.step, m.value) for m in model.metrics or []])
             for model in models

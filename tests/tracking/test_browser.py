@@ -99,7 +99,7 @@ def test_the_page_of_a_run_explains_it(seen: Seen) -> None:
         "Load the best checkpoint",
         'dphybrid.load_model("models:/hybrid-model@challenger")',
         "dphybrid train --recipe hybrid --devices 'cpu*8'",
-        "summary/samples_per_s_median",
+        "summary_samples_per_s_median",
         "hybrid-model",
     ):
         assert words in text, words

@@ -47,7 +47,7 @@ def facts(name: str, on: str, speed: float | None, **params: str) -> RunFacts:
         started=datetime(2026, 1, 1),
         params={"devices": on, **params},
         replicas=int(replicas),
-        metrics={} if speed is None else {"summary/samples_per_s_median": speed},
+        metrics={} if speed is None else {"summary_samples_per_s_median": speed},
         splits={},
     )
 
@@ -133,7 +133,7 @@ def test_the_text_is_a_table_with_what_differs_and_a_line_of_stages_a_run() -> N
 def test_metrics_on_other_validation_rows_are_marked_and_never_the_best(tmp_path: Path) -> None:
     def run(name: str, auc: float, rows: str, **params: str) -> RunFacts:
         made = facts(name, "cpu", None, **params)
-        return dataclasses.replace(made, metrics={"final/auc": auc}, measured=rows)
+        return dataclasses.replace(made, metrics={"final_auc": auc}, measured=rows)
 
     runs = [
         run("a", 0.826, "2,425 rows 1a2b", lr="1"),
@@ -184,7 +184,7 @@ def test_runs_that_differ_in_their_seed_alone_are_one_row_of_means(tmp_path: Pat
     runs = [
         dataclasses.replace(
             facts(f"{lr}-{seed}", "cpu", None, lr=lr, **{"train.seed": str(seed)}),
-            metrics={"final/auc": 0.8 + seed / 1000, "summary/samples_per_s_median": 1000.0 + 10**seed},
+            metrics={"final_auc": 0.8 + seed / 1000, "summary_samples_per_s_median": 1000.0 + 10**seed},
         )
         for lr in ("0.1", "0.2")
         for seed in (0, 1, 2)
@@ -308,10 +308,10 @@ def test_metrics_that_are_not_finite(tmp_path: Path) -> None:
         client.log_param(run_id, "devices", "cpu")
         client.log_param(run_id, "train.seed", seed // 2)
         client.log_param(run_id, "model.dim", seed)
-        client.log_metric(run_id, "final/loss", loss)
+        client.log_metric(run_id, "final_loss", loss)
         client.set_terminated(run_id)
     runs = read_runs(uri, find_runs(uri, "odd"))
-    assert [run.metrics["final/loss"] for run in runs[:2]] == [math.inf] * 2
+    assert [run.metrics["final_loss"] for run in runs[:2]] == [math.inf] * 2
     assert "inf" in text_of(runs, "devices")
     text = write_comparison(runs, tmp_path / "all", "devices").read_text()
     assert re.findall(r'class="number best">([^<]*)<', text) == ["0.5"]

@@ -44,12 +44,12 @@ def test_the_run_holds_config_metrics_and_environment(finished: tuple[Report, Ml
     assert run.data.tags["version.torch"] == torch.__version__
     assert run.data.tags["dphybrid.devices"] == "cpu*3"
     metrics = run.data.metrics
-    assert metrics["final/mse"] == pytest.approx(report.metrics["mse"])
+    assert metrics["final_mse"] == pytest.approx(report.metrics["mse"])
     assert set(metrics) == {
-        *("train/loss", "train/epoch_loss", "valid/mse", "final/mse", "perf/samples_per_s", "perf/step_ms"),
-        *(f"summary/{name}" for name in ("step_ms_p50", "step_ms_p95", "step_ms_mean", "step_ms_warm_up")),
-        *("summary/samples_per_s_median", "summary/train_s", "system/process_rss_mb"),
-        *("summary/checkpoint_stall_s", "summary/checkpoint_mib"),
+        *("train/loss", "train/epoch_loss", "valid/mse", "final_mse", "perf/samples_per_s", "perf/step_ms"),
+        *(f"summary_{name}" for name in ("step_ms_p50", "step_ms_p95", "step_ms_mean", "step_ms_warm_up")),
+        *("summary_samples_per_s_median", "summary_train_s", "system/process_rss_mb"),
+        *("summary_checkpoint_stall_s", "summary_checkpoint_mib"),
     }
     assert len(client.get_metric_history(report.run_id, "valid/mse")) == 2
     (given,) = run.inputs.dataset_inputs

@@ -37,7 +37,7 @@ def test_pandas_reads_a_record_and_numbers_are_exact(tmp_path: Path) -> None:
     assert tracker.start("run", {"train.lr": "0.1"}, {}, "") == "run"
     tracker.log_metrics({"a": np.float32(0.5), "b": torch.tensor(1 / 3, dtype=torch.float64), "step": 7.0}, 1)
     tracker.log_metrics({"a": float("nan"), "b": float("inf"), "größe": -0.0}, 2)
-    tracker.log_summary({"final/a": np.float32(0.25)})
+    tracker.log_summary({"final_a": np.float32(0.25)})
     tracker.finish("FINISHED")
     path = tmp_path / "runs" / "run" / "record.jsonl"
     table = pandas.read_json(path, lines=True, precise_float=True)
@@ -46,7 +46,7 @@ def test_pandas_reads_a_record_and_numbers_are_exact(tmp_path: Path) -> None:
     assert metrics.loc[1, ["a", "b", "metric/step"]].tolist() == [0.5, 1 / 3, 7.0]
     assert np.isnan(metrics.loc[2, "a"])
     assert metrics.loc[2, "b"] == np.inf
-    assert table["final/a"].dropna().tolist() == [0.25]
+    assert table["final_a"].dropna().tolist() == [0.25]
     assert {file.name for file in path.parent.iterdir()} == {"record.jsonl"}
     assert path.stat().st_mode & 0o077 == 0
     assert waiting(tmp_path / "runs") == 0
