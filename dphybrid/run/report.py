@@ -107,11 +107,11 @@ def _reported(run: Run, experiment: Experiment, tracker: Tracker) -> Report:
     return report
 
 
-def report_page(run: Run) -> str:
-    """Return the report of a finished run as a self-contained HTML page with plotly's figures. Raises
-    UserError when the run has not ended, or its data is missing."""
+def report_page(run: Run, clickable: bool) -> str:
+    """Return the report of a finished run as a self-contained HTML page. clickable: with plotly inside, 5 MB;
+    else with pictures. Raises UserError when the run has not ended, or its data is missing."""
     report = Report.read(run.folder / "report.json")
-    return run_report_html(_facts(run, run.experiment(), report), clickable=True)
+    return run_report_html(_facts(run, run.experiment(), report), clickable)
 
 
 def _closing_words(report: Report) -> str:

@@ -100,7 +100,7 @@ def test_classes(data_dir: Path, tmp_path: Path) -> None:
     pictures = (run.folder / "record" / "Report.html").read_text()
     # curves, the two, stages, and how batches were split
     assert pictures.count("<svg") == len(run.history) - 1 + 4
-    page = run.report().page()
+    page = run.report().page(clickable=True)
     assert page.count("Plotly.newPlot(") == pictures.count("<svg")
     assert f">{100 * confusion['recall'][0]:.4g}</td>" in page
 
