@@ -127,7 +127,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
     folder = tmp_path_factory.mktemp("shop")
     with pytest.MonkeyPatch.context() as patch:
         own_settings(patch, folder / "data")
-        patch.setattr("dphybrid.run.report._pictures", lambda *_: {})
+        patch.setattr("dphybrid.tracking.pages.picture", lambda _: "")
         patch.setattr(champion, "_NUM_RESAMPLES", 50)
         stores.put_database("mlflow", folder / "data" / "mlflow" / "mlflow.db")
         (folder / "days").mkdir()
