@@ -452,7 +452,9 @@ def _curves(rows: _Rows, param: str) -> list[Figure]:
     # standoff: otherwise plotly writes a title over long tick labels
     titles = [{"text": name, "standoff": 8} for name in names]
     # plotly calls the first axis yaxis
-    axes = {f"yaxis{n}": {"title": title, "automargin": True} for n, title in enumerate(titles, start=1)}
+    axes: Figure = {
+        f"yaxis{n}": {"title": title, "automargin": True} for n, title in enumerate(titles, start=1)
+    }
     axes["yaxis"] = axes.pop("yaxis1")
     types = {kind: {f"yaxis{n}.type": kind for n in range(1, len(names) + 1)} for kind in ("linear", "log")}
     menus = [

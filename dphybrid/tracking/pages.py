@@ -189,9 +189,9 @@ def picture(figure: Figure) -> str:
             starts = [a + b for a, b in zip(starts, trace["x"], strict=True)]
             axes.set_yticks(range(rows), [_literal(y) for y in trace["y"]])
         else:
-            look = {"linestyle": "--" if trace.get("line", {}).get("dash") else "-", "linewidth": 1.6}
+            look: Figure = {"linestyle": "--" if trace.get("line", {}).get("dash") else "-", "linewidth": 1.6}
             if "lines" not in trace["mode"]:
-                look = {"linestyle": "none"}
+                look: Figure = {"linestyle": "none"}
             marker = "o" if "markers" in trace["mode"] else None
             axes.plot(trace["x"], trace["y"], color=colour, marker=marker, markersize=3.5, **look)
             axes.grid(alpha=0.3)
@@ -241,7 +241,7 @@ def figure(data: list[Figure], title: str = "", x: str = "", y: str = "", **layo
     }
 
 
-def line(points: Sequence[tuple[float, float]], name: str = "", mode: str = "lines", **look: Any) -> Figure:
+def line(points: Sequence[tuple[Any, float]], name: str = "", mode: str = "lines", **look: Any) -> Figure:
     """Return a trace through points."""
     xs, ys = zip(*points, strict=True) if points else ((), ())
     return {"x": list(xs), "y": list(ys), "name": name, "mode": mode, **look}
