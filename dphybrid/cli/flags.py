@@ -102,15 +102,20 @@ class ConfigCommand(Command):
         return load_config(self.config, self.values, base)
 
     def data_config(self, base: ExperimentConfig | None = None) -> ExperimentConfig:
-        """Return `given_config`. Raises UserError, also when a built-in recipe's data does not exist or its
-        table cannot be opened, before the seconds that importing torch takes."""
+        """Return `given_config`, checked by `check_data`. Raises UserError."""
         config = self.given_config(base)
-        if config.recipe in BUILT_IN:
-            check_data_path(str(config.data.model_dump().get("path") or ""))
-            recipe = find_recipe(config.recipe)
-            if recipe.tabular:
-                recipe.source(config.data, config.train.seed)
+        check_data(config)
         return config
+
+
+def check_data(config: ExperimentConfig) -> None:
+    """Raise UserError when a built-in recipe's data does not exist or its table cannot be opened, before the
+    seconds that importing torch takes."""
+    if config.recipe in BUILT_IN:
+        check_data_path(str(config.data.model_dump().get("path") or ""))
+        recipe = find_recipe(config.recipe)
+        if recipe.tabular:
+            recipe.source(config.data, config.train.seed)
 
 
 def _items(texts: Sequence[str]) -> list[str] | str:

@@ -1,5 +1,6 @@
 """Prepared data: made once, the same everywhere, and every unusable input told with its place and remedy."""
 
+import re
 from functools import partial
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from dphybrid.data import batches, open_prepared
 from dphybrid.recipes import find_recipe
 from dphybrid.recipes.text import TextDataConfig
 from dphybrid.recipes.text.data import tokenize
+from tests.commands import command
 from tests.conftest import SHARED
 from tests.preparing import from_file, prepare, table_of
 from tests.refusing import refused_with
@@ -150,3 +152,21 @@ def test_real_files_are_read(tmp_path: Path) -> None:
     assert [c["role"] for c in criteo.manifest.facts["columns"]] == ["numeric"] * 13 + ["categorical"] * 26
     wiki = prepare("text", TextDataConfig(path=str(SHARED / "data/wikitext2/valid.txt")), tmp_path, 0)
     assert wiki.info["num_words"] > 7000
+
+
+def test_a_schema_file_is_written_once_and_then_read(data_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("n,s,y\n" + "".join(f"{i * i},{i % 3},{i % 2}\n" for i in range(60)))
+    schema = tmp_path / "schema.toml"
+    given = ("--data.path", str(tmp_path / "x.csv"), "--data.label", "y", "--data.schema-file", str(schema))
+    first = command("prepare", *given)
+    assert f"Roles: {schema}; edit it, and give it again with --data.schema-file {schema}" in first
+    edited = schema.read_text().replace(
+        '[columns."s"]\nrole = "numeric"', '[columns."s"]\nrole = "categorical"'
+    )
+    assert edited != schema.read_text()
+    schema.write_text(edited)
+    again = command("prepare", *given)
+    assert schema.read_text() == edited
+    assert "Roles:" not in again
+    assert re.search(r"s +categorical", again)
+    assert "--data.schema-file" in again.splitlines()[-1]

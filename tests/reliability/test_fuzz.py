@@ -290,7 +290,7 @@ FLAGS = [
     "--recipe",
     "--out",
 ]
-FLAGS += ["--rows", "--batch-size", "--devices", "--minutes", "--schema", "--help", "--version", "--", "-x"]
+FLAGS += ["--rows", "--batch-size", "--devices", "--minutes", "--help", "--version", "--", "-x"]
 FLAGS += [f"--{name.replace('_', '-')}" for name in FIELDS]
 
 
