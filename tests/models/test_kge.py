@@ -17,7 +17,7 @@ from tests.commands import run_with
 from tests.preparing import prepare
 from tests.refusing import refused
 
-KINDS = ["distmult", "complex", "rotate"]
+KINDS = ["distmult", "complex", "rotate", "transe"]
 
 
 def graph(folder: Path, num_entities: int = 30, num_triples: int = 120, **values: object) -> Prepared:
@@ -46,6 +46,8 @@ def model_for(data: Prepared, kind: str, devices: str = "cpu") -> TripleModel:
 def naive_score(kind: str, head: list[float], relation: list[float], tail: list[float]) -> float:
     if kind == "distmult":
         return sum(a * b * c for a, b, c in zip(head, relation, tail, strict=True))
+    if kind == "transe":
+        return -sum(abs(a + b - c) for a, b, c in zip(head, relation, tail, strict=True))
     half = len(head) // 2
     h, r, t = ([complex(row[i], row[half + i]) for i in range(half)] for row in (head, relation, tail))
     if kind == "complex":
@@ -59,7 +61,9 @@ def test_ranks_are_those_of_a_naive_reference(
     kind: str, devices: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # several blocks of entities, a short one last
-    monkeypatch.setattr("dphybrid.embedding.ranking.SCORES", 2 * 10 * 7 * (6 if kind == "rotate" else 1))
+    monkeypatch.setattr(
+        "dphybrid.embedding.ranking.SCORES", 2 * 10 * 7 * (6 if kind in ("rotate", "transe") else 1)
+    )
     data = graph(tmp_path)
     model = model_for(data, kind, devices).eval()
     table = model.entities.weight.detach()

@@ -17,7 +17,7 @@ from dphybrid.parallel import find_data_parallel, resolve_devices
 from dphybrid.parallel.check import check_module
 from dphybrid.recipes import ModelContext, find_recipe
 from dphybrid.recipes.configs import load_config
-from dphybrid.recipes.ctr.model import DLRM, DeepFM, Sizes, WideDeep
+from dphybrid.recipes.ctr.model import DCN, DLRM, DeepFM, Sizes, WideDeep
 from dphybrid.recipes.text.model import IGNORED, AdaptiveSoftmax
 from dphybrid.run.train import run_job
 from tests.commands import run_with
@@ -125,6 +125,23 @@ def test_dlrms_gradients_are_those_of_finite_differences(columns: int, num_dense
     (wanted,) = torch.autograd.grad(network(rows_BFD, dense_BN).sum(), rows_BFD)
     found = torch.func.vmap(torch.func.grad(alone))(rows_BFD.detach(), dense_BN)
     torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_cross_layer_multiplies_the_input_with_a_map_of_itself(rank: int) -> None:
+    torch.manual_seed(0)
+    network = DCN(Sizes(3, 5, 2, 8, 1, 0.0, cross_layers=2, cross_rank=rank)).double()
+    rows_BFD, dense_BN = torch.randn(4, 3, 5, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
+    for b in range(4):
+        x0 = x = torch.cat([rows_BFD[b].flatten(), dense_BN[b]])
+        for layer in network.cross:
+            matrix = layer[0].weight if rank == 0 else layer[1].weight @ layer[0].weight
+            x = x0 * (matrix @ x + layer[-1].bias) + x
+        expected = network.linear.weight[0] @ x + network.deep(x0)[0]
+        torch.testing.assert_close(network(rows_BFD, dense_BN)[b], expected)
+    assert sum(p.numel() for p in network.cross.parameters()) == 2 * (
+        17 + (17 * 17 if rank == 0 else 2 * 17 * rank)
+    )
 
 
 def test_the_wide_part_is_linear_in_the_first_column() -> None:

@@ -30,14 +30,18 @@ class CtrModelConfig(ModelConfig):
 
     of_training: ClassVar[frozenset[str]] = frozenset({"dropout", "unknown"})
 
-    kind: Literal["mlp", "wide-deep", "deepfm", "dlrm"] = "mlp"
-    """Network: a plain one of hidden layers, Wide & Deep, DeepFM or DLRM."""
+    kind: Literal["mlp", "wide-deep", "deepfm", "dlrm", "dcn"] = "mlp"
+    """Network: a plain one of hidden layers, Wide & Deep, DeepFM, DLRM or DCN-v2."""
     dim: int = Field(default=16, ge=1, le=65536)
     """Width of an embedding row."""
     hidden: int = Field(default=128, ge=1, le=65536)
     """Width of the hidden layers."""
     layers: int = Field(default=2, ge=1, le=64)
     """Number of hidden layers."""
+    cross_layers: int = Field(default=2, ge=1, le=16)
+    """dcn: number of cross layers."""
+    cross_rank: int = Field(default=0, ge=0, le=65536)
+    """dcn: rank of a cross layer's matrix; 0: full, as wide as the input."""
     dropout: float = Field(default=0.1, ge=0.0, lt=1.0)
     """Share of activations dropped while training. On several GPUs the masks differ from those on one."""
     unknown: float = Field(default=0.3, ge=0.0, lt=1.0)
@@ -57,8 +61,8 @@ class Ctr(Recipe):
 
     name = "ctr"
     summary = (
-        "A table with a label (yes or no, classes, a number, counts): hidden layers, Wide & Deep, DeepFM or "
-        "DLRM over one table for all categorical columns."
+        "A table with a label (yes or no, classes, a number, counts): hidden layers, Wide & Deep, DeepFM, "
+        "DLRM or DCN-v2 over one table for all categorical columns."
     )
     model = CtrModelConfig
     table = {"optimizer": "adam", "lr": 0.0}

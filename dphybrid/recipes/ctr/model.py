@@ -7,7 +7,9 @@ numbers, and the loss.
 - deepfm: DeepFM (Guo et al. 2017): the same, with a factorization machine over all pairs of rows instead of
   the wide part alone;
 - dlrm: DLRM (Naumov et al. 2019): dot products of all pairs of rows and of a network's view of the numbers
-  feed a second network.
+  feed a second network;
+- dcn: DCN-v2 (Wang et al. 2021, "DCN V2: Improved Deep & Cross Network", the parallel structure): layers that
+  multiply the input with a linear map of itself, beside hidden layers.
 
 The linear part of wide-deep and deepfm is a row's first column. With several outputs (C classes) it is a
 linear map of the whole row to the outputs instead; deepfm maps the products of pairs to the outputs, too.
@@ -43,7 +45,7 @@ precomputed."""
 @dataclass(frozen=True)
 class Sizes:
     """Sizes of a network: its inputs (num_columns rows of width dim, and num_dense numbers, of which `pieces`
-    encode one number of the table), its hidden layers, and its outputs per sample."""
+    encode one number of the table), its hidden layers, its outputs per sample, and dcn's cross layers."""
 
     num_columns: int
     dim: int
@@ -53,6 +55,8 @@ class Sizes:
     dropout: float
     outputs: int = 1
     pieces: int = 1
+    cross_layers: int = 2
+    cross_rank: int = 0
 
     def network(self, inputs: int) -> nn.Sequential:
         """Return linear layers with ReLU and dropout between them."""
@@ -176,7 +180,43 @@ class DLRM(nn.Module):
         return self.top(torch.cat([other_BD, dots_BP], dim=1)).squeeze(1)
 
 
-_NETWORKS: dict[str, type[nn.Module]] = {"mlp": _Mlp, "wide-deep": WideDeep, "deepfm": DeepFM, "dlrm": DLRM}
+class DCN(nn.Module):
+    """(rows_BFD, dense_BN) -> logits. A cross layer maps x to x0 * (W x + b) + x, where x0 is the input (X
+    wide): products of one degree more than in x. W has `rank` dimensions (0: all of them), as a product of
+    two thin matrices."""
+
+    def __init__(self, s: Sizes) -> None:
+        super().__init__()
+        inputs = s.num_columns * s.dim + s.num_dense
+        self.deep = s.network(inputs)
+        thin = [s.cross_rank] if s.cross_rank else []
+        widths = [inputs, *thin, inputs]
+        self.cross = nn.ModuleList(
+            nn.Sequential(
+                *(
+                    nn.Linear(narrow, wide, bias=place == len(widths) - 2)
+                    for place, (narrow, wide) in enumerate(itertools.pairwise(widths))
+                )
+            )
+            for _ in range(s.cross_layers)
+        )
+        self.linear = nn.Linear(inputs, s.outputs, bias=False)
+
+    def forward(self, rows_BFD: Tensor, dense_BN: Tensor) -> Tensor:
+        input_BX = torch.cat([rows_BFD.flatten(1), dense_BN], dim=1)
+        crossed_BX = input_BX
+        for layer in self.cross:
+            crossed_BX = torch.addcmul(crossed_BX, input_BX, layer(crossed_BX))
+        return (self.deep(input_BX) + self.linear(crossed_BX)).squeeze(1)
+
+
+_NETWORKS: dict[str, type[nn.Module]] = {
+    "mlp": _Mlp,
+    "wide-deep": WideDeep,
+    "deepfm": DeepFM,
+    "dlrm": DLRM,
+    "dcn": DCN,
+}
 
 
 class _ClickRegion(nn.Module):
@@ -303,12 +343,13 @@ def build_ctr(context: ModelContext[CtrModelConfig]) -> _ClickModel:
     pieces = 1 + o.bin_width if embeds else 1
     task = label_task(context.info)
     widths = (len(num_ids), o.dim, num_dense * pieces, o.hidden, o.layers)
-    network = _NETWORKS[o.kind](Sizes(*widths, o.dropout, task.num_outputs, pieces))
+    sizes = Sizes(*widths, o.dropout, task.num_outputs, pieces, o.cross_layers, o.cross_rank)
+    network = _NETWORKS[o.kind](sizes)
     if embeds:
         network = OnNumbers(network, EmbeddedBins(bins_of(context.rows, num_dense, o.bins), o.bin_width))
     # dlrm multiplies rows: products of tiny ones would stay near 0 for long. The rows of mlp learn slowly
     # (see `Ctr.sized`), so they differ from the start.
-    std = {"dlrm": 0.1, "mlp": 0.05}.get(o.kind, 0.01)
+    std = {"dlrm": 0.1, "mlp": 0.05, "dcn": 0.05}.get(o.kind, 0.01)
     columns = context.info.get("columns") or [{"name": number} for number in range(len(num_ids))]
     tables = {str(column["name"]): size for column, size in zip(columns, num_ids, strict=True)}
     table = HostEmbeddingCollection(tables, o.dim, name="table", std=std, make=context.table)

@@ -42,8 +42,8 @@ class KgeDataConfig(DataConfig):
 class KgeModelConfig(ModelConfig):
     """The scoring function and its size."""
 
-    kind: Literal["complex", "distmult", "rotate"] = "complex"
-    """Scoring function: ComplEx, DistMult or RotatE."""
+    kind: Literal["complex", "distmult", "rotate", "transe"] = "complex"
+    """Scoring function: ComplEx, DistMult, RotatE or TransE (L1 distance)."""
     dim: int = Field(default=128, ge=1, le=65536)
     """Width of an entity's row."""
     penalty: float = Field(default=0.3, ge=0.0)

@@ -1,10 +1,9 @@
 """Knowledge-graph embeddings: which entity completes (head, relation, ?) and (?, relation, tail).
-
-DistMult (Yang et al. 2015), ComplEx (Trouillon et al. 2016) and RotatE (Sun et al. 2019), trained as Lacroix
-et al. 2018 do: a relation has a row for each direction, and the answer competes with other entities in a
-softmax. These are negatives that the whole batch shares or, as in that paper, all entities.
-Letters: B triples, 2 directions (tail asked, head asked), X both directions of all triples (2 B), Q queries,
-K other entities, D width of a row, M known answers, V entities.
+ DistMult (Yang et al. 2015), ComplEx (Trouillon et al. 2016), RotatE (Sun et al. 2019) and TransE (Bordes et
+al. 2013), trained as Lacroix et al. 2018 do: a relation has a row for each direction, and the answer competes
+with other entities in a softmax. These are negatives that the whole batch shares or, as in that paper, all
+entities. Letters: B triples, 2 directions (tail asked, head asked), X both directions of all triples (2 B), Q
+queries, K other entities, D width of a row, M known answers, V entities.
 """
 
 import math
@@ -43,7 +42,12 @@ def _moduli(rows: Tensor) -> Tensor:
 _STD = 1e-3
 """Standard deviation of start values. Larger ones would partly remain after training, as noise."""
 _Query = Callable[[Tensor, Tensor], Tensor]
-_QUERIES: dict[str, _Query] = {"distmult": torch.mul, "complex": _complex_product, "rotate": _rotation}
+_QUERIES: dict[str, _Query] = {
+    "distmult": torch.mul,
+    "complex": _complex_product,
+    "rotate": _rotation,
+    "transe": torch.add,
+}
 """Kind -> function (entity, relation) -> query (..., D), to be scored against other entities."""
 
 
@@ -52,7 +56,12 @@ def _distances(query_QD: Tensor, others_KD: Tensor) -> Tensor:
     return -_moduli(query_QD.unsqueeze(-2) - others_KD.unsqueeze(-3)).sum(-1)
 
 
-_SCORES = {"rotate": _distances}
+def _city_block_distances(query_QD: Tensor, others_KD: Tensor) -> Tensor:
+    """Return TransE's scores (..., Q, K): minus the sum of the absolute differences."""
+    return -(query_QD.unsqueeze(-2) - others_KD.unsqueeze(-3)).abs().sum(-1)
+
+
+_SCORES = {"rotate": _distances, "transe": _city_block_distances}
 """Kind -> function (queries (..., Q, D), entities (..., K, D)) -> scores (..., Q, K). Other kinds use dot
 products."""
 
@@ -137,9 +146,9 @@ class TripleModel(nn.Module):
         if "negatives_K" not in batch:
             return self._rank(batch, triple)
         ids_K = batch["negatives_K"]
-        # RotatE's scores are distances, not dot products, so 1-vs-all takes the general path there: all
-        # entities with their ids.
-        in_order = self.one_vs_all and self.kind != "rotate"
+        # Scores that are distances, not dot products, take the general path in 1-vs-all, too: all entities
+        # with their ids.
+        in_order = self.one_vs_all and self.kind not in _SCORES
         loss_B = self.region(
             *triple,
             (batch["heads_B"], batch["tails_B"]),
@@ -163,7 +172,7 @@ class TripleModel(nn.Module):
             torch.stack([batch["tails_B"], batch["heads_B"]], 1).flatten(),
             hidden_QS=batch["known_B2M"].flatten(0, 1),
             score=_SCORES.get(self.kind, dot_products),
-            numbers_a_score=self.entities.dim if self.kind == "rotate" else 1,
+            numbers_a_score=self.entities.dim if self.kind in _SCORES else 1,
         )
         loss_B = ranked.loss_Q.view(-1, 2).sum(1)
         weight_B = torch.full_like(loss_B, 2.0)
@@ -172,7 +181,7 @@ class TripleModel(nn.Module):
 
 def build_kge(context: ModelContext[KgeModelConfig]) -> TripleModel:
     o, info = context.options, context.info
-    if o.kind != "distmult" and o.dim % 2:
+    if o.kind in ("complex", "rotate") and o.dim % 2:
         raise UserError(f"model.dim={o.dim}: {o.kind} reads a row as complex numbers; give an even number")
     num_entities, rows = int(info["num_entities"]), context.rows
     density = len(rows) / num_entities if rows is not None else 1.0  # else the checkpoint has the penalty
