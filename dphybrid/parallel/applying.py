@@ -5,7 +5,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal
@@ -46,27 +46,39 @@ def parallel_apply(
             "devices; give one of each per replica"
         )
 
-    dropout_seeds: list[int] = []  # shared by all replicas of this call
     named = [{}] * count if kwargs is None else kwargs
     shares = [(*first_size(each), 0)[0] for each in zip(inputs, named, strict=True)]
+    dropout_seeds: list[int] = []  # shared by all replicas of this call
 
-    def call(index: int, around: Callable[[int], AbstractContextManager[object]]) -> object:
+    def call(index: int) -> object:
         given = inputs[index]
         arguments = given if isinstance(given, tuple | list) else (given,)
+        before, _local.replica = running(), Replica(index, count, shares, dropout_seeds)
         try:
-            with around(index), as_replica(index, count, shares, dropout_seeds):
-                return replicas[index](*arguments, **named[index])
+            return replicas[index](*arguments, **named[index])
         except Exception as error:
             error.add_note(f"in replica {index} of {count} on {places.labels[index]}")
             raise
+        finally:
+            _local.replica = before
 
     at_once = places.at_once if mode is None else mode == "threads"
     if not at_once or count == 1 or under_functorch():
-        return [call(index, lambda index: _on(places.replicas[index])) for index in range(count)]
+        if places.home.type != "cuda":
+            return [call(index) for index in range(count)]
+        outputs = []
+        for index in range(count):
+            with _on(places.replicas[index]):
+                outputs.append(call(index))
+        return outputs
     enter = _thread_state(places, count)
-    futures = [_pool(count).submit(call, index, enter) for index in range(count)]
-    # Wait for all before raising: a caller that tries again after running out of memory must not compete with
-    # replicas that still run and hold memory.
+
+    def call_in_thread(index: int) -> object:
+        with enter(index):
+            return call(index)
+
+    futures = [_pool(count).submit(call_in_thread, index) for index in range(count)]
+    # Wait for all before raising: replicas that still run hold memory.
     wait(futures)
     return [future.result() for future in futures]
 

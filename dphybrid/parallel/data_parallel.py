@@ -28,7 +28,7 @@ from dphybrid.parallel.nests import (
 )
 from dphybrid.parallel.replication import refuse_unsuitable, replicate, replicate_modules
 from dphybrid.parallel.scattering import Places, RowSource, place, scatter_kwargs, split
-from dphybrid.parallel.splits import Key, Record, Split, first_size, shares
+from dphybrid.parallel.splits import Key, Record, Split, first_size, shares, split_sizes
 from dphybrid.util.compiling import outside_of_graphs
 from dphybrid.util.errors import UserError, type_text
 from dphybrid.util.memory import is_out_of_memory
@@ -95,7 +95,9 @@ class DataParallel(nn.DataParallel):
 
     @outside_of_graphs
     def _split_and_joined(self, inputs: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        kwargs, sizes = self.with_wholes(kwargs), None
+        sizes = None
+        if self.whole:
+            kwargs = self.with_wholes(kwargs)
         if "scatter" in self._overridden:
             with stage("scatter"):
                 replica_inputs, replica_kwargs = _paired(*self.scatter(inputs, kwargs, self.device_ids))
@@ -105,7 +107,7 @@ class DataParallel(nn.DataParallel):
             rows = batch_rows(inputs, kwargs, self.dim)
             if not rows:  # no tensor, or an empty batch: call the module once, on the first device
                 return self._on_first_device(inputs, kwargs)
-            sizes = self.sizes(rows)
+            sizes = split_sizes(rows, len(self.devices))
             with stage("scatter"):
                 # Together, so that a tensor that is passed twice stays one tensor in each share.
                 shares_of_both = split((inputs, kwargs), self.devices.replicas[: len(sizes)], sizes, self.dim)

@@ -45,8 +45,8 @@ def as_device(device: torch.device | str | int) -> torch.device:
 
 
 def _join(outputs: list[Any], target: torch.device, dim: int, sizes: Sequence[int] | None) -> Any:
-    if isinstance(outputs[0], Tensor):
-        return _join_leaf(outputs, target, dim, sizes)
+    if all(isinstance(output, Tensor) for output in outputs):
+        return _join_tensors(outputs, target, dim, sizes)
     found, spec = flatten(outputs[0])
     try:
         # By key: replicas may have filled their dicts in different orders.
@@ -106,7 +106,14 @@ def _join_tensors(
             "a nested, CSR or other compressed tensor cannot be joined; return a padded or COO tensor"
         )
     if sizes is not None:
-        _check_rows(outputs, dim, sizes)
+        per_sample, rest = divmod(first.shape[dim], sizes[0])
+        for output, size in zip(outputs, sizes, strict=True):
+            if rest or output.dim() != rank or output.shape[dim] != per_sample * size:
+                raise _CannotJoin(
+                    f"size {tuple(output.shape)} for a share of {size} samples; return the batch on dim "
+                    f"{dim}, with the same number of rows for each sample (transpose an RNN's state, expand "
+                    "a value of the whole share)"
+                )
     shapes = [list(output.shape) for output in outputs]
     for shape in shapes:
         # The sizes on the batch dim may differ; if the ranks do, the comparison below fails anyway.
@@ -119,14 +126,3 @@ def _join_tensors(
             f"{dim} and the rest equal"
         )
     return torch.cat([output.to(target) for output in outputs], dim)
-
-
-def _check_rows(outputs: list[Tensor], dim: int, sizes: Sequence[int]) -> None:
-    per_sample, rest = divmod(outputs[0].shape[dim], sizes[0])
-    for output, size in zip(outputs, sizes, strict=True):
-        if rest or output.dim() != outputs[0].dim() or output.shape[dim] != per_sample * size:
-            raise _CannotJoin(
-                f"size {tuple(output.shape)} for a share of {size} samples; return the batch on dim "
-                f"{dim}, with the same number of rows for each sample (transpose an RNN's state, expand a "
-                "value of the whole share)"
-            )

@@ -56,8 +56,8 @@ class _Broadcast(torch.autograd.Function):
 
 
 def _sum(grads: list[Tensor], home: torch.device) -> Tensor | None:
-    if not grads:
-        return None
+    if len(grads) < 2:
+        return grads[0].to(home) if grads else None
     parts = [grad.to(home) for grad in grads]
     if len({part.is_sparse for part in parts}) > 1:  # nn.Embedding(sparse=True), also used as a whole
         parts = [part.to_dense() if part.is_sparse else part for part in parts]
@@ -107,35 +107,36 @@ def replicate_modules(
     buffers = {id(b): b for module in modules for b in module._buffers.values() if b is not None}
     if not detach:  # a buffer that requires a gradient gets it from every replica, as a parameter does
         shared |= {key: buffer for key, buffer in buffers.items() if buffer.requires_grad}
-    tensors = list(shared.values())
+    tensors, rest = list(shared.values()), [b for key, b in buffers.items() if key not in shared]
     if detach or not tensors:
         flat = [*tensors, *_copies(tensors, places)]
     elif under_functorch():
         flat = [*tensors, *(t.to(place, copy=True) for place in places[1:] for t in tensors)]
     else:
         flat = list(_Broadcast.apply(places, *tensors))
-    rest = {key: buffer for key, buffer in buffers.items() if key not in shared}
-    flat_rest = [*rest.values(), *_copies(list(rest.values()), places)]
-    return [
-        _replica(
-            modules,
-            dict(zip((*shared, *rest), (*of_shared, *of_rest), strict=True)),
-        )
-        for of_shared, of_rest in zip(
-            _chunks(flat, len(shared), len(places)), _chunks(flat_rest, len(rest), len(places)), strict=True
-        )
-    ]
-
-
-def _chunks(values: list[Tensor], size: int, count: int) -> list[list[Tensor]]:
-    return [values[start * size : (start + 1) * size] for start in range(count)]
+    flat_rest = [*rest, *_copies(rest, places)]
+    keys, count, of_rest = [id(t) for t in (*tensors, *rest)], len(tensors), len(rest)
+    replicas = []
+    for j in range(len(places)):
+        own = flat[j * count : (j + 1) * count] + flat_rest[j * of_rest : (j + 1) * of_rest]
+        replicas.append(_replica(modules, dict(zip(keys, own, strict=True))))
+    return replicas
 
 
 def _replica(modules: list[nn.Module], tensors: dict[int, Tensor]) -> nn.Module:
     """Return a replica built like torch's: shallow copies of the modules, with parameters as plain tensor
     attributes. Unlike torch's, `parameters()` returns them. tensors: id of an original tensor -> the
     replica's."""
-    copies = {id(module): _shallow(module) for module in modules}
+    copies: dict[int, nn.Module] = {}
+    for module in modules:
+        kind = type(module)
+        # torch's hook; RNNs override it, and `HostEmbedding` refuses in it.
+        if kind._replicate_for_data_parallel is not nn.Module._replicate_for_data_parallel:
+            copy = module._replicate_for_data_parallel()
+        else:
+            copy = kind.__new__(kind)
+            vars(copy).update(vars(module), _is_replica=True)
+        copies[id(module)] = copy
     for module in modules:
         # Written to the module's dicts: nn.Module.__setattr__ took half of the time of making a replica.
         held = vars(copies[id(module)])
@@ -147,21 +148,10 @@ def _replica(modules: list[nn.Module], tensors: dict[int, Tensor]) -> nn.Module:
                     held[key] = tensor
         # Names whose parameter is None stay in the dict: layers without a bias look them up.
         held["_parameters"] = dict.fromkeys(module._parameters) | former
-        held["_modules"] = {k: None if m is None else copies[id(m)] for k, m in module._modules.items()}
-        held["_buffers"] = {k: None if b is None else tensors[id(b)] for k, b in module._buffers.items()}
+        for name, of in (("_modules", copies), ("_buffers", tensors)):
+            mine = held[name]
+            held[name] = {key: None if part is None else of[id(part)] for key, part in mine.items()}
     return copies[id(modules[0])]
-
-
-def _shallow(module: nn.Module) -> nn.Module:
-    """Return a shallow copy of one module; its parameters, buffers and submodules are still the
-    original's."""
-    kind = type(module)
-    # torch's hook; RNNs override it, and `HostEmbedding` refuses in it.
-    if kind._replicate_for_data_parallel is not nn.Module._replicate_for_data_parallel:
-        return module._replicate_for_data_parallel()
-    replica: nn.Module = kind.__new__(kind)
-    vars(replica).update(vars(module), _is_replica=True)
-    return replica
 
 
 def unsuitable(part: nn.Module) -> tuple[str, str] | None:
