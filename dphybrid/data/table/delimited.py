@@ -13,8 +13,8 @@ from itertools import islice
 from pathlib import Path
 
 from dphybrid.config.tables import TableDataConfig
-from dphybrid.data.table.blocks import JOINT, Dialect, Parsed, count_sign, parse_plain, parse_quoted
-from dphybrid.data.table.lines import whole_lines
+from dphybrid.data.table.blocks import JOINT, Dialect, Parsed, parse_plain, parse_quoted
+from dphybrid.data.table.lines import count_sign, whole_lines
 from dphybrid.data.table.numbers import is_number
 from dphybrid.data.table.rows import Job, Rejected, Rows, as_job, check_columns
 from dphybrid.util.errors import UserError
