@@ -187,7 +187,7 @@ class _Comparison:
             if a is not None and b is not None:
                 a, b = (grad.to_dense() if grad.is_sparse else grad for grad in (a, b))
                 # Sums over the batch, in another order: as exact as the largest of them.
-                largest = _distance(a, b, self.rtol, self.rtol * float(a.abs().max()) if a.numel() else 0.0)
+                largest = _distance(a, b, self.rtol, self.rtol * _largest(a))
             if largest > 0:
                 return self._differs("", what, largest, sizes, False)
         return None
@@ -311,6 +311,11 @@ def _dotted(block: str, module: str) -> str:
     return ".".join(part for part in (block, module) if part) or "the model"
 
 
+def _largest(tensor: Tensor) -> float:
+    finite = tensor.detach().abs().nan_to_num(0.0, 0.0, 0.0)
+    return float(finite.max()) if finite.numel() else 0.0
+
+
 def _distance(one: Tensor, two: Tensor, rtol: float, atol: float) -> float:
     one, two = one.detach(), two.detach()
     if one.shape != two.shape:
@@ -319,6 +324,9 @@ def _distance(one: Tensor, two: Tensor, rtol: float, atol: float) -> float:
         one, two = one.to_dense(), two.to_dense()
     if one.dtype == torch.float64:  # rounding errors of float64 are far below these
         rtol, atol = min(rtol, 1e-9), min(atol, 1e-9)
+    elif one.dtype in (torch.bfloat16, torch.float16):
+        rounding = 4 * torch.finfo(one.dtype).eps
+        rtol, atol = max(rtol, rounding), max(atol, rounding)
     if not one.numel() or torch.allclose(one.to(two.dtype), two, rtol=rtol, atol=atol, equal_nan=True):
         return 0.0
     apart = (one.to(torch.complex128 if one.is_complex() else torch.float64) - two).abs()

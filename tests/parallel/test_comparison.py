@@ -291,3 +291,26 @@ def test_as_many_documents_as_samples_are_found() -> None:
     )
     with pytest.raises(UserError, match="computes across the batch"):
         check_split(support, x, x + 1)
+
+
+class Shifted(torch.autograd.Function):
+    """Computes each sample alone, and across the batch in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad - grad.mean(0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_gradients_are_compared_as_exactly_as_their_type_is(dtype: torch.dtype) -> None:
+    x = torch.randn(64, 6, dtype=dtype)
+    for function, expected in ((Shifted.apply, ["the gradient of layer.weight"]), (torch.tanh, [])):
+        found = compare_split(DataParallel(Trains(function).to(dtype), "cpu*3"), x)
+        assert [one.place for one in found] == expected
+    assert (
+        compare_split(DataParallel(Trains(lambda x: x / 0 * 0), "cpu*2").to(dtype), x) == []
+    )  # NaN both ways
