@@ -16,7 +16,7 @@ from torch import nn
 from dphybrid.parallel.devices import Devices, resolve_devices
 from dphybrid.parallel.nests import leaves
 from dphybrid.parallel.replication import under_functorch
-from dphybrid.parallel.scattering import Places
+from dphybrid.parallel.scattering import DeviceNames
 from dphybrid.parallel.splits import first_size
 from dphybrid.util.errors import UserError
 
@@ -25,7 +25,7 @@ def parallel_apply(
     replicas: Sequence[nn.Module],
     inputs: Sequence[object],
     kwargs: Sequence[dict[str, object]] | None = None,
-    devices: Places | None = None,
+    devices: DeviceNames | None = None,
     mode: Literal["inline", "threads"] | None = None,
 ) -> list[object]:
     """Call each replica on its inputs (a tuple or list of arguments, or one argument); return the outputs in
@@ -38,11 +38,11 @@ def parallel_apply(
     it. Raises UserError if the numbers of replicas, inputs and devices do not match.
     """
     count = len(replicas)
-    places = _places(inputs) if devices is None else resolve_devices(devices)
-    if len(inputs) != count or (kwargs is not None and len(kwargs) != count) or len(places) < count:
+    resolved = _devices_of(inputs) if devices is None else resolve_devices(devices)
+    if len(inputs) != count or (kwargs is not None and len(kwargs) != count) or len(resolved) < count:
         given = "none" if kwargs is None else len(kwargs)
         raise UserError(
-            f"parallel_apply: {count} replicas, {len(inputs)} inputs, kwargs: {given}, {len(places)} "
+            f"parallel_apply: {count} replicas, {len(inputs)} inputs, kwargs: {given}, {len(resolved)} "
             "devices; give one of each per replica"
         )
 
@@ -57,21 +57,21 @@ def parallel_apply(
         try:
             return replicas[index](*arguments, **named[index])
         except Exception as error:
-            error.add_note(f"in replica {index} of {count} on {places.labels[index]}")
+            error.add_note(f"in replica {index} of {count} on {resolved.labels[index]}")
             raise
         finally:
             _local.replica = before
 
-    at_once = places.at_once if mode is None else mode == "threads"
+    at_once = resolved.at_once if mode is None else mode == "threads"
     if not at_once or count == 1 or under_functorch():
-        if places.home.type != "cuda":
+        if resolved.home.type != "cuda":
             return [call(index) for index in range(count)]
         outputs = []
         for index in range(count):
-            with _on(places.replicas[index]):
+            with _on(resolved.replicas[index]):
                 outputs.append(call(index))
         return outputs
-    enter = _thread_state(places, count)
+    enter = _thread_state(resolved, count)
 
     def call_in_thread(index: int) -> object:
         with enter(index):
@@ -83,7 +83,7 @@ def parallel_apply(
     return [future.result() for future in futures]
 
 
-def _places(inputs: Sequence[object]) -> Devices:
+def _devices_of(inputs: Sequence[object]) -> Devices:
     """Return the devices of the first tensor of each replica's inputs."""
     found = [
         next((leaf.device for leaf in leaves(given) if isinstance(leaf, torch.Tensor)), torch.device("cpu"))
@@ -92,10 +92,10 @@ def _places(inputs: Sequence[object]) -> Devices:
     return Devices(",".join(map(str, found)), tuple(found), len(set(found)) < len(found))
 
 
-def _on(place: torch.device, stream: "torch.cuda.Stream | None" = None) -> ExitStack:
+def _on(device: torch.device, stream: "torch.cuda.Stream | None" = None) -> ExitStack:
     stack = ExitStack()
-    if place.type == "cuda":
-        stack.enter_context(torch.cuda.device(place))
+    if device.type == "cuda":
+        stack.enter_context(torch.cuda.device(device))
         stack.enter_context(torch.cuda.stream(stream))
     return stack
 
@@ -123,25 +123,25 @@ def _pool(count: int) -> ThreadPoolExecutor:
 os.register_at_fork(after_in_child=_pool.cache_clear)  # a forked child has no threads: it would wait for them
 
 
-def _thread_state(places: Devices, count: int) -> Callable[[int], ExitStack]:
+def _thread_state(devices: Devices, count: int) -> Callable[[int], ExitStack]:
     """Return a function that gives the thread of replica i the calling thread's state, which torch keeps per
     thread: grad and inference mode, autocast with its number format, current stream of the replica's GPU.
 
     If each replica has its own GPU, each gets its own seed. torch seeds all GPUs alike, so replicas with
     equal shares would draw equal dropout masks.
     """
-    used = places.replicas[:count]
+    used = devices.replicas[:count]
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     # torch's parallel_apply passes on that autocast is on, but not its number format: in threads, bfloat16
     # would become float16.
     casts = [
         (k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k), torch.is_autocast_cache_enabled())
-        for k in {places.home.type, "cpu"}
+        for k in {devices.home.type, "cpu"}
     ]
     # Replicas must run after the work that the caller has queued on each GPU.
-    streams = [torch.cuda.current_stream(place) if place.type == "cuda" else None for place in used]
+    streams = [torch.cuda.current_stream(device) if device.type == "cuda" else None for device in used]
     # Drawn on the CPU, so that they do not depend on earlier random draws on a GPU.
-    seeds = torch.randint(2**62, (count,), device="cpu").tolist() if places.at_once else []
+    seeds = torch.randint(2**62, (count,), device="cpu").tolist() if devices.at_once else []
 
     def enter(index: int) -> ExitStack:
         stack = ExitStack()

@@ -25,20 +25,20 @@ class Finding:
     """One problem of a module. breaks: it fails or computes something wrong; otherwise results only differ
     from those on one device.
 
-    module: dotted name in the checked module. place: the module's class, its attribute, or its input or
+    module: dotted name in the checked module. where: the module's class, its attribute, or its input or
     output that differs.
     """
 
     breaks: bool
     module: str
-    place: str
+    where: str
     problem: str
     remedy: str
 
     def text(self) -> str:
         """Return the finding as two lines."""
         return (
-            f"{'BREAKS ' if self.breaks else 'differs'} {self.module or '(top)'} [{self.place}]: "
+            f"{'BREAKS ' if self.breaks else 'differs'} {self.module or '(top)'} [{self.where}]: "
             f"{self.problem}\n        remedy: {self.remedy}"
         )
 
@@ -55,7 +55,7 @@ def check_module(module: nn.Module) -> list[Finding]:
 
 
 _Words = tuple[bool, str, str, str]
-"""(breaks, place, problem, remedy)."""
+"""(breaks, where, problem, remedy)."""
 
 
 def _class_findings(part: nn.Module) -> Iterator[_Words]:

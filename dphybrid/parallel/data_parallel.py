@@ -27,7 +27,7 @@ from dphybrid.parallel.nests import (
     parts,
 )
 from dphybrid.parallel.replication import refuse_unsuitable, replicate, replicate_modules
-from dphybrid.parallel.scattering import Places, RowSource, place, scatter_kwargs, split
+from dphybrid.parallel.scattering import DeviceNames, RowSource, connect, scatter_kwargs, split
 from dphybrid.parallel.splits import Key, Record, Split, first_size, shares, split_sizes
 from dphybrid.util.compiling import outside_of_graphs
 from dphybrid.util.errors import UserError, type_text
@@ -54,11 +54,11 @@ class DataParallel(nn.DataParallel):
     def __init__(
         self,
         module: nn.Module,
-        device_ids: Places | None = None,
+        device_ids: DeviceNames | None = None,
         output_device: int | str | torch.device | None = None,
         dim: int = 0,
         *,
-        devices: Places | None = None,
+        devices: DeviceNames | None = None,
         whole: Iterable[str] = (),
     ) -> None:
         nn.Module.__init__(self)  # not nn.DataParallel's, which needs GPUs and the module on the first
@@ -146,7 +146,7 @@ class DataParallel(nn.DataParallel):
         with dim != 0, for a table whose rows go to another region on other devices, and for ids that are not
         rows.
         """
-        place(table, self)
+        connect(table, self)
         return parts(table.replica_rows(ids))
 
     def sizes(self, rows: int) -> list[int]:
@@ -154,13 +154,13 @@ class DataParallel(nn.DataParallel):
         return shares(len(self.devices), rows)
 
     def scatter(
-        self, inputs: tuple[object, ...], kwargs: dict[str, object] | None, device_ids: Places
+        self, inputs: tuple[object, ...], kwargs: dict[str, object] | None, device_ids: DeviceNames
     ) -> Any:
         """Split arguments over devices; return (tuples of positional arguments, dicts of keyword arguments),
         one of each per used device. May be overridden."""
         return scatter_kwargs(inputs, kwargs, device_ids, self.dim)
 
-    def replicate(self, module: nn.Module, device_ids: Places) -> list[nn.Module]:
+    def replicate(self, module: nn.Module, device_ids: DeviceNames) -> list[nn.Module]:
         """Return one replica per device. May be overridden. Raises UserError for modules that cannot be
         replicated."""
         if module is not self.module or not len(device_ids):
@@ -370,7 +370,7 @@ def _paired(inputs: Any, kwargs: Any) -> tuple[list[Any], list[Any]]:
 def data_parallel(
     module: nn.Module,
     inputs: object,
-    device_ids: Places | None = None,
+    device_ids: DeviceNames | None = None,
     output_device: int | str | torch.device | None = None,
     dim: int = 0,
     module_kwargs: dict[str, object] | None = None,

@@ -12,19 +12,19 @@ from torch.nn.parallel import comm
 from torch.nn.parallel._functions import ReduceAddCoalesced
 
 from dphybrid.parallel.devices import resolve_devices
-from dphybrid.parallel.scattering import Places
+from dphybrid.parallel.scattering import DeviceNames
 from dphybrid.util.errors import UserError
 
 
-def _copy(tensor: Tensor, place: torch.device) -> Tensor:
+def _copy(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a copy of a tensor without its graph. On the same device it is lazy: both share memory until one
     is written."""
-    if tensor.device == place:
+    if tensor.device == device:
         try:
             return torch._lazy_clone(tensor.detach())
         except RuntimeError:  # memory that torch did not allocate as usual: shared, pinned, numpy's
             pass
-    return tensor.detach().to(place, copy=True)
+    return tensor.detach().to(device, copy=True)
 
 
 class _Broadcast(torch.autograd.Function):
@@ -32,24 +32,24 @@ class _Broadcast(torch.autograd.Function):
     copies; backward sums gradients in device order."""
 
     @staticmethod
-    def forward(ctx: Any, places: tuple[torch.device, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.places = places
+    def forward(ctx: Any, devices: tuple[torch.device, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.devices = devices
         ctx.set_materialize_grads(False)  # a parameter that no replica used has no gradient, as unsplit
-        copies = [*tensors, *_copies(tensors, places)]
+        copies = [*tensors, *_copies(tensors, devices)]
         frozen = [i for i, needed in enumerate(ctx.needs_input_grad[1:]) if not needed]
         ctx.mark_non_differentiable(
-            *(copies[r * len(tensors) + i] for i in frozen for r in range(len(places)))
+            *(copies[r * len(tensors) + i] for i in frozen for r in range(len(devices)))
         )
         return tuple(copies)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        home, count = ctx.places[0], len(grads) // len(ctx.places)
+        home, count = ctx.devices[0], len(grads) // len(ctx.devices)
         used = [[grad for grad in grads[i::count] if grad is not None] for i in range(count)]
         sums: dict[int, Tensor | None] = {}
-        if distinct_gpus(ctx.places):
-            full = [i for i, of in enumerate(used) if len(of) == len(ctx.places)]
-            by_replica = [used[i][replica] for replica in range(len(ctx.places)) for i in full]
+        if distinct_gpus(ctx.devices):
+            full = [i for i, of in enumerate(used) if len(of) == len(ctx.devices)]
+            by_replica = [used[i][replica] for replica in range(len(ctx.devices)) for i in full]
             if full:
                 sums |= zip(full, ReduceAddCoalesced.apply(home.index, len(full), *by_replica), strict=True)
         return None, *(sums[i] if i in sums else _sum(used[i], home) for i in range(count))
@@ -71,21 +71,21 @@ def under_functorch() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
-def _copies(tensors: Sequence[Tensor], places: tuple[torch.device, ...]) -> list[Tensor]:
-    """Return copies without a graph of the tensors, first all for places[1], then all for places[2], ..."""
-    if distinct_gpus(places) and tensors and not any(tensor.is_complex() for tensor in tensors):
+def _copies(tensors: Sequence[Tensor], devices: tuple[torch.device, ...]) -> list[Tensor]:
+    """Return copies without a graph of the tensors, first all for devices[1], then all for devices[2], ..."""
+    if distinct_gpus(devices) and tensors and not any(tensor.is_complex() for tensor in tensors):
         # A few large messages instead of one for each parameter.
-        sent = comm.broadcast_coalesced([t.detach() for t in tensors], list(places))
+        sent = comm.broadcast_coalesced([t.detach() for t in tensors], list(devices))
         return [copy for of_place in sent[1:] for copy in of_place]
-    return [_copy(tensor, place) for place in places[1:] for tensor in tensors]
+    return [_copy(tensor, device) for device in devices[1:] for tensor in tensors]
 
 
-def distinct_gpus(places: tuple[torch.device, ...]) -> bool:
+def distinct_gpus(devices: tuple[torch.device, ...]) -> bool:
     """Return whether each replica has its own GPU."""
-    return places[0].type == "cuda" and len(set(places)) == len(places) > 1
+    return devices[0].type == "cuda" and len(set(devices)) == len(devices) > 1
 
 
-def replicate(module: nn.Module, devices: Places, detach: bool = False) -> list[nn.Module]:
+def replicate(module: nn.Module, devices: DeviceNames, detach: bool = False) -> list[nn.Module]:
     """Return one replica of `module` per device. The replicas' gradients are added up in the module's
     parameters.
 
@@ -97,7 +97,7 @@ def replicate(module: nn.Module, devices: Places, detach: bool = False) -> list[
 
 
 def replicate_modules(
-    modules: list[nn.Module], places: tuple[torch.device, ...], detach: bool
+    modules: list[nn.Module], devices: tuple[torch.device, ...], detach: bool
 ) -> list[nn.Module]:
     """Return replicas of modules[0]. modules: `list(module.modules())` of it."""
     # Each tensor once: a weight that two layers share must stay shared in every replica.
@@ -109,15 +109,15 @@ def replicate_modules(
         shared |= {key: buffer for key, buffer in buffers.items() if buffer.requires_grad}
     tensors, rest = list(shared.values()), [b for key, b in buffers.items() if key not in shared]
     if detach or not tensors:
-        flat = [*tensors, *_copies(tensors, places)]
+        flat = [*tensors, *_copies(tensors, devices)]
     elif under_functorch():
-        flat = [*tensors, *(t.to(place, copy=True) for place in places[1:] for t in tensors)]
+        flat = [*tensors, *(t.to(device, copy=True) for device in devices[1:] for t in tensors)]
     else:
-        flat = list(_Broadcast.apply(places, *tensors))
-    flat_rest = [*rest, *_copies(rest, places)]
+        flat = list(_Broadcast.apply(devices, *tensors))
+    flat_rest = [*rest, *_copies(rest, devices)]
     keys, count, of_rest = [id(t) for t in (*tensors, *rest)], len(tensors), len(rest)
     replicas = []
-    for j in range(len(places)):
+    for j in range(len(devices)):
         own = flat[j * count : (j + 1) * count] + flat_rest[j * of_rest : (j + 1) * of_rest]
         replicas.append(_replica(modules, dict(zip(keys, own, strict=True))))
     return replicas
@@ -179,12 +179,12 @@ def unsuitable(part: nn.Module) -> tuple[str, str] | None:
 def refuse_unsuitable(module: nn.Module, home: torch.device | None = None) -> None:
     """Raise UserError for a part that is `unsuitable`. home: where all parameters and buffers must be."""
     for name, part in module.named_modules():
-        place = f"module {name!r}" if name else "the module"
+        which = f"module {name!r}" if name else "the module"
         if found := unsuitable(part):
-            raise UserError(f"DataParallel: {place} {found[0]}; {found[1]}")
+            raise UserError(f"DataParallel: {which} {found[0]}; {found[1]}")
         for key, tensor in (*part._parameters.items(), *part._buffers.items()):
             if home is not None and tensor is not None and tensor.device != home:
                 raise UserError(
-                    f"DataParallel: {key} of {place} is on {tensor.device}, and parameters live on {home}; "
+                    f"DataParallel: {key} of {which} is on {tensor.device}, and parameters live on {home}; "
                     "move the module there"
                 )

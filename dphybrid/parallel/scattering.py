@@ -27,10 +27,10 @@ from dphybrid.parallel.nests import (
 from dphybrid.parallel.splits import shares
 from dphybrid.util.errors import UserError, type_text
 
-Places = str | Devices | Sequence[int | str | torch.device]
+DeviceNames = str | Devices | Sequence[int | str | torch.device]
 
 
-def scatter(inputs: object, devices: Places, dim: int = 0) -> list[Any]:
+def scatter(inputs: object, devices: DeviceNames, dim: int = 0) -> list[Any]:
     """Split every tensor of a nest (tuples, lists, dicts, namedtuples, dataclasses) on `dim`; return one nest
     per used device.
 
@@ -41,28 +41,28 @@ def scatter(inputs: object, devices: Places, dim: int = 0) -> list[Any]:
 
 
 def scatter_kwargs(
-    inputs: tuple[object, ...], kwargs: dict[str, object] | None, devices: Places, dim: int = 0
+    inputs: tuple[object, ...], kwargs: dict[str, object] | None, devices: DeviceNames, dim: int = 0
 ) -> tuple[tuple[Any, ...], tuple[dict[str, object], ...]]:
     """Split positional and keyword arguments; return (tuples, dicts), one of each per used device, like
     torch's function of this name."""
-    given, places = (tuple(inputs), dict(kwargs or {})), resolve_devices(devices).replicas
+    given, replicas = (tuple(inputs), dict(kwargs or {})), resolve_devices(devices).replicas
     rows = batch_rows(*given, dim)
-    sizes = [0] * len(places) if rows is None else shares(len(places), rows)
+    sizes = [0] * len(replicas) if rows is None else shares(len(replicas), rows)
     # Only used devices: torch calls idle ones too, without their tensors (pytorch#31460).
-    found = split(given, places[: len(sizes)], sizes, dim)
+    found = split(given, replicas[: len(sizes)], sizes, dim)
     return tuple(share[0] for share in found), tuple(share[1] for share in found)
 
 
 def split(
     value: object,
-    places: Sequence[torch.device],
+    devices: Sequence[torch.device],
     sizes: list[int],
     dim: int,
     seen: dict[int, list[Any]] | None = None,
 ) -> list[Any]:
-    """Split a value that `batch_rows` has checked; return one value per place.
+    """Split a value that `batch_rows` has checked; return one value per device.
 
-    sizes: rows of each place. seen: id of a leaf -> its shares, so that a tensor which is passed twice stays
+    sizes: rows of each device. seen: id of a leaf -> its shares, so that a tensor which is passed twice stays
     one tensor in each share.
     """
     seen = {} if seen is None else seen
@@ -72,23 +72,24 @@ def split(
         if id(leaf) not in seen:
             inner = None if isinstance(leaf, Tensor) else opened(leaf)
             if inner is None:
-                seen[id(leaf)] = _split_leaf(leaf, places, sizes, dim)
+                seen[id(leaf)] = _split_leaf(leaf, devices, sizes, dim)
             else:
-                of_places = split(inner[1], places, sizes, dim, seen)
-                seen[id(leaf)] = [rebuilt(leaf, inner[0], items) for items in of_places]
+                of_devices = split(inner[1], devices, sizes, dim, seen)
+                seen[id(leaf)] = [rebuilt(leaf, inner[0], items) for items in of_devices]
         columns.append(seen[id(leaf)])
-    return [unflatten([column[j] for column in columns], spec) for j in range(len(places))]
+    return [unflatten([column[j] for column in columns], spec) for j in range(len(devices))]
 
 
-def _split_leaf(leaf: Any, places: Sequence[torch.device], sizes: list[int], dim: int) -> list[Any]:
+def _split_leaf(leaf: Any, devices: Sequence[torch.device], sizes: list[int], dim: int) -> list[Any]:
     if isinstance(leaf, Tensor):
-        pieces = _rows(leaf, sizes, dim) if leaf.dim() else [leaf] * len(places)
+        sections = _rows(leaf, sizes, dim) if leaf.dim() else [leaf] * len(devices)
         # Copied even on the same device: an in-place first operation must not change the caller's batch.
         return [
-            part.to(place, non_blocking=True, copy=True) for part, place in zip(pieces, places, strict=True)
+            part.to(device, non_blocking=True, copy=True)
+            for part, device in zip(sections, devices, strict=True)
         ]
     if isinstance(leaf, Whole):
-        copies = [partial(Tensor.to, device=place, non_blocking=True, copy=True) for place in places]
+        copies = [partial(Tensor.to, device=device, non_blocking=True, copy=True) for device in devices]
         return [map_tensors(copy, leaf.value) for copy in copies]
     if isinstance(leaf, Parts):
         found = [part.shape[dim] for part in leaf.tensors]
@@ -98,7 +99,7 @@ def _split_leaf(leaf: Any, places: Sequence[torch.device], sizes: list[int], dim
                 "does, with region.sizes(rows)"
             )
         return list(leaf.tensors)
-    return [leaf] * len(places)
+    return [leaf] * len(devices)
 
 
 def _rows(value: Tensor, sizes: list[int], dim: int) -> Sequence[Tensor]:
@@ -133,7 +134,7 @@ class _Region(Protocol):
 _regions: "weakref.WeakKeyDictionary[RowSource, weakref.ref[_Region]]" = weakref.WeakKeyDictionary()
 
 
-def place(table: RowSource, region: _Region) -> None:
+def connect(table: RowSource, region: _Region) -> None:
     """Make `table` send its rows to the replicas of `region`; only the first call does something. Raises
     UserError for a table that sends rows to another region on other devices."""
     if not hasattr(table, "place_on"):  # nn.Embedding, or the arguments in the other order

@@ -75,7 +75,7 @@ def test_the_module_that_computes_across_the_batch_is_named(
     model = nn.ModuleDict({"region": region})
     model.forward = lambda x: model["region"](x)  # type: ignore[method-assign]
     found = compare_split(model, torch.randn(7, 6))
-    assert [(one.module, one.place) for one in found] == [(f"region.{module}", what)]
+    assert [(one.module, one.where) for one in found] == [(f"region.{module}", what)]
     assert f"BREAKS  region.{module} [{what}]: differs by" in found[0].text()
 
 
@@ -176,7 +176,7 @@ def test_what_only_training_does_across_the_batch_is_found(
     torch.manual_seed(0)
     region, x = DataParallel(make(), devices), torch.randn(8, 6)
     found = compare_split(region, x)
-    assert [(one.breaks, one.place) for one in found] == [(True, place)]
+    assert [(one.breaks, one.where) for one in found] == [(True, place)]
 
 
 class Cached(nn.Module):
@@ -262,7 +262,7 @@ def test_chance_and_caches_are_no_difference(devices: str, name: str) -> None:
 def test_random_numbers_of_others_are_said_not_to_be_comparable() -> None:
     region = DataParallel(Trains(lambda x: x + torch.from_numpy(np.random.rand(len(x), 1)).float()), "cpu*2")
     (found,) = compare_split(region, torch.randn(8, 6))
-    assert (found.breaks, found.place) == (False, "its output")
+    assert (found.breaks, found.where) == (False, "its output")
     assert "random numbers that are not torch's" in found.problem
     check_split(region, torch.randn(8, 6))
 
@@ -310,7 +310,7 @@ def test_gradients_are_compared_as_exactly_as_their_type_is(dtype: torch.dtype) 
     x = torch.randn(64, 6, dtype=dtype)
     for function, expected in ((Shifted.apply, ["the gradient of layer.weight"]), (torch.tanh, [])):
         found = compare_split(DataParallel(Trains(function).to(dtype), "cpu*3"), x)
-        assert [one.place for one in found] == expected
+        assert [one.where for one in found] == expected
     assert (
         compare_split(DataParallel(Trains(lambda x: x / 0 * 0), "cpu*2").to(dtype), x) == []
     )  # NaN both ways
