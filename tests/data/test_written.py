@@ -158,6 +158,14 @@ def test_quotes_that_never_close_reject_their_lines_alone(tmp_path: Path) -> Non
     assert table([chunk])["n"].to_list() == [str(i) for i in range(2000) if i not in (50, 51, 700, 1999)]
 
 
+def test_many_quotes_that_do_not_close_are_told_with_the_remedy(tmp_path: Path) -> None:
+    rows = [f'{i},"{i} inches,{i % 2}' for i in range(120)] + ["1,2,3,4"]
+    with refused(r"the quotes of 100 lines do not enclose cells.*line \d+; .* set data\.quote=none"):
+        read(tmp_path, "\n".join(["n,w,y", *rows, ""]))
+    (chunk,) = read(tmp_path, "\n".join(["n,w,y", *rows, ""]), quote="none", max_rejected=0.1)
+    assert (len(chunk), [row["line"] for row in chunk.rejected]) == (120, [122])
+
+
 def test_json_lines(tmp_path: Path) -> None:
     rows = [{"n": i, "w": f"w{i % 3}", "y": i % 2 == 0} for i in range(5)]
     text = "\n".join(map(json.dumps, rows)) + '\n\n{"n": 1,\n[1]\n{"n": 1.5, "y": null}\n'

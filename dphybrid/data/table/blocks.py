@@ -21,6 +21,8 @@ from dphybrid.data.table.rows import SHOWN
 
 _MAX_CELL_BYTES = 2**23
 """Most bytes in which an open quote is looked for its end; limits the work on a quote that is not closed."""
+MOST_OPEN = 100
+"""With as many lines in a block whose quotes do not close, its quotes are something else."""
 _STEP_BYTES = 2**16
 """Bytes that are read at a time after a row whose quote is not closed."""
 _BLANKS = (b" ", b"\t", b"\v", b"\f")
@@ -75,12 +77,14 @@ def _separating(dialect: Dialect) -> re.Pattern[bytes]:
 @dataclass
 class Parsed:
     """Rows of a text: columns of cells, for each row the number of lines before it, and the rejected rows.
-    num_lines: lines of the text that were read; the others begin with a quote that may close later."""
+    num_lines: lines of the text that were read; the others begin with a quote that may close later. num_open:
+    lines whose quotes do not close; with `MOST_OPEN` of them, reading stopped."""
 
     columns: list[pl.Series]
     lines: Array
     bad: list[Bad]
     num_lines: int
+    num_open: int = 0
 
 
 def parse_plain(text: bytes, dialect: Dialect, width: int, no_value: tuple[str, ...]) -> Parsed | None:
@@ -120,8 +124,8 @@ def parse_quoted(text: bytes, dialect: Dialect, width: int, no_value: tuple[str,
     last: no text follows, so that a quote that is open at the end stays open."""
     ends = _line_ends(text)
     columns, lines, bad = [_no_cells(width)], [np.empty(0, np.int64)], list[Bad]()
-    line, step = 0, len(text)
-    while line < len(ends):
+    line, step, num_open = 0, len(text), 0
+    while line < len(ends) and num_open < MOST_OPEN:
         start = int(ends[line - 1]) if line else 0
         # At least one line.
         until = max(line + 1, int(np.searchsorted(ends, start + step, side="right")))
@@ -134,12 +138,14 @@ def parse_quoted(text: bytes, dialect: Dialect, width: int, no_value: tuple[str,
         if is_open and whole:
             break
         # After a quote that is not closed, look at less text, as the next one is often not far.
-        step = _STEP_BYTES if line < until and not is_open else 4 * max(step, _STEP_BYTES)
+        stopped = line < until and not is_open
+        step = _STEP_BYTES if stopped else 4 * max(step, _STEP_BYTES)
+        num_open += stopped
     parts = [pl.concat(cells) for cells in zip(*columns, strict=True)]
     numbers = np.concatenate(lines)
     if width == 1 and (blank := parts[0].is_null() | (parts[0].str.strip_chars() == "")).any():
         parts, numbers = [parts[0].filter(~blank)], numbers[~blank.to_numpy()]
-    return Parsed(clean(parts, no_value), numbers, bad, line)
+    return Parsed(clean(parts, no_value), numbers, bad, line, num_open)
 
 
 def _no_cells(width: int) -> list[pl.Series]:

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 
 from dphybrid.config.tables import TableDataConfig
-from dphybrid.data.table.blocks import JOINT, Dialect, Parsed, parse_plain, parse_quoted
+from dphybrid.data.table.blocks import JOINT, MOST_OPEN, Dialect, Parsed, parse_plain, parse_quoted
 from dphybrid.data.table.lines import count_sign, whole_lines
 from dphybrid.data.table.numbers import is_number
 from dphybrid.data.table.rows import Job, Rejected, Rows, as_job, check_columns
@@ -64,6 +64,11 @@ def csv_jobs(file: Path, data: TableDataConfig) -> Iterator[Job]:
             parsed = parse_quoted(
                 layout.dialect.joined(text), layout.dialect, len(layout.names), data.no_value, last
             )
+            if parsed.num_open == MOST_OPEN:
+                raise UserError(
+                    f"data.path={file}: the quotes of {MOST_OPEN} lines do not enclose cells, the last "
+                    f"one is line {line + parsed.num_lines}; if they are plain text, set data.quote=none"
+                )
             yield as_job(block.rows(parsed))
             line += parsed.num_lines
             unread = text.split(b"\n", parsed.num_lines)[-1]
