@@ -136,6 +136,7 @@ def test_ctrl_c_during_the_imports_of_a_flow_ends_without_a_traceback(tmp_path: 
     package = tmp_path / "prefect"
     package.mkdir()
     (package / "main.py").touch()
+    (package / "settings.py").write_text("def get_current_settings(): ...\n")
     (package / "__init__.py").write_text(  # the flow's own first import is that of a name
         "import os, signal\n\n\ndef __getattr__(name):\n    os.kill(os.getpid(), signal.SIGINT)\n"
     )

@@ -12,7 +12,7 @@ import pytest
 from dphybrid.config.settings import load_settings
 from dphybrid.gpus.leases import ask_for, find_holder
 from dphybrid.recipes.configs import build_config
-from dphybrid.run import leasing, start, trainer
+from dphybrid.run import build, leasing, trainer
 from dphybrid.run import train as job
 from dphybrid.util.stop import Interrupted, StopRequest, stop_signals, watching
 from tests.fake_nvml import gpu, write_state
@@ -50,11 +50,11 @@ def test_a_request_before_the_first_step_ends_the_run(
     monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
     checkpoints = tmp_path / "data" / "runs" / "run" / "checkpoints"
     loading = when == "load_checkpoint"
-    where = start if loading else trainer
+    where = trainer if loading else build
     if loading:
         run(1, StopRequest())
     before = sorted(checkpoints.glob("*"))
-    stop, done = StopRequest(), getattr(start, when)
+    stop, done = StopRequest(), getattr(trainer, when)
 
     def ask_meanwhile(*args: Any, **more: Any) -> Any:
         result = done(*args, **more)

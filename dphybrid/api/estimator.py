@@ -16,7 +16,7 @@ from dphybrid.api.training import nested, train
 from dphybrid.data.table.frames import as_frame
 from dphybrid.recipes.registry import OF_TABLES
 from dphybrid.serving.predict import Predictor
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, suggestion
 
 _TARGET, _WEIGHT = "the label", "the weight"
 """Columns that `fit` adds to the table; their names have a blank, so that hardly any table has them
@@ -44,6 +44,9 @@ class _HybridEstimator(BaseEstimator):
         valid_fraction: float = 0.2,
         random_state: int = 0,
         verbose: bool = False,
+        quiet: bool = True,
+        label: str | None = None,
+        valid: Any = None,
         **values: object,
     ) -> None:
         self.recipe = recipe
@@ -52,6 +55,9 @@ class _HybridEstimator(BaseEstimator):
         self.valid_fraction = valid_fraction
         self.random_state = random_state
         self.verbose = verbose
+        self.quiet = quiet
+        self.label = label
+        self.valid = valid
         # scikit-learn expects each parameter as an attribute of the same name, unchecked until `fit`.
         self.__dict__.update(values)
 
@@ -92,6 +98,32 @@ class _HybridEstimator(BaseEstimator):
             raise ValueError("sample_weight: every weight is zero; give some rows a weight above 0")
         return frame.with_columns(pl.Series(_WEIGHT, weights_B)).filter(used_B), labels[used_B]
 
+    def _with_y(self, X: object, y: object) -> tuple[object, object]:
+        """Return X without the column `label`, and y, which that column holds if it is not given."""
+        if self.label is None:
+            return X, y
+        frame = as_frame(X, "X").lazy().collect()
+        if self.label not in frame.columns:
+            if y is None:
+                raise UserError(
+                    f"label={self.label!r}: X has no such column{suggestion(self.label, frame.columns)}"
+                )
+            return X, y
+        return frame.drop(self.label), frame[self.label] if y is None else y
+
+    def _validation(self) -> tuple[pl.DataFrame, np.ndarray] | None:
+        """Return the rows of `valid` and their y; None if it is not given."""
+        if self.valid is None:
+            return None
+        pair = (
+            self.valid
+            if isinstance(self.valid, tuple | list) and len(self.valid) == 2
+            else (self.valid, None)
+        )
+        X, y = self._with_y(*pair)
+        frame, labels = self._weighed(self._frame(X, reset=False), y, None)
+        return frame, labels
+
     def _held(self, group_B: np.ndarray) -> np.ndarray:
         """Return held_B (B,) bool, the validation rows: a share of each group, at least one row."""
         if not 0 < self.valid_fraction < 1:
@@ -103,22 +135,36 @@ class _HybridEstimator(BaseEstimator):
             held_B[random.permutation(rows)[: max(1, round(self.valid_fraction * len(rows)))]] = True
         return held_B
 
-    def _train(self, frame: pl.DataFrame, target_B: np.ndarray, group_B: np.ndarray, task: str) -> None:
-        """Train a run on a table and its target. group_B: each row's group; a share of each group is the
-        validation split. The only row of a group is in both splits, so that training has every class."""
+    def _train(
+        self,
+        frame: pl.DataFrame,
+        target_B: np.ndarray,
+        group_B: np.ndarray,
+        task: str,
+        given: tuple[pl.DataFrame, np.ndarray] | None,
+    ) -> None:
+        """Train a run on a table and its target. given: validation rows and their target; without them a
+        share of each group is the validation split. group_B: each row's group. The only row of a group is in
+        both splits, so that training has every class."""
         values: dict[str, Any] = {"seed": self.random_state, "task": task, **self._values}
         table = frame.with_columns(pl.Series(_TARGET, target_B))
         if _WEIGHT in frame.columns:
             values["weight"] = _WEIGHT
-        held_B, alone_B = self._held(group_B), np.bincount(group_B)[group_B] == 1
+        if given is None:
+            held_B, alone_B = self._held(group_B), np.bincount(group_B)[group_B] == 1
+            table, valid = table.filter(~held_B | alone_B), table.filter(held_B)
+        else:
+            valid = given[0].with_columns(pl.Series(_TARGET, given[1]))
+            if _WEIGHT in frame.columns:
+                valid = valid.with_columns(pl.lit(1.0).alias(_WEIGHT))
         self.run_ = train(
-            table.filter(~held_B | alone_B),
-            valid=table.filter(held_B),
+            table,
+            valid=valid,
             recipe=self.recipe,
             label=_TARGET,
             devices=self.devices,
             tracking=self.tracking,
-            quiet=not self.verbose,
+            quiet=self.quiet and not self.verbose,
             **values,
         )
 
@@ -140,6 +186,8 @@ class _HybridEstimator(BaseEstimator):
             array = validate_data(self, X, reset=reset, dtype="numeric", ensure_all_finite="allow-nan")
             return pl.DataFrame({f"x{number}": array[:, number] for number in range(array.shape[1])})
         frame = as_frame(X, "X").lazy().collect()
+        if self.label in frame.columns:
+            frame = frame.drop(str(self.label))
         for name in (_TARGET, _WEIGHT):
             if name in frame.columns:
                 raise UserError(f"X: has a column {name!r}, a name that fit uses itself; rename the column")
@@ -174,7 +222,10 @@ class HybridClassifier(ClassifierMixin, _HybridEstimator):
         tracking: MLflow's address; "none", the default here, because searches fit often.
         valid_fraction: share of each class's rows for validation, at least one row.
         random_state: the seed of the split, the start weights and the order of rows.
-        verbose: print the lines of the training.
+        verbose, quiet: verbose=True or quiet=False prints the lines of the training.
+        label: the column of X that holds y, for `fit(X)` without y; it is no feature.
+        valid: validation rows in place of a share of the training rows: a pair (X, y), or a table with the
+            column `label`.
         values: any value of the recipe, by the names that `dphybrid.train` takes: `epochs=5, batch_size=128,
             table__lr=0.1`. `lr`, `optimizer` and `weight_decay` without a section are those of the blocks.
 
@@ -182,9 +233,10 @@ class HybridClassifier(ClassifierMixin, _HybridEstimator):
     (the run). A pickled estimator keeps the path of its run, not its model.
     """
 
-    def fit(self, X: object, y: object, sample_weight: object = None) -> Self:
+    def fit(self, X: object, y: object = None, sample_weight: object = None) -> Self:
         """Train on the rows of X (B) and the labels y (B,), of two classes or more. sample_weight: (B,), 0 or
         more. Raises UserError, a ValueError."""
+        X, y = self._with_y(X, y)
         frame = self._frame(X, reset=True)
         frame, labels = self._weighed(frame, y, sample_weight)
         check_classification_targets(labels)
@@ -196,7 +248,12 @@ class HybridClassifier(ClassifierMixin, _HybridEstimator):
         task = "auto" if len(classes) == 2 else "multiclass"
         # Train on the classes' numbers: a label such as "NA" would be read as a missing value.
         target_B = number_B.astype(np.int8 if len(classes) <= 128 else np.int32)
-        self._train(frame, target_B, number_B, task)
+        given = self._validation()
+        if given is not None:
+            if unseen := sorted({*map(str, given[1])} - {*map(str, classes)}):
+                raise UserError(f"valid: has the class {unseen[0]!r}, which y has not")
+            given = given[0], np.searchsorted(classes, given[1].astype(classes.dtype)).astype(target_B.dtype)
+        self._train(frame, target_B, number_B, task, given)
         self.classes_ = classes
         return self
 
@@ -226,14 +283,18 @@ class HybridRegressor(RegressorMixin, _HybridEstimator):
     `task="counts"` learns whole numbers of 0 or more as counts.
     """
 
-    def fit(self, X: object, y: object, sample_weight: object = None) -> Self:
+    def fit(self, X: object, y: object = None, sample_weight: object = None) -> Self:
         """Train on the rows of X (B) and the numbers y (B,). sample_weight: (B,), 0 or more. Raises
         UserError, a ValueError."""
+        X, y = self._with_y(X, y)
         frame = self._frame(X, reset=True)
         frame, labels = self._weighed(frame, y, sample_weight)
         target_B = check_array(labels, ensure_2d=False, dtype=np.float64, input_name="y")
         # One group: the validation rows are any of them.
-        self._train(frame, target_B, np.zeros(len(target_B), np.int64), "regression")
+        given = self._validation()
+        if given is not None:
+            given = given[0], check_array(given[1], ensure_2d=False, dtype=np.float64, input_name="valid")
+        self._train(frame, target_B, np.zeros(len(target_B), np.int64), "regression", given)
         return self
 
     def predict(self, X: object) -> np.ndarray:

@@ -11,6 +11,9 @@ differs: it gives other results than one device. A recipe is trained on a sample
 and compared, in a temporary folder. The exit code is 1 when something breaks.
 """
 
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -19,7 +22,10 @@ from pydantic_settings import CliPositionalArg
 from dphybrid.cli.flags import ConfigCommand
 from dphybrid.config.settings import load_settings
 from dphybrid.recipes.configs import load_config
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, failure_text
+
+_NEEDED = ("prepare", "evaluate", "train", "train_twice")
+"""Checks of a recipe on which the later ones build: when one breaks, the rest is left out."""
 
 
 class Flags(ConfigCommand):
@@ -60,10 +66,25 @@ class Flags(ConfigCommand):
         # The same as --recipe, so that other flags override this recipe's values.
         values: dict[str, Any] = self.values | {"recipe": recipes[0]}
         config, breaks = load_config(self.config, values), 0
-        from dphybrid.cli.trial import check_recipe
+        from dphybrid.lifecycle.trial import CHECKS, trial_of
 
-        for result in check_recipe(config, load_settings()):
-            print(result.line(), flush=True)
-            # None, a check that was not tried, is no failure.
-            breaks += result.holds is False
+        with trial_of(config) as trial:
+            for check in CHECKS:
+                state, words = _result_of(check, trial)
+                print(f"{state:<7}{check.__name__.replace('_', ' '):<14}{words}", flush=True)
+                breaks += state == "BREAKS"
+                if breaks and check.__name__ in _NEEDED:
+                    break
         return 1 if breaks else 0
+
+
+def _result_of(check: Callable[[Any], str], trial: object) -> tuple[str, str]:
+    """Run one check of a recipe; return ok, BREAKS or - (not tried), and its words or the problem."""
+    try:
+        with redirect_stdout(StringIO()):  # hides the progress of the trainings
+            words = check(trial)
+    except UserError as error:
+        return "BREAKS", " ".join(str(error).split())
+    except Exception as error:  # noqa: BLE001 - a user's recipe may raise anything
+        return "BREAKS", failure_text(error)
+    return "-" if words.startswith("not tried") else "ok", words

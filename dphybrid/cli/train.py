@@ -21,6 +21,10 @@ from pydantic import AfterValidator, Field
 
 from dphybrid.cli.flags import RunCommand
 from dphybrid.cli.parser import Command, Parser, page_of
+from dphybrid.config import ExperimentConfig
+from dphybrid.config.settings import Settings
+from dphybrid.util.errors import UserError
+from dphybrid.util.files import remove_folder
 from dphybrid.util.importing import kept_from_gc
 from dphybrid.util.text import masked
 
@@ -46,6 +50,20 @@ class Flags(RunCommand):
     tag: list[Annotated[str, AfterValidator(_tag)]] = Field(default=[])
     """Tag for the MLflow run; may be repeated."""
 
+    fast_dev_run: bool = False
+    """Try everything out: train and validate one batch, report it, record nothing and keep nothing."""
+
+    def experiment(self) -> tuple[ExperimentConfig, Settings]:
+        """Return config and settings. Raises UserError."""
+        if not self.fast_dev_run:
+            return super().experiment()
+        if self.resume is not None:
+            raise UserError(f"--fast-dev-run: keeps nothing, so it takes no --resume {self.resume}")
+        self.tracking = "none"
+        config, settings = super().experiment()
+        tried = {"epochs": 1, "overfit_batches": 1, "patience": 0}
+        return config.model_copy(update={"train": config.train.model_copy(update=tried)}), settings
+
     def run(self) -> int:
         """Train. A run that gave way waits and then runs this command again."""
         tags = dict(tag.split("=", 1) for tag in self.tag)
@@ -62,6 +80,10 @@ class Flags(RunCommand):
             if interruption.requeue:
                 go_on_later(interruption, settings)
             raise
+        if self.fast_dev_run:
+            remove_folder(settings.runs_dir / report.run_name)
+            print("Everything works: one batch was trained, validated and reported. Nothing was kept")
+            return 0
         print(report.text)
         if self.report:
             report.write(self.report)

@@ -34,6 +34,7 @@ class ClusterEngine(Engine):
 
     # The machine that evaluates the finished run may not have the memory of all ranks.
     mapped = True
+    trains_here = False
 
     def check(
         self, one_process: bool, settings: Settings, devices: str, callbacks: Sequence[Callback], here: int

@@ -118,6 +118,14 @@ class TrainConfig(Section):
     batch_size: int = Field(default=16, ge=0)
     """Rows per batch, over all devices together; each device gets about batch_size / devices of them. 0:
     computed from the number of training rows; the run prints it."""
+    accumulate: int = Field(default=1, ge=1)
+    """Parts in which a batch is computed, one after another; their gradients are added up before the update,
+    so that the result is that of the whole batch, with a part of its memory."""
+    limit_batches: int = Field(default=0, ge=0)
+    """Batches of each epoch that are trained, to try things out. 0: all."""
+    overfit_batches: int = Field(default=0, ge=0)
+    """Train and validate on the rows of so many batches, the same in each epoch: a model that cannot learn
+    them by heart has a fault. 0: off."""
     lr: float = Field(default=0.003, gt=0.0)
     """Learning rate of the dense blocks."""
     optimizer: Literal["adam", "adamw", "sgd"] = "adam"
@@ -236,6 +244,11 @@ class ExperimentConfig(Section):
 
     @model_validator(mode="after")
     def _formats_agree(self) -> Self:
+        if self.train.accumulate > 1 and self.cluster.several:
+            raise ValueError(
+                f"train.accumulate={self.train.accumulate}: ranks compute their part of a batch at once; "
+                "leave it out, or raise cluster.ranks"
+            )
         if self.train.precision != "float32" and self.model.dtype != "float32":
             raise ValueError(
                 f"train.precision={self.train.precision} needs model.dtype=float32, not {self.model.dtype}; "

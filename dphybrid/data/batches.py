@@ -58,6 +58,22 @@ class ArrayDataset(Dataset):
         return {name: rows.long() if rows.dtype == torch.int32 else rows for name, rows in tensors.items()}
 
 
+class FirstRows(Dataset):
+    """The first `num` samples of a data set."""
+
+    def __init__(self, rows: Dataset, num: int) -> None:
+        self.rows, self.num = rows, num
+
+    def __len__(self) -> int:
+        return min(self.num, len(self.rows))
+
+    def at_epoch(self, seed: int, epoch: int) -> "FirstRows":
+        return FirstRows(self.rows.at_epoch(seed, epoch), self.num)
+
+    def fetch(self, index_B: Array) -> "dict[str, Tensor]":
+        return self.rows.fetch(index_B)
+
+
 class Draws:
     """Random numbers for the samples `index_B` of an epoch. seed: (seed, epoch).
 

@@ -26,7 +26,7 @@ from dphybrid.recipes.configs import stored_config
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import CHAMPION_TAG, DECISION, Run, read_run, undecided_runs
 from dphybrid.run.pages import ResultPage
-from dphybrid.run.start import fill_from
+from dphybrid.run.trainer import fill_from
 from dphybrid.tracking.loader import checkpoint_folder
 from dphybrid.tracking.models import Registry, Version
 from dphybrid.tracking.opening import store_to_write

@@ -1,11 +1,7 @@
-"""Shared parts of the flows: the steps of the main job as Prefect tasks, and `trained`, which calls them in
-turn.
+"""Shared parts of the flows: `trained` is `dphybrid.run.train.run_job` with each step as a Prefect task."""
 
-Tasks pass each other paths, never models or data; the work is in `dphybrid.run.train`.
-"""
-
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -16,24 +12,19 @@ from prefect.client.schemas.objects import State
 from prefect.states import Cancelled
 
 from dphybrid.config import ExperimentConfig
-from dphybrid.config.settings import load_settings
+from dphybrid.config.settings import Settings, load_settings
 from dphybrid.orchestration.machines import gathered, other_workers, over_machines
 from dphybrid.orchestration.queueing import REFUSED, giving_back, shown_waiting
 from dphybrid.orchestration.shown import show_run, shown_progress, tolerating_outage
 from dphybrid.orchestration.supervised import watched_flow_run
 from dphybrid.run import train as job
-from dphybrid.run.experiment import Experiment
-from dphybrid.run.folder import find_tagged_run, read_run
-from dphybrid.run.leasing import giving_way, leased_devices
+from dphybrid.run.folder import Run, find_tagged_run
 from dphybrid.run.report import attached
+from dphybrid.training.callbacks import Callback
 from dphybrid.util.files import disk_errors_told
-from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
+from dphybrid.util.stop import Interrupted, StopRequest
 
 FLOW_RUN_TAG = "prefect.flow_run_id"
-
-# Inside the tasks, although `closing_run` does the same around them: Prefect logs the traceback of any
-# exception but a UserError that leaves a task.
-_disk_errors_told = disk_errors_told("then continue with --resume")
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -76,69 +67,69 @@ def prepare(config: ExperimentConfig, here: int = 0, run_name: str | None = None
     return str(job.prepare_data(config, load_settings(), here=here, run_name=run_name).data.path)
 
 
-@step("build")
-def build(
-    config: ExperimentConfig,
-    prepared: str,
-    devices: str,
-    run_name: str | None,
-    resume: str | None,
-    tags: dict[str, str],
-    links: dict[str, str],
-) -> str:
-    """Check the model and open its MLflow run; return the run folder."""
-    settings = load_settings()
-    experiment = Experiment.open(config, settings, prepared)
-    run = job.build_run(experiment, devices, run_name=run_name, resume=resume, tags=tags, links=links)
-    address = ""
-    if run.page.run_id:
-        # Close it: an open tracker holds the record that `train` has to send.
-        with closing(attached(run)) as tracker:
-            address = tracker.run_url
-    shown = [config.recipe, devices, *filter(None, [config.checkpoint.register_as])]
-    show_run(runtime.flow_run.id, run.folder.name, shown, address)
-    if address and runtime.deployment.id:
-        print(f"MLflow: {address if address.startswith('http') else run.ui_command}", flush=True)
-    return str(run.folder)
+class _InFlow(job.Around):
+    """Makes each step of the job a task of the current flow run, and shows there what happens. others: names
+    of the workers whose machines train together with this one."""
 
+    at_once = False
 
-@step("train")
-@_disk_errors_told
-def train(run_folder: str, stop: StopRequest, others: list[str]) -> dict[str, object]:
-    """Train to the end, with the machines of the workers `others`; return the fields of
-    `result.json`."""
-    settings = load_settings()
-    with (
-        gathered(others, run_folder, settings) if others else nullcontext() as meeting,
-        shown_progress(runtime.flow_run.id) as on_epoch,
-    ):
-        run = read_run(run_folder, settings)
-        return job.train_run(run, run.experiment(), stop, [on_epoch], meeting).model_dump()
+    def __init__(self, settings: Settings, stop: StopRequest, others: Sequence[str], here: int) -> None:
+        self.settings, self.stop, self.others, self.here = settings, stop, others, here
+        self.name = runtime.flow_run.name or ""
 
+    def step(self, name: str, work: Callable[[], _R]) -> _R:
+        """Do a step as a task. Its result does not pass through Prefect."""
+        done: list[_R] = []
 
-@step("evaluate")
-@_disk_errors_told
-def evaluate(run_folder: str) -> dict[str, float]:
-    """Evaluate the best checkpoint on the validation rows."""
-    run = read_run(run_folder, load_settings())
-    return job.evaluate_run(run, run.experiment())
+        @step(name)
+        # Inside the task, although `closing_run` does the same around it: Prefect logs the traceback of any
+        # exception but a UserError that leaves a task.
+        @disk_errors_told("then continue with --resume")
+        def run() -> None:
+            done.append(work())
 
+        run()
+        return done[0]
 
-@step("report")
-@_disk_errors_told
-def report(run_folder: str) -> job.Report:
-    """Write the report and the flow run's artifacts."""
-    run = read_run(run_folder, load_settings())
-    done = job.report_run(run, run.experiment())
-    print(done.text, flush=True)
-    with tolerating_outage(f"Prefect's artifacts could not be written; the report is in {run_folder}"):
-        metrics = [{"metric": name, "value": value} for name, value in done.metrics.items()]
-        create_table_artifact(metrics, key="metrics", description="Validation metrics")
-        if done.splits:
-            rows = [row.table_row() for row in done.splits]
-            create_table_artifact(rows, key="splits", description="Rows of a batch on each replica")
-        create_markdown_artifact(f"```\n{done.text.strip()}\n```", key="result", description=done.run_name)
-    return done
+    @contextmanager
+    def waiting(self) -> Iterator[Callable[[str], None] | None]:
+        back = giving_back(self.stop, self.settings.gpu_give_back_s)
+        with shown_waiting(runtime.flow_run.id) as report_wait, back:
+            yield report_wait
+
+    def built(self, run: Run) -> None:
+        address = ""
+        if run.page.run_id:
+            # Close it: an open tracker holds the record that the training has to send.
+            with closing(attached(run)) as tracker:
+                address = tracker.run_url
+        register_as = run.config.checkpoint.register_as
+        shown = [run.page.recipe, run.page.devices, *filter(None, [register_as])]
+        show_run(runtime.flow_run.id, run.folder.name, shown, address)
+        if address and runtime.deployment.id:
+            print(f"MLflow: {address if address.startswith('http') else run.ui_command}", flush=True)
+
+    @contextmanager
+    def training(self, run: Run) -> Iterator[tuple[Sequence[Callback], object]]:
+        with (
+            gathered(self.others, str(run.folder), self.settings)
+            if self.others
+            else nullcontext() as meeting,
+            shown_progress(runtime.flow_run.id) as on_epoch,
+        ):
+            yield [on_epoch], meeting
+
+    def reported(self, report: job.Report) -> None:
+        print(report.text, flush=True)
+        folder = self.settings.runs_dir / report.run_name
+        with tolerating_outage(f"Prefect's artifacts could not be written; the report is in {folder}"):
+            metrics = [{"metric": name, "value": value} for name, value in report.metrics.items()]
+            create_table_artifact(metrics, key="metrics", description="Validation metrics")
+            if report.splits:
+                rows = [row.table_row() for row in report.splits]
+                create_table_artifact(rows, key="splits", description="Rows of a batch on each replica")
+            text = f"```\n{report.text.strip()}\n```"
+            create_markdown_artifact(text, key="result", description=report.run_name)
 
 
 def trained(
@@ -152,8 +143,8 @@ def trained(
     nodes: int = 1,
     machines: Sequence[str] = (),
 ) -> job.Report:
-    """Train in the current flow run. If it was started before (it gave way, or its worker died), continue
-    from its checkpoint.
+    """Train in the current flow run, as `run_job` does. If it was started before (it gave way, or its worker
+    died), continue from its checkpoint.
 
     Args:
         config: the experiment.
@@ -171,29 +162,22 @@ def trained(
     config = over_machines(config, nodes, settings)
     # A flow run that is started again finds its run only by this tag of the run.
     resume = resume or find_tagged_run(settings, FLOW_RUN_TAG, flow_run_id)
-    with watched_flow_run(flow_run_id, stop), ExitStack() as held:
+    with watched_flow_run(flow_run_id, stop):
         others = other_workers(nodes, machines, settings, stop) if nodes > 1 else []
-        prepared = prepared or prepare(config, config.cluster.on_each(nodes), run_name)
-        stop.obey("before it was built")
-        replicas = job.resumed_replicas(Experiment.open(config, settings, prepared), resume)
-        back = giving_back(stop, settings.gpu_give_back_s)
-        with shown_waiting(flow_run_id) as report_wait, back:
-            name = run_name or runtime.flow_run.name or config.recipe
-            leased = leased_devices(
-                config, settings, run=name, replicas=replicas, on_wait=report_wait, stop=stop
-            )
-            devices = held.enter_context(leased)
-        all_tags = _tags() | devices.tags | (tags or {})
+        all_tags = _tags() | (tags or {})
         if others:
             all_tags |= {"dphybrid.nodes": str(nodes), "dphybrid.other_machines": ", ".join(others)}
-        with giving_way(devices, settings, stop), stop_signals(stop):
-            folder = build(config, prepared, devices.text, run_name, resume, all_tags, _links())
-            with job.closing_run(read_run(folder, settings)):
-                train(folder, stop, others)
-        with job.closing_run(read_run(folder, settings)):
-            evaluate(folder)
-            stop.obey("after its evaluation")
-            return report(folder)
+        return job.run_job(
+            config,
+            settings,
+            run_name=run_name,
+            resume=resume,
+            tags=all_tags,
+            stop=stop,
+            links=_links(),
+            prepared=prepared,
+            around=_InFlow(settings, stop, others, config.cluster.on_each(nodes)),
+        )
 
 
 def _tags() -> dict[str, str]:

@@ -27,6 +27,20 @@ from dphybrid.util.importing import check_import
 Values = dict[str, Any]
 """Values of a config by name; sections are nested mappings."""
 _FieldFacts = tuple[object, str, object]
+_ELSEWHERE = {
+    "learning_rate": "lr",
+    "learning_rate_init": "lr",
+    "eta": "lr",
+    "max_iter": "epochs",
+    "max_epochs": "epochs",
+    "num_epochs": "epochs",
+    "n_epochs": "epochs",
+    "num_train_epochs": "epochs",
+    "random_state": "seed",
+    "random_seed": "seed",
+    "gradient_clip_val": "clip_norm",
+}
+"""Names of fields in other libraries -> the name here."""
 _CODE_FIELDS = ("recipe", "model.factory", "train.callbacks")
 """Fields of a config that name code as package.module:NAME."""
 
@@ -68,6 +82,7 @@ def explain_unknown(name: str, recipe: str, flags: Sequence[str] = ()) -> str:
     leaves = {full: full.lstrip("-").rpartition(".")[2] for full in known}
     same_section = [full for full in known if full.rpartition(".")[0] == section] or known
     candidates = same_section if section else known
+    leaf = _ELSEWHERE.get(leaf.replace("-", "_"), leaf)
     # In this order: the same last part in any section, a prefix of a name, a misspelt name.
     meant = [full for full in known if leaves[full] == leaf or full.startswith(f"{name}.")]
     meant = meant or [full for full in candidates if leaves[full].startswith(leaf)]

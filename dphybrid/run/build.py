@@ -32,9 +32,11 @@ from dphybrid.run.folder import (
 )
 from dphybrid.run.leasing import expected_devices
 from dphybrid.run.report import open_run_tracker
+from dphybrid.run.trainer import build_trained, set_up_process
 from dphybrid.tracking import CHANGED_TAG, Tracker, waiting
 from dphybrid.tracking.tracker import FILES
 from dphybrid.training.callbacks import Callback, find_callbacks
+from dphybrid.training.checkpoint import complete_checkpoints
 from dphybrid.training.display import preparation_progress
 from dphybrid.training.label_tasks import LabelTask
 from dphybrid.util.device_spec import parse_device_spec
@@ -119,8 +121,9 @@ def build_run(
     """
     settings, config, data = experiment.settings, experiment.config, experiment.data
     devices, given = resolve_devices(devices_text), experiment.engine.tags(tags or {})
-    facts = _facts_of_model(experiment, devices)
     previous = find_run(experiment, resume) if resume else None
+    filled = bool(config.train.warm_start or (previous and complete_checkpoints(previous.checkpoints)))
+    facts = _facts_of_model(experiment, devices, filled)
     if previous:  # compare the devices in use: `auto` and the devices it resolved to are no change
         was = previous.config.model_dump(mode="json") | {"devices": previous.page.devices}
         changed = changed_values(was, config.model_copy(update={"devices": devices.text}))
@@ -171,15 +174,20 @@ def build_run(
     return run
 
 
-def _facts_of_model(experiment: Experiment, devices: Devices) -> dict[str, Any]:
-    """Build the model only to check it; print its sizes, and return them with the label's kind of task.
-    Raises UserError for a model, or a label, that cannot be trained."""
-    engine = experiment.engine
+def _facts_of_model(experiment: Experiment, devices: Devices, filled: bool) -> dict[str, Any]:
+    """Build the model, check it and print its sizes; return them with the label's kind of task. filled:
+    whether a checkpoint will give the rows of its tables. Raises UserError for a model, or a label, that
+    cannot be trained."""
+    engine, built = experiment.engine, experiment.built
     engine.check_data(experiment.data, experiment.recipe.tabular)
     label = _label_of(experiment)
-    # filled: the rows of this model are never used, so drawing start values would only cost time.
-    with engine.new_tables(filled=True):
-        model = experiment.build(devices)
+    if engine.trains_here:
+        devices = set_up_process(experiment, devices.text)
+        built.trained, built.filled = build_trained(experiment, devices, filled), filled
+        model = built.trained.model
+    else:  # the ranks build it; here it is only checked, and its rows need no start values
+        with engine.new_tables(filled=True):
+            model = experiment.build(devices)
     engine.check_model(model)
     tables = [table.settled() for table in find_tables(model).values()]
     num_rows, num_bytes = sum(map(len, tables)), sum(rows_VD.nbytes for rows_VD in tables)

@@ -1,6 +1,6 @@
 """The parts of a run: recipe, config, settings, data, engine; resolved once when a command or flow starts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Self
@@ -10,25 +10,39 @@ from torch import nn
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
 from dphybrid.data import Dataset, Prepared
+from dphybrid.data.batches import FirstRows
 from dphybrid.embedding.storage import deferred_rows, unfilled_rows
 from dphybrid.parallel import Devices, resolve_devices
 from dphybrid.recipes.context import ModelContext
 from dphybrid.recipes.recipe import Recipe
 from dphybrid.recipes.registry import find_recipe
+from dphybrid.training.checkpoint import Trained
 from dphybrid.training.engine import Engine
 from dphybrid.training.metrics import Task
+
+
+@dataclass
+class Built:
+    """The model of a run that this process has built, so that it is built once. filled: whether its rows are
+    those of a checkpoint and not start values. trained: with its optimizers, until it is trained. model:
+    after that, for the evaluation."""
+
+    filled: bool = False
+    trained: Trained | None = None
+    model: nn.Module | None = None
 
 
 @dataclass(frozen=True)
 class Experiment:
     """Everything that defines a training. data: the recipe's prepared data. engine: trains in this process or
-    in the processes of a cluster."""
+    in the processes of a cluster. built: what this process has built of it so far."""
 
     recipe: Recipe
     config: ExperimentConfig
     settings: Settings
     data: Prepared
     engine: Engine
+    built: Built = field(default_factory=Built, compare=False, repr=False)
 
     @classmethod
     def open(cls, config: ExperimentConfig, settings: Settings, prepared: str | Path) -> Self:
@@ -50,6 +64,23 @@ class Experiment:
     def task(self) -> Task:
         """The recipe's task on this data."""
         return self.recipe.task(self.data.info)
+
+    @property
+    def training_rows(self) -> Dataset:
+        """The rows of an epoch, in the recipe's form."""
+        rows = self.recipe.training_rows(self.data.dataset("train"), self.data.info, self.config.model)
+        return FirstRows(rows, self._overfit_rows) if self._overfit_rows else rows
+
+    @property
+    def validation_rows(self) -> Dataset:
+        """The rows that decide which checkpoint is the best; with train.overfit_batches, trained ones."""
+        if self._overfit_rows:
+            return FirstRows(self.data.dataset("train"), self._overfit_rows)
+        return self.data.dataset("valid")
+
+    @property
+    def _overfit_rows(self) -> int:
+        return self.config.train.overfit_batches * self.config.train.batch_size
 
     def build(self, devices: Devices, rows: Dataset | None = None) -> nn.Module:
         """Build the model with its start values. rows: data that the model may read; see `ModelContext`."""

@@ -1,14 +1,16 @@
 """The main job as five plain functions - prepare, build, train, evaluate, report - and `run_job`, which calls
 them in turn.
 
-The flow and the command line share them. A run is a folder: `run.json` (its description), `checkpoints/`,
-`result.json`, `splits.txt`, `report.json`; its MLflow run shows the same, for comparing runs.
+The flow and the command line share it; a flow passes what it wraps around each step. A run is a folder:
+`run.json` (its description), `checkpoints/`, `result.json`, `splits.txt`, `report.json`; its MLflow run shows
+the same, for comparing runs.
 """
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
+from typing import TypeVar
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
@@ -27,6 +29,42 @@ from dphybrid.util.errors import UserError
 from dphybrid.util.files import disk_errors_told
 from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
 
+T = TypeVar("T")
+
+
+class Around:
+    """What a caller wraps around the steps of a job. This class adds nothing; a flow makes each step a task,
+    shows the progress and gathers other machines.
+
+    name: shown to others who wait for the GPUs ("": the run's). at_once: whether signals end preparation and
+    waiting at once; a flow's worker sends them to its own handlers. here: how many of a cluster's processes
+    run on this machine; 0: all.
+    """
+
+    name = ""
+    at_once = True
+    here = 0
+
+    def step(self, name: str, work: Callable[[], T]) -> T:
+        """Do a step: prepare, build, train, evaluate or report."""
+        return work()
+
+    @contextmanager
+    def waiting(self) -> Iterator[Callable[[str], None] | None]:
+        """Yield the function that is called with the reason while the job waits for GPUs; None prints it."""
+        yield None
+
+    def built(self, run: Run) -> None:
+        """The run has its folder and its record."""
+
+    @contextmanager
+    def training(self, run: Run) -> Iterator[tuple[Sequence[Callback], object]]:
+        """Yield more callbacks, and where a cluster's machines meet."""
+        yield (), None
+
+    def reported(self, report: Report) -> None:
+        """The report is written."""
+
 
 def run_job(
     config: ExperimentConfig,
@@ -36,31 +74,61 @@ def run_job(
     tags: dict[str, str] | None = None,
     stop: StopRequest | None = None,
     callbacks: Sequence[Callback] = (),
+    links: dict[str, str] | None = None,
+    prepared: str | None = None,
+    around: Around | None = None,
 ) -> Report:
     """Prepare, build, train, evaluate and report in this process.
 
     stop: lets other threads ask the run to stop; signals always do. callbacks: called after each epoch,
-    before those that train.callbacks names. Raises UserError before work starts, Interrupted on request.
+    before those that train.callbacks names. prepared: folder of the data, if it is prepared already. Raises
+    UserError before work starts, Interrupted on request.
     """
-    stop = stop or StopRequest()
+    stop, around = stop or StopRequest(), around or Around()
     # A signal ends preparation, or the wait for GPUs, at once: nothing is lost. Training finishes its step
     # first, hence the second `stop_signals` below.
-    with stop_signals(stop, at_once=True), ExitStack() as held:
-        experiment = prepare_data(config, settings, callbacks, run_name=run_name)
+    with stop_signals(stop, at_once=True) if around.at_once else nullcontext(), ExitStack() as held:
+        if prepared is None:
+            experiment = around.step(
+                "prepare", lambda: prepare_data(config, settings, callbacks, around.here, run_name)
+            )
+        else:
+            experiment = Experiment.open(config, settings, prepared)
         stop.obey("before it was built")
         replicas = resumed_replicas(experiment, resume)
-        name = run_name or resume or experiment.recipe.name
-        # Keep the lease until the report is written: the evaluation uses the GPUs, too.
-        devices = held.enter_context(leased_devices(config, settings, run=name, replicas=replicas, stop=stop))
+        name = run_name or around.name or resume or experiment.recipe.name
+        with around.waiting() as on_wait:
+            # Keep the lease until the report is written: the evaluation uses the GPUs, too.
+            devices = held.enter_context(
+                leased_devices(config, settings, run=name, replicas=replicas, on_wait=on_wait, stop=stop)
+            )
+
+        def build() -> Run:
+            every = devices.tags | (tags or {})
+            run = build_run(
+                experiment, devices.text, run_name=run_name, resume=resume, tags=every, links=links
+            )
+            around.built(run)
+            return run
+
+        def train() -> ResultPage:
+            with around.training(run) as (more, meeting):
+                return train_run(run, experiment, stop, [*callbacks, *more], meeting)
+
+        def report() -> Report:
+            done = report_run(run, experiment)
+            around.reported(done)
+            return done
+
         with giving_way(devices, settings, stop), stop_signals(stop):
-            all_tags = devices.tags | (tags or {})
-            run = build_run(experiment, devices.text, run_name=run_name, resume=resume, tags=all_tags)
+            run = around.step("build", build)
             with closing_run(run):
-                train_run(run, experiment, stop, callbacks)
+                around.step("train", train)
         # Outside the inner signal handler: an evaluation has no step to finish, so a signal ends it at once.
         with closing_run(run):
-            evaluate_run(run, experiment)
-            return report_run(run, experiment)
+            around.step("evaluate", lambda: evaluate_run(run, experiment))
+            stop.obey("after its evaluation")
+            return around.step("report", report)
 
 
 @contextmanager
@@ -107,8 +175,11 @@ def evaluate_run(run: Run, experiment: Experiment) -> dict[str, float]:
     (`test_...`); log all metrics as `final_...`."""
     data, task, mapped = experiment.data, experiment.task, experiment.engine.mapped
     best = Path(ResultPage.read(run.folder / "result.json").best_checkpoint)
-    gc.collect()  # frames of torch's lazy imports may keep the trained table alive, and two may not fit
-    model = experiment.unfilled(run.page.devices, mapped)
+    # The optimizers' states go first, so that the evaluation has their memory.
+    gc.collect()
+    model, experiment.built.model = experiment.built.model, None
+    if model is None:  # trained by other processes
+        model = experiment.unfilled(run.page.devices, mapped)
     try:
         verify_checkpoint(best)
     except UserError as damage:  # not replaced automatically: the next best checkpoint is another model
@@ -118,7 +189,7 @@ def evaluate_run(run: Run, experiment: Experiment) -> dict[str, float]:
         ) from damage
     load_weights(best, model, mapped)
     batch_size = experiment.config.train.batch_size
-    outputs = validation_outputs(model, data.dataset("valid"), batch_size, task)
+    outputs = validation_outputs(model, experiment.validation_rows, batch_size, task)
     metrics, charts = task.compute(outputs), task.charts(outputs) if task.charts else []
     if "test" in data.parts:
         tested = evaluate(model, data.dataset("test"), batch_size, task)

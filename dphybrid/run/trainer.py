@@ -1,29 +1,51 @@
-"""Trains a built run in this process and writes its results, `result.json`."""
+"""Trains a built run in this process: builds the model and its optimizers, loads the checkpoint, makes the
+session, trains, and writes the results, `result.json`."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from dphybrid.data import num_batches
+import torch
+from torch import nn
+
+from dphybrid.data import Prepared
+from dphybrid.data.table.encoder import Encoder, old_rows, open_base
+from dphybrid.embedding import find_tables, row_optimizer
+from dphybrid.parallel import Devices, compile_regions, start_on
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import Run
 from dphybrid.run.pages import ResultPage
 from dphybrid.run.report import attached
-from dphybrid.run.start import build_trained, fill, make_session, newest_checkpoint, set_up_process
 from dphybrid.tracking import Tracker
 from dphybrid.tracking.system import system_metrics
-from dphybrid.training.callbacks import Callback
-from dphybrid.training.checkpoint import complete_checkpoints
-from dphybrid.training.clock import StepTimes
+from dphybrid.training.callbacks import Callback, find_callbacks
+from dphybrid.training.checkpoint import (
+    Progress,
+    Trained,
+    complete_checkpoints,
+    load_checkpoint,
+    load_weights,
+    newest_whole_checkpoint,
+    step_of,
+    verify_checkpoint,
+)
+from dphybrid.training.clock import StageClock, StepTimes
 from dphybrid.training.display import Display
 from dphybrid.training.engine import Session
-from dphybrid.training.loop import keep_checkpoints, log_kept, train
+from dphybrid.training.loop import keep_checkpoints, log_kept, steps_of_epoch, train
+from dphybrid.training.memory import make_states
 from dphybrid.training.observing import Observer
-from dphybrid.training.saving import best_checkpoint
+from dphybrid.training.optimizers import combined, keep_average
+from dphybrid.training.saving import CheckpointWriter, best_checkpoint
+from dphybrid.training.split_log import SplitLog
+from dphybrid.training.tensor_file import read_table, table_file, tensor_shapes
 from dphybrid.util.errors import UserError
-from dphybrid.util.files import write_text
+from dphybrid.util.files import clear_leftovers, make_folder, write_text
+from dphybrid.util.memory import keep_freed_memory
 from dphybrid.util.stop import StopRequest
 
 
@@ -34,9 +56,16 @@ def train_here(
     engine = experiment.engine
     # Compare each file with its checksum: data damaged on disk since preparation would train another model.
     experiment.recipe.open(experiment.data.path, verified=True)
-    devices = set_up_process(run, experiment)
+    devices = set_up_process(experiment, run.page.devices)
     done = newest_checkpoint(run) if engine.leads else None
-    trained = build_trained(experiment, devices, done)
+    filled, built = bool(done or experiment.config.train.warm_start), experiment.built
+    trained, built.trained = built.trained, None
+    # Built when the run was: unless its newest checkpoints turn out to be damaged, as it then needs start
+    # values.
+    if trained is None or built.filled != filled:
+        trained = build_trained(experiment, devices, filled)
+    # Otherwise dropout masks would depend on how many start values were drawn.
+    torch.manual_seed(experiment.config.train.seed)
     saver = engine.writer(run.checkpoints, trained, *experiment.encoder)
     # One process reads the checkpoint, and the engine passes the states on to the others.
     fills = engine.leads and (done or experiment.config.train.warm_start)
@@ -70,6 +99,7 @@ def train_here(
             if engine.leads:
                 _keep_outcome(run, tracker, result)
                 log_kept(session)
+    built.model = trained.model
     stop.obey("after its last step; --resume continues it")
     return result
 
@@ -94,7 +124,7 @@ def _result_of(session: Session, times: StepTimes, system: dict[str, float]) -> 
         steps_timed=times.count,
         stages={name: round(seconds, 6) for name, seconds in stages},
         saving=session.saver.costs,
-        steps_per_epoch=num_batches(session.train_data, session.config.train.batch_size),
+        steps_per_epoch=steps_of_epoch(session),
         splits=session.splits.rows(),
         split_lines=session.splits.lines,
     )
@@ -119,3 +149,154 @@ def _keep_outcome(run: Run, tracker: Tracker, result: ResultPage) -> None:
     result.write(run.folder / "result.json")
     tracker.log_text("splits.txt", text)
     tracker.log_table("split_shapes.json", [row.table_row() for row in result.splits])
+
+
+def set_up_process(experiment: Experiment, devices_text: str) -> Devices:
+    """Set the process up for training; return its devices."""
+    if threads := experiment.settings.threads:
+        torch.set_num_threads(threads)
+    keep_freed_memory()
+    devices = experiment.engine.devices(devices_text)
+    start_on(devices)
+    return devices
+
+
+def newest_checkpoint(run: Run) -> Path | None:
+    """Return the checkpoint to resume from, None for a new run; see `newest_whole_checkpoint`."""
+    make_folder(run.checkpoints)
+    # Remove the partial files of a killed process. This process holds the run's lock, so nobody writes them.
+    clear_leftovers(run.folder)
+    clear_leftovers(run.checkpoints)
+    return newest_whole_checkpoint(run.checkpoints)
+
+
+def build_trained(experiment: Experiment, devices: Devices, filled: bool) -> Trained:
+    """Build the model and its optimizers. filled: whether a checkpoint will fill them. Raises UserError when
+    they do not fit into memory."""
+    config, engine = experiment.config, experiment.engine
+    # Rows that a checkpoint will fill need no start values, which take long to draw for a large table.
+    with engine.new_tables(filled):
+        model = experiment.build(devices, None if filled else experiment.data.dataset("train"))
+    engine.place(model)
+    if config.train.compile:
+        compile_regions(model)
+    tables, table = find_tables(model), config.table
+    decay = table.weight_decay
+    rows = row_optimizer(table.optimizer, tables, lr=table.lr, weight_decay=decay) if tables else None
+    blocks = experiment.recipe.optimizers(model, config)
+    dense = combined(blocks, model, f"recipe {experiment.recipe.name}")
+    trained = Trained(model, dense, rows, Progress(), blocks)
+    if devices.home.type == "cuda" and trained.dense is not None:
+        make_states(trained.dense, config.train.batch_size, model)
+    # After `make_states`: its step with zero gradients would count as the first of the average.
+    for optimizer in blocks.values() if config.train.average else ():
+        keep_average(optimizer, config.train.average)
+    return trained
+
+
+def fill(
+    trained: Trained, experiment: Experiment, saver: CheckpointWriter, done: Path | None
+) -> Mapping[str, Any]:
+    """Fill `trained` from the checkpoint `done`, or else from train.warm_start; return the saved states, by
+    name, with which training continues."""
+    if done is None:
+        checkpoint = experiment.config.train.warm_start
+        warm_start(Path(str(checkpoint)), trained.model, experiment.data)
+        print(f"Starting from the weights of {checkpoint}", flush=True)
+        return {}
+    page = load_checkpoint(done, trained)
+    saver.resumed(done, page)
+    progress = trained.progress
+    print(f"Resuming from {done}: step {progress.step}, epoch {progress.epoch + 1}", flush=True)
+    return page.record
+
+
+def warm_start(checkpoint: Path, model: nn.Module, data: Prepared) -> None:
+    """Fill `model` with a checkpoint's weights: on every row of `data` it then predicts what the checkpoint's
+    own model predicts.
+
+    If the data has a data.base, the checkpoint must have been trained on that base. Values known there keep
+    their rows. A new value gets a copy of the row that the checkpoint used for it: the unknown row or a hash
+    bucket. Optimizers start from scratch. Raises UserError when model and checkpoint do not fit.
+    """
+    trained_on, base = verify_checkpoint(checkpoint).data_digest, data.manifest.base
+    if base is None:
+        load_weights(checkpoint, model)
+        return
+    earlier = open_base(Path(base))
+    if trained_on != earlier.prepared.digest:
+        raise UserError(
+            f"train.warm_start={checkpoint}: was trained on data {trained_on[:12]}, but data.base is "
+            f"{earlier.prepared.path.name}; give the checkpoint's data as data.base"
+        )
+    fill_from(checkpoint, earlier.encoder, model, open_base(data.path).encoder)
+
+
+def fill_from(checkpoint: Path, trained_on: Encoder, model: nn.Module, now: Encoder) -> None:
+    """Fill `model`, which reads rows that `now` encodes, with the weights of a checkpoint that was trained on
+    rows that `trained_on` encoded. Raises UserError when they do not fit."""
+    sources_V = torch.from_numpy(old_rows(trained_on, now))
+    tables = find_tables(model)
+    load_weights(checkpoint, model, skip=tables)
+    for name, table in tables.items():
+        shape, rows_VD = tensor_shapes(table_file(checkpoint, name))["weight"], table.settled()
+        fits = len(rows_VD) == len(sources_V) and shape[0] > int(sources_V.max())
+        if not fits or shape[1] != rows_VD.shape[1]:
+            raise UserError(
+                f"{checkpoint}: table {name} is {shape} in the checkpoint and "
+                f"{tuple(rows_VD.shape)} in this model, and the columns have {len(sources_V)} ids; only a "
+                "table over all columns can grow, with the same width"
+            )
+        before = torch.empty(shape, dtype=rows_VD.dtype)
+        read_table(checkpoint, name, "weight", before)
+        # out: without it, memory would hold three copies of the table at once
+        torch.index_select(before, 0, sources_V, out=rows_VD)
+
+
+def make_session(
+    run: Run,
+    experiment: Experiment,
+    devices: Devices,
+    trained: Trained,
+    saver: CheckpointWriter,
+    tracker: Tracker,
+    stop: StopRequest,
+    callbacks: Sequence[Callback],
+) -> Session:
+    """Return the session: everything that the training loop works with."""
+    config, data, recipe, engine = experiment.config, experiment.data, experiment.recipe, experiment.engine
+    each = config.train.print_splits == "each"
+    return Session(
+        config=config,
+        trained=trained,
+        train_data=experiment.training_rows,
+        valid_data=experiment.validation_rows,
+        task=experiment.task,
+        tracker=tracker,
+        clock=StageClock.of(devices.home),
+        splits=SplitLog(trained.model, each, engine.split, short=not recipe.prints_shapes),
+        stop=stop,
+        checkpoints=run.checkpoints,
+        facts={
+            "data_digest": data.digest,
+            "prepared": os.path.relpath(data.path, experiment.settings.data_dir),
+            "devices": devices.text,
+            "recipe": config.recipe,
+            "info": data.info,
+        },
+        saver=saver,
+        profile_steps=experiment.settings.profile_steps if engine.leads else range(0),
+        engine=engine,
+        take=recipe.step,
+        callbacks=[*callbacks, *find_callbacks(config.train.callbacks)],
+        named=_named_steps(run),
+    )
+
+
+def _named_steps(run: Run) -> set[int]:
+    """Return the steps of the checkpoints that the run's results name, if it has ended before."""
+    try:
+        result = ResultPage.read(run.folder / "result.json")
+    except UserError:  # no page, or a damaged one
+        return set()
+    return {step_of(Path(path)) for path in (result.checkpoint, result.best_checkpoint) if path}

@@ -15,7 +15,7 @@ from dphybrid.run.pages import ResultPage
 from dphybrid.tracking.loader import checkpoint_folder
 from dphybrid.tracking.opening import store_to_read
 from dphybrid.training.checkpoint import load_weights, verify_checkpoint
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.files import given_path
 
 
@@ -57,8 +57,8 @@ def find_checkpoint(which: str, settings: Settings) -> Path:
     named = [read_run(place, settings) for place in places]
     named += [run for run in runs if run.page.run_id == which]
     if not named:
-        there = ", ".join(run.folder.name for run in runs) or "none"
-        raise UserError(f"{which}: no run, checkpoint folder or models:/ address of that name; runs: {there}")
+        what = "no run, checkpoint folder or models:/ address of that name"
+        raise UserError(f"{which}: {what}{suggestion(which, [run.folder.name for run in runs])}")
     run = named[0]
     if not (run.folder / "result.json").is_file():
         raise UserError(

@@ -38,10 +38,12 @@ class Engine:
     mapped: whether the final evaluation reads the tables from the checkpoint's files, because they may not
     fit into memory. part: (number of this process, number of processes). prefetches_on_cpu: whether the
     pipeline also runs without a GPU; trials and tests do so to compare the bits.
+    trains_here: whether the process that builds a run trains it, too.
     """
 
     mapped = False
     prefetches_on_cpu = False
+    trains_here = True
     part: tuple[int, int] = (0, 1)
 
     def __init__(self, config: ExperimentConfig) -> None:

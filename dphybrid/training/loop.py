@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from dphybrid.training.callbacks import EpochEnd, run_callbacks
 from dphybrid.training.checkpoint import VALIDATION, Progress
 from dphybrid.training.engine import Engine, Session
 from dphybrid.training.finite import bad_weight
+from dphybrid.training.memory import ids_of_parts
 from dphybrid.training.metrics import Task
 from dphybrid.training.observing import Observer
 from dphybrid.training.optimizers import averaged, learning_rate_factor
@@ -36,8 +38,8 @@ def train(session: Session, observer: Observer) -> None:
     """
     config, progress, model = session.config.train, session.trained.progress, session.trained.model
     engine, every = session.engine, session.config.checkpoint.every_steps
-    steps_per_epoch = num_batches(session.train_data, config.batch_size)
-    ids_of = model.table_ids if isinstance(model, DeclaresIds) else None
+    steps_per_epoch = steps_of_epoch(session)
+    ids_of = ids_of_parts(model, config.accumulate) if isinstance(model, DeclaresIds) else None
     step, take = Step(session), engine.take(session.take)
     if config.check_split and progress.step == 0:  # a resumed run was checked when it started
         _check_split(session, observer)
@@ -247,7 +249,7 @@ def _batches_of_epoch(session: Session) -> Iterator[dict[str, Tensor]]:
     """Return the remaining batches of the current epoch. Their order is a function of (seed, epoch), so a
     resumed run continues with the same ones."""
     progress, config = session.trained.progress, session.config.train
-    return batches(
+    remaining = batches(
         session.train_data,
         config.batch_size,
         seed=config.seed,
@@ -257,6 +259,14 @@ def _batches_of_epoch(session: Session) -> Iterator[dict[str, Tensor]]:
         shuffle_rows=config.shuffle_rows,
         part=session.engine.part,
     )
+    return islice(remaining, steps_of_epoch(session) - progress.batch)
+
+
+def steps_of_epoch(session: Session) -> int:
+    """Return the number of steps of an epoch."""
+    config = session.config.train
+    count = num_batches(session.train_data, config.batch_size)
+    return min(count, config.limit_batches) if config.limit_batches else count
 
 
 def _set_learning_rates(session: Session, done: float) -> None:

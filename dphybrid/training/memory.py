@@ -1,13 +1,15 @@
-"""What happens when GPU memory runs out: a report of its use with the remedy."""
+"""A batch in parts, which take less memory; and, when GPU memory runs out, a report of its use with
+the remedy."""
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from dphybrid.embedding import CombinedOptimizer, dense_parameters
+from dphybrid.embedding import CombinedOptimizer, DeclaresIds, dense_parameters
+from dphybrid.embedding.lookup import each_lookup
 from dphybrid.parallel import find_data_parallel
 from dphybrid.util.errors import UserError
 from dphybrid.util.memory import is_out_of_memory
@@ -21,6 +23,45 @@ def num_rows(batch: Mapping[str, Tensor]) -> int:
     # If no name has a shape with B (x_NCHW, y_N), dim 0 of all tensors is the samples.
     first = next(iter(batch.values()))
     return len(next((value for name, value in batch.items() if _has_samples(name, value)), first))
+
+
+def parts_of(batch: dict[str, Tensor], count: int) -> Iterator[dict[str, Tensor]]:
+    """Yield a batch in `count` parts, or fewer if it has fewer samples. Tensors without a sample dimension
+    (`negatives_K`) are in every part."""
+    if count == 1:
+        yield batch
+        return
+    rows = num_rows(batch)
+    size = -(-rows // min(count, rows))  # rounded up
+    divided = {name for name, value in batch.items() if _has_samples(name, value)} or batch.keys()
+    for start in range(0, rows, size):
+        yield {
+            name: value[start : start + size] if name in divided else value for name, value in batch.items()
+        }
+
+
+def ids_of_parts(
+    model: DeclaresIds, count: int
+) -> Callable[[dict[str, Tensor]], Mapping[str, Tensor | Sequence[Tensor]]]:
+    """Return a function from a batch that is computed in `count` parts to the ids that it looks up: those of
+    each part, because the pipeline fetches rows for each lookup."""
+    if count == 1:
+        return model.table_ids
+
+    def ids_of(batch: dict[str, Tensor]) -> Mapping[str, Tensor | Sequence[Tensor]]:
+        parts = [model.table_ids(part) for part in parts_of(batch, count)]
+        return {name: [ids for by_name in parts for ids in each_lookup(by_name[name])] for name in parts[0]}
+
+    return ids_of
+
+
+def scale_gradients(model: nn.Module, factor: Tensor) -> None:
+    """Multiply all gradients, of blocks and of looked-up rows, by `factor`."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            # _values(), because values() refuses a sparse gradient that is not coalesced.
+            values = parameter.grad._values() if parameter.grad.is_sparse else parameter.grad
+            values.mul_(factor.to(values.device, values.dtype))
 
 
 def _has_samples(name: str, value: Tensor) -> bool:

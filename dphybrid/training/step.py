@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dphybrid.embedding import clip_grad_norm_, dense_parameters
 from dphybrid.training.engine import Batch, Session
 from dphybrid.training.finite import gradient_sum, not_finite
-from dphybrid.training.memory import num_rows, out_of_memory_report
+from dphybrid.training.memory import num_rows, out_of_memory_report, parts_of, scale_gradients
 from dphybrid.util.errors import UserError
 from dphybrid.util.memory import is_out_of_memory
 from dphybrid.util.stages import stage
@@ -62,13 +62,22 @@ class Step:
             with stage("zero_grad"):
                 for optimizer in trained.named.values():
                     optimizer.zero_grad()
-            with lower_precision(config.precision, trained.model):
-                outputs = (losses or trained.model)(batch)
-            with stage("loss"):
-                loss, weight = (summed(outputs[name]) for name in ("loss", "weight"))
-                mean = loss / weight
-            with stage("backward"):
-                mean.backward()
+            sums: list[tuple[Tensor, Tensor]] = []
+            for part in parts_of(batch, config.accumulate):
+                with lower_precision(config.precision, trained.model):
+                    outputs = (losses or trained.model)(part)
+                with stage("loss"):
+                    loss, weight = (summed(outputs[name]) for name in ("loss", "weight"))
+                    # A part does not know the terms of the whole batch: its gradients are divided below.
+                    objective = loss / weight if config.accumulate == 1 else loss
+                with stage("backward"):
+                    objective.backward()
+                sums.append((loss.detach(), weight.detach()))
+            loss, weight = sums[0]
+            if config.accumulate > 1:
+                loss, weight = (torch.stack(values).sum() for values in zip(*sums, strict=True))
+                with stage("backward"):
+                    scale_gradients(trained.model, 1 / weight)
             with stage("clip"):
                 groups = [group for optimizer in chosen.values() for group in optimizer.param_groups]
                 parameters = [parameter for group in groups for parameter in group["params"]]
@@ -76,7 +85,7 @@ class Step:
                 # is bad is looked up only if one is.
                 clips = config.clip_norm > 0
                 size = clip_grad_norm_(parameters, config.clip_norm) if clips else gradient_sum(parameters)
-                finite = math.isfinite(size) and math.isfinite(loss.detach())
+                finite = math.isfinite(size) and math.isfinite(loss)
             if not finite and (found := self._not_finite(batch, loss, weight, clips)):
                 raise self.session.stop_at(found)
             updating = True
@@ -87,7 +96,7 @@ class Step:
             if not is_out_of_memory(error):
                 raise
             raise self._out_of_memory(error, batch, updating) from error
-        return loss.detach(), weight.detach()
+        return loss, weight
 
     def _optimizers(self, names: str | Sequence[str]) -> dict[str, torch.optim.Optimizer]:
         known = self.session.trained.named

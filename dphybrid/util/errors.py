@@ -10,6 +10,9 @@ from typing import Any
 
 from dphybrid.util.text import masked, printable
 
+_SHOWN = 24
+"""How many known words a message lists at most."""
+
 
 class UserError(ValueError):
     """Wrong input. The message names the value, where it was found, and the remedy.
@@ -25,9 +28,11 @@ class UserError(ValueError):
 
 
 def suggestion(word: str, known: Sequence[str]) -> str:
-    """Return `; did you mean 'x'?` for the nearest known word, else `; known: ...`."""
-    close = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known) or 'none'}"
+    """Return `; did you mean 'x'?` for the nearest known word, else `; known: ...` with the last ones."""
+    if close := difflib.get_close_matches(word, known, n=1):
+        return f"; did you mean {close[0]!r}?"
+    more = f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN else ""
+    return f"; known: {', '.join(known[-_SHOWN:]) or 'none'}{more}"
 
 
 def failure_text(error: Exception) -> str:

@@ -135,3 +135,28 @@ def test_what_it_cannot_learn_is_told(labels: Any, more: Any, message: str, data
     with pytest.raises(ValueError, match=message):
         dphybrid.HybridClassifier(**more).fit(table(60)[0], labels)
     assert not data_dir.exists()
+
+
+def test_label_valid_and_quiet_are_parameters(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = pl.DataFrame({"shop": ["books", "music"] * 40, "price": range(80), "clicked": ["no", "yes"] * 40})
+    model = estimator(label="clicked", valid=table[:30], quiet=False)
+    assert clone(model).get_params()["label"] == "clicked"
+    model.fit(table)
+    assert "epoch 1/1" in capsys.readouterr().out
+    assert model.classes_.tolist() == ["no", "yes"]
+    assert list(model.feature_names_in_) == ["shop", "price"]
+    assert (model.predict(table) == model.predict(table.drop("clicked"))).all()
+    pair = (table.drop("clicked")[:30], table["clicked"][:30])
+    again = estimator(valid=pair).fit(table.drop("clicked"), table["clicked"])
+    assert capsys.readouterr().out == ""
+    assert (again.predict_proba(table.drop("clicked")) == model.predict_proba(table)).all()
+    with refused("label='click': X has no such column; did you mean 'clicked'"):
+        estimator(label="click").fit(table)
+    with refused("valid: has the class 'maybe', which y has not"):
+        estimator(label="clicked", valid=table.with_columns(pl.lit("maybe").alias("clicked"))).fit(table)
+
+
+@pytest.mark.parametrize(("name", "meant"), [("learning_rate", "lr"), ("max_iter", "epochs")])
+def test_another_library_s_name_of_a_value_is_told(name: str, meant: str) -> None:
+    with refused(f"{name}: there is no such field; did you mean .*train.{meant}'"):
+        estimator().set_params(**{name: 1})

@@ -15,8 +15,8 @@ from dphybrid.data.table.kinds import Bag, Text
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes import ModelContext, find_recipe
 from dphybrid.recipes.configs import load_config
-from dphybrid.run.start import warm_start
 from dphybrid.run.train import Report
+from dphybrid.run.trainer import warm_start
 from dphybrid.serving.load import model_from_checkpoint
 from dphybrid.serving.predict import Predictor
 from dphybrid.training.checkpoint import read_state

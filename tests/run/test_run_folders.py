@@ -9,6 +9,7 @@ import pytest
 
 from dphybrid.cli.main import main
 from dphybrid.config.settings import load_settings
+from dphybrid.recipes.recipe import Recipe
 from dphybrid.run.folder import all_runs, find_tagged_run, named_run, next_number, running
 from dphybrid.serving.load import find_checkpoint
 from tests.commands import command, run_with
@@ -85,3 +86,29 @@ def test_the_latest_run_is_the_last_one_whatever_the_clock_said(
     (data_dir / ".run-number").write_text("")  # a disk that lost it
     with ThreadPoolExecutor(4) as pool:
         assert sorted(pool.map(next_number, [settings] * 8)) == list(range(3, 11))
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_run_builds_its_model_once(
+    again: bool, data_dir: Path, unrecorded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if again:
+        run_with(*TOY, run_name="mine")
+    built: list[Recipe] = []
+    new_model = Recipe.new_model
+
+    def counted(self: Recipe, context: Any) -> Any:
+        built.append(self)
+        return new_model(self, context)
+
+    monkeypatch.setattr(Recipe, "new_model", counted)
+    run_with(*TOY, "train.epochs=3", **({"resume": "mine"} if again else {}))
+    assert len(built) == 1
+
+
+def test_a_misspelt_run_is_answered_with_the_nearest_one(data_dir: Path, unrecorded: None) -> None:
+    run_with(*TOY, run_name="second")
+    with refused("secnd: no run, checkpoint folder or models:/ address of that name; did you mean 'second'?"):
+        find_checkpoint("secnd", load_settings())
+    with refused("--resume secnd: there is no such run in .*; did you mean 'second'?"):
+        named_run(load_settings(), "secnd", "")

@@ -167,7 +167,7 @@ def test_rows_that_cannot_be_read_are_told_and_left_out(trained: tuple[Report, P
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model": "nobody"}, ["nobody: no run, checkpoint folder or models:/ address", "runs: ctr-cpu-"]),
+        ({"model": "nobody"}, ["nobody: no run, checkpoint folder or models:/ address", "known: ctr-cpu-"]),
         ({"model": "models:/clicks@nobody"}, ["cannot be fetched", "models:/clicks@nobody"]),
         ({"out": "x.txt"}, ["--out", ".parquet or .csv"]),
         ({"out": "none/x.csv"}, ["--out", "folder that exists"]),
@@ -199,7 +199,7 @@ def test_the_module_of_any_run_comes_back_by_name_id_folder_or_alias(data_dir: P
         assert all(torch.equal(value, whole[name]) for name, value in state.items())
     assert not dphybrid.load_model(report.run_name).training
     assert dphybrid.load_model(report.run_name, train=True).training
-    with refused(f"nobody: no run, checkpoint folder .*runs: {report.run_name}"):
+    with refused(f"nobody: no run, checkpoint folder .*known: {report.run_name}"):
         dphybrid.load_model("nobody")
     page = Path(folder) / "result.json"
     ResultPage.read(page).model_copy(update={"best_checkpoint": ""}).write(page)

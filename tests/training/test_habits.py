@@ -1,0 +1,64 @@
+"""Lightning's habits as values: accumulated gradients, fewer batches, a batch learnt by heart."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dphybrid.run.pages import ResultPage
+from dphybrid.training.tensor_file import read_tensors
+from tests.commands import command, run_with
+from tests.refusing import refused
+
+HYBRID = ["recipe=hybrid", "devices=cpu*2", "train.epochs=1", "train.patience=0", "model.dtype=float64"]
+
+
+def weights(checkpoint: str) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(Path(checkpoint).rglob("*.safetensors")):
+        found |= {f"{file.name}/{name}": value for name, value in read_tensors(file).items()}
+    return found
+
+
+@pytest.mark.parametrize("parts", [2, 3, 7])
+def test_accumulated_gradients_are_those_of_the_large_batch(
+    parts: int, data_dir: Path, unrecorded: None
+) -> None:
+    values = [*HYBRID, "train.batch_size=3000", "train.clip_norm=0.1"]
+    whole = weights(run_with(*values).latest_checkpoint)
+    added = weights(run_with(*values, f"train.accumulate={parts}").latest_checkpoint)
+    assert whole.keys() == added.keys()
+    for name, value in whole.items():
+        assert torch.allclose(value, added[name], rtol=1e-9, atol=1e-12), name
+    with refused("train.accumulate=2: ranks compute their part"):
+        run_with(*HYBRID, "train.accumulate=2", "cluster.ranks=2")
+
+
+def test_an_epoch_has_as_many_batches_as_the_limit_and_goes_on_where_it_stopped(
+    data_dir: Path, unrecorded: None
+) -> None:
+    values = [*HYBRID, "train.batch_size=640", "train.limit_batches=2", "checkpoint.every_steps=1"]
+    report = run_with(*values, "train.epochs=3", run_name="whole")
+    page = ResultPage.read(data_dir / "runs/whole/result.json")
+    assert (page.steps, page.steps_per_epoch) == (6, 2)
+    run_with(*values, run_name="parts")
+    on = run_with(*values, "train.epochs=3", resume="parts")
+    whole, parts = weights(report.latest_checkpoint), weights(on.latest_checkpoint)
+    assert all(torch.equal(value, parts[name]) for name, value in whole.items())
+
+
+def test_a_model_learns_one_batch_by_heart(data_dir: Path, unrecorded: None) -> None:
+    values = ["recipe=digits", "train.batch_size=32", "train.patience=0", "train.overfit_batches=1"]
+    report = run_with(*values, "train.epochs=60", "devices=cpu")
+    assert report.metrics["accuracy"] == 1.0
+    page = ResultPage.read(data_dir / "runs" / report.run_name / "result.json")
+    assert (page.steps, page.steps_per_epoch) == (60, 1)
+
+
+def test_a_fast_run_tries_everything_and_keeps_nothing(data_dir: Path) -> None:
+    told = command("train", "--recipe", "hybrid", "--devices", "cpu*2", "--fast-dev-run")
+    assert told.endswith("Nothing was kept\n")
+    assert list((data_dir / "runs").iterdir()) == []
+    assert not (data_dir / "mlflow").exists()
+    words = command("train", "--recipe", "toy", "--fast-dev-run", "--resume", "x", ends=2)
+    assert "takes no --resume x" in words
