@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 def train_hybrid(
     data_path: str | None = None,
     label: str | None = None,
+    recipe: str | None = None,
     devices: str | None = None,
     epochs: int | None = None,
     batch_size: int | None = None,
@@ -49,6 +50,8 @@ def train_hybrid(
     Args:
         data_path: File, folder or pattern of the data.
         label: Column to predict.
+        recipe: Kind of model: ctr for a table with a label, kge for triples, retrieval for interactions, and
+            more; empty: the data decides.
         devices: Where the blocks run: auto, auto*2 (two free GPUs), cpu, cpu*8 (eight virtual devices),
             cuda:0.
         epochs: Passes over the training split.

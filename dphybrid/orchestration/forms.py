@@ -14,8 +14,8 @@ from prefect.utilities.callables import ParameterSchema
 from pydantic import BaseModel
 
 from dphybrid.config import ExperimentConfig, Section, fields_of
-from dphybrid.recipes.configs import apply_overrides, as_config, field_types
-from dphybrid.recipes.registry import DEFAULT, find_recipe
+from dphybrid.recipes.configs import apply_overrides, as_config, build_config, field_types
+from dphybrid.recipes.registry import DEFAULT, find_recipe, infer_recipe, recipe_names
 
 FEW = {
     "data_path": "data.path",
@@ -34,7 +34,7 @@ _WITH_ASTERISK = re.compile(r"[^\s,;()]*\*[^\s,;()]*[^\s,;:().]")
 
 def experiment(parameters: Mapping[str, Any]) -> ExperimentConfig:
     """Return the experiment that a flow's parameters describe: `config`, overridden by the values of `FEW`,
-    overridden by `overrides`.
+    overridden by `overrides`. Without a recipe the data decides, as on the command line.
 
     A value of `FEW` that is None or "" leaves the config's. Raises UserError for values that are wrong, or
     that the recipe does not use.
@@ -42,15 +42,33 @@ def experiment(parameters: Mapping[str, Any]) -> ExperimentConfig:
     few = [
         f"{field}={parameters[name]}" for name, field in FEW.items() if parameters.get(name) not in (None, "")
     ]
-    return apply_overrides(
-        as_config(parameters.get("config") or {}), [*few, *(parameters.get("overrides") or [])]
-    )
+    config = as_config(parameters.get("config") or {})
+    recipe = parameters.get("recipe")
+    if not recipe and "recipe" in parameters and config == build_config({}):
+        data = {"path": parameters.get("data_path"), "label": parameters.get("label")}
+        recipe, reason = infer_recipe({"data": {name: value for name, value in data.items() if value}})
+        if reason:
+            print(f"Recipe {recipe}: {reason}", flush=True)
+    if recipe and recipe != config.recipe:
+        values = config.model_dump(exclude_unset=True, exclude={"recipe"})
+        config = build_config(values | {"recipe": recipe})
+    return apply_overrides(config, [*few, *(parameters.get("overrides") or [])])
 
 
-def form_of(flow: Flow[..., object], recipe: str) -> ParameterSchema:
-    """Return the schema of a flow's parameters for a deployment of one recipe."""
-    fields, form = field_types(recipe), flow.parameters.model_copy(deep=True)
-    parameters, shown = form.properties, {}
+def form_of(flow: Flow[..., object], recipe: str | None) -> ParameterSchema:
+    """Return the schema of a flow's parameters for a deployment of one recipe; None: of any recipe, which is
+    then one of the values."""
+    form = flow.parameters.model_copy(deep=True)
+    parameters = form.properties
+    if recipe is None:
+        for position, (name, field) in enumerate(parameters.items()):
+            text = _sentence(field.get("description", ""), field.get("default") if name != "config" else None)
+            parameters[name] = _leaf(field) | {"description": text, "position": position}
+        parameters["recipe"]["enum"] = recipe_names()
+        return form
+    shown: dict[str, Any] = {}
+    parameters.pop("recipe", None)
+    fields = field_types(recipe)
     few = {name: FEW[name] for name in parameters if FEW.get(name) in fields}
     # A recipe without a label, say, has no field for that parameter: leave it out of the form.
     for name in (name for name in parameters if name in few or name not in FEW):

@@ -107,7 +107,9 @@ async def _finish(page: dict[str, Any], deployed: dict[str, Any]) -> None:
             there = await client.read_deployment_by_name(_full_name(said))
             form = there.parameter_openapi_schema or {}
             if "config" in flow.parameters.properties:
-                recipe = (there.parameters.get("config") or {}).get("recipe", DEFAULT)
+                recipe = (there.parameters.get("config") or {}).get("recipe")
+                if recipe is None and "recipe" not in flow.parameters.properties:
+                    recipe = DEFAULT
                 form = form_of(flow, recipe).model_dump(exclude_unset=True)
             form = form | {SAID: said_by_file(said)}
             await client.update_deployment(there.id, DeploymentUpdate(parameter_openapi_schema=form))

@@ -81,6 +81,33 @@ def test_a_form_has_its_recipes_values_the_few_first_and_all_of_them_empty(recip
     assert "`cpu*8`" in fields["devices"]["description"]
 
 
+def test_the_form_of_any_recipe_begins_with_data_recipe_and_devices() -> None:
+    form = form_of(train_hybrid, None)
+    names = sorted(form.properties, key=lambda name: form.properties[name]["position"])
+    assert names[:4] == ["data_path", "label", "recipe", "devices"]
+    assert {"ctr", "kge", "retrieval", "text"} <= set(form.properties["recipe"]["enum"])
+    assert not [name for name, field in form.properties.items() if "default" in field]
+    assert all(field["description"] for field in form.properties.values())
+
+
+@pytest.mark.parametrize(
+    ("given", "recipe"),
+    [
+        ({}, "text"),  # what a bare `prefect deployment run train-hybrid` trains
+        ({"data_path": "clicks.csv", "label": "clicked"}, "ctr"),
+        ({"data_path": "clicks.csv", "label": "clicked", "recipe": ""}, "ctr"),
+        ({"recipe": "hybrid"}, "hybrid"),
+        ({"recipe": "kge", "config": {"train": {"seed": 3}}}, "kge"),
+        ({"config": {"recipe": "ctr"}, "data_path": "triples"}, "ctr"),
+        ({"recipe": "toy", "overrides": ["recipe=hybrid"]}, "hybrid"),
+    ],
+)
+def test_a_run_without_a_recipe_has_that_of_its_data(given: dict[str, Any], recipe: str) -> None:
+    config = experiment({"recipe": None} | given)
+    assert config.recipe == recipe
+    assert (config.train.seed == 3) == ("train" in given.get("config", {}))
+
+
 @pytest.mark.parametrize("recipe", BUILT_IN)
 def test_no_switch_is_on_unless_asked_for(recipe: str) -> None:
     """Prefect's form sends a switch that nobody touched as off."""

@@ -57,7 +57,7 @@ def worker(team: Team) -> Iterator["subprocess.Popen[bytes]"]:
 
 
 WRONG = [
-    (["train-hybrid", "--param", 'config={"train": {"epochs": -1}}'], ["epochs"]),
+    (["train-ctr", "--param", 'config={"recipe": "ctr", "train": {"epochs": -1}}'], ["epochs"]),
     (["train-hybrid", "--param", "epoch=3"], ["epoch", "not found on the deployment"]),
     (["train-kge", "--param", "label=clicked"], ["label", "not found on the deployment"]),
     (["train-ctr", "--param", 'config={"train": {"epochs": 3}}'], ["recipe", "required"]),
@@ -123,6 +123,9 @@ def test_setting_up_again_changes_nothing_and_doubles_nothing(team: Team, deploy
     trainings.add("train-cluster")
     assert set(deployments) == trainings | {"join-hybrid", "retrain-hybrid", "sweep-hybrid", "clean-up"}
     assert deployments.pop("join-hybrid")["parameters"] == {}
+    form = deployments.pop("train-hybrid")["parameter_openapi_schema"]["properties"]
+    first = sorted(form, key=lambda name: form[name]["position"])[:4]
+    assert first == ["data_path", "label", "recipe", "devices"]
     assert deployments.pop("clean-up")["parameters"] == {"keep_days": 30}
     assert deployments["train-cluster"]["global_concurrency_limit"]["limit"] == 1
     for page in deployments.values():
