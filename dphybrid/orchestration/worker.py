@@ -22,7 +22,6 @@ from uuid import UUID, uuid4
 
 import psutil
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.objects import StateType
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import (
     PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
@@ -108,7 +107,10 @@ with warnings.catch_warnings():
             self, flow_run_response: "list[WorkerFlowRunResponse]"
         ) -> "list[FlowRun]":
             settings, taken = load_settings(), []
-            room = self._room(settings)
+            try:
+                room = self._room(settings)
+            except UserError:
+                room = None  # the run will say what is wrong here
             for entry in flow_run_response:
                 if room is None or not wants_gpu(entry.flow_run, settings):
                     taken.append(entry)
@@ -117,7 +119,9 @@ with warnings.catch_warnings():
                     room -= 1
             left = len(flow_run_response) - len(taken)
             if left and not self.left:
-                _log.info(f"no GPU is free here: {counted(left, 'run')} stay in the queue, for other workers")
+                _log.info(
+                    f"no GPU is free here; left in the queue, for other workers: {counted(left, 'run')}"
+                )
             self.left = left
             return await super()._submit_scheduled_flow_runs(taken)
 
@@ -185,10 +189,11 @@ with warnings.catch_warnings():
             if status == 0 or now.labels.get(OWNER_LABEL) != started_by or now.state is None:
                 return  # ended well, or another process owns the run by now
             state = state_after_death(now, f"its process died ({status})")
-            if state is not None and status > 0 and now.state.type == StateType.PENDING:
-                # It ended by itself before the flow began: it may never be able to.
+            if state is not None and status > 0 and now.deployment_id is not None:
+                # It ended by itself, perhaps before the flow began.
                 deployment = await self.client.read_deployment(now.deployment_id)
-                if reason := await _why_not_loaded(deployment.entrypoint or ""):
+                reason = "" if deployment.pull_steps else await _why_not_loaded(deployment.entrypoint or "")
+                if reason:
                     state = Failed(message=reason)
             if state is not None:
                 await self.client.set_flow_run_state(flow_run.id, state, force=True)
@@ -312,6 +317,8 @@ def run(pool: str, name: str, limit: int, queues: Sequence[str] | None, wait: bo
             )
         # With 9 retries, a finished run can still report its state after an outage of a quarter of an hour.
         os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "9")
+        settings = load_settings()
+        free_now(Inventory(settings.nvml), settings)  # or the lease folder's fault would end the worker later
         wanted = list(queues or [name, *SHARED_QUEUES])
         with reaching_server():
             asyncio.run(_make_queues(pool, wanted))

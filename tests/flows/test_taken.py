@@ -38,7 +38,7 @@ def test_a_worker_without_a_free_gpu_leaves_runs_for_others_and_gives_waiting_on
     )
     team.wait_for(on_cpu, "Completed")
     log = (team.folder / "full.log").read_text()
-    assert "no GPU is free here: 1 run stay in the queue, for other workers" in log
+    assert "no GPU is free here; left in the queue, for other workers: 1 run" in log
     assert team.state(on_gpu) in ("Scheduled", "Late")
     team.start_machine("two", 1, "any", DPHYBRID_GPU_GIVE_BACK_S="3")
     team.wait_for(on_gpu, "Completed")
