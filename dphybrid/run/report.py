@@ -102,7 +102,7 @@ def _reported(run: Run, experiment: Experiment, tracker: Tracker) -> Report:
         tracker.set_description(run_report_markdown(facts))
         # MLflow's list of runs shows this tag, in the column Source, but no metric unless people choose one.
         metric = experiment.task.metric
-        tracker.set_tags({"mlflow.source.name": f"{metric} {report.metrics[metric]:.4g}"})
+        tracker.set_tags({"mlflow.source.name": f"{report.metrics[metric]:.4g} {metric}"})
     tracker.finish("FINISHED")
     return report
 
