@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from warnings import catch_warnings, simplefilter
 
 from dphybrid.util.text import as_markdown, printable
 
@@ -204,7 +205,9 @@ def picture(figure: Figure) -> str:
     title = "\n".join(textwrap.wrap(_literal(layout.get("title", {}).get("text", "")), 40 if heat else 60))
     axes.set_title(title, loc="left", fontsize=10)
     stream = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "dphybrid"}):
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "dphybrid"}), catch_warnings():
+        # of letters that matplotlib's font lacks: the reader's browser has them
+        simplefilter("ignore", UserWarning)
         drawn.savefig(stream, format="svg", metadata={"Date": None})
     return stream.getvalue().partition("<svg")[1] + stream.getvalue().partition("<svg")[2]
 
@@ -220,7 +223,7 @@ def _escaped(value: Any) -> Any:
 
 def _literal(text: object) -> str:
     """Return a text for matplotlib, which reads text between two dollar signs as a formula."""
-    words = str(text)
+    words = printable(str(text))
     return (words if len(words) < 60 else f"{words[:58]}…").replace("$", r"\$")
 
 

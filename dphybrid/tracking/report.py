@@ -71,16 +71,16 @@ def _sections(report: Page, most_lines: int) -> list[Section]:
             brief=False,
         ),
         Section(
-            "Where time went",
-            median,
-            figures=[_stage_bars(stages)] if stages else [],
-            tables=[Table(("stage", "seconds", "share"), _stage_rows(stages))],
-        ),
-        Section(
             "How batches were split",
             "" if splits else "nothing recorded",
             figures=_shares(report["splits"]),
             tables=[Table(("where", "split", "device", "steps"), splits)] if splits else [],
+        ),
+        Section(
+            "Where time went",
+            median,
+            figures=[_stage_bars(stages)] if stages else [],
+            tables=[Table(("stage", "seconds", "share"), _stage_rows(stages))],
         ),
         Section(
             "Data",
