@@ -163,7 +163,7 @@ class Sweep:
 
 
 def _choices(values: BaseDistribution) -> list[str]:
-    return list(values.choices) if isinstance(values, CategoricalDistribution) else []
+    return [str(choice) for choice in values.choices] if isinstance(values, CategoricalDistribution) else []
 
 
 def _name_suffix(chosen: Mapping[str, str]) -> str:
