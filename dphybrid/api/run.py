@@ -63,13 +63,7 @@ class TrainedRun:
     @property
     def status(self) -> str:
         """finished, running or stopped. `dphybrid.train(..., resume=run.name)` continues a stopped run."""
-        from dphybrid.run.folder import LOCK
-        from dphybrid.util.locks import is_held
-
-        # The lock, not a page, shows that a run is alive: a killed process cannot write that it stopped.
-        if is_held(self.folder / LOCK):
-            return "running"
-        return "finished" if (self.folder / "report.json").is_file() else "stopped"
+        return self._run.status
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -177,7 +171,7 @@ class RunReport:
         from dphybrid.run.pages import Report
 
         self._run = run
-        self.values: Report = Report.read(file)
+        self.values: Report = Report.read(file, run.data_dir)
 
     @property
     def text(self) -> str:

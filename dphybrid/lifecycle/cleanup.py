@@ -51,22 +51,15 @@ def size_of(paths: Iterable[Path]) -> int:
     return sum(found.values())
 
 
-def status_of(run: Run) -> str:
-    """Return finished, running or stopped."""
-    if is_held(run.folder / LOCK):
-        return "running"
-    return "finished" if (run.folder / "report.json").is_file() else "stopped"
-
-
 def row_of(run: Run) -> dict[str, object]:
     """Return what a list of runs shows of a run."""
     page = run.folder / "report.json"
-    metrics = Report.read(page).metrics if page.is_file() else {}
+    metrics = Report.read(page, run.data_dir).metrics if page.is_file() else {}
     name, value = next(iter(metrics.items()), ("", ""))
     return {
         "run": run.folder.name,
         "recipe": run.page.recipe,
-        "status": status_of(run),
+        "status": run.status,
         "created": run.page.created[:16].replace("T", " "),
         "metric": f"{name} {value:.4f}" if name else "",
         "registered": run.config.checkpoint.register_as or "",

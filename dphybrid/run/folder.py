@@ -85,6 +85,19 @@ class Run:
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
 
+    @property
+    def data_dir(self) -> Path:
+        """The data folder that the run's folder is in."""
+        return self.folder.absolute().parent.parent
+
+    @property
+    def status(self) -> str:
+        """finished, running or stopped."""
+        # The lock, not a page, shows that a run is alive: a killed process cannot write that it stopped.
+        if is_held(self.folder / LOCK):
+            return "running"
+        return "finished" if (self.folder / "report.json").is_file() else "stopped"
+
 
 # With other values of these, the checkpoint would not fit the model, or training would continue on other rows
 # and batches.

@@ -92,7 +92,7 @@ def _reported(run: Run, experiment: Experiment, tracker: Tracker) -> Report:
         text="",
     )
     report = report.model_copy(update={"text": _closing_words(report)})
-    report.write(run.folder / "report.json")
+    report.write(run.folder / "report.json", run.data_dir)
     tracker.log_summary(_summary(result, experiment))
     if run.page.run_id:  # without a record, nobody would see the report: do not draw it
         facts = _facts(run, experiment, report)
@@ -110,7 +110,7 @@ def _reported(run: Run, experiment: Experiment, tracker: Tracker) -> Report:
 def report_page(run: Run, clickable: bool) -> str:
     """Return the report of a finished run as a self-contained HTML page. clickable: with plotly inside, 5 MB;
     else with pictures. Raises UserError when the run has not ended, or its data is missing."""
-    report = Report.read(run.folder / "report.json")
+    report = Report.read(run.folder / "report.json", run.data_dir)
     return run_report_html(_facts(run, run.experiment(), report), clickable)
 
 

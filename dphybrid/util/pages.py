@@ -17,7 +17,7 @@ _DATA_DIR = "$DPHYBRID_DATA_DIR/"
 
 class Page(BaseModel):
     """A file whose values are the fields of a subclass. DEPTH: how many folders above its own the data folder
-    is; 0 for a page without paths."""
+    is; 0 for a page without paths, or one that may be elsewhere."""
 
     VERSION: ClassVar[int] = 1
     DEPTH: ClassVar[int] = 0
@@ -27,8 +27,9 @@ class Page(BaseModel):
     version: int = VERSION
 
     @classmethod
-    def read(cls, path: Path) -> Self:
-        """Read a page. Raises UserError if it is missing, damaged, or of a later version."""
+    def read(cls, path: Path, data_dir: Path | None = None) -> Self:
+        """Read a page. data_dir: the data folder of a page without DEPTH. Raises UserError if it is missing,
+        damaged, or of a later version."""
         values = read_json(path)
         if not isinstance(values, dict) or values.pop(_SUM, None) != value_digest(values):
             raise UserError(f"{path}: is damaged or was changed by hand (its values do not have its {_SUM})")
@@ -36,9 +37,8 @@ class Page(BaseModel):
         if values.get("version", 1) > cls.VERSION:
             later = f"has version {values['version']}, this dphybrid reads up to {cls.VERSION}"
             raise UserError(f"{path}: {later}; update dphybrid")
-        if cls.DEPTH:
-            root = f"{path.absolute().parents[cls.DEPTH]}/"
-            values = _replaced(values, _DATA_DIR, root)
+        if root := data_dir or (path.absolute().parents[cls.DEPTH] if cls.DEPTH else None):
+            values = _replaced(values, _DATA_DIR, f"{root}/")
         try:
             return cls.model_validate(values)
         except ValidationError as error:
@@ -46,11 +46,11 @@ class Page(BaseModel):
             place = ".".join(map(str, first["loc"])) or "the page"
             raise UserError(f"{path}: does not fit {cls.__name__}: {place}: {plain_words(first)}") from error
 
-    def write(self, path: Path) -> None:
-        """Write the page atomically and durably."""
+    def write(self, path: Path, data_dir: Path | None = None) -> None:
+        """Write the page atomically and durably. data_dir: as `read` takes it."""
         values = self.model_dump(mode="json")
-        if self.DEPTH:
-            values = _replaced(values, f"{path.absolute().parents[self.DEPTH]}/", _DATA_DIR)
+        if root := data_dir or (path.absolute().parents[self.DEPTH] if self.DEPTH else None):
+            values = _replaced(values, f"{root}/", _DATA_DIR)
         write_json(path, {**values, _SUM: value_digest(values)})
 
 
