@@ -17,7 +17,7 @@ from dphybrid.run.folder import LOCK, Run, all_runs
 from dphybrid.run.pages import Report
 from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.files import remove_folder
-from dphybrid.util.locks import is_held
+from dphybrid.util.locks import FileLock, is_held
 
 _FRESH_S = 3600.0
 """Prepared data, frames and copies of champions stay for this long after their last use, and as long as a run
@@ -75,7 +75,8 @@ def needs_of(run: Run, settings: Settings) -> dict[Path, int]:
 def plan_removal(
     settings: Settings, names: Collection[str] = (), older_than_days: float | None = None
 ) -> Removal:
-    """Find what to remove: the named runs, or all that were created more than `older_than_days` days ago.
+    """Find what to remove: the named runs, or all that were created more than `older_than_days` days ago,
+    with data that no run has used since.
 
     Raises UserError for a name that no run has, and when MLflow, which knows the champions, does not answer.
     """
@@ -96,23 +97,30 @@ def plan_removal(
         else:
             removed.append(run)
     gone = {run.folder for run in removed}
-    staying = [run for run in runs if run.folder not in gone]
-    needless = sorted(_used_by(removed, settings, ended=False) - _used_by(staying, settings))
-    return Removal(removed, [path for path in needless if not _is_fresh(path, settings)], kept)
+    staying = _used_by([run for run in runs if run.folder not in gone], settings)
+    needless = {path for path in _used_by(removed, settings, ended=False) if not _is_fresh(path, settings)}
+    if older_than_days is not None:  # and what no run names, such as data that was prepared for none
+        age_s = max(older_than_days * 86400, _FRESH_S + settings.gpu_wait_s)
+        needless |= {path for path in _own_paths(settings) if time.time() - path.stat().st_mtime > age_s}
+    return Removal(removed, sorted(needless - staying), kept)
 
 
 def remove(removal: Removal, settings: Settings) -> Iterator[str]:
     """Remove what `plan_removal` has found; yield a line about each run. A run that has begun again meanwhile
     stays, with all that it needs."""
     for run in removal.runs:
-        if is_held(run.folder / LOCK):
+        lock = FileLock(run.folder / LOCK)
+        if not lock.acquire():
             yield f"{run.folder.name}: stays, it is running"
             continue
-        if run.page.run_id and _recorded(settings):
-            from dphybrid.tracking.removing import forget_run
+        try:
+            if run.page.run_id and _recorded(settings):
+                from dphybrid.tracking.removing import forget_run
 
-            forget_run(_uri(settings), run.page.run_id)
-        remove_folder(run.folder)
+                forget_run(_uri(settings), run.page.run_id)
+            remove_folder(run.folder)
+        finally:
+            lock.release()
         yield f"{run.folder.name}: removed"
     needed = _used_by(all_runs(settings), settings)
     for path in removal.needless:
@@ -170,9 +178,15 @@ def _used_by(runs: Iterable[Run], settings: Settings, ended: bool = True) -> set
         found.add(Path(run.page.prepared))
         if not (ended and (run.folder / "report.json").is_file()):
             found |= {Path(needed) for needed in (data.get("base"), train.get("warm_start")) if needed}
-    # Only what dphybrid made itself, never the user's files.
-    own = (settings.prepared_dir, settings.data_dir / "frames", settings.champions_dir)
-    return {path for path in found if path.parent in own and path.exists()}
+    return found & _own_paths(settings)
+
+
+def _own_paths(settings: Settings) -> set[Path]:
+    """Return the prepared data, frames and copies of champions of the data folder: what dphybrid made itself,
+    never the user's files."""
+    folders = (settings.prepared_dir, settings.data_dir / "frames", settings.champions_dir)
+    found = (path for folder in folders if folder.is_dir() for path in folder.iterdir())
+    return {path for path in found if not path.name.startswith(".")}
 
 
 def _is_fresh(path: Path, settings: Settings) -> bool:

@@ -119,6 +119,7 @@ def _from_champion(
             f"champion {champion.uri}: its prepared data {state.prepared or None} is not on this machine; "
             "share DPHYBRID_DATA_DIR between workstations, or register a new model under another name"
         )
+    os.utime(prepared)  # the time of its last use, by which `dphybrid runs remove` keeps it
     old = stored_config(state.config, checkpoint / "state.json", settings, config)
     before, now = (one.model.model_dump(mode="json") for one in (old, config))
     changed = [

@@ -74,9 +74,15 @@ def test_a_run_goes_with_what_only_it_needs(rows: None, data_dir: Path) -> None:
     assert list((data_dir / "frames").iterdir()) == frames, "just used: a run that begins may have chosen it"
     assert framed.name not in command("runs")
     assert Path("rows.csv").exists()
+    command(
+        "prepare", "--recipe", "ctr", "--data.path", "rows.csv", "--data.label", "y", "--data.buckets", "3"
+    )
+    long_ago(new := max((data_dir / "prepared").iterdir(), key=lambda path: path.stat().st_mtime))
     command("runs", "remove", "--older-than", "0", "--yes")
     assert list((data_dir / "runs").iterdir()) == []
     assert command("runs").startswith("No runs in ")
+    assert not new.exists(), "no run has ever used it"
+    assert Path("rows.csv").exists()
 
 
 def test_what_is_in_use_stays(rows: None, data_dir: Path) -> None:
