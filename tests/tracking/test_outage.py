@@ -1,6 +1,7 @@
 """When a real tracking server goes away, training goes on and the record is whole afterwards."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import run_job
 from dphybrid.tracking import open_tracker, waiting
 from dphybrid.tracking.compare import read_runs
-from tests.commands import command, run_with
+from tests.commands import command, python, run_with
 from tests.refusing import refused
 from tests.tracking.conftest import MlflowServer
 
@@ -197,6 +198,14 @@ def test_a_large_file_of_a_checkpoint_is_recorded_by_path_and_still_loads(
     assert entry["crc32"] == report.digests[f"tables/{table.name}"]
     one, two = model_from_checkpoint(folder), model_from_checkpoint(report.best_checkpoint)
     assert all(value.equal(two.state_dict()[key]) for key, value in one.state_dict().items())
+    # A process leaves no copy behind; one that was killed is cleared away by the next.
+    (scratch := data_dir / "scratch").mkdir()
+    load = "import dphybrid, os; dphybrid.load_model('models:/wide@challenger')"
+    for end, left in (("; os._exit(0)", 1), ("", 0)):
+        python(
+            "-c", load + end, env=os.environ | {"TMPDIR": str(scratch), "DPHYBRID_TRACKING_URI": server.uri}
+        )
+        assert len(list(scratch.glob("dphybrid-*"))) == left
     table.write_bytes(b"other")
     with refused(r"checksum differs"):
         checkpoint_folder(f"models:/wide/{version.version}", server.uri)
