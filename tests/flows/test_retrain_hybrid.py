@@ -1,6 +1,8 @@
 """Retraining as data arrives, in this process on a temporary server, with MLflow's embedded store."""
 
+from contextlib import ExitStack
 from pathlib import Path
+from threading import Timer
 
 import numpy as np
 import pytest
@@ -11,10 +13,12 @@ from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import load_settings
 from dphybrid.data import open_prepared
 from dphybrid.lifecycle.champion import bootstrap_gains, open_registry
+from dphybrid.lifecycle.retrain import retraining
 from dphybrid.recipes.configs import build_config
 from dphybrid.run.folder import read_run
 from dphybrid.training.metrics import BINARY
 from dphybrid.util.files import read_json
+from dphybrid.util.stop import StopRequest
 from flows.retrain_hybrid import retrain_hybrid
 from tests.refusing import refused
 
@@ -72,7 +76,13 @@ def test_three_days_of_data(
     registry = open_registry(load_settings())
     first = registry.champion("clicks")
     assert first.number == "1"
-    assert retrain() == "NothingNew: no new data since version 1 was made"
+    held = ExitStack()  # another retraining of the model, which ends soon
+    held.enter_context(retraining("clicks", load_settings(), "flow run brave-owl", StopRequest()))
+    Timer(1.0, held.close).start()
+    state = retrain_hybrid.with_options(log_prints=False)(config=experiment, return_state=True)
+    assert f"{state.name}: {state.message}" == "NothingNew: no new data since version 1 was made"
+    told = capsys.readouterr().out
+    assert "Waiting for the model: clicks is being retrained by flow run brave-owl (process " in told
     assert len(list(runs.iterdir())) == 1
 
     write_day(days, 2, range(35, 75))  # of 35 sites the champion knows nothing, so the gain is beyond doubt
