@@ -240,9 +240,9 @@ def test_flags(typed: str, words: str, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_names_of_runs_stay_on_one_line_and_are_quoted(data_dir: Path) -> None:
     assert "run name 'a\\nb': use a plain name" in told("train", "--recipe", "toy", "--run-name", "a\nb")
-    sweep = ["sweep", "--recipe", "toy", "--sweep", "a b;c", "--grid"]
+    sweep = ["sweep", "--recipe", "toy", "--grid"]
     assert "Compare: " not in command(*sweep, '{"train.lr": [0.1]}'), "compare refuses a single run"
-    said = command(*sweep, '{"train.lr": [0.1], "train.seed": [0, 1]}')
+    said = command(*sweep, '{"train.lr": [0.1], "train.seed": [0, 1]}', "--sweep", "a b;c")
     assert said.endswith("Compare: dphybrid compare --sweep 'a b;c'\n")
     assert "Look at it:  dphybrid ui 'a b'" in command("train", "--recipe", "toy", "--run-name", "a b")
 

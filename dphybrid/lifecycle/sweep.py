@@ -227,10 +227,12 @@ def _opened(sweep: Sweep, first: ExperimentConfig, settings: Settings) -> Iterat
             direction="maximize" if task.higher_is_better else "minimize",
             load_if_exists=True,
         )
-        before = study.user_attrs or begun
-        if changed := [
-            f"{name}: {was} -> {begun.get(name)}" for name, was in before.items() if begun.get(name) != was
-        ]:
+        changed = [
+            f"{name}: {was} -> {begun.get(name, 'not the same for all runs')}"
+            for name, was in study.user_attrs.items()
+            if begun.get(name) != was
+        ]
+        if changed:
             raise UserError(
                 f"--sweep {sweep.name}: was begun with other values ({'; '.join(changed)}); give the same "
                 "ones, or choose another name for this sweep"
