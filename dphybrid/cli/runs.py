@@ -102,6 +102,6 @@ def _remove(names: list[str], older_than: float | None, sure: bool) -> int:
     runs, size = counted(len(removal.runs), "run"), removal.num_bytes / 2**20
     print(
         f"{runs}, {size:,.1f} MiB"
-        + ("; repeat the command with --yes to remove them" if removal.runs else "")
+        + ("; repeat the command with --yes to remove them" if removal.runs or removal.needless else "")
     )
     return 0
