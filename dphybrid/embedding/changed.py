@@ -51,12 +51,19 @@ class ChangedRows:
         for name, rows_U in rows.items():
             self._marks[name].numpy()[rows_U.numpy()] = 1
 
+    def unknown(self) -> set[str]:
+        """Return the tables that something other than an update has changed since the last `forget`."""
+        return {
+            name
+            for name, held in self._tables.items()
+            if [tensor._version for tensor in held] != self._expected_versions[name]
+        }
+
     def rows(self) -> dict[str, Tensor | None]:
         """Return the changed rows of each table (int64, ascending), or None for a table whose changes are
         unknown."""
+        unknown = self.unknown()
         return {
-            name: torch.from_numpy(np.flatnonzero(self._marks[name].numpy().view(np.bool_)))
-            if [tensor._version for tensor in held] == self._expected_versions[name]
-            else None
-            for name, held in self._tables.items()
+            name: None if name in unknown else torch.from_numpy(np.flatnonzero(mark_V.numpy().view(np.bool_)))
+            for name, mark_V in self._marks.items()
         }

@@ -9,7 +9,8 @@ on all rows.
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from dphybrid.embedding.collection import as_list, find_tables, named_weights
 from dphybrid.embedding.gradients import info_of, segment_of
 from dphybrid.embedding.lookup import copies_drift_apart
 from dphybrid.embedding.native import Rule
+from dphybrid.embedding.snapshot import Snapshot
 from dphybrid.embedding.storage import zero_rows
 from dphybrid.embedding.table import HostEmbedding
 from dphybrid.kernels import RULE_NUMBERS
@@ -49,6 +51,7 @@ class RowOptimizer(EagerOptimizer):
 
     row_rule: RowRule
     changes: ChangedRows | None = None
+    snapshot: Snapshot | None = None
 
     def __init__(self, params: object, lr: float | None = None, **numbers: object) -> None:
         known = self.row_rule.numbers
@@ -193,9 +196,10 @@ class RowOptimizer(EagerOptimizer):
                 segments.append(segment_of(weight.grad, weight, first_key))
             if info is not None and info.frozen:
                 frozen += [first_key + row for row in info.frozen]
-        versions = [weight._version for weight in weights]
-        keys_U = native.update(rule, tables, segments, frozen)
-        torch.autograd.graph.increment_version(changed)  # torch does not see the kernel's writes
+        versions, snapshot = [weight._version for weight in weights], self.snapshot
+        with nullcontext() if snapshot is None else snapshot.changing(_rows_of(names, weights)):
+            keys_U = native.update(rule, tables, segments, frozen)
+            torch.autograd.graph.increment_version(changed)  # torch does not see the kernel's writes
         for weight in weights:  # counted only now: the kernel may refuse an update
             if _UPDATES in (states := self.state[weight]):
                 states[_UPDATES] += 1
@@ -312,6 +316,15 @@ class RowOptimizer(EagerOptimizer):
                 f"row optimizer state does not fit: {'; '.join(sorted(problems))}; load the state of the "
                 "same optimizer and tables"
             )
+
+
+def _rows_of(names: Sequence[str], weights: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return the rows for which each weight has a gradient."""
+    none = torch.empty(0, dtype=torch.int64)
+    return {
+        name: none if weight.grad is None else segment_of(weight.grad, weight).ids_N
+        for name, weight in zip(names, weights, strict=True)
+    }
 
 
 def _check_numbers(numbers: Mapping[str, Any]) -> None:

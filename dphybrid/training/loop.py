@@ -74,6 +74,8 @@ def train(session: Session, observer: Observer) -> None:
                     checkpoint(session, observer)
             observer.line(end_of_epoch(session, observer))
             checkpoint(session, observer)
+            if session.callbacks:  # which may change the model
+                session.saver.wait()
             if reason := _run_callbacks(session):
                 observer.line(f"stopped early: {reason}")
                 break

@@ -1,5 +1,5 @@
-"""Writes checkpoints in the background, while training waits only for copies of changed values, and decides
-which checkpoints are kept.
+"""Writes checkpoints in the background and decides which are kept. Training waits only for copies of changed
+rows and of dense parameters; a whole table is read while it goes on (`embedding.snapshot`).
 
 A full checkpoint holds each table in one file. A checkpoint between two full ones holds a hard link to the
 table file of the last full one, and the rows changed since (see `tensor_file`). Each folder is therefore
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from dphybrid.config import CheckpointConfig
 from dphybrid.embedding import find_tables
+from dphybrid.embedding.snapshot import Snapshot
 from dphybrid.embedding.storage import available_memory_bytes, zero_rows
 from dphybrid.training.checkpoint import (
     VALIDATION,
@@ -77,7 +78,7 @@ class _Copied:
     states at these rows. whole: states that do not have one entry for each row."""
 
     ids_U: Tensor | None
-    by_row: dict[str, Tensor]
+    by_row: dict[str, Any]
     whole: dict[str, Tensor]
 
 
@@ -87,8 +88,8 @@ class CheckpointWriter:
 
     full_every: every n-th checkpoint is full, the others hold the rows changed since. encoder: folder of the
     data's encoder, which each checkpoint gets a copy of, so that it can predict from raw rows. encoder_sums:
-    expected sha256 of its files, by `encoder/NAME`. in_place: write all rows without copying them first,
-    while training waits: for rows that other processes hold.
+    expected sha256 of its files, by `encoder/NAME`. in_place: write all rows while training waits: for rows
+    that other processes hold.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class CheckpointWriter:
         self._encoder, self._encoder_sums = encoder, encoder_sums
         self._in_place = in_place
         self._changes = trained.rows.track_changes() if trained.rows is not None and not in_place else None
+        self._by_hand: set[str] = set()
         self._latest: Path | None = None
         self._since_full = 0
         # A single thread: a checkpoint links files of the one before, which must be complete by then.
@@ -178,7 +180,7 @@ class CheckpointWriter:
         self.wait()
         step, base = self._trained.progress.step, self._latest
         final = self._folder / f"step-{step:06d}"
-        copies, in_background = self._copies()
+        copies = self._copies()
         check_finite(self._trained.model, self._trained.dense, _rows_by_name(copies), step, self._folder)
         files, optimizer_page = self._dense()
         # Copied, because state dicts refer to objects that training continues to change.
@@ -194,6 +196,7 @@ class CheckpointWriter:
             record=states,
             **facts,
         )
+        snapshot = self._snapshot(copies)
         if not partly and self._changes is not None:
             self._changes.forget()
         # Before it is written: should that fail, `wait` raises before the next checkpoint links to it.
@@ -202,10 +205,16 @@ class CheckpointWriter:
 
         def work() -> None:
             began = time.perf_counter()
-            first()
-            written = self._write(final, base, copies, files, page)
+            try:
+                first()
+                written = self._write(final, base, copies, files, page, snapshot)
+            finally:
+                if snapshot is not None:
+                    snapshot.close()
+                    if self._trained.rows is not None:
+                        self._trained.rows.snapshot = None
             now = time.perf_counter()
-            stalled = stall_s if in_background else now - start
+            stalled = now - start if self._in_place else stall_s
             cost = SavingCosts(count=1, full=not partly, written_bytes=written, write_s=now - began)
             cost = cost.model_copy(update={"stall_s": stalled, "longest_stall_s": stalled})
             # A new object instead of a change in place: training may be reading the old one.
@@ -214,16 +223,13 @@ class CheckpointWriter:
 
         # In the caller's context, so that lines printed by the thread reach the log of the caller's flow run.
         self._writing = self._thread.submit(contextvars.copy_context().run, work)
-        if not in_background:
+        if self._in_place:
             self.wait()
         return final
 
-    def _copies(self) -> tuple[dict[str, _Copied], bool]:
-        """Return for each table its changed rows, or all rows if the changed ones are unknown or too many.
-
-        Also return whether these are copies, which can be written while training continues. False: memory has
-        no room for copies, so training must wait.
-        """
+    def _copies(self) -> dict[str, _Copied]:
+        """Return for each table copies of its changed rows; or all rows, not copied, if the changed ones are
+        unknown or too many."""
         rows, changed = self._trained.rows, dict[str, Tensor | None]()
         # is_dir: a user may have removed the folder whose files would be linked.
         if self._since_full + 1 < self._full_every and self._latest is not None and self._latest.is_dir():
@@ -239,16 +245,40 @@ class CheckpointWriter:
             everything += (size := sum(tensor.nbytes for tensor in by_row.values()))
             ids_U = changed.get(name)
             partly += math.inf if ids_U is None else size * len(ids_U) / len(by_row["weight"])
-        if partly > _MOST_CHANGED * everything:
-            changed, partly = {}, everything
         # At most half of the free memory: training continues meanwhile, and its batches need room, too.
-        if self._in_place or partly > available_memory_bytes() / 2:
-            return parts, False
+        if partly > min(_MOST_CHANGED * everything, available_memory_bytes() / 2):
+            return parts
         for name, part in parts.items():
-            ids_U = changed.get(name)
-            copied = {key: _copied(tensor, ids_U) for key, tensor in part.by_row.items()}
-            parts[name] = _Copied(ids_U, copied, part.whole)
-        return parts, True
+            if (ids_U := changed.get(name)) is not None:
+                by_row = {key: tensor.index_select(0, ids_U) for key, tensor in part.by_row.items()}
+                parts[name] = _Copied(ids_U, by_row, part.whole)
+        return parts
+
+    def _snapshot(self, copies: dict[str, _Copied]) -> Snapshot | None:
+        """Replace whole tables by stand-ins that keep their present values, so that training can continue."""
+        if self._in_place:
+            return None
+        if self._changes is not None:
+            self._by_hand |= self._changes.unknown()
+        whole = {name: copied for name, copied in copies.items() if copied.ids_U is None}
+        trained = {} if self._trained.rows is None else self._trained.rows.tables
+        for name in (whole.keys() & self._by_hand) | (whole.keys() - trained.keys()):
+            # A change that is no update puts nothing aside. Mapped memory returns to the system once it is
+            # freed; ordinary memory would stay with this process, which keeps it for its next step.
+            by_row = {
+                key: zero_rows(tuple(tensor.shape), tensor.dtype).copy_(tensor)
+                for key, tensor in whole.pop(name).by_row.items()
+            }
+            copies[name] = _Copied(None, by_row, copies[name].whole)
+        if not whole:
+            return None
+        tables = {name: copied.by_row for name, copied in whole.items()}
+        snapshot = Snapshot(tables, available_memory_bytes() / 2)
+        for name, copied in whole.items():
+            copies[name] = _Copied(None, dict(snapshot.tensors(name)), copied.whole)
+        if self._trained.rows is not None:
+            self._trained.rows.snapshot = snapshot
+        return snapshot
 
     def _dense(self) -> tuple[dict[str, dict[str, Tensor]], Any]:
         """Return copies of the tensors outside the model's tables, by file, and the page of the blocks'
@@ -278,6 +308,7 @@ class CheckpointWriter:
         copies: Mapping[str, _Copied],
         files: Mapping[str, Mapping[str, Tensor]],
         page: CheckpointState,
+        snapshot: Snapshot | None,
     ) -> int:
         """Write a checkpoint's folder; return its size in bytes, without linked files. base: the previous
         checkpoint, whose table files are linked."""
@@ -300,6 +331,8 @@ class CheckpointWriter:
                 file = changed_file(partial, name)
                 key = file.relative_to(partial).as_posix()
                 sums[key] = write_tensors(file, {**changed, **copied.whole, IDS: copied.ids_U})
+            if snapshot is not None:
+                snapshot.check()
             if self._encoder is not None:
                 page = page.model_copy(update={"sha256": self._copied_encoder(self._encoder, partial)})
             page.model_copy(update={"crc32": sums}).write(partial / "state.json")
@@ -316,14 +349,6 @@ class CheckpointWriter:
                     f"written; delete {encoder.parent} and prepare the data again"
                 )
         return copied
-
-
-def _copied(tensor: Tensor, ids_U: Tensor | None) -> Tensor:
-    if ids_U is not None:
-        return tensor.index_select(0, ids_U)
-    # Mapped memory returns to the system once it is freed. Ordinary memory would stay with this process,
-    # which keeps freed memory for its next step (`util.memory`).
-    return zero_rows(tuple(tensor.shape), tensor.dtype).copy_(tensor)
 
 
 def _link(base: Path, file: Path) -> None:
