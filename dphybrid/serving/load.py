@@ -15,6 +15,7 @@ from dphybrid.run.pages import ResultPage
 from dphybrid.tracking.loader import checkpoint_folder
 from dphybrid.tracking.opening import store_to_read
 from dphybrid.training.checkpoint import load_weights, verify_checkpoint
+from dphybrid.training.tensor_file import REMEDY
 from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.files import given_path
 
@@ -33,9 +34,18 @@ def model_from_checkpoint(
     state = verify_checkpoint(Path(folder))
     config = stored_config(state.config, Path(folder) / "state.json", settings or load_settings())
     # Without drawing the tables' initial values, which are overwritten at once.
-    with deferred_rows() if mapped else unfilled_rows():
-        context = ModelContext.of(config, state.info, resolve_devices(devices))
-        model = find_recipe(config.recipe).new_model(context)
+    resolved = resolve_devices(devices)
+    try:
+        with deferred_rows() if mapped else unfilled_rows():
+            model = find_recipe(config.recipe).new_model(ModelContext.of(config, state.info, resolved))
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        if isinstance(error, UserError):
+            raise
+        # A page's `info` has what the recipe put there; a page that somebody else wrote may have anything.
+        raise UserError(
+            f"{Path(folder) / 'state.json'}: recipe {config.recipe} cannot build its model from this info "
+            f"({type(error).__name__}: {error}); {REMEDY}"
+        ) from error
     load_weights(Path(folder), model, mapped)
     return model.eval()
 

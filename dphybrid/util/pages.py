@@ -34,8 +34,8 @@ class Page(BaseModel):
         if not isinstance(values, dict) or values.pop(_SUM, None) != value_digest(values):
             raise UserError(f"{path}: is damaged or was changed by hand (its values do not have its {_SUM})")
         # Before the fields, so that the message names the version and not a field that it has changed.
-        if values.get("version", 1) > cls.VERSION:
-            later = f"has version {values['version']}, this dphybrid reads up to {cls.VERSION}"
+        if isinstance(version := values.get("version", 1), int) and version > cls.VERSION:
+            later = f"has version {version}, this dphybrid reads up to {cls.VERSION}"
             raise UserError(f"{path}: {later}; update dphybrid")
         if root := data_dir or (path.absolute().parents[cls.DEPTH] if cls.DEPTH else None):
             values = _replaced(values, _DATA_DIR, f"{root}/")

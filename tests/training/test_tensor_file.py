@@ -33,6 +33,7 @@ from dphybrid.training.tensor_file import (
 )
 from dphybrid.util.digests import value_digest
 from tests.commands import run_with
+from tests.preparing import clicks
 from tests.refusing import refused
 from tests.reliability.damages import damage
 
@@ -167,6 +168,7 @@ def test_a_folder_with_other_than_files_of_its_own_is_refused(
         ({"optimizer": {"groups": [], "numbers": {"lr": 1}}}, "optimizer.numbers"),
         ({"optimizer": {"groups": [{}], "numbers": {}}}, "the states of its optimizers do not fit"),
         ({"progress": {"step": "many"}}, "progress.step"),
+        ({"version": "x"}, "version"),
     ],
 )
 def test_a_page_of_another_form_is_refused_without_a_traceback(
@@ -175,6 +177,19 @@ def test_a_page_of_another_form_is_refused_without_a_traceback(
     rewrite(checkpoint, **values)
     with refused(words):
         run_with(*SMALL, "train.epochs=2", resume=checkpoint.parents[1].name)
+
+
+@pytest.mark.parametrize(
+    "info", [{}, {"num_ids": "many"}, {"num_ids": [1e308]}, {"num_ids": [[]], "label": 5}]
+)
+def test_info_of_another_form_is_refused_without_a_traceback(
+    info: dict[str, object], data_dir: Path, tmp_path: Path, unrecorded: None
+) -> None:
+    small = ["model.dim=2", "model.hidden=4", "model.layers=1", "train.epochs=1"]
+    checkpoint = Path(run_with(*clicks(tmp_path), *small).best_checkpoint)
+    rewrite(checkpoint, info=info)
+    with refused(r"state.json: recipe ctr cannot build its model from this info"):
+        model_from_checkpoint(checkpoint)
 
 
 def test_checkpoints_are_incremental_only_where_few_rows_change_between_them(
