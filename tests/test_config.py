@@ -20,7 +20,7 @@ from tests.refusing import refused, refused_with
 
 
 def flags(*argv: str, recipe: str = "text") -> Values:
-    values: Values = Parser(ConfigCommand).parse(["--recipe", recipe, *argv]).values
+    values: Values = Parser(lambda: ConfigCommand).parse(["--recipe", recipe, *argv]).values
     return values
 
 

@@ -59,7 +59,7 @@ class ConfigCommand(Command):
     """A command that takes an experiment: `--config FILE`, and a flag for each field of the config."""
 
     # Whatever is no field here is a value of the experiment.
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", defer_build=True)
     config: Path | None = None
     """TOML (or JSON) file with the values to set; flags override it."""
     _recipe: str = PrivateAttr(DEFAULT)

@@ -4,11 +4,13 @@ import argparse
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.metadata import version
+from pkgutil import get_data
 from typing import Any
 
-from dphybrid.cli.parser import Parser, page_of, run_cli
+from dphybrid.cli.parser import Command, Parser, page_of, run_cli
 from dphybrid.recipes.registry import find_recipe, recipe_names
 from dphybrid.util.errors import UserError
 from dphybrid.util.importing import kept_from_gc
@@ -41,12 +43,11 @@ def make_parser() -> Parser:
     for group, names in COMMANDS.items():
         listed += ["", f"{group}:"]
         for name in names:
-            module = import_module(f"dphybrid.cli.{name}")
-            sentence, page = page_of(module.__doc__)
+            sentence, page = page_of(_doc_of(name))
             commands.add_parser(
                 name,
                 prog=f"dphybrid {name}",
-                command=module.Flags,
+                load=partial(_flags_of, name),
                 help=sentence,
                 description=f"{sentence}.",
                 epilog=page,
@@ -54,6 +55,18 @@ def make_parser() -> Parser:
             listed.append(f"  {name:<10}{sentence[0].lower()}{sentence[1:]}")
     parser.description = "\n".join(listed)
     return parser
+
+
+def _doc_of(name: str) -> str:
+    """Return the docstring of a subcommand's module. Read, not imported: making all commands' classes takes a
+    tenth of a second, and one of them runs."""
+    source = get_data(__package__, f"{name}.py") or b""
+    return source.decode().split('"""')[1]
+
+
+def _flags_of(name: str) -> type[Command]:
+    flags: type[Command] = import_module(f"{__package__}.{name}").Flags
+    return flags
 
 
 def subcommands(parser: Parser) -> Iterator[tuple[str, Parser]]:

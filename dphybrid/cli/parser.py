@@ -48,7 +48,8 @@ class Command(BaseModel):
     flags must not wait for.
     """
 
-    model_config = ConfigDict(use_attribute_docstrings=True)
+    # defer_build: only the class of the command that runs needs a validator.
+    model_config = ConfigDict(use_attribute_docstrings=True, defer_build=True)
     shown_as: ClassVar[dict[str, str]] = {}
     """Field -> placeholder of its value in the help."""
 
@@ -75,21 +76,21 @@ class Command(BaseModel):
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser for a `Command`, whose errors are one message that suggests what was meant.
 
-    The flags are added when a command line is parsed: which ones there are can depend on it. The parsed
-    namespace holds the command under `command`.
+    load: returns the command's class. The flags are added when a command line is parsed: which ones there
+    are can depend on it. The parsed namespace holds the command under `command`.
     """
 
-    def __init__(self, command: type[Command] | None = None, **options: Any) -> None:
+    def __init__(self, load: Callable[[], type[Command]] | None = None, **options: Any) -> None:
         # No abbreviated flags: the next new field could make one ambiguous, or change what it means.
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(allow_abbrev=False, **options)
-        self.command = command
-        self._filled = command is None
+        self.command: type[Command] | None = None
+        self._load = load
 
     def fill(self, argv: Sequence[str] = ()) -> None:
         """Add the command's flags, unless that was done."""
-        if self.command is not None and not self._filled:
-            self._filled = True
+        if self._load is not None and self.command is None:
+            self.command = self._load()
             self.command.add_to(self, argv)
 
     def add_fields(self, model: type[BaseModel], **options: Any) -> None:
@@ -201,9 +202,9 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {printable(message)}\nSee `{self.prog} --help`.\n")
 
 
-def page_of(module_doc: str | None) -> tuple[str, str]:
+def page_of(doc: str) -> tuple[str, str]:
     """Return a command's summary and the rest of its help page, from its module's docstring."""
-    sentence, _, page = (module_doc or "").partition("\n\n")
+    sentence, _, page = doc.partition("\n\n")
     return " ".join(sentence.split()).rstrip("."), page
 
 

@@ -31,8 +31,9 @@ from dphybrid.util.text import masked
 
 def flow_parser(name: str, description: str, command: type[Command]) -> Parser:
     """Return the parser of `python -m dphybrid.flows.NAME`, with the examples of `dphybrid train`."""
-    _, page = page_of(__doc__)
-    return Parser(command, prog=f"python -m dphybrid.flows.{name}", description=description, epilog=page)
+    _, page = page_of(__doc__ or "")
+    program = f"python -m dphybrid.flows.{name}"
+    return Parser(lambda: command, prog=program, description=description, epilog=page)
 
 
 def _tag(text: str) -> str:

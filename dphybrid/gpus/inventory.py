@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, TypeVar
 
-import psutil
-
 from dphybrid.config.settings import Settings
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.importing import import_named
@@ -125,6 +123,8 @@ class Inventory:
 
 
 def _process(pid: int, memory_bytes: int | None) -> Process:
+    import psutil  # here, because `--help` need not wait for it
+
     try:
         found = psutil.Process(pid)
         since = datetime.fromtimestamp(found.create_time())
@@ -135,6 +135,8 @@ def _process(pid: int, memory_bytes: int | None) -> Process:
 
 def _is_own(pid: int) -> bool:
     """Return whether `pid` is this process or one of its descendants."""
+    import psutil
+
     try:
         found = psutil.Process(pid)
         return os.getpid() in (pid, *(parent.pid for parent in found.parents()))
