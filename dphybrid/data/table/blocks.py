@@ -16,7 +16,7 @@ import polars as pl
 
 from dphybrid.data.batches import Array
 from dphybrid.data.table.cells import clean
-from dphybrid.data.table.lines import count_sign
+from dphybrid.data.table.lines import count_sign, line_ends
 from dphybrid.data.table.rows import SHOWN
 
 _MAX_CELL_BYTES = 2**23
@@ -122,7 +122,7 @@ def parse_plain(text: bytes, dialect: Dialect, width: int, no_value: tuple[str, 
 def parse_quoted(text: bytes, dialect: Dialect, width: int, no_value: tuple[str, ...], last: bool) -> Parsed:
     """Return the rows of any text, read by DuckDB. A quote that is not closed rejects only its own line.
     last: no text follows, so that a quote that is open at the end stays open."""
-    ends = _line_ends(text)
+    ends = line_ends(text)
     columns, lines, bad = [_no_cells(width)], [np.empty(0, np.int64)], list[Bad]()
     line, step, num_open = 0, len(text), 0
     while line < len(ends) and num_open < MOST_OPEN:
@@ -152,16 +152,11 @@ def _no_cells(width: int) -> list[pl.Series]:
     return [pl.Series(str(i), [], dtype=pl.String) for i in range(width)]
 
 
-def _line_ends(text: bytes) -> Array:
-    """Return for each line the position behind it."""
-    return np.flatnonzero(np.frombuffer(text, np.uint8) == 10) + 1
-
-
 def _read(text: bytes, dialect: Dialect, width: int, last: bool) -> tuple[Parsed, bool]:
     """Return the rows of a text up to the first line whose quote does not close, which is the last rejected
     one; and whether reading stopped before it, because more text may close it."""
     columns, errors = _by_duckdb(text, dialect, width)
-    ends, bad = _line_ends(text), dict[int, tuple[str, str]]()
+    ends, bad = line_ends(text), dict[int, tuple[str, str]]()
     num_lines, broken = len(ends), len(ends)
     for position, kinds, num_values, shown in errors:
         line = int(np.searchsorted(ends, position, side="right"))

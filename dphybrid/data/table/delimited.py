@@ -12,9 +12,11 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
+
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.table.blocks import JOINT, MOST_OPEN, Dialect, Parsed, parse_plain, parse_quoted
-from dphybrid.data.table.lines import count_sign, whole_lines
+from dphybrid.data.table.lines import count_sign, line_ends, whole_lines
 from dphybrid.data.table.numbers import is_number
 from dphybrid.data.table.rows import Job, Rejected, Rows, as_job, check_columns
 from dphybrid.util.errors import UserError
@@ -245,16 +247,15 @@ def _quoting(block: bytes, dialect: Dialect, free: bool, width: int, notes: list
         return dialect
     text = dialect.joined(block)
     head = text[: text.rfind(b"\n", 0, 2**20) + 1]
-    lines = [line for line in text.split(b"\n") if line.strip()]
-    if free and width > 1 and all(line.count(separator) == width - 1 for line in lines):
-        odd = sum(quote in line and not _is_well_quoted(line, separator, quote) for line in lines)
+    if free and width > 1 and _is_even(text, separator, width):
+        odd = _num_odd(text, separator, quote)
         # Among tabs, quotes mostly are plain text, and two of them do not enclose the lines between them.
         if odd and dialect.separator != "\t":
             odd = _num_bad(head, dialect)
         if odd >= (1 if dialect.separator == "\t" else _PLAIN_QUOTES):
             notes.append(
-                f"quotes are plain text: {odd} of the first {len(lines):,} lines have quotes that do not "
-                f"enclose a cell; --data.quote '{dialect.quote}' overrides this"
+                f"quotes are plain text: {odd:,} of the first cells begin with one that does not enclose "
+                f"them; --data.quote '{dialect.quote}' overrides this"
             )
             return replace(dialect, quote="", escape="")
     slashed = replace(dialect, escape="\\")
@@ -270,14 +271,35 @@ def _num_bad(text: bytes, dialect: Dialect) -> int:
     return len(parse_quoted(text, dialect, width, (), last=True).bad)
 
 
-def _is_well_quoted(line: bytes, separator: bytes, quote: bytes) -> bool:
-    """Return whether each cell that starts with a quote ends with its own."""
-    for cell in map(bytes.strip, line.split(separator)):
-        if cell.startswith(quote):
-            inner = cell[1:-1].replace(quote * 2, b"")
-            if len(cell) < 2 or not cell.endswith(quote) or quote in inner:
-                return False
-    return True
+def _is_even(text: bytes, separator: bytes, width: int) -> bool:
+    """Return whether each line that is not empty has the separators of `width` cells."""
+    ends = line_ends(text)
+    places = np.flatnonzero(np.frombuffer(text, np.uint8) == separator[0])
+    counts = np.diff(np.searchsorted(places, ends), prepend=0)
+    return bool((counts[np.diff(ends, prepend=0) > 1] == width - 1).all())
+
+
+def _num_odd(text: bytes, separator: bytes, quote: bytes) -> int:
+    """Return the number of cells that begin with a quote and do not end with its own. text: without
+    separators within cells."""
+    signs = np.frombuffer(text, np.uint8)
+    places = np.flatnonzero(signs == quote[0])
+    first, second = places[: len(places) // 2 * 2].reshape(-1, 2).T
+    limits, ends = (10, separator[0]), line_ends(text)
+    before = np.where(first > 0, signs[first - 1], 10)
+    # Most files have two quotes a cell, one at each end; patterns take longer.
+    if (
+        len(places) % 2 == 0
+        and np.isin(before, limits).all()
+        and np.isin(signs[second + 1], limits).all()
+        and (np.diff(np.searchsorted(ends, [first, second]), axis=0) == 0).all()
+    ):
+        return 0
+    sign, mark = re.escape(separator), re.escape(quote)
+    start = rb"(?:^|" + sign + rb")[ ]*" + mark
+    inside = rb"(?:[^" + sign + mark + rb"\n]|" + mark * 2 + rb")*"
+    whole = start + inside + mark + rb"[ ]*(?=" + sign + rb"|$)"
+    return len(re.findall(start, text, re.M)) - len(re.findall(whole, text, re.M))
 
 
 def _first_rows(lines: Sequence[str], dialect: Dialect) -> list[tuple[int, list[str]]]:

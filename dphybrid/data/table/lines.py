@@ -233,3 +233,8 @@ def count_sign(block: bytes, sign: bytes) -> int:
     """Return how often a byte occurs. `bytes.count` takes four times as long for frequent bytes."""
     signs = np.frombuffer(block, np.uint8)
     return sum(int(np.count_nonzero(signs[i : i + 2**20] == sign[0])) for i in range(0, len(signs), 2**20))
+
+
+def line_ends(text: bytes) -> np.ndarray:
+    """Return for each line the position behind it."""
+    return np.flatnonzero(np.frombuffer(text, np.uint8) == 10) + 1
