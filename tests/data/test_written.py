@@ -259,7 +259,9 @@ def dated(folder: Path, days: list[str]) -> Path:
 
 
 def latest(folder: Path, file: Path, **values: object) -> Prepared:
-    data = RetrievalDataConfig(path=str(file), time="date", delimiter="::", **values)  # type: ignore[arg-type]
+    data = RetrievalDataConfig(
+        **{"path": str(file), "time": "date", "delimiter": "::", "valid_fraction": 0.1} | values
+    )  # type: ignore[arg-type]
     return prepare("retrieval", data, folder / "prepared", 0)
 
 

@@ -1,7 +1,8 @@
 """The rows of a block of delimited text.
 
-polars parses blocks in which no quote has a meaning and every line has the same number of separators. DuckDB
-reads all other blocks: it gives the same values, and every bad row with its place and kind.
+polars parses blocks in which every line has the same number of separators, and each quote begins or ends a
+cell of one line. DuckDB reads all other blocks: it gives the same values, and every bad row with its place
+and kind.
 """
 
 import os
@@ -87,17 +88,41 @@ class Parsed:
     num_open: int = 0
 
 
-def parse_plain(text: bytes, dialect: Dialect, width: int, no_value: tuple[str, ...]) -> Parsed | None:
-    """Return the rows of a text in which no quote has a meaning, read by polars; None if its lines differ in
-    their number of separators or if the text needs DuckDB for another reason."""
+def quoted_separators(text: bytes, dialect: Dialect) -> int | None:
+    """Return how many separators stand within quotes; None unless each quote begins or ends a cell of one
+    line, so that there are none within a quoted cell."""
+    signs, separator = np.frombuffer(text, np.uint8), dialect.joint.encode()
+    places = np.flatnonzero(signs == dialect.quote.encode()[0])
+    if len(places) % 2 or len(separator) > 1 or len(dialect.quote.encode()) > 1:
+        return None
+    first, second = places.reshape(-1, 2).T
+    limits, ends = (10, separator[0]), line_ends(text)
+    before, after = np.where(first > 0, signs[first - 1], 10), signs[second + 1]
+    if not (np.isin(before, limits).all() and np.isin(after, limits).all()):
+        return None
+    if (np.searchsorted(ends, first) != np.searchsorted(ends, second)).any():
+        return None
+    found = np.flatnonzero(signs == separator[0])
+    return int((np.searchsorted(found, second) - np.searchsorted(found, first)).sum())
+
+
+def parse_plain(
+    text: bytes, dialect: Dialect, width: int, no_value: tuple[str, ...], quoted: int = 0
+) -> Parsed | None:
+    """Return the rows of a text, read by polars; None if its lines differ in their number of separators or if
+    it needs DuckDB for another reason. quoted: what `quoted_separators` returned for a text with quotes."""
     separator, num_rows = dialect.joint.encode(), count_sign(text, b"\n")
     # polars takes separators of one byte, and reads a blank line of a single column as a row.
     if len(separator) > 1 or width == 1:
         return None
     # polars fills up short rows silently, so the separators are counted here.
-    if count_sign(text, separator) != num_rows * (width - 1):
+    if count_sign(text, separator) - quoted != num_rows * (width - 1):
         return None
-    blanks = not text.isascii() or any(sign in text for sign in _BLANKS if sign != separator)
+    blanks = (
+        dialect.quote != ""
+        or not text.isascii()
+        or any(sign in text for sign in _BLANKS if sign != separator)
+    )
     # Each text for no value is compared with every cell: pass only those whose letters the block holds.
     present = [] if blanks else [no for no in no_value if all(sign in text for sign in no.encode())]
     try:
@@ -106,7 +131,7 @@ def parse_plain(text: bytes, dialect: Dialect, width: int, no_value: tuple[str, 
             has_header=False,
             schema={str(i): pl.String for i in range(width)},
             separator=dialect.joint,
-            quote_char=None,
+            quote_char=dialect.quote or None,
             null_values=present or None,
         )
     except pl.exceptions.PolarsError:  # a row has too many fields

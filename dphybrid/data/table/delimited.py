@@ -9,13 +9,22 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
 from dphybrid.config.tables import TableDataConfig
-from dphybrid.data.table.blocks import JOINT, MOST_OPEN, Dialect, Parsed, parse_plain, parse_quoted
+from dphybrid.data.table.blocks import (
+    JOINT,
+    MOST_OPEN,
+    Dialect,
+    Parsed,
+    parse_plain,
+    parse_quoted,
+    quoted_separators,
+)
 from dphybrid.data.table.lines import count_sign, line_ends, whole_lines
 from dphybrid.data.table.numbers import is_number
 from dphybrid.data.table.rows import Job, Rejected, Rows, as_job, check_columns
@@ -62,10 +71,12 @@ def csv_jobs(file: Path, data: TableDataConfig) -> Iterator[Job]:
         num_blocks += 1
         # A quoted value may continue in the next block, so these blocks are read here, in order, and not by
         # a job in another thread.
-        if layout.dialect.quote and layout.dialect.quote.encode() in text:
-            parsed = parse_quoted(
-                layout.dialect.joined(text), layout.dialect, len(layout.names), data.no_value, last
-            )
+        quoted, joined = 0, text
+        if with_quotes := layout.dialect.quote != "" and layout.dialect.quote.encode() in text:
+            joined = layout.dialect.joined(text)
+            quoted = quoted_separators(joined, layout.dialect)
+        if quoted is None:
+            parsed = parse_quoted(joined, layout.dialect, len(layout.names), data.no_value, last)
             if parsed.num_open == MOST_OPEN:
                 raise UserError(
                     f"data.path={file}: the quotes of {MOST_OPEN} lines do not enclose cells, the last "
@@ -75,7 +86,7 @@ def csv_jobs(file: Path, data: TableDataConfig) -> Iterator[Job]:
             line += parsed.num_lines
             unread = text.split(b"\n", parsed.num_lines)[-1]
         else:
-            yield block.plain_rows
+            yield partial(block.plain_rows, quoted if with_quotes else None)
             line += count_sign(text, b"\n")
     if layout is None:
         raise UserError(f"data.path={file}: is empty; give a file with rows")
@@ -93,11 +104,12 @@ class _Block:
     bytes_read: int
     notes: tuple[str, ...]
 
-    def plain_rows(self) -> Rows:
-        """Return the rows of a block in which no quote has a meaning."""
-        dialect = replace(self.layout.dialect, quote="")
+    def plain_rows(self, quoted: int | None) -> Rows:
+        """Return the rows of a block without quotes that enclose others or line ends. quoted: the number of
+        separators within quotes; None for a block in which no quote has a meaning."""
+        dialect = self.layout.dialect if quoted is not None else replace(self.layout.dialect, quote="")
         text, width = dialect.joined(self.text), len(self.layout.names)
-        parsed = parse_plain(text, dialect, width, self.no_value)
+        parsed = parse_plain(text, dialect, width, self.no_value, quoted or 0)
         return self.rows(parsed or parse_quoted(text, dialect, width, self.no_value, last=True))
 
     def rows(self, parsed: Parsed) -> Rows:
@@ -248,7 +260,8 @@ def _quoting(block: bytes, dialect: Dialect, free: bool, width: int, notes: list
     text = dialect.joined(block)
     head = text[: text.rfind(b"\n", 0, 2**20) + 1]
     if free and width > 1 and _is_even(text, separator, width):
-        odd = _num_odd(text, separator, quote)
+        # Most files have two quotes a cell, one at each end; the patterns of `_num_odd` take longer.
+        odd = 0 if quoted_separators(text, dialect) == 0 else _num_odd(text, separator, quote)
         # Among tabs, quotes mostly are plain text, and two of them do not enclose the lines between them.
         if odd and dialect.separator != "\t":
             odd = _num_bad(head, dialect)
@@ -282,19 +295,6 @@ def _is_even(text: bytes, separator: bytes, width: int) -> bool:
 def _num_odd(text: bytes, separator: bytes, quote: bytes) -> int:
     """Return the number of cells that begin with a quote and do not end with its own. text: without
     separators within cells."""
-    signs = np.frombuffer(text, np.uint8)
-    places = np.flatnonzero(signs == quote[0])
-    first, second = places[: len(places) // 2 * 2].reshape(-1, 2).T
-    limits, ends = (10, separator[0]), line_ends(text)
-    before = np.where(first > 0, signs[first - 1], 10)
-    # Most files have two quotes a cell, one at each end; patterns take longer.
-    if (
-        len(places) % 2 == 0
-        and np.isin(before, limits).all()
-        and np.isin(signs[second + 1], limits).all()
-        and (np.diff(np.searchsorted(ends, [first, second]), axis=0) == 0).all()
-    ):
-        return 0
     sign, mark = re.escape(separator), re.escape(quote)
     start = rb"(?:^|" + sign + rb")[ ]*" + mark
     inside = rb"(?:[^" + sign + mark + rb"\n]|" + mark * 2 + rb")*"
