@@ -132,7 +132,9 @@ class Numeric(Numbers):
         notes = [f"{infinite:,} infinite numbers count as no value"] if infinite else []
         notes += [f"thousands separator {column.thousands!r}"] if column.thousands else []
         notes += [f"decimal mark {column.decimal!r}"] if column.decimal != "." else []
-        notes += ["numbers without their marks, durations in seconds"] if column.marks else []
+        if column.marks:
+            lengths = sample.cells.head(_SOME).str.contains("[hms:]").any()
+            notes.append("durations in seconds" if lengths else "numbers without their marks")
         usual = (column.decimal, column.thousands, column.marks) == USUAL
         if not usual:
             return ", ".join(notes) + "; --data.decimal and --data.thousands override this"
