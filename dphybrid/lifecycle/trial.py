@@ -128,7 +128,8 @@ def prepare(trial: Trial) -> str:
         raise UserError(f"the splits have {sizes} samples; train and valid need one or more each")
     # Three steps an epoch, whatever the data: two full batches and a short one.
     batch = max(1, min(_BATCH, whole.config.train.batch_size, sizes["train"] // 3))
-    train = {"epochs": _EPOCHS, "batch_size": batch, "patience": 0, "warm_start": None}
+    # check_split: `devices` below says what differs, and the checks before it are tried all the same.
+    train = {"epochs": _EPOCHS, "batch_size": batch, "patience": 0, "warm_start": None, "check_split": False}
     config = whole.config.model_copy(update={"train": whole.config.train.model_copy(update=train)})
     view = data.dataset
     rows = 2 * batch + max(1, batch // 2)
