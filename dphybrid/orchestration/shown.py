@@ -28,14 +28,14 @@ def tolerating_outage(note: str) -> Iterator[None]:
 
 @tolerating_outage("Prefect does not show the run's name and link")
 def show_run(flow_run_id: str, name: str, tags: Sequence[str], address: str) -> None:
-    """Give a flow run the name of its run, more tags, and a link to its page in MLflow (address; "" for
-    none). If Prefect's server does not answer, print a note and continue."""
+    """Give a flow run the name of its run, more tags, and a link to its page in MLflow (address, or the
+    command that opens it; "" for none). If Prefect's server does not answer, print a note and continue."""
     with get_client(sync_client=True) as client:
         run = client.read_flow_run(UUID(flow_run_id))
         # An update replaces the whole list of tags, so keep the present ones.
         client.update_flow_run(run.id, name=name, tags=sorted({*run.tags, *tags}))
         if address:
-            text = f"[MLflow run {as_markdown(name)}]({address})"
+            text = f"[MLflow run {as_markdown(name)}]({address})" if "://" in address else f"`{address}`"
             link = ArtifactCreate(
                 key="mlflow-run",
                 type="markdown",

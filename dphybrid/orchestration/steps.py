@@ -102,12 +102,13 @@ class _InFlow(job.Around):
         if run.page.run_id:
             # Close it: an open tracker holds the record that the training has to send.
             with closing(attached(run)) as tracker:
-                address = tracker.run_url
+                # A database has no pages of its own: the command serves them.
+                address = tracker.run_url or run.ui_command
         register_as = run.config.checkpoint.register_as
         shown = [run.page.recipe, run.page.devices, *filter(None, [register_as])]
         show_run(runtime.flow_run.id, run.folder.name, shown, address)
         if address and runtime.deployment.id:
-            print(f"MLflow: {address if address.startswith('http') else run.ui_command}", flush=True)
+            print(f"MLflow: {address}", flush=True)
 
     @contextmanager
     def training(self, run: Run) -> Iterator[tuple[Sequence[Callback], object]]:

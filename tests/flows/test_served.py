@@ -298,7 +298,7 @@ def test_the_command_that_deploy_prints_runs_to_completion(
     wanted = {"artifacts": {"flow_run_id": {"any_": [flow_run["id"]]}}}
     artifacts = {page["key"]: page for page in team.post("/artifacts/filter", wanted)}
     assert artifacts.keys() == {"mlflow-run", "progress", "metrics", "splits", "result"}
-    assert f"/runs/{run.info.run_id}?" in artifacts["mlflow-run"]["data"]
+    assert artifacts["mlflow-run"]["data"] == f"`dphybrid ui {run.info.run_name}`"
     assert artifacts["progress"]["data"] == 100
     assert artifacts["progress"]["description"].startswith("epoch 2 of 2, step ")
 
