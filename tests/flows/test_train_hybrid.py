@@ -34,10 +34,8 @@ def test_the_flow_runs_without_a_server_and_reuses_prepared_data(tmp_path: Path,
     command("prepare", "--recipe", "toy")
     first = flow(tmp_path, "--recipe", "toy", "--devices", "cpu*3", "--report", str(tmp_path / "report.json"))
     assert first.returncode == 0, first.stderr
-    assert (
-        "Let's use 3 devices!\n\tIn Model: input size torch.Size([10, 5]) output size torch.Size([10, 2])\n"
-        in first.stdout
-    )
+    assert "Let's use 3 devices!\nThe first batch gives the same results unsplit and split\n" in first.stdout
+    assert "\tIn Model: input size torch.Size([10, 5]) output size torch.Size([10, 2])\n" in first.stdout
     assert "Reusing prepared data" in first.stdout
     assert "Task run" not in first.stdout + first.stderr  # the flow says each step itself
     assert "does not take records" not in first.stdout + first.stderr
