@@ -71,7 +71,8 @@ def csv_jobs(file: Path, data: TableDataConfig) -> Iterator[Job]:
         num_blocks += 1
         # A quoted value may continue in the next block, so these blocks are read here, in order, and not by
         # a job in another thread.
-        quoted, joined = 0, text
+        quoted: int | None = 0
+        joined = text
         if with_quotes := layout.dialect.quote != "" and layout.dialect.quote.encode() in text:
             joined = layout.dialect.joined(text)
             quoted = quoted_separators(joined, layout.dialect)

@@ -178,6 +178,7 @@ def describe_columns(
 def _described(rows: Rows, sample: Sample, role: str | None, section: Mapping[str, Any]) -> DescribedColumn:
     """Return a column of the given role, else of the first kind that claims it. section: of the schema."""
     role = role or section.get("role")
+    kind: type[Column]
     if not role and sample.name in rows.index:
         kind, reason = Ignore, "the index of the rows"
     elif role:
