@@ -73,8 +73,8 @@ def _gpus(settings: Settings) -> Iterator[_Check]:
     else:
         yield True, f"NVML: no GPUs ({inventory.reason or 'none is visible'})"
     if units and settings.nvml == REAL_NVML and not why:
-        found = range(torch.cuda.device_count())
-        seen = {str(torch.cuda.get_device_properties(number).uuid) for number in found}
+        numbers = range(torch.cuda.device_count())
+        seen = {str(torch.cuda.get_device_properties(number).uuid) for number in numbers}
         missing = [unit.label for unit in units if unit.uuid.removeprefix("GPU-") not in seen]
         yield not missing, f"torch does not see {', '.join(missing)}" if missing else "torch sees all of them"
 
