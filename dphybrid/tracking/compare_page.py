@@ -462,7 +462,7 @@ def _curves(rows: _Rows, param: str) -> list[Figure]:
         _buttons(0.3, "relayout", {"linear": types["linear"], "logarithmic": types["log"]}),
     ]
     grid = {"rows": lines, "columns": min(2, len(names)), "pattern": "independent", "xgap": 0.15, "ygap": 0.2}
-    layout = {
+    layout: Figure = {
         "legend": {"orientation": "h", "y": -0.15 / lines},
         "margin": {"l": 60, "r": 15, "t": 60, "b": 50},
     }

@@ -192,7 +192,7 @@ def picture(figure: Figure) -> str:
         else:
             look: Figure = {"linestyle": "--" if trace.get("line", {}).get("dash") else "-", "linewidth": 1.6}
             if "lines" not in trace["mode"]:
-                look: Figure = {"linestyle": "none"}
+                look = {"linestyle": "none"}
             marker = "o" if "markers" in trace["mode"] else None
             axes.plot(trace["x"], trace["y"], color=colour, marker=marker, markersize=3.5, **look)
             axes.grid(alpha=0.3)

@@ -46,9 +46,8 @@ _UNPACKERS: tuple[tuple[bytes, str, Callable[[IO[bytes]], Any]], ...] = (
     (rb"\x28\xb5\x2f\xfd", "Zstandard", zstd.ZstdFile),
 )
 """Patterns of a packed file's first bytes, names, and how to unpack."""
-_PACKING_ERRORS: tuple[type[Exception], ...] = (
-    *(EOFError, zlib.error, isal_zlib.error, gzip.BadGzipFile, lzma.LZMAError, zstd.ZstdError),
-)
+_PACKING_ERRORS: tuple[type[Exception], ...] = (EOFError, zlib.error, lzma.LZMAError)
+_PACKING_ERRORS += (cast(type[Exception], isal_zlib.error), gzip.BadGzipFile, zstd.ZstdError)
 # A text may begin with the letters of some formats, but goes on with others.
 _NO_TEXT = rb"[\x00-\x08\x0e-\x1f\x80-\xff]"
 _BINARY = (
@@ -90,14 +89,7 @@ def unpacked(file: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
             return
         try:
             yield cast(IO[bytes], unpack(raw)), raw
-        except (
-            EOFError,
-            zlib.error,
-            isal_zlib.error,
-            gzip.BadGzipFile,
-            lzma.LZMAError,
-            zstd.ZstdError,
-        ) as error:
+        except _PACKING_ERRORS as error:
             raise _damaged(file, name, error) from error
         except OSError as error:
             if error.errno is not None:  # bz2 raises OSError for wrong bytes, without a number

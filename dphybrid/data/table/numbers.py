@@ -249,7 +249,7 @@ def _suggestion(odd: pl.Series, cells: pl.Series, sample: Sample) -> str:
     if (
         len(words) >= _FEW
         and words.n_unique() > 0.5 * len(words)
-        and words.str.count_matches(r"\w+").mean() >= 4
+        and float(words.str.count_matches(r"\w+").cast(pl.Float64).sum()) >= 4 * len(words)
     ):
         return f"looks like free text; --data.text {sample.name} reads its words"
     return ""

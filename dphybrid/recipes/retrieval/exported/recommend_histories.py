@@ -10,7 +10,7 @@ from pathlib import Path
 
 import polars as pl
 import torch
-from networks import network_of, vectors_of
+from networks import network_of, vectors_of  # type: ignore[import-not-found]
 from safetensors import safe_open
 
 HERE = Path(__file__).absolute().parent
