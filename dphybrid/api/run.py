@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # a list of runs needs no torch
     from torch import nn
 
     from dphybrid.run.folder import Run
+    from dphybrid.serving.evaluate import Evaluation
 
 _REPORT_HEIGHT = 640
 """Height in pixels of a report in a notebook's cell, where it scrolls."""
@@ -123,6 +124,17 @@ class TrainedRun:
     def predict(self, rows: object) -> Any:
         """Return the predictor's answer for new rows; see `Predictor.predict`."""
         return self.predictor.predict(rows)
+
+    def evaluate(self, rows: object, importance: bool = False) -> "Evaluation":
+        """Evaluate the best checkpoint on rows with known labels: metrics with intervals, thresholds, classes
+        and, if asked for, the importance of each column; see `dphybrid.serving.evaluate.evaluate`. Raises
+        UserError for recipes that do not score rows of a table."""
+        from dphybrid.serving.evaluate import evaluate
+        from dphybrid.serving.predict import Predictor
+
+        if not isinstance(self.predictor, Predictor):
+            raise UserError(f"run {self.name}: evaluate is for models that score rows of a table")
+        return evaluate(self.predictor, rows, importance=importance)
 
     def recommend(self, users: object = None, k: int = 10, *, history: object = None) -> "pl.DataFrame":
         """Return user, rank, item and score of the k best items for each user; see `Recommender.recommend`.

@@ -18,7 +18,7 @@ from dphybrid.util.importing import kept_from_gc
 COMMANDS = {
     "data": ["prepare"],
     "train": ["train", "sweep", "check", "new"],
-    "use": ["runs", "compare", "ui", "predict", "export", "rollback"],
+    "use": ["runs", "compare", "ui", "evaluate", "predict", "export", "rollback"],
     "operate": ["devices", "doctor", "sync", "worker", "deploy"],
 }
 """Group -> the subcommands' modules, in the order of the help.

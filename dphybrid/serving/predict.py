@@ -121,7 +121,7 @@ class Predictor:
             return self._predict_path(str(rows))
         frame = as_frame(rows, "the rows")
         schema = frame.collect_schema()
-        self._check_columns(schema.names(), "the rows")
+        self.check_columns(schema.names(), "the rows")
         read = pl.Schema({name: schema[name] for name in self.encoder.names})
         check_types(read, "the rows", "data.ignore of a new training", ())
         pieces: Iterable[pl.DataFrame] = [frame] if isinstance(frame, pl.DataFrame) else []
@@ -143,7 +143,7 @@ class Predictor:
         size of 1 a constant."""
         columns = self.encoder.columns
         cells = self._cells(rows)
-        return _tensors(self.encoder.arrays({c.name: c.read(cells[c.name]) for c in columns}, longest=2))
+        return tensors_of(self.encoder.arrays({c.name: c.read(cells[c.name]) for c in columns}, longest=2))
 
     def _cells(self, frame: pl.DataFrame) -> dict[str, pl.Series]:
         names = self.encoder.names
@@ -152,7 +152,7 @@ class Predictor:
 
     def _predict_path(self, path: str) -> np.ndarray:
         done, scores, rejected = Predicted(Path(path)), [self.task.nothing], list[Rejected]()
-        data = self._reading(path, {})
+        data = self.reading(path, {})
         encoder = self.encoder.written(data)
         for chunk in read_files(find_files(path, "path"), data, rejected):
             for first in rejected:
@@ -206,7 +206,7 @@ class Predictor:
             )
         columns = PLACE | {name: _TYPES[kind] for name, kind in label.columns.items()}
         columns |= ({} if threshold is None else {_CLASS: pl.String}) | dict.fromkeys(keep, pl.String)
-        data = self._reading(path, values)
+        data = self.reading(path, values)
         encoder = self.encoder.written(data)  # once, as passing its vocabularies to polars takes time
         done, rejected = Predicted(target), list[Rejected]()
 
@@ -238,7 +238,7 @@ class Predictor:
             lines.append(_MISSING.format(counted(done.wrong_numbers, "value")))
         return lines
 
-    def _reading(self, path: str, values: Mapping[str, object]) -> TableDataConfig:
+    def reading(self, path: str, values: Mapping[str, object]) -> TableDataConfig:
         """Return the config for reading new files: in the format of the training files, changed by
         `values`."""
         known = {"path": path, "numeric": tuple(self.encoder.names)}
@@ -252,13 +252,14 @@ class Predictor:
         return read
 
     def _predicted(self, chunk: Rows, done: Predicted, encoder: Encoder) -> np.ndarray:
-        self._check_columns(chunk.names, str(chunk.file))
+        self.check_columns(chunk.names, str(chunk.file))
         predicted, wrong = self._scores(chunk.cells, encoder)
         done.num_rows += len(chunk)
         done.wrong_numbers += wrong
         return predicted
 
-    def _check_columns(self, names: list[str], where: str) -> None:
+    def check_columns(self, names: list[str], where: str) -> None:
+        """Raise UserError if a column that the model reads is missing."""
         if missing := [name for name in self.encoder.names if name not in names]:
             raise UserError(
                 f"{where}: has no column {missing[0]!r}, which the model was trained on; columns: "
@@ -272,7 +273,7 @@ class Predictor:
         with torch.no_grad():  # not inference_mode: a region would copy inference tensors in each call
             for start in range(0, num_rows, self.batch_size):
                 rows = slice(start, start + self.batch_size)
-                outputs = model(_tensors({name: array[rows] for name, array in arrays.items()}))
+                outputs = model(tensors_of({name: array[rows] for name, array in arrays.items()}))
                 scores.append(self.task.link(outputs["logits"]).cpu().numpy())
         return np.concatenate(scores), wrong
 
@@ -284,7 +285,8 @@ def _model(folder: Path, recipe: str, devices: str, settings: Settings) -> nn.Mo
     return model
 
 
-def _tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+def tensors_of(arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    """Return encoded rows as the model's batch."""
     batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
     batch |= {name: ids.long() for name, ids in batch.items() if ids.dtype == torch.int32}
     # The batch needs labels, which only the loss reads.

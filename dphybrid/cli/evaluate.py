@@ -1,0 +1,63 @@
+"""Evaluate a trained model on rows whose label is known.
+
+examples:
+  %(prog)s ctr-cpu-1121-044553 --data.path held.csv
+  %(prog)s models:/clicks@champion --data.path 'march/*.csv.gz' --importance
+ Prints the recipe's metrics with a 95%% interval, precision and recall of each class, for two classes also by
+threshold, and with --importance by how much the deciding metric gets worse when a column's cells are
+shuffled. For models of tables (recipe ctr); the files must have the label's column.
+"""
+
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import BaseModel, Field
+from pydantic_settings import CliPositionalArg
+
+from dphybrid.cli.flags import check_data_path
+from dphybrid.cli.parser import Command
+from dphybrid.config.settings import load_settings
+from dphybrid.util.errors import UserError
+
+
+class _Rows(BaseModel):
+    """The rows to evaluate on."""
+
+    path: str = Field(description="CSV, TSV or Parquet: a file, folder or pattern.")
+
+
+class Flags(Command):
+    """The flags of `evaluate`."""
+
+    shown_as: ClassVar[dict[str, str]] = {"data.path": "PATH"}
+    model: CliPositionalArg[str] = Field(alias="RUN_OR_MODEL")
+    """A run (name or MLflow id), a checkpoint folder, or models:/NAME@champion."""
+    data: _Rows
+    importance: bool = False
+    """Also measure how much each column matters."""
+    devices: str = "cpu"
+    """Devices on which the model runs."""
+    batch_size: int = Field(default=1024, ge=1)
+    """Rows of a batch, over all devices."""
+
+    def run(self) -> int:
+        """Print the evaluation."""
+        # A missing file is reported before the imports below, which take seconds.
+        check_data_path(self.data.path)
+        from dphybrid.serving.evaluate import evaluate
+        from dphybrid.serving.load import find_checkpoint
+        from dphybrid.serving.predict import Predictor, open_predictor
+        from dphybrid.training.display import preparation_progress
+
+        checkpoint = find_checkpoint(self.model, load_settings())
+        predictor = open_predictor(checkpoint, self.devices, self.batch_size)
+        if not isinstance(predictor, Predictor):
+            raise UserError(
+                f"{self.model}: evaluate is for models that score rows of a table; this one is {predictor!r}"
+            )
+        with preparation_progress() as progress:
+            found = evaluate(
+                predictor, Path(self.data.path), importance=self.importance, on_progress=progress
+            )
+        print(found.text())
+        return 0

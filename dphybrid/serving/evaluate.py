@@ -1,0 +1,256 @@
+"""Evaluates a trained model of a table on rows with known labels: the recipe's metrics with their intervals,
+the predicted class at each threshold, each class, and how much each column matters.
+
+Letters: B rows, R bootstrap samples, C classes.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import torch
+from torch import Tensor
+
+from dphybrid.data.batches import Array
+from dphybrid.data.table.cells import as_texts, clean
+from dphybrid.data.table.files import find_files, read_files
+from dphybrid.data.table.frames import as_frame
+from dphybrid.data.table.rows import Rejected
+from dphybrid.serving.predict import Predictor, tensors_of
+from dphybrid.util.errors import UserError, counted, suggestion
+
+SAMPLES = 200
+"""How often rows are drawn again for an interval."""
+IMPORTANCE_ROWS = 20_000
+"""Importance is measured on at most this many rows, evenly spaced."""
+THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What `evaluate` found. intervals: of each metric, the 2.5 and 97.5 percentiles over rows drawn again
+    with replacement (the percentile bootstrap of Efron and Tibshirani 1993). thresholds: for a binary label,
+    a row for each threshold, and the one with the best F1. classes: for several classes, a row for each.
+    importance: columns, the most important first: by how much the deciding metric gets worse when the
+    column's cells are shuffled (Breiman 2001)."""
+
+    num_rows: int
+    left_out: int
+    metric: str
+    metrics: dict[str, float]
+    intervals: dict[str, tuple[float, float]]
+    thresholds: pl.DataFrame | None = None
+    classes: pl.DataFrame | None = None
+    importance: pl.DataFrame | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def text(self) -> str:
+        """Return the result as lines for the console."""
+        lines = [f"Evaluated on {counted(self.num_rows, 'row')}", *self.notes]
+        if self.left_out:
+            lines.append(f"Left out: {counted(self.left_out, 'row')} without a label")
+        for name, value in self.metrics.items():
+            low, high = self.intervals[name]
+            decides = " (decides)" if name == self.metric else ""
+            lines.append(f"  {name:<18}{value:.4f}   95% from {low:.4f} to {high:.4f}{decides}")
+        titles = {
+            "thresholds": "Predicted positive from a probability on:",
+            "classes": "Classes:",
+            "importance": f"Columns by importance ({self.metric} lost when a column is shuffled):",
+        }
+        with pl.Config(
+            tbl_rows=-1,
+            tbl_cols=-1,
+            tbl_hide_column_data_types=True,
+            tbl_hide_dataframe_shape=True,
+            float_precision=4,
+            tbl_formatting="ASCII_BORDERS_ONLY_CONDENSED",
+        ):
+            for name, title in titles.items():
+                frame = getattr(self, name)
+                if frame is not None:
+                    lines += [title, str(frame)]
+        return "\n".join(lines)
+
+
+def evaluate(
+    predictor: Predictor,
+    rows: object,
+    *,
+    importance: bool = False,
+    seed: int = 0,
+    on_progress: Progress | None = None,
+) -> Evaluation:
+    """Evaluate a model on rows that have its label. rows: what `Predictor.predict` takes. Rows without a
+    label are left out.
+
+    Raises UserError if the label's column or another one is missing, for a label that is no number or class
+    of the model, and if no row is left.
+    """
+    frame = _frame_of(predictor, rows)
+    label = predictor.encoder.label
+    if label.name not in frame.columns:
+        hint = suggestion(label.name, frame.columns)
+        raise UserError(
+            f"the rows have no column {label.name!r}, the label{hint}; dphybrid predict needs none"
+        )
+    texts = as_texts(clean([frame[label.name]], predictor.no_value)[0])
+    known_B = texts.is_not_null()
+    if not known_B.any():
+        raise UserError(f"the rows have no label: {label.name!r} is empty in all of them")
+    frame, texts = frame.filter(known_B), texts.filter(known_B)
+    labels_B = torch.from_numpy(label.encoded(_numbers(label.name, predictor.classes, texts)))
+    outputs = _outputs(predictor, frame, labels_B)
+    metrics = predictor.task.compute(outputs)
+    random = np.random.default_rng(seed)
+    drawn: list[dict[str, float]] = []
+    for number in range(SAMPLES):
+        if on_progress and number % 20 == 0:
+            on_progress("draw rows again", number, SAMPLES)
+        index_B = torch.from_numpy(random.integers(0, len(frame), len(frame)))
+        try:
+            drawn.append(predictor.task.compute({name: value[index_B] for name, value in outputs.items()}))
+        except UserError:  # all rows drawn have one label
+            continue
+    intervals = {
+        name: tuple(np.nanquantile([one[name] for one in drawn] or [value], (0.025, 0.975)).tolist())
+        for name, value in metrics.items()
+    }
+    probabilities = predictor.task.link(outputs["logits"]).numpy()
+    return Evaluation(
+        num_rows=len(frame),
+        left_out=int((~known_B).sum()),
+        metric=predictor.task.metric,
+        metrics=metrics,
+        intervals=intervals,  # type: ignore[arg-type]
+        thresholds=_thresholds(labels_B.numpy(), probabilities) if label.task == "binary" else None,
+        classes=_classes(predictor, labels_B.numpy(), probabilities) if predictor.classes else None,
+        importance=_importance(predictor, frame, labels_B, random, on_progress) if importance else None,
+    )
+
+
+def _frame_of(predictor: Predictor, rows: object) -> pl.DataFrame:
+    """Return the rows in memory, with the columns that the model reads, and the label."""
+    if not isinstance(rows, str | Path):
+        frame = as_frame(rows, "the rows").lazy().collect()
+        predictor.check_columns(frame.columns, "the rows")
+        return frame
+    rejected, pieces = list[Rejected](), []
+    for chunk in read_files(find_files(str(rows), "data.path"), predictor.reading(str(rows), {}), rejected):
+        predictor.check_columns(chunk.names, str(chunk.file))
+        wanted = [
+            name for name in (*predictor.encoder.names, predictor.encoder.label.name) if name in chunk.names
+        ]
+        pieces.append(pl.DataFrame({name: chunk.cells[name] for name in dict.fromkeys(wanted)}))
+    for first in rejected:
+        raise UserError(
+            f"{first['file']}: line {first['line']} cannot be read ({first['reason']}); correct or remove it"
+        )
+    return pl.concat(pieces, how="vertical_relaxed")
+
+
+def _numbers(name: str, classes: tuple[str, ...], texts: pl.Series) -> Array:
+    """Return the labels as numbers, or as numbers of their classes."""
+    if classes:
+        numbers = texts.replace_strict(
+            list(classes), list(range(len(classes))), default=None, return_dtype=pl.Float64
+        )
+        wanted = f"one of the model's classes, {', '.join(map(repr, classes[:6]))}"
+    else:
+        numbers, wanted = texts.cast(pl.Float64, strict=False), "a number"
+    if numbers.null_count():
+        odd = texts.filter(numbers.is_null())[0]
+        raise UserError(f"label {name!r}: {odd!r} is not {wanted}; correct it, or remove its rows")
+    return numbers.to_numpy()
+
+
+def _outputs(predictor: Predictor, frame: pl.DataFrame, labels_B: Tensor) -> dict[str, Tensor]:
+    """Return the model's outputs as the task reads them."""
+    cells = clean([frame[name] for name in predictor.encoder.names], predictor.no_value)
+    arrays, _ = predictor.encoder.encode(dict(zip(predictor.encoder.names, cells, strict=True)))
+    logits = []
+    with torch.no_grad():
+        for start in range(0, len(frame), predictor.batch_size):
+            rows = slice(start, start + predictor.batch_size)
+            batch = tensors_of({name: array[rows] for name, array in arrays.items()})
+            logits.append(predictor.model(batch)["logits"].cpu())
+    found = torch.cat(logits)
+    loss_B = predictor.task.loss(found, labels_B)
+    return {"logits": found, "labels_B": labels_B, "loss": loss_B, "weight": torch.ones_like(loss_B)}
+
+
+def _thresholds(labels_B: Array, probabilities_B: Array) -> pl.DataFrame:
+    """Return precision, recall, F1 and the share predicted positive, by threshold; the one with the best F1
+    is marked."""
+    order_B = np.argsort(-probabilities_B, kind="stable")
+    hits_B = np.cumsum(labels_B[order_B] > 0)
+    f1_B = 2 * hits_B / (np.arange(1, len(hits_B) + 1) + hits_B[-1])
+    best = float(probabilities_B[order_B[int(f1_B.argmax())]])
+    table = []
+    for threshold in sorted({*THRESHOLDS, best}):
+        chosen_B = probabilities_B >= threshold
+        hits, positive = float((labels_B[chosen_B] > 0).sum()), float((labels_B > 0).sum())
+        precision = hits / chosen_B.sum() if chosen_B.any() else None
+        f1 = 2 * hits / (chosen_B.sum() + positive)
+        table.append(
+            {
+                "threshold": threshold,
+                "precision": precision,
+                "recall": hits / positive if positive else None,
+                "f1": float(f1),
+                "predicted_positive": float(chosen_B.mean()),
+                "": "best F1" if threshold == best else "",
+            }
+        )
+    return pl.DataFrame(table, infer_schema_length=None)
+
+
+def _classes(predictor: Predictor, labels_B: Array, probabilities: Array) -> pl.DataFrame:
+    """Return rows, precision, recall and F1 of each class; of a binary label at a threshold of 0.5."""
+    found_B = probabilities.argmax(1) if probabilities.ndim == 2 else probabilities >= 0.5
+    table = []
+    for number, name in enumerate(predictor.classes):
+        is_B, said_B = labels_B == number, found_B == number
+        hits = float((is_B & said_B).sum())
+        table.append(
+            {
+                "class": name,
+                "rows": int(is_B.sum()),
+                "precision": hits / said_B.sum() if said_B.any() else None,
+                "recall": hits / is_B.sum() if is_B.any() else None,
+                "f1": 2 * hits / (is_B.sum() + said_B.sum()) if (is_B | said_B).any() else None,
+            }
+        )
+    return pl.DataFrame(table, infer_schema_length=None)
+
+
+def _importance(
+    predictor: Predictor,
+    frame: pl.DataFrame,
+    labels_B: Tensor,
+    random: np.random.Generator,
+    on_progress: Progress | None,
+) -> pl.DataFrame:
+    """Return for each column by how much the deciding metric gets worse when its cells are shuffled."""
+    if len(frame) > IMPORTANCE_ROWS:
+        index_B = np.linspace(0, len(frame) - 1, IMPORTANCE_ROWS).astype(np.int64)
+        frame, labels_B = frame[index_B], labels_B[index_B]
+    task, names = predictor.task, predictor.encoder.names
+
+    def metric(rows: pl.DataFrame) -> float:
+        return task.compute(_outputs(predictor, rows, labels_B))[task.metric]
+
+    whole, sign = metric(frame), 1 if task.higher_is_better else -1
+    lost: Mapping[str, float] = {}
+    for number, name in enumerate(names):
+        if on_progress:
+            on_progress("shuffle columns", number, len(names))
+        shuffled = frame[name].gather(random.permutation(len(frame)))
+        lost = {**lost, name: sign * (whole - metric(frame.with_columns(shuffled.alias(name))))}
+    return pl.DataFrame({"column": list(lost), "importance": list(lost.values())}).sort(
+        "importance", descending=True, maintain_order=True
+    )
