@@ -126,7 +126,7 @@ def evaluate(
         left_out=int((~known_B).sum()),
         metric=predictor.task.metric,
         metrics=metrics,
-        intervals=intervals,  # type: ignore[arg-type]
+        intervals=intervals,
         thresholds=_thresholds(labels_B.numpy(), probabilities) if label.task == "binary" else None,
         classes=_classes(predictor, labels_B.numpy(), probabilities) if predictor.classes else None,
         importance=_importance(predictor, frame, labels_B, random, on_progress) if importance else None,
