@@ -143,7 +143,7 @@ class Prepared:
             return kept
         value = compute()
         with suppress(OSError):
-            file.parent.mkdir(exist_ok=True)
+            make_folder(file.parent)
             write_json(file, value)
         return value
 

@@ -224,9 +224,12 @@ def devices(trial: Trial) -> str:
                 raise UserError(f"{one.module or 'the model'}: {one.problem}; {one.remedy}")
     task, valid = trial.experiment.task, trial.experiment.data.dataset("valid")
     losses = [
-        validation_outputs(model_from_checkpoint(trial.best, devices), valid, config.train.batch_size, task)[
-            "loss"
-        ]
+        validation_outputs(
+            model_from_checkpoint(trial.best, devices, settings=trial.settings),
+            valid,
+            config.train.batch_size,
+            task,
+        )["loss"]
         for devices in ("cpu", "cpu*2")
     ]
     # The tolerance allows for another order of sums; layers that compute across the batch far exceed it.
@@ -243,7 +246,7 @@ def predict(trial: Trial) -> str:
     recipe = trial.experiment.recipe
     if not recipe.predicts:
         return "not tried: the recipe makes no predictions; define predict(model, rows, vocabularies)"
-    predictor = open_predictor(trial.best)
+    predictor = open_predictor(trial.best, settings=trial.settings)
     rows, data = dict(recipe.example), trial.config.data
     if not rows and isinstance(data, TableDataConfig) and data.path is not None:
         chunk = next(read_files(find_files(data.path, "data.path"), data, []))

@@ -165,8 +165,8 @@ def newest_checkpoint(run: Run) -> Path | None:
     """Return the checkpoint to resume from, None for a new run; see `newest_whole_checkpoint`."""
     make_folder(run.checkpoints)
     # Remove the partial files of a killed process. This process holds the run's lock, so nobody writes them.
-    clear_leftovers(run.folder)
-    clear_leftovers(run.checkpoints)
+    for folder in (run.folder, run.checkpoints, run.folder / "record"):
+        clear_leftovers(folder)
     return newest_whole_checkpoint(run.checkpoints)
 
 

@@ -156,6 +156,14 @@ class RecordFile:
                     steps[name] = max(steps.get(name, 0), record["step"])
         return steps
 
+    def last_summary(self) -> dict[str, float]:
+        """Return the last value of each metric of the run as a whole."""
+        found: dict[str, float] = {}
+        for record in self.all():
+            if record["op"] == "summary":
+                found |= metrics_of(record)
+        return found
+
     def destination(self) -> Record:
         """Return what the run noted about itself in MLflow: run_id, experiment_id, tracking_uri. Empty if the
         run is not recorded there, or no readable line says so."""

@@ -163,11 +163,16 @@ class Tracker:
             self._append_metrics(of_metrics(values, step))
 
     def log_summary(self, metrics: Mapping[str, float]) -> None:
-        """Record metrics of the run as a whole; a later attempt replaces them."""
+        """Record metrics of the run as a whole, except those that it has already with the same value; a later
+        attempt replaces the others."""
+        if self._file is None:
+            return
+        known = self._file.last_summary()
+        values = {name: value for name, value in as_floats(metrics).items() if known.get(name) != value}
         # At step 0, MLflow's charts draw one bar for each run; at any other step they draw a dot in a plot
         # over steps.
-        if self._file is not None:
-            self._append_metrics(of_metrics(as_floats(metrics), 0, "summary"))
+        if values:
+            self._append_metrics(of_metrics(values, 0, "summary"))
 
     def _append_metrics(self, record: Record) -> None:
         try:

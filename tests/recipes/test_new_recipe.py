@@ -28,7 +28,7 @@ def test_the_package_trains_passes_its_test_and_is_a_recipe_by_name(
     (package / "new.csv").write_text("user,item\nuser 1,item 1\nnobody,item 2\n")
     predicted = command("predict", "books", "--data.path", "new.csv")
     assert predicted.splitlines()[0] == "user,item,rating"
-    assert "2 passed" in python("-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=package).stdout
+    assert "10 passed" in python("-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=package).stdout
 
     site = tmp_path / "site"
     build = "import setuptools.build_meta as b; print(b.build_wheel('.'))"
