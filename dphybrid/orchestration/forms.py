@@ -2,7 +2,8 @@
 recipe's other values as `config`, and last the flow's rarely used parameters.
 
 Each deployment has its own JSON schema on the server. Fields have no defaults, because Prefect submits
-whatever a field shows; an empty field keeps the recipe's value.
+whatever a field shows; an empty field keeps the recipe's value. A switch shows on or off, never empty, so
+only values that are off by default are switches; other Booleans are selections of true and false.
 """
 
 import re
@@ -117,8 +118,13 @@ def _leaf(schema: Mapping[str, Any]) -> dict[str, Any]:
     leaf = {name: value for name, value in schema.items() if name not in ("default", "anyOf")}
     kinds = [kind for kind in schema.get("anyOf", []) if kind != {"type": "null"}]
     if len(kinds) == 1:
-        return leaf | kinds[0]
-    return leaf | ({"anyOf": kinds} if kinds else {})
+        leaf |= kinds[0]
+    elif kinds:
+        leaf["anyOf"] = kinds
+    if leaf.get("type") == "boolean" and schema.get("default") is not False:
+        del leaf["type"]  # Prefect's pages show a switch for it, whatever else the schema says
+        leaf["enum"] = [True, False]
+    return leaf
 
 
 def _sentence(text: str, default: object) -> str:

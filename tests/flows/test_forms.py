@@ -74,7 +74,7 @@ def test_a_form_has_its_recipes_values_the_few_first_and_all_of_them_empty(recip
     assert fields["config.recipe"]["enum"] == [recipe]
     assert f"Empty: {field_types(recipe)['train.epochs'][2]}." in fields["epochs"]["description"]
     train = form.properties["config"]["properties"]["train"]
-    assert [list(train["properties"])[place] for place in (0, -1)] == ["optimizer", "shuffle_rows"]
+    assert [list(train["properties"])[place] for place in (0, -1)] == ["accumulate", "shuffle_rows"]
     model = form.properties["config"]["properties"]["model"]["properties"]
     assert list(model)[-2:] == ["factory", "dtype"]  # rarely used, so behind the recipe's own
     assert train["patternProperties"]["^epochs$"]["minimum"] == 0  # the server takes it there, too
@@ -109,10 +109,23 @@ def test_a_run_without_a_recipe_has_that_of_its_data(given: dict[str, Any], reci
 
 
 @pytest.mark.parametrize("recipe", BUILT_IN)
-def test_no_switch_is_on_unless_asked_for(recipe: str) -> None:
-    """Prefect's form sends a switch that nobody touched as off."""
+def test_only_what_is_off_by_default_is_a_switch(recipe: str) -> None:
+    """Prefect's pages submit a switch that nobody touched as off, and a selection as nothing."""
     values = flatten(find_recipe(recipe).config_class().model_dump())
-    assert not [name for name, value in values.items() if value is True]
+    fields = leaves(form_of(train_hybrid, recipe).properties)
+    shown = {name.removeprefix("config."): field for name, field in fields.items()}
+    switches = {name for name, field in shown.items() if field.get("type") == "boolean"}
+    selections = {name for name, field in shown.items() if field.get("enum") == [True, False]}
+    assert switches == {name for name, value in values.items() if value is False}
+    assert selections >= {name for name, value in values.items() if value is True} >= {"train.check_split"}
+    assert ("data.dayfirst" in selections) == (recipe in ("ctr", "retrieval"))  # inferred when empty
+    assert not any("type" in shown[name] for name in selections)
+
+
+def test_a_sweeps_form_prunes_unless_the_user_says_no() -> None:
+    form = form_of(import_module("dphybrid.flows.sweep_hybrid").sweep_hybrid, "ctr")
+    assert form.properties["prune"]["enum"] == [True, False]
+    assert not {"type", "default"} & set(form.properties["prune"])
 
 
 def test_the_few_values_go_over_the_config_and_overrides_over_both() -> None:
