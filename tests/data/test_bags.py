@@ -218,7 +218,7 @@ def test_a_grown_model_answers_as_before(quiet: Path) -> None:
     first = write(quiet / "a.csv", with_shops(clicks(2000, 0, range(20))), header)
     both = [f"data.path={first}", "data.bags=tags", "data.text=title"]
     report = trained("cpu", both)
-    base = Path(read_state(Path(report.best_checkpoint)).prepared)
+    base = quiet / "data" / read_state(Path(report.best_checkpoint)).prepared
     rows = clicks(2000, 0, range(20)) + clicks(1000, 1, range(10, 30))
     rows[2001] = ("|".join(["t21"] * 9), "new", 1)  # longer than all before
     more = write(quiet / "b.csv", with_shops(rows), header)

@@ -134,7 +134,7 @@ def test_any_damage_is_found(tmp_path: Path) -> None:
 
 def test_a_file_in_the_way_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with refused("cannot be written there.*DPHYBRID_DATA_DIR"):
+    with refused("cannot be made there.*DPHYBRID_DATA_DIR"):
         prepare("toy", None, tmp_path / "file", 0)
 
 
@@ -151,7 +151,7 @@ def test_a_table_that_finds_no_room_is_told_and_leaves_nothing(tmp_path: Path, l
         "from_file(Path(sys.argv[1]), min_count=1)"
     )
     told = python("-c", code, file, ends=1).stderr.splitlines()[-1]
-    for word in ("UserError", "prepared data cannot be written there", "make room"):
+    for word in ("UserError", "prepared data cannot be made there", "make room"):
         assert word in told
     assert names(tmp_path / "prepared") == []
 
