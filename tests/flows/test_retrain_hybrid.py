@@ -1,8 +1,8 @@
 """Retraining as data arrives, in this process on a temporary server, with MLflow's embedded store."""
 
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from threading import Timer
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ import torch
 
 from dphybrid.cli.main import main as dphybrid
 from dphybrid.config import ExperimentConfig
-from dphybrid.config.settings import load_settings
+from dphybrid.config.settings import Settings, load_settings
 from dphybrid.data import open_prepared
 from dphybrid.lifecycle.champion import bootstrap_gains, open_registry
 from dphybrid.lifecycle.retrain import retraining
@@ -76,9 +76,19 @@ def test_three_days_of_data(
     registry = open_registry(load_settings())
     first = registry.champion("clicks")
     assert first.number == "1"
-    held = ExitStack()  # another retraining of the model, which ends soon
+    held = ExitStack()  # another retraining of the model, which ends when this one has said that it waits
     held.enter_context(retraining("clicks", load_settings(), "flow run brave-owl", StopRequest()))
-    Timer(1.0, held.close).start()
+
+    def turn(
+        model: str, settings: Settings, who: str, stop: StopRequest, report: Callable[[str], None]
+    ) -> AbstractContextManager[None]:
+        def told(reason: str) -> None:
+            report(reason)
+            held.close()
+
+        return retraining(model, settings, who, stop, told)
+
+    monkeypatch.setattr("flows.retrain_hybrid.retraining", turn)
     state = retrain_hybrid.with_options(log_prints=False)(config=experiment, return_state=True)
     assert f"{state.name}: {state.message}" == "NothingNew: no new data since version 1 was made"
     told = capsys.readouterr().out
