@@ -6,7 +6,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -311,7 +310,8 @@ def test_a_damaged_best_checkpoint_is_named_with_what_takes_its_place(
     settings = load_settings()
     links, tags = {"flow run": "http://127.0.0.1/1"}, {"team": "a"}
     with monkeypatch.context() as patch:
-        patch.setattr("dphybrid.run.train.build_run", partial(build_run, links=links))
+        linked = lambda *given, **named: build_run(*given, **named | {"links": links})  # noqa: E731
+        patch.setattr("dphybrid.run.train.build_run", linked)
         report = run_with(*OPTIONS, run_name="run", tags=tags)
     best, folder = Path(report.best_checkpoint), data_dir / "runs" / "run"
     (best / "blocks.safetensors").write_bytes(b"")

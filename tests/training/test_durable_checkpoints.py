@@ -77,6 +77,7 @@ class Recorded(Tracker):
     """Keeps the training losses by step."""
 
     def __init__(self) -> None:
+        super().__init__(None, None)
         self.losses: dict[int, float] = {}
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
