@@ -74,12 +74,13 @@ def _fetched(location: str, tracking_uri: str | None) -> Path:
 def _location(uri: str, tracking_uri: str | None) -> str:
     """Return where the files of `models:/...` are stored. Asks only `tracking_uri`; MLflow's own look-up
     would ask the store that is set for the whole process."""
-    from mlflow import MlflowClient
-
-    client = MlflowClient(tracking_uri, registry_uri=tracking_uri)
-    location: str | None
     if not uri.startswith("models:/"):
         return uri
+    from mlflow import MlflowClient
+
+    # Only now: without a tracking URI, the client makes a database in the current folder.
+    client = MlflowClient(tracking_uri, registry_uri=tracking_uri)
+    location: str | None
     match uri.removeprefix("models:/").replace("@", "/@").split("/"):
         case [str(model_id)] if model_id.startswith("m-"):
             location = client.get_logged_model(model_id).artifact_location

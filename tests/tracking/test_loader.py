@@ -48,12 +48,14 @@ def test_a_left_out_file_stays_inside_the_models_folder(tmp_path: Path, name: st
     assert (whole / "tables" / "rows.safetensors").read_text() == "rows"
 
 
-def test_a_folder_that_is_a_link_leads_nowhere(tmp_path: Path) -> None:
+def test_a_folder_that_is_a_link_leads_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     address, outside = lacking(tmp_path, "tables/x"), tmp_path / "outside"
     outside.mkdir()
     (tmp_path / "model" / "checkpoint" / "tables").symlink_to(outside)
     checkpoint_folder(address)  # the copy has a folder of its own there
     assert list(outside.iterdir()) == []
+    assert not (tmp_path / "mlflow.db").exists()  # no store is asked, and none is made
 
 
 @pytest.mark.parametrize(
