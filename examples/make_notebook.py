@@ -28,7 +28,7 @@ def cells_of(script: str) -> list[tuple[str, str]]:
     calls = textwrap.dedent(last.partition(":\n")[2]).splitlines()
     for section in sections:
         # Without the marks with which the documentation includes parts of the script.
-        code = re.sub(r"^# --8<--.*\n", "", section, flags=re.MULTILINE).strip()
+        code = re.sub(r"^# \[(?:start|end):.*\n", "", section, flags=re.MULTILINE).strip()
         sentence, _, code = code.partition("\n")
         heading, _, rest = sentence.removeprefix("# ").partition(": ")
         cells += [("markdown", f"## {heading}\n\n{rest[:1].upper()}{rest[1:]}"), ("code", code)]

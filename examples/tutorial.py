@@ -7,7 +7,7 @@ docs/tutorial.md explains what it prints. Letters: B samples, F ids of a sample,
 """
 
 # %%
-# --8<-- [start:toy]
+# [start:toy]
 # One line changed: where a script says model = nn.DataParallel(model), import DataParallel from here.
 import torch
 from torch import Tensor, nn
@@ -39,11 +39,11 @@ def split_a_batch() -> None:
         print("Outside: input size", x.size(), "output_size", y.size())
 
 
-# --8<-- [end:toy]
+# [end:toy]
 
 
 # %%
-# --8<-- [start:blocks]
+# [start:blocks]
 # Only some blocks parallel: the others run once, on the first device.
 class Blocks(nn.Module):
     """Three linear layers of which the middle one is split."""
@@ -60,11 +60,11 @@ class Blocks(nn.Module):
         return y
 
 
-# --8<-- [end:blocks]
+# [end:blocks]
 
 
 # %%
-# --8<-- [start:table]
+# [start:table]
 # A table in host memory: its rows travel to the replica that needs them, its gradients come back.
 class Clicks(nn.Module):
     """A small network over the concatenated rows of two ids."""
@@ -103,11 +103,11 @@ def train_a_table(num_rows: int = 1_000_000, steps: int = 60) -> float:
     return loss.item()
 
 
-# --8<-- [end:table]
+# [end:table]
 
 
 # %%
-# --8<-- [start:gan]
+# [start:gan]
 # A GAN: two regions, two optimizers.
 def train_a_gan(steps: int = 400) -> tuple[float, float]:
     """Learn a normal distribution around 3 with spread 0.5; return mean and spread of what is generated."""
@@ -129,7 +129,7 @@ def train_a_gan(steps: int = 400) -> tuple[float, float]:
     return made_B1.mean().item(), made_B1.std().item()
 
 
-# --8<-- [end:gan]
+# [end:gan]
 
 
 # %%

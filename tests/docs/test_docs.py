@@ -15,6 +15,12 @@ from dphybrid.recipes.registry import BUILT_IN
 from tests.commands import python
 from tests.conftest import REPOSITORY
 
+spec = importlib.util.spec_from_file_location("copy_examples", REPOSITORY / "docs/copy_examples.py")
+assert spec is not None
+assert spec.loader is not None
+copy_examples = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(copy_examples)
+
 PAGES = {
     path.name: path.read_text(encoding="utf-8")
     for path in (
@@ -31,8 +37,18 @@ FENCES = {
 
 
 def python_of(page: str) -> list[str]:
-    """The page's own Python; what it includes from examples/ is run by tests/test_examples.py."""
-    return [code for language, code in FENCES[page] if language == "python" and "--8<--" not in code]
+    """The page's own Python; what it shows of examples/ is run by tests/test_examples.py."""
+    copied = copy_examples.copies(PAGES[page])
+    return [code for language, code in FENCES[page] if language == "python" and code not in copied]
+
+
+def test_pages_show_the_code_of_the_examples() -> None:
+    shown = {name: len(copy_examples.copies(text)) for name, text in PAGES.items()}
+    assert sum(shown.values()) >= 13
+    assert EVERYTHING.count("<!-- examples/") == sum(shown.values())
+    assert "--8<--" not in EVERYTHING
+    old = [name for name, text in PAGES.items() if copy_examples.updated(text) != text]
+    assert old == [], "python docs/copy_examples.py copies the examples' code into the pages"
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if python_of(page)])
