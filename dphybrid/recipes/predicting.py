@@ -1,7 +1,6 @@
 """`RowsPredictor`: calls a recipe's `predict` for frames and for files."""
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,9 @@ import torch
 from torch import nn
 
 from dphybrid.config.tables import READING_FIELDS, TableDataConfig
-from dphybrid.data.table.files import find_files, read_files
-from dphybrid.data.table.frames import Written, as_frame, table_target, write_frames
-from dphybrid.data.table.rows import Rejected, Rows
+from dphybrid.data.table.files import find_files
+from dphybrid.data.table.frames import Written, as_frame, table_target, write_predictions
+from dphybrid.data.table.rows import Rows
 from dphybrid.data.vocabulary import read_vocabularies
 from dphybrid.util.errors import UserError, counted, type_text
 
@@ -67,37 +66,17 @@ class RowsPredictor:
             raise UserError("--threshold: only for recipes that read tables; leave it out")
         # First of all, so that a target that cannot be written costs no work.
         files = find_files(str(path), "data.path")
-        done, rejected = Written(table_target(out, files)), list[Rejected]()
+        done = Written(table_target(out, files))
         named = {name: value for name, value in reading.items() if name in READING_FIELDS}
         if odd := reading.keys() - named.keys():
             raise UserError(f"{min(odd)}: is not an option of recipe {self._recipe}'s predictions")
         data = TableDataConfig(path=str(path), **named)
 
-        def frames() -> Iterator[pl.DataFrame]:
-            for chunk in read_files(files, data, rejected, "predict rows", on_progress):
-                done.num_rows += len(chunk)
-                yield self._with(keep, chunk)
+        def predicted(chunk: Rows) -> pl.DataFrame:
+            return self.predict(pl.DataFrame({name: chunk.texts(name) for name in chunk.names}))
 
-        pieces = frames()
-        # The first piece decides the file's columns: only `predict` knows which ones it returns.
-        first = next(pieces)
-        write_frames(chain([first], pieces), dict(first.schema), done.out, rejected)
-        done.num_rejected = len(rejected)
+        write_predictions(files, data, done, predicted, keep, on_progress)
         return done
-
-    def _with(self, keep: Sequence[str], chunk: Rows) -> pl.DataFrame:
-        rows = pl.DataFrame({name: chunk.texts(name) for name in chunk.names})
-        predicted = self.predict(rows)
-        if odd := [name for name in keep if name not in chunk.names or len(predicted) != len(rows)]:
-            raise UserError(
-                f"--keep {odd[0]}: {chunk.file} has no such column, or recipe {self._recipe} does "
-                f"not give one prediction per row; columns: {', '.join(chunk.names)}"
-            )
-        if taken := [name for name in keep if name in predicted.columns]:
-            raise UserError(
-                f"--keep {taken[0]}: predictions have a column of that name; rename that of the table"
-            )
-        return predicted.with_columns(rows[name] for name in keep)
 
     def told(self, done: Written) -> list[str]:
         """Return lines for the console: how many rows were predicted, and how many were rejected."""

@@ -197,11 +197,6 @@ class Recipe:
         """Precompute what depends on the weights alone. From now on the model only predicts, with the same
         bits as before; it must not be trained any more."""
 
-    def for_many_rows(self, model: "nn.Module") -> "nn.Module":
-        """Return a module that computes the `logits` of many rows faster; their last bits may differ. model:
-        after `fixed`."""
-        return model
-
     def optimizers(self, model: "nn.Module", config: Any) -> "Mapping[str, Optimizer]":
         """Return the optimizers of the model's dense parameters by name, each parameter in exactly one. By
         default there is one, "blocks", set by the `train` section. Tables have their own, called "rows".

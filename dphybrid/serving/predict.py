@@ -8,9 +8,9 @@ which only looked-up rows are read.
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,7 +27,7 @@ from dphybrid.config.tables import COLUMN_FIELDS, TableDataConfig
 from dphybrid.data.table.cells import clean
 from dphybrid.data.table.encoder import Encoder
 from dphybrid.data.table.files import find_files, read_files
-from dphybrid.data.table.frames import Written, as_frame, table_target, write_frames
+from dphybrid.data.table.frames import Written, as_frame, table_target, write_predictions
 from dphybrid.data.table.rows import Rejected, Rows, check_types
 from dphybrid.recipes.configs import build_config, stored_config
 from dphybrid.recipes.registry import OF_TABLES, find_recipe
@@ -45,8 +45,6 @@ _CLASS = "prediction"
 """Column of the predicted class of a binary label, if a threshold is given."""
 _PIECE_ROWS = 2**16
 """How many rows of a lazy frame are in memory at a time."""
-_MANY_ROWS = 2**13
-"""From this number of rows on, `Recipe.for_many_rows` is worth its setup, which reads the whole table."""
 
 
 @dataclass
@@ -95,10 +93,6 @@ class Predictor:
             f"<Predictor of {self.predicts} by recipe {self._recipe}, "
             f"{self.folder.parent.parent.name or '.'}/{self.folder.name}; columns: {shown}>"
         )
-
-    @cached_property
-    def _for_many_rows(self) -> nn.Module:
-        return find_recipe(self._recipe).for_many_rows(self.model)
 
     @property
     def predicts(self) -> str:
@@ -200,34 +194,22 @@ class Predictor:
             )
         if threshold is not None and not 0 <= threshold <= 1:
             raise UserError(f"--threshold {threshold}: is not a probability; give a number from 0 to 1")
-        if taken := sorted({name for name in keep if name in (*PLACE, *label.columns, _CLASS)}):
-            raise UserError(
-                f"--keep {taken[0]}: predictions have a column of that name; rename the table's column"
-            )
         columns = PLACE | {name: _TYPES[kind] for name, kind in label.columns.items()}
-        columns |= ({} if threshold is None else {_CLASS: pl.String}) | dict.fromkeys(keep, pl.String)
+        columns |= {} if threshold is None else {_CLASS: pl.String}
         data = self.reading(path, values)
         encoder = self.encoder.written(data)  # once, as passing its vocabularies to polars takes time
-        done, rejected = Predicted(target), list[Rejected]()
+        done = Predicted(target)
 
-        def frames() -> Iterator[pl.DataFrame]:
-            for chunk in read_files(files, data, rejected, "predict rows", on_progress):
-                if absent := [name for name in keep if name not in chunk.names]:
-                    raise UserError(
-                        f"--keep {absent[0]}: {chunk.file} has no such column; columns: "
-                        f"{', '.join(chunk.names)}"
-                    )
-                predicted = self._predicted(chunk, done, encoder)
-                file = pl.repeat(str(chunk.file), len(chunk), eager=True)
-                found = {"file": file, "line": chunk.lines, **self.task.table(predicted)}
-                if threshold is not None:
-                    # Reversed: the positive class is the last one, and np.where takes it first.
-                    found[_CLASS] = np.where(predicted >= threshold, *reversed(self.classes))
-                found |= {name: chunk.texts(name).cast(pl.String) for name in keep}
-                yield pl.DataFrame(found, schema=columns)
+        def predicted(chunk: Rows) -> pl.DataFrame:
+            scores = self._predicted(chunk, done, encoder)
+            file = pl.repeat(str(chunk.file), len(chunk), eager=True)
+            found = {"file": file, "line": chunk.lines, **self.task.table(scores)}
+            if threshold is not None:
+                # Reversed: the positive class is the last one, and np.where takes it first.
+                found[_CLASS] = np.where(scores >= threshold, *reversed(self.classes))
+            return pl.DataFrame(found, schema=columns)
 
-        write_frames(frames(), columns, target, rejected)
-        done.num_rejected = len(rejected)
+        write_predictions(files, data, done, predicted, keep, on_progress)
         return done
 
     def told(self, done: Predicted) -> list[str]:
@@ -254,7 +236,6 @@ class Predictor:
     def _predicted(self, chunk: Rows, done: Predicted, encoder: Encoder) -> np.ndarray:
         self.check_columns(chunk.names, str(chunk.file))
         predicted, wrong = self._scores(chunk.cells, encoder)
-        done.num_rows += len(chunk)
         done.wrong_numbers += wrong
         return predicted
 
@@ -269,11 +250,11 @@ class Predictor:
     def _scores(self, cells: Mapping[str, pl.Series], encoder: Encoder) -> tuple[np.ndarray, int]:
         arrays, wrong = encoder.encode(cells)
         num_rows = len(arrays["ids_BF"])
-        scores, model = [self.task.nothing], self.model if num_rows < _MANY_ROWS else self._for_many_rows
+        scores = [self.task.nothing]
         with torch.no_grad():  # not inference_mode: a region would copy inference tensors in each call
             for start in range(0, num_rows, self.batch_size):
                 rows = slice(start, start + self.batch_size)
-                outputs = model(tensors_of({name: array[rows] for name, array in arrays.items()}))
+                outputs = self.model(tensors_of({name: array[rows] for name, array in arrays.items()}))
                 scores.append(self.task.link(outputs["logits"]).cpu().numpy())
         return np.concatenate(scores), wrong
 

@@ -5,8 +5,9 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import polars as pl
 from polars.io.plugins import register_io_source
 from polars.selectors import by_name  # takes names literally; select() reads `*` as a pattern
 
+from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.table.cells import FEW, as_texts, of_objects
-from dphybrid.data.table.rows import check_types
+from dphybrid.data.table.files import read_files
+from dphybrid.data.table.rows import Rejected, Rows, check_types
 from dphybrid.util.errors import UserError, counted, type_text
 from dphybrid.util.files import check_target, make_folder, sync, temporary, write_text
 
@@ -195,6 +198,46 @@ def table_target(out: str | Path, files: Sequence[Path]) -> Path:
         raise UserError(f"--out {out}: give a name that ends in {' or '.join(_WRITTEN)}")
     check_target(target, f"--out {out}")
     return target
+
+
+def write_predictions(
+    files: Sequence[Path],
+    data: TableDataConfig,
+    done: Written,
+    predicted: Callable[[Rows], pl.DataFrame],
+    keep: Sequence[str] = (),
+    on_progress: Callable[[str, int, int], None] | None = None,
+) -> None:
+    """Write to `done.out` what `predicted` returns for each chunk of the files, and count the rows in `done`.
+
+    predicted: returns frames of one schema. keep: columns of the files to add as texts, if each row gives one
+    prediction. Raises UserError for such a column that the files lack or the predictions have, and as
+    `read_files` and `write_frames` do; nothing is left at `done.out` then.
+    """
+    rejected = list[Rejected]()
+
+    def frames() -> Iterator[pl.DataFrame]:
+        for chunk in read_files(files, data, rejected, "predict rows", on_progress):
+            frame = predicted(chunk)
+            if taken := sorted(set(keep).intersection(frame.columns)):
+                raise UserError(
+                    f"--keep {taken[0]}: predictions have a column of that name; rename the table's column"
+                )
+            if absent := [name for name in keep if name not in chunk.names]:
+                raise UserError(
+                    f"--keep {absent[0]}: {chunk.file} has no such column; columns: {', '.join(chunk.names)}"
+                )
+            if keep and len(frame) != len(chunk):
+                raise UserError(f"--keep {keep[0]}: the recipe does not give one prediction per row")
+            done.num_rows += len(chunk)
+            kept = {name: chunk.texts(name).cast(pl.String) for name in keep}
+            yield frame.with_columns(**kept)
+
+    pieces = frames()
+    # The first piece decides the file's columns. There is one: a file without rows gives an empty chunk.
+    first = next(pieces)
+    write_frames(chain([first], pieces), dict(first.schema), done.out, rejected)
+    done.num_rejected = len(rejected)
 
 
 def write_frames(

@@ -80,7 +80,6 @@ class Ctr(Recipe):
     source = imported("dphybrid.data.table.source:open_source")
     build = imported("dphybrid.recipes.ctr.model:build_ctr")
     fixed = imported("dphybrid.recipes.ctr.numbers:fix_numbers")
-    for_many_rows = imported("dphybrid.recipes.ctr.model:for_many_rows")
     task = imported("dphybrid.training.label_tasks:label_task")
     baselines = imported("dphybrid.recipes.ctr.baselines:baselines")
     floor = imported("dphybrid.recipes.ctr.baselines:floor")

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding_bag, pad
+from torch.nn.functional import pad
 
 from dphybrid.data.batches import Draw, Draws
 from dphybrid.data.table.cells import MISSING_ID, UNKNOWN_ID
@@ -36,10 +36,6 @@ from dphybrid.recipes.ctr import CtrModelConfig
 from dphybrid.recipes.ctr.numbers import EmbeddedBins, OnNumbers, bins_of
 from dphybrid.training.label_tasks import cross_entropy_of_two, label_task
 from dphybrid.util.errors import UserError
-
-_FOLDED_BYTES = 2**28
-"""Memory of `_Folded` for precomputed rows, shared equally by the columns; a column that needs more is not
-precomputed."""
 
 
 @dataclass(frozen=True)
@@ -281,56 +277,6 @@ class _ClickModel(nn.Module):
             weights_B = batch["weights_B"].to(loss_B)
             loss_B = loss_B * weights_B
         return {"loss": loss_B, "weight": weights_B, "logits": logits}
-
-
-class _Folded(nn.Module):
-    """batch -> logits of a trained mlp. Computes once what each row adds to the first hidden layer (of width
-    H). Looking that up takes a fifth of the time of the matrix product. The order of the sum changes, so last
-    bits differ."""
-
-    def __init__(self, model: _ClickModel, network: _Mlp, numbers: nn.Module) -> None:
-        super().__init__()
-        first, *rest = network.deep
-        assert isinstance(first, nn.Linear)
-        self.table, self.numbers, self.rest = model.table.flat, numbers, nn.Sequential(*rest)
-        num_rows, self.bias_H = list(model.table.num_rows.values()), first.bias
-        most = _FOLDED_BYTES // len(num_rows) // first.bias.nbytes
-        self.folded = [f for f, n in enumerate(num_rows) if n <= most]
-        self.others = [f for f, n in enumerate(num_rows) if n > most]
-        starts_F, weight_XH = torch.tensor(list(model.table.starts.values())), first.weight.T
-        # One piece of the weights for each column; those of the numbers follow.
-        pieces = weight_XH.split(model.table.dim)
-        rows = [self.table(starts_F[f] + torch.arange(num_rows[f])) @ pieces[f] for f in self.folded]
-        self.rows_VH = torch.cat([weight_XH[:0], *rows])
-        first_rows = [0, *itertools.accumulate(map(len, rows))][:-1]
-        # dtype: an empty list (no column folded) would be float32. Folded columns start at their rows in
-        # rows_VH, the others at those in the table.
-        starts_F[self.folded] = torch.tensor(first_rows, dtype=torch.int64)
-        self.starts_F = starts_F
-        left = [pieces[f] for f in self.others] + list(pieces[len(num_rows) :])
-        self.left_XH = torch.cat([weight_XH[:0], *left])
-
-    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        ids_BF, inputs_BX = batch["ids_BF"] + self.starts_F, self.numbers(batch["dense_BN"])
-        if self.others:
-            inputs_BX = torch.cat([self.table(ids_BF[:, self.others]).flatten(1), inputs_BX], dim=1)
-            ids_BF = ids_BF[:, self.folded]
-        hidden_BH = torch.addmm(self.bias_H, inputs_BX, self.left_XH)
-        if self.folded:
-            hidden_BH += embedding_bag(ids_BF, self.rows_VH, mode="sum")
-        return {"logits": self.rest(hidden_BH).squeeze(1)}
-
-
-def for_many_rows(model: nn.Module) -> nn.Module:
-    """Return a module that computes the logits of many rows faster, for an mlp on the CPU; else the model
-    itself."""
-    assert isinstance(model, _ClickModel)
-    network: Any = model.region.module.network
-    plain = network.network if isinstance(network, OnNumbers) else network
-    if model.num_bags or model.region.devices.home.type != "cpu" or not isinstance(plain, _Mlp):
-        return model
-    with torch.no_grad():
-        return _Folded(model, plain, nn.Identity() if plain is network else network.numbers)
 
 
 def build_ctr(context: ModelContext[CtrModelConfig]) -> _ClickModel:
