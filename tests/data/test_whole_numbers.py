@@ -39,9 +39,10 @@ def test_ids_under_any_name_get_rows(name: str, offset: int, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("label", ["number", "classes"])
-def test_ids_are_found_by_any_kind_of_label(label: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("values", [300, 60])
+def test_ids_are_found_by_any_kind_of_label(label: str, values: int, tmp_path: Path) -> None:
     random = np.random.default_rng(2)
-    ids, effect = random.integers(0, 300, _ROWS), random.normal(size=300)
+    ids, effect = random.integers(0, values, _ROWS), random.normal(size=values)
     score = effect[ids] + random.normal(size=_ROWS)
     y = (
         np.round(score, 3)
@@ -58,10 +59,18 @@ def _amounts() -> dict[str, Array]:
     return {
         "prices": np.round(income / 100).astype(int) * 100 + 99,
         "ages": random.integers(18, 95, _ROWS) * 12,  # in months: more than 128 values
+        "years of age": random.integers(18, 95, _ROWS),  # more values than buckets, fewer than 128
         "counts": random.poisson(np.exp(random.normal(3, 1.2, _ROWS))),
         "year": random.integers(1700, 2020, _ROWS),
         "seconds": 1_500_000_000 + random.integers(0, 10**8, _ROWS),
     }
+
+
+def test_a_count_that_is_mostly_zero_stays_a_number(tmp_path: Path) -> None:
+    random = np.random.default_rng(6)
+    counts = random.poisson(40, _ROWS) * (random.random(_ROWS) < 0.1)
+    prepared = table_of(tmp_path, {"n": counts.tolist(), "y": _noisy(0.05 * counts, random)})
+    assert [c["role"] for c in prepared.info["columns"]] == ["buckets"]
 
 
 @pytest.mark.parametrize("name", _amounts())

@@ -249,8 +249,9 @@ def read_times(cells: pl.Series, day_first: bool) -> pl.Series:
     """Return Datetimes of dates, with or without a time of day; None for other texts.
 
     Dates: 2024-12-31, 2024/12/31, 20241231, 31.12.2024, 12/31/2024, 12-31-2024, 12/31/24, 31 Dec 2024,
-    December 31, 2024. Clocks: 8:30, 08:30:15.5, 8:30 PM. Time zones are dropped: the clock stays as written.
-    Years of two digits are 1969 to 2068. day_first: read 31/12/2024 instead of 12/31/2024."""
+    December 31, 2024. Clocks: 8:30, 08:30:15.5, 8:30 PM; 083015 after 20241231T. Time zones are dropped: the
+    clock stays as written. Years of two digits are 1969 to 2068. day_first: read 31/12/2024,
+    not 12/31/2024."""
     if cells.dtype.is_temporal():
         # The clock as written, as for texts.
         local = cells.dt.replace_time_zone(None) if isinstance(cells.dtype, pl.Datetime) else cells
@@ -261,6 +262,7 @@ def read_times(cells: pl.Series, day_first: bool) -> pl.Series:
     words = words.str.replace(rf"(:\d{{2}})(?:[.,]\d+)?(\s*[AaPp]\.?[Mm]\.?)?\s*(?:{_ZONE})?$", "$1$2")
     date = words.str.extract(r"^(\S+?),?(?:\s|$)", 1)
     time = words.str.extract(r"^\S+\s+(.+)$", 1).fill_null("00:00:00")
+    time = time.str.replace(r"^(\d{2})(\d{2})(\d{2})(?:[.,]\d+)?Z?$", "$1:$2:$3")
     if not date.str.contains(_ISO).all():
         date = _iso_dates(date, day_first)
     found = date.str.to_date("%Y-%m-%d", strict=False)

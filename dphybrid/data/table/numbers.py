@@ -14,6 +14,7 @@ from dphybrid.data.table.cells import plain_numbers, read_numbers, read_times, s
 from dphybrid.data.table.column import Array, Sample
 from dphybrid.data.table.whole import (
     AMOUNTS,
+    FEW_VALUES,
     MANY,
     Trial,
     names_a_thing,
@@ -44,7 +45,7 @@ YEAR_FIRST = r"^\d{4}[-/]\d{1,2}[-/]\d{1,2}(?:[T ]|$)"
 # The look of a date, in any order; `read_times` then decides whether it is one.
 _MONTH_NAME = r"(?i:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\.?"
 _DATE = (
-    r"^\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}(?:[T ,]|$)"
+    r"^\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}(?:[T ,]|$)|^\d{8}T\d{4}"
     rf"|^(?:(?i:[a-z]{{3,9}}),? +)?\d{{1,4}}(?:st|nd|rd|th)?[-/ ]{_MONTH_NAME},?[-/ ]\d"
     rf"|^(?:(?i:[a-z]{{3,9}}),? +)?{_MONTH_NAME}[- ]\d{{1,2}}(?:st|nd|rd|th)?,?[- ]\d{{4}}"
 )
@@ -138,7 +139,8 @@ def ids_or_amounts(sample: Sample) -> tuple[str | None, str]:
     if numbers is None:
         return None, ""
     named = names_a_thing(name)
-    if numbers.n_unique() <= MANY:
+    num_values = numbers.n_unique()
+    if num_values <= FEW_VALUES:
         return ("named like an id" if named else None), ""
     time = time_of_whole_numbers(numbers)
     found = None if time else _trial_of(sample)
@@ -147,7 +149,8 @@ def ids_or_amounts(sample: Sample) -> tuple[str | None, str]:
     if says == "ids" or (named and not says):
         why = "" if says else "by the column's name, "
         return f"many whole numbers that are ids: {why}{figures}; --data.numeric {name} reads amounts", ""
-    return None, f"{AMOUNTS}: {f'they look like {time}' if time else figures}"
+    says_so = num_values > MANY
+    return None, f"{AMOUNTS}: {f'they look like {time}' if time else figures}" if says_so else ""
 
 
 def _trial_of(sample: Sample) -> Trial | None:

@@ -15,14 +15,18 @@ from dphybrid.data.table.cells import read_numbers
 
 Array = np.ndarray
 
+FEW_VALUES = 32
+"""With more different whole numbers, a column is tried. As many buckets as a number has by default hold them
+one by one, so that a column with fewer loses nothing as a number."""
 MANY = 128
-"""With more different whole numbers, a column is tried and named in the summary. The bins of a number hold up
-to this many values one by one, so that a column with fewer loses nothing as a number."""
+"""With more different whole numbers, a column that is read as amounts is named in the summary."""
 AMOUNTS = "many whole numbers read as amounts"
 """Start of what the summary says of a column that has more and is no id."""
 TRIED_ROWS = 2**16
 """Rows of the first chunk that the trial uses."""
 _BINS = (128, 16)
+_FREQUENT = 1 / 16
+"""A value with more than this share of the rows is left out of the trial."""
 _FEWEST_ROWS = 400
 _REPEATED, _REPEATED_SHARE = 5, 0.5
 """Values that occur this often must make up this share of the rows; rarer ones show nothing."""
@@ -131,13 +135,19 @@ def trial(numbers_B: Array, label_BC: Array) -> Trial | None:
 
     The means of half of the rows, shrunken towards the overall mean, predict the other half, and vice versa:
     those of each value, and those of each of 128 and of 16 quantile bins. Bins hold at least four values on
-    average, as they would otherwise be values under another name.
+    average, as they would otherwise be values under another name. Rows of very frequent values,
+    such as 0 of a count, are left out: as numbers, too, these have a bucket each.
     """
-    values, codes_B = np.unique(numbers_B, return_inverse=True)
-    base = float(((label_BC - label_BC.mean(0)) ** 2).sum())
-    if len(numbers_B) < _FEWEST_ROWS or not base:
+    values, codes_B, counts = np.unique(numbers_B, return_inverse=True, return_counts=True)
+    rare_B = counts[codes_B] <= _FREQUENT * len(numbers_B)
+    if not rare_B.all():
+        numbers_B, label_BC = numbers_B[rare_B], label_BC[rare_B]
+        values, codes_B, counts = np.unique(numbers_B, return_inverse=True, return_counts=True)
+    if len(numbers_B) < _FEWEST_ROWS:
         return None
-    counts = np.bincount(codes_B)
+    base = float(((label_BC - label_BC.mean(0)) ** 2).sum())
+    if not base:
+        return None
     repeated = counts[counts >= _REPEATED].sum()
     half_B = np.zeros(len(numbers_B), bool)
     half_B[np.random.default_rng(0).permutation(len(numbers_B))[::2]] = True
