@@ -7,7 +7,7 @@ averaged ones, which prediction loads; its optimizer state has the weights with 
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,19 +33,26 @@ def learning_rate_factor(schedule: str, done: float) -> float:
     return 1.0
 
 
-def make_dense_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer | None:
-    """Return the optimizer of the dense blocks, or None for a model without dense parameters. It has one
-    parameter group for each device type."""
-    by_type: dict[str, list[nn.Parameter]] = {}
+def make_dense_optimizer(
+    model: nn.Module, config: TrainConfig, decay_of: Callable[[nn.Parameter], float] = lambda _: 1.0
+) -> torch.optim.Optimizer | None:
+    """Return the optimizer of the dense blocks, or None for a model without dense parameters. decay_of: a
+    parameter's weight decay as a share of `config.weight_decay`. There is one parameter group for each device
+    type and share."""
+    by_type: dict[tuple[str, float], list[nn.Parameter]] = {}
     for parameter in dense_parameters(model):
         if parameter.requires_grad:
-            by_type.setdefault(parameter.device.type, []).append(parameter)
+            key = parameter.device.type, decay_of(parameter)
+            by_type.setdefault(key, []).append(parameter)
     if not by_type:
         return None
     # A group that mixes device types loses torch's multi-tensor path. On the CPU, `fused` (one pass over
     # memory) saves a sixth of a small step.
     fused = {"cpu": {"fused": True}} if config.optimizer in ("adam", "adamw") else {}
-    groups = [{"params": parameters, **fused.get(kind, {})} for kind, parameters in by_type.items()]
+    groups = [
+        {"params": parameters, "weight_decay": share * config.weight_decay, **fused.get(kind, {})}
+        for (kind, share), parameters in by_type.items()
+    ]
     kinds: dict[str, Any] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
     optimizer: Any = eager(kinds[config.optimizer])
     return optimizer(groups, lr=config.lr, weight_decay=config.weight_decay)

@@ -1,6 +1,7 @@
 """The recipes' networks are their papers' formulas, the same on several devices, and learn."""
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import dphybrid
 from dphybrid.config.settings import load_settings
 from dphybrid.data import batches
 from dphybrid.data.batches import ArrayDataset
@@ -142,6 +144,82 @@ def test_a_cross_layer_multiplies_the_input_with_a_map_of_itself(rank: int) -> N
     assert sum(p.numel() for p in network.cross.parameters()) == 2 * (
         17 + (17 * 17 if rank == 0 else 2 * 17 * rank)
     )
+
+
+BAGS = {
+    "num_ids": [5, 7, 6, 4],
+    "num_dense": 2,
+    "num_bags": 2,
+    "columns": [{"name": name, "role": "categorical"} for name in ("item", "day", "tags", "a:history")],
+}
+
+
+def with_bags(size: int) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 4, (size, 2, 1), generator=draw)
+    items_BGL = torch.stack([torch.randint(n, (size, 3), generator=draw) for n in (6, 4)], 1)
+    return {
+        "ids_BF": torch.stack([torch.randint(n, (size,), generator=draw) for n in (5, 7)], 1),
+        "bags_BFL": torch.where(torch.arange(3) < lengths, items_BGL, -1),
+        "dense_BN": torch.randn(size, 2, generator=draw),
+        "labels_B": torch.randint(2, (size,), generator=draw).float(),
+    }
+
+
+@pytest.mark.parametrize("devices", ["cpu", "cpu*3"])
+@pytest.mark.parametrize("kind", ["mlp", "dlrm"])
+def test_attention_weighs_a_bags_items_beside_the_row_at_hand(kind: str, devices: str) -> None:
+    """One row at a time, without padding, and nn.Embedding's lookup."""
+    options = CONFIGS["ctr"](
+        kind=kind, dim=6, hidden=8, dropout=0.0, dtype="float64", attend="item:a:history"
+    )
+    context = ModelContext(resolve_devices(devices), BAGS, options, 3, rows=ROWS)
+    model = find_recipe("ctr").new_model(context)
+    batch = with_bags(7)
+    found = model(batch)
+    region, weight = model.region.module, model.table.flat.weight.detach()
+    item, day, tags, history = weight.split([5, 7, 6, 4])
+    first, act, last = region.attention.unit
+    losses = []
+    for b in range(7):
+        one, two = batch["ids_BF"][b]
+        kept = [bag[bag >= 0] for bag in batch["bags_BFL"][b]]
+        pooled = torch.zeros(6, dtype=torch.float64)
+        for row in history[kept[1]]:
+            seen = torch.cat([item[one], row, item[one] - row, item[one] * row])
+            hidden = seen @ first.weight.T + first.bias
+            hidden = torch.where(hidden > 0, hidden, act.weight * hidden)
+            pooled = pooled + (hidden @ last.weight[0] + last.bias) * row
+        rows = torch.stack([item[one], day[two], tags[kept[0]].mean(0), pooled])
+        logit = region.network(rows[None], batch["dense_BN"][b : b + 1].double())
+        losses.append(F.binary_cross_entropy_with_logits(logit, batch["labels_B"][b : b + 1].double()))
+    torch.testing.assert_close(found["loss"], torch.stack(losses))
+    found["loss"].sum().backward()
+    assert region.attention.unit[0].weight.grad.abs().sum() > 0
+    with refused("model.attend='day:history': give COLUMN:BAG.*bags: tags, a:history"):
+        find_recipe("ctr").new_model(
+            replace(context, options=options.model_copy(update={"attend": "day:history"}))
+        )
+
+
+def test_attention_finds_an_item_in_a_history_that_its_mean_hides(unrecorded: None) -> None:
+    """The label: whether an item of the history is of the row's own group."""
+    random = np.random.default_rng(0)
+    item, history = random.integers(24, size=3000), np.argsort(random.random((3000, 24)), 1)[:, :6]
+    rows = {
+        "item": [f"i{each}" for each in item],
+        "history": ["|".join(f"i{each}" for each in some) for some in history],
+        "met": (history // 3 == item[:, None] // 3).any(1).astype(int),
+    }
+    sizes = {"dim": 8, "hidden": 32, "unknown": 0.0, "epochs": 8, "batch_size": 128}
+    sizes |= {"train__lr": 0.01, "table__lr": 0.01}
+    aucs = [
+        dphybrid.train(
+            rows, recipe="ctr", label="met", bags="history", attend=attend, devices="cpu", quiet=True, **sizes
+        ).metrics["auc"]
+        for attend in ("", "item:history")
+    ]
+    assert aucs[1] > aucs[0] + 0.04
 
 
 def test_the_wide_part_is_linear_in_the_first_column() -> None:

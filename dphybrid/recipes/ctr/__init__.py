@@ -42,6 +42,9 @@ class CtrModelConfig(ModelConfig):
     """dcn: number of cross layers."""
     cross_rank: int = Field(default=0, ge=0, le=65536)
     """dcn: rank of a cross layer's matrix; 0: full, as wide as the input."""
+    attend: str = ""
+    """COLUMN:BAG, such as item:history: the bag's items are weighted by a small network that sees each beside
+    the row of the column, instead of averaged (DIN, Zhou et al. 2018). Empty: the mean."""
     dropout: float = Field(default=0.1, ge=0.0, lt=1.0)
     """Share of activations dropped while training. On several GPUs the masks differ from those on one."""
     unknown: float = Field(default=0.3, ge=0.0, lt=1.0)

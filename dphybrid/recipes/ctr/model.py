@@ -11,6 +11,9 @@ numbers, and the loss.
 - dcn: DCN-v2 (Wang et al. 2021, "DCN V2: Improved Deep & Cross Network", the parallel structure): layers that
   multiply the input with a linear map of itself, beside hidden layers.
 
+A bag enters the network as the mean of its items' rows, or, with model.attend, by attention of another
+column's row over them: DIN (Zhou et al. 2018, "Deep Interest Network for Click-Through Rate Prediction").
+
 The linear part of wide-deep and deepfm is a row's first column. With several outputs (C classes) it is a
 linear map of the whole row to the outputs instead; deepfm maps the products of pairs to the outputs, too.
 
@@ -19,7 +22,7 @@ fields (rows and numbers), P pairs, C outputs. logits are logits_B with one outp
 """
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -215,18 +218,41 @@ _NETWORKS: dict[str, type[nn.Module]] = {
 }
 
 
+class Attention(nn.Module):
+    """(row_BD, items_BLD, is_item_BL) -> the sum of a bag's rows, each times a weight that a small network
+    gives it beside the row at hand: the activation unit of DIN. The weights are not normalized, so that the
+    sum also tells how much the bag holds that matters; the paper's Dice is a PReLU here."""
+
+    def __init__(self, dim: int, hidden: int = 36) -> None:
+        super().__init__()
+        self.unit = nn.Sequential(nn.Linear(4 * dim, hidden), nn.PReLU(), nn.Linear(hidden, 1))
+
+    def forward(self, row_BD: Tensor, items_BLD: Tensor, is_item_BL: Tensor) -> Tensor:
+        row_BLD = row_BD.unsqueeze(1).expand_as(items_BLD)
+        pairs_BLX = torch.cat([row_BLD, items_BLD, row_BLD - items_BLD, row_BLD * items_BLD], dim=2)
+        weights_BL1 = self.unit(pairs_BLX) * is_item_BL.to(items_BLD.dtype).unsqueeze(2)
+        pooled_BD: Tensor = (weights_BL1 * items_BLD).sum(1)
+        return pooled_BD
+
+
 class _ClickRegion(nn.Module):
     """(rows_BFD, dense_BN, labels_B) -> (loss_B, logits). loss: of a `LabelTask`.
 
     shares_BGL: each row's share in its bag's mean, for G bags of L rows; 0 for padding. With it, the last
-    G * L of rows_BFD are the bags' rows, and the network gets one pooled row per bag.
+    G * L of rows_BFD are the bags' rows, and the network gets one pooled row per bag. attend: a column and
+    the bag that its row attends over, whose pooled row takes the place of the mean.
     """
 
     def __init__(
-        self, network: nn.Module, loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy_of_two
+        self,
+        network: nn.Module,
+        loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy_of_two,
+        attend: tuple[int, int] | None = None,
+        dim: int = 0,
     ) -> None:
         super().__init__()
-        self.network, self.loss = network, loss
+        self.network, self.loss, self.attend = network, loss, attend
+        self.attention = Attention(dim) if attend else None
 
     def forward(
         self, rows_BFD: Tensor, dense_BN: Tensor, labels_B: Tensor, shares_BGL: Tensor | None = None
@@ -235,7 +261,13 @@ class _ClickRegion(nn.Module):
             bags, items = shares_BGL.shape[1:]
             rows_BFD, bag_BND = rows_BFD.split([rows_BFD.shape[1] - bags * items, bags * items], dim=1)
             shares_BGL1 = shares_BGL.to(bag_BND.dtype)[..., None]
-            pooled_BGD = (bag_BND.unflatten(1, (bags, items)) * shares_BGL1).sum(2)
+            items_BGLD = bag_BND.unflatten(1, (bags, items))
+            pooled_BGD = (items_BGLD * shares_BGL1).sum(2)
+            if self.attention is not None and self.attend is not None:
+                column, bag = self.attend
+                found_BD = self.attention(rows_BFD[:, column], items_BGLD[:, bag], shares_BGL[:, bag] > 0)
+                others = pooled_BGD.split([bag, 1, bags - bag - 1], dim=1)
+                pooled_BGD = torch.cat([others[0], found_BD.unsqueeze(1), others[2]], dim=1)
             rows_BFD = torch.cat([rows_BFD, pooled_BGD], dim=1)
         logits = self.network(rows_BFD, dense_BN.to(rows_BFD.dtype))
         return self.loss(logits, labels_B), logits
@@ -299,8 +331,24 @@ def build_ctr(context: ModelContext[CtrModelConfig]) -> _ClickModel:
     columns = context.info.get("columns") or [{"name": number} for number in range(len(num_ids))]
     tables = {str(column["name"]): size for column, size in zip(columns, num_ids, strict=True)}
     table = HostEmbeddingCollection(tables, o.dim, name="table", std=std, make=context.table)
-    region = DataParallel(_ClickRegion(network, task.loss), context.devices)
-    return _ClickModel(table, region, int(context.info.get("num_bags", 0)))
+    num_bags = int(context.info.get("num_bags", 0))
+    attend = attended(o.attend, list(tables), num_bags) if o.attend else None
+    region = DataParallel(_ClickRegion(network, task.loss, attend, o.dim), context.devices)
+    return _ClickModel(table, region, num_bags)
+
+
+def attended(pair: str, columns: Sequence[str], num_bags: int) -> tuple[int, int]:
+    """Return the numbers of a column and of a bag, by `COLUMN:BAG`. columns: names, the bags last. Raises
+    UserError if there are no such columns."""
+    single, bags = columns[: len(columns) - num_bags], columns[len(columns) - num_bags :]
+    # Names may contain colons.
+    for place, sign in enumerate(pair):
+        if sign == ":" and pair[:place] in single and pair[place + 1 :] in bags:
+            return single.index(pair[:place]), bags.index(pair[place + 1 :])
+    raise UserError(
+        f"model.attend={pair!r}: give COLUMN:BAG, a column with one value a row and a bag; columns: "
+        f"{', '.join(single) or 'none'}; bags: {', '.join(bags) or 'none (name one in data.bags)'}"
+    )
 
 
 def some_unknown(info: Mapping[str, Any], share: float) -> Draw:

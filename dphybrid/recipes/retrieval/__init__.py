@@ -16,6 +16,14 @@ _Numbers = Annotated[
     BeforeValidator(lambda v: [part for part in v.split(",") if part.strip()] if isinstance(v, str) else v),
 ]
 
+FULL_ITEMS = 100_000
+"""With at most this many items model.softmax=auto compares with all of them."""
+
+
+def softmax_for(num_items: int) -> Literal["full", "sampled"]:
+    """Return what model.softmax=auto means for this many items."""
+    return "full" if num_items <= FULL_ITEMS else "sampled"
+
 
 class RetrievalDataConfig(DataConfig):
     """The interactions, their columns, and the items that compete with a user's item in training."""
@@ -117,6 +125,12 @@ class RetrievalModelConfig(ModelConfig):
     """Width of an embedding row, and of a vector."""
     history: int = Field(default=0, ge=0, le=100_000)
     """How many of a user's latest items are read; 0: 1,000 by a bag, 200 by gru and transformer."""
+    tied: bool = False
+    """bag, gru, transformer: one table of items instead of two; input rows are the output vectors, too."""
+    softmax: Literal["auto", "full", "sampled"] = "auto"
+    """bag, gru, transformer: what competes with a user's item in training. full: all items. sampled: the
+    items of the batch and drawn ones, corrected by how often each is drawn, so that a step's memory depends
+    on the batch. auto: full up to 100,000 items."""
     dropped: float = Field(default=0.7, ge=0.0, lt=1.0)
     """bag: share of a history's items that are left out at random in training."""
     dropout: float = Field(default=0.2, ge=0.0, lt=1.0)
@@ -163,6 +177,7 @@ class Retrieval(Recipe):
     dataset = imported("dphybrid.recipes.retrieval.data:part_of")
     build = imported("dphybrid.recipes.retrieval.model:build_retrieval")
     training_rows = imported("dphybrid.recipes.retrieval.histories:training_histories")
+    optimizers = imported("dphybrid.recipes.retrieval.histories:optimizers")
     task = imported("dphybrid.recipes.retrieval.ranking:recommending")
     predictor = imported("dphybrid.recipes.retrieval.recommend:Recommender")
 
@@ -176,11 +191,18 @@ class Retrieval(Recipe):
             kind = "bag" if median > 1 else "rows"
             lines.append(f"model.kind={kind}: half of the users have {median} training rows or more")
         if not train.batch_size:
-            users = 2 ** round(math.log2(max(1.0, info["num_users"] / 16)))
-            size = 512 if kind == "rows" else min(max(users, 32), 512)
+            # A network of next items has as many targets a user as a bag, but needs more steps.
+            share, least = (16, 32) if kind == "bag" else (64, 16)
+            users = 2 ** round(math.log2(max(1.0, info["num_users"] / share)))
+            size = 512 if kind == "rows" else min(max(users, least), 512)
             batch = "training rows" if kind == "rows" else f"users, of {info['num_users']:,}"
             lines.append(f"train.batch_size={size}: {batch}")
             train = train.model_copy(update={"batch_size": size})
-        chosen = {"model": model.model_copy(update={"kind": kind}), "train": train}
+        softmax = model.softmax
+        if kind != "rows" and softmax == "auto":
+            items = next(iter(info["item_ids"].values()))
+            softmax = softmax_for(items)
+            lines.append(f"model.softmax={softmax}: {items:,} items, full up to {FULL_ITEMS:,}")
+        chosen = {"model": model.model_copy(update={"kind": kind, "softmax": softmax}), "train": train}
         found, more = super().sized(config.model_copy(update=chosen), num_rows, info)
         return found, lines + more

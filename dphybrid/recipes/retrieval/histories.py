@@ -5,9 +5,14 @@ and the score of an item is the product of that vector with the item's output ve
 learns to give back all items of a history from a random part of them (Liang et al. 2018, "Variational
 Autoencoders for Collaborative Filtering", without the variational part); gru and transformer predict each
 next item.
- Up to `FULL_ITEMS` items the output vectors are a dense layer in the region, with a softmax over all items.
-Beyond, they are a second table, and the softmax is over the batch's items and drawn ones, corrected by how
-often an item is drawn.
+ Where the output vectors are depends on model.softmax and model.tied:
+
+- full: a dense layer in the region, with a softmax over all items;
+- sampled: a second table; the softmax is over candidates, which are the batch's items and drawn ones,
+  corrected by how often an item is drawn;
+- tied: the input rows are the output vectors, and a table of one column holds the biases. The candidates of
+  a full softmax are all items.
+
  Letters: B users, L items of a history (padded at the end), F id columns of an item, G feature columns of a
 user, D width of a row and of a vector, V items, E width of a vector and its 1 for the bias, T targets of a
 user (padded), C candidates, X places with a target.
@@ -21,26 +26,32 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dphybrid.config import ExperimentConfig
 from dphybrid.data.batches import Array, Dataset, DrawnDataset, Draws, lists_of
 from dphybrid.embedding import HostEmbeddingCollection
 from dphybrid.embedding.softmax import IGNORED, linear_cross_entropy
 from dphybrid.parallel import DataParallel, Dropout
 from dphybrid.recipes.context import ModelContext
-from dphybrid.recipes.retrieval import RetrievalModelConfig
-from dphybrid.recipes.retrieval.networks import Bag, network_of, vectors_of
+from dphybrid.recipes.retrieval import RetrievalModelConfig, softmax_for
+from dphybrid.recipes.retrieval.networks import NETWORKS, Sizes, vectors_of
 from dphybrid.recipes.retrieval.ranking import rank_held
+from dphybrid.training.optimizers import make_dense_optimizer
 
-FULL_ITEMS = 100_000
-"""With at most this many items the softmax is over all of them."""
-LONGEST = {"bag": 1000, "gru": 200, "transformer": 200}
-"""Where model.history is 0: how many of a user's latest items are read."""
+NETWORK_DECAY = 0.1
+"""Weight decay of a network's matrices as a share of train.weight_decay."""
 DRAWN = 2048
 """Where data.negatives is 0: how many items are drawn for a batch, if the softmax is over a sample."""
 
 
 def longest_of(options: RetrievalModelConfig) -> int:
     """Return how many of a user's latest items are read."""
-    return options.history or LONGEST[options.kind]
+    return options.history or int(NETWORKS[options.kind].longest)
+
+
+def is_sampled(options: RetrievalModelConfig, num_items: int) -> bool:
+    """Return whether the softmax is over a sample of the items. auto: a model that was trained before there
+    was a choice."""
+    return (softmax_for(num_items) if options.softmax == "auto" else options.softmax) == "sampled"
 
 
 def histories(
@@ -58,8 +69,8 @@ def histories(
 
 
 class _HistoryDataset(Dataset):
-    """Users with two items or more. A bag gets the whole history as input and as targets; gru and transformer
-    get the next items as targets. Targets are the items' numbers, padded with IGNORED."""
+    """Users with two items or more. A network of next items gets the next ones as targets, another one the
+    whole history as input and as targets. Targets are the items' numbers, padded with IGNORED."""
 
     def __init__(self, arrays: Mapping[str, Array], options: RetrievalModelConfig) -> None:
         self.arrays, self.options, self.longest = arrays, options, longest_of(options)
@@ -72,11 +83,11 @@ class _HistoryDataset(Dataset):
         a, users_B = self.arrays, self.users[index_B]
         starts, items = a["history_starts"], a["history_items"]
         stops_B = starts[users_B + 1]
-        bag = self.options.kind == "bag"
         # One item more than the longest history: the last one is a target only.
-        starts_B = np.maximum(starts[users_B], stops_B - self.longest - (not bag))
-        shown = np.stack([starts_B, stops_B if bag else stops_B - 1], 1).ravel()
-        wanted = np.stack([starts_B if bag else starts_B + 1, stops_B], 1).ravel()
+        one = int(NETWORKS[self.options.kind].next_item)
+        starts_B = np.maximum(starts[users_B], stops_B - self.longest - one)
+        shown = np.stack([starts_B, stops_B - one], 1).ravel()
+        wanted = np.stack([starts_B + one, stops_B], 1).ravel()
         every_other = np.arange(len(users_B)) * 2
         batch = histories(shown, items, every_other, a["inputs_PF"], self.longest)
         batch["targets_BT"] = lists_of(wanted, items, every_other, IGNORED)
@@ -86,21 +97,26 @@ class _HistoryDataset(Dataset):
 
 def training_histories(rows: Dataset, info: Mapping[str, Any], options: RetrievalModelConfig) -> Dataset:
     """Return the training split for a kind of network, with what is drawn anew in each epoch: the items of a
-    bag that are dropped, and the candidates of a sampled softmax. rows: the prepared pairs."""
+    bag that are dropped, and the candidates of a softmax outside of the region. rows: the prepared pairs."""
     if options.kind in ("auto", "rows"):
         return rows
     assert isinstance(rows, DrawnDataset)
     pairs = rows.samples
     arrays: Mapping[str, Array] = pairs.arrays  # type: ignore[attr-defined]
     padding_F = torch.from_numpy(arrays["inputs_PF"][-1].astype(np.int64))
-    sampled = len(arrays["items_VF"]) > FULL_ITEMS
-    num_drawn = int(info["negatives"]) or DRAWN
+    num_items = len(arrays["items_VF"])
+    sampled, num_drawn = is_sampled(options, num_items), int(info["negatives"]) or DRAWN
+    everything = {}
+    if options.tied and not sampled:
+        ids_CF = torch.from_numpy(arrays["items_VF"].astype(np.int64))
+        everything = {"candidates_CF": ids_CF, "weight_C": torch.zeros(num_items)}
     longest, share = longest_of(options), options.dropped
+    drops = not NETWORKS[options.kind].next_item
 
     def draw(batch: dict[str, Tensor], draws: Draws) -> dict[str, Tensor]:
-        drawn: dict[str, Tensor] = {}
+        drawn = dict(everything)
         lengths_B, ids_BLF = batch["lengths_B"], batch["history_BLF"]
-        if options.kind == "bag":
+        if drops:
             kept_BL = torch.from_numpy(draws.uniform(longest)[:, : ids_BLF.shape[1]] >= share)
             num_B = (kept_BL & (torch.arange(kept_BL.shape[1]) < lengths_B[:, None])).sum(1)
             drawn["history_BLF"] = torch.where(kept_BL.unsqueeze(2), ids_BLF, padding_F)
@@ -141,7 +157,7 @@ def _losses(
 
 
 class _Region(nn.Module):
-    """The network over histories and, if the softmax is over all items, the output layer and the loss."""
+    """The network over histories and, unless candidates' vectors come from a table, output layer and loss."""
 
     def __init__(self, network: nn.Module, output: nn.Linear | None) -> None:
         super().__init__()
@@ -150,15 +166,15 @@ class _Region(nn.Module):
     def forward(
         self, rows_BLFD: Tensor, lengths_B: Tensor, features_BGD: Tensor | None, *given: Tensor
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return vectors_BD of whole histories; in training (loss_B, weight_B), or vectors alone if the
-        softmax is over a sample. given: in training targets_BT, and for a bag scale_B."""
+        """Return vectors_BD of whole histories; in training (loss_B, weight_B), or vectors alone without an
+        output layer. given: in training targets_BT, and for a bag scale_B."""
         rows_BLD = rows_BLFD.sum(2)
         if not given:
             vectors = vectors_of(self.network, rows_BLD, lengths_B)
-        elif isinstance(self.network, Bag):
-            vectors = self.network(rows_BLD, given[1].to(rows_BLD.dtype))
-        else:
+        elif self.network.next_item:
             vectors = self.network(rows_BLD)
+        else:
+            vectors = self.network(rows_BLD, given[1].to(rows_BLD.dtype))
         if features_BGD is not None:
             added_BD = features_BGD.sum(1)
             vectors = vectors + (added_BD if vectors.dim() == 2 else added_BD.unsqueeze(1))
@@ -167,9 +183,21 @@ class _Region(nn.Module):
         return _losses(vectors, given[0], self.output.weight, self.output.bias)
 
 
+class _Sum(nn.Module):
+    """rows_CFE -> vectors_CE of candidates."""
+
+    def forward(self, rows_CFE: Tensor) -> Tensor:
+        return rows_CFE.sum(1)
+
+
 class HistoryModel(nn.Module):
-    """Trains a network over histories; in evaluation ranks all items for each user. depth: length of the
-    longest list that is evaluated. sizes: the arguments of `network_of`."""
+    """Trains a network over histories; in evaluation ranks all items for each user.
+
+    inputs: rows of a history's items. users: rows of users' features. items: output vectors of candidates
+    with the bias in the last column, or, if that is the only one, biases beside the rows of `inputs`; None
+    where the region has an output layer. depth: length of the longest list that is evaluated. sizes: kind
+    and sizes of the network.
+    """
 
     def __init__(
         self,
@@ -182,6 +210,8 @@ class HistoryModel(nn.Module):
     ) -> None:
         super().__init__()
         self.inputs, self.users, self.items, self.region = inputs, users, items, region
+        # Each device sums the rows of its share of the candidates; the home device gets all of them.
+        self.outputs = None if items is None else DataParallel(_Sum(), region.devices)
         self.depth, self.sizes, self.longest = depth, sizes, int(sizes["longest"])
         self._catalog_VE: Tensor | None = None
 
@@ -190,14 +220,34 @@ class HistoryModel(nn.Module):
         self._catalog_VE = None
         return super().train(mode)
 
-    def table_ids(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    def table_ids(self, batch: dict[str, Tensor]) -> dict[str, list[Tensor]]:
         """Return the ids that `forward` looks up in training, so that their rows can be prefetched."""
-        ids = {"inputs": self.inputs.flat_ids(batch["history_BLF"])}
+        inputs = [self.inputs.flat_ids(batch["history_BLF"])]
+        ids = {"inputs": inputs}
         if self.users is not None:
-            ids["users"] = self.users.flat_ids(batch["features_BG"])
+            ids["users"] = [self.users.flat_ids(batch["features_BG"])]
         if self.items is not None:
-            ids["items"] = self.items.flat_ids(batch["candidates_CF"])
+            ids_CF = batch["candidates_CF"]
+            if self.tied:
+                inputs.append(self.inputs.flat_ids(ids_CF))
+                ids_CF = ids_CF[:, :1]
+            ids["items"] = [self.items.flat_ids(ids_CF)]
         return ids
+
+    @property
+    def tied(self) -> bool:
+        """Whether the rows of `inputs` are the items' output vectors, too."""
+        return self.items is not None and self.items.dim == 1
+
+    def _candidates(self, ids_CF: Tensor) -> Tensor:
+        """Return vectors_CE of items by their ids, with the bias in the last column."""
+        assert self.items is not None
+        assert self.outputs is not None
+        outputs, own_CF = self.outputs, ids_CF[:, :1] if self.tied else ids_CF
+        vectors_CE: Tensor = outputs(outputs.rows(self.items, own_CF))
+        if self.tied:
+            return torch.cat([outputs(outputs.rows(self.inputs, ids_CF)), vectors_CE], 1)
+        return vectors_CE
 
     def _through_region(
         self, history_BLF: Tensor, lengths_B: Tensor, features_BG: Tensor, *given: Tensor
@@ -222,9 +272,9 @@ class HistoryModel(nn.Module):
         if self._catalog_VE is None:
             output = self.region.module.output
             if output is None:
-                assert self.items is not None
                 with torch.no_grad():
-                    parts = [self.items(block).sum(1).float() for block in catalog_VF.split(2**14)]
+                    blocks = catalog_VF.split(2**14)
+                    parts = [self._candidates(block).cpu().float() for block in blocks]
                 self._catalog_VE = torch.cat(parts)
             else:
                 both_VE = torch.cat([output.weight, output.bias.unsqueeze(1)], 1)
@@ -241,7 +291,7 @@ class HistoryModel(nn.Module):
         found = self._through_region(*histories_and_features, *given)
         if self.items is not None:
             # The batch's candidates compete for all users: scores and loss are the home device's.
-            items_CE = self.items(batch["candidates_CF"]).sum(1).to(found.device)
+            items_CE = self._candidates(batch["candidates_CF"])
             bias_C = items_CE[:, -1] + batch["weight_C"].to(items_CE)
             found = _losses(found, targets_BT.to(found.device), items_CE[:, :-1], bias_C)
         loss_B, weight_B = found
@@ -260,9 +310,8 @@ def build_histories(context: ModelContext[RetrievalModelConfig]) -> HistoryModel
             with_padding, o.dim, padding=sizes, std=0.05, name=name, make=context.table
         )
 
-    num_items = next(iter(item_ids.values()))
+    name, num_items = next(iter(item_ids.items()))
     sizes: dict[str, Any] = {
-        "kind": o.kind,
         "dim": o.dim,
         "layers": o.layers,
         "heads": o.heads,
@@ -270,12 +319,32 @@ def build_histories(context: ModelContext[RetrievalModelConfig]) -> HistoryModel
         "dropout": o.dropout,
     }
     output = items = None
-    if num_items > FULL_ITEMS:
+    if o.tied:
+        items = HostEmbeddingCollection({name: num_items}, 1, std=0.0, name="items", make=context.table)
+    elif is_sampled(o, num_items):
         items = HostEmbeddingCollection(item_ids, o.dim + 1, std=0.05, name="items", make=context.table)
     else:
         output = nn.Linear(o.dim, num_items)
         nn.init.normal_(output.weight, std=0.05)
         nn.init.zeros_(output.bias)
     users = padded(features, "users") if features else None
-    region = DataParallel(_Region(network_of(**sizes, drop=Dropout), output), context.devices)
-    return HistoryModel(padded(item_ids, "inputs"), users, items, region, max(info["cutoffs"]), sizes)
+    network = NETWORKS[o.kind](Sizes(**sizes, drop=Dropout))
+    region = DataParallel(_Region(network, output), context.devices)
+    given = padded(item_ids, "inputs"), users, items, region, max(info["cutoffs"])
+    return HistoryModel(*given, {"kind": o.kind, **sizes})
+
+
+def optimizers(model: nn.Module, config: ExperimentConfig) -> Mapping[str, torch.optim.Optimizer]:
+    """Return the optimizer of the dense parameters. Output vectors decay by train.weight_decay, like the rows
+    of items; a network's matrices by a tenth of it, and its biases and norms not at all."""
+    inside = set()
+    if isinstance(model, HistoryModel):
+        inside = {id(parameter) for parameter in model.region.module.network.parameters()}
+
+    def share(parameter: nn.Parameter) -> float:
+        if id(parameter) not in inside:
+            return 1.0
+        return NETWORK_DECAY if parameter.dim() > 1 else 0.0
+
+    optimizer = make_dense_optimizer(model, config.train, share)
+    return {} if optimizer is None else {"blocks": optimizer}

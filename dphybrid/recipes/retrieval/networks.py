@@ -6,21 +6,44 @@
 - transformer: SASRec (Kang and McAuley 2018, "Self-Attentive Sequential Recommendation"): the same, with
   causal attention and learned positions.
 
+A further network is a class here, its entry in `NETWORKS`, and its name in `model.kind`. `longest` is how
+many of a user's latest items it reads by default. `next_item` says what it learns: a vector after each item,
+which predicts the next one, or one vector of a part of the history, which gives back all of it.
+
 This file needs torch alone: an exported model brings a copy of it.
 Letters: B users, L items of a history (padded at the end), D width of a row and of a vector.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-Drop = Callable[[float], nn.Module]
+
+@dataclass(frozen=True)
+class Sizes:
+    """What networks are made of. dim: width of a row and of a vector. layers: 0: the network's own choice.
+    longest: the most items of a history. drop: makes a dropout layer of a share."""
+
+    dim: int
+    layers: int
+    heads: int
+    longest: int
+    dropout: float
+    drop: Callable[[float], nn.Module] = nn.Dropout
 
 
 class Bag(nn.Module):
     """(rows_BLD, scale_B) -> vectors_BD. rows_BLD: zeros where a history is padded. scale_B: one over the
     root of the number of items."""
+
+    longest: ClassVar[int] = 1000
+    next_item: ClassVar[bool] = False
+
+    def __init__(self, s: Sizes) -> None:
+        super().__init__()
 
     def forward(self, rows_BLD: Tensor, scale_B: Tensor) -> Tensor:
         return torch.tanh(rows_BLD.sum(1) * scale_B.unsqueeze(1))
@@ -29,13 +52,17 @@ class Bag(nn.Module):
 class Gru(nn.Module):
     """rows_BLD -> vectors_BLD: what is known after each item. Every history starts from a zero state."""
 
-    def __init__(self, dim: int, layers: int, dropout: float, drop: Drop = nn.Dropout) -> None:
+    longest: ClassVar[int] = 200
+    next_item: ClassVar[bool] = True
+
+    def __init__(self, s: Sizes) -> None:
         super().__init__()
-        self.enter = drop(dropout)
+        self.enter = s.drop(s.dropout)
         # One module a layer: inside of one nn.GRU, cuDNN draws the dropout from a state that no checkpoint
         # holds.
-        self.network = nn.ModuleList(nn.GRU(dim, dim, batch_first=True) for _ in range(layers))
-        self.leave = nn.Linear(dim, dim)
+        layers = [nn.GRU(s.dim, s.dim, batch_first=True) for _ in range(s.layers or 1)]
+        self.network = nn.ModuleList(layers)
+        self.leave = nn.Linear(s.dim, s.dim)
 
     def forward(self, rows_BLD: Tensor) -> Tensor:
         hidden_BLD = rows_BLD
@@ -51,15 +78,19 @@ class Gru(nn.Module):
 class Transformer(nn.Module):
     """rows_BLD -> vectors_BLD, by causal attention: the padding at the end changes no item before it."""
 
-    def __init__(
-        self, dim: int, layers: int, heads: int, longest: int, dropout: float, drop: Drop = nn.Dropout
-    ) -> None:
+    longest: ClassVar[int] = 200
+    next_item: ClassVar[bool] = True
+
+    def __init__(self, s: Sizes) -> None:
         super().__init__()
-        self.positions_LD = nn.Parameter(torch.randn(longest, dim) * 0.02)
-        self.enter = drop(dropout)
-        layer = nn.TransformerEncoderLayer(dim, heads, 4 * dim, dropout, batch_first=True, norm_first=True)
-        layer.dropout, layer.dropout1, layer.dropout2 = (drop(dropout) for _ in range(3))  # type: ignore[assignment]
-        self.network = nn.TransformerEncoder(layer, layers, nn.LayerNorm(dim), enable_nested_tensor=False)
+        self.positions_LD = nn.Parameter(torch.randn(s.longest, s.dim) * 0.02)
+        self.enter = s.drop(s.dropout)
+        # No dropout of attention shares: torch draws it inside of its kernel, differently on each device.
+        layer = nn.TransformerEncoderLayer(s.dim, s.heads, 4 * s.dim, 0.0, batch_first=True, norm_first=True)
+        layer.dropout, layer.dropout1, layer.dropout2 = (s.drop(s.dropout) for _ in range(3))  # type: ignore[assignment]
+        self.network = nn.TransformerEncoder(
+            layer, s.layers or 2, nn.LayerNorm(s.dim), enable_nested_tensor=False
+        )
 
     def forward(self, rows_BLD: Tensor) -> Tensor:
         length, dim = rows_BLD.shape[1:]
@@ -71,22 +102,13 @@ class Transformer(nn.Module):
         return vectors_BLD
 
 
-def network_of(
-    kind: str, dim: int, layers: int, heads: int, longest: int, dropout: float, drop: Drop = nn.Dropout
-) -> nn.Module:
-    """Return the network of a kind. longest: the most items of a history. drop: makes a dropout layer of a
-    share."""
-    if kind == "bag":
-        return Bag()
-    if kind == "gru":
-        return Gru(dim, layers or 1, dropout, drop)
-    return Transformer(dim, layers or 2, heads, longest, dropout, drop)
+NETWORKS: dict[str, Any] = {"bag": Bag, "gru": Gru, "transformer": Transformer}
 
 
 def vectors_of(network: nn.Module, rows_BLD: Tensor, lengths_B: Tensor) -> Tensor:
     """Return vectors_BD of whole histories; zeros for an empty one. lengths_B: the number of items of
     each."""
-    if isinstance(network, Bag):
+    if not network.next_item:
         vectors_BD: Tensor = network(rows_BLD, lengths_B.clamp(min=1).to(rows_BLD.dtype).rsqrt())
         return vectors_BD
     last_B = (lengths_B - 1).clamp(min=0)

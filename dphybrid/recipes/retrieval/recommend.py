@@ -10,9 +10,9 @@ items, E width of a vector, N users and places, flat.
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import polars as pl
@@ -96,13 +96,17 @@ class Recommender:
         self._user, self._item = config.data.user, config.data.item
         self._users, self._numbers = users, {name: number for number, name in enumerate(users["name"])}
         self._item_numbers = {name: number for number, name in enumerate(self.items)}
-        self._catalog_VF = _ids(items)
+        self._catalog_VF, self._users_UF = _ids(items), _ids(users)
         self._excludes_seen = config.data.exclude_seen
+        self._seen = _Lists.of(users["seen"])
         if isinstance(model, HistoryModel):
+            self._history = _Lists.of(users["history"])
             padding_F = [count - 1 for count in model.inputs.num_rows.values()]
             self._inputs_PF = np.vstack([self._catalog_VF.numpy(), padding_F])
+            # A last row for users whom training does not know, whose number is -1.
             features = model.users.num_rows.values() if model.users else ()
-            self._unknown_G = np.array([count - 1 for count in features], dtype=np.int64)
+            unknown_G = torch.tensor([[count - 1 for count in features]], dtype=torch.int64)
+            self._features_RG = torch.cat([self._users_UF[:, 1:], unknown_G])
 
     def __repr__(self) -> str:
         return (
@@ -132,15 +136,14 @@ class Recommender:
         elif isinstance(users, str) or not isinstance(users, Iterable):  # such as a number of numpy
             users = [users]
         # Names are texts in the encoder, also names that are numbers.
-        names = [self._name(user, self._numbers) for user in users]
-        events: dict[str, list[str]] = {}
+        people = self._people(self._name(user, self._numbers) for user in users)
         if history is not None:
-            events = self._given_histories(names, history)
+            people = replace(people, new=self._given_histories(len(people.names), history))
         # The empty frame gives the columns when there are no users.
-        return pl.concat([pl.DataFrame(schema=_COLUMNS), *self._frames(names, k, events)])
+        return pl.concat([pl.DataFrame(schema=_COLUMNS), *self._frames(people, k)])
 
-    def _given_histories(self, names: list[str], history: Any) -> dict[str, list[str]]:
-        """Return the items of each user in `names`, by name."""
+    def _given_histories(self, num_users: int, history: Any) -> "_Lists":
+        """Return the known items of each of `num_users` users."""
         if not self.by_histories:
             raise UserError(
                 "history: this model has a row for each user and cannot recommend by items; train with "
@@ -152,14 +155,15 @@ class Recommender:
         ]
         if not any(isinstance(items, list) for items in lists):
             lists = [lists]
-        if len(lists) != len(names):
+        if len(lists) != num_users:
             raise UserError(
-                f"history: has {counted(len(lists), 'list')} for {counted(len(names), 'user')}; give one each"
+                f"history: has {counted(len(lists), 'list')} for {counted(num_users, 'user')}; give one each"
             )
-        return {
-            name: [self._name(item, self._item_numbers) for item in items]
-            for name, items in zip(names, lists, strict=True)
-        }
+        numbers = [
+            [self._item_numbers.get(self._name(item, self._item_numbers), -1) for item in items]
+            for items in lists
+        ]
+        return _Lists.of(pl.Series(numbers, dtype=pl.List(pl.Int64))).known
 
     def predict(self, rows: object) -> pl.DataFrame:
         """Return recommendations for the users in a table. rows: a frame or a dict of columns; the column of
@@ -169,19 +173,27 @@ class Recommender:
         frame = as_frame(rows, "the rows").lazy().collect()
         if self._user not in frame.columns:
             raise UserError(f"the rows have no column {self._user!r} with users; add it")
-        events: dict[str, list[str]] = {}
         if self.by_histories and self._item in frame.columns:
-            self._add_events(events, frame[self._user], frame[self._item])
-            return pl.concat([pl.DataFrame(schema=_COLUMNS), *self._frames(list(events), 10, events)])
+            people = self._from_events([self._events(frame[self._user], frame[self._item])])
+            return pl.concat([pl.DataFrame(schema=_COLUMNS), *self._frames(people, 10)])
         return self.recommend(frame[self._user].drop_nulls())
 
-    def _add_events(self, events: dict[str, list[str]], users: pl.Series, items: pl.Series) -> None:
-        """Add the items of rows to each user's list, in the order of the rows."""
-        for user, item in zip(users.to_list(), items.to_list(), strict=True):
-            if user is not None:
-                met = events.setdefault(self._name(user, self._numbers), [])
-                if item is not None:
-                    met.append(self._name(item, self._item_numbers))
+    def _events(self, users: pl.Series, items: pl.Series | None) -> pl.DataFrame:
+        """Return the rows that have a user: its name, and the item's number (-1: none that training
+        knows)."""
+        number = pl.lit(-1, pl.Int64)
+        if items is not None:
+            names = self._names(items, self._item_numbers)
+            number = pl.Series([self._item_numbers.get(name, -1) for name in names], dtype=pl.Int64)
+        rows = pl.DataFrame({"user": self._names(users, self._numbers)}).with_columns(item=number)
+        rows = rows.drop_nulls("user")
+        return rows if items is not None else rows.unique("user", maintain_order=True)
+
+    def _from_events(self, parts: Sequence[pl.DataFrame]) -> "_People":
+        """Return the users of `_events`, each once, with their items in the order of the rows."""
+        rows = pl.concat([pl.DataFrame(schema={"user": pl.String, "item": pl.Int64}), *parts])
+        of_user = rows.group_by("user", maintain_order=True).agg("item")
+        return replace(self._people(of_user["user"]), new=_Lists.of(of_user["item"]).known)
 
     def predict_file(
         self,
@@ -212,15 +224,14 @@ class Recommender:
         files = find_files(str(path), "data.path")
         target = table_target(out, files)
         done = _Recommended(target, top=top)
-        events, rejected = self._events_of(str(path), files, values)
-        names = list(events)
-        done.num_rejected = len(rejected)
-        done.num_rows, done.unknown = len(names), sum(not self._has_vector(name, events) for name in names)
+        people, rejected = self._people_of(str(path), files, values)
+        num_users = done.num_rows = len(people.names)
+        done.num_rejected, done.unknown = len(rejected), int((~self._has_vector(people)).sum())
 
         def frames() -> Iterator[pl.DataFrame]:
-            for number, frame in enumerate(self._frames(names, top, events)):
+            for number, frame in enumerate(self._frames(people, top)):
                 if on_progress:
-                    on_progress("recommend items", min(len(names), number * self.batch_size), len(names))
+                    on_progress("recommend items", min(num_users, number * self.batch_size), num_users)
                 yield frame
 
         write_frames(frames(), _COLUMNS, target, rejected)
@@ -238,7 +249,7 @@ class Recommender:
             }
             tensors |= {"items": catalog_VE, "inputs": model.inputs(self._catalog_VF).sum(1)}
             if model.users is not None:
-                tensors["features"] = model.users(_ids(self._users)[:, 1:]).sum(1)
+                tensors["features"] = model.users(self._users_UF[:, 1:]).sum(1)
             facts = {
                 "network": model.sizes,
                 "features": model.users is not None,
@@ -250,7 +261,7 @@ class Recommender:
             columns.append("history")
             by_items = "    python recommend.py --history ITEM [ITEM ...]\n"
         else:
-            blocks = _ids(self._users).split(self.batch_size)
+            blocks = self._users_UF.split(self.batch_size)
             users = torch.cat([model.users(block).cpu() for block in blocks])
             tensors = {"users": users, "items": catalog_VE}
             shutil.copyfile(_EXPORTED / "recommend.py", folder / "recommend.py")
@@ -276,28 +287,24 @@ class Recommender:
             lines.append(f"Without a {what}: {users}, given the most popular items without a score")
         return lines + done.told()
 
-    def _events_of(
+    def _people_of(
         self, path: str, files: Sequence[Path], values: dict[str, object]
-    ) -> tuple[dict[str, list[str]], list[Rejected]]:
+    ) -> "tuple[_People, list[Rejected]]":
         """Return the users in the files, each once, with the items of their rows (none where the files have
-        no column of items, or the model no use for them), and the rows that cannot be read."""
+        no column of items, or the model no use for it), and the rows that cannot be read."""
         known = self._config.data.model_dump() | {"path": path}
         data = build_config({"recipe": self._config.recipe, "data": known | values}).data
         assert isinstance(data, RetrievalDataConfig)
-        # A dict as a set that keeps the order of the files.
-        found: dict[str, list[str]] = {}
+        found: list[pl.DataFrame] = []
         rejected: list[Rejected] = []
         for rows in read_files(files, data.reading, rejected):
             if data.user not in rows.names:
                 raise UserError(
                     f"{rows.file}: has no column {data.user!r} with users; columns: {', '.join(rows.names)}"
                 )
-            if self.by_histories and data.item in rows.names:
-                self._add_events(found, rows.cells[data.user], rows.cells[data.item])
-                continue
-            for user in rows.cells[data.user].drop_nulls().unique(maintain_order=True).to_list():
-                found.setdefault(self._name(user, self._numbers), [])
-        return found, rejected
+            reads_items = self.by_histories and data.item in rows.names
+            found.append(self._events(rows.cells[data.user], rows.cells[data.item] if reads_items else None))
+        return self._from_events(found), rejected
 
     @staticmethod
     def _name(value: object, known: Mapping[str, int]) -> str:
@@ -306,76 +313,60 @@ class Recommender:
         name = str(value)
         return name.removesuffix(".0") if isinstance(value, float) and name not in known else name
 
-    def _has_vector(self, name: str, events: Mapping[str, list[str]]) -> bool:
-        """Return whether a user can be scored: by a training row, or by an item that training knows."""
-        if name in self._numbers:
-            return True
-        return self.by_histories and any(item in self._item_numbers for item in events.get(name, ()))
+    def _names(self, values: pl.Series, known: Mapping[str, int]) -> pl.Series:
+        """Return the name of each value; null for null."""
+        if values.dtype == pl.String:
+            return values
+        different = values.drop_nulls().unique()
+        names = pl.Series([self._name(value, known) for value in different], dtype=pl.String)
+        return values.replace_strict(different, names, default=None, return_dtype=pl.String)
 
-    def _met(self, names: Sequence[str], events: Mapping[str, list[str]]) -> tuple[pl.Series, pl.Series]:
-        """Return (history, seen) of users as lists of item numbers: in order, and what is left out."""
-        known = [self._numbers.get(name, -1) for name in names]
-        more = [
-            [self._item_numbers[item] for item in events.get(name, ()) if item in self._item_numbers]
-            for name in names
-        ]
-        numbers = pl.List(pl.Int64)
-        history, seen = (
-            pl.Series(
-                [
-                    self._users[column][row].to_list() + new if row >= 0 else new
-                    for row, new in zip(known, more, strict=True)
-                ],
-                dtype=numbers,
-            )
-            for column in (("history", "seen") if self.by_histories else ("seen", "seen"))
-        )
-        return history, seen if self._excludes_seen else pl.Series([[]] * len(names), dtype=numbers)
+    def _people(self, names: Iterable[str]) -> "_People":
+        """Return users by their names, with no items but those that training knows."""
+        found = pl.Series(names, dtype=pl.String)
+        numbers = np.fromiter((self._numbers.get(name, -1) for name in found), np.int64, len(found))
+        return _People(found, numbers, _Lists.none(len(found)))
 
-    def _vectors(self, names: Sequence[str], history: pl.Series) -> torch.Tensor:
+    def _has_vector(self, people: "_People") -> Array:
+        """Return whether each user can be scored: by a training row, or by an item that training knows."""
+        return (people.numbers_B >= 0) | (people.new.lengths > 0)
+
+    def _vectors(self, people: "_People") -> torch.Tensor:
         """Return the users' vectors."""
         if isinstance(self._model, RetrievalModel):
-            return self._model.users(_ids(self._users[[self._numbers[name] for name in names]]))
-        starts, items = _flat(history)
-        batch = histories(starts, items, np.arange(len(names)), self._inputs_PF)
-        ids = [self._numbers.get(name, -1) for name in names]
-        features_BG = np.array(
-            [self._users["ids"][row].to_list()[1:] if row >= 0 else self._unknown_G for row in ids],
-            dtype=np.int64,
-        ).reshape(len(ids), len(self._unknown_G))
-        return self._model.vectors(batch["history_BLF"], batch["lengths_B"], torch.from_numpy(features_BG))
+            return self._model.users(self._users_UF[people.numbers_B])
+        met = self._history.rows(people.numbers_B) + people.new
+        batch = histories(met.starts, met.items, np.arange(len(met)), self._inputs_PF, self._model.longest)
+        features_BG = self._features_RG[people.numbers_B]
+        return self._model.vectors(batch["history_BLF"], batch["lengths_B"], features_BG)
 
     @torch.inference_mode()
-    def _frames(
-        self, names: Sequence[str], k: int, events: Mapping[str, list[str]] = {}
-    ) -> Iterator[pl.DataFrame]:
-        """Yield the recommendations of `batch_size` users at a time. events: further items of users, by
-        name."""
-        if not names:
+    def _frames(self, people: "_People", k: int) -> Iterator[pl.DataFrame]:
+        """Yield the recommendations of `batch_size` users at a time."""
+        if not len(people.names):
             return
         num_items = len(self.items)
         catalog_VE = self._model.catalog(self._catalog_VF)
-        for start in range(0, len(names), self.batch_size):
-            part = names[start : start + self.batch_size]
+        for start in range(0, len(people.names), self.batch_size):
+            part = people.rows(np.arange(start, min(start + self.batch_size, len(people.names))))
             # The most popular items, for unknown users; those of the others are replaced below.
-            items_BK = np.tile(np.arange(min(k, num_items)), (len(part), 1))
+            items_BK = np.tile(np.arange(min(k, num_items)), (len(part.names), 1))
             scores_BK = np.full(items_BK.shape, np.nan, np.float32)
-            if rows := [row for row, name in enumerate(part) if self._has_vector(name, events)]:
-                scored = [part[row] for row in rows]
-                history, seen = self._met(scored, events)
-                users_BE = self._vectors(scored, history)
-                best = rank_rows(users_BE, catalog_VE, hidden_QS=_padded(seen), k=items_BK.shape[1])
+            if len(rows := np.flatnonzero(self._has_vector(part))):
+                scored = part.rows(rows)
+                users_BE, hidden_BS = self._vectors(scored), None
+                if self._excludes_seen:
+                    hidden_BS = (self._seen.rows(scored.numbers_B) + scored.new).padded()
+                best = rank_rows(users_BE, catalog_VE, hidden_QS=hidden_BS, k=items_BK.shape[1])
                 items_BK[rows], scores_BK[rows] = best.rows_QK.cpu(), best.scores_QK.cpu()
-            yield self._frame(part, items_BK, scores_BK)
+            yield self._frame(part.names, items_BK, scores_BK)
 
-    def _frame(self, names: Sequence[str], items_BK: Array, scores_BK: Array) -> pl.DataFrame:
+    def _frame(self, names: pl.Series, items_BK: Array, scores_BK: Array) -> pl.DataFrame:
         # -1 where a user has met so many items that fewer than k are left.
         is_item_N = items_BK.ravel() >= 0
         ranks_BK = np.broadcast_to(np.arange(1, items_BK.shape[1] + 1), items_BK.shape)
         columns = {
-            "user": pl.Series(names, dtype=pl.String).gather(
-                np.repeat(np.arange(len(names)), items_BK.shape[1])
-            ),
+            "user": names.gather(np.repeat(np.arange(len(names)), items_BK.shape[1])),
             "rank": ranks_BK.ravel(),
             # clip: -1 is no place to gather from; the filter drops these rows.
             "item": self.items.gather(items_BK.ravel().clip(0)),
@@ -388,12 +379,63 @@ def _ids(rows: pl.DataFrame) -> torch.Tensor:
     return torch.from_numpy(rows["ids"].to_numpy().astype(np.int64))
 
 
-def _flat(lists: pl.Series) -> tuple[Array, Array]:
-    """Return lists of item numbers as (starts, items) of `lists_of`."""
-    starts = np.concatenate([[0], np.cumsum(lists.list.len().to_numpy(), dtype=np.int64)])
-    return starts, lists.explode().drop_nulls().to_numpy()  # an empty list explodes to a null
+@dataclass(frozen=True)
+class _Lists:
+    """Lists of item numbers: list r is items[starts[r] : starts[r + 1]]."""
+
+    starts: Array
+    items: Array
+
+    @classmethod
+    def of(cls, lists: pl.Series) -> Self:
+        starts = np.concatenate([[0], np.cumsum(lists.list.len().to_numpy(), dtype=np.int64)])
+        return cls(starts, lists.explode().drop_nulls().to_numpy())  # an empty list explodes to a null
+
+    @classmethod
+    def none(cls, count: int) -> Self:
+        """Return empty lists."""
+        return cls(np.zeros(count + 1, np.int64), np.zeros(0, np.int64))
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def lengths(self) -> Array:
+        return np.diff(self.starts)
+
+    @property
+    def known(self) -> Self:
+        """The lists without -1, which stands for an item that training does not have."""
+        is_known = self.items >= 0
+        return type(self)(np.concatenate([[0], np.cumsum(is_known)])[self.starts], self.items[is_known])
+
+    def rows(self, rows_B: Array) -> Self:
+        """Return the lists of these rows; an empty one for row -1."""
+        lengths_B = np.where(rows_B >= 0, self.lengths[rows_B], 0) if len(self) else np.zeros_like(rows_B)
+        starts = np.concatenate([[0], np.cumsum(lengths_B)])
+        first_N = np.repeat(self.starts[rows_B] - starts[:-1], lengths_B)
+        return type(self)(starts, self.items[first_N + np.arange(starts[-1])])
+
+    def __add__(self, other: Self) -> Self:
+        """Return each list followed by the other's list."""
+        number_B = np.arange(len(self))
+        rows = np.concatenate([np.repeat(number_B, self.lengths), np.repeat(number_B, other.lengths)])
+        items = np.concatenate([self.items, other.items])[np.argsort(rows, kind="stable")]
+        return type(self)(self.starts + other.starts, items)
+
+    def padded(self) -> torch.Tensor:
+        """Return the lists as (B, longest), padded with -1."""
+        return lists_of(self.starts, self.items, np.arange(len(self)), -1)
 
 
-def _padded(lists: pl.Series) -> torch.Tensor:
-    """Return lists of item numbers as (B, longest), padded with -1."""
-    return lists_of(*_flat(lists), np.arange(len(lists)), -1)
+@dataclass(frozen=True)
+class _People:
+    """Users to recommend to: their names, their numbers in training (-1: unknown), and the items that they
+    have met besides those that training knows."""
+
+    names: pl.Series
+    numbers_B: Array
+    new: _Lists
+
+    def rows(self, rows_B: Array) -> "_People":
+        return _People(self.names.gather(rows_B), self.numbers_B[rows_B], self.new.rows(rows_B))

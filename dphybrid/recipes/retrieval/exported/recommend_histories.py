@@ -10,7 +10,7 @@ from pathlib import Path
 
 import polars as pl
 import torch
-from networks import network_of, vectors_of  # type: ignore[import-not-found]
+from networks import NETWORKS, Sizes, vectors_of  # type: ignore[import-not-found]
 from safetensors import safe_open
 
 HERE = Path(__file__).absolute().parent
@@ -29,7 +29,8 @@ class Model:
             self.features_UD = vectors.get_tensor("features") if facts["features"] else None
             names = [name for name in vectors.keys() if name.startswith("network.")]  # noqa: SIM118
             weights = {name.removeprefix("network."): vectors.get_tensor(name) for name in names}
-        self.network = network_of(**facts["network"]).eval()
+        kind = NETWORKS[facts["network"].pop("kind")]
+        self.network = kind(Sizes(**facts["network"])).eval()
         self.network.load_state_dict(weights)
         users = pl.read_parquet(HERE / "users.parquet", glob=False)
         self.items = pl.read_parquet(HERE / "items.parquet", glob=False)["name"].to_list()
