@@ -4,6 +4,7 @@ import importlib.util
 import re
 import shlex
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -11,7 +12,7 @@ from dphybrid.cli.main import COMMANDS, make_parser
 from dphybrid.config.settings import Settings
 from dphybrid.data.table.kinds import KINDS
 from dphybrid.recipes.configs import field_types
-from dphybrid.recipes.registry import BUILT_IN
+from dphybrid.recipes.registry import BUILT_IN, find_recipe
 from tests.commands import python
 from tests.conftest import REPOSITORY
 
@@ -167,3 +168,18 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
     pytest.importorskip("mkdocstrings", reason="needs the extra docs")
     python("-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path / "site", cwd=REPOSITORY)
     assert "HostEmbedding" in (tmp_path / "site" / "api-embedding" / "index.html").read_text()
+
+
+def test_each_network_has_its_picture() -> None:
+    spec = importlib.util.spec_from_file_location("drawing", REPOSITORY / "docs/draw_networks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for name, columns in module.NETWORKS.items():
+        file = f"pictures/network-{name}.svg"
+        assert file in PAGES["networks.md"]
+        assert (REPOSITORY / "docs" / file).read_text(encoding="utf-8") == module.drawing(name, columns)
+    for recipe in ("ctr", "retrieval"):
+        kinds = get_args(find_recipe(recipe).model.model_fields["kind"].annotation)
+        assert set(kinds) - {"auto"} <= set(module.NETWORKS)
