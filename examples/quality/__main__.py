@@ -13,6 +13,7 @@ interrupted script leaves its finished results.
   other folds and evaluated on it. ctr takes its validation rows from the training folds.
 - retrieval: recipe retrieval, EASE and the most popular items. Three quarters of each user's ratings are for
   training, the others are to be found.
+- next: the networks of recipe retrieval, in time: each user's last rating is to be found.
 - kge: recipe kge on the graphs in FOLDER, by filtered ranks among all entities, compared with published
   figures.
 - text: recipe text and the same LSTM in plain loops take turns of some steps on the same batches. Compares
@@ -34,11 +35,11 @@ import torch
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import write_json
 from examples.quality.common import Keep, Page, data_path, installed, taking, tell, train
-from examples.quality.retrieval import CUTOFF, retrieval
+from examples.quality.retrieval import CUTOFF, in_time, retrieval
 from examples.quality.tables import METRICS, tables
 from examples.quality.text import text
 
-PARTS = ("tables", "retrieval", "kge", "text")
+PARTS = ("tables", "retrieval", "next", "kge", "text")
 PUBLISHED = {
     "wn18rr": {"ComplEx": 0.475, "RESCAL": 0.467, "DistMult": 0.452, "ConvE": 0.442, "TransE": 0.228},
     "fb15k237": {"RESCAL": 0.356, "ComplEx": 0.348, "DistMult": 0.343, "ConvE": 0.339, "TransE": 0.313},
@@ -74,13 +75,14 @@ def lines(found: Page) -> list[str]:
         )
         told += ["", heads, "| --- | --- | --- | --- |"]
         told += [line(model, runs, "metric") for model, runs in table["runs"].items() if runs]
-    if part := found.get("retrieval"):
-        told += [
-            "",
-            f"| MovieLens-100k | NDCG@{CUTOFF} | lowest to highest | CPU s |",
-            "| --- | --- | --- | --- |",
-        ]
-        told += [line(name, runs, "ndcg") for name, runs in part["runs"].items()]
+    for name in ("retrieval", "next"):
+        if part := found.get(name):
+            heads = f"| MovieLens-100k, {name} | NDCG@{CUTOFF} | lowest to highest | CPU s |"
+            told += ["", heads, "| --- | --- | --- | --- |"]
+            told += [line(model, runs, "ndcg") for model, runs in part["runs"].items()]
+            told += [
+                f"| {other}, published | {value} | | |" for other, value in part.get("published", {}).items()
+            ]
     for name, runs in found.get("kge", {}).get("runs", {}).items():
         heads = f"| {name}, {runs[0]['epochs']} epochs | test MRR, filtered | lowest to highest | CPU s |"
         told += ["", heads, "| --- | --- | --- | --- |", line("kge, defaults", runs, "mrr")]
@@ -148,6 +150,8 @@ def main(argv: list[str] | None = None) -> Page:
             tables(given.data, given.table, given.label, seeds, keeper("tables"))
         if "retrieval" in parts:
             retrieval(data_path(given.data, "ml-100k/u.data"), seeds, keeper("retrieval"))
+        if "next" in parts:
+            in_time(data_path(given.data, "ml-100k/u.data"), seeds, keeper("next"))
         if "kge" in parts:
             kge(given.data, seeds, given.epochs, keeper("kge"))
         if "text" in parts:
