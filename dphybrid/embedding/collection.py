@@ -53,12 +53,15 @@ class HostEmbeddingCollection(nn.Module):
         self._starts_F = torch.tensor(starts[:-1])
         self._num_rows_F = torch.tensor(list(tables.values()))
         padding_rows = [
-            self.starts[table] + self._known(table, row) for table, row in (padding or {}).items()
+            self._known(table, row) + self.starts[table] for table, row in (padding or {}).items()
         ]
         scales = [(row, row + 1, 0.0) for row in padding_rows]
         if isinstance(std, Mapping):
-            if missing := [table for table in tables if table not in std]:
-                raise UserError(f"collection {name!r}: std has no value for table {missing[0]!r}; give one")
+            if std.keys() != tables.keys():
+                wrong = ", ".join(sorted(map(str, std.keys() ^ tables.keys())))
+                raise UserError(
+                    f"collection {name!r}: std and tables differ in {wrong}; give each table's std"
+                )
             # Start values are drawn with std 1; each table's std is then a factor on its rows.
             scales += [(start, start + tables[table], std[table]) for table, start in self.starts.items()]
             std = 1.0

@@ -23,6 +23,7 @@ from dphybrid.embedding.ahead import LookupsAhead
 from dphybrid.embedding.lookup import Counters
 from dphybrid.embedding.replicas import Channel
 from dphybrid.kernels import is_batched
+from dphybrid.util.errors import UserError
 
 if not torch.sparse.check_sparse_tensor_invariants.is_enabled():
     # Already off, but torch 2.11 warns in each process that makes a sparse tensor without having set it.
@@ -279,8 +280,10 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float) -> T
     `max_norm`; return the norm before scaling.
 
     torch's function of the same name refuses sparse gradients. Gradients of the same row are summed first;
-    frozen rows do not count.
+    frozen rows do not count. Raises UserError for a `max_norm` below 0 or NaN.
     """
+    if not max_norm >= 0:
+        raise UserError(f"clip_grad_norm_: max_norm={max_norm}; give a number of at least 0")
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     found = [parameter for parameter in given if parameter.grad is not None]
     sparse_ones = [weight for weight in found if weight.grad is not None and weight.grad.is_sparse]

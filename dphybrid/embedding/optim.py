@@ -9,7 +9,7 @@ on all rows.
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -30,13 +30,16 @@ from dphybrid.embedding.storage import zero_rows
 from dphybrid.embedding.table import HostEmbedding
 from dphybrid.kernels import RULE_NUMBERS
 from dphybrid.util.compiling import EagerOptimizer, profiler_looks_on
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.row_rules import RULES, RowRule
 
 _UPDATES = "updates"
 """Name of the state that counts a table's updates."""
 
-_Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+_BESIDE_OPTIONS = frozenset(
+    ("params", "name", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
+)
+"""Keys of a parameter group that are no options: a name of the user's, and what torch's schedules note."""
 
 
 class RowOptimizer(EagerOptimizer):
@@ -55,8 +58,7 @@ class RowOptimizer(EagerOptimizer):
 
     def __init__(self, params: object, lr: float | None = None, **numbers: object) -> None:
         known = self.row_rule.numbers
-        if foreign := sorted(numbers.keys() - known.keys() - {"weight_decay"}):
-            raise TypeError(f"{type(self).__name__} got an unexpected keyword argument {foreign[0]!r}")
+        self._refuse_foreign(numbers, "keyword argument")
         groups: list[Any] = as_list(params)
         if isinstance(params, Mapping):  # one group per table
             groups = [{"params": [entry]} for entry in named_weights(groups)]
@@ -66,11 +68,14 @@ class RowOptimizer(EagerOptimizer):
             numbers["lr"] = lr
         super().__init__(groups, {"weight_decay": 0.0, **known, **numbers})
 
-    def _state_shapes(self, num_rows: int, dim: int, real: torch.dtype) -> _Shapes:
-        """Return the shape and type of each state for a table (num_rows, dim)."""
-        shapes = {"row": ((num_rows,), real), "weight": ((num_rows, dim), real)}
-        shapes["steps"] = ((num_rows,), torch.int32)
-        return {name: shapes[kind] for name, (_, kind) in self.row_rule.states.items()}
+    def _refuse_foreign(self, given: Iterable[str], what: str) -> None:
+        """Raise TypeError for an option that the optimizer lacks. torch ignores those of groups."""
+        known = [*self.row_rule.numbers, "weight_decay"]
+        for name in given:
+            if name not in known:
+                raise TypeError(
+                    f"{type(self).__name__} got an unexpected {what} {name!r}{suggestion(name, known)}"
+                )
 
     def rule(self, group: Mapping[str, Any]) -> Rule:
         """Return the kernel's rule with the present learning rate and options of a parameter group."""
@@ -99,8 +104,13 @@ class RowOptimizer(EagerOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add weights to train, with zero states."""
+        if "params" not in param_group:
+            raise TypeError(
+                f"{type(self).__name__}: a parameter group without 'params' ({', '.join(param_group)})"
+            )
         group = {**param_group, "params": named_weights(as_list(param_group["params"]))}
         group.pop("param_names", None)
+        self._refuse_foreign(group.keys() - _BESIDE_OPTIONS, "key of a parameter group")
         _check_numbers(self.defaults | group)
         taken = self.tables.keys() & {name for name, _ in group["params"]}
         if taken:
@@ -115,7 +125,13 @@ class RowOptimizer(EagerOptimizer):
         states: dict[str, Tensor] = self.state[weight]
         if not states:
             info = info_of(weight)
-            wanted = dict(self._state_shapes(len(weight), weight.shape[1], native.real_dtype(weight.dtype)))
+            real, (num_rows, dim) = native.real_dtype(weight.dtype), weight.shape
+            of_kind: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+                "row": ((num_rows,), real),
+                "weight": ((num_rows, dim), real),
+                "steps": ((num_rows,), torch.int32),
+            }
+            wanted = {name: of_kind[kind] for name, (_, kind) in self.row_rule.states.items()}
             if self.row_rule.counts_updates or weight.dtype == torch.bfloat16:
                 wanted[_UPDATES] = (1,), torch.int64
             make = None if info is None else info.make_states
@@ -200,9 +216,9 @@ class RowOptimizer(EagerOptimizer):
         with nullcontext() if snapshot is None else snapshot.changing(_rows_of(names, weights)):
             keys_U = native.update(rule, tables, segments, frozen)
             torch.autograd.graph.increment_version(changed)  # torch does not see the kernel's writes
-        for weight in weights:  # counted only now: the kernel may refuse an update
-            if _UPDATES in (states := self.state[weight]):
-                states[_UPDATES] += 1
+        if _UPDATES in self.state[weights[0]]:  # counted only now: the kernel may refuse an update
+            for weight in weights:
+                self.state[weight][_UPDATES] += 1
         recorded = [None if info is None else info.ahead.changes for info in infos]
         if self.changes is not None or any(record is not None for record in recorded):
             # numpy, not torch: on a few hundred rows its calls cost less.
@@ -224,20 +240,20 @@ class RowOptimizer(EagerOptimizer):
 
         Raises UserError for a weight that became longer or shorter than its states.
         """
-        own = [self._states(weight) for weight in weights]
-        names = list(self.row_rule.states)
-        changed = [*weights, *(states[name] for states in own for name in names)]
-        members = []
+        own, members, changed = [self._states(weight) for weight in weights], [], list(weights)
+        real, dim = native.real_dtype(weights[0].dtype), weights[0].shape[1]
         for weight, states in zip(weights, own, strict=True):
-            shapes = self._state_shapes(len(weight), weight.shape[1], native.real_dtype(weight.dtype))
-            for name, (shape, _) in shapes.items():
-                if states[name].shape != shape:
+            rows, held = weight.shape[0], {}
+            for name, (field, kind) in self.row_rule.states.items():
+                changed.append(state := states[name])
+                if state.shape[0] != rows:
                     raise UserError(
-                        f"row optimizer: a weight of {len(weight):,} rows has the state {name!r} of shape "
-                        f"{tuple(states[name].shape)}; make a new optimizer after replacing a weight's rows"
+                        f"row optimizer: a weight of {rows:,} rows has the state {name!r} of shape "
+                        f"{tuple(state.shape)}; make a new optimizer after replacing a weight's rows"
                     )
-            held = {field: (states[name], *shapes[name]) for name, (field, _) in self.row_rule.states.items()}
-            members.append((weight.detach(), held))
+                dtype = torch.int32 if kind == "steps" else real
+                held[field] = state, (rows, dim) if kind == "weight" else (rows,), dtype
+            members.append((weight, held))
         tables = native.Tables(members)
         if _UPDATES in own[0]:
             places = {id(weight): place for place, weight in enumerate(self.tables.values())}
@@ -285,6 +301,11 @@ class RowOptimizer(EagerOptimizer):
                 f"row optimizer state does not fit: it has groups of {sizes} tables, expected {own}; load it "
                 "into an optimizer with the same groups"
             )
+        for group in groups:
+            self._refuse_foreign(group.keys() - _BESIDE_OPTIONS - {"param_names"}, "option of a saved group")
+            if missing := {*self.row_rule.numbers, "weight_decay"} - group.keys():
+                raise UserError(f"row optimizer state does not fit: a group has no {min(missing)!r}")
+            _check_numbers(group)
         saved = {
             f"{name}.{key}": value
             for mine, group in zip(self.param_groups, groups, strict=True)
@@ -328,14 +349,19 @@ def _rows_of(names: Sequence[str], weights: Sequence[Tensor]) -> dict[str, Tenso
 
 
 def _check_numbers(numbers: Mapping[str, Any]) -> None:
-    lr, decay, eps = float(numbers["lr"]), numbers["weight_decay"], numbers.get("eps", 0.0)
-    betas = (0.0, numbers["beta2"]) if "beta2" in numbers else numbers.get("betas", ())
-    if not all(0 <= number < math.inf for number in (lr, decay, eps)):
+    lr, decay, eps = numbers["lr"], numbers["weight_decay"], numbers.get("eps", 0.0)
+    betas = (0.0, numbers["beta2"]) if "beta2" in numbers else numbers.get("betas", (0.0, 0.0))
+    try:
+        beta1, beta2 = map(float, betas)
+        valid = all(0 <= float(number) < math.inf for number in (lr, decay, eps))
+    except (TypeError, ValueError):
+        valid = False
+    if not valid:
         raise UserError(
-            f"row optimizer: lr={lr}, weight_decay={decay}, eps={eps}; give finite numbers of at least 0"
+            f"row optimizer: lr={lr}, weight_decay={decay}, eps={eps}, betas={betas}; give finite numbers "
+            "of at least 0, and two betas"
         )
-    if betas:
-        native.corrections(*map(float, betas))
+    native.corrections(beta1, beta2)
 
 
 class RowSGD(RowOptimizer):

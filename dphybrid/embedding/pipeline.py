@@ -85,6 +85,8 @@ class RowPipeline:
     ) -> None:
         if mode not in ("off", "exact"):
             raise UserError(f"pipeline={mode!r}: use off or exact")
+        if not isinstance(model, nn.Module | Mapping):
+            raise UserError(f"RowPipeline: {type_text(model)}; give the model, or its tables by name")
         self.tables = find_tables(model) if isinstance(model, nn.Module) else dict(model)
         self.mode, self.on_cpu = mode, on_cpu
         self._table_ids: Callable[[Any], Ids] | None = None

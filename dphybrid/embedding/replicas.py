@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map
 
 from dphybrid.embedding.lookup import Counters, Occurrences, sum_by_row
@@ -40,15 +39,18 @@ class DeviceRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows_UD: Tensor, inverse_N: Tensor, *occurrences: Tensor) -> Tensor:
-        ctx.save_for_backward(*occurrences)
+        ctx.save_for_backward(inverse_N, *occurrences)
+        ctx.shape = rows_UD.shape
         return rows_UD.index_select(0, inverse_N)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grads_ND: Tensor) -> tuple[Tensor | None, ...]:
+        inverse_N, *occurrences = ctx.saved_tensors
+        if grads_ND.requires_grad:  # create_graph: an operation that can be differentiated again
+            return grads_ND.new_zeros(ctx.shape).index_add(0, inverse_N, grads_ND), None, None, None, None
         # Not index_add_: on a GPU its atomic adds come in any order. embedding_bag sums each bag in order, by
         # one thread, so the bits are the same every time.
-        return sum_by_row(grads_ND.contiguous(), *ctx.saved_tensors), None, None, None, None
+        return sum_by_row(grads_ND.contiguous(), *occurrences), None, None, None, None
 
 
 @dataclass

@@ -3,6 +3,7 @@
 Letters: N ids of a lookup, U unique rows of it, B samples, D width of a row.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -23,6 +24,7 @@ from dphybrid.embedding.gradients import Gates, RowsInfo, info_of, is_captured, 
 from dphybrid.embedding.lookup import Counters, copies_drift_apart, not_a_row, whole_numbers
 from dphybrid.embedding.replicas import DeviceRows, SizesOf
 from dphybrid.embedding.storage import StartValues, deferred_rows, open_rows, open_states, zero_rows
+from dphybrid.util.compiling import is_transformed
 from dphybrid.util.errors import UserError
 from dphybrid.util.stages import stage
 
@@ -73,6 +75,12 @@ class HostEmbedding(nn.Module):
                 f"and a row has at most {native.MAX_DIM} values"
             )
         padding_idx = _checked_padding(padding_idx, num_rows, name)
+        if not (seed is None or isinstance(seed, Integral)) or not 0 <= std < math.inf:
+            raise UserError(
+                f"table {name!r}: seed={seed!r}, std={std!r}; give an integer, and a finite std from 0 on"
+            )
+        if wrong := [scale for scale in scales if not 0 <= scale[0] <= scale[1] <= num_rows]:
+            raise UserError(f"table {name!r}: scales has {wrong[0]}; rows are 0 to {num_rows - 1}")
         if dtype is None:  # as nn.Embedding, but a default of half precision would round the updates
             dtype = torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32
         if seed is None:
@@ -100,10 +108,13 @@ class HostEmbedding(nn.Module):
         the CPU.
 
         freeze: True, the default as for nn.Embedding: the table is not trained. options: further
-        arguments of the class, such as `name`. Raises UserError for another type or shape.
+        arguments of the class, such as `name`, but none of start values or storage. Raises UserError for
+        another type or shape.
         """
         if embeddings.dim() != 2:
             raise UserError(f"from_pretrained: rows of shape {tuple(embeddings.shape)}; give (num_rows, dim)")
+        if useless := options.keys() & {"std", "scales", "seed", "dtype", "storage", "path"}:
+            raise TypeError(f"from_pretrained: {min(useless)!r} has no effect, as the rows are given")
         with deferred_rows():
             table = cls(len(embeddings), embeddings.shape[1], padding_idx, dtype=embeddings.dtype, **options)
         table.weight = nn.Parameter(embeddings.detach().cpu().contiguous(), requires_grad=not freeze)
@@ -194,8 +205,11 @@ class HostEmbedding(nn.Module):
         """Make row optimizers leave these rows unchanged, and the padding row as before. Raises UserError for
         a number that is not a row."""
         # In an update of several tables, -1 would be the last row of the table before.
-        if wrong := [row for row in rows if not 0 <= row < self.num_rows]:
-            raise UserError(f"table {self.name!r}: {wrong[0]} is not a row; use 0 to {self.num_rows - 1}")
+        if isinstance(rows, Tensor):
+            rows = rows.tolist()
+        for row in rows:  # a mask, of bool, would freeze the rows 0 and 1
+            if isinstance(row, bool) or not isinstance(row, Integral) or not 0 <= row < self.num_rows:
+                raise UserError(f"table {self.name!r}: {row!r} is not a row; use 0 to {self.num_rows - 1}")
         padding = set() if self.padding_idx is None else {self.padding_idx}
         self._info.frozen = sorted(padding.union(map(int, rows)))
 
@@ -233,7 +247,7 @@ class HostEmbedding(nn.Module):
             "block"
         )
 
-    def forward(self, ids: Tensor, *, by_replica: bool = False) -> Tensor | list[Tensor]:
+    def forward(self, ids: Tensor, *, by_replica: bool = False) -> Tensor | tuple[Tensor, ...]:
         """Return the rows of `ids` (any shape, any integer type) as (*ids.shape, dim) on the CPU.
 
         by_replica: see `replica_rows`. Raises UserError for ids of another type or out of range, naming
@@ -244,23 +258,26 @@ class HostEmbedding(nn.Module):
         with stage("lookup"):
             return self._look_up(ids, by_replica)
 
-    def _look_up(self, ids: Tensor, by_replica: bool) -> Tensor | list[Tensor]:
+    def _look_up(self, ids: Tensor, by_replica: bool) -> Tensor | tuple[Tensor, ...]:
         # Its backward would fail inside of torch, before the row optimizer could refuse.
         if DistributedDataParallel._active_ddp_module is not None and not self.synchronized:
             trains = torch.is_grad_enabled() and self.weight.requires_grad
             if trains and (processes := dist.get_world_size()) > 1:
                 raise copies_drift_apart(self.name, processes)
         start = time.perf_counter()
-        if "weight" not in self._parameters:
+        if (weight := self._parameters.get("weight")) is None:
             raise UserError(
                 f"table {self.name!r}: its weight is computed from other parameters, in every step for all "
-                "rows (weight_norm, pruning, ...); use nn.Embedding for that"
+                "rows (weight_norm, pruning, ...), or was removed; use nn.Embedding for that"
             )
-        ids, weight = whole_numbers(ids, self.name), self.weight
-        if by_replica and self.ahead.is_placed and not ids.is_meta:
-            return self._rows_by_replica(weight, ids)
+        ids = whole_numbers(ids, self.name)
+        if is_transformed():  # torch's own operation has the rules for batches and tangents
+            rows = torch.embedding(weight, ids, sparse=type(weight) is nn.Parameter)
+            return self.as_model(rows.to(native.real_dtype(rows.dtype)))
         if is_captured(weight, ids):
             return self._in_graph(ids)
+        if by_replica and self.ahead.is_placed:
+            return self._rows_by_replica(weight, ids)
         if weight.dim() != 2:
             raise UserError(f"table {self.name!r}: its weight is {tuple(weight.shape)}; give (num_rows, dim)")
         # The kernel checks the ids while it reads them; the slower search for the wrong one runs only after a
@@ -313,10 +330,10 @@ class HostEmbedding(nn.Module):
         CPU. Raises UserError like `forward`.
         """
         # Through __call__, so that the table's hooks see every lookup.
-        rows: Tensor | list[Tensor] = self(ids, by_replica=True)
-        return [rows] if isinstance(rows, Tensor) else rows  # a captured graph is not split
+        rows: Tensor | tuple[Tensor, ...] = self(ids, by_replica=True)
+        return [rows] if isinstance(rows, Tensor) else list(rows)  # a captured graph is not split
 
-    def _rows_by_replica(self, weight: Tensor, ids: Tensor) -> list[Tensor]:
+    def _rows_by_replica(self, weight: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
         lookup = self.ahead.lookup_of(weight, ids)
         counted, counters = torch.is_grad_enabled(), self.counters
         if counted:
@@ -331,7 +348,7 @@ class HostEmbedding(nn.Module):
                 rows_UD = self._gates.rows(weight, rows_UD, share.where.unique_U, via=share.channel)
             rows_ND = DeviceRows.apply(rows_UD, *share.indices)
             rows.append(self.as_model(rows_ND.view(*share.shape, self.dim)))
-        return rows
+        return tuple(rows)  # not a list, for whose tensors torch calls no backward hooks
 
     def totals(self) -> dict[str, float]:
         """Return the running totals by name, including finished copies; see `Counters`."""
@@ -355,6 +372,6 @@ def dense_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
 def _checked_padding(padding_idx: int | None, num_rows: int, name: str) -> int | None:
     if padding_idx is None:
         return None
-    if not -num_rows <= padding_idx < num_rows:
+    if not isinstance(padding_idx, Integral) or not -num_rows <= padding_idx < num_rows:
         raise UserError(f"table {name!r}: padding_idx={padding_idx} is not a row; use 0 to {num_rows - 1}")
     return padding_idx % num_rows

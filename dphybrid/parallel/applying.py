@@ -15,9 +15,9 @@ from torch import nn
 
 from dphybrid.parallel.devices import Devices, resolve_devices
 from dphybrid.parallel.nests import leaves
-from dphybrid.parallel.replication import under_functorch
 from dphybrid.parallel.scattering import DeviceNames
 from dphybrid.parallel.splits import first_size
+from dphybrid.util.compiling import is_transformed
 from dphybrid.util.errors import UserError
 
 
@@ -63,7 +63,7 @@ def parallel_apply(
             _local.replica = before
 
     at_once = resolved.at_once if mode is None else mode == "threads"
-    if not at_once or count == 1 or under_functorch():
+    if not at_once or count == 1 or is_transformed():
         if resolved.home.type != "cuda":
             return [call(index) for index in range(count)]
         outputs = []

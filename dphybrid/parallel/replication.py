@@ -13,6 +13,7 @@ from torch.nn.parallel._functions import ReduceAddCoalesced
 
 from dphybrid.parallel.devices import resolve_devices
 from dphybrid.parallel.scattering import DeviceNames
+from dphybrid.util.compiling import is_transformed
 from dphybrid.util.errors import UserError
 
 
@@ -65,12 +66,6 @@ def _sum(grads: list[Tensor], home: torch.device) -> Tensor | None:
     return functools.reduce(torch.add, parts)
 
 
-def under_functorch() -> bool:
-    """Return whether a transform of torch.func is active. It supports neither this module's autograd function
-    nor other threads."""
-    return torch._C._are_functorch_transforms_active()
-
-
 def _copies(tensors: Sequence[Tensor], devices: tuple[torch.device, ...]) -> list[Tensor]:
     """Return copies without a graph of the tensors, first all for devices[1], then all for devices[2], ..."""
     if distinct_gpus(devices) and tensors and not any(tensor.is_complex() for tensor in tensors):
@@ -110,7 +105,7 @@ def replicate_modules(
     tensors, rest = list(shared.values()), [b for key, b in buffers.items() if key not in shared]
     if detach or not tensors:
         flat = [*tensors, *_copies(tensors, devices)]
-    elif under_functorch():
+    elif is_transformed():
         flat = [*tensors, *(t.to(device, copy=True) for device in devices[1:] for t in tensors)]
     else:
         flat = list(_Broadcast.apply(devices, *tensors))

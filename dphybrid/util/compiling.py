@@ -1,4 +1,5 @@
-"""Graph breaks for torch.compile, optimizers that do not import the compiler, and profiler labels."""
+"""Graph breaks for torch.compile, transforms of torch.func, optimizers that do not import the compiler, and
+profiler labels."""
 
 import functools
 import inspect
@@ -7,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
-from torch.autograd import profiler
+from torch.autograd import forward_ad, profiler
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
@@ -48,6 +49,13 @@ def eager(kind: type[Optimizer]) -> type[Optimizer]:
     # torch wraps `step` in code that imports the compiler. The wrapper also sets no_grad, so set it here.
     step = torch.no_grad()(inspect.unwrap(kind.step))
     return type(kind.__name__, (EagerOptimizer, kind), {"step": step})
+
+
+def is_transformed() -> bool:
+    """Return whether a transform of torch.func or a forward-mode derivative is being computed.
+
+    Both need torch's own operations instead of an autograd function, and other threads do not see them."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def profiler_looks_on() -> bool:

@@ -1,0 +1,137 @@
+"""Nothing that a caller gives is ignored, and torch's transforms see a lookup as they see nn.Embedding's."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, jvp, vjp, vmap
+
+from dphybrid.embedding import (
+    HostEmbedding,
+    HostEmbeddingCollection,
+    LazyAdam,
+    RowAdagrad,
+    RowPipeline,
+    RowSGD,
+    clip_grad_norm_,
+)
+from dphybrid.parallel import DataParallel
+from dphybrid.util.errors import UserError
+
+IDS = torch.tensor([[1, 2, 2], [3, 5, 1]])
+
+
+def table() -> HostEmbedding:
+    return HostEmbedding(6, 2, seed=0)
+
+
+def loaded(change: Callable[[dict[str, Any]], object]) -> None:
+    state = copy.deepcopy(RowAdagrad(table().parameters(), lr=0.1).state_dict())
+    change(state["param_groups"][0])
+    RowAdagrad(table().parameters(), lr=0.1).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: RowSGD([{"params": [table().weight], "lrr": 1}], lr=1), "'lrr'; did you mean 'lr'"),
+        (lambda: RowSGD([{"params": [table().weight], "eps": 1}], lr=1), "'eps'; known: lr, weight_decay"),
+        (lambda: RowAdagrad(table().parameters(), lr=1, epss=1), "'epss'; did you mean 'eps'"),
+        (lambda: RowSGD([{"param": [table().weight]}], lr=1), "without 'params'"),
+        (lambda: RowSGD(table().parameters(), lr=1, weight_decay=None), "weight_decay=None"),
+        (lambda: LazyAdam(table().parameters(), lr=1, betas=(0.9, 0.99, 0.9)), "two betas"),
+        (lambda: loaded(lambda group: group.update(momentum=0.9)), "'momentum'"),
+        (lambda: loaded(lambda group: group.pop("eps")), "no 'eps'"),
+        (lambda: loaded(lambda group: group.update(lr=float("nan"))), "lr=nan"),
+        (lambda: HostEmbeddingCollection({"a": 3}, 2, std={"a": 0.1, "b": 1.0}), "differ in b"),
+        (lambda: HostEmbeddingCollection({"a": 3}, 2, padding={"b": 0}), "padding 'b'"),
+        (lambda: HostEmbedding(6, 2, scales=[(3, 100, 0.0)]), "rows are 0 to 5"),
+        (lambda: HostEmbedding(6, 2, std=-1.0), "std=-1.0"),
+        (lambda: HostEmbedding(6, 2, seed=1.5), "seed=1.5"),
+        (lambda: HostEmbedding(6, 2, padding_idx=1.0), "padding_idx=1.0"),
+        (lambda: HostEmbedding.from_pretrained(torch.ones(3, 2), std=5.0), "'std' has no effect"),
+        (lambda: table().freeze_rows(torch.tensor([True, False])), "True is not a row"),
+        (lambda: table().freeze_rows([1.5]), "1.5 is not a row"),
+        (lambda: clip_grad_norm_(table().parameters(), -1.0), "max_norm=-1.0"),
+        (lambda: RowPipeline([table()]), "give the model"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused_by_name(call: Callable[[], object], words: str) -> None:
+    with pytest.raises((UserError, TypeError), match=words):
+        call()
+
+
+def test_groups_may_have_a_name_and_what_schedules_note() -> None:
+    rows = RowSGD([{"params": [table().weight], "lr": 0.5, "name": "users"}], lr=1)
+    torch.optim.lr_scheduler.OneCycleLR(rows, max_lr=1.0, total_steps=10, cycle_momentum=False)
+    RowSGD(table().parameters(), lr=1).load_state_dict(rows.state_dict())
+
+
+def test_a_table_without_a_weight_says_so() -> None:
+    without = table()
+    without.weight = None  # type: ignore[assignment]
+    with pytest.raises(UserError, match="or was removed"):
+        without(IDS)
+
+
+def both(table: HostEmbedding) -> tuple[HostEmbedding, nn.Embedding]:
+    return table, nn.Embedding.from_pretrained(table.settled().clone(), freeze=False)
+
+
+def loss(module: nn.Module, weight: Tensor, ids: Tensor) -> Tensor:
+    looked_up: Tensor = functional_call(module, {"weight": weight}, (ids,))
+    return (looked_up**3).sum()
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda m, w: grad(lambda w: loss(m, w, IDS))(w),
+        lambda m, w: jvp(lambda w: loss(m, w, IDS), (w,), (torch.ones_like(w),))[1],
+        lambda m, w: vjp(lambda w: loss(m, w, IDS), w)[1](torch.tensor(2.0))[0],
+        lambda m, w: vmap(grad(lambda w, ids: loss(m, w, ids)), (None, 0))(w, IDS),
+        lambda m, w: vmap(lambda w: functional_call(m, {"weight": w}, (IDS,)))(torch.stack([w, 2 * w])),
+    ],
+    ids=["grad", "jvp", "vjp", "each sample", "several weights"],
+)
+def test_transforms_of_torch_func_see_a_lookup(of: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    mine, theirs = (of(module, module.weight.detach()) for module in both(table()))
+    assert mine.abs().sum() > 0
+    torch.testing.assert_close(mine, theirs)
+
+
+class LookedUp(nn.Module):
+    def __init__(self, devices: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.net = HostEmbedding(6, 4, seed=1), DataParallel(nn.Linear(4, 3), devices)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.net(self.net.rows(self.table, ids)).tanh()
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook")
+def test_forward_derivatives_and_second_ones_pass_through_a_split() -> None:
+    ids, found = IDS.reshape(-1), []
+    for devices in ("cpu", "cpu*2", "cpu*3"):
+        model = LookedUp(devices)
+        with forward_ad.dual_level():
+            duals = {
+                k: forward_ad.make_dual(p.detach(), torch.ones_like(p)) for k, p in model.named_parameters()
+            }
+            tangent = forward_ad.unpack_dual(functional_call(model, duals, (ids,))).tangent
+        seen: list[Tensor] = []
+        model.table.register_full_backward_hook(lambda _, __, of, seen=seen: seen.extend(of))
+        grads = torch.autograd.grad((model(ids) ** 2).sum(), list(model.parameters()), create_graph=True)
+        sum((each.to_dense() if each.is_sparse else each).square().sum() for each in grads).backward()
+        second = model.table.weight.grad
+        assert tangent is not None
+        assert second is not None
+        found.append((tangent, second.to_dense(), torch.cat(seen)))
+    for split in found[1:]:
+        torch.testing.assert_close(split, found[0])
