@@ -101,8 +101,8 @@ class Draws:
         that share a batch see the same numbers.
         """
         start = self._generator(29).integers(2**64, dtype=np.uint64)
-        place_BN = (self._index_B[:, None] * num + np.arange(num)).astype(np.uint64)
-        x: Array = start + place_BN * np.uint64(0x9E3779B97F4A7C15)
+        number_BN = (self._index_B[:, None] * num + np.arange(num)).astype(np.uint64)
+        x: Array = start + number_BN * np.uint64(0x9E3779B97F4A7C15)
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
             x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
         # The top 53 bits: as many as a float64 holds.
@@ -150,7 +150,7 @@ def lists_of(starts: Array, items: Array, rows_B: Array, none: int) -> "Tensor":
     `none`."""
     import torch
 
-    # One gather instead of a loop over rows: places behind a row's items read other rows' items, and are
+    # One gather instead of a loop over rows: positions behind a row's items read other rows' items, and are
     # replaced below.
     start_B, stop_B = starts[rows_B], starts[rows_B + 1]
     within_BL = start_B[:, None] + np.arange(max(1, int((stop_B - start_B).max(initial=0))))

@@ -49,7 +49,7 @@ ENCODER_VERSION = 10
 """Version of a saved encoder. Increase it when an older one can no longer be read, or would be read as
 another; checkpoints with an older one are then refused."""
 
-_PIECE_BYTES = 2**24
+_CHUNK_BYTES = 2**24
 """Bytes of a file that are digested at a time."""
 
 _REMEDY = "delete the folder and run the preparation again"
@@ -346,8 +346,8 @@ def _write(partial: Path, content: Content, digest: str) -> Manifest:
     with naming(partial), (partial / "rejected.jsonl").open("w", encoding="utf-8") as stream:
         stream.writelines(json.dumps(row) + "\n" for row in content.rejected)
     if num_rejected:
-        place = "see rejected.jsonl in the prepared folder for their lines and the reasons"
-        description = [*description, f"  {counted(num_rejected, 'row')} rejected: {place}"]
+        where = "see rejected.jsonl in the prepared folder for their lines and the reasons"
+        description = [*description, f"  {counted(num_rejected, 'row')} rejected: {where}"]
     facts: dict[str, Any] = dict(content.extra)
     written = [file for file in sorted(partial.rglob("*")) if file.is_file()]
     manifest = Manifest(
@@ -379,10 +379,10 @@ def _save_blocks(
     with ExitStack() as opened:
         streams = {name: opened.enter_context(file.open("wb")) for name, file in files.items()}
 
-        def write(name: str, piece: memoryview | bytes) -> None:
+        def write(name: str, chunk: memoryview | bytes) -> None:
             with naming(files[name]):
-                sums[name].update(piece)
-                streams[name].write(piece)
+                sums[name].update(chunk)
+                streams[name].write(chunk)
 
         for name, (shape, dtype) in shapes.items():
             write(name, _header(shape, dtype))
@@ -390,8 +390,8 @@ def _save_blocks(
         for block in blocks:
             for name, (_, dtype) in shapes.items():
                 data = np.ascontiguousarray(block[name], dtype).reshape(-1).view(np.uint8).data
-                for start in range(0, len(data), _PIECE_BYTES):
-                    write(name, data[start : start + _PIECE_BYTES])
+                for start in range(0, len(data), _CHUNK_BYTES):
+                    write(name, data[start : start + _CHUNK_BYTES])
     found = {}
     for name, (shape, dtype) in shapes.items():
         sync(files[name])
@@ -413,21 +413,21 @@ def reading_files() -> Iterator[None]:
 
 
 def source_digests(files: Sequence[Path], progress: Progress) -> list[bytes]:
-    """Return a digest for each file, in the given order: the sha256 of its pieces' sha256, which threads
+    """Return a digest for each file, in the given order: the sha256 of its chunks' sha256, which threads
     compute in parallel."""
 
-    def digest(piece: tuple[Path, int]) -> bytes:
-        with piece[0].open("rb", buffering=0) as stream:
-            stream.seek(piece[1])
-            return hashlib.sha256(stream.read(_PIECE_BYTES)).digest()
+    def digest(chunk: tuple[Path, int]) -> bytes:
+        with chunk[0].open("rb", buffering=0) as stream:
+            stream.seek(chunk[1])
+            return hashlib.sha256(stream.read(_CHUNK_BYTES)).digest()
 
-    # max(1, ...): an empty file has a piece, too, and so a digest.
-    pieces = [
-        (file, start) for file in files for start in range(0, max(1, file.stat().st_size), _PIECE_BYTES)
+    # max(1, ...): an empty file has a chunk, too, and so a digest.
+    chunks = [
+        (file, start) for file in files for start in range(0, max(1, file.stat().st_size), _CHUNK_BYTES)
     ]
     totals = {file: hashlib.sha256() for file in files}
-    for done, ((file, _), found) in enumerate(zip(pieces, mapped(digest, pieces), strict=True)):
-        progress("digest files", done, len(pieces))
+    for done, ((file, _), found) in enumerate(zip(chunks, mapped(digest, chunks), strict=True)):
+        progress("digest files", done, len(chunks))
         totals[file].update(found)
     return [total.digest() for total in totals.values()]
 

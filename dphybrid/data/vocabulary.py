@@ -68,8 +68,8 @@ class Vocabulary:
 
     def value(self, row: int) -> str | None:
         """Return the value of a row; None for the row of no value and the rows of unknown values."""
-        place = row - self.first
-        return self.values[place] if 0 <= place < len(self.values) else None
+        index = row - self.first
+        return self.values[index] if 0 <= index < len(self.values) else None
 
     def _row(self, text: str) -> int:
         found = self._rows.get(text)

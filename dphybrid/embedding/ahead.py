@@ -113,14 +113,14 @@ class LookupsAhead:
         """Return a lookup of `ids` with the table's present rows: a prepared one if there is one, else one
         made now."""
         # Compared by value, not by identity: a batch may have been copied or moved on its way to `forward`.
-        for place, lookup in enumerate(self._expected):
+        for index, lookup in enumerate(self._expected):
             if (
                 ids.shape == lookup.ids.shape
                 and ids.dtype == torch.int64
                 and torch.equal(ids.cpu(), lookup.ids)
             ):
                 self._counters.prepared += lookup.num_unique
-                del self._expected[place]
+                del self._expected[index]
                 self.repair(weight, lookup)
                 return lookup
         made = self.prepare(weight, ids, threads=None)
@@ -154,31 +154,31 @@ class LookupsAhead:
         befores, afters = [before for before, _, _ in changes], [after for _, after, _ in changes]
         known = bool(changes) and befores[0] <= lookup.version and [*befores[1:], now] == afters
         uniques = [share.where.unique_U for share in lookup.shares]
-        places = (
-            self._changed_places(changes, uniques, len(weight))
+        positions = (
+            self._changed_positions(changes, uniques, len(weight))
             if known
             else [torch.arange(len(ids_U)) for ids_U in uniques]
         )
-        for share, places_C in zip(lookup.shares, places, strict=True):
-            if len(places_C):
-                ids_C = share.where.unique_U.index_select(0, places_C)
+        for share, positions_C in zip(lookup.shares, positions, strict=True):
+            if len(positions_C):
+                ids_C = share.where.unique_U.index_select(0, positions_C)
                 share.channel.replace_rows(
-                    share, places_C, partial(native.gather, weight.detach(), None, ids_C)
+                    share, positions_C, partial(native.gather, weight.detach(), None, ids_C)
                 )
         lookup.version = now
-        self._counters.repaired += sum(len(places_C) for places_C in places)
+        self._counters.repaired += sum(len(positions_C) for positions_C in positions)
         self._counters.repair_ms += 1e3 * (time.perf_counter() - start)
 
-    def _changed_places(
+    def _changed_positions(
         self, changes: list[tuple[int, int, Tensor]], uniques: list[Tensor], num_rows: int
     ) -> list[Tensor]:
-        """Return, for each tensor of unique ids, the places of the changed ids in it."""
+        """Return, for each tensor of unique ids, the positions of the changed ids in it."""
         # One byte for each row of the table, but only pages that are written take memory.
         if self._changed_V is None or len(self._changed_V) != num_rows:
             self._changed_V = zero_rows((num_rows,), torch.uint8)
         for _, _, changed in changes:
             self._changed_V.index_fill_(0, changed, 1)
-        places = [self._changed_V.index_select(0, unique_U).nonzero().squeeze(1) for unique_U in uniques]
+        positions = [self._changed_V.index_select(0, unique_U).nonzero().squeeze(1) for unique_U in uniques]
         for _, _, changed in changes:  # not zero_(): a pass over a large table takes longer than the step
             self._changed_V.index_fill_(0, changed, 0)
-        return places
+        return positions

@@ -103,11 +103,11 @@ class HostEmbeddingCollection(nn.Module):
     def _check_ids(self, ids_BF: Tensor, num_rows_F: Tensor, names: list[str]) -> None:
         wrong = (ids_BF < 0) | (ids_BF >= num_rows_F)
         if bool(wrong.any()):
-            place = wrong.nonzero()[0].tolist()
-            table = names[place[-1] if len(names) > 1 else 0]
+            at = wrong.nonzero()[0].tolist()
+            table = names[at[-1] if len(names) > 1 else 0]
             raise UserError(
-                f"table {table!r}: id {int(ids_BF[tuple(place)])} at position {place} is not a row; rows are "
-                f"0 to {self.num_rows[table] - 1}"
+                f"table {table!r}: id {int(ids_BF[tuple(at)])} at position {at} is not a row; rows are 0 to "
+                f"{self.num_rows[table] - 1}"
             )
 
     def forward(self, ids_BF: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ def info_of(weight: Tensor) -> RowsInfo | None:
     return getattr(weight, "rows_info", None)
 
 
-class _Piece(NamedTuple):
+class _LookupGradients(NamedTuple):
     """Gradients of one lookup: grads_ND of the rows ids_N. number: of the lookup, in the order of their
     forwards. done: event at the end of the copy from a GPU to the host."""
 
@@ -74,30 +74,30 @@ class _RowGradients(Tensor):
 
     A tensor class of its own, as autograd adds the gradients of several lookups, and torch's sum of two
     sparse tensors goes row by row. The sum of two of these joins their lists; any other operation sees the
-    sparse tensor of all pieces.
+    sparse tensor of all lookups.
     """
 
-    pieces: list[_Piece]
+    lookups: list[_LookupGradients]
 
     @staticmethod
-    def __new__(cls, pieces: list[_Piece], shape: torch.Size) -> "_RowGradients":
-        dtype = pieces[0].grads_ND.dtype
+    def __new__(cls, lookups: list[_LookupGradients], shape: torch.Size) -> "_RowGradients":
+        dtype = lookups[0].grads_ND.dtype
         made: _RowGradients = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=native.CPU)
-        made.pieces = pieces
+        made.lookups = lookups
         return made
 
     def as_sparse(self) -> Tensor:
-        """Return one sparse tensor with all pieces, not summed."""
-        _wait_for(self.pieces)
-        ids_N = torch.cat([piece.ids_N for piece in self.pieces])
-        return sparse(ids_N, torch.cat([piece.grads_ND for piece in self.pieces]), self.shape)
+        """Return one sparse tensor of all lookups, not summed."""
+        _wait_for(self.lookups)
+        ids_N = torch.cat([lookup.ids_N for lookup in self.lookups])
+        return sparse(ids_N, torch.cat([lookup.grads_ND for lookup in self.lookups]), self.shape)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override] # torch declares it as a static method
         cls, func: Any, _: object, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.aten.add.Tensor and type(args[0]) is type(args[1]) is cls and not kwargs:
-            return cls(args[0].pieces + args[1].pieces, args[0].shape)
+            return cls(args[0].lookups + args[1].lookups, args[0].shape)
         return func(*(each.as_sparse() if type(each) is cls else each for each in args), **(kwargs or {}))
 
 
@@ -126,16 +126,16 @@ class _Gate(torch.autograd.Function):
 
 
 def _summed(grad: _RowGradients, info: RowsInfo | None, accumulates: bool) -> Tensor:
-    """Return the sparse gradient of all pieces. accumulates: autograd will add it to one that is there."""
+    """Return the sparse gradient of all lookups. accumulates: autograd will add it to one that is there."""
     # Backward threads of several devices add in any order; a fixed order gives the same sums each time.
-    pieces = sorted(grad.pieces, key=lambda piece: piece.number)
-    waited_ms = _wait_for(pieces)
+    lookups = sorted(grad.lookups, key=lambda lookup: lookup.number)
+    waited_ms = _wait_for(lookups)
     if info is not None:
         info.counters.d2h_ms += waited_ms
-    if len(pieces) == 1 and not accumulates:
+    if len(lookups) == 1 and not accumulates:
         # No sum here: the optimizer's kernel sums repeated ids in the pass that it makes anyway.
-        return sparse(pieces[0].ids_N, pieces[0].grads_ND, grad.shape)
-    segments = [native.Segment(piece.ids_N, piece.grads_ND, grad.shape[0]) for piece in pieces]
+        return sparse(lookups[0].ids_N, lookups[0].grads_ND, grad.shape)
+    segments = [native.Segment(lookup.ids_N, lookup.grads_ND, grad.shape[0]) for lookup in lookups]
     # torch adds sparse gradients row by row if their values are contiguous, but concatenates them if there
     # are
     # gaps between rows.
@@ -174,12 +174,12 @@ class _Rows(torch.autograd.Function):
             grads_ND, done = via.start_receiving(grads_ND)
         if grads_ND.shape[-1] > 1 and grads_ND.stride(-1) != 1:
             grads_ND = grads_ND.contiguous()
-        return _RowGradients([_Piece(number, ids_N, grads_ND, done)], ctx.shape), None
+        return _RowGradients([_LookupGradients(number, ids_N, grads_ND, done)], ctx.shape), None
 
 
-def _wait_for(pieces: Sequence[_Piece]) -> float:
-    """Wait until all pieces are on the host; return the milliseconds."""
-    start, events = time.perf_counter(), [piece.done for piece in pieces if piece.done is not None]
+def _wait_for(lookups: Sequence[_LookupGradients]) -> float:
+    """Wait until the gradients of all lookups are on the host; return the milliseconds."""
+    start, events = time.perf_counter(), [lookup.done for lookup in lookups if lookup.done is not None]
     for event in events:
         event.synchronize()
     return 1e3 * (time.perf_counter() - start) if events else 0.0

@@ -1,7 +1,7 @@
 """Ids of a lookup: checks them, finds where each unique id occurs, and sums gradients over the occurrences on
 a replica's device. Also the counters that explain a slow run.
 
-Letters: N ids of a lookup, flattened, U unique ids among them, P pieces of their occurrences, D width of a
+Letters: N ids of a lookup, flattened, U unique ids among them, P runs of their occurrences, D width of a
 row.
 """
 
@@ -14,10 +14,10 @@ from torch import Tensor
 from dphybrid.embedding import native
 from dphybrid.util.errors import UserError
 
-_PIECE_BITS = 6
-PIECE = 1 << _PIECE_BITS
+_RUN_BITS = 6
+RUN = 1 << _RUN_BITS
 """Largest number of occurrences of an id that are summed at once. On a GPU one thread sums one column of a
-piece; all other threads would wait for an id that occurs thousands of times."""
+run; all other threads would wait for an id that occurs thousands of times."""
 
 
 @dataclass
@@ -53,9 +53,9 @@ class Occurrences:
     """Where each unique id occurs among N ids.
 
     unique_U: the unique ids, ascending (int64; all others are int32). inverse_N: the index of each id in
-    unique_U. order_N: the positions 0..N-1, sorted by the id there. starts_P: where in order_N each piece
-    begins; a piece is at most `PIECE` occurrences of one id. first_U: index of each id's first piece; empty
-    if every id has one piece.
+    unique_U. order_N: the positions 0..N-1, sorted by the id there. starts_P: where in order_N each run
+    begins; a run is at most `RUN` occurrences of one id. first_U: index of each id's first run; empty
+    if every id has one run.
     """
 
     unique_U: Tensor
@@ -71,21 +71,21 @@ class Occurrences:
 
 def sort_ids(ids_N: Tensor, num_rows: int) -> Occurrences:
     """Return where each unique id occurs in ids_N (int64, each below `num_rows`)."""
-    unique_U, inverse_N, bounds_U2, places_N = native.occurrences(ids_N, num_rows)
-    return Occurrences(unique_U, inverse_N, places_N.int(), *_pieces(bounds_U2))
+    unique_U, inverse_N, bounds_U2, positions_N = native.occurrences(ids_N, num_rows)
+    return Occurrences(unique_U, inverse_N, positions_N.int(), *_runs(bounds_U2))
 
 
-def _pieces(bounds_U2: Tensor) -> tuple[Tensor, Tensor]:
+def _runs(bounds_U2: Tensor) -> tuple[Tensor, Tensor]:
     """Return (starts_P, first_U) of `Occurrences`, given where each id's occurrences begin and end."""
     starts_U = bounds_U2[:, 0]
-    counts_U = (bounds_U2[:, 1] - starts_U + (PIECE - 1)).bitwise_right_shift_(_PIECE_BITS)
+    counts_U = (bounds_U2[:, 1] - starts_U + (RUN - 1)).bitwise_right_shift_(_RUN_BITS)
     total = int(counts_U.sum())
     if total == len(counts_U):
         return starts_U.contiguous(), torch.empty(0, dtype=torch.int32)
     first_U = counts_U.cumsum(0, dtype=torch.int32) - counts_U
-    # Piece p of all pieces is piece p - first_U of its id, so it starts at starts_U + PIECE * (p - first_U).
-    shift_P = torch.repeat_interleave(starts_U - PIECE * first_U, counts_U, output_size=total)
-    return torch.arange(total, dtype=torch.int32).mul_(PIECE).add_(shift_P), first_U
+    # Run p of all runs is run p - first_U of its id, so it starts at starts_U + RUN * (p - first_U).
+    shift_P = torch.repeat_interleave(starts_U - RUN * first_U, counts_U, output_size=total)
+    return torch.arange(total, dtype=torch.int32).mul_(RUN).add_(shift_P), first_U
 
 
 def each_lookup(wanted: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
@@ -95,7 +95,7 @@ def each_lookup(wanted: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
 
 def sum_by_row(grads_ND: Tensor, order_N: Tensor, starts_P: Tensor, first_U: Tensor) -> Tensor:
     """Return grads_UD: the sum of grads_ND over each unique id's occurrences, on their device. Sums the
-    occurrences of each piece in order, then the pieces."""
+    occurrences of each run in order, then the runs."""
     if not order_N.numel():
         return grads_ND.new_zeros(0, grads_ND.shape[1])
     # The operator below nn.functional.embedding_bag(mode="sum"), whose checks cost noticeable time in a short
@@ -103,8 +103,8 @@ def sum_by_row(grads_ND: Tensor, order_N: Tensor, starts_P: Tensor, first_U: Ten
     summed_PD: Tensor = torch.embedding_bag(grads_ND, order_N, starts_P)[0]
     if not len(first_U):
         return summed_PD
-    pieces_P = torch.arange(len(starts_P), dtype=first_U.dtype, device=first_U.device)
-    summed_UD: Tensor = torch.embedding_bag(summed_PD, pieces_P, first_U)[0]
+    runs_P = torch.arange(len(starts_P), dtype=first_U.dtype, device=first_U.device)
+    summed_UD: Tensor = torch.embedding_bag(summed_PD, runs_P, first_U)[0]
     return summed_UD
 
 

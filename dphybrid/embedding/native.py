@@ -112,7 +112,7 @@ class _Arranged(NamedTuple):
     for each key the addresses of its gradients, in order of occurrence.
 
     A key is a row's number in its table plus the number of rows in all tables before. memory: holds keys,
-    bounds and places. held: the objects that addresses in `call` point to, kept alive.
+    bounds and positions. held: the objects that addresses in `call` point to, kept alive.
     """
 
     call: c.Structure
@@ -155,15 +155,15 @@ def _arrange_arguments(
     # With one segment, a gradient's address follows from its id's position. Otherwise the kernel lists the
     # addresses before it sorts.
     direct = len(segments) == 1
-    # Results: keys, bounds, places. Scratch: two words per id, and the list of addresses unless `direct`.
+    # Results: keys, bounds, positions. Scratch: two words per id, and the list of addresses unless `direct`.
     memory = torch.empty((5 if direct else 6) * count, dtype=torch.int64, device=CPU)
     keys = memory.data_ptr()
-    bounds, places, words, unsorted = (keys + n * 8 * count for n in (1, 2, 3, 5))
+    bounds, positions, words, unsorted = (keys + n * 8 * count for n in (1, 2, 3, 5))
     inverse_N = torch.empty(count, dtype=torch.int32, device=CPU) if inverse else None
     frozen_F = torch.tensor(frozen, dtype=torch.int64, device=CPU) if frozen else None
     call = kernels.Arrange(
         c.addressof(lines), len(segments), count, num_keys, None if frozen_F is None else frozen_F.data_ptr(),
-        len(frozen), words, None if direct else unsorted, keys, bounds, places,
+        len(frozen), words, None if direct else unsorted, keys, bounds, positions,
         None if inverse_N is None else inverse_N.data_ptr(),
     )  # fmt: skip
     return _Arranged(call, memory, inverse_N, (lines, held, frozen_F))
@@ -191,11 +191,11 @@ def _arrange(
 
 
 def occurrences(ids_N: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (unique_U, inverse_N, bounds_U2, places_N).
+    """Return (unique_U, inverse_N, bounds_U2, positions_N).
 
-    unique_U: the unique ids, ascending (int64). inverse_N: each id's index among them (int32). places_N:
+    unique_U: the unique ids, ascending (int64). inverse_N: each id's index among them (int32). positions_N:
     positions in ids_N, sorted by the id there (int64). bounds_U2: first and end of each unique id's positions
-    in places_N (int32).
+    in positions_N (int32).
     """
     arranged = _arrange([Segment(ids_N, _PLACES, num_rows)], num_rows, inverse=True)
     assert arranged.inverse_N is not None

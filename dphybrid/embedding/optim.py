@@ -256,12 +256,12 @@ class RowOptimizer(EagerOptimizer):
             members.append((weight, held))
         tables = native.Tables(members)
         if _UPDATES in own[0]:
-            places = {id(weight): place for place, weight in enumerate(self.tables.values())}
+            numbers = {id(weight): number for number, weight in enumerate(self.tables.values())}
             for line, weight, states in zip(tables.lines, weights, own, strict=True):
                 line.updates = int(states[_UPDATES]) + 1
                 # Noise for bfloat16's rounding, from a counter in the state: a resumed run rounds exactly as
                 # an uninterrupted one.
-                line.noise = (line.updates * 1_000_003 + places[id(weight)]) * 0x9E3779B97F4A7C15 % 2**64
+                line.noise = (line.updates * 1_000_003 + numbers[id(weight)]) * 0x9E3779B97F4A7C15 % 2**64
         return tables, changed
 
     def zero_grad(self, set_to_none: bool = True) -> None:

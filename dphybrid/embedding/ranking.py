@@ -83,8 +83,8 @@ def score_blocks(
     """Yield (first row of a block, the block's scores on the queries' device). Hidden rows score -inf."""
     num_rows = table.num_rows if isinstance(table, HostEmbedding) else len(table)
     step = max(1, SCORES // max(1, len(queries_QD) * numbers_a_score))
-    query_H, place_H = (hidden_QS := hidden_QS.to(queries_QD.device)).ge(0).nonzero(as_tuple=True)
-    row_H = hidden_QS[query_H, place_H]  # indices, not a mask of all scores: few rows are hidden
+    query_H, column_H = (hidden_QS := hidden_QS.to(queries_QD.device)).ge(0).nonzero(as_tuple=True)
+    row_H = hidden_QS[query_H, column_H]  # indices, not a mask of all scores: few rows are hidden
     for start in range(0, num_rows, step):
         rows_ND = _rows(table, torch.arange(start, min(start + step, num_rows))).to(queries_QD)
         here_H = (row_H >= start) & (row_H < start + len(rows_ND))
@@ -98,11 +98,11 @@ def _rows(table: HostEmbedding | Tensor, ids: Tensor) -> Tensor:
     return rows
 
 
-def places_in(rows_QS: Tensor, start: int, size: int) -> Tensor:
-    """Return the place of each row in the block of `size` rows from `start` on; `size` if it is not in the
+def offsets_in(rows_QS: Tensor, start: int, size: int) -> Tensor:
+    """Return the offset of each row in the block of `size` rows from `start` on; `size` if it is not in the
     block."""
-    place_QS = rows_QS - start
-    return place_QS.where((place_QS >= 0) & (place_QS < size), size)
+    offset_QS = rows_QS - start
+    return offset_QS.where((offset_QS >= 0) & (offset_QS < size), size)
 
 
 class Best:
@@ -115,8 +115,8 @@ class Best:
 
     def add(self, start: int, scores_QN: Tensor) -> None:
         """Add a block of scores, whose first row is `start`."""
-        top_QK, place_QK = scores_QN.topk(min(self.scores_QK.shape[1], scores_QN.shape[1]))
-        row_QK = (place_QK + start).where(top_QK > -torch.inf, -1)
+        top_QK, offset_QK = scores_QN.topk(min(self.scores_QK.shape[1], scores_QN.shape[1]))
+        row_QK = (offset_QK + start).where(top_QK > -torch.inf, -1)
         both_Q2K = torch.cat([self.scores_QK, top_QK], 1)
         self.scores_QK, chosen_QK = both_Q2K.topk(self.scores_QK.shape[1])
         self.rows_QK = torch.cat([self.rows_QK, row_QK], 1).gather(1, chosen_QK)

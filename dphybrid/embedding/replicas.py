@@ -102,20 +102,20 @@ class Channel:
         rows_UD, *indices = _views(on_device, parts)
         return Share(self, where, shape, on_device, rows_UD, indices, ready, gather_ms)
 
-    def replace_rows(self, share: Share, places_C: Tensor, read: Callable[[Tensor], None]) -> None:
-        """Replace the rows at `places_C` of a share that was sent already. `read(out_CD)` fills a buffer with
-        the new rows."""
-        shape = (len(places_C), share.rows_UD.shape[1])
-        parts = _layout([(shape, share.rows_UD.dtype), ((len(places_C),), places_C.dtype)])
+    def replace_rows(self, share: Share, positions_C: Tensor, read: Callable[[Tensor], None]) -> None:
+        """Replace the rows at `positions_C` of a share that was sent already. `read(out_CD)` fills a buffer
+        with the new rows."""
+        shape = (len(positions_C), share.rows_UD.shape[1])
+        parts = _layout([(shape, share.rows_UD.dtype), ((len(positions_C),), positions_C.dtype)])
         memory = self._host_memory(parts[-1][0].stop)
         self._counters.bytes_to_devices += len(memory)
-        rows_CD, places = _views(memory, parts)
+        rows_CD, positions = _views(memory, parts)
         read(rows_CD)
-        places.copy_(places_C)
+        positions.copy_(positions_C)
         on_device, share.ready = self._start_copy(memory)
         with self._on(self._to):  # the stream of both copies, so this runs after them
-            rows_CD, places = _views(on_device, parts)
-            share.rows_UD.index_copy_(0, places, rows_CD)
+            rows_CD, positions = _views(on_device, parts)
+            share.rows_UD.index_copy_(0, positions, rows_CD)
             if self._to is not None and share.ready is not None:
                 share.ready.record(self._to)
 
@@ -218,4 +218,4 @@ def _layout(
 
 
 def _views(memory: Tensor, parts: Sequence[tuple[slice, tuple[int, ...], torch.dtype]]) -> list[Tensor]:
-    return [memory[place].view(dtype).view(shape) for place, shape, dtype in parts]
+    return [memory[span].view(dtype).view(shape) for span, shape, dtype in parts]

@@ -77,7 +77,7 @@ class _Table:
         self._versions = {key: tensor._version for key, tensor in self.held.items()}
         num_rows = len(next(iter(self.held.values())))
         # All of these take memory only where they are written.
-        self._place_V = zero_rows((num_rows,), torch.int32).numpy()  # place among those put aside, from 1 on
+        self._slot_V = zero_rows((num_rows,), torch.int32).numpy()  # slot among those put aside, from 1 on
         self._aside = {key: zero_rows(tuple(tensor.shape), tensor.dtype) for key, tensor in self.held.items()}
         self._count, self._rows_read = 0, dict.fromkeys(self.held, 0)
 
@@ -87,14 +87,14 @@ class _Table:
 
     def put_aside(self, ids_N: np.ndarray) -> None:
         # Tensors are read one after the other: a row is needed until the last one has been read there.
-        ids_N = ids_N[(ids_N >= self._rows_read[list(self.held)[-1]]) & (ids_N < len(self._place_V))]
-        ids_N = ids_N[self._place_V[ids_N] == 0]
+        ids_N = ids_N[(ids_N >= self._rows_read[list(self.held)[-1]]) & (ids_N < len(self._slot_V))]
+        ids_N = ids_N[self._slot_V[ids_N] == 0]
         # Of repeated ids the last write stays, which takes a fifth of the time of np.unique's sort.
         order_N = np.arange(1, len(ids_N) + 1, dtype=np.int32)
-        self._place_V[ids_N] = order_N
-        ids_U = ids_N[self._place_V[ids_N] == order_N]
+        self._slot_V[ids_N] = order_N
+        ids_U = ids_N[self._slot_V[ids_N] == order_N]
         stop = self._count + len(ids_U)
-        self._place_V[ids_U] = np.arange(self._count + 1, stop + 1)
+        self._slot_V[ids_U] = np.arange(self._count + 1, stop + 1)
         for key, tensor in self.held.items():
             torch.index_select(tensor, 0, torch.from_numpy(ids_U), out=self._aside[key][self._count : stop])
         self._count = stop
@@ -105,9 +105,9 @@ class _Table:
         width = math.prod(tensor.shape[1:])
         first, last = start // width, -(-stop // width)
         rows = tensor[first:last].clone()
-        place = torch.from_numpy(self._place_V[first:last])
-        old = place.nonzero().flatten()
-        rows[old] = self._aside[key][place[old].long() - 1]
+        slot = torch.from_numpy(self._slot_V[first:last])
+        old = slot.nonzero().flatten()
+        rows[old] = self._aside[key][slot[old].long() - 1]
         self._rows_read[key] = stop // width
         return rows.view(-1)[start - first * width : stop - first * width]
 

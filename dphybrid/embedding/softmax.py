@@ -60,9 +60,9 @@ def _check_targets(rows_XH: Tensor, num_classes: int, targets_X: Tensor) -> None
         return
     wrong_X = (targets_X != IGNORED) & ((targets_X < 0) | (targets_X >= num_classes))
     if bool(wrong_X.any()):
-        place = int(wrong_X.nonzero()[0])
+        position = int(wrong_X.nonzero()[0])
         raise UserError(
-            f"linear_cross_entropy: target {int(targets_X[place])} at position {place} is not a class; "
+            f"linear_cross_entropy: target {int(targets_X[position])} at position {position} is not a class; "
             f"classes are 0 to {num_classes - 1}, and {IGNORED} means no class"
         )
 

@@ -71,12 +71,12 @@ def _check_fits(num_bytes: int, what: str, folder: Path | None) -> None:
     disk. what: beginning of the message."""
     if folder is None:
         free, remedy = available_memory_bytes(), "use fewer or narrower rows, bfloat16, or storage mmap"
-        place = f"{free / GIB:.3g} GiB of memory are free"
+        room = f"{free / GIB:.3g} GiB of memory are free"
     else:
         free, remedy = shutil.disk_usage(folder).free, "choose another folder or a smaller table"
-        place = f"{folder} has {free / GIB:.3g} GiB free"
+        room = f"{folder} has {free / GIB:.3g} GiB free"
     if num_bytes > free * (1 - _KEEP_FREE_SHARE):
-        raise UserError(f"{what}, but {place}; {remedy}")
+        raise UserError(f"{what}, but {room}; {remedy}")
 
 
 _NEW_ROWS: ContextVar[Literal["filled", "unfilled", "deferred"]] = ContextVar("new_rows", default="filled")

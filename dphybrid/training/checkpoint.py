@@ -334,7 +334,7 @@ def read_state(path: Path) -> CheckpointState:
 
 
 def _load_row_states(path: Path, rows: RowOptimizer, tables: Mapping[str, Any]) -> None:
-    places: dict[str, tuple[str, str]] = {}
+    sources: dict[str, tuple[str, str]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for name in [*tables, "_optimizer"]:
         file = table_file(path, name)
@@ -342,11 +342,11 @@ def _load_row_states(path: Path, rows: RowOptimizer, tables: Mapping[str, Any]) 
             if key != "weight":
                 # `_optimizer` holds, by full names, states of tables that are not among the model's modules.
                 whole = key if name == "_optimizer" else f"{name}.{key}"
-                places[whole], shapes[whole] = (name, key), shape
+                sources[whole], shapes[whole] = (name, key), shape
     # All shapes before the first read, so that a mismatch leaves no state half loaded.
     rows.check_shapes(shapes)
     for key, target in rows.states().items():
-        read_table(path, *places[key], target)
+        read_table(path, *sources[key], target)
 
 
 def flatten_optimizer(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -362,8 +362,8 @@ def flatten_optimizer(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[st
     numbers: dict[str, Any] = {}
     for index, entries in state["state"].items():
         for key, value in entries.items():
-            place = tensors if isinstance(value, Tensor) else numbers
-            place[f"{index}.{key}"] = value
+            kept = tensors if isinstance(value, Tensor) else numbers
+            kept[f"{index}.{key}"] = value
     return tensors, {"groups": state["param_groups"], "numbers": numbers}
 
 

@@ -145,6 +145,6 @@ def first_bad(tensor: Tensor, infinite_too: bool = True) -> tuple[int, float] | 
             continue
         bad = ~torch.isfinite(block) if infinite_too else torch.isnan(block)
         if bool(bad.any()):
-            place = int(bad.nonzero()[0])
-            return (start + place) // max(1, tensor[0].numel() if tensor.dim() else 1), float(block[place])
+            first = int(bad.nonzero()[0])
+            return (start + first) // max(1, tensor[0].numel() if tensor.dim() else 1), float(block[first])
     return None

@@ -252,8 +252,8 @@ def _ranked(labels_B: Array, scores_B: Array, weights_B: Array | None) -> list[C
 
 def _thinned(x_T: Array, y_T: Array) -> list[tuple[float, float]]:
     """Return at most `_SHOWN_POINTS` points of a curve, at equal distances along it; both ends are kept."""
-    places = np.unique(np.linspace(0, len(x_T) - 1, _SHOWN_POINTS).round().astype(np.int64))
-    return list(zip(x_T[places].tolist(), y_T[places].tolist(), strict=True))
+    points = np.unique(np.linspace(0, len(x_T) - 1, _SHOWN_POINTS).round().astype(np.int64))
+    return list(zip(x_T[points].tolist(), y_T[points].tolist(), strict=True))
 
 
 def _chart(name: str, title: str, axes: tuple[str, str], points: list[tuple[float, float]]) -> Chart:

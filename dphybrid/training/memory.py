@@ -142,7 +142,7 @@ def own_gpus(model: nn.Module) -> list[int]:
     """Return the indices of the GPUs that hold a model's parameters or replicas of its data-parallel
     blocks."""
     devices = {parameter.device for parameter in model.parameters()}
-    devices |= {place for block in find_data_parallel(model).values() for place in block.devices.replicas}
+    devices |= {device for block in find_data_parallel(model).values() for device in block.devices.replicas}
     return sorted(device.index for device in devices if device.type == "cuda")
 
 

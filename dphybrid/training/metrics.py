@@ -95,10 +95,10 @@ def area_under_roc(labels_B: np.ndarray, scores_B: np.ndarray, weights_B: np.nda
     """
     if not np.isfinite(scores_B).all():
         return math.nan
-    _, place_B = np.unique(scores_B, return_inverse=True)
+    _, rank_B = np.unique(scores_B, return_inverse=True)
     ones_B = np.ones(len(scores_B)) if weights_B is None else weights_B
-    positive_V = np.bincount(place_B, ones_B * (labels_B > 0))
-    negative_V = np.bincount(place_B, ones_B) - positive_V
+    positive_V = np.bincount(rank_B, ones_B * (labels_B > 0))
+    negative_V = np.bincount(rank_B, ones_B) - positive_V
     pairs = positive_V.sum() * negative_V.sum()
     below_V = np.cumsum(negative_V) - negative_V / 2
     return float((positive_V * below_V).sum() / pairs) if pairs else math.nan

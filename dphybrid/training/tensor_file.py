@@ -51,19 +51,19 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     it."""
     crc = 0
     with naming(path), path.open("wb") as file:
-        for piece in _pieces(tensors):
-            crc = isal_zlib.crc32(piece, crc)  # seven times as fast as zlib's
-            file.write(piece)
+        for chunk in _chunks(tensors):
+            crc = isal_zlib.crc32(chunk, crc)  # seven times as fast as zlib's
+            file.write(chunk)
     return f"{crc:08x}"
 
 
-def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+def _chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     header: dict[str, object] = {}
     offset = 0
     # Sorted, so that the same tensors give the same file whatever their order.
     for name, tensor in sorted(tensors.items()):
-        place = [offset, offset := offset + tensor.nbytes]
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
+        span = [offset, offset := offset + tensor.nbytes]
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
     head = json.dumps(header, separators=(",", ":")).encode()
     # Padded, so that the tensors of a mapped file start at a multiple of eight bytes.
     head += b" " * (-len(head) % 8)

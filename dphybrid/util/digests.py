@@ -16,7 +16,7 @@ from isal import isal_zlib
 
 from dphybrid.util.errors import UserError
 
-_PIECE_BYTES = 2**20
+_CHUNK_BYTES = 2**20
 
 
 def file_digest(path: Path) -> str:
@@ -79,22 +79,22 @@ def copy_files(source: Path, target: Path) -> dict[str, str]:
     sums = {}
     for file in sorted(source.iterdir()):
         digest = hashlib.sha256()
-        # Unbuffered: a buffer would only add a copy of these large pieces.
+        # Unbuffered: a buffer would only add a copy of these large chunks.
         with file.open("rb", buffering=0) as read, (target / file.name).open("wb") as written:
-            while piece := read.read(_PIECE_BYTES):
-                digest.update(piece)
-                written.write(piece)
+            while chunk := read.read(_CHUNK_BYTES):
+                digest.update(chunk)
+                written.write(chunk)
         sums[file.name] = digest.hexdigest()
     return sums
 
 
 def file_crc(path: Path) -> str:
-    """Return the CRC-32 of a file in hex. It detects damage, not forgery, in a small part of sha256's time."""
-    crc, piece = 0, memoryview(bytearray(_PIECE_BYTES))
-    # readinto reuses one buffer; read() would allocate one for each piece.
+    """Return the CRC-32 of a file in hex. It detects damage, not forgery, much faster than sha256."""
+    crc, chunk = 0, memoryview(bytearray(_CHUNK_BYTES))
+    # readinto reuses one buffer; read() would allocate one for each chunk.
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(piece):
-            crc = isal_zlib.crc32(piece[:count], crc)
+        while count := file.readinto(chunk):
+            crc = isal_zlib.crc32(chunk[:count], crc)
     return f"{crc:08x}"
 
 

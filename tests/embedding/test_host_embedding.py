@@ -16,7 +16,7 @@ from dphybrid.embedding import (
     clip_grad_norm_,
     find_tables,
 )
-from dphybrid.embedding.lookup import PIECE, sort_ids, sum_by_row
+from dphybrid.embedding.lookup import RUN, sort_ids, sum_by_row
 from tests.refusing import refused_with
 
 ROWS, DIM = 50, 4
@@ -55,14 +55,14 @@ def test_occurrences_of_unique_ids(count: int, num_rows: int) -> None:
     assert torch.equal(where.inverse_N.long(), inverse_N)
     assert torch.equal(where.order_N.long(), torch.argsort(ids_N, stable=True))
     ends = list(itertools.accumulate(counts_U.tolist(), initial=0))
-    pieces = [list(range(start, end, PIECE)) for start, end in itertools.pairwise(ends)]
-    assert where.starts_P.tolist() == [start for own in pieces for start in own]
-    firsts = list(itertools.accumulate(map(len, pieces), initial=0))[:-1]
-    assert where.first_U.tolist() == (firsts if len(where.starts_P) > len(pieces) else [])
+    runs = [list(range(start, end, RUN)) for start, end in itertools.pairwise(ends)]
+    assert where.starts_P.tolist() == [start for own in runs for start in own]
+    firsts = list(itertools.accumulate(map(len, runs), initial=0))[:-1]
+    assert where.first_U.tolist() == (firsts if len(where.starts_P) > len(runs) else [])
 
 
 def test_gradients_of_a_frequent_id_are_summed_in_short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    ids_N = torch.cat([torch.zeros(5000, dtype=torch.int64), torch.arange(40), torch.full((PIECE,), 7)])
+    ids_N = torch.cat([torch.zeros(5000, dtype=torch.int64), torch.arange(40), torch.full((RUN,), 7)])
     ids_N = ids_N[torch.randperm(len(ids_N), generator=torch.Generator().manual_seed(0))]
     grads_ND = torch.randn(len(ids_N), DIM, generator=torch.Generator().manual_seed(1))
     longest: list[int] = []
@@ -78,7 +78,7 @@ def test_gradients_of_a_frequent_id_are_summed_in_short_pieces(monkeypatch: pyte
         torch.set_num_threads(threads)
         sums.append(sum_by_row(grads_ND, *sort_ids(ids_N, 40).indices()[1:]))
     torch.set_num_threads(before)
-    assert max(longest) == -(-5001 // PIECE)
+    assert max(longest) == -(-5001 // RUN)
     assert torch.equal(sums[0], sums[1])
     assert torch.equal(sums[0], sums[2])
     expected = torch.zeros(40, DIM, dtype=torch.float64).index_add_(0, ids_N, grads_ND.double())

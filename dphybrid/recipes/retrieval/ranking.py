@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dphybrid.embedding.ranking import Best, places_in, score_blocks
+from dphybrid.embedding.ranking import Best, offsets_in, score_blocks
 from dphybrid.training.metrics import Task
 
 
@@ -28,9 +28,9 @@ def rank_held(users_BE: Tensor, items_VE: Tensor, batch: dict[str, Tensor], dept
     for start, scores_BV in score_blocks(users_BE, items_VE, seen_BS):
         best.add(start, scores_BV)
         total_B = torch.logaddexp(total_B, scores_BV.logsumexp(1))
-        place_BH = places_in(held_BH, start, scores_BV.shape[1])
+        offset_BH = offsets_in(held_BH, start, scores_BV.shape[1])
         # For a held-out item of another block the place is that of the padded column, which adds 0.
-        held_scores_BH += F.pad(scores_BV, (0, 1)).gather(1, place_BH)
+        held_scores_BH += F.pad(scores_BV, (0, 1)).gather(1, offset_BH)
     is_held_BH = held_BH < len(items_VE)  # the others are padding
     loss_BH = (total_B.unsqueeze(1) - held_scores_BH) * is_held_BH
     place_BK = torch.searchsorted(held_BH, best.rows_QK).clamp(max=held_BH.shape[1] - 1)
@@ -47,11 +47,11 @@ def _popular_found(held_BH: Tensor, seen_BS: Tensor, num_items: int, k: int) -> 
     """Return found_BK for the list of the k most popular items (those with the smallest numbers) that a user
     has not met. Both inputs are sorted and padded with `num_items`."""
     # An item's place in that list is its number, less the smaller numbers that the user has met.
-    place_BH = held_BH - torch.searchsorted(seen_BS, held_BH)
-    place_BH = place_BH.where((held_BH < num_items) & (place_BH < k), k)
+    offset_BH = held_BH - torch.searchsorted(seen_BS, held_BH)
+    offset_BH = offset_BH.where((held_BH < num_items) & (offset_BH < k), k)
     # Column k takes the items beyond the list, and is cut off.
     found_BK = torch.zeros(len(held_BH), k + 1, dtype=torch.bool, device=held_BH.device)
-    return found_BK.scatter(1, place_BH, True)[:, :k]
+    return found_BK.scatter(1, offset_BH, True)[:, :k]
 
 
 def recall_and_ndcg(found_BK: Tensor, held_B: Tensor, cutoffs: Sequence[int]) -> dict[str, float]:
