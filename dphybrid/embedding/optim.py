@@ -358,8 +358,8 @@ def _check_numbers(numbers: Mapping[str, Any]) -> None:
         valid = False
     if not valid:
         raise UserError(
-            f"row optimizer: lr={lr}, weight_decay={decay}, eps={eps}, betas={betas}; give finite numbers "
-            "of at least 0, and two betas"
+            f"row optimizer: betas={betas}, lr={lr}, weight_decay={decay}, eps={eps}; give finite numbers of "
+            "at least 0, and two betas"
         )
     native.corrections(beta1, beta2)
 
