@@ -57,11 +57,10 @@ class HostEmbeddingCollection(nn.Module):
         ]
         scales = [(row, row + 1, 0.0) for row in padding_rows]
         if isinstance(std, Mapping):
-            if std.keys() != tables.keys():
-                wrong = ", ".join(sorted(map(str, std.keys() ^ tables.keys())))
-                raise UserError(
-                    f"collection {name!r}: std and tables differ in {wrong}; give each table's std"
-                )
+            if missing := [table for table in tables if table not in std]:
+                raise UserError(f"collection {name!r}: std has no value for table {missing[0]!r}; give one")
+            if foreign := [table for table in std if table not in tables]:
+                raise UserError(f"collection {name!r}: std has {foreign[0]!r}, which is none of the tables")
             # Start values are drawn with std 1; each table's std is then a factor on its rows.
             scales += [(start, start + tables[table], std[table]) for table, start in self.starts.items()]
             std = 1.0

@@ -47,7 +47,7 @@ def loaded(change: Callable[[dict[str, Any]], object]) -> None:
         (lambda: loaded(lambda group: group.update(momentum=0.9)), "'momentum'"),
         (lambda: loaded(lambda group: group.pop("eps")), "no 'eps'"),
         (lambda: loaded(lambda group: group.update(lr=float("nan"))), "lr=nan"),
-        (lambda: HostEmbeddingCollection({"a": 3}, 2, std={"a": 0.1, "b": 1.0}), "differ in b"),
+        (lambda: HostEmbeddingCollection({"a": 3}, 2, std={"a": 0.1, "b": 1.0}), "std has 'b'"),
         (lambda: HostEmbeddingCollection({"a": 3}, 2, padding={"b": 0}), "padding 'b'"),
         (lambda: HostEmbedding(6, 2, scales=[(3, 100, 0.0)]), "rows are 0 to 5"),
         (lambda: HostEmbedding(6, 2, std=-1.0), "std=-1.0"),
