@@ -190,21 +190,20 @@ class RunReport:
         """The last lines that the training prints."""
         return self.values.text.strip("\n")
 
-    def page(self, clickable: bool = False) -> str:
-        """Return the report as one self-contained HTML page. clickable: with figures to point and zoom at, in
-        5 MB; else with pictures. Raises UserError if the prepared data no longer exists."""
+    def page(self) -> str:
+        """Return the report as one self-contained HTML page. Raises UserError if the prepared data no longer
+        exists."""
         from dphybrid.run.report import report_page
 
-        return report_page(self._run, clickable)
+        return report_page(self._run, self._run.experiment(), self.values)
 
     def save(self, file: str | Path) -> Path:
-        """Write the page to a file, with figures to point and zoom at, and return its path. Raises UserError
-        if the file cannot be written."""
+        """Write the page to a file and return its path. Raises UserError if the file cannot be written."""
         from dphybrid.util.files import check_target, write_text
 
         target = Path(file).expanduser()
         check_target(target, str(file))
-        write_text(target, self.page(clickable=True))
+        write_text(target, self.page())
         return target
 
     def __repr__(self) -> str:

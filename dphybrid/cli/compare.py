@@ -45,7 +45,7 @@ class Flags(Command):
     def run(self) -> int:
         """Print a comparison of runs and write it as a page."""
         from dphybrid.tracking import compare
-        from dphybrid.tracking.compare_page import param_of, text_of, write_comparison
+        from dphybrid.tracking.compare_page import text_of, write_comparison
         from dphybrid.tracking.opening import store_to_read
 
         settings = load_settings()
@@ -60,7 +60,7 @@ class Flags(Command):
         uri = store_to_read(settings.mlflow_uri, settings.mlflow_dir)
         run_ids = compare.find_runs(uri, experiment, self.runs, self.sweep)
         runs = compare.read_runs(uri, run_ids)
-        print(text_of(runs, param_of(self.group_by, runs)))
+        print(text_of(runs, self.group_by))
         if self.text:
             return 0
         page = write_comparison(runs, self.out, self.group_by)

@@ -1,4 +1,4 @@
-"""Reads the runs to compare from MLflow, and logs the comparison page to MLflow."""
+"""Finds and reads the runs to compare in MLflow, and logs the comparison page to MLflow."""
 
 import json
 import math
@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from mlflow.entities import Metric, Run, ViewType
 from mlflow.exceptions import MlflowException
@@ -22,9 +21,8 @@ _MAX_RUNS = 256
 """With more runs the page is unreadable. A grid (`MAX_CELLS`) has at most as many."""
 _NEWEST_RUNS = 24
 """How many runs of an experiment are compared if the user names none."""
-
 _PAGE = 1000
-_MAX_POINTS, _MAX_VALUE = 600, 1e308
+_MAX_POINTS, _MAX_VALUE = 400, 1e308
 """The most points of a curve on the page; MLflow stores an infinite value as a number above `_MAX_VALUE`."""
 
 _KIND_TAG, _REPLICAS_TAG = "dphybrid.kind", "dphybrid.replicas"
@@ -34,12 +32,10 @@ _COMPARISONS = "{} comparisons"
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The facts about one run, or about several that differ only in their seed, that a comparison needs.
-
-    splits: (replica, block) -> shape of its share of a full batch. stages_ms: stage -> milliseconds of an
-    average step. curves: metric -> points (step, seconds since the start, value). spread: metric -> standard
-    deviation over the seeds. measured: number and digest of the validation rows; "" if unknown.
-    """
+    """A run to compare. stages_ms: stage -> milliseconds of an average step. curves: metric -> points (step,
+    seconds since the start, value). measured: number and digest of the validation rows; "" if unknown.
+    members: the runs that this one summarizes, which differ only in their seed; spread: metric -> standard
+    deviation over them."""
 
     run_id: str
     name: str
@@ -47,20 +43,16 @@ class RunFacts:
     started: datetime
     params: Mapping[str, str]
     metrics: Mapping[str, float]
-    splits: Mapping[tuple[int, str], str]
     stages_ms: Mapping[str, float] = field(default_factory=dict)
     curves: Mapping[str, list[tuple[float, float, float]]] = field(default_factory=dict)
     url: str = ""
     replicas: int = 1
-    spread: Mapping[str, float] = field(default_factory=dict)
     measured: str = ""
-
-    @property
-    def samples_per_s(self) -> float | None:
-        return self.metrics.get("summary_samples_per_s_median")
+    members: Sequence["RunFacts"] = ()
+    spread: Mapping[str, float] = field(default_factory=dict)
 
     def value(self, param: str) -> str:
-        return self.params.get(param, "not set")
+        return self.params.get(param, "")
 
 
 def read_runs(store_uri: str, run_ids: Sequence[str]) -> list[RunFacts]:
@@ -81,25 +73,30 @@ def _read_run(client: MlflowClient, store_uri: str, run_id: str) -> RunFacts:
         run = client.get_run(run_id)
     except MlflowException as error:
         raise UserError(f"run {run_id!r}: cannot be read ({str(error).splitlines()[0][:200]})") from error
-    metrics = {_renamed(name): _restored(value) for name, value in run.data.metrics.items()}
+    metrics, tags, begin = run.data.metrics, run.data.tags, run.info.start_time
     # At most six: more panels are hard to read, and each curve costs a call to the server.
     chosen = [name for name in metrics if name == "train/loss" or name.startswith("valid/")][:6]
-    begin, tags = run.info.start_time, run.data.tags.items()
-    changed = {tag[len(CHANGED_TAG) :]: both for tag, both in tags if tag.startswith(CHANGED_TAG)}
-    stages = (_read_page(client, run_id, "report.json") or {}).get("stages_ms", {})
+    changed = {tag[len(CHANGED_TAG) :]: both for tag, both in tags.items() if tag.startswith(CHANGED_TAG)}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            page = Path(client.download_artifacts(run_id, "report.json", folder))
+            stages = json.loads(page.read_text(encoding="utf-8")).get("stages_ms", {})
+        except (MlflowException, OSError, ValueError):
+            stages = {}  # the run has no report, or not yet
     return RunFacts(
         run_id=run_id,
         name=run.info.run_name or run_id,
         status=run.info.status,
         started=datetime.fromtimestamp(begin / 1000),
         params=dict(run.data.params) | changed,
-        replicas=int(run.data.tags.get(_REPLICAS_TAG, "1")),
-        metrics=metrics,
-        splits=_full_split(_read_page(client, run_id, "split_shapes.json") or {}),
-        stages_ms=dict(sorted(stages.items(), key=lambda stage: -stage[1])),
-        url=run_address(store_uri, run.info.experiment_id, run_id),
-        measured=_measured(run),
+        metrics={
+            name: math.copysign(math.inf, v) if abs(v) > _MAX_VALUE else v for name, v in metrics.items()
+        },
+        stages_ms=stages,
         curves={name: _curve(client.get_metric_history(run_id, name), begin) for name in chosen},
+        url=run_address(store_uri, run.info.experiment_id, run_id),
+        replicas=int(tags.get(_REPLICAS_TAG, "1")),
+        measured=_measured(run),
     )
 
 
@@ -113,41 +110,12 @@ def _measured(run: Run) -> str:
     return next((f"data {each.dataset.digest[:8]}" for each in given), "")
 
 
-def _renamed(name: str) -> str:
-    """Return the present name of a metric that earlier versions recorded."""
-    return name.replace("/", "_", 1) if name.startswith(("final/", "summary/")) else name
-
-
-def _restored(value: float) -> float:
-    """Return a metric as it was logged: infinite if it is above `_MAX_VALUE`."""
-    return value if abs(value) < _MAX_VALUE or math.isnan(value) else math.copysign(math.inf, value)
-
-
 def _curve(history: Sequence[Metric], begin_ms: int) -> list[tuple[float, float, float]]:
-    """Return a curve's finite points, thinned out evenly to the number that a screen shows; the last point is
-    kept."""
+    """Return a curve's finite points, thinned out evenly; the last point is kept."""
     points = sorted((float(p.step), (p.timestamp - begin_ms) / 1000, p.value) for p in history)
     points = [point for point in points if abs(point[2]) < _MAX_VALUE]
-    stride = -(-len(points) // _MAX_POINTS) or 1
     # Counted from the end, so that the last point is one of them.
-    return points[::-1][::stride][::-1]
-
-
-def _full_split(table: Mapping[str, Any]) -> dict[tuple[int, str], str]:
-    """Return the shapes of the first split by replica and block, from a run's table of splits."""
-    rows = [dict(zip(table["columns"], values, strict=True)) for values in table.get("data", [])]
-    # Splits are numbered in the order of their first steps, and the first batch of a training is full.
-    return {(row["replica"], row["block"]): row["split"] for row in rows if row["number"] == 1}
-
-
-def _read_page(client: MlflowClient, run_id: str, name: str) -> Any:
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            return json.loads(
-                Path(client.download_artifacts(run_id, name, folder)).read_text(encoding="utf-8")
-            )
-        except (MlflowException, OSError, ValueError):
-            return None  # the run has no such page, or not yet
+    return points[::-1][:: -(-len(points) // _MAX_POINTS) or 1][::-1]
 
 
 def find_runs(

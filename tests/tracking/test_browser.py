@@ -92,9 +92,7 @@ def test_the_page_of_a_run_explains_it(seen: Seen) -> None:
     for words in (
         "hybrid on cpu*8, batch 60, seed 0: mse",
         "10,000 samples to train",  # the data
-        "split 1 / replica 7 / network.region",
-        "[8, 10] -> [8, 10]",
-        "Where time went",
+        "In Model: input size torch.Size([8, 10]) output size torch.Size([8, 10])",
         "backward",
         "Load the best checkpoint",
         'dphybrid.load_model("models:/hybrid-model@challenger")',
@@ -103,7 +101,6 @@ def test_the_page_of_a_run_explains_it(seen: Seen) -> None:
         "hybrid-model",
     ):
         assert words in text, words
-    assert page.locator("table").filter(has_text="replica 7").count() >= 1
 
 
 def test_the_report_opens_among_the_artifacts(seen: Seen) -> None:
@@ -111,17 +108,15 @@ def test_the_report_opens_among_the_artifacts(seen: Seen) -> None:
     page = seen.open(f"{base}/artifacts/Report.html?workflowType=machine_learning", "report", "Report.html")
     frame = page.frame_locator("iframe").first
     frame.get_by_text("Where time went").first.wait_for(timeout=WAIT_MS)
-    # the loss, the metric, stages and how batches were split
-    assert frame.locator("svg").count() == 4
+    assert frame.locator("svg").count() == 3  # the loss, the metric and the stages
+    assert frame.locator("table").filter(has_text="split 1 / replica 7 / network.region").count() == 1
     for drawing in frame.locator("svg").all():
         left = drawing.bounding_box()["x"]
         assert all(text.bounding_box()["x"] >= left for text in drawing.locator("text").all())  # none is cut
 
 
 @pytest.mark.parametrize("width", [1440, 1000, 390])
-def test_the_page_of_a_comparison_can_be_hidden_sorted_and_switched(
-    seen: Seen, tmp_path: Path, width: int
-) -> None:
+def test_the_page_of_a_comparison_hides_curves_and_is_sorted(seen: Seen, tmp_path: Path, width: int) -> None:
     page_file = write_comparison(
         read_runs(seen.server.uri, [r.run_id for r in seen.reports]), tmp_path, "devices"
     )
@@ -130,23 +125,14 @@ def test_the_page_of_a_comparison_can_be_hidden_sorted_and_switched(
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("request", lambda request: errors.append(request.url) if request.url.startswith("http") else None)
     page.goto(page_file.as_uri())
-    page.wait_for_selector("body[data-drawn]", timeout=WAIT_MS)
+    page.wait_for_selector("svg", timeout=WAIT_MS)
     page.wait_for_timeout(500)
     seen.keep(page, f"comparison_{width}")
     rows = page.locator("table").first.locator("tbody tr")
     assert rows.count() == 3
     assert rows.first.get_by_role("link").get_attribute("href") == seen.reports[0].run_url
-    dots = (
-        page.locator("table")
-        .first.locator(".dot")
-        .evaluate_all("all => all.map(one => one.style.background)")
-    )
-    assert len(set(dots)) == 3
-    assert page.locator("#plot2 .trace.bars").count() >= 5
-    for chart in ("plot1", "plot2", "plot3"):  # none covers the heading below it
-        place = page.locator(f"#{chart}")
-        drawn = place.locator("svg").first.bounding_box()
-        assert drawn["height"] <= place.bounding_box()["height"]
+    dots = page.locator("table .dot")
+    assert len(set(dots.evaluate_all("all => all.map(one => one.style.background)"))) == 3
     titles = page.locator("table").first.locator("th").all_inner_texts()
     page.locator("table").first.locator("th", has_text="samples/s").click()
     column = (
@@ -156,17 +142,11 @@ def test_the_page_of_a_comparison_can_be_hidden_sorted_and_switched(
     )
     speeds = [float(text.replace(",", "")) for text in column]
     assert speeds == sorted(speeds, reverse=True)
-    curves = page.evaluate("document.getElementById('plot3').data.length")
-    page.locator("#plot3 .legendtoggle").first.click()
-    page.wait_for_timeout(600)  # a second click would show it alone
-    hidden = "document.getElementById('plot3').data.filter(one => one.visible === 'legendonly').length"
-    assert page.evaluate(hidden) == curves / 3
-    page.locator("#plot3 .updatemenu-button", has_text="over seconds").click()
-    page.wait_for_timeout(300)
-    assert page.evaluate("document.getElementById('plot3').data[0].x[0] % 1 !== 0")
+    curves = page.locator('g[id^="run"]').count()
+    dots.first.click()
+    hidden = "all => all.filter(one => one.style.display === 'none').length"
+    assert page.locator('g[id^="run"]').evaluate_all(hidden) == curves / 3
+    dots.first.click()
+    assert page.locator('g[id^="run"]').evaluate_all(hidden) == 0
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth + 1")
-    sizes = page.locator("text").evaluate_all(
-        "all => all.map(one => parseFloat(getComputedStyle(one).fontSize))"
-    )
-    assert min(sizes) >= 9
     assert errors == []

@@ -6,12 +6,16 @@ import resource
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from mlflow.tracking import MlflowClient
 
+from dphybrid.config.settings import load_settings
+from dphybrid.run.folder import read_run
+from dphybrid.run.report import report_page
 from dphybrid.run.train import Report
 from dphybrid.serving.load import model_from_checkpoint
 from dphybrid.tracking import open_tracker
@@ -74,48 +78,25 @@ def test_the_finer_metrics_are_in_the_record_which_is_an_artifact(
     assert summary.max().sum() == pytest.approx(100, abs=0.01)
 
 
-def test_the_report_is_text_whatever_columns_are_called(finished: tuple[Report, MlflowClient]) -> None:
-    from dphybrid.tracking.report import run_report_html, run_report_markdown
-
-    report, client = finished
-    odd = "<script>alert(1)</script> | `x` \x1b[31m"
-    lines = [
-        f"  {odd}.csv: 10 rows",
-        "  column       role         table rows  values such as",
-        f"  {odd}  categorical      12  a | b, <b>c</b>```",
-        "  8 rows to train",
-    ]
-    facts = report.model_dump() | {
-        "splits": [row.table_row() for row in report.splits],
-        "tabular": False,
-        "given": {"data.label": odd},
-        "data_name": "ctr-1",
-        "data_source": f"{odd}.csv",
-        "data_lines": lines,
-        "history": [{"step": 1, odd: 2.0}, {"step": 5, odd: 1.0}],
-        "charts": [],
-        "config": json.loads(Path(client.download_artifacts(report.run_id, "config.json")).read_text()),
-        "links": {"a [link]": "http://127.0.0.1/x"},
-    }
-    text = run_report_markdown(facts)
-    assert text.splitlines()[0].startswith("hybrid on cpu\\*3, batch 64, seed 0: mse **")
-    assert "predictor = " not in text
-    assert "predictor = dphybrid.load(" in run_report_markdown(facts | {"tabular": True})
+@pytest.mark.pictures
+def test_the_report_is_text_whatever_columns_are_called(data_dir: Path, tmp_path: Path) -> None:
+    odd = "<script>alert(1)</script> | `x` $y^"
+    lines = ["y,size," + odd, *(f"{n % 2},{n},<b>{n % 5}</b>```" for n in range(400))]
+    (tmp_path / "t.csv").write_text("\n".join(lines))
+    report = run_with("recipe=ctr", f"data.path={tmp_path / 't.csv'}", "data.label=y", "train.epochs=2")
+    text = MlflowClient(report.tracking_uri).get_run(report.run_id).data.tags["mlflow.note.content"]
+    assert text.splitlines()[0].startswith("**ctr on cpu, batch ")
+    assert text.splitlines()[1].startswith("**Validation** auc ")
+    assert "predictor = dphybrid.load(" in text
     blocks = text.split("\n```")  # between them, what is no block of code
     assert "<script>" not in "".join(blocks[::2])
-    assert "column       role         table rows  values such as" in blocks[1]
-    assert "<script>alert(1)</script> | `x` \\x1b[31m  categorical      12  a | b, <b>c</b>` ` `" in blocks[1]
-    assert "\x1b" not in text
-    facts["charts"] = [
-        {"title": odd, "xlabel": odd, "ylabel": "$x$", "points": [(0.0, 1.0)], "line": "equal"},
-        {"title": odd, "classes": [odd, "b"], "counts": [[1.0, 0.0], [0.0, 0.0]], "recall": [1.0, None]},
-    ]
-    page = run_report_html(facts | {"links": {"bad": "javascript:alert(1)"}})
+    assert odd in "".join(blocks[1::2])
+    page = (data_dir / "runs" / report.run_name / "record" / "Report.html").read_text()
     assert page.count("<script") == 1  # the page's own, which sorts
-    assert page.count("<svg") == 5  # curve, two charts, splits, stages
-    assert "javascript:" not in page
-    assert "\x1b" not in page
-    assert "&lt;script&gt;alert(1)&lt;/script&gt; | `x` \\x1b[31m  categorical      12  a |" in page
+    assert "&lt;script&gt;alert(1)&lt;/script&gt; | `x` $y^" in page
+    run = read_run(data_dir / "runs" / report.run_name, load_settings())
+    bad = replace(run, page=run.page.model_copy(update={"links": {"bad": "javascript:alert(1)"}}))
+    assert "javascript:" not in report_page(bad, run.experiment(), report)
 
 
 def test_splits_figures_config_and_report_are_artifacts(
@@ -140,7 +121,8 @@ def test_splits_figures_config_and_report_are_artifacts(
     assert {"path": "split_shapes.json", "type": "table"} in json.loads(tags["mlflow.loggedArtifacts"])
     note = tags["mlflow.note.content"]
     assert re.search(
-        r"(?s)How batches were split.*Where time went.*load_model\(.*train --recipe hybrid", note
+        r"(?s)\*\*Split\*\* .*\*\*Time\*\* .*batches were split.*load_model\(.*train --recipe hybrid",
+        note,
     )
 
 

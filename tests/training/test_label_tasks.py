@@ -98,10 +98,8 @@ def test_classes(data_dir: Path, tmp_path: Path) -> None:
     assert confusion["recall"] == pytest.approx(counts_CC.diagonal() / counts_CC.sum(1))
     assert (calibration["name"], len(calibration["points"])) == ("calibration", 10)
     pictures = (run.folder / "record" / "Report.html").read_text()
-    # curves, the two, stages, and how batches were split
-    assert pictures.count("<svg") == len(run.history) - 1 + 4
-    page = run.report().page(clickable=True)
-    assert page.count("Plotly.newPlot(") == pictures.count("<svg")
+    assert pictures.count("<svg") == len(run.history) - 1 + 3  # curves, the two, stages
+    page = run.report().page()
     assert f">{100 * confusion['recall'][0]:.4g}</td>" in page
 
 
