@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
-from optuna.trial import FrozenTrial, TrialState, create_trial
+from optuna.trial import FrozenTrial, TrialState
 
 from dphybrid.config import ExperimentConfig, flatten
 from dphybrid.config.settings import Settings
@@ -114,7 +114,7 @@ class Sweep:
         space = self.space()
         if self.trials:
             return [
-                self._cell(f"{self.name}-000", {name: value}, settings)
+                self.cell(f"{self.name}-000", {name: value}, settings)
                 for name, values in space.items()
                 for value in _choices(values) or [values.low, values.high]  # type: ignore[attr-defined]
             ]
@@ -130,12 +130,13 @@ class Sweep:
             # Zero-padded numbers, so that names sort in the grid's order.
             name = f"{self.name}-{number:0{len(str(count))}d}{_name_suffix(several)}"
             try:
-                cells.append(self._cell(name, values, settings))
+                cells.append(self.cell(name, values, settings))
             except UserError as error:
                 raise UserError(f"grid: cell {number} {error}") from error
         return cells
 
-    def _cell(self, name: str, values: Mapping[str, object], settings: Settings) -> Cell:
+    def cell(self, name: str, values: Mapping[str, object], settings: Settings) -> Cell:
+        """Return the cell of these values. Raises UserError for values that are not allowed."""
         chosen = {field: flag_text(value) for field, value in values.items()}
         shown = [f"{field}={value}" for field, value in chosen.items()]
         check_run_name(name, "--sweep: its run")  # longer than the sweep's name
@@ -145,21 +146,6 @@ class Sweep:
         except UserError as error:
             raise UserError(f"({', '.join(shown)}): {error}") from error
         return Cell(name=name, values=chosen, config=made)
-
-    def chosen(self, trial: optuna.Trial, cells: Sequence[Cell], settings: Settings) -> Cell:
-        """Return the cell of a trial, with the values that Optuna chooses. cells: those of the grid."""
-        space = self.space()
-        values: dict[str, object] = {}
-        for field, given in zip(space, self.grid.values(), strict=True):
-            if choices := _choices(space[field]):
-                values[field] = trial.suggest_categorical(field, choices)
-            else:
-                whole = isinstance(space[field], optuna.distributions.IntDistribution)
-                values[field] = (trial.suggest_int if whole else trial.suggest_float)(field, **given)
-        if not self.trials:
-            return next(cell for cell in cells if cell.values == values)
-        name = trial.user_attrs.get(_CELL, f"{self.name}-{trial.number + 1:03d}")
-        return self._cell(name, values, settings)
 
 
 def _choices(values: BaseDistribution) -> list[str]:
@@ -199,7 +185,7 @@ def run_sweep(
         folder = sweep.folder(settings)
         print(f"Sweep {sweep.name}: {counted(count, 'run')}, {workers} at once; logs in {folder}", flush=True)
         trials = _Trials(sweep, cells, settings, stop, task, wrap, {**tags, SWEEP_TAG: sweep.name}, study)
-        trials.run(count, workers)
+        trials.run(workers)
         return trials.results()
 
 
@@ -288,110 +274,89 @@ class _Trials:
     wrap: Callable[[Train], Train]
     tags: Mapping[str, str]
     study: optuna.Study
+    asking: threading.Lock = field(default_factory=threading.Lock)
 
-    def run(self, count: int, workers: int) -> None:
-        """Run trials until `count` have ended with a result or were pruned, or failed in this call."""
-        self._queue_again()
-        space = self.sweep.space()
+    def run(self, workers: int) -> None:
+        """Train the runs that have no result yet, those of a killed process first."""
+        left = self._left()
         # A new sampler starts its random numbers from the seed; with the same one, a continued search would
         # draw the values of its first trials again.
         seed = self.sweep.config.train.seed + len(self.study.trials)
-        self.study.sampler = (
-            optuna.samplers.TPESampler(seed=seed)
-            if self.sweep.trials
-            else optuna.samplers.GridSampler({name: _choices(values) for name, values in space.items()})
-        )
-        ended = self.study.get_trials(states=(TrialState.COMPLETE, TrialState.PRUNED))
-        left = count - len(ended)
+        self.study.sampler = optuna.samplers.TPESampler(seed=seed)
         # In threads, while this one waits: a signal or an exception of Prefect's then interrupts no training.
-        with ThreadPoolExecutor(1) as pool:
+        with ThreadPoolExecutor(workers) as pool:
+            # The context: Prefect finds the flow run in it.
+            runs = [pool.submit(contextvars.copy_context().run, self._train, *each) for each in left]
             try:
-                pool.submit(contextvars.copy_context().run, self._optimize, left, workers).result()
+                for each in runs:
+                    each.result()
             except BaseException:
                 self.stop.ask("the end of the sweep", signal.SIGTERM)
                 raise
 
-    def _optimize(self, left: int, workers: int) -> None:
-        context = contextvars.copy_context()  # for Optuna's threads: Prefect finds the flow run in it
-        while left > 0 and not self.stop.pending:
-            before = self._counts()
-            # catch: a failed run is a failed trial, not the end of the sweep.
-            self.study.optimize(
-                lambda trial: context.copy().run(self._train, trial),
-                n_trials=left,
-                n_jobs=workers,
-                catch=(CellFailed,),
-            )
-            # Again: Optuna's grid stops at its last combination, even if failed ones wait for another try.
-            left -= self._counts() - before
+    def _left(self) -> list[tuple[str, Mapping[str, Any]]]:
+        """Return name and values of each run without a result; without a name and values, Optuna chooses
+        them."""
+        begun: dict[str, FrozenTrial] = {}
+        for trial in self.study.trials:
+            if trial.state == TrialState.RUNNING:  # Optuna never ends the trials of a killed process
+                self.study.tell(trial.number, state=TrialState.FAIL)
+            begun[trial.user_attrs.get(_CELL, "")] = trial  # of several trials of one run, the last
+        done = {
+            name for name, trial in begun.items() if trial.state in (TrialState.COMPLETE, TrialState.PRUNED)
+        }
+        again = {name: trial.params for name, trial in begun.items() if name and name not in done}
+        if self.sweep.trials:
+            return [*again.items(), *[("", {})] * (self.sweep.trials - len(done) - len(again))]
+        return [(name, again[name]) for name in again] + [
+            (cell.name, cell.values) for cell in self.cells if cell.name not in begun
+        ]
 
-    def _counts(self) -> int:
-        """Return how many trials have been begun."""
-        return sum(trial.state != TrialState.WAITING for trial in self.study.trials)
-
-    def _train(self, trial: optuna.Trial) -> float:
-        cell = self.sweep.chosen(trial, self.cells, self.settings)
-        trial.set_user_attr(_CELL, cell.name)
-        checkpoints = self.settings.runs_dir / cell.name / "checkpoints"
-        watch = _Watch(trial, checkpoints, self.task)
+    def _train(self, name: str, values: Mapping[str, Any]) -> None:
+        if self.stop.pending:
+            return
+        with self.asking:  # the next trial that is asked for is the one that was just queued
+            if name:
+                self.study.enqueue_trial(dict(values), user_attrs={_CELL: name})
+            trial = self.study.ask(self.sweep.space())
+            name = name or f"{self.sweep.name}-{trial.number + 1:03d}"
+            trial.set_user_attr(_CELL, name)
+        watch = _Watch(trial, self.settings.runs_dir / name / "checkpoints", self.task)
         prunes = self.sweep.trials and self.sweep.prune
+        folder = self.sweep.folder(self.settings)
 
         def train(cell: Cell, enough: Callable[[], bool]) -> Report:
-            return run_cell(
-                cell, self.sweep.folder(self.settings), self.settings, self.tags, self.stop, enough
-            )
+            return run_cell(cell, folder, self.settings, self.tags, self.stop, enough)
 
         try:
+            cell = self.sweep.cell(name, trial.params, self.settings)
             report = self.wrap(train)(cell, watch if prunes else lambda: False)
         except CellFailed as failure:
             why = f"pruned after epoch {watch.seen}" if watch.pruned else str(failure)
             trial.set_user_attr(_WHY, why)
-            if self.stop.pending:
-                self.study.stop()  # start no further trials
-            if watch.pruned:
-                raise optuna.TrialPruned from failure
+            self.study.tell(trial, state=TrialState.PRUNED if watch.pruned else TrialState.FAIL)
+            return
+        except BaseException:
+            self.stop.ask("the end of the sweep", signal.SIGTERM)  # before the next run begins
             raise
-        return float(report.metrics[self.task.metric])
-
-    def _queue_again(self) -> None:
-        """Queue interrupted and failed trials again, each for the run that it had."""
-        again = {trial.user_attrs.get(_CELL) for trial in self.study.get_trials(states=(TrialState.WAITING,))}
-        # RUNNING, too: Optuna never ends the trials of a killed process.
-        for trial in self.study.get_trials(states=(TrialState.RUNNING, TrialState.FAIL)):
-            name = trial.user_attrs.get(_CELL)
-            if trial.state == TrialState.RUNNING:
-                self.study.tell(trial.number, state=TrialState.FAIL)
-            later = (t.user_attrs.get(_CELL) for t in self.study.trials if t.number > trial.number)
-            if name and name not in again and name not in later:
-                # Not `enqueue_trial`, which would drop the trial's place in the grid.
-                place = {key: value for key, value in trial.system_attrs.items() if key != "fixed_params"}
-                self.study.add_trial(
-                    create_trial(
-                        state=TrialState.WAITING,
-                        system_attrs={**place, "fixed_params": trial.params},
-                        user_attrs={_CELL: name},
-                    )
-                )
+        self.study.tell(trial, float(report.metrics[self.task.metric]))
 
     def results(self) -> list[Result]:
         """Return what became of each run, by name."""
-        found: dict[str, Result] = {}
+        why = f"not run, {self.stop.reason}" if self.stop.pending else "not run"
+        cells = [] if self.sweep.trials else self.cells
+        found = {cell.name: Result(name=cell.name, values=cell.values, why=why) for cell in cells}
         for trial in self.study.trials:
-            if name := trial.user_attrs.get(_CELL, ""):
-                found[name] = self._result(name, trial)  # of several trials of one run, the last
-        if not self.sweep.trials:
-            for cell in self.cells:
-                why = f"not run, {self.stop.reason}" if self.stop.pending else "not run"
-                found.setdefault(cell.name, Result(name=cell.name, values=cell.values, why=why))
+            if name := trial.user_attrs.get(_CELL, ""):  # of several trials of one run, the last
+                values = {key: flag_text(value) for key, value in trial.params.items()}
+                pruned, file = (
+                    trial.state == TrialState.PRUNED,
+                    self.sweep.folder(self.settings) / f"{name}.json",
+                )
+                report = Report.read(file) if trial.state == TrialState.COMPLETE else None
+                reason = "" if report else trial.user_attrs.get(_WHY, "not run")
+                found[name] = Result(name=name, values=values, report=report, why=reason, pruned=pruned)
         return [found[name] for name in sorted(found)]
-
-    def _result(self, name: str, trial: FrozenTrial) -> Result:
-        values = {field: flag_text(value) for field, value in trial.params.items()}
-        if trial.state == TrialState.COMPLETE:
-            report = Report.read(self.sweep.folder(self.settings) / f"{name}.json")
-            return Result(name=name, values=values, report=report)
-        pruned = trial.state == TrialState.PRUNED
-        return Result(name=name, values=values, why=trial.user_attrs.get(_WHY, "not run"), pruned=pruned)
 
 
 @dataclass
