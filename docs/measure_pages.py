@@ -1,4 +1,4 @@
-"""Check the size of pages in Chromium: the README has at most two screens, a page of the site at most three,
+"""Check the size of pages in Chromium: the README has at most two screens, a page of the site at most five,
 and no page is wider than a phone.
 
     python docs/measure_pages.py build/site
@@ -14,8 +14,8 @@ SCREEN = 900
 """Height of a screen in pixels, at a width of 1440."""
 PHONE = 390
 """Width of a phone in pixels."""
-REFERENCE = ("api", "api-recipes", "api-embedding", "api-parallel")
-"""Pages without a limit: generated from docstrings with an entry per name, and read through search and table
+REFERENCE = ("api", "fields")
+"""Pages without a limit: generated from the code with an entry per name, and read through search and table
 of contents."""
 README = Path(__file__).parent.parent / "README.md"
 GITHUB = """<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width"><style>
@@ -68,9 +68,9 @@ def main(site: Path) -> int:
                 wrong.append(f"{name}: {width} px wide on a phone of {PHONE}")
     screens = {name: height / SCREEN for name, height in heights.items() if name not in REFERENCE}
     for name, length in sorted(screens.items(), key=lambda item: -item[1]):
-        if name == "README" or length > 2.5:
+        if name == "README" or length > 4:
             print(f"{length:.2f} screens: {name}")
-        if length > (2 if name == "README" else 3):
+        if length > (2 if name == "README" else 5):
             wrong.append(f"{name}: {length:.2f} screens; split it by task")
     print(*wrong, sep="\n")
     # Fewer than three pages: the folder is not a built site, and nothing was checked.

@@ -16,7 +16,7 @@ from tests.refusing import refused
 
 def _add_kind(old: str = "", new: str = "") -> None:
     """Run the page's code, which adds a kind of column, with `old` replaced by `new`."""
-    page = (REPOSITORY / "docs/columns-own.md").read_text(encoding="utf-8")
+    page = (REPOSITORY / "docs/columns.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     exec(code.replace(old, new) if old else code, {"__name__": "page"})
 

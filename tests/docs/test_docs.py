@@ -167,7 +167,7 @@ def test_links_lead_somewhere() -> None:
 def test_the_site_builds_strictly(tmp_path: Path) -> None:
     pytest.importorskip("mkdocstrings", reason="needs the extra docs")
     python("-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path / "site", cwd=REPOSITORY)
-    assert "HostEmbedding" in (tmp_path / "site" / "api-embedding" / "index.html").read_text()
+    assert "HostEmbedding" in (tmp_path / "site" / "api" / "index.html").read_text()
 
 
 def test_each_network_has_its_picture() -> None:
