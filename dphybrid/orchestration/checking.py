@@ -1,11 +1,10 @@
-"""`dphybrid deploy --check`: what Prefect's server does not check in a prefect.yaml. These are values inside
-`overrides`, rules between fields, the parameters of schedules, and grids."""
+"""`dphybrid deploy --check`: what Prefect does not check in a prefect.yaml - values inside `overrides`, rules
+between fields, the parameters of schedules, and grids."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from prefect import Flow
 from prefect.client.schemas.actions import DeploymentScheduleUpdate
 from prefect.client.schemas.schedules import CronSchedule
@@ -15,23 +14,8 @@ from dphybrid.orchestration.forms import experiment
 from dphybrid.orchestration.machines import check_nodes
 from dphybrid.recipes.configs import apply_overrides
 from dphybrid.util.errors import UserError, plain_words
-from dphybrid.util.files import read_small_text
 from dphybrid.util.importing import import_module_of
 from dphybrid.util.text import flag_text
-
-PACKAGED = Path(__file__).with_name("prefect.yaml")
-"""The project's own deployments, installed with the package."""
-LOCAL = Path("prefect.local.yaml")
-"""What people change in them: no part of the project, so that an upgrade does not touch it."""
-LOCAL_PAGE = """\
-# Your deployments, laid over those of dphybrid: an entry of the same name changes only the values that it
-# has. `dphybrid deploy --check` checks this file, `dphybrid deploy` applies it.
-deployments:
-  - name: retrain-hybrid
-    parameters: {data_path: /data/clicks, label: clicked, register_as: clicks}
-    schedules:
-      - {slug: nightly, cron: "30 3 * * *", timezone: Etc/UTC, active: false}
-"""
 
 
 def load_flow(entrypoint: str) -> Flow[..., object]:
@@ -43,86 +27,44 @@ def load_flow(entrypoint: str) -> Flow[..., object]:
     return found
 
 
-def read_page(given: Path | None) -> tuple[dict[str, Any], Path]:
-    """Return the deployments to make, as a prefect.yaml has them, and the file that names them.
-
-    given: the file; None: the prefect.yaml of the current folder, or else the package's. Then each entry of a
-    `prefect.local.yaml` in the current folder is added, or laid over the entry of the same name. Raises
-    UserError for files that cannot be read.
-    """
-    here = Path("prefect.yaml")
-    file = given or (here if here.is_file() else PACKAGED)
-    page = _read(file)
-    if given is None and LOCAL.is_file():
-        entries = {entry["name"]: entry for entry in page["deployments"]}
-        for own in _read(LOCAL)["deployments"]:
-            entries[own["name"]] = _laid_over(entries.get(own["name"], {}), own)
-        page, file = page | {"deployments": [*entries.values()]}, LOCAL
-    for entry in page["deployments"]:
-        if not isinstance(entry.get("entrypoint"), str):
-            raise UserError(f"{file}: deployment {entry['name']} needs an entrypoint")
-    return page, file
-
-
-def _laid_over(below: Any, above: Any) -> Any:
-    """Return `below` with the values of `above`; lists are replaced, mappings merged."""
-    if not isinstance(below, dict) or not isinstance(above, dict):
-        return above
-    return below | {name: _laid_over(below.get(name), value) for name, value in above.items()}
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        page = yaml.safe_load(read_small_text(file))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise UserError(f"{file}: cannot be read: {error}") from error
-    entries = page.get("deployments") if isinstance(page, dict) else None
-    if not isinstance(entries, list) or not entries:
-        raise UserError(f"{file}: has no deployments; `dphybrid deploy --write` writes a file with some")
-    for entry in entries:
-        if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
-            raise UserError(f"{file}: a deployment needs a name, and is {str(entry)[:80]!r}")
-    return dict(page)
-
-
 def check_deployments(entries: list[dict[str, Any]], file: Path) -> list[str]:
     """Check deployments and their schedules; return a line for each. Raises UserError with every mistake."""
     lines, mistakes = list[str](), list[str]()
     for entry in entries:
-        where, base = f"{file.name}: deployment {entry['name']}", entry.get("parameters") or {}
-        checks: list[tuple[str, Any, Any]] = [(where, base, None)]
-        checks += [
-            (
-                f"{where}, schedule {schedule.get('slug') or number}",
-                schedule.get("parameters") or {},
-                schedule,
-            )
-            for number, schedule in enumerate(entry.get("schedules") or [], start=1)
-        ]
-        for place, parameters, schedule in checks:
+        given = entry.get("schedules") or []
+        if not isinstance(given, list) or not all(isinstance(schedule, dict) for schedule in given):
+            mistakes.append(f"{file.name}: deployment {entry['name']}: schedules: must be a list of mappings")
+            continue
+        named = {f", schedule {one.get('slug') or number}": one for number, one in enumerate(given, start=1)}
+        for place, schedule in ({"": None} | named).items():
+            where = f"{file.name}: deployment {entry['name']}{place}"
             try:
-                if not isinstance(base, dict) or not isinstance(parameters, dict):
-                    raise UserError("parameters: must be a mapping of names to values")
-                _check(entry["entrypoint"], base | parameters, schedule)
+                _check(load_flow(entry["entrypoint"]), entry.get("parameters") or {}, schedule)
+                lines.append(f"{where}: valid")
             except UserError as error:
-                mistakes.append(f"{place}: {error}")
-            else:
-                lines.append(f"{place}: valid")
+                mistakes.append(f"{where}: {error}")
     if mistakes:
         raise UserError("\n".join(mistakes))
     return lines
 
 
-def _check(entrypoint: str, parameters: Mapping[str, Any], schedule: Mapping[str, Any] | None) -> None:
-    """Check the parameters of a flow, and the schedule that starts it with them."""
-    flow = load_flow(entrypoint)
-    properties = flow.parameters.properties
+def _check(flow: Flow[..., object], parameters: Any, schedule: Mapping[str, Any] | None) -> None:
+    """Check the parameters of a deployment, or the schedule that starts it and its parameters."""
+    own, properties = (schedule or {}).get("parameters") or {}, flow.parameters.properties
+    if not isinstance(parameters, dict) or not isinstance(own, dict):
+        raise UserError("parameters: must be a mapping of names to values")
     try:
         if schedule is not None:
-            _check_time(schedule)
+            if not any(schedule.get(kind) for kind in ("cron", "interval", "rrule")):
+                raise UserError("has no cron, interval or rrule; give one, such as cron: 30 3 * * *")
+            if schedule.get("cron") and not schedule.get("timezone"):
+                raise UserError("has no timezone; name one, such as Europe/Berlin")
+            DeploymentScheduleUpdate(active=schedule.get("active"), slug=schedule.get("slug"))
+            if schedule.get("cron"):
+                CronSchedule(cron=schedule["cron"], timezone=schedule["timezone"])
         # Add the flow's defaults: a rule between two fields needs both of them.
         defaults = {name: facts["default"] for name, facts in properties.items() if "default" in facts}
-        values = flow.validate_parameters(defaults | {**parameters})
+        values = flow.validate_parameters(defaults | parameters | own)
     except UserError:
         raise
     except ValidationError as error:
@@ -135,16 +77,6 @@ def _check(entrypoint: str, parameters: Mapping[str, Any], schedule: Mapping[str
     runs = schedule is not None and schedule.get("active", True)
     if runs and "register_as" in properties and experiment(values).checkpoint.register_as is None:
         raise UserError("checkpoint.register_as is not set; name the registered model to retrain")
-
-
-def _check_time(schedule: Mapping[str, Any]) -> None:
-    if not any(schedule.get(kind) for kind in ("cron", "interval", "rrule")):
-        raise UserError("has no cron, interval or rrule; give one, such as cron: 30 3 * * *")
-    DeploymentScheduleUpdate(active=schedule.get("active"), slug=schedule.get("slug"))
-    if schedule.get("cron"):
-        if not schedule.get("timezone"):
-            raise UserError("has no timezone; name one, such as Europe/Berlin")
-        CronSchedule(cron=schedule["cron"], timezone=schedule["timezone"])
 
 
 def check_values(parameters: Mapping[str, Any]) -> None:

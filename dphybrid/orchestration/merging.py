@@ -1,4 +1,4 @@
-"""Merge what prefect.yaml says of a deployment with what people have set on Prefect's pages.
+"""Read what prefect.yaml says of deployments, and merge it with what people have set on Prefect's pages.
 
 Three versions are compared, value by value: the file now, the file at the last `dphybrid deploy` (kept in the
 deployment's form on the server), and the server. What changed in the file is applied. Everything else stays
@@ -9,15 +9,24 @@ import json
 from collections.abc import Mapping
 from copy import deepcopy
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import yaml
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.objects import DeploymentSchedule
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.client.schemas.schedules import CronSchedule, IntervalSchedule, RRuleSchedule
 from pydantic import TypeAdapter
 
+from dphybrid.util.errors import UserError
+from dphybrid.util.files import read_small_text
 from dphybrid.util.text import masked
+
+PACKAGED = Path(__file__).with_name("prefect.yaml")
+"""The project's own deployments, installed with the package."""
+LOCAL = Path("prefect.local.yaml")
+"""What people change in them: no part of the project, so that an upgrade does not touch it."""
 
 SAID = "dphybrid.said"
 """Key in a deployment's parameter schema: what prefect.yaml said at the last `dphybrid deploy`."""
@@ -25,6 +34,48 @@ _NAMED = ("description", "tags", "work_pool")
 """What the server always has: compared only where the file names it."""
 _ABSENT: Any = object()
 _UNKNOWN: Any = object()
+
+
+def read_page(given: Path | None) -> tuple[dict[str, Any], Path]:
+    """Return the deployments to make, as a prefect.yaml has them, and the file that names them.
+
+    given: the file; None: the prefect.yaml of the current folder, or else the package's. Then each entry of a
+    `prefect.local.yaml` in the current folder is added, or laid over the entry of the same name. Raises
+    UserError for files that cannot be read.
+    """
+    here = Path("prefect.yaml")
+    file = given or (here if here.is_file() else PACKAGED)
+    page = _read(file)
+    if given is None and LOCAL.is_file():
+        entries = {entry["name"]: entry for entry in page["deployments"]}
+        for own in _read(LOCAL)["deployments"]:
+            entries[own["name"]] = _laid_over(entries.get(own["name"], {}), own)
+        page, file = page | {"deployments": [*entries.values()]}, LOCAL
+    for entry in page["deployments"]:
+        if not isinstance(entry.get("entrypoint"), str):
+            raise UserError(f"{file}: deployment {entry['name']} needs an entrypoint")
+    return page, file
+
+
+def _laid_over(below: Any, above: Any) -> Any:
+    """Return `below` with the values of `above`; lists are replaced, mappings merged."""
+    if not isinstance(below, dict) or not isinstance(above, dict):
+        return above
+    return below | {name: _laid_over(below.get(name), value) for name, value in above.items()}
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        page = yaml.safe_load(read_small_text(file))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise UserError(f"{file}: cannot be read: {error}") from error
+    entries = page.get("deployments") if isinstance(page, dict) else None
+    if not isinstance(entries, list) or not entries:
+        raise UserError(f"{file}: has no deployments; `dphybrid deploy --write` writes a file with some")
+    for entry in entries:
+        if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+            raise UserError(f"{file}: a deployment needs a name, and is {str(entry)[:80]!r}")
+    return dict(page)
 
 
 def said_by_file(page: Mapping[str, Any]) -> dict[str, Any]:

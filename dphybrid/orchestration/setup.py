@@ -24,16 +24,18 @@ from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_CLI_WRAP_LINES, PREFECT_UI_URL, temporary_settings
 
-from dphybrid.orchestration.checking import (
-    LOCAL,
-    LOCAL_PAGE,
-    PACKAGED,
-    check_deployments,
-    load_flow,
-    read_page,
-)
+from dphybrid.orchestration.checking import check_deployments, load_flow
 from dphybrid.orchestration.forms import form_of
-from dphybrid.orchestration.merging import SAID, as_in_file, merge, said_by_file, schedule_name
+from dphybrid.orchestration.merging import (
+    LOCAL,
+    PACKAGED,
+    SAID,
+    as_in_file,
+    merge,
+    read_page,
+    said_by_file,
+    schedule_name,
+)
 from dphybrid.orchestration.queueing import ENDINGS, SILENT, SILENT_FOR, reaching_server
 from dphybrid.orchestration.worker import SHARED_QUEUES
 from dphybrid.recipes.registry import DEFAULT
@@ -183,13 +185,12 @@ def write(file: Path | None) -> None:
     Never overwrites a file: Raises UserError if the first one exists or cannot be written."""
     file = file or LOCAL
     settings = file.with_name("prefect.toml")
-    pages = [(file, LOCAL_PAGE), (settings, PACKAGED.with_suffix(".toml").read_text(encoding="utf-8"))]
-    for path, page in pages:
+    for path, source in ((file, "prefect.example.yaml"), (settings, settings.name)):
         if path == settings and path.exists():
             continue
         try:
             with path.open("x", encoding="utf-8") as out:
-                out.write(page)
+                out.write(PACKAGED.with_name(source).read_text(encoding="utf-8"))
         except OSError as error:
             raise UserError(f"{path}: cannot be written: {error.strerror}") from error
         print(f"{path}: written")

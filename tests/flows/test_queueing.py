@@ -15,7 +15,8 @@ import yaml
 from prefect.context import FlowRunContext
 
 from dphybrid.orchestration import setup, worker
-from dphybrid.orchestration.checking import PACKAGED, check_values, read_page
+from dphybrid.orchestration.checking import check_values
+from dphybrid.orchestration.merging import PACKAGED, read_page
 from dphybrid.orchestration.queueing import STARTED_BY, too_late
 from dphybrid.orchestration.setup import check
 from tests.conftest import REPOSITORY
@@ -184,6 +185,8 @@ DEPLOYMENTS = {
     "entrypoint: .train:f": "entrypoint = '.train:f': ",
     f"{FLOW}, parameters: &p {{config: *p}}": "deployment a",
     f"{FLOW}, schedules: [{{parameters: [1]}}]": "parameters",
+    f"{FLOW}, schedules: [7]": "deployment a: schedules: must be a list of mappings",
+    f"{FLOW}, schedules: {{cron: '* * *'}}": "deployment a: schedules: must be a list of mappings",
     f"{FLOW}, schedules: [{{cron: 5, timezone: 7}}]": "schedule 1: cron: ",
     f"{FLOW}, schedules: [{{cron: '* * *', timezone: UTC}}]": "schedule 1: cron: Invalid cron string",
 }

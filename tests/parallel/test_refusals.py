@@ -118,7 +118,11 @@ REFUSED: dict[str, Callable[[], Any]] = {
 
 def listed() -> dict[str, list[str]]:
     """What the page lists, with the words that it quotes; PackedSequence is in two of its tables."""
-    page = (REPOSITORY / "docs/differences.md").read_text(encoding="utf-8").partition("## What DataParallel refuses")[2]
+    page = (
+        (REPOSITORY / "docs/differences.md")
+        .read_text(encoding="utf-8")
+        .partition("## What DataParallel refuses")[2]
+    )
     rows: dict[str, list[str]] = {}
     for what, words, _ in re.findall(r"^\| (.+?) \| (.+?) \|(.*)\|$", page, flags=re.MULTILINE):
         if "`" in words:
