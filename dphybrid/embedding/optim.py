@@ -172,21 +172,16 @@ class RowOptimizer(EagerOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._refuse_copies()
+        if dist.is_available() and dist.is_initialized() and (count := dist.get_world_size()) > 1:
+            for name, weight in self.tables.items():  # else the processes' copies would drift apart
+                if not ((info := info_of(weight)) and info.synchronized):
+                    raise copies_drift_apart(name, count)
         for rule, names, weights in self._groups_alike():
             if any(weight.grad is not None for weight in weights):
                 self._update(rule, names, weights)
         return loss
 
     _step_with_hooks = torch.optim.Optimizer.profile_hook_step(_step)
-
-    def _refuse_copies(self) -> None:
-        """Raise UserError if several processes would train copies of a table that drift apart."""
-        if not (dist.is_available() and dist.is_initialized()) or (count := dist.get_world_size()) == 1:
-            return
-        for name, weight in self.tables.items():
-            if not ((info := info_of(weight)) and info.synchronized):
-                raise copies_drift_apart(name, count)
 
     def _groups_alike(self) -> list[tuple[Rule, tuple[str, ...], list[Tensor]]]:
         """Group the tables by width, type and rule; return (rule, names, weights) of each group."""

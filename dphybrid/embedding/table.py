@@ -256,44 +256,42 @@ class HostEmbedding(nn.Module):
         if torch.compiler.is_compiling():
             return self._in_graph(ids)
         with stage("lookup"):
-            return self._look_up(ids, by_replica)
-
-    def _look_up(self, ids: Tensor, by_replica: bool) -> Tensor | tuple[Tensor, ...]:
-        # Its backward would fail inside of torch, before the row optimizer could refuse.
-        if DistributedDataParallel._active_ddp_module is not None and not self.synchronized:
-            trains = torch.is_grad_enabled() and self.weight.requires_grad
-            if trains and (processes := dist.get_world_size()) > 1:
-                raise copies_drift_apart(self.name, processes)
-        start = time.perf_counter()
-        if (weight := self._parameters.get("weight")) is None:
-            raise UserError(
-                f"table {self.name!r}: its weight is computed from other parameters, in every step for all "
-                "rows (weight_norm, pruning, ...), or was removed; use nn.Embedding for that"
-            )
-        ids = whole_numbers(ids, self.name)
-        if is_transformed():  # torch's own operation has the rules for batches and tangents
-            rows = torch.embedding(weight, ids, sparse=type(weight) is nn.Parameter)
-            return self.as_model(rows.to(native.real_dtype(rows.dtype)))
-        if is_captured(weight, ids):
-            return self._in_graph(ids)
-        if by_replica and self.ahead.is_placed:
-            return self._rows_by_replica(weight, ids)
-        if weight.dim() != 2:
-            raise UserError(f"table {self.name!r}: its weight is {tuple(weight.shape)}; give (num_rows, dim)")
-        # The kernel checks the ids while it reads them; the slower search for the wrong one runs only after a
-        # failure.
-        try:
-            rows, flat_N = native.look_up(weight, ids)
-        except IndexError:
-            raise not_a_row(ids, len(weight), self.name) from None
-        if torch.is_grad_enabled():
-            counters = self.counters
-            counters.gather_ms += 1e3 * (time.perf_counter() - start)
-            counters.bytes_gathered += rows.nbytes
-            counters.ids += len(flat_N)
-            if weight.requires_grad:
-                rows = self._gates.rows(weight, rows, flat_N)
-        return self.as_model(rows)
+            # Its backward would fail inside of torch, before the row optimizer could refuse.
+            if DistributedDataParallel._active_ddp_module is not None and not self.synchronized:
+                trains = torch.is_grad_enabled() and self.weight.requires_grad
+                if trains and (processes := dist.get_world_size()) > 1:
+                    raise copies_drift_apart(self.name, processes)
+            start = time.perf_counter()
+            if (weight := self._parameters.get("weight")) is None:
+                raise UserError(
+                    f"table {self.name!r}: its weight is computed from other parameters, in every step "
+                    "for all rows (weight_norm, pruning, ...), or was removed; use nn.Embedding for that"
+                )
+            ids = whole_numbers(ids, self.name)
+            if is_transformed():  # torch's own operation has the rules for batches and tangents
+                rows = torch.embedding(weight, ids, sparse=type(weight) is nn.Parameter)
+                return self.as_model(rows.to(native.real_dtype(rows.dtype)))
+            if is_captured(weight, ids):
+                return self._in_graph(ids)
+            if by_replica and self.ahead.is_placed:
+                return self._rows_by_replica(weight, ids)
+            if weight.dim() != 2:
+                raise UserError(
+                    f"table {self.name!r}: its weight is {tuple(weight.shape)}; give (num_rows, dim)"
+                )
+            # The kernel checks the ids while it reads them; the wrong one is looked for only after a failure.
+            try:
+                rows, flat_N = native.look_up(weight, ids)
+            except IndexError:
+                raise not_a_row(ids, len(weight), self.name) from None
+            if torch.is_grad_enabled():
+                counters = self.counters
+                counters.gather_ms += 1e3 * (time.perf_counter() - start)
+                counters.bytes_gathered += rows.nbytes
+                counters.ids += len(flat_N)
+                if weight.requires_grad:
+                    rows = self._gates.rows(weight, rows, flat_N)
+            return self.as_model(rows)
 
     def _in_graph(self, ids: Tensor) -> Tensor:
         """Look up as one operator of a captured graph. In torch.compile, a lookup that trains breaks the

@@ -150,7 +150,10 @@ class _Comparison:
             stack_of_contexts.enter_context(as_replica(index, max(1, len(sizes)), sizes))
             stack_of_contexts.enter_context(_ExpectedValues())
             if seed:
-                _seed_all(seed)
+                torch.manual_seed(seed)
+                random.seed(seed)
+                if numpy := sys.modules.get("numpy"):
+                    numpy.random.seed(seed)
             run.output = replica(*given[0], **given[1])
         return run
 
@@ -395,15 +398,11 @@ def _state(module: nn.Module) -> dict[tuple[str, str], object]:
     return {
         (name, f"self.{key}"): held
         for name, part in module.named_modules()
-        if not _hooked_by_torch(part)
+        # weight_norm and the like write attributes of their module in a hook
+        if not any(type(hook).__module__.startswith("torch.") for hook in part._forward_pre_hooks.values())
         for key, held in (vars(part) | part._buffers | part._parameters).items()
         if key not in OF_TORCH and (isinstance(held, Tensor) or type(held) in PLAIN)
     }
-
-
-def _hooked_by_torch(part: nn.Module) -> bool:
-    """Return whether a hook of torch's, such as weight_norm's, writes attributes of this module."""
-    return any(type(hook).__module__.startswith("torch.") for hook in part._forward_pre_hooks.values())
 
 
 def _same(one: object, two: object) -> bool:
@@ -428,13 +427,6 @@ def own_random_state(*homes: torch.device) -> Iterator[None]:
             random.setstate(python_state)
             if numpy is not None:
                 numpy.random.set_state(numpy_state)
-
-
-def _seed_all(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(seed)
 
 
 class _ExpectedValues(TorchDispatchMode):

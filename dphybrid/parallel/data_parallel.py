@@ -181,9 +181,7 @@ class DataParallel(nn.DataParallel):
         kwargs: Sequence[dict[str, object]] | None,
     ) -> list[object]:
         """Call each replica on its inputs; return the outputs in device order. May be overridden."""
-        # A short batch uses only the first devices.
-        used = Devices(self.devices.text, self.devices.replicas[: len(replicas)], self.devices.virtual)
-        return parallel_apply(replicas, inputs, kwargs, used)
+        return parallel_apply(replicas, inputs, kwargs, self.devices)  # a short batch uses the first of them
 
     def gather(self, outputs: Sequence[object], output_device: int | str | torch.device) -> object:
         """Join the outputs on a device. May be overridden. Raises UserError for what cannot be joined."""
@@ -194,7 +192,10 @@ class DataParallel(nn.DataParallel):
         home = self.devices.home
         # Plain tensors on the CPU, the usual case, need no copy and no walk through the nest.
         given = (*inputs, *kwargs.values())
-        if home.type != "cpu" or any(type(each) is not Tensor and _is_marked(each) for each in given):
+        if home.type != "cpu" or any(
+            type(each) is not Tensor and any(isinstance(leaf, Whole | Parts) for leaf in leaves(each))
+            for each in given
+        ):
             with nullcontext() if torch.compiler.is_compiling() else stage("host_to_device"):
                 inputs, kwargs = map_tensors(lambda t: t.to(home, non_blocking=True), (inputs, kwargs))
         module: Any = self._modules["module"]  # `self.module` goes through __getattr__: a microsecond
@@ -222,11 +223,11 @@ class DataParallel(nn.DataParallel):
     def last_split(self) -> Split | None:
         """The split of the latest forward, or None before the first."""
         last = self._record.last
-        return None if last is None else self._split(last, self._record.earlier[last] + self._record.repeats)
+        return None if last is None else self._split(last, self._record.counts[last])
 
     def splits(self) -> list[Split]:
         """Return every split so far with its count, in order of first appearance."""
-        return [self._split(key, count) for key, count in self._record.counts().items()]
+        return [self._split(key, count) for key, count in self._record.counts.items()]
 
     def _split(self, key: Key, count: int) -> Split:
         inputs, outputs = (tuple(map(tuple, sizes)) for sizes in key)
@@ -315,10 +316,6 @@ class DataParallel(nn.DataParallel):
 
     def extra_repr(self) -> str:
         return f"devices={self.devices.text!r}"
-
-
-def _is_marked(value: object) -> bool:
-    return any(isinstance(leaf, Whole | Parts) for leaf in leaves(value))
 
 
 def _note_shares(

@@ -27,34 +27,19 @@ def shares(count: int, rows: int) -> list[int]:
 
 
 class Record:
-    """Splits of a region so far. An object of its own, because setting an attribute of an nn.Module costs
-    more than the rest of recording.
-
-    last, repeats: the latest split and how often it has occurred in a row. earlier: counts without these.
-    modules: parts that were found fit for replication.
-    """
-
-    __slots__ = ("earlier", "last", "modules", "repeats")
+    """Splits of a region so far. counts: how often each occurred, in order of first appearance. last: the
+    latest, the same object as long as it repeats. modules: parts that were found fit for replication."""
 
     def __init__(self) -> None:
-        self.earlier: dict[Key, int] = {}
+        self.counts: dict[Key, int] = {}
         self.last: Key | None = None
-        self.repeats = 0
         self.modules: list[nn.Module] = []
 
     def note(self, key: Key) -> None:
-        """Count a split. Nearly all splits equal the one before; comparing takes half the time of a dict
-        look-up."""
-        if key == self.last:
-            self.repeats += 1
-            return
-        self.earlier = self.counts()
-        self.last, self.repeats = key, 1
-        self.earlier.setdefault(key, 0)
-
-    def counts(self) -> dict[Key, int]:
-        """Return how often each split occurred, in order of first appearance."""
-        return {key: count + self.repeats * (key == self.last) for key, count in self.earlier.items()}
+        """Count a split."""
+        if key != self.last:
+            self.last = key
+        self.counts[key] = self.counts.get(key, 0) + 1
 
 
 def first_size(value: object) -> Size:
