@@ -181,12 +181,12 @@ class Recommender:
     def _events(self, users: pl.Series, items: pl.Series | None) -> pl.DataFrame:
         """Return the rows that have a user: its name, and the item's number (-1: none that training
         knows)."""
-        number = pl.lit(-1, pl.Int64)
+        known = self._names(users, self._numbers)
+        numbers = np.full(len(users), -1)
         if items is not None:
             names = self._names(items, self._item_numbers)
-            number = pl.Series([self._item_numbers.get(name, -1) for name in names], dtype=pl.Int64)
-        rows = pl.DataFrame({"user": self._names(users, self._numbers)}).with_columns(item=number)
-        rows = rows.drop_nulls("user")
+            numbers = np.fromiter((self._item_numbers.get(name, -1) for name in names), np.int64, len(names))
+        rows = pl.DataFrame({"user": known, "item": numbers}).drop_nulls("user")
         return rows if items is not None else rows.unique("user", maintain_order=True)
 
     def _from_events(self, parts: Sequence[pl.DataFrame]) -> "_People":
