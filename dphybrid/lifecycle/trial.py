@@ -28,6 +28,7 @@ from dphybrid.recipes.configs import build_config
 from dphybrid.run.build import build_run, prepare_data
 from dphybrid.run.check import check_target
 from dphybrid.run.experiment import Built, Experiment
+from dphybrid.run.folder import find_run
 from dphybrid.run.train import closing_run, train_run
 from dphybrid.serving.predict import open_predictor
 from dphybrid.training.checkpoint import read_state
@@ -64,8 +65,9 @@ class Trial:
         config = config.model_copy(update={"train": config.train.model_copy(update=values)})
         engine = _TrialEngine(config, stop_after)
         experiment = replace(self.experiment, config=config, engine=engine, built=Built())
-        resume = name if (self.settings.runs_dir / name).is_dir() else None
-        run = build_run(experiment, "cpu*2", run_name=name, resume=resume)
+        if (self.settings.runs_dir / name).is_dir():
+            experiment = replace(experiment, previous=find_run(experiment, name))
+        run = build_run(experiment, "cpu*2", run_name=name)
         # RowPipeline gives the reason why it prefetches nothing in a warning.
         with closing_run(run), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

@@ -26,7 +26,6 @@ from dphybrid.run.folder import (
     RunPage,
     changed_values,
     check_run_name,
-    find_run,
     new_run_folder,
     next_number,
 )
@@ -39,7 +38,6 @@ from dphybrid.training.callbacks import Callback, find_callbacks
 from dphybrid.training.checkpoint import complete_checkpoints
 from dphybrid.training.display import preparation_progress
 from dphybrid.training.label_tasks import LabelTask
-from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.files import disk_errors_told, make_folder, naming
 from dphybrid.util.text import flag_text, printable
@@ -97,31 +95,23 @@ def _note_idle_devices(config: ExperimentConfig, devices: str) -> None:
         )
 
 
-def resumed_replicas(experiment: Experiment, resume: str | None) -> int:
-    """Return how many devices the run to resume used, or 0 for a new run. Raises UserError when there is no
-    run to resume."""
-    return len(parse_device_spec(find_run(experiment, resume).page.devices).names) if resume else 0
-
-
 @disk_errors_told()
 def build_run(
     experiment: Experiment,
     devices_text: str,
     *,
     run_name: str | None = None,
-    resume: str | None = None,
     tags: dict[str, str] | None = None,
     links: dict[str, str] | None = None,
 ) -> Run:
-    """Build the model once on the given devices; create, or reopen, the run folder and its MLflow run.
+    """Build the model once on the given devices; create the run folder and its MLflow run, or reopen those of
+    the run to resume.
 
     tags: more tags for the MLflow run. links: name -> address, shown on the run's page (the flow run, say).
-    resume: "latest" for the newest run of this recipe, model and data, or a run's name. Raises UserError when
-    there is no such run.
     """
     settings, config, data = experiment.settings, experiment.config, experiment.data
     devices, given = resolve_devices(devices_text), experiment.engine.tags(tags or {})
-    previous = find_run(experiment, resume) if resume else None
+    previous = experiment.previous
     filled = bool(config.train.warm_start or (previous and complete_checkpoints(previous.checkpoints)))
     facts = _facts_of_model(experiment, devices, filled)
     if previous:  # compare the devices in use: `auto` and the devices it resolved to are no change

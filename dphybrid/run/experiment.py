@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from torch import nn
 
@@ -20,6 +20,9 @@ from dphybrid.training.checkpoint import Trained
 from dphybrid.training.engine import Engine
 from dphybrid.training.metrics import Task
 
+if TYPE_CHECKING:
+    from dphybrid.run.folder import Run
+
 
 @dataclass
 class Built:
@@ -35,13 +38,15 @@ class Built:
 @dataclass(frozen=True)
 class Experiment:
     """Everything that defines a training. data: the recipe's prepared data. engine: trains in this process or
-    in the processes of a cluster. built: what this process has built of it so far."""
+    in the processes of a cluster. previous: the run to resume. built: what this process has built of it so
+    far."""
 
     recipe: Recipe
     config: ExperimentConfig
     settings: Settings
     data: Prepared
     engine: Engine
+    previous: "Run | None" = None
     built: Built = field(default_factory=Built, compare=False, repr=False)
 
     @classmethod

@@ -17,6 +17,7 @@ from pydantic import Field
 from dphybrid.config import ExperimentConfig, flatten
 from dphybrid.config.settings import Settings
 from dphybrid.recipes.configs import stored_config
+from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.files import make_folder, sync, write_text
 from dphybrid.util.locks import FileLock, is_held, locked
@@ -76,6 +77,11 @@ class Run:
         from dphybrid.run.experiment import Experiment
 
         return Experiment.open(self.config, self.settings, self.page.prepared)
+
+    @property
+    def replicas(self) -> int:
+        """How many devices the run uses."""
+        return len(parse_device_spec(self.page.devices).names)
 
     @property
     def ui_command(self) -> str:

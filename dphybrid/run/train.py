@@ -9,14 +9,15 @@ the same, for comparing runs.
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
-from dphybrid.run.build import build_run, prepare_data, resumed_replicas
+from dphybrid.run.build import build_run, prepare_data
 from dphybrid.run.experiment import Experiment
-from dphybrid.run.folder import Run, running
+from dphybrid.run.folder import Run, find_run, running
 from dphybrid.run.leasing import giving_way, leased_devices
 from dphybrid.run.pages import MetricsPage, Report, ResultPage
 from dphybrid.run.report import attached, report_run
@@ -95,19 +96,25 @@ def run_job(
         else:
             experiment = Experiment.open(config, settings, prepared)
         stop.obey("before it was built")
-        replicas = resumed_replicas(experiment, resume)
+        previous = find_run(experiment, resume) if resume else None
+        experiment = replace(experiment, previous=previous)
         name = run_name or around.name or resume or experiment.recipe.name
         with around.waiting() as on_wait:
             # Keep the lease until the report is written: the evaluation uses the GPUs, too.
             devices = held.enter_context(
-                leased_devices(config, settings, run=name, replicas=replicas, on_wait=on_wait, stop=stop)
+                leased_devices(
+                    config,
+                    settings,
+                    run=name,
+                    replicas=previous.replicas if previous else 0,
+                    on_wait=on_wait,
+                    stop=stop,
+                )
             )
 
         def build() -> Run:
             every = devices.tags | (tags or {})
-            run = build_run(
-                experiment, devices.text, run_name=run_name, resume=resume, tags=every, links=links
-            )
+            run = build_run(experiment, devices.text, run_name=run_name, tags=every, links=links)
             around.built(run)
             return run
 
@@ -224,7 +231,6 @@ __all__ = [
     "evaluate_run",
     "prepare_data",
     "report_run",
-    "resumed_replicas",
     "run_job",
     "train_run",
 ]

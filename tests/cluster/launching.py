@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch import Tensor
 from dphybrid.cluster.launch import Meeting, rank_environment, run_ranks
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.recipes.configs import load_config
+from dphybrid.run.folder import find_run
 from dphybrid.run.train import build_run, prepare_data
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import StopRequest
@@ -70,7 +71,9 @@ def built(settings: Settings, name: str, values: list[str], resume: str | None =
         write_clicks(clicks)
     config = load_config(None, [*BASE, *SMALL, f"data.path={clicks}", *values])
     experiment = prepare_data(config, settings)
-    return str(build_run(experiment, config.devices, run_name=name, resume=resume).folder)
+    if resume:
+        experiment = replace(experiment, previous=find_run(experiment, resume))
+    return str(build_run(experiment, config.devices, run_name=name).folder)
 
 
 def train_on_ranks(settings: Settings, ranks: int, folders: list[str]) -> None:
