@@ -14,7 +14,7 @@ SCREEN = 900
 """Height of a screen in pixels, at a width of 1440."""
 PHONE = 390
 """Width of a phone in pixels."""
-REFERENCE = ("api", "fields")
+REFERENCE = ("api", "configure")
 """Pages without a limit: generated from the code with an entry per name, and read through search and table
 of contents."""
 README = Path(__file__).parent.parent / "README.md"
