@@ -182,14 +182,13 @@ def _description(run: Run, experiment: Experiment, report: Report) -> str:
     # Two blanks at the end of a line: without them, Markdown would join the lines.
     parts = ["  \n".join(f"**{as_markdown(name)}** {_linked(text)}" for name, text in first.items())]
     for title, text in texts.items():
-        lines = [line[:160] for line in text.splitlines()]
-        more = (
-            f"\n... {len(lines) - _MOST_LINES} more lines in {REPORT_PAGE}"
-            if len(lines) > _MOST_LINES
-            else ""
-        )
+        lines = text.splitlines()
+        if title == "Data":  # where a column's values may be long
+            lines = [line[:160] for line in lines]
+        if (more := len(lines) - _MOST_LINES) > 0:
+            lines[_MOST_LINES:] = [f"... {more} more lines in {REPORT_PAGE}"]
         # Three backticks in a column's name would end the code block.
-        shown = printable("\n".join(lines[:_MOST_LINES]) + more).replace("```", "` ` `")
+        shown = printable("\n".join(lines)).replace("```", "` ` `")
         parts.append(f"### {title}\n\n```\n{shown}\n```")
     return "\n\n".join(parts)
 

@@ -81,13 +81,15 @@ def test_the_finer_metrics_are_in_the_record_which_is_an_artifact(
 @pytest.mark.pictures
 def test_the_report_is_text_whatever_columns_are_called(data_dir: Path, tmp_path: Path) -> None:
     odd = "<script>alert(1)</script> | `x` $y^"
-    lines = ["y,size," + odd, *(f"{n % 2},{n},<b>{n % 5}</b>```" for n in range(400))]
+    lines = ["y,size," + odd, *(f"{n % 2},{n},<b>{n % 5}</b>```" for n in range(150))]
     (tmp_path / "t.csv").write_text("\n".join(lines))
     report = run_with("recipe=ctr", f"data.path={tmp_path / 't.csv'}", "data.label=y", "train.epochs=2")
     text = MlflowClient(report.tracking_uri).get_run(report.run_id).data.tags["mlflow.note.content"]
     assert text.splitlines()[0].startswith("**ctr on cpu, batch ")
     assert text.splitlines()[1].startswith("**Validation** auc ")
     assert "predictor = dphybrid.load(" in text
+    (repeats,) = re.findall(r"\ndphybrid train .*", text)
+    assert "--train.epochs 2 " in repeats  # behind a long path, and not cut
     blocks = text.split("\n```")  # between them, what is no block of code
     assert "<script>" not in "".join(blocks[::2])
     assert odd in "".join(blocks[1::2])
