@@ -15,7 +15,8 @@ class CombinedOptimizer(EagerOptimizer):
     """A torch.optim.Optimizer that steps several optimizers: `CombinedOptimizer(dense, rows)`.
 
     `param_groups` are the optimizers' own dicts, in order, so a learning-rate schedule scales each group from
-    that group's own rate. `defaults` are those that all of them have. Raises UserError for other objects.
+    that group's own rate. `defaults` are those that all of them have. Raises UserError for other objects, and
+    if a parameter belongs to two of the optimizers.
     """
 
     optimizers: tuple[Optimizer, ...]
@@ -26,6 +27,12 @@ class CombinedOptimizer(EagerOptimizer):
             raise UserError(
                 f"CombinedOptimizer: {', '.join(others) or 'nothing'} is not a torch.optim.Optimizer; give "
                 "it the dense and the row optimizer"
+            )
+        seen = [id(weight) for one in optimizers for group in one.param_groups for weight in group["params"]]
+        if len(set(seen)) < len(seen):
+            raise UserError(
+                "CombinedOptimizer: two of the optimizers train the same parameter, which each step would "
+                "change twice; give each parameter to one"
             )
         self.__setstate__({"optimizers": optimizers})
 

@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jvp, vjp, vmap
 
 from dphybrid.embedding import (
+    CombinedOptimizer,
     HostEmbedding,
     HostEmbeddingCollection,
     LazyAdam,
@@ -58,6 +59,7 @@ def loaded(change: Callable[[dict[str, Any]], object]) -> None:
         (lambda: table().freeze_rows([1.5]), "1.5 is not a row"),
         (lambda: clip_grad_norm_(table().parameters(), -1.0), "max_norm=-1.0"),
         (lambda: RowPipeline([table()]), "give the model"),
+        (lambda: CombinedOptimizer(*2 * [RowSGD(table().parameters(), lr=1)]), "the same parameter"),
     ],
 )
 def test_what_would_have_no_effect_is_refused_by_name(call: Callable[[], object], words: str) -> None:
