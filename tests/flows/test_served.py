@@ -201,7 +201,6 @@ def test_deploying_again_keeps_what_was_set_on_the_server_and_applies_what_chang
         return found
 
     assert "own:" not in in_a_shell(team, own_file.parent, deploy)
-    assert "own:" not in in_a_shell(team, own_file.parent, deploy), "nothing differs"
     path = f"/deployments/{own()['id']}"
     # Somebody sets parameters, a schedule with parameters, another one on, a pause, a limit, and more.
     config = {"recipe": "ctr", "train": {"seed": 7}}

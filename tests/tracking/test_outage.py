@@ -198,14 +198,16 @@ def test_a_large_file_of_a_checkpoint_is_recorded_by_path_and_still_loads(
     assert entry["crc32"] == report.digests[f"tables/{table.name}"]
     one, two = model_from_checkpoint(folder), model_from_checkpoint(report.best_checkpoint)
     assert all(value.equal(two.state_dict()[key]) for key, value in one.state_dict().items())
-    # A process leaves no copy behind; one that was killed is cleared away by the next.
+    # A process that was killed leaves a copy behind; the next one clears it away, and leaves none.
     (scratch := data_dir / "scratch").mkdir()
-    load = "import dphybrid, os; dphybrid.load_model('models:/wide@challenger')"
-    for end, left in (("; os._exit(0)", 1), ("", 0)):
-        python(
-            "-c", load + end, env=os.environ | {"TMPDIR": str(scratch), "DPHYBRID_TRACKING_URI": server.uri}
-        )
-        assert len(list(scratch.glob("dphybrid-*"))) == left
+    left = (
+        "import os; from dphybrid.tracking.loader import checkpoint_folder\n"
+        "checkpoint_folder('models:/wide@challenger', os.environ['DPHYBRID_TRACKING_URI'])\n"
+    )
+    for end, copies in (("os._exit(0)", 1), ("", 0)):
+        variables = {"TMPDIR": str(scratch), "DPHYBRID_TRACKING_URI": server.uri}
+        python("-c", left + end, env=os.environ | variables)
+        assert len(list(scratch.glob("dphybrid-*"))) == copies
     table.write_bytes(b"other")
     with refused(r"checksum differs"):
         checkpoint_folder(f"models:/wide/{version.version}", server.uri)
