@@ -6,9 +6,11 @@ from pathlib import Path
 import polars as pl
 import pytest
 
+from dphybrid.config.tables import TableDataConfig
 from dphybrid.data import Prepared
 from dphybrid.data.table.cells import read_numbers, read_times
 from dphybrid.data.table.encoder import Encoder
+from dphybrid.data.table.order import places_in_time
 from tests.preparing import table_of
 from tests.refusing import refused
 
@@ -69,6 +71,10 @@ def test_no_dates(text: str) -> None:
         ("4\u202f534,5", (",", " "), 4534.5),
         ("12,34,567.5", (".", ","), 1234567.5),
         ("2h20m", (".", ""), 8400),
+        ("29k", (".", ""), 29000),
+        ("$3.8M", (".", ""), 3.8e6),
+        ("1,5 M €", (",", ""), 1.5e6),
+        ("-2B", (".", ""), -2e9),
         ("1d 2h", (".", ""), 93600),
         ("1:02:30", (".", ""), 3750),
         ("1.5 hours", (".", ""), 5400),
@@ -99,6 +105,9 @@ def _column(folder: Path, cells: list[str], **values: object) -> Prepared:
         (["$64.48", "$1,064.10", "$3"], "numeric", "numbers without their marks"),
         (["62%", "5%", "7.5%"], "numeric", "numbers without their marks"),
         (["2h20m", "45m", "1h"], "numeric", "durations in seconds"),
+        (["29k", "3.8M", "500", "1.2k"], "numeric", "numbers without their marks"),
+        (["48 kg", "52 kg", "7kg"], "categorical", "numbers with the unit 'kg', read as categories"),
+        (["12A", "3B", "7C"], "categorical", ""),
         (["(0.13)", "0.5", "\u22121"], "numeric", "numbers without their marks"),
         (["4\u00a0534,5", "609,5"], "numeric", "thousands separator ' ', decimal mark ','"),
         (["1,00,000", "5,000", "12"], "numeric", "thousands separator ','"),
@@ -157,3 +166,9 @@ def test_unreadable_dates_above_the_limit_are_an_error_that_names_one(tmp_path: 
     cells = ["2024-01-05"] * 190 + ["soon"] * 10
     with refused("data.times: column 'x' holds 'soon', not a date or time"):
         _column(tmp_path, cells, times=["x"])
+
+
+def test_months_are_in_order() -> None:
+    months = pl.Series(["2024-02", "2023-12", "2024-10"])
+    places, how = places_in_time(months, "m", TableDataConfig(path="x.csv", label="y"))
+    assert (places.argsort().tolist(), how) == ([1, 0, 2], "")

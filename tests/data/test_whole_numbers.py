@@ -23,7 +23,7 @@ def _noisy(score: Array, random: np.random.Generator) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ["a", "column", "x7", "count"])
-@pytest.mark.parametrize("offset", [0, 10**9])
+@pytest.mark.parametrize("offset", [0, 10**9, -1])
 def test_ids_under_any_name_get_rows(name: str, offset: int, tmp_path: Path) -> None:
     random = np.random.default_rng(1)
     ids = _zipf_ids(random)

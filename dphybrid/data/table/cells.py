@@ -214,14 +214,16 @@ def plain_numbers(cells: pl.Series, decimal: str, thousands: str, marks: bool = 
 
 def without_marks(cells: pl.Series) -> pl.Series:
     """Return texts of numbers without the marks of currencies and percent; with a minus for brackets, as in
-    (0.13), and for the typographic one; with plain blanks; and durations (2h20m, 1:02:30) as seconds. Other
-    texts stay as they are."""
+    (0.13), and for the typographic one; with plain blanks; 29k, 3.8M and 1B as 29e3, 3.8e6 and 1e9; and
+    durations (2h20m, 1:02:30) as seconds. Other texts stay as they are."""
     texts = cells.str.replace_all(r"[\u{a0}\u{2007}\u{2009}\u{202f}]", " ").str.replace_all(
         "\u2212", "-", literal=True
     )
     texts = texts.str.replace(r"^([+-]?)\s*(?:\p{Sc}|(?:USD|EUR|GBP|CHF|Rs\.?)\s)\s*([+-]?[\d.,].*)$", "$1$2")
-    texts = texts.str.replace(r"^(.*\d[.,]?)\s*(?:\p{Sc}|%|USD|EUR|GBP|CHF)$", "$1")
+    texts = texts.str.replace(r"^(.*\d[.,]?(?:\s?[kKMB])?)\s*(?:\p{Sc}|%|USD|EUR|GBP|CHF)$", "$1")
     texts = texts.str.replace(r"^\(\s*\p{Sc}?\s*(\d[\d.,' ]*?)\s*(?:\p{Sc}|%)?\s*\)$", "-$1")
+    for mark, exponent in (("[kK]", "e3"), ("M", "e6"), ("B", "e9")):
+        texts = texts.str.replace(rf"^([+-]?\d[\d.,]*)\s?{mark}$", f"${{1}}{exponent}")
     parts = [
         texts.str.extract(pattern).cast(pl.Float64, strict=False)
         for pattern in (_DAYS, _HOURS, _MINUTES, _SECONDS)

@@ -40,7 +40,8 @@ _NAMES_AN_ID = re.compile(
     r"(?:^|[\W_])(?i:ids?|uid|uuid|guid|code|zip|zipcode|postcode)$|[a-z0-9](?:Id|ID|Code)$"
 )
 # Digits with marks of decimals or groups of digits.
-_WITH_MARKS = r"^[+-]?\d[\d.,' _]*$"
+_WITH_MARKS = r"^[+-]?\d[\d.,' _]*(?:e\d)?$"
+_WITH_UNIT = r"^[+-]?\d[\d.,]*\s?([A-Za-zµ°][A-Za-z0-9²³/]*)$"
 YEAR_FIRST = r"^\d{4}[-/]\d{1,2}[-/]\d{1,2}(?:[T ]|$)"
 # The look of a date, in any order; `read_times` then decides whether it is one.
 _MONTH_NAME = r"(?i:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\.?"
@@ -245,6 +246,9 @@ def _suggestion(odd: pl.Series, cells: pl.Series, sample: Sample) -> str:
         return f"dates or times, read as categories; --data.times reads hour, weekday and day{order}"
     if len(dates) <= FEW_OTHERS * len(odd):
         return f"{dates[0]!r} is not a date or time; data.missing can list it"
+    units = odd.str.extract(_WITH_UNIT, 1).drop_nulls() if odd.dtype == pl.String else odd.clear()
+    if len(units) >= (1 - FEW_OTHERS) * len(odd) and units.n_unique() == 1:
+        return f"numbers with the unit {units[0]!r}, read as categories; without the unit they are amounts"
     mark = separator_of(cells, is_bag=False)
     if mark and 2 * int(cells.str.contains(r"^\[" if mark == "[]" else re.escape(mark)).sum()) > len(cells):
         return f"most cells hold {mark!r}; --data.bags {sample.name} reads the items between the marks"

@@ -21,6 +21,8 @@ def places_in_time(texts: pl.Series, field: str, data: TableDataConfig) -> tuple
     if not numbers.null_count() and numbers.is_finite().all():
         return numbers.to_numpy(), ""
     day_first = is_day_first(texts, data)
+    # A month is its first day.
+    texts = texts.str.replace(r"^(\d{4}-\d{2})$", "${1}-01")
     times = read_times(texts, bool(day_first))
     if times.null_count():
         odd = texts.filter(times.is_null())[0]

@@ -84,10 +84,12 @@ def names_a_thing(name: str) -> bool:
 
 
 def whole_numbers(cells: pl.Series) -> pl.Series | None:
-    """Return the cells as Int64 if all of them are whole numbers of 0 or more, else None. cells: without
-    missing ones."""
+    """Return the cells as Int64 if all of them are whole numbers of 0 or more, but for one negative one such
+    as -1, which often stands for no value; else None. cells: without missing ones."""
     numbers = cells if cells.dtype.is_numeric() else cells.cast(pl.Float64, strict=False)
-    if not len(numbers) or numbers.null_count() or cast(float, numbers.min()) < 0:
+    if not len(numbers) or numbers.null_count():
+        return None
+    if cast(float, numbers.min()) < 0 and numbers.filter(numbers < 0).n_unique() > 1:
         return None
     if numbers.dtype.is_float():
         floats = numbers.to_numpy()
