@@ -29,7 +29,7 @@ NIGHTLY = [
     "tests/cluster/test_launch.py::test_a_link_that_is_cut_is_waited_for_or_both_machines_start_again[30-10]",
     "tests/embedding/test_memory.py::test_a_run_takes_its_table_its_states_and_a_gigabyte[False]",
     "tests/flows/test_train_hybrid.py::test_a_signal_ends_a_run_soon_with_a_checkpoint_and_no_noise[kill]",
-    "tests/flows/test_train_hybrid.py::test_a_signal_ends_a_run_soon_with_a_checkpoint_and_no_noise[terminal closed]",
+    "tests/flows/test_train_hybrid.py::test_a_signal_ends_a_run_soon_with_a_checkpoint_and_no_noise[closed]",
     "tests/flows/test_machines.py::test_machines_gather_and_all_end_when_the_first_is_cancelled",
     "tests/flows/test_gone.py",
     "tests/flows/test_taken.py",
