@@ -73,6 +73,13 @@ def test_parquet_files_and_names_such_as_na(tmp_path: Path) -> None:
     assert data.manifest.facts["relations"] == ["is"]
 
 
+def test_a_column_that_is_not_used_is_named(tmp_path: Path) -> None:
+    rows = "".join(f"e{i % 9},is,e{i % 7},0.{i}\n" for i in range(40))
+    (tmp_path / "triples.csv").write_text("subject,predicate,object,weight\n" + rows)
+    data = prepare("kge", KgeDataConfig(path=str(tmp_path / "triples.csv")), tmp_path / "prepared", 0)
+    assert "reading: not used: weight" in data.describe()
+
+
 def test_files_of_openke_have_a_count_another_order_and_names(tmp_path: Path) -> None:
     triples = [(i % 9, i % 7 + 9, i % 2) for i in range(40)]
     lines = [f"{head} {tail} {relation}" for head, tail, relation in triples]

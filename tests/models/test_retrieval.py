@@ -252,6 +252,14 @@ def test_what_cannot_be_used_is_told(values: dict[str, object], words: list[str]
         prepare("retrieval", config, tmp_path / "prepared", 0)
 
 
+def test_columns_that_are_not_used_are_named(tmp_path: Path) -> None:
+    lines = [f"u{row // 20},i{row % 20},{row % 5}" for row in range(100)]
+    (tmp_path / "rows.csv").write_text("\n".join(["user,item,stars", *lines]) + "\n")
+    config = RetrievalDataConfig(path=str(tmp_path / "rows.csv"))
+    told = prepare("retrieval", config, tmp_path / "prepared", 0).describe()
+    assert "reading: not used: stars; every row counts as one interaction" in told
+
+
 OPTIONS = ["recipe=retrieval", "data.negatives=64", "devices=cpu", "train.epochs=2"]
 OPTIONS += ["train.batch_size=500", "model.kind=rows", "data.valid_fraction=0.1"]
 

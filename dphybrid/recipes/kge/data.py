@@ -172,6 +172,8 @@ class _TripleSource(Source):
                 if order != [0, 1, 2]:
                     places = ", ".join(str(place + 1) for place in order)
                     notes[f"head, relation and tail are the columns {places} of {file.name}"] = None
+                if others := [name for place, name in enumerate(names) if place not in order]:
+                    notes[f"not used: {', '.join(others)}"] = None
             piece = texts.select(pl.nth(order))
             piece.columns = _NAMES
             whole_B = piece.select(pl.all_horizontal(pl.all().is_not_null())).to_series()

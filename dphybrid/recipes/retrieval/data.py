@@ -213,7 +213,7 @@ class _InteractionSource:
         for rows in chunks:
             if missing := [name for name in names if name not in rows.names]:
                 raise UserError(
-                    f"data.path={d.path}: {rows.file} has no column {missing[0]!r}"
+                    f"data.path={d.path}: {rows.file.name} has no column {missing[0]!r}"
                     f"{suggestion(missing[0], rows.names)}; name the columns with data.user, "
                     "data.item, data.time, data.user_features and data.item_features"
                 )
@@ -222,6 +222,8 @@ class _InteractionSource:
                 raise UserError(f"data.{field}={name!r}: holds lists; name a column of single values")
             rejected += rows.rejected
             notes |= dict.fromkeys(rows.notes)
+            if others := [name for name in rows.names if name not in (*names, *rows.index)]:
+                notes[f"not used: {', '.join(others)}; every row counts as one interaction"] = None
             piece = pl.DataFrame([rows.texts(name).cast(pl.String).alias(name) for name in names])
             whole_B = piece[d.user].is_not_null() & piece[d.item].is_not_null()
             for place in (~whole_B).arg_true():
