@@ -73,6 +73,16 @@ def test_a_count_that_is_mostly_zero_stays_a_number(tmp_path: Path) -> None:
     assert [c["role"] for c in prepared.info["columns"]] == ["buckets"]
 
 
+def test_a_count_that_says_little_stays_a_number_under_an_ids_name(tmp_path: Path) -> None:
+    random = np.random.default_rng(7)
+    contacts, y = random.geometric(0.3, _ROWS).clip(max=60), random.integers(0, 2, _ROWS).tolist()
+    contacts[:40] = np.arange(1, 41)  # more than 32 values
+    ids = random.permutation(60)[contacts - 1]
+    for numbers, role in ((contacts, "buckets"), (ids, "categorical")):
+        (column,) = table_of(tmp_path, {"campaign": numbers.tolist(), "y": y}).info["columns"]
+        assert column["role"] == role
+
+
 @pytest.mark.parametrize("name", _amounts())
 def test_amounts_stay_numbers_and_are_named(name: str, tmp_path: Path) -> None:
     numbers, random = _amounts()[name], np.random.default_rng(4)

@@ -17,6 +17,7 @@ from dphybrid.data.table.whole import (
     FEW_VALUES,
     MANY,
     Trial,
+    looks_like_a_count,
     names_a_thing,
     time_of_whole_numbers,
     trial,
@@ -147,7 +148,7 @@ def ids_or_amounts(sample: Sample) -> tuple[str | None, str]:
     found = None if time else _trial_of(sample)
     figures = "too few rows for a trial" if found is None else found.text()
     says = "" if found is None else found.says
-    if says == "ids" or (named and not says):
+    if says == "ids" or (named and not says and not looks_like_a_count(numbers)):
         why = "" if says else "by the column's name, "
         return f"many whole numbers that are ids: {why}{figures}; --data.numeric {name} reads amounts", ""
     says_so = num_values > MANY
