@@ -86,7 +86,10 @@ def score_blocks(
     query_H, column_H = (hidden_QS := hidden_QS.to(queries_QD.device)).ge(0).nonzero(as_tuple=True)
     row_H = hidden_QS[query_H, column_H]  # indices, not a mask of all scores: few rows are hidden
     for start in range(0, num_rows, step):
-        rows_ND = _rows(table, torch.arange(start, min(start + step, num_rows))).to(queries_QD)
+        stop = min(start + step, num_rows)
+        # A slice of a tensor is no copy of it.
+        block = table(torch.arange(start, stop)) if isinstance(table, HostEmbedding) else table[start:stop]
+        rows_ND = block.to(queries_QD)
         here_H = (row_H >= start) & (row_H < start + len(rows_ND))
         scores_QN = score(queries_QD, rows_ND)
         scores_QN[query_H[here_H], row_H[here_H] - start] = -torch.inf
