@@ -97,6 +97,23 @@ def test_a_factorization_machine_is_the_sum_over_pairs() -> None:
         torch.testing.assert_close(network(rows_BFD, dense_BN)[b], expected)
 
 
+def test_a_flag_is_a_field_of_a_factorization_machine() -> None:
+    """Beside numbers of two pieces each, whose fields are the sums of their pieces."""
+    torch.manual_seed(0)
+    network = DeepFM(Sizes(1, 3, 5, 8, 1, 0.0, pieces=2, flags=1)).double()
+    rows_BFD, dense_BN = torch.randn(4, 1, 3).double(), torch.randn(4, 5).double()
+    alone = DeepFM(Sizes(1, 3, 3, 8, 1, 0.0)).double()  # the same fields as numbers of one piece
+    alone.load_state_dict(
+        {name: t for name, t in network.state_dict().items() if name != "dense_ND"}, strict=False
+    )
+    for b in range(4):
+        rows_ND = network.dense_ND.detach() * dense_BN[b][:, None]
+        with torch.no_grad():
+            alone.dense_ND.copy_(torch.stack([rows_ND[0] + rows_ND[1], rows_ND[2] + rows_ND[3], rows_ND[4]]))
+        one = alone(rows_BFD[b : b + 1], torch.ones(1, 3).double())
+        torch.testing.assert_close(network(rows_BFD[b : b + 1], dense_BN[b : b + 1]), one)
+
+
 @pytest.mark.parametrize("num_dense", [0, 2])
 def test_dlrm_sees_the_product_of_each_pair_once(num_dense: int) -> None:
     torch.manual_seed(0)

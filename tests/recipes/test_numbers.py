@@ -134,7 +134,8 @@ def test_bins_belong_to_the_checkpoint(data_dir: Path, tmp_path: Path, unrecorde
     (prepared,) = (data_dir / "prepared").glob("ctr-*[0-9a-f]")
     dense_BN = np.load(prepared / "dense_BN.npy")
     train_BN = dense_BN[np.load(prepared / "train_rows.npy")]
-    np.testing.assert_array_equal(edges_NE, quantile_bins(train_BN, 6))
+    # The flag of a missing price has no bins: it is an input as it is.
+    np.testing.assert_array_equal(edges_NE, quantile_bins(train_BN[:, [0, 2]], 6))
     missing_B = np.arange(900) % 11 == 0
     assert (dense_BN[missing_B, 0] == 0).all()  # without a value: the mean's pieces, and the indicator
     assert dense_BN[:, 1].tolist() == missing_B.tolist()
@@ -153,6 +154,22 @@ def test_embedded_bins_are_the_number_and_a_layer_of_each_columns_own() -> None:
         torch.testing.assert_close(found_BO[0, 5 * column : 5 * column + 5], expected_P)
     far = embedded(torch.tensor([[1e6, 0.0]]))
     torch.testing.assert_close(far[:, :5], found_BO[1:, :5], rtol=0, atol=0.01)  # squashed
+
+
+def test_flags_follow_the_encoded_numbers_as_they_are() -> None:
+    torch.manual_seed(0)
+    embedded = EmbeddedBins(torch.randn(2, 9).sort(dim=1).values, 4)
+    dense_BN, flags_BN = torch.randn(7, 2), torch.tensor([[0.0, 1.0]]).expand(7, 2)
+    given_BN = torch.stack([dense_BN[:, 0], flags_BN[:, 0], dense_BN[:, 1], flags_BN[:, 1]], dim=1)
+    found = OnNumbers(Second(), embedded, [1, 3])(torch.zeros(7, 1, 1), given_BN)
+    assert torch.equal(found, torch.cat([embedded(dense_BN), flags_BN], dim=1))
+
+
+class Second(torch.nn.Module):
+    """Returns the second input."""
+
+    def forward(self, _: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        return second
 
 
 def test_tables_made_once_give_the_same_bits() -> None:

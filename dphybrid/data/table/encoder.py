@@ -67,6 +67,13 @@ class Encoder:
         return sum(1 + part.learned.indicator for column in self.numbers for part in column.parts)
 
     @property
+    def flags(self) -> list[int]:
+        """The columns of dense_BN that are 1 where the number before them is missing, else 0."""
+        parts = [part for column in self.numbers for part in column.parts]
+        kinds = [flag for part in parts for flag in (False, True)[: 1 + part.learned.indicator]]
+        return [place for place, flag in enumerate(kinds) if flag]
+
+    @property
     def max_items(self) -> int:
         """The largest `max_items` of the bags."""
         return max((bag.max_items for bag in self.bags), default=1)

@@ -148,6 +148,8 @@ class TableSource(Source):
             "dense": [
                 c.name for c in encoder.numbers for p in c.parts for _ in range(1 + p.learned.indicator)
             ],
+            # A base from before flags were inputs of their own goes on with the network that it has.
+            "flags": self.base.prepared.info.get("flags", []) if self.base else encoder.flags,
             "num_bags": len(encoder.bags),
             "inputs": encoder.names,
             "outputs": label.columns,

@@ -44,7 +44,8 @@ from dphybrid.util.errors import UserError
 @dataclass(frozen=True)
 class Sizes:
     """Sizes of a network: its inputs (num_columns rows of width dim, and num_dense numbers, of which `pieces`
-    encode one number of the table), its hidden layers, its outputs per sample, and dcn's cross layers."""
+    encode one number of the table, and the last `flags` are each a flag), its hidden layers, its outputs per
+    sample, and dcn's cross layers."""
 
     num_columns: int
     dim: int
@@ -54,6 +55,7 @@ class Sizes:
     dropout: float
     outputs: int = 1
     pieces: int = 1
+    flags: int = 0
     cross_layers: int = 2
     cross_rank: int = 0
 
@@ -96,13 +98,14 @@ class WideDeep(nn.Module):
 
 class DeepFM(nn.Module):
     """(rows_BFD, dense_BN) -> logits. A number is a field, too: its value times a learned row, summed over
-    the pieces that encode the number (neighbours in dense_BN)."""
+    the pieces that encode the number (neighbours in dense_BN). So is a flag."""
 
     def __init__(self, s: Sizes) -> None:
         super().__init__()
-        self.pieces = s.pieces
+        self.pieces, encoded = s.pieces, s.num_dense - s.flags
+        self.widths = [encoded, s.flags]
         self.dense_ND = nn.Parameter(torch.randn(s.num_dense, s.dim) * 0.01)
-        self.deep = s.network((s.num_columns + s.num_dense // s.pieces) * (s.dim - 1))
+        self.deep = s.network((s.num_columns + encoded // s.pieces + s.flags) * (s.dim - 1))
         self.bias = nn.Parameter(torch.zeros(s.outputs))
         self.linear = nn.Linear(2 * s.dim - 1, s.outputs, bias=False) if s.outputs > 1 else None
 
@@ -110,9 +113,14 @@ class DeepFM(nn.Module):
         if self.pieces == 1:
             numbers_BND = dense_BN[:, :, None] * self.dense_ND
         else:
+            (encoded_BX, flags_BN), (rows_XD, rows_ND) = (
+                tensor.split(self.widths, dim) for tensor, dim in ((dense_BN, 1), (self.dense_ND, 0))
+            )
             by_number = (-1, self.pieces)
-            dense_BNK, rows_NKD = dense_BN.unflatten(1, by_number), self.dense_ND.unflatten(0, by_number)
+            dense_BNK, rows_NKD = encoded_BX.unflatten(1, by_number), rows_XD.unflatten(0, by_number)
             numbers_BND = torch.einsum("bnk,nkd->bnd", dense_BNK, rows_NKD)
+            if len(rows_ND):
+                numbers_BND = torch.cat([numbers_BND, flags_BN[:, :, None] * rows_ND], dim=1)
         fields_BVD = torch.cat([rows_BFD, numbers_BND], dim=1)
         linear_B, vectors_BVD = fields_BVD[:, :, 0].sum(1), fields_BVD[:, :, 1:]
         # The sum over pairs is half of (square of the sum - sum of the squares).
@@ -317,14 +325,19 @@ def build_ctr(context: ModelContext[CtrModelConfig]) -> _ClickModel:
     if o.kind in ("wide-deep", "deepfm") and o.dim < 2:
         raise UserError(f"model.dim={o.dim}: {o.kind} needs at least 2, one of them for the linear part")
     embeds = bool(num_dense) and o.numbers == "embedded"
-    # Network inputs for each number of the table.
+    # Network inputs for each number of the table; a flag of a missing number is one as it is. Data prepared
+    # earlier names no flags: there they are numbers like others.
     pieces = 1 + o.bin_width if embeds else 1
+    flags = [int(place) for place in context.info.get("flags", [])] if embeds else []
+    values = [place for place in range(num_dense) if place not in flags]
     task = label_task(context.info)
-    widths = (len(num_ids), o.dim, num_dense * pieces, o.hidden, o.layers)
-    sizes = Sizes(*widths, o.dropout, task.num_outputs, pieces, o.cross_layers, o.cross_rank)
+    widths = (len(num_ids), o.dim, len(values) * pieces + len(flags), o.hidden, o.layers)
+    outputs = (task.num_outputs, pieces, len(flags))
+    sizes = Sizes(*widths, o.dropout, *outputs, o.cross_layers, o.cross_rank)
     network = _NETWORKS[o.kind](sizes)
     if embeds:
-        network = OnNumbers(network, EmbeddedBins(bins_of(context.rows, num_dense, o.bins), o.bin_width))
+        bins = EmbeddedBins(bins_of(context.rows, values, o.bins), o.bin_width)
+        network = OnNumbers(network, bins, flags)
     # dlrm multiplies rows: products of tiny ones would stay near 0 for long. The rows of mlp learn slowly
     # (see `Ctr.sized`), so they differ from the start.
     std = {"dlrm": 0.1, "mlp": 0.05, "dcn": 0.05}.get(o.kind, 0.01)

@@ -131,15 +131,30 @@ def _call(name: str, given: Sequence[Tensor], out_BX: Tensor, *grads: Tensor) ->
 
 
 class OnNumbers(nn.Module):
-    """(rows_BFD, dense_BN) -> network(rows_BFD, numbers(dense_BN))."""
+    """(rows_BFD, dense_BN) -> network(rows_BFD, numbers(dense_BN)).
 
-    def __init__(self, network: nn.Module, numbers: EmbeddedBins) -> None:
+    flags: columns of dense_BN that are 0 or 1. Bins would tell no more of them, so they follow the encoded
+    numbers as they are.
+    """
+
+    values_N: Tensor
+    flags_N: Tensor
+
+    def __init__(self, network: nn.Module, numbers: EmbeddedBins, flags: Sequence[int] = ()) -> None:
         super().__init__()
         self.network = network
         self.numbers = numbers
+        values = sorted(set(range(len(numbers.edges_NE) + len(flags))).difference(flags))
+        # Not persistent: facts of the data, which the builder gets again.
+        self.register_buffer("values_N", torch.tensor(values, dtype=torch.int64), persistent=False)
+        self.register_buffer("flags_N", torch.tensor(flags, dtype=torch.int64), persistent=False)
 
     def forward(self, rows_BFD: Tensor, dense_BN: Tensor) -> Tensor:
-        return self.network(rows_BFD, self.numbers(dense_BN))
+        if not len(self.flags_N):
+            return self.network(rows_BFD, self.numbers(dense_BN))
+        flags_BN = dense_BN.index_select(1, self.flags_N)
+        encoded_BN = self.numbers(dense_BN.index_select(1, self.values_N))
+        return self.network(rows_BFD, torch.cat([encoded_BN, flags_BN], dim=1))
 
 
 def fix_numbers(model: nn.Module) -> None:
@@ -151,11 +166,13 @@ def fix_numbers(model: nn.Module) -> None:
                 module.register_buffer(f"table_{place}", tensor.detach().clone(), persistent=False)
 
 
-def bins_of(rows: Dataset | None, num_dense: int, num_bins: int) -> Tensor:
-    """Return edges_NE of the training rows; without rows zeros, which a checkpoint replaces."""
+def bins_of(rows: Dataset | None, columns: Sequence[int], num_bins: int) -> Tensor:
+    """Return edges_NE of these columns of the training rows; without rows zeros, which a checkpoint
+    replaces."""
     if rows is None:
-        return torch.zeros(num_dense, num_bins + 1)
-    return torch.from_numpy(quantile_bins(sample_dense(rows), num_bins)).to(torch.get_default_dtype())
+        return torch.zeros(len(columns), num_bins + 1)
+    dense_BN = sample_dense(rows)[:, columns]
+    return torch.from_numpy(quantile_bins(dense_BN, num_bins)).to(torch.get_default_dtype())
 
 
 def quantile_bins(dense_BN: Array, num_bins: int) -> Array:
