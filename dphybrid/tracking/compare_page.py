@@ -153,7 +153,8 @@ def _overview(runs: Sequence[RunFacts], param: str) -> dict[str, list[Cell]]:
         known = [c for c, is_counted in zip(cells, counted, strict=True) if is_counted]
         known = [c for c in known if c.value is not None and not math.isnan(c.value)]
         # The best cells are found by their text: of numbers that look equal, all are the best.
-        winner = best(known, key=lambda c: c.value).text if best and len(known) > 1 else None
+        differ = best and len({c.text for c in known}) > 1
+        winner = best(known, key=lambda c: c.value).text if differ else None
         return [replace(c, best=c.text == winner) for c in cells]
 
     def of_speed(which: int, form: str) -> list[Cell]:
