@@ -286,7 +286,10 @@ class _Trials:
         # In threads, while this one waits: a signal or an exception of Prefect's then interrupts no training.
         with ThreadPoolExecutor(workers) as pool:
             # The context: Prefect finds the flow run in it.
-            runs = [pool.submit(contextvars.copy_context().run, self._train, *each) for each in left]
+            runs = [
+                pool.submit(contextvars.copy_context().run, self._train, name, values)
+                for name, values in left
+            ]
             try:
                 for each in runs:
                     each.result()
@@ -294,10 +297,12 @@ class _Trials:
                 self.stop.ask("the end of the sweep", signal.SIGTERM)
                 raise
 
-    def _left(self) -> list[tuple[str, Mapping[str, Any]]]:
+    def _left(self) -> list[tuple[str, dict[str, Any]]]:
         """Return name and values of each run without a result; without a name and values, Optuna chooses
         them."""
         begun: dict[str, FrozenTrial] = {}
+        for _ in self.study.get_trials(states=(TrialState.WAITING,)):  # of a process killed before it asked
+            self.study.tell(self.study.ask(self.sweep.space()), state=TrialState.FAIL)
         for trial in self.study.trials:
             if trial.state == TrialState.RUNNING:  # Optuna never ends the trials of a killed process
                 self.study.tell(trial.number, state=TrialState.FAIL)
