@@ -19,12 +19,11 @@ _COPY = re.compile(
 def code_of(file: str, part: str | None) -> str:
     """Return the code of an example: from a line on, of a named part, or all of it."""
     text = (DOCS.parent / file).read_text(encoding="utf-8")
-    if part is None:
-        return text
-    if part.isdigit():
-        return "".join(text.splitlines(keepends=True)[int(part) - 1 :])
-    _, _, after = text.partition(f"# [start:{part}]\n")
-    return after.partition(f"# [end:{part}]\n")[0].strip("\n") + "\n"
+    if part and part.isdigit():
+        text = "\n".join(text.split("\n")[int(part) - 1 :])
+    elif part:
+        text = text.partition(f"# [start:{part}]\n")[2].partition(f"# [end:{part}]\n")[0]
+    return text.strip("\n") + "\n"
 
 
 def copies(page: str) -> list[str]:

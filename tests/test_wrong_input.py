@@ -38,6 +38,15 @@ def test_data_paths(path: str, recipe: str, data_dir: Path) -> None:
     assert "data.path=" in told("prepare", "--recipe", recipe, "--data.path", path, *more)
 
 
+@pytest.mark.parametrize("path", [LONG, "~nosuchuser/x", "a\0b", NOT_UTF_8, "nowhere.csv", "x.txt", "."])
+@pytest.mark.parametrize("recipe", ["ctr", "kge", "retrieval", "text"])
+def test_test_paths(path: str, recipe: str, tmp_path: Path, data_dir: Path) -> None:
+    Path("x.txt").write_text("user,item,y\n" + "".join(f"u{i},i{i % 7},{i % 2}\n" for i in range(90)))
+    more = ["--data.label", "y"] if recipe == "ctr" else []
+    words = told("prepare", "--recipe", recipe, "--data.path", "x.txt", *more, "--data.test-path", path)
+    assert "data.test_path=" in words
+
+
 @pytest.mark.parametrize(("recipe", "name"), [("ctr", NOT_UTF_8), ("text", "caf\udce9.txt")])
 def test_a_file_in_a_folder_whose_name_is_not_utf_8(
     recipe: str, name: str, tmp_path: Path, data_dir: Path

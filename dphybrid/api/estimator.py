@@ -16,6 +16,7 @@ from dphybrid.api.training import nested, train
 from dphybrid.data.table.frames import as_frame
 from dphybrid.recipes.registry import OF_TABLES
 from dphybrid.serving.predict import Predictor
+from dphybrid.training.label_tasks import HALF
 from dphybrid.util.errors import UserError, suggestion
 
 _TARGET, _WEIGHT = "the label", "the weight"
@@ -227,7 +228,8 @@ class HybridClassifier(ClassifierMixin, _HybridEstimator):
         valid: validation rows in place of a share of the training rows: a pair (X, y), or a table with the
             column `label`.
         values: any value of the recipe, by the names that `dphybrid.train` takes: `epochs=5, batch_size=128,
-            table__lr=0.1`. `lr`, `optimizer` and `weight_decay` without a section are those of the blocks.
+            table__lr=0.1, class_weight="balanced", threshold="best-f1"`. `lr`, `optimizer` and `weight_decay`
+            without a section are those of the blocks.
 
     After `fit`: `classes_` (the labels, sorted), `n_features_in_`, `feature_names_in_` if X has names, `run_`
     (the run). A pickled estimator keeps the path of its run, not its model.
@@ -265,9 +267,13 @@ class HybridClassifier(ClassifierMixin, _HybridEstimator):
         return np.stack([1 - found, found], axis=1) if found.ndim == 1 else found
 
     def predict(self, X: object) -> np.ndarray:
-        """Return the most probable class (B,) of each row."""
-        chosen_B = self.predict_proba(X).argmax(axis=1)
-        return self.classes_[chosen_B]
+        """Return the class (B,) of each row: the most probable one, or of two classes the second one from the
+        threshold on, if `threshold` was given."""
+        found = self.predict_proba(X)
+        if found.shape[1] == 2 and (threshold := self._predictor.threshold) != HALF:
+            # As float32, in which the predictor compares.
+            return self.classes_[(found[:, 1].astype(np.float32) >= np.float32(threshold)) * 1]
+        return self.classes_[found.argmax(axis=1)]
 
     def __sklearn_tags__(self) -> Tags:
         tags = super().__sklearn_tags__()

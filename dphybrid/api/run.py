@@ -75,6 +75,14 @@ class TrainedRun:
         return MetricsPage.read(page).metrics if page.is_file() else {}
 
     @property
+    def test_metrics(self) -> dict[str, float]:
+        """The best checkpoint's metrics on the test rows; empty without any, and before the run has ended."""
+        from dphybrid.run.pages import MetricsPage
+
+        page = self.folder / "metrics.json"
+        return MetricsPage.read(page).test if page.is_file() else {}
+
+    @property
     def splits(self) -> "pl.DataFrame":
         """How batches were split: one row for each split and replica. Raises UserError before the training
         has ended."""
@@ -135,6 +143,25 @@ class TrainedRun:
         if not isinstance(self.predictor, Predictor):
             raise UserError(f"run {self.name}: evaluate is for models that score rows of a table")
         return evaluate(self.predictor, rows, importance=importance)
+
+    def importance(self, rows: object = None) -> "pl.DataFrame":
+        """Return column and importance, the most important first: what the deciding metric loses when a
+        column's cells are shuffled. rows: rows with known labels; None: the validation rows, on which it was
+        measured at the end of the training. Raises UserError without such a measurement."""
+        import polars as pl
+
+        from dphybrid.run.pages import MetricsPage
+
+        if rows is not None:
+            found = self.evaluate(rows, importance=True).importance
+            assert found is not None
+            return found
+        lost = MetricsPage.read(self._trained("metrics.json")).importance
+        if not lost:
+            raise UserError(
+                f"run {self.name}: the importance of its columns was not measured; give rows with their label"
+            )
+        return pl.DataFrame({"column": list(lost), "importance": list(lost.values())})
 
     def recommend(self, users: object = None, k: int = 10, *, history: object = None) -> "pl.DataFrame":
         """Return user, rank, item and score of the k best items for each user; see `Recommender.recommend`.

@@ -33,6 +33,7 @@ def train(
     recipe: str | None = None,
     label: str | None = None,
     valid: object = None,
+    test: object = None,
     devices: str | None = None,
     config: ExperimentConfig | Mapping[str, object] | str | Path | None = None,
     run_name: str | None = None,
@@ -52,6 +53,7 @@ def train(
         recipe: kind of experiment (default: "ctr" for frames, else decided by the data).
         label: column with the answer.
         valid: separate validation rows, in the same form as `data`.
+        test: test rows, in the same form; the best checkpoint is measured on them once, at the end.
         devices: auto, cpu, cpu*8 (eight virtual devices), cuda:0, cuda:0,cuda:1.
         config: values to start from: a TOML file, nested values, or a config; keywords override them.
         run_name: name of the run (default: recipe, devices, time).
@@ -71,10 +73,11 @@ def train(
     if tracking is not None:
         # Not model_copy, which does not validate.
         settings = Settings.model_validate({**settings.model_dump(), "tracking_uri": tracking})
-    tables = {place: table for place, table in (("path", data), ("valid_path", valid)) if table is not None}
+    given_tables = {"path": data, "valid_path": valid, "test_path": test}
+    tables = {place: table for place, table in given_tables.items() if table is not None}
     framed = {place: table for place, table in tables.items() if not isinstance(table, str | Path)}
     if framed and len(framed) < len(tables):
-        raise UserError("data, valid: one is a path and the other a frame; give two paths or two frames")
+        raise UserError("data, valid, test: some are paths and others frames; give paths or frames only")
     # Recipes are inferred from a path's name and files, which a frame does not have; a config may name one.
     if framed and config is None:
         recipe = recipe or OF_TABLES
@@ -121,7 +124,7 @@ def _with_frames(
         )
     from dphybrid.data.table.frames import as_frame, check_frame, save_frame
 
-    names = {"path": "data", "valid_path": "valid"}
+    names = {"path": "data", "valid_path": "valid", "test_path": "test"}
     frames = {place: as_frame(table, names[place]) for place, table in framed.items()}
     ignored = {place: config.data.left_out(frame.collect_schema().names()) for place, frame in frames.items()}
     # All frames are checked before any is written.

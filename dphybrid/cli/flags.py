@@ -15,7 +15,7 @@ from dphybrid.recipes.configs import Values, explain_unknown, load_config, read_
 from dphybrid.recipes.registry import BUILT_IN, DEFAULT, find_recipe, infer_recipe, recipe_names
 from dphybrid.run.folder import named_run
 from dphybrid.util.errors import UserError
-from dphybrid.util.files import check_target, given_path
+from dphybrid.util.files import check_target, given_path, no_such_file
 from dphybrid.util.text import split_items
 
 _FIRST = (
@@ -183,4 +183,4 @@ def check_data_path(path: str) -> None:
     polars."""
     plain = not any(sign in path for sign in "*?[")
     if path and plain and not given_path(path, "data.path").exists():
-        raise UserError(f"data.path={path}: there is no such file")
+        raise no_such_file(path, "data.path")

@@ -38,5 +38,5 @@ class Flags(ConfigCommand):
         if new is not None:
             write_bytes(new, (folder / "schema.toml").read_bytes())
             print(f"Roles: {new}; edit it, and give it again with --data.schema-file {new}")
-        print(f"Train on it: dphybrid train {as_flags(flatten(given_values(given)))}")
+        print(f"Train on it:\n  dphybrid train {as_flags(flatten(given_values(given)))}")
         return 0

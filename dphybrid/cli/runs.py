@@ -56,7 +56,9 @@ class Flags(Command):
 
 
 def _print_table(rows: list[dict[str, object]]) -> None:
-    lines = [list(rows[0]), *([str(value) for value in row.values()] for row in rows)]
+    # Without the columns that are empty in all rows.
+    names = [name for name in rows[0] if any(str(row[name]) for row in rows)]
+    lines = [names, *([str(row[name]) for name in names] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())

@@ -64,6 +64,9 @@ class TableDataConfig(DataConfig):
     below 100; regression with other numbers. Counts are never inferred."""
     weight: str | None = None
     """Column with each row's weight in loss and metrics, a number of 0 or more; it is not a feature."""
+    class_weight: Literal["balanced"] | None = None
+    """balanced: in training, each class counts as much as another, as in scikit-learn: rows / (classes * rows
+    of the class). Probabilities are then not shares of rows any more. Empty: each row counts once."""
     schema_file: str | None = None
     """File with the columns' roles and encodings, such as an edited schema.toml of a prepared folder."""
     base: str | None = None
@@ -98,13 +101,17 @@ class TableDataConfig(DataConfig):
     rows. 0: none."""
     valid_fraction: float = Field(default=0.2, gt=0.0, lt=1.0)
     """Share of the rows in the validation split."""
-    split: Literal["random", "time", "key"] = "random"
-    """Validation split: random rows; time, the latest rows by data.split_column; or key, all rows of some
-    values of data.split_column, so that, say, no user is in both splits."""
+    split: Literal["random", "time", "key", "named"] = "random"
+    """Validation split: random rows; time, the latest rows by data.split_column; key, all rows of some
+    values of data.split_column, so that, say, no user is in both splits; or named, as data.split_column says:
+    train, valid, test."""
     split_column: str | None = None
-    """Column for data.split=time or key."""
+    """Column for data.split=time, key or named."""
     valid_path: str | None = None
     """Separate files with the validation rows, instead of data.valid_fraction and data.split."""
+    test_path: str | None = None
+    """Files with test rows, which decide nothing: the best checkpoint is measured on them once, at the
+    end."""
     max_rejected: float = Field(default=0.001, ge=0.0, le=1.0)
     """Largest share of unreadable rows; with more, preparation stops."""
 
@@ -159,7 +166,8 @@ class TableDataConfig(DataConfig):
             raise ValueError(
                 f"split={self.split} needs a column: set data.split_column"
                 if self.split_column is None
-                else f"split=random takes no split_column={self.split_column}; set data.split to time or key"
+                else f"split=random takes no split_column={self.split_column}; set data.split to time, key "
+                "or named"
             )
         if self.valid_path is not None and self.split != "random":
             raise ValueError(

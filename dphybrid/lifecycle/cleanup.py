@@ -60,7 +60,7 @@ def row_of(run: Run) -> dict[str, object]:
         "run": run.folder.name,
         "recipe": run.page.recipe,
         "status": run.status,
-        "created": run.page.created[:16].replace("T", " "),
+        "created": run.page.created[:10],
         "metric": f"{name} {value:.4f}" if name else "",
         "registered": run.config.checkpoint.register_as or "",
         "MiB": round(size_of([run.folder]) / 2**20, 1),
@@ -174,7 +174,7 @@ def _used_by(runs: Iterable[Run], settings: Settings, ended: bool = True) -> set
     found = set[Path]()
     for run in runs:
         data, train = (run.page.config.get(section, {}) for section in ("data", "train"))
-        found |= {Path(str(data[name])) for name in ("path", "valid_path") if data.get(name)}
+        found |= {Path(str(data[name])) for name in ("path", "valid_path", "test_path") if data.get(name)}
         found.add(Path(run.page.prepared))
         if not (ended and (run.folder / "report.json").is_file()):
             found |= {Path(needed) for needed in (data.get("base"), train.get("warm_start")) if needed}

@@ -201,7 +201,7 @@ def _opened(sweep: Sweep, first: ExperimentConfig, settings: Settings) -> Iterat
     try:
         recipe = find_recipe(first.recipe)
         data = recipe.prepare(first.data, settings.prepared_dir, first.train.seed)
-        task = recipe.task(data.info)
+        task = recipe.task_of(first, data.info)
         begun = _begun(sweep, data.digest)
         _cut_torn_line(journal)
         optuna.logging.set_verbosity(optuna.logging.ERROR)  # the results show which trials failed

@@ -220,6 +220,10 @@ class Recipe:
         info: facts about the prepared data."""
         raise UserError(f"recipe {self.name}: define task(info)")
 
+    def task_of(self, config: ExperimentConfig, info: Mapping[str, Any]) -> "Task":
+        """Return the task of an experiment, where its config says how to measure: by default `task(info)`."""
+        return self.task(info)
+
     def predict(
         self, model: Any, rows: "pl.DataFrame", vocabularies: "Mapping[str, Vocabulary]"
     ) -> "pl.DataFrame":

@@ -78,7 +78,7 @@ def prepare_data(
         print(f"Note: {doubt}", flush=True)
     experiment, sizes = Experiment.sized(recipe, config, settings, data)
     if sizes:
-        print("Chosen for this data (a flag overrides each):", *sizes, sep="\n  ", flush=True)
+        print("\n  ".join(["Chosen for this data (a flag overrides each):", *sizes]), flush=True)
     _note_idle_devices(experiment.config, devices)
     return experiment
 

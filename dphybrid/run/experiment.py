@@ -68,7 +68,7 @@ class Experiment:
     @cached_property
     def task(self) -> Task:
         """The recipe's task on this data."""
-        return self.recipe.task(self.data.info)
+        return self.recipe.task_of(self.config, self.data.info)
 
     @property
     def training_rows(self) -> Dataset:

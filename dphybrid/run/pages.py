@@ -36,19 +36,26 @@ class ResultPage(Page):
 
 
 class MetricsPage(Page):
-    """`metrics.json`: the best checkpoint's metrics, a text that compares them with the baselines (beside),
-    and the charts of its predictions, if its task has any."""
+    """`metrics.json`: the best checkpoint's metrics on the validation rows and on the test rows, if there are
+    any, a text that compares the former with the baselines (beside), the charts of its predictions, if its
+    task has any, for a table how much the deciding metric loses when a column is shuffled, and what to try
+    if a baseline is better."""
 
     metrics: dict[str, float]
+    test: dict[str, float] = Field(default_factory=dict)
     beside: str = ""
     charts: list[Chart | Confusion] = Field(default_factory=list)
+    importance: dict[str, float] = Field(default_factory=dict)
+    advice: list[str] = Field(default_factory=list)
 
 
 class Report(Page):
     """The report of a run; `--report FILE` writes it as JSON.
 
     stages: seconds; stages_ms: milliseconds of an average step. saving: what the checkpoints cost.
-    registered_as: "" if the model is not in the registry; not_registered then says why."""
+    beside, columns: the baselines and the most important columns, as text. advice: what to try if a baseline
+    is better. registered_as: "" if the model is
+    not in the registry; not_registered then says why."""
 
     run_name: str
     devices: str
@@ -57,7 +64,10 @@ class Report(Page):
     tracking_uri: str
     ui_command: str
     metrics: dict[str, float]
+    test: dict[str, float] = Field(default_factory=dict)
     beside: str = ""
+    columns: str = ""
+    advice: list[str] = Field(default_factory=list)
     best_checkpoint: str
     latest_checkpoint: str
     registered_as: str

@@ -40,6 +40,8 @@ from dphybrid.training.metrics import Chart, Confusion
 from dphybrid.training.saving import checkpoint_uid
 from dphybrid.util.text import as_flags, as_markdown, masked, printable
 
+_SHOWN_COLUMNS = 20
+"""Bars of the picture of columns."""
 _MOST_LINES = 24
 """The most lines of a block in MLflow's description, which may have 8,000 characters."""
 
@@ -94,7 +96,10 @@ def _reported(run: Run, experiment: Experiment, tracker: Tracker) -> Report:
         # A database has no pages of its own: the command serves them.
         ui_command=tracker.run_url or (run.ui_command if "://" in tracker.tracking_uri else ""),
         metrics=evaluated.metrics,
+        test=evaluated.test,
         beside=evaluated.beside,
+        advice=evaluated.advice,
+        columns=_most_important(evaluated.importance, experiment.task.metric),
         best_checkpoint=result.best_checkpoint,
         latest_checkpoint=result.checkpoint,
         registered_as="" if not_registered else name,
@@ -126,8 +131,12 @@ def _reported(run: Run, experiment: Experiment, tracker: Tracker) -> Report:
 
 def _facts(report: Report) -> dict[str, str]:
     """Return what the terminal, MLflow and the page show first, by name."""
-    facts = {"Validation": ", ".join(f"{name} {value:.4f}" for name, value in report.metrics.items())}
+    chosen = "" if report.test else " (validation, which chose the epoch)"
+    facts = {"Validation": _numbers(report.metrics) + chosen}
+    facts |= {"Test": _numbers(report.test)} if report.test else {}
     facts |= {"Baselines": report.beside} if report.beside else {}
+    facts |= {f"Try {what}": text for what, _, text in (line.partition(": ") for line in report.advice)}
+    facts |= {"Columns": report.columns} if report.columns else {}
     full = [row for row in report.splits if row.number == 1]  # of the first batch, which is full
     rows = [row.rows for row in full if row.block == full[0].block]
     if len(rows) > 1:
@@ -140,6 +149,17 @@ def _facts(report: Report) -> dict[str, str]:
     facts |= {f"Note {k}" if k > 1 else "Note": text for k, text in enumerate(report.warnings, start=1)}
     facts |= {"Registered": f"models:/{report.registered_as}@challenger"} if report.registered_as else {}
     return facts | ({"NOT registered as": report.not_registered} if report.not_registered else {})
+
+
+def _numbers(metrics: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+
+
+def _most_important(importance: Mapping[str, float], metric: str) -> str:
+    """Return the columns that matter most, as text."""
+    shown = ", ".join(f"{printable(name)} {value:.3g}" for name, value in list(importance.items())[:5])
+    more = f", {len(importance) - 5} more" if len(importance) > 5 else ""
+    return shown and f"{shown}{more} ({metric} lost when a column is shuffled)"
 
 
 def _closing_words(report: Report) -> str:
@@ -196,9 +216,15 @@ def _description(run: Run, experiment: Experiment, report: Report) -> str:
 def report_page(run: Run, experiment: Experiment, report: Report) -> str:
     """Return the report of a finished run as one HTML page."""
     history = ResultPage.read(run.folder / "result.json").history
-    charts = MetricsPage.read(run.folder / "metrics.json").charts
-    facts = {name: text for name, text in _facts(report).items() if not name.startswith(("Valid", "Note"))}
+    evaluated = MetricsPage.read(run.folder / "metrics.json")
+    charts, hidden = evaluated.charts, ("Valid", "Test", "Columns", "Note")
+    facts = {name: text for name, text in _facts(report).items() if not name.startswith(hidden)}
+    measured = (
+        "validation; test rows, once, at the end" if report.test else "validation, which chose the epoch"
+    )
+    facts = {"Measured on": measured, **facts}
     big = {name: number(value) for name, value in report.metrics.items()}
+    big |= {f"test {name}": number(value) for name, value in report.test.items()}
     big |= {"ms a step": number(report.step_ms["p50"])} if report.step_ms else {}
     total = sum(report.stages.values()) or 1.0
     times = [
@@ -220,6 +246,7 @@ def report_page(run: Run, experiment: Experiment, report: Report) -> str:
                 pictures=[_picture(chart) for chart in charts],
                 tables=[_recall(chart) for chart in charts if isinstance(chart, Confusion)],
             ),
+            *_columns(evaluated.importance, experiment.task.metric),
             Section("How batches were split", tables=[Table(columns, splits)] if splits else []),
             Section("Where time went", pictures=[bars(times, "seconds")] if times else []),
             *(Section(title, text=text) for title, text in _texts(experiment, report).items()),
@@ -256,6 +283,17 @@ def _texts(experiment: Experiment, report: Report) -> dict[str, str]:
         "Load the best checkpoint": "\n".join(load),
         "Reproduce": f"{given}\n\n# All values are in config.json, versions and commit in the run's tags.",
     }
+
+
+def _columns(importance: Mapping[str, float], metric: str) -> list[Section]:
+    """Return the section about a table's columns; none without a measurement."""
+    if not importance:
+        return []
+    what, most = f"{metric} lost", list(importance.items())[:_SHOWN_COLUMNS]
+    picture = bars([(name, {what: value}) for name, value in most], what)
+    table = Table(("column", what), [[cell(name), cell(value)] for name, value in importance.items()])
+    note = f"How much {metric} gets worse on validation rows when the column is shuffled."
+    return [Section("Which columns matter", note, pictures=[picture], tables=[table])]
 
 
 def _curves(history: Sequence[Mapping[str, float]]) -> list[Picture]:

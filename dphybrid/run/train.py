@@ -13,8 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from torch import nn
+
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
+from dphybrid.data.table.encoder import Encoder
+from dphybrid.run.advice import advice
 from dphybrid.run.build import build_run, prepare_data
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import Run, find_run, running
@@ -23,7 +27,9 @@ from dphybrid.run.pages import MetricsPage, Report, ResultPage
 from dphybrid.run.report import attached, report_run
 from dphybrid.run.trainer import train_here
 from dphybrid.training.callbacks import Callback
-from dphybrid.training.checkpoint import load_weights, verify_checkpoint
+from dphybrid.training.checkpoint import load_weights, read_state, verify_checkpoint
+from dphybrid.training.display import preparation_progress
+from dphybrid.training.importance import importance
 from dphybrid.training.loop import evaluate, validation_outputs
 from dphybrid.training.metrics import Task, constant_prediction
 from dphybrid.util.errors import UserError
@@ -178,10 +184,11 @@ def train_run(
 
 
 def evaluate_run(run: Run, experiment: Experiment) -> dict[str, float]:
-    """Evaluate the best checkpoint on the validation rows, and on test rows if the data has any
-    (`test_...`); log all metrics as `final_...`."""
+    """Evaluate the best checkpoint on the validation rows (logged as `final_...`) and, once, on the test rows
+    if the data has any (`test/...`). Return the validation metrics."""
     data, task, mapped = experiment.data, experiment.task, experiment.engine.mapped
-    best = Path(ResultPage.read(run.folder / "result.json").best_checkpoint)
+    result = ResultPage.read(run.folder / "result.json")
+    best = Path(result.best_checkpoint)
     # The optimizers' states go first, so that the evaluation has their memory.
     gc.collect()
     model, experiment.built.model = experiment.built.model, None
@@ -198,19 +205,51 @@ def evaluate_run(run: Run, experiment: Experiment) -> dict[str, float]:
     batch_size = experiment.config.train.batch_size
     outputs = validation_outputs(model, experiment.validation_rows, batch_size, task)
     metrics, charts = task.compute(outputs), task.charts(outputs) if task.charts else []
-    if "test" in data.parts:
-        tested = evaluate(model, data.dataset("test"), batch_size, task)
-        metrics |= {f"test_{name}": value for name, value in tested.items()}
+    fixed = task.given(metrics) if task.given else task
+    tested = evaluate(model, data.dataset("test"), batch_size, fixed) if "test" in data.parts else {}
     own = task.baselines(outputs) if task.baselines else constant_prediction(outputs, task)
     baselines = experiment.recipe.baselines(data) or own
-    page = MetricsPage(metrics=metrics, charts=list(charts), beside=_beside(metrics, baselines, task))
+    lost = _importance(model, experiment)
+    advised = []
+    if _loses(metrics, baselines, task):
+        best_epoch = read_state(best).progress.epoch
+        rows = len(data.dataset("train"))
+        advised = advice(experiment.config, data.manifest.facts, rows, lost, best_epoch, result.epochs)
+    page = MetricsPage(
+        metrics=metrics,
+        test=tested,
+        charts=list(charts),
+        beside=_beside(metrics, baselines, task),
+        importance=lost,
+        advice=advised,
+    )
     page.write(run.folder / "metrics.json")
     with closing(attached(run)) as tracker:
         tracker.log_summary({f"final_{name}": value for name, value in metrics.items()})
+        tracker.log_summary({f"test/{name}": value for name, value in tested.items()})
         for which, values in baselines.items():
             where = f"baseline_{which.replace(' ', '_')}"
             tracker.log_summary({f"{where}_{name}": value for name, value in values.items()})
     return metrics
+
+
+def _importance(model: nn.Module, experiment: Experiment) -> dict[str, float]:
+    """Return how much each column of a table matters on validation rows; empty for other data."""
+    folder, _ = experiment.encoder
+    if folder is None or not experiment.recipe.tabular:
+        return {}
+    places = Encoder.load(folder).places
+    # A batch as large as those of predictions: as the rows are few, their number of calls counts.
+    batch_size = max(1024, experiment.config.train.batch_size)
+    with preparation_progress() as progress:
+        return importance(
+            model, experiment.data.dataset("valid"), experiment.task, places, batch_size, progress
+        )
+
+
+def _loses(metrics: Mapping[str, float], baselines: Mapping[str, Mapping[str, float]], task: Task) -> bool:
+    sign = 1 if task.higher_is_better else -1
+    return any(sign * (metrics[task.metric] - values[task.metric]) < 0 for values in baselines.values())
 
 
 def _beside(metrics: Mapping[str, float], baselines: Mapping[str, Mapping[str, float]], task: Task) -> str:

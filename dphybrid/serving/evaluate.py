@@ -4,27 +4,28 @@ the predicted class at each threshold, each class, and how much each column matt
 Letters: B rows, R bootstrap samples, C classes.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import polars as pl
 import torch
-from torch import Tensor
 
 from dphybrid.data.batches import Array
 from dphybrid.data.table.cells import as_texts, clean
 from dphybrid.data.table.files import find_files, read_files
 from dphybrid.data.table.frames import as_frame
 from dphybrid.data.table.rows import Rejected
-from dphybrid.serving.predict import Predictor, tensors_of
+from dphybrid.serving.predict import Predictor
+from dphybrid.training.importance import SECONDS, TensorRows
+from dphybrid.training.importance import importance as permuted
+from dphybrid.training.loop import validation_outputs
+from dphybrid.training.metrics import best_threshold, f1_at
 from dphybrid.util.errors import UserError, counted, suggestion
 
 SAMPLES = 200
 """How often rows are drawn again for an interval."""
-IMPORTANCE_ROWS = 20_000
-"""Importance is measured on at most this many rows, evenly spaced."""
 THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 Progress = Callable[[str, int, int], None]
@@ -34,9 +35,9 @@ Progress = Callable[[str, int, int], None]
 class Evaluation:
     """What `evaluate` found. intervals: of each metric, the 2.5 and 97.5 percentiles over rows drawn again
     with replacement (the percentile bootstrap of Efron and Tibshirani 1993). thresholds: for a binary label,
-    a row for each threshold, and the one with the best F1. classes: for several classes, a row for each.
-    importance: columns, the most important first: by how much the deciding metric gets worse when the
-    column's cells are shuffled (Breiman 2001)."""
+    a row for each threshold, the one with the best F1 and the model's own. classes: for several classes, a
+    row for each. importance: columns, the most important first: by how much the deciding metric gets worse
+    when the column's cells are shuffled (`dphybrid.training.importance`). notes: what was left out."""
 
     num_rows: int
     left_out: int
@@ -83,10 +84,12 @@ def evaluate(
     *,
     importance: bool = False,
     seed: int = 0,
+    seconds: float = SECONDS,
     on_progress: Progress | None = None,
 ) -> Evaluation:
     """Evaluate a model on rows that have its label. rows: what `Predictor.predict` takes. Rows without a
-    label are left out.
+    label are left out. importance: also measure that of each column, on some thousand rows; seconds: for at
+    most so long.
 
     Raises UserError if the label's column or another one is missing, for a label that is no number or class
     of the model, and if no row is left.
@@ -104,7 +107,8 @@ def evaluate(
         raise UserError(f"the rows have no label: {label.name!r} is empty in all of them")
     frame, texts = frame.filter(known_B), texts.filter(known_B)
     labels_B = torch.from_numpy(label.encoded(_numbers(label.name, predictor.classes, texts)))
-    outputs = _outputs(predictor, frame, labels_B)
+    data = TensorRows({**predictor.encoded(frame), "labels_B": labels_B})
+    outputs = validation_outputs(predictor.model, data, predictor.batch_size, predictor.task)
     metrics = predictor.task.compute(outputs)
     random = np.random.default_rng(seed)
     drawn: list[dict[str, float]] = []
@@ -121,15 +125,29 @@ def evaluate(
         for name, value in metrics.items()
     }
     probabilities = predictor.task.link(outputs["logits"]).numpy()
+    found, places, notes = None, predictor.encoder.places, list[str]()
+    if importance:
+        lost = permuted(
+            predictor.model, data, predictor.task, places, predictor.batch_size, on_progress, seconds
+        )
+        found = pl.DataFrame(
+            {"column": list(lost), "importance": list(lost.values())},
+            schema={"column": pl.String, "importance": pl.Float64},
+        )
+        if len(lost) < len(places):
+            notes.append(f"Importance: {len(lost)} of {len(places)} columns, for {seconds:g} s had passed")
     return Evaluation(
         num_rows=len(frame),
         left_out=int((~known_B).sum()),
         metric=predictor.task.metric,
         metrics=metrics,
         intervals=intervals,
-        thresholds=_thresholds(labels_B.numpy(), probabilities) if label.task == "binary" else None,
+        thresholds=_thresholds(labels_B.numpy(), probabilities, predictor.threshold)
+        if label.task == "binary"
+        else None,
         classes=_classes(predictor, labels_B.numpy(), probabilities) if predictor.classes else None,
-        importance=_importance(predictor, frame, labels_B, random, on_progress) if importance else None,
+        importance=found,
+        notes=notes,
     )
 
 
@@ -168,50 +186,31 @@ def _numbers(name: str, classes: tuple[str, ...], texts: pl.Series) -> Array:
     return numbers.to_numpy()
 
 
-def _outputs(predictor: Predictor, frame: pl.DataFrame, labels_B: Tensor) -> dict[str, Tensor]:
-    """Return the model's outputs as the task reads them."""
-    cells = clean([frame[name] for name in predictor.encoder.names], predictor.no_value)
-    arrays, _ = predictor.encoder.encode(dict(zip(predictor.encoder.names, cells, strict=True)))
-    logits = []
-    with torch.no_grad():
-        for start in range(0, len(frame), predictor.batch_size):
-            rows = slice(start, start + predictor.batch_size)
-            batch = tensors_of({name: array[rows] for name, array in arrays.items()})
-            logits.append(predictor.model(batch)["logits"].cpu())
-    found = torch.cat(logits)
-    loss_B = predictor.task.loss(found, labels_B)
-    return {"logits": found, "labels_B": labels_B, "loss": loss_B, "weight": torch.ones_like(loss_B)}
-
-
-def _thresholds(labels_B: Array, probabilities_B: Array) -> pl.DataFrame:
+def _thresholds(labels_B: Array, probabilities_B: Array, own: float) -> pl.DataFrame:
     """Return precision, recall, F1 and the share predicted positive, by threshold; the one with the best F1
-    is marked."""
-    order_B = np.argsort(-probabilities_B, kind="stable")
-    hits_B = np.cumsum(labels_B[order_B] > 0)
-    f1_B = 2 * hits_B / (np.arange(1, len(hits_B) + 1) + hits_B[-1])
-    best = float(probabilities_B[order_B[int(f1_B.argmax())]])
+    is marked, and the model's own one."""
+    best, _ = best_threshold(labels_B, probabilities_B)
     table = []
-    for threshold in sorted({*THRESHOLDS, best}):
+    for threshold in sorted({*THRESHOLDS, best, own}):
         chosen_B = probabilities_B >= threshold
         hits, positive = float((labels_B[chosen_B] > 0).sum()), float((labels_B > 0).sum())
-        precision = hits / chosen_B.sum() if chosen_B.any() else None
-        f1 = 2 * hits / (chosen_B.sum() + positive)
+        marks = ["best F1"] * (threshold == best) + ["the model's"] * (threshold == own)
         table.append(
             {
                 "threshold": threshold,
-                "precision": precision,
+                "precision": hits / chosen_B.sum() if chosen_B.any() else None,
                 "recall": hits / positive if positive else None,
-                "f1": float(f1),
+                "f1": f1_at(threshold, labels_B, probabilities_B),
                 "predicted_positive": float(chosen_B.mean()),
-                "": "best F1" if threshold == best else "",
+                "": ", ".join(marks),
             }
         )
     return pl.DataFrame(table, infer_schema_length=None)
 
 
 def _classes(predictor: Predictor, labels_B: Array, probabilities: Array) -> pl.DataFrame:
-    """Return rows, precision, recall and F1 of each class; of a binary label at a threshold of 0.5."""
-    found_B = probabilities.argmax(1) if probabilities.ndim == 2 else probabilities >= 0.5
+    """Return rows, precision, recall and F1 of each class; of a binary label at the model's threshold."""
+    found_B = probabilities.argmax(1) if probabilities.ndim == 2 else probabilities >= predictor.threshold
     table = []
     for number, name in enumerate(predictor.classes):
         is_B, said_B = labels_B == number, found_B == number
@@ -226,31 +225,3 @@ def _classes(predictor: Predictor, labels_B: Array, probabilities: Array) -> pl.
             }
         )
     return pl.DataFrame(table, infer_schema_length=None)
-
-
-def _importance(
-    predictor: Predictor,
-    frame: pl.DataFrame,
-    labels_B: Tensor,
-    random: np.random.Generator,
-    on_progress: Progress | None,
-) -> pl.DataFrame:
-    """Return for each column by how much the deciding metric gets worse when its cells are shuffled."""
-    if len(frame) > IMPORTANCE_ROWS:
-        index_B = np.linspace(0, len(frame) - 1, IMPORTANCE_ROWS).astype(np.int64)
-        frame, labels_B = frame[index_B], labels_B[index_B]
-    task, names = predictor.task, predictor.encoder.names
-
-    def metric(rows: pl.DataFrame) -> float:
-        return task.compute(_outputs(predictor, rows, labels_B))[task.metric]
-
-    whole, sign = metric(frame), 1 if task.higher_is_better else -1
-    lost: Mapping[str, float] = {}
-    for number, name in enumerate(names):
-        if on_progress:
-            on_progress("shuffle columns", number, len(names))
-        shuffled = frame[name].gather(random.permutation(len(frame)))
-        lost = {**lost, name: sign * (whole - metric(frame.with_columns(shuffled.alias(name))))}
-    return pl.DataFrame({"column": list(lost), "importance": list(lost.values())}).sort(
-        "importance", descending=True, maintain_order=True
-    )

@@ -44,6 +44,7 @@ needs torch, safetensors, numpy and polars (exported with torch {torch}, polars 
     from predict import Model
     model = Model()
     model.predict({{"column": [value, ...], ...}})   # or a polars frame, or a list of records
+    model.predict_classes(...)                     # the classes of a label that has some
 
 | file | what it holds |
 | --- | --- |
@@ -295,6 +296,7 @@ def _write_pages(predictor: Predictor, programs: _Programs, rows: pl.DataFrame, 
         "columns": {name: columns[name] for name in rows.columns},
         "returns": predictor.task.label.columns,
         "classes": list(predictor.classes),
+        "threshold": predictor.threshold,
         "inputs": programs.inputs,
         "lookups": [[name, types[name]] for name in programs.lookups],
         "batch_size": predictor.batch_size,

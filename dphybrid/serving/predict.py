@@ -33,9 +33,9 @@ from dphybrid.recipes.configs import build_config, stored_config
 from dphybrid.recipes.registry import OF_TABLES, find_recipe
 from dphybrid.serving.load import find_checkpoint, model_from_checkpoint
 from dphybrid.training.checkpoint import read_state
-from dphybrid.training.label_tasks import label_task
+from dphybrid.training.label_tasks import HALF, label_task
 from dphybrid.util.errors import UserError, counted
-from dphybrid.util.terminal import unescaped_output
+from dphybrid.util.terminal import data_output
 
 PLACE = {"file": pl.String, "line": pl.Int64}
 """The first columns of a file of predictions: where each row comes from. `Label.columns` follow."""
@@ -58,7 +58,9 @@ class Predicted(Written):
 class Predictor:
     """A trained model of a recipe that reads tables, with its preprocessing. classes: the label's values, of
     a binary label the positive one last; empty for a numeric label. task: how the label is learned.
-    no_value: texts that mean "no value", besides the empty one."""
+    threshold: of a binary label, the probability from which on a row is of the positive class; 0.5, unless
+    the model was trained with another one (model.threshold). no_value: texts that mean "no value", besides
+    the empty one."""
 
     def __init__(
         self,
@@ -82,7 +84,10 @@ class Predictor:
         self.model = _model(self.folder, config.recipe, devices, settings)
         self.encoder = Encoder.load(self.folder / "encoder")
         self.classes, self.batch_size = self.encoder.classes, batch_size
-        self.task = label_task(state.info)
+        # model.threshold=best-f1 found it on the validation rows of this checkpoint.
+        chosen = state.progress.metrics.get("threshold", config.model.model_dump().get("threshold", HALF))
+        self.threshold = HALF if chosen == "best-f1" else float(chosen)
+        self.task = label_task(state.info, self.threshold)
         assert isinstance(config.data, TableDataConfig)  # as every config of a recipe with an encoder
         self._recipe, self._data, self.no_value = config.recipe, config.data, config.data.no_value
 
@@ -132,12 +137,24 @@ class Predictor:
         _warn(wrong)
         return np.concatenate(scores)
 
+    def predict_classes(self, rows: object) -> np.ndarray:
+        """Return the class (B,) of each row, as text: of two classes the positive one from `threshold` on, of
+        several the most probable one. rows: as for `predict`. Raises UserError for a label that is a
+        number."""
+        if not self.classes:
+            raise UserError(f"label {self.task.label.name!r} is a number and has no classes; use predict")
+        return self.task.classes(self.predict(rows), self.threshold)
+
     def batch(self, rows: pl.DataFrame) -> dict[str, torch.Tensor]:
         """Return the model's batch for rows, with bags of at least two items: `torch.export` would make a
         size of 1 a constant."""
         columns = self.encoder.columns
         cells = self._cells(rows)
         return tensors_of(self.encoder.arrays({c.name: c.read(cells[c.name]) for c in columns}, longest=2))
+
+    def encoded(self, rows: pl.DataFrame) -> dict[str, torch.Tensor]:
+        """Return the model's batch for rows, with zeros as labels."""
+        return tensors_of(self.encoder.encode(self._cells(rows))[0])
 
     def _cells(self, frame: pl.DataFrame) -> dict[str, pl.Series]:
         names = self.encoder.names
@@ -176,7 +193,8 @@ class Predictor:
         left out, and OUT.rejected.jsonl lists them with the reasons.
 
         keep: columns of the input to write as well, as text. threshold: for a binary label, the probability
-        from which on a row's `prediction` is the positive class; None: write only probabilities. values: of
+        from which on a row's `prediction` is the positive class; None: the one that the model was trained
+        with, and without one write only probabilities. values: of
         the config's data section, if the new files have another format (header, delimiter, max_rejected,
         ...).
 
@@ -194,6 +212,8 @@ class Predictor:
             )
         if threshold is not None and not 0 <= threshold <= 1:
             raise UserError(f"--threshold {threshold}: is not a probability; give a number from 0 to 1")
+        if threshold is None and self.threshold != HALF:
+            threshold = self.threshold
         columns = PLACE | {name: _TYPES[kind] for name, kind in label.columns.items()}
         columns |= {} if threshold is None else {_CLASS: pl.String}
         data = self.reading(path, values)
@@ -205,8 +225,7 @@ class Predictor:
             file = pl.repeat(str(chunk.file), len(chunk), eager=True)
             found = {"file": file, "line": chunk.lines, **self.task.table(scores)}
             if threshold is not None:
-                # Reversed: the positive class is the last one, and np.where takes it first.
-                found[_CLASS] = np.where(scores >= threshold, *reversed(self.classes))
+                found[_CLASS] = self.task.classes(scores, threshold)
             return pl.DataFrame(found, schema=columns)
 
         write_predictions(files, data, done, predicted, keep, on_progress)
@@ -225,7 +244,7 @@ class Predictor:
         `values`."""
         known = {"path": path, "numeric": tuple(self.encoder.names)}
         named = {*COLUMN_FIELDS, *self._data.role_fields()}
-        kept = self._data.model_dump(exclude={"valid_path", "split", *named})
+        kept = self._data.model_dump(exclude={"valid_path", "test_path", "split", *named})
         # All columns are listed as numeric only so that the reader recognizes a header line by their names.
         # The role itself has no effect, as the encoder has its own columns.
         data = {**kept, **known, **values}
@@ -297,7 +316,7 @@ def print_predictions(predictor: Any, path: str, **options: Any) -> None:
     options: of `predict_file`. Raises UserError as `predict_file` does.
     """
     # Escaped in a terminal. A file or pipe gets what --out would write: the same bytes, whatever the locale.
-    stream = sys.stdout if sys.stdout.isatty() else unescaped_output()
+    stream = data_output()
     if isinstance(stream, TextIOWrapper):
         stream.reconfigure(encoding="utf-8")
     with TemporaryDirectory(prefix="dphybrid-predict-") as folder:

@@ -35,14 +35,18 @@ class LoadedCheckpoint:
         tensors.
 
         data: a DataFrame (pandas, polars) or columns by name, for recipes that read tables; or the model's
-        own batch, a dict of tensors with samples on dim 0. Raises MlflowException when columns are missing,
-        or when the model cannot predict from rows of a table.
+        own batch, a dict of tensors with samples on dim 0. params: {"classes": True} returns the classes
+        instead, of two by the model's threshold. Raises MlflowException when columns are missing, or when the
+        model cannot predict from rows of a table.
         """
         if isinstance(data, Mapping) and data and all(isinstance(value, Tensor) for value in data.values()):
             with torch.no_grad():
                 return self._module(data)
         with refusing():
-            return self._predictor.predict(data)
+            predictor = self._predictor
+            return (
+                predictor.predict_classes(data) if (params or {}).get("classes") else predictor.predict(data)
+            )
 
 
 def _load_pyfunc(path: str) -> LoadedCheckpoint:

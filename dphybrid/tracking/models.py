@@ -20,7 +20,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.models import Model, ModelSignature
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 from mlflow.tracking import MlflowClient
-from mlflow.types.schema import AnyType, ColSpec, DataType, Schema
+from mlflow.types.schema import AnyType, ColSpec, DataType, ParamSchema, ParamSpec, Schema
 from mlflow.utils import get_results_from_paginated_fn
 
 from dphybrid.tracking.record import Record
@@ -251,7 +251,12 @@ def _signature(folder: Path) -> ModelSignature | None:
     columns = Schema([ColSpec(AnyType(), name, required=False) for name in info["inputs"]])
     kinds = {"float32": DataType.float, "float64": DataType.double}
     given = info.get("outputs", {}).items()
-    return ModelSignature(columns, Schema([ColSpec(kinds[kind], n) for n, kind in given if kind in kinds]))
+    outputs = Schema([ColSpec(kinds[kind], n) for n, kind in given if kind in kinds])
+    # `predict(rows, params={"classes": True})` of a label with classes.
+    if info.get("label", {}).get("classes"):
+        params = ParamSchema([ParamSpec("classes", DataType.boolean, False)])
+        return ModelSignature(columns, outputs, params)
+    return ModelSignature(columns, outputs)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from dphybrid.util.terminal import unescaped_output
+from dphybrid.util.terminal import fitted, unescaped_output
 from dphybrid.util.text import printable
 
 _METRICS_EVERY_S = 30.0
@@ -96,6 +96,7 @@ class Display:
         self._printed = time.monotonic()
         if self._bar is not None:
             # markup off: rich would take `[name]` in a user's text for a style and drop it.
-            self._bar.console.print(printable(text), markup=False, highlight=False)
+            shown = fitted(printable(text), unescaped_output())
+            self._bar.console.print(shown, markup=False, highlight=False)
         else:
             print(text, flush=True)

@@ -4,8 +4,8 @@ regression and counts. Recipes use the loss, the training loop the metrics, pred
 Letters: B samples, C classes. logits are (B,), or (B, C) for multiclass labels."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -13,10 +13,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dphybrid.data.table.labels import Label
-from dphybrid.training.metrics import BINARY, Chart, Confusion, Task, sample_weights
+from dphybrid.training.metrics import (
+    BINARY,
+    Chart,
+    Confusion,
+    Task,
+    best_threshold,
+    f1_at,
+    sample_weights,
+)
 from dphybrid.util.errors import UserError
 
 Array = np.ndarray[Any, Any]
+HALF = 0.5
+"""The threshold of a binary label, unless one is chosen."""
 _BINS = 10
 """Points of a calibration figure; each stands for the same number of rows."""
 _CALIBRATION = "Calibration: each point is a tenth of the validation rows"
@@ -53,23 +63,82 @@ class LabelTask(Task):
         shape = (0, self.num_outputs) if self.label.task == "multiclass" else (0,)
         return self.link(torch.zeros(shape)).numpy()
 
+    def classes(self, predicted: Array, threshold: float) -> Array:
+        """Return the classes (B,) of predictions, as texts: of two, the positive one from `threshold` on; of
+        several, the most probable one."""
+        names = np.array(self.label.classes, object)
+        found_B = predicted.argmax(1) if self.label.task == "multiclass" else (predicted >= threshold) * 1
+        return names[found_B]
+
     def table(self, predicted: Array) -> dict[str, object]:
         """Return predictions as columns, by the names of `Label.columns`."""
         if self.label.task != "multiclass":
             return dict.fromkeys(self.label.columns, predicted)
         # The first column has the most likely class, the others one probability for each class.
         likeliest, *each = self.label.columns
-        classes = np.array(self.label.classes, object)
-        return {likeliest: classes[predicted.argmax(1)], **dict(zip(each, predicted.T, strict=True))}
+        return {likeliest: self.classes(predicted, HALF), **dict(zip(each, predicted.T, strict=True))}
 
 
-def label_task(facts: Mapping[str, object]) -> LabelTask:
-    """Return the task for prepared data. facts: what is known about it (`context.info`)."""
+def label_task(facts: Mapping[str, object], threshold: float | Literal["best-f1"] = HALF) -> LabelTask:
+    """Return the task for prepared data. facts: what is known about it (`context.info`). threshold: for a
+    binary label, the probability from which on a row is of the positive class; "best-f1": the one with the
+    best F1 on the rows that are measured. Other thresholds than 0.5 add metrics.
+
+    Raises UserError for a threshold of a label that is not binary.
+    """
     label = Label.of(facts)
-    return _TASKS[label.task](label)
+    if threshold != HALF and label.task != "binary":
+        raise UserError(
+            f"model.threshold={threshold}: is for a label of two values, and {label.name!r} is {label.task}; "
+            "leave it out"
+        )
+    task = _binary(label, threshold) if label.task == "binary" else _TASKS[label.task](label)
+    weights: Any = facts.get("class_weights")
+    return _weighted(task, torch.tensor(weights, dtype=torch.float64)) if weights else task
 
 
-def _binary(label: Label) -> LabelTask:
+def _weighted(task: LabelTask, weights_C: Tensor) -> LabelTask:
+    """Return the task with one metric more, the log loss in which classes have weights; it chooses the
+    checkpoint. Several classes are then compared by macro F1, which counts each class equally, too."""
+
+    def compute(outputs: dict[str, Tensor]) -> dict[str, float]:
+        labels_B = outputs["labels_B"]
+        weights_B = weights_C[labels_B.long()]
+        if (own_B := sample_weights(outputs)) is not None:
+            weights_B = weights_B * torch.from_numpy(own_B)
+        losses_B = task.loss(outputs["logits"].double(), labels_B.double())
+        balanced = float((losses_B * weights_B).sum() / weights_B.sum())
+        return {**task.compute(outputs), "balanced_log_loss": balanced}
+
+    given = task.given
+    return replace(
+        task,
+        compute=compute,
+        chosen_by="balanced_log_loss",
+        metric="macro_f1" if task.label.task == "multiclass" else task.metric,
+        given=given and (lambda metrics: _weighted(cast(LabelTask, given(metrics)), weights_C)),
+    )
+
+
+def _binary(label: Label, threshold: float | Literal["best-f1"] = HALF) -> LabelTask:
+    def probabilities(outputs: dict[str, Tensor]) -> Array:
+        return link(outputs["logits"]).numpy()
+
+    def chosen(outputs: dict[str, Tensor]) -> float:
+        """Return the threshold, if need be of these rows."""
+        if threshold != "best-f1":
+            return float(threshold)
+        labels_B, weights_B = outputs["labels_B"].numpy(), sample_weights(outputs)
+        return best_threshold(labels_B, probabilities(outputs), weights_B)[0]
+
+    def compute(outputs: dict[str, Tensor]) -> dict[str, float]:
+        metrics = BINARY.compute(outputs)
+        if threshold == HALF:
+            return metrics
+        value, labels_B = chosen(outputs), outputs["labels_B"].numpy()
+        f1 = f1_at(value, labels_B, probabilities(outputs), sample_weights(outputs))
+        return {**metrics, "f1": f1, **({"threshold": value} if threshold == "best-f1" else {})}
+
     def charts(outputs: dict[str, Tensor]) -> list[Chart | Confusion]:
         logits_B, labels_B = outputs["logits"].double(), outputs["labels_B"].numpy().astype(np.int64)
         weights_B = sample_weights(outputs)
@@ -79,15 +148,22 @@ def _binary(label: Label) -> LabelTask:
         return [
             *_ranked(labels_B, logits_B.numpy(), weights_B),
             _chart("calibration", _CALIBRATION, axes, shares),
-            _confusion(names, labels_B, (logits_B > 0).numpy().astype(np.int64), weights_B),
+            _confusion(
+                names, labels_B, (probabilities(outputs) >= chosen(outputs)).astype(np.int64), weights_B
+            ),
         ]
 
+    def link(logits_B: Tensor) -> Tensor:
+        return torch.sigmoid(logits_B.float())
+
+    of_validation = (lambda metrics: _binary(label, metrics["threshold"])) if threshold == "best-f1" else None
+    own = {"prediction": "", "chosen_by": "log_loss", "compute": compute, "charts": charts}
     return LabelTask(
-        # The metrics of BINARY; a table's baselines are computed by its recipe.
-        **(vars(BINARY) | {"prediction": "", "chosen_by": "log_loss", "charts": charts}),
+        # A table's baselines are computed by its recipe.
+        **(vars(BINARY) | own | {"given": of_validation}),
         label=label,
         loss=cross_entropy_of_two,
-        link=lambda logits_B: torch.sigmoid(logits_B.float()),
+        link=link,
     )
 
 
@@ -215,7 +291,6 @@ def _counts(label: Label) -> LabelTask:
 
 
 _TASKS: dict[str, Callable[[Label], LabelTask]] = {
-    "binary": _binary,
     "multiclass": _multiclass,
     "regression": _regression,
     "counts": _counts,

@@ -177,12 +177,10 @@ def end_of_epoch(session: Session, observer: Observer) -> str:
     with stage("log"):
         logged = {f"valid/{name}": value for name, value in metrics.items()}
         session.tracker.log_metrics(logged | {"train/epoch_loss": train_loss}, progress.step)
-    shown = ", ".join(f"{name} {value:.5g}" for name, value in metrics.items())
-    by = f" by {task.chosen_by}" if task.chosen_by else ""
-    mark = f" (best so far{by})" if better else ""
+    shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
     return (
-        f"epoch {progress.epoch}/{session.config.train.epochs}: train loss {train_loss:.5g}, validation: "
-        f"{shown}{mark}"
+        f"epoch {progress.epoch}/{session.config.train.epochs}: train loss {train_loss:.4g}, validation "
+        f"{shown}{' (best)' if better else ''}"
     )
 
 

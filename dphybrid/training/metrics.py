@@ -1,7 +1,7 @@
 """Tasks: the metrics of a recipe's validation outputs, and which of them decides on the best checkpoint."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -49,7 +49,8 @@ class Task:
     the metrics (lower is better) that decides on the best checkpoint and on early stopping instead of
     `metric`, for metrics that reach their maximum early on few rows; "" for `metric` itself. prediction: the
     entry of `reads` whose mean over all rows serves as a baseline; "" for none. baselines: from the same
-    outputs to the metrics of simple rules, by the rule's name.
+    outputs to the metrics of simple rules, by the rule's name. given: from the validation metrics to the task
+    for test rows, where `compute` chooses something by the validation rows, such as a threshold.
     """
 
     metric: str
@@ -60,6 +61,7 @@ class Task:
     chosen_by: str = ""
     prediction: str = ""
     baselines: Callable[[dict[str, Tensor]], dict[str, dict[str, float]]] | None = None
+    given: "Callable[[Mapping[str, float]], Task] | None" = None
 
 
 def constant_prediction(outputs: dict[str, Tensor], task: Task) -> dict[str, dict[str, float]]:
@@ -102,6 +104,35 @@ def area_under_roc(labels_B: np.ndarray, scores_B: np.ndarray, weights_B: np.nda
     pairs = positive_V.sum() * negative_V.sum()
     below_V = np.cumsum(negative_V) - negative_V / 2
     return float((positive_V * below_V).sum() / pairs) if pairs else math.nan
+
+
+def best_threshold(
+    labels_B: np.ndarray, probabilities_B: np.ndarray, weights_B: np.ndarray | None = None
+) -> tuple[float, float]:
+    """Return the probability from which on to predict label 1 for the best F1, and this F1. The probability
+    lies half-way to the next lower one, so that rounding moves no row across it."""
+    order_B = np.argsort(-probabilities_B, kind="stable")
+    found_B, ones_B = probabilities_B[order_B].astype(np.float64), labels_B[order_B] > 0
+    each_B = np.ones(len(ones_B)) if weights_B is None else weights_B[order_B]
+    hits_B, chosen_B = np.cumsum(each_B * ones_B), np.cumsum(each_B)
+    f1_B = 2 * hits_B / (chosen_B + max(hits_B[-1], 1e-12))
+    # Equal probabilities are predicted alike: only the last row of each can be the last one chosen.
+    f1_B[:-1][found_B[:-1] == found_B[1:]] = -1
+    best = int(f1_B.argmax())
+    below = found_B[best + 1] if best + 1 < len(found_B) else 0.0
+    return float((found_B[best] + below) / 2), float(f1_B[best])
+
+
+def f1_at(
+    threshold: float,
+    labels_B: np.ndarray,
+    probabilities_B: np.ndarray,
+    weights_B: np.ndarray | None = None,
+) -> float:
+    """Return the F1 of predicting label 1 from a probability on; 0 without any row of it."""
+    each_B = np.ones(len(labels_B)) if weights_B is None else weights_B
+    is_B, said_B = each_B * (labels_B > 0), each_B * (probabilities_B >= threshold)
+    return float(2 * (is_B * (said_B > 0)).sum() / max(is_B.sum() + said_B.sum(), 1e-12))
 
 
 def _mean_loss(outputs: dict[str, Tensor]) -> float:

@@ -17,6 +17,7 @@ import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from difflib import get_close_matches
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, Any
@@ -68,6 +69,16 @@ def given_path(text: str, name: str) -> Path:
         why = error.strerror if isinstance(error, OSError) else str(error)
         raise UserError(f"{name}={text[:200]!r}: cannot be looked up ({why}); give another path") from error
     return path
+
+
+def no_such_file(path: str, place: str) -> UserError:
+    """Return the error for a path to read that does not exist, with the name beside it that was probably
+    meant."""
+    folder, near = given_path(path, place).parent, list[str]()
+    with suppress(OSError):
+        near = get_close_matches(Path(path).name, [file.name for file in folder.iterdir()], 1)
+    meant = f"; did you mean {str(Path(path).with_name(near[0]))!r}?" if near else ""
+    return UserError(f"{place}={path}: there is no such file{meant}")
 
 
 def check_target(file: Path, what: str) -> None:

@@ -4,6 +4,7 @@ a request to stop, and a full disk or a closed pipe is reported under the stream
 import errno
 import io
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -11,8 +12,10 @@ from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 from dphybrid.util.errors import UserError
-from dphybrid.util.text import printable
+from dphybrid.util.text import folded, printable
 
+_NARROWEST = 40
+"""Lines are not folded to fewer columns."""
 _NAMES = {1: "standard output", 2: "standard error"}
 
 
@@ -40,13 +43,17 @@ class _Descriptor(io.FileIO):
 
 class _Escaped:
     """A text stream that escapes control characters: a column's name must not move the cursor or change
-    colours. `unescaped` is the stream below, for what draws on a terminal."""
+    colours. In a terminal it also folds lines at blanks. `unescaped` is the stream below, for what draws on a
+    terminal."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self.unescaped = stream
+    def __init__(self, stream: TextIO, folds: bool = True) -> None:
+        self.unescaped, self._folds, self._starts = stream, folds, True
 
     def write(self, text: str) -> int:
-        self.unescaped.write(printable(text))
+        # print writes a whole line first and then its end.
+        shown, folds = printable(text), self._folds and self._starts
+        self.unescaped.write(fitted(shown, self.unescaped) if folds else shown)
+        self._starts = text.endswith("\n") if text else self._starts
         return len(text)
 
     def writelines(self, lines: Any) -> None:
@@ -57,10 +64,21 @@ class _Escaped:
         return getattr(self.unescaped, name)
 
 
+def fitted(text: str, stream: TextIO) -> str:
+    """Return a text with lines that fit the width of the terminal that the stream is, if it is one."""
+    return folded(text, max(_NARROWEST, shutil.get_terminal_size().columns)) if stream.isatty() else text
+
+
 def unescaped_output() -> TextIO:
     """Return standard output as a stream that escapes nothing, for progress bars and for data."""
     stream: Any = sys.stdout
     return stream.unescaped if isinstance(stream, _Escaped) else stream
+
+
+def data_output() -> Any:
+    """Return standard output as a stream for lines of data: escaped in a terminal, never folded."""
+    stream = unescaped_output()
+    return _Escaped(stream, folds=False) if stream.isatty() else stream
 
 
 @contextmanager
@@ -110,7 +128,7 @@ def _guarded(stream: TextIO) -> TextIO:
 def tell(text: str) -> None:
     """Print a line on standard error, if that can still be written."""
     try:
-        print(printable(text), file=sys.stderr, flush=True)
+        print(fitted(printable(text), sys.stderr), file=sys.stderr, flush=True)
     except OSError:
         _discard(2)
 

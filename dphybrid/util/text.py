@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import textwrap
 from collections.abc import Mapping
 from contextlib import suppress
 from urllib.parse import unquote, urlsplit, urlunsplit
@@ -46,6 +47,29 @@ def printable(text: str) -> str:
     """Return a text that is safe to print: line breaks and tabs stay; other control characters, which could
     move the cursor, change colours or reverse the order of letters, are escaped (`\\x1b`)."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def folded(text: str, width: int) -> str:
+    """Return a text whose lines have at most `width` columns, broken at blanks; what continues a line is
+    indented. Longer words, such as paths, stay whole, and so do commands, which people copy."""
+    lines = []
+    for line in text.split("\n"):
+        indent = line[: len(line) - len(line.lstrip())]
+        fits = len(line) <= width or line.lstrip().startswith("dphybrid ")
+        lines += (
+            [line]
+            if fits
+            else textwrap.wrap(
+                line,
+                width,
+                subsequent_indent=f"{indent}    ",
+                break_long_words=False,
+                break_on_hyphens=False,
+                replace_whitespace=False,
+                expand_tabs=False,
+            )
+        )
+    return "\n".join(lines)
 
 
 def as_markdown(text: str) -> str:

@@ -60,7 +60,7 @@ def kge(data: Path | None, seeds: range, epochs: int | None, keep: Keep) -> None
             tell(f"{folder.name}, seed {seed}: kge with default values; several minutes on one core")
             with taking(times):
                 run = train(str(folder), "kge", seed=seed, **({} if epochs is None else {"epochs": epochs}))
-            mrr = {"mrr": run.metrics["test_mrr"], "valid_mrr": run.metrics["mrr"]}
+            mrr = {"mrr": run.test_metrics["mrr"], "valid_mrr": run.metrics["mrr"]}
             runs.append({"seed": seed, "epochs": run.config.train.epochs, **mrr, **times})
             tell(f"{folder.name}, seed {seed}: {mrr['mrr']:.4f}, {times['cpu_s']:.0f} s of CPU")
             keep({"runs": found, "published": PUBLISHED})

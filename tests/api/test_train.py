@@ -163,7 +163,7 @@ def test_predictions_for_every_form(run: TrainedRun, tmp_path: Path) -> None:
         ({"train": 3}, "train=3: is a section; give train={'name': value}"),
         ({"train__lrr": 3}, "train.lrr (from train__lrr=): there is no such field; did you mean 'train.lr'?"),
         ({"recipe": "kge"}, "recipe kge reads no tables. Give data as a path"),
-        ({"valid": "valid.csv"}, "data, valid: one is a path and the other a frame"),
+        ({"valid": "valid.csv"}, "data, valid, test: some are paths and others frames"),
         ({"devices": "gpu"}, "gpu"),
     ],
 )

@@ -98,7 +98,7 @@ def test_classes(data_dir: Path, tmp_path: Path) -> None:
     assert confusion["recall"] == pytest.approx(counts_CC.diagonal() / counts_CC.sum(1))
     assert (calibration["name"], len(calibration["points"])) == ("calibration", 10)
     pictures = (run.folder / "record" / "Report.html").read_text()
-    assert pictures.count("<svg") == len(run.history) - 1 + 3  # curves, the two, stages
+    assert pictures.count("<svg") == len(run.history) - 1 + 4  # curves, the two, columns, stages
     page = run.report().page()
     assert f">{100 * confusion['recall'][0]:.4g}</td>" in page
 

@@ -61,6 +61,25 @@ class Encoder:
         tables = [table for c in (*self.numbers, *self.categories, *self.bags) for table in c.tables]
         return [{"name": name, "role": role, "num_ids": num_ids} for name, role, num_ids in tables]
 
+    @cached_property
+    def places(self) -> dict[str, list[tuple[str, int]]]:
+        """For each of `names` where its cells are in the arrays: the array's name and the place on dim 1."""
+        found: dict[str, list[tuple[str, int]]] = {name: [] for name in self.names}
+        num_ids, num_dense = 0, 0
+        for column in self.numbers:
+            for part in column.parts:
+                dense = range(num_dense, num_dense + 1 + part.learned.indicator)
+                found[column.name] += [("dense_BN", place) for place in dense]
+                num_dense = dense.stop
+                if part.learned.edges is not None:
+                    found[column.name].append(("ids_BF", num_ids))
+                    num_ids += 1
+        for place, category in enumerate(self.categories, num_ids):
+            found[category.name].append(("ids_BF", place))
+        for place, bag in enumerate(self.bags):
+            found[bag.name].append(("bags_BFL", place))
+        return found
+
     @property
     def num_dense(self) -> int:
         """Number of columns of dense_BN."""

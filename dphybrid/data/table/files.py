@@ -25,7 +25,7 @@ from dphybrid.data.table.rows import (
     check_types,
 )
 from dphybrid.util.errors import UserError
-from dphybrid.util.files import given_path
+from dphybrid.util.files import given_path, no_such_file
 
 _TEXTS = (".csv", ".tsv", ".txt", ".dat", ".data", ".jsonl", ".ndjson")
 _SUFFIXES = (
@@ -67,7 +67,7 @@ def find_files(path: str, place: str) -> tuple[Path, ...]:
         except ValueError as error:
             raise UserError(f"{place}={path}: {error}") from error
         if not files:
-            raise UserError(f"{place}={path}: there is no such file")
+            raise no_such_file(path, place)
     for file in files:
         if not given_path(str(file), place).stat().st_size:
             raise UserError(f"{place}={file}: is empty; give a file with rows")

@@ -218,3 +218,12 @@ def _check_values(name: str, values: list[str], data: TableDataConfig) -> None:
 
 def _shown(values: list[str]) -> str:
     return ", ".join(repr(value) for value in sorted(values)[:6]) + (", ..." if len(values) > 6 else "")
+
+
+def class_weights(labels_B: Array, num_classes: int, weights_B: Array | None = None) -> Array:
+    """Return weights (C,) with which all rows of a class together count as much as those of another: rows /
+    (classes * rows of the class), scikit-learn's "balanced". A class without rows gets 1. weights_B: the
+    rows' own weights."""
+    sums_C = np.bincount(labels_B.astype(np.int64), weights_B, minlength=num_classes).astype(np.float64)
+    there_C = sums_C > 0
+    return np.divide(sums_C.sum(), there_C.sum() * sums_C, out=np.ones(num_classes), where=there_C)

@@ -7,7 +7,7 @@ Threads read and encode a few chunks ahead of the one that is being written. Let
 import errno
 import itertools
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -32,7 +32,7 @@ from dphybrid.data.table.schema import (
     find_column,
     sample_of,
 )
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, suggestion
 
 _READERS = max(3, THREADS)
 """Chunks that are read at once. At least three, even on two cores, as each chunk is parsed by threads of
@@ -68,6 +68,8 @@ class Plan:
             if name and first.cells[name].dtype == pl.List:
                 raise UserError(f"data.{place}={name!r}: holds lists; name a column of single values")
         taken = {label: "label"} | ({weight: "weight"} if weight else {})
+        # The name of a row's part says nothing about it; a time or a key may be a feature.
+        taken |= {split: "split_column"} if split and data.split == "named" else {}
         return cls(
             data,
             first,
@@ -104,7 +106,7 @@ class _Chunk(NamedTuple):
 @dataclass
 class Table:
     """A table that was read. Its rows are stored in `folder` in blocks, as numbers, times and codes of the
-    dictionaries (0: no value); the stored column "held" is true for rows of held-out files.
+    dictionaries (0: no value); the stored column "part" is that of the row's file.
 
     lengths: rows of each block. counts: under "label" the rows without a label, under "weight" those of
     weight 0, and under a bag's stored name its cells with too many items. longest: most items of a cell.
@@ -155,10 +157,11 @@ class Table:
 
 
 def read_table(
-    plan: Plan, files: Sequence[Path], held: Collection[Path], folder: Path, progress: Progress
+    plan: Plan, files: Sequence[Path], parts: Mapping[Path, int], folder: Path, progress: Progress
 ) -> Table:
-    """Read files into blocks in `folder`. held: the files whose rows are held out. Raises UserError if files
-    cannot be read, do not fit together, or have too few rows."""
+    """Read files into blocks in `folder`. parts: the part of a file's rows, if they are held out (see
+    `dphybrid.data.table.splits`). Raises UserError if files cannot be read, do not fit together, or have too
+    few rows."""
     folder.mkdir()
     table = Table(plan, folder, {name: Dictionary() for name, (_, c) in plan.read.items() if c.coded})
     done, jobs = ReadProgress(files), read_jobs(files, plan.data)
@@ -171,7 +174,8 @@ def read_table(
     ):
         progress("read rows", done.bytes_of(chunk.rows), done.total)
         # Small chunks, such as those of many small files, are joined, as each block costs a file and a scan.
-        waiting.append(chunk.values.with_columns(held=pl.lit(chunk.rows.file in held)))
+        part = pl.lit(parts.get(chunk.rows.file, 0), pl.Int8)
+        waiting.append(chunk.values.with_columns(part=part))
         if sum(map(len, waiting)) > _STORED_ROWS // 2:
             table.store(waiting)
             waiting = []
@@ -212,6 +216,11 @@ def _encoded(plan: Plan, rows: Rows, dictionaries: Mapping[str, Dictionary]) -> 
     # Compared as sets, as files may have the same columns in another order.
     if {*rows.names} != {*plan.first.names}:
         other = min({*rows.names} ^ {*plan.first.names})
+        if plan.label.name not in rows.names:
+            raise UserError(
+                f"{rows.file}: has no column {plan.label.name!r}, the label (dphybrid predict scores rows "
+                f"without one){suggestion(plan.label.name, rows.names)}"
+            )
         raise UserError(
             f"data.path={plan.data.path}: {rows.file} has other columns than {plan.first.file}, such as "
             f"{other!r}; give files with the same columns"

@@ -20,10 +20,10 @@ from dphybrid.data.table.column import Column, TrainingValues
 from dphybrid.data.table.encoder import Base, Encoder, open_base
 from dphybrid.data.table.files import find_files, partitions, read_jobs
 from dphybrid.data.table.kinds import KINDS
-from dphybrid.data.table.labels import Label, label_of_numbers, label_of_texts
+from dphybrid.data.table.labels import Label, class_weights, label_of_numbers, label_of_texts
 from dphybrid.data.table.reading import Plan, Table, read_table
 from dphybrid.data.table.schema import SchemaFile, read_schema, schema_text
-from dphybrid.data.table.splits import RowSplit, extended_split, split_rows
+from dphybrid.data.table.splits import TEST, TRAIN, VALID, RowSplit, extended_split, split_rows
 from dphybrid.data.table.whole import AMOUNTS
 from dphybrid.util.digests import code_digest
 from dphybrid.util.errors import UserError
@@ -37,16 +37,17 @@ _UNSEEN_SHOWN = 0.0005
 
 @dataclass(frozen=True)
 class TableSource(Source):
-    """Files of rows. held_files: the files of data.valid_path, whose rows are the validation split."""
+    """Files of rows. held_files, test_files: the files of data.valid_path and data.test_path."""
 
     data: TableDataConfig
     seed: int
     read_files: tuple[Path, ...]
     held_files: tuple[Path, ...] = ()
+    test_files: tuple[Path, ...] = ()
 
     @property
     def files(self) -> tuple[Path, ...]:
-        return self.read_files + self.held_files
+        return self.read_files + self.held_files + self.test_files
 
     @cached_property
     def schema(self) -> SchemaFile:
@@ -62,11 +63,13 @@ class TableSource(Source):
     def options(self) -> dict[str, object]:
         # The contents of files count (as digests of their bytes, schema and base), not their paths: a moved
         # table is not prepared again.
-        excluded = {"path", "valid_path", "schema_file", "base"}
+        excluded = {"path", "valid_path", "test_path", "schema_file", "base"}
+        excluded |= set() if self.data.class_weight else {"class_weight"}  # as prepared before it was there
         return self.data.model_dump(mode="json", exclude=excluded) | {
             "schema": self.schema.model_dump(mode="json"),
             "partitions": [partitions(file) for file in self.files],
             "held_files": len(self.held_files),
+            **({"test_files": len(self.test_files)} if self.test_files else {}),
             "kinds": code_digest(KINDS),
             "base": self.base.prepared.digest if self.base else None,
         }
@@ -86,9 +89,15 @@ class TableSource(Source):
         check_unchanged(self.files, stamps)
         if self.base:
             self.base.encoder.check_forms(plan.columns)
-        table = read_table(plan, self.files, self.held_files, scratch / "rows", progress)
+        of_files = dict.fromkeys(self.held_files, VALID) | dict.fromkeys(self.test_files, TEST)
+        table = read_table(plan, self.files, of_files, scratch / "rows", progress)
         # The first rows determined how to read the label; its task and classes need all values.
         label, answers_B = _answers(table)
+        if self.data.class_weight and not label.classes:
+            raise UserError(
+                f"data.class_weight={self.data.class_weight}: is for classes, and label {label.name!r} is "
+                f"{label.task}; leave it out"
+            )
         classes_B = label.encoded(answers_B) if label.classes else np.zeros(table.num_rows)
         split = split_rows(table, self.seed, classes_B)
         if label.task == "binary" and not self.base:
@@ -105,9 +114,11 @@ class TableSource(Source):
             # The earlier model was trained on labels with the earlier offset and scale.
             label = label.model_copy(update=earlier.label.model_dump(include={"offset", "scale"}))
         else:
-            kept_B = ~split.held_B
+            kept_B = split.part_B == TRAIN
             label = label.fitted(answers_B[kept_B], None if weights_B is None else weights_B[kept_B])
-        parts |= {"train_rows": np.flatnonzero(~split.held_B), "valid_rows": np.flatnonzero(split.held_B)}
+        for part, name in ((TRAIN, "train_rows"), (VALID, "valid_rows"), (TEST, "test_rows")):
+            if len(rows_P := np.flatnonzero(split.part_B == part)):
+                parts[name] = rows_P
         encoder, unseen = _fitted(table, label, split, progress)
         if self.base:
             encoder = self.base.encoder.extended(encoder)
@@ -131,8 +142,9 @@ class TableSource(Source):
         plan, label, num_rows = table.plan, encoder.label, table.num_rows
         sizes: dict[str, object] = {part: len(rows) for part, rows in parts.items()}
         if label.task == "binary":
-            for part in ("train", "valid"):
-                sizes[f"{part}_label_rate"] = float(labels_B[parts[f"{part}_rows"]].mean())
+            for part in ("train", "valid", "test"):
+                if f"{part}_rows" in parts:
+                    sizes[f"{part}_label_rate"] = float(labels_B[parts[f"{part}_rows"]].mean())
         num_singles = len(encoder.id_columns) - len(encoder.bags)
         shapes: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {
             "ids_BF": ((num_rows, num_singles), np.dtype(np.int32)),
@@ -155,6 +167,16 @@ class TableSource(Source):
             "outputs": label.columns,
             **label.facts(),
         }
+        lines = _description(table, encoder, split_text, sizes, unseen)
+        if self.data.class_weight:
+            train = parts["train_rows"]
+            own_B = None if weights_B is None else weights_B[train]
+            weights = class_weights(labels_B[train], len(label.classes), own_B).tolist()
+            info["class_weights"] = weights
+            named = zip(label.classes[:8], weights[:8], strict=True)
+            shown = ", ".join(f"{_escaped(name)} {weight:.3g}" for name, weight in named)
+            more = ", ..." if len(weights) > 8 else ""
+            lines.append(f"  weights of classes in training, balanced: {shown}{more}")
         extra = {
             "label": label.name,
             "classes": list(label.classes),
@@ -174,7 +196,7 @@ class TableSource(Source):
         return Content(
             arrays | parts,
             info,
-            _description(table, encoder, split_text, sizes, unseen),
+            lines,
             (*shapes, *arrays),
             extra,
             table.rejected,
@@ -194,12 +216,17 @@ def open_source(data: TableDataConfig, seed: int) -> TableSource:
         )
     files = find_files(data.path, "data.path")
     held = find_files(data.valid_path, "data.valid_path") if data.valid_path else ()
-    if both := {file.resolve() for file in files} & {file.resolve() for file in held}:
-        raise UserError(
-            f"data.valid_path={data.valid_path}: {min(both)} is also among the files of data.path; a row "
-            "cannot be in both splits, so name different files"
-        )
-    source = TableSource(data, seed, files, held)
+    tested = find_files(data.test_path, "data.test_path") if data.test_path else ()
+    taken = dict.fromkeys((file.resolve() for file in files), "data.path")
+    for field, some in (("data.valid_path", held), ("data.test_path", tested)):
+        for file in (file.resolve() for file in some):
+            if file in taken:
+                raise UserError(
+                    f"{field}={getattr(data, field[5:])}: {file} is also among the files of {taken[file]}; "
+                    "a row cannot be in both splits, so name different files"
+                )
+            taken[file] = field
+    source = TableSource(data, seed, files, held, tested)
     with reading_files():
         _ = source.first_look  # a cached property: computed here for its errors
     return source
@@ -229,14 +256,15 @@ def _answers(table: Table) -> tuple[Label, Array]:
 
 def _check_both_classes(label: Label, classes_B: Array, split: RowSplit) -> None:
     """Raise UserError unless both splits have rows of both classes."""
-    for part, rows_B in (("training", ~split.held_B), ("validation", split.held_B)):
-        found = np.bincount(classes_B[rows_B].astype(np.int64), minlength=2)
-        if not found.all():
+    for number, part in ((TRAIN, "training"), (VALID, "validation"), (TEST, "test")):
+        found = np.bincount(classes_B[split.part_B == number].astype(np.int64), minlength=2)
+        if not found.all() and (found.any() or number != TEST):
             only, rare = int(found.argmax()), int(found.argmin())
             raise UserError(
                 f"data.label={label.name}: all {found.sum():,} {part} rows are {label.classes[only]!r}; "
                 f"{label.classes[rare]!r} has {(classes_B == rare).sum():,} of {len(classes_B):,} rows, and "
-                "training and validation need at least one each: add such rows, or change data.split"
+                "training and validation need at least one each (a test, too): add such rows, or change "
+                "data.split"
             )
 
 
@@ -245,10 +273,10 @@ def _fitted(
 ) -> tuple[Encoder, dict[str, float]]:
     """Return the encoder fitted to the training rows, and for each column of texts the share of validation
     values that no training row has."""
-    trained = np.flatnonzero(~split.held_B)
+    trained = np.flatnonzero(split.part_B == TRAIN)
     # Evenly spaced, not the first ones: files are often sorted by time.
     sample = trained[:: -(-len(trained) // _FIT_ROWS)]
-    held_B = pl.Series(split.held_B)
+    train_B, held_B = (pl.Series(split.part_B == part) for part in (TRAIN, VALID))
     unseen: dict[str, float] = {}
 
     def texts(name: str) -> tuple[pl.Series, Array]:
@@ -256,7 +284,7 @@ def _fitted(
         # [1:] drops the count of code 0, which means no value.
         train, held = (
             np.bincount(some.explode().drop_nulls().to_numpy(), minlength=len(values) + 1)[1:]
-            for some in (codes.filter(~held_B), codes.filter(held_B))
+            for some in (codes.filter(train_B), codes.filter(held_B))
         )
         unseen[name] = float(held[train == 0].sum() / max(held.sum(), 1))
         return values, train
@@ -295,13 +323,15 @@ def _description(
         *(f"  reading: {_escaped(note)}" for note in table.notes),
         *_column_lines(table, encoder),
     ]
-    rates = {part: sizes.get(f"{part}_label_rate") for part in ("train", "valid")}
+    rates = {part: sizes.get(f"{part}_label_rate") for part in ("train", "valid", "test")}
     rows = sum(column["num_ids"] for column in encoder.id_columns)
     lines.append(
         f"  {sizes['train_rows']:,} rows to train"
         + ("" if rates["train"] is None else f" ({rates['train']:.1%} positive)")
         + f", {sizes['valid_rows']:,} to validate"
         + ("" if rates["valid"] is None else f" ({rates['valid']:.1%})")
+        + (f", {sizes['test_rows']:,} to test" if "test_rows" in sizes else "")
+        + ("" if rates["test"] is None else f" ({rates['test']:.1%})")
         + f", {rows:,} table rows"
     )
     lines.append(f"  {split_text}")
@@ -336,12 +366,18 @@ def _column_lines(table: Table, encoder: Encoder) -> list[str]:
         column = found.column
         parts = [part.name for part in numbers[column.name].parts] if column.name in numbers else []
         ids = sum(num_ids.get(name, 0) for name in {column.name, *parts})
-        shown = ", ".join(_escaped(t if len(t) <= 24 else t[:21] + "...") for t in found.samples)
+        samples = [_escaped(t if len(t) <= 24 else t[:21] + "...") for t in found.samples]
         reason = f"  ({found.reason})" if found.reason and ";" not in found.reason else ""
-        rows.append((_escaped(column.name), column.role, ids, f"{shown}{reason}"))
+        rows.append((_escaped(column.name), column.role, ids, samples, reason))
     wide = max(len("column"), *(len(name) for name, *_ in rows))
-    head = f"  {'column':<{wide}}  role         table rows  values such as"
-    return [head, *(f"  {name:<{wide}}  {role:<11} {ids:>11,}  {shown}" for name, role, ids, shown in rows)]
+    lines = [f"  {'column':<{wide}}  role         table rows  values such as"]
+    for name, role, ids, samples, reason in rows:
+        line = f"  {name:<{wide}}  {role:<11} {ids:>11,}  {''.join(samples[:1])}"
+        for sample in samples[1:]:
+            # As many as fit into a terminal.
+            line += f", {sample}" if len(line) + len(sample) <= 78 else ""
+        lines.append(f"{line}{reason}")
+    return lines
 
 
 def _left_out_lines(table: Table, encoder: Encoder) -> list[str]:

@@ -1,5 +1,6 @@
-"""The validation split: random rows, the latest rows, all rows of some keys, or separate files. When a model
-is retrained, the split never contains rows that it was trained on. Letters: B rows."""
+"""Which rows are for training, validation and test. Validation: random rows, the latest rows, all rows of
+some keys, those that a column names, or separate files. When a model is retrained, no row that it was trained
+on is for validation or test. Letters: B rows."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,33 +20,71 @@ _BLOCK = 2**20
 """Rows that are split or compared at a time, to limit memory."""
 
 
+TRAIN, VALID, TEST, LEFT_OUT = range(4)
+_PART_WORDS = {
+    **dict.fromkeys(("train", "training"), TRAIN),
+    **dict.fromkeys(("valid", "validation", "val", "dev"), VALID),
+    **dict.fromkeys(("test", "testing"), TEST),
+}
+"""Values of the column of data.split=named, in lower case."""
+
+
 @dataclass(frozen=True)
 class RowSplit:
-    """held_B: mask of the held-out rows. text: how they were chosen, for the summary."""
+    """part_B: the part of each row, TRAIN, VALID, TEST or LEFT_OUT. text: how they were chosen, for the
+    summary."""
 
-    held_B: Array
+    part_B: Array
     text: str
 
 
 def split_rows(table: Table, seed: int, classes_B: Array) -> RowSplit:
-    """Choose the validation rows. classes_B: classes by which random rows are stratified, so that each gives
-    its share. Raises UserError if one of the splits would be empty."""
+    """Choose the rows of each part. classes_B: classes by which random rows are stratified, so that each
+    gives its share. Raises UserError if a part would be empty."""
     data = table.plan.data
+    part_B, text = table.column("part").to_numpy().copy(), ""  # TRAIN, or that of the row's file
+    if data.split == "named":
+        part_B, text = _named(table, part_B)
+    # Validation rows are chosen among these.
+    open_B = part_B == TRAIN
     if data.valid_path is not None:
-        held_B, text = table.column("held").to_numpy(), f"validation split: the rows of {data.valid_path}"
-    elif table.plan.split is None:
-        held_B = _random(seed, classes_B.astype(np.int64), data.valid_fraction)
-        text = f"validation split: rows at random, by train.seed={seed}"
+        text = f"validation split: the rows of {data.valid_path}"
+    elif data.split in ("random", "named"):
+        if not (part_B == VALID).any():
+            part_B[open_B] = VALID * _random(seed, classes_B[open_B].astype(np.int64), data.valid_fraction)
+            text = f"{text and text + '; '}validation split: rows at random, by train.seed={seed}"
     else:
         codes_B, texts = table.column("split").to_numpy(), table.texts("split").to_list()
-        held_B, text = _by_value(data, seed, codes_B, texts)
-    if not held_B.any() or held_B.all():
-        what = "no row is" if not held_B.any() else "all rows are"
-        raise UserError(
-            f"data.split={data.split}: {what} in the validation split; give more rows, or change "
-            "data.valid_fraction or data.split_column"
-        )
-    return RowSplit(held_B, text)
+        held_B, text = _by_value(data, seed, codes_B[open_B], texts)
+        part_B[open_B] = VALID * held_B
+    if data.test_path is not None:
+        text += f"; test part: the rows of {data.test_path}"
+    for part, what in ((VALID, "no row is"), (TRAIN, "all rows are")):
+        if not (part_B == part).any():
+            raise UserError(
+                f"data.split={data.split}: {what} in the validation split; give more rows, or change "
+                "data.valid_fraction or data.split_column"
+            )
+    if data.test_path is not None and not (part_B == TEST).any():
+        raise UserError(f"data.test_path={data.test_path}: no row has a label; dphybrid predict needs none")
+    return RowSplit(part_B, text)
+
+
+def _named(table: Table, part_B: Array) -> tuple[Array, str]:
+    """Return the rows' parts by the words of the split column, and the line for the summary. part_B: those of
+    the rows' files. Raises UserError for another word, and for a row without one."""
+    data = table.plan.data
+    place, known = f"data.split_column={data.split_column}", ", ".join(_PART_WORDS)
+    codes_B, of_file_B = table.column("split").to_numpy(), part_B != TRAIN
+    words = [_PART_WORDS.get(text.strip().lower(), LEFT_OUT) for text in table.texts("split")]
+    found_B = np.array([LEFT_OUT, *words])[codes_B]  # code 0: no value
+    if (odd := np.flatnonzero((found_B == LEFT_OUT) & ~of_file_B)).size:
+        code = codes_B[odd[0]]
+        shown = repr(table.texts("split")[int(code) - 1]) if code else "an empty cell"
+        raise UserError(f"{place}: {shown} names no part ({len(odd):,} such rows); give {known}")
+    if data.test_path is not None and (found_B[~of_file_B] == TEST).any():
+        raise UserError(f"{place} names test rows, and so does data.test_path={data.test_path}; give one")
+    return np.where(of_file_B, part_B, found_B), f"parts by {data.split_column}"
 
 
 def _random(seed: int, classes_B: Array, fraction: float) -> Array:
@@ -128,16 +167,18 @@ def extended_split(
     split: RowSplit, base: Base, blocks: Iterable[Mapping[str, Array]]
 ) -> tuple[RowSplit, Array]:
     """Return the split, corrected for a base: rows that the base trained on are not held out, and rows that
-    it held out still are. Also return the numbers of the new rows.
+    it held out still are. Test rows that it has seen are left out. Also return the numbers of the new rows.
 
     blocks: the rows' arrays in the base's encoding. Raises UserError if no row is left to hold out.
     """
     keys_B = _row_keys(blocks, base.encoder.max_items)
     trained_B, kept_B = (np.isin(keys_B, _base_keys(base, part)) for part in ("train", "valid"))
     # A row that occurred twice, in both splits of the base, is for training: the model has seen it.
-    new_B = ~trained_B & ~kept_B
-    held_B = (split.held_B & new_B) | (kept_B & ~trained_B)
-    if not held_B.any() or held_B.all():
+    is_test_B, seen_B = split.part_B == TEST, trained_B | kept_B
+    new_B = ~seen_B & ~is_test_B
+    held_B = ((split.part_B == VALID) & new_B) | (kept_B & ~trained_B & ~is_test_B)
+    part_B = np.where(is_test_B, np.where(seen_B, LEFT_OUT, TEST), np.where(held_B, VALID, TRAIN))
+    if not held_B.any() or not (part_B == TRAIN).any():
         raise UserError(
             "data.base: the earlier model was trained on every row that could be held out; wait for more rows"
         )
@@ -145,7 +186,9 @@ def extended_split(
         f"{split.text}; {new_B.sum():,} rows are new, and the validation split has no row that "
         f"{base.prepared.path.name} trained on"
     )
-    return RowSplit(held_B, text), np.flatnonzero(new_B)
+    if left := int((part_B == LEFT_OUT).sum()):
+        text += f"; {left:,} test rows that it has seen are left out"
+    return RowSplit(part_B, text), np.flatnonzero(new_B)
 
 
 def _base_keys(base: Base, part: str) -> Array:

@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from dphybrid.config import ExperimentConfig, ModelConfig
 from dphybrid.config.tables import PACKED, TableDataConfig
@@ -13,6 +14,7 @@ from dphybrid.util.files import given_path
 
 if TYPE_CHECKING:
     from dphybrid.data.batches import Dataset
+    from dphybrid.training.metrics import Task
 
 # Chosen by quality on public tables: docs/quality.md.
 _SLOW_ROWS, _FAST_ROWS = 0.03, 5.0
@@ -25,10 +27,17 @@ _ENDINGS = (
 )
 
 
+def _threshold(value: object) -> object:
+    with suppress(TypeError, ValueError):
+        if value == "best-f1" or 0 <= float(value) <= 1:  # type: ignore[arg-type]
+            return value
+    raise ValueError("give a probability from 0 to 1, or best-f1")
+
+
 class CtrModelConfig(ModelConfig):
     """The network and its sizes."""
 
-    of_training: ClassVar[frozenset[str]] = frozenset({"dropout", "unknown"})
+    of_training: ClassVar[frozenset[str]] = frozenset({"dropout", "unknown", "threshold"})
 
     kind: Literal["mlp", "wide-deep", "deepfm", "dlrm", "dcn"] = "mlp"
     """Network: a plain one of hidden layers, Wide & Deep, DeepFM, DLRM or DCN-v2."""
@@ -57,6 +66,9 @@ class CtrModelConfig(ModelConfig):
     """Quantile bins of a number, at most one for each 8 training rows; used if model.numbers is embedded."""
     bin_width: int = Field(default=8, ge=1, le=1024)
     """Width of a number's encoding, besides the number itself; used if model.numbers is embedded."""
+    threshold: Annotated[float | Literal["best-f1"], BeforeValidator(_threshold)] = 0.5
+    """Label of two values: the probability from which on a row is of the positive class; best-f1: the one
+    with the best F1 on the validation rows. The model keeps it."""
 
 
 class Ctr(Recipe):
@@ -120,10 +132,18 @@ class Ctr(Recipe):
         lines.append(f"table.lr={lr:g}: {share:.3g} x train.lr{why}")
         return found.model_copy(update={"table": found.table.model_copy(update={"lr": lr})}), lines
 
-    def training_rows(self, rows: "Dataset", info: Mapping[str, object], model: Any) -> "Dataset":
-        from dphybrid.data.batches import DrawnDataset
-        from dphybrid.recipes.ctr.model import some_unknown
+    def task_of(self, config: ExperimentConfig, info: Mapping[str, Any]) -> "Task":
+        from dphybrid.training.label_tasks import HALF, label_task
 
+        threshold = config.model.model_dump().get("threshold", HALF)
+        return self.task(info) if threshold == HALF else label_task(info, threshold)
+
+    def training_rows(self, rows: "Dataset", info: Mapping[str, Any], model: Any) -> "Dataset":
+        from dphybrid.data.batches import DrawnDataset
+        from dphybrid.recipes.ctr.model import some_unknown, weighted_classes
+
+        if info.get("class_weights"):
+            rows = DrawnDataset(rows, weighted_classes(info["class_weights"]))
         return DrawnDataset(rows, some_unknown(info, model.unknown)) if model.unknown else rows
 
     def recognises(self, data: Mapping[str, object]) -> str | None:

@@ -88,6 +88,7 @@ def _linear(
     """Return the logits on the validation rows of scikit-learn's linear model, with its default penalty."""
     from sklearn.linear_model import LogisticRegression, PoissonRegressor, Ridge
 
+    balanced = "balanced" if info.get("class_weights") else None
     rows, wanted, labels_B = _sparse(train, info), _sparse(valid, info), train["labels_B"].numpy()
     weights_B = train["weights_B"].numpy() if "weights_B" in train else None
     with warnings.catch_warnings():
@@ -97,7 +98,7 @@ def _linear(
             # LogisticRegression refuses a single class, and the spaced rows may have only one.
             if len(classes) < 2:
                 return _constant_outputs(train, valid, task)["logits"]
-            model = LogisticRegression(max_iter=100).fit(rows, labels_B, weights_B)
+            model = LogisticRegression(max_iter=100, class_weight=balanced).fit(rows, labels_B, weights_B)
             found = torch.from_numpy(model.decision_function(wanted)).float()
             if task.num_outputs == 1:
                 return found

@@ -380,3 +380,14 @@ def some_unknown(info: Mapping[str, Any], share: float) -> Draw:
         return {"ids_BF": torch.where(replaced_BF, replacement_F, batch["ids_BF"])}
 
     return draw
+
+
+def weighted_classes(weights_C: Sequence[float]) -> Draw:
+    """Return a draw that multiplies the rows' weights by those of their classes."""
+    of_class_C = torch.tensor(weights_C)
+
+    def draw(batch: dict[str, Tensor], _: Draws) -> dict[str, Tensor]:
+        weights_B = of_class_C[batch["labels_B"].long()]
+        return {"weights_B": weights_B * batch["weights_B"] if "weights_B" in batch else weights_B}
+
+    return draw

@@ -35,6 +35,9 @@ class KgeDataConfig(DataConfig):
     step reads and updates the whole table."""
     valid_fraction: float = Field(default=0.1, gt=0.0, lt=1.0)
     """Share of the triples in the validation split, if there is no valid.txt."""
+    test_path: str | None = None
+    """File with test triples, instead of test.txt in the folder: the best checkpoint ranks them once, at the
+    end."""
     max_rejected: float = Field(default=0.001, ge=0.0, le=1.0)
     """Largest share of unreadable lines; with more, preparation stops."""
 

@@ -101,7 +101,7 @@ class _TripleSource(Source):
     @property
     def options(self) -> dict[str, object]:
         found = {"parts": list(self.parts), "openke": [is_openke(file) for file in self.parts.values()]}
-        return self.data.model_dump(mode="json", exclude={"path"}) | found
+        return self.data.model_dump(mode="json", exclude={"path", "test_path"}) | found
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -125,10 +125,11 @@ class _TripleSource(Source):
         parts = {part: _numbered(triples, entities, relations) for part, triples in frames.items()}
         if "valid" not in parts:
             # At least one triple is held out, and at least one stays for training.
-            order = np.random.default_rng(self.seed).permutation(num_rows)
-            held = min(max(1, round(num_rows * self.data.valid_fraction)), num_rows - 1)
+            num_triples = len(parts["train"])
+            order = np.random.default_rng(self.seed).permutation(num_triples)
+            held = min(max(1, round(num_triples * self.data.valid_fraction)), num_triples - 1)
             valid, train = (parts["train"][np.sort(rows)] for rows in (order[:held], order[held:]))
-            parts = {"train": train, "valid": valid}
+            parts = {**parts, "train": train, "valid": valid}
         if empty := [part for part, triples in parts.items() if not len(triples)]:
             raise UserError(
                 f"data.path={self.data.path}: the {empty[0]} split has no triples; give a file with some"
@@ -300,8 +301,14 @@ def open_source(data: KgeDataConfig, seed: int) -> _TripleSource:
     if data.path is None:
         raise UserError("data.path is not set; give a file of triples, or a folder with train.txt")
     root = given_path(data.path, "data.path")
+    tested = {} if data.test_path is None else {"test": given_path(data.test_path, "data.test_path")}
+    for file in tested.values():
+        if not file.is_file():
+            raise UserError(f"data.test_path={data.test_path}: no such file; give a file of triples")
+        if file.resolve() == root.resolve():
+            raise UserError(f"data.test_path={data.test_path}: is also data.path; give another file")
     if root.is_file():
-        return _TripleSource(data, seed, {"train": root}, _named(root))
+        return _TripleSource(data, seed, {"train": root, **tested}, _named(root))
     if not root.is_dir():
         raise UserError(
             f"data.path={data.path}: no such file or folder; give a file of triples, or a folder with "
@@ -321,7 +328,11 @@ def open_source(data: KgeDataConfig, seed: int) -> _TripleSource:
             f"data.path={data.path}: the folder has no train.txt (or .tsv, .csv); name the files train, "
             "valid and test"
         )
-    return _TripleSource(data, seed, parts, _named(parts["train"]))
+    if tested and "test" in parts:
+        raise UserError(
+            f"data.test_path={data.test_path}: the folder has {parts['test'].name}, too; keep one"
+        )
+    return _TripleSource(data, seed, parts | tested, _named(parts["train"]))
 
 
 def _named(file: Path) -> tuple[Path, ...]:

@@ -49,6 +49,9 @@ class RetrievalDataConfig(DataConfig):
     auto: time if data.time is given, else random."""
     valid_fraction: float = Field(default=0.05, gt=0.0, lt=1.0)
     """Share of the rows in the validation split; not used by data.split=last."""
+    test_path: str | None = None
+    """Files with later interactions, in the same columns: the best checkpoint looks for them once, at the
+    end, with the histories of all other rows."""
     exclude_seen: bool = True
     """Leave out the items that a user has met, in evaluation and in recommendations."""
     negatives: int = Field(default=0, ge=0, le=2**20)

@@ -98,17 +98,23 @@ class _Side:
 
 @dataclass(frozen=True)
 class _InteractionSource:
-    """Source of interactions. files: empty for the generated sample."""
+    """Source of interactions. read_files: empty for the generated sample."""
 
     data: RetrievalDataConfig
     seed: int
-    files: tuple[Path, ...]
+    read_files: tuple[Path, ...]
+    test_files: tuple[Path, ...] = ()
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return self.read_files + self.test_files
 
     @property
     def options(self) -> dict[str, object]:
         found = [partitions(file) for file in self.files]
-        values = self.data.model_dump(mode="json", exclude={"path"})
-        return values | {"sample": not self.files, "partitions": found if any(found) else []}
+        values = self.data.model_dump(mode="json", exclude={"path", "test_path"})
+        values |= {"test_files": len(self.test_files)} if self.test_files else {}
+        return values | {"sample": not self.read_files, "partitions": found if any(found) else []}
 
     def digests(self, progress: Progress) -> list[bytes]:
         return source_digests(self.files, progress)
@@ -116,7 +122,7 @@ class _InteractionSource:
     def read(self, progress: Progress, scratch: Path) -> Content:
         d = self.data
         notes = dict[str, None]()
-        rows, rejected = self._rows(progress, notes)
+        rows, rejected = self._rows(self.read_files, progress, notes)
         times_N, how = (None, "") if d.time is None else self._times(rows[d.time])
         held_N = self._held_out(rows[d.user], times_N)
         train = rows.filter(~held_N)
@@ -157,6 +163,16 @@ class _InteractionSource:
             f"{unknown_N2[:, 1].sum():,} of unseen items, "
             f"{len(known) - len(held_items):,} of repeated pairs",
         ]
+        test: dict[str, Array] = {}
+        if self.test_files:
+            tested, odd = self._rows(self.test_files, progress, notes)
+            rejected += odd
+            test_N2 = np.stack([users.numbers(tested[d.user]), items.numbers(tested[d.item])], 1)
+            test = self._test(pairs_N2, times_N, test_N2, len(users))
+            lines.append(
+                f"  test: {len(test_N2):,} rows of {d.test_path}: {len(test['test_users']):,} users with "
+                f"{len(test['test_held_items']):,} items to find"
+            )
         if not d.exclude_seen:
             lines.append("  items that a user has met may be recommended again (data.exclude_seen=false)")
         info = {
@@ -182,6 +198,7 @@ class _InteractionSource:
             "seen_items": seen_items,
             "held_starts": held_starts,
             "held_items": held_items,
+            **test,
         }
 
         def save(folder: Path) -> None:
@@ -197,17 +214,46 @@ class _InteractionSource:
 
         return Content(arrays, info, lines, rejected=rejected, save=save)
 
-    def _rows(self, progress: Progress, notes: dict[str, None]) -> tuple[pl.DataFrame, list[Rejected]]:
-        """Return the named columns as texts, for the rows that have a user and an item, and the other rows as
-        rejected ones. notes: gets what was inferred about how the files are written."""
+    def _test(
+        self, pairs_N2: Array, times_N: Array | None, test_N2: Array, num_users: int
+    ) -> dict[str, Array]:
+        """Return the arrays of the test part: users, items to find, and what was met before, which is in all
+        rows of data.path. Raises UserError if there is nothing to find."""
+        met_N = (pairs_N2 >= 0).all(1)
+        before_N2 = pairs_N2[met_N]
+        known = pl.DataFrame(test_N2[(test_N2 >= 0).all(1)])
+        new = (
+            known.join(pl.DataFrame(before_N2), on=known.columns, how="anti")
+            if self.data.exclude_seen
+            else known
+        )
+        held_starts, held_items = _by_user(new.to_numpy(), num_users)
+        lists = {
+            "held": (held_starts, held_items),
+            "seen": _by_user(before_N2 if self.data.exclude_seen else before_N2[:0], num_users),
+            "history": _in_order(before_N2, times_N if times_N is None else times_N[met_N]),
+        }
+        if not len(held_items):
+            raise UserError(
+                f"data.test_path={self.data.test_path}: none of its {len(test_N2):,} rows pairs a known user "
+                "with a known item that is new to this user, so there is nothing to find"
+            )
+        arrays = {"test_users": np.flatnonzero(np.diff(held_starts))}
+        for name, (starts, items) in lists.items():
+            arrays |= {f"test_{name}_starts": starts, f"test_{name}_items": items}
+        return arrays
+
+    def _rows(
+        self, files: tuple[Path, ...], progress: Progress, notes: dict[str, None]
+    ) -> tuple[pl.DataFrame, list[Rejected]]:
+        """Return the named columns of files as texts, for the rows that have a user and an item, and the
+        other rows as rejected ones. notes: gets what was inferred about how the files are written."""
         d = self.data
         names = list(dict.fromkeys(name for _, name in d.named_columns))
         rejected: list[Rejected] = []
         chunks = (
             # Not into `rejected`, as read_files counts the rows in its list.
-            read_files(self.files, d.reading, [], "read rows", progress)
-            if self.files
-            else [sample(self.seed)]
+            read_files(files, d.reading, [], "read rows", progress) if files else [sample(self.seed)]
         )
         pieces: list[pl.DataFrame] = []
         for rows in chunks:
@@ -299,7 +345,16 @@ def sample(seed: int) -> Rows:
 
 def open_source(data: RetrievalDataConfig, seed: int) -> _InteractionSource:
     """Find the files of interactions. Raises UserError for a missing path and an empty file."""
-    return _InteractionSource(data, seed, () if data.path is None else find_files(data.path, "data.path"))
+    files = () if data.path is None else find_files(data.path, "data.path")
+    tested = () if data.test_path is None else find_files(data.test_path, "data.test_path")
+    if tested and not files:
+        raise UserError(f"data.test_path={data.test_path}: set data.path, too; the sample has no test part")
+    if both := {file.resolve() for file in files} & {file.resolve() for file in tested}:
+        raise UserError(
+            f"data.test_path={data.test_path}: {min(both)} is also among the files of data.path; name "
+            "different files"
+        )
+    return _InteractionSource(data, seed, files, tested)
 
 
 class _PairDataset(Dataset):
@@ -343,19 +398,24 @@ def _candidates(arrays: Mapping[str, Array], num_negatives: int) -> Draw:
 
 
 class _HeldDataset(Dataset):
-    """Validation users, each with the held-out items to find and the items met in training, which ranking
+    """Validation or test users, each with the held-out items to find and the items met before, which ranking
     leaves out. Both lists are sorted and padded with the number of items, which is no item's number."""
 
-    def __init__(self, arrays: Mapping[str, Array]) -> None:
-        self.arrays = arrays
+    def __init__(self, arrays: Mapping[str, Array], part: str) -> None:
+        # Those of validation have no prefix, except for its users.
+        of_part = "test_" if part == "test" else ""
+        lists = {
+            name.removeprefix(of_part): array for name, array in arrays.items() if name.startswith(of_part)
+        }
+        self.arrays, self.users = {**arrays, **lists}, arrays[f"{part}_users"]
         self.catalog_VF = _long(np.ascontiguousarray(arrays["items_VF"]))
 
     def __len__(self) -> int:
-        return len(self.arrays["valid_users"])
+        return len(self.users)
 
     def fetch(self, index_B: Array) -> dict[str, Tensor]:
         a, none = self.arrays, len(self.catalog_VF)
-        users_B = a["valid_users"][index_B]
+        users_B = self.users[index_B]
         return {
             "users_BF": _long(a["users_UF"][users_B]),
             **histories(a["history_starts"], a["history_items"], users_B, a["inputs_PF"]),
@@ -371,8 +431,8 @@ def _long(array: Array) -> Tensor:
 
 
 def part_of(prepared: Prepared, name: str) -> Dataset:
-    """Return a split of prepared interactions: "train" as pairs with candidates, "valid" as users."""
+    """Return a split of prepared interactions: "train" as pairs with candidates, the others as users."""
     arrays = prepared.arrays
     if name == "train":
         return DrawnDataset(_PairDataset(arrays), _candidates(arrays, prepared.info["negatives"]))
-    return _HeldDataset(arrays)
+    return _HeldDataset(arrays, name)

@@ -93,25 +93,29 @@ def tokenize(text: str) -> list[str]:
 @dataclass(frozen=True)
 class _TextSource:
     """Source of documents: the topics of Python's reference, the files of a folder, or the paragraphs of one
-    file. parts: the files of each part, if their names say so."""
+    file. parts: the files of each part, if their names say so. test_file: the test part, if it is given by
+    itself."""
 
     data: TextDataConfig
     seed: int
     files: tuple[Path, ...]
     root: Path | None
     parts: Mapping[str, tuple[Path, ...]] = field(default_factory=dict)
+    test_file: Path | None = None
 
     @property
     def options(self) -> dict[str, object]:
         # Paths below the folder, not the folder's own: a moved folder is the same data.
         folder = self.root if self.root and self.root.is_dir() else None
         names = [file.relative_to(folder).as_posix() for file in self.files if folder]
-        return self.data.model_dump(mode="json", exclude={"path"}) | {"files": names}
+        tested = {"test_file": True} if self.test_file else {}
+        return self.data.model_dump(mode="json", exclude={"path", "test_path"}) | {"files": names, **tested}
 
     def digests(self, progress: Progress) -> list[bytes]:
+        tested = source_digests((self.test_file,), progress) if self.test_file else []
         if self.files:
-            return source_digests(self.files, progress)
-        return ["\0".join(f"{name}\0{text}" for name, text in self._documents((), {})).encode()]
+            return source_digests(self.files, progress) + tested
+        return ["\0".join(f"{name}\0{text}" for name, text in self._documents((), {})).encode(), *tested]
 
     def _documents(self, files: Sequence[Path], notes: dict[str, None]) -> Iterator[tuple[str, str]]:
         found: list[str] = []
@@ -137,6 +141,9 @@ class _TextSource:
             if some or not self.parts:
                 texts = self._documents(some, notes)
                 parts[name] = [(title, words) for title, text in texts if (words := tokenize(text))]
+        if self.test_file:
+            told = self._documents((self.test_file,), notes)
+            parts["test"] = [(title, words) for title, text in told if (words := tokenize(text))]
         doubtful = 0
         if "valid" not in parts:
             documents = parts.pop("train" if self.parts else "")
@@ -279,8 +286,11 @@ def _parts_of(files: Sequence[Path], root: Path) -> dict[str, tuple[Path, ...]]:
 def open_source(data: TextDataConfig, seed: int) -> _TextSource:
     """Find the files of the text. Raises UserError for a missing path, an empty file, a folder without
     text."""
+    tested = None if data.test_path is None else given_path(data.test_path, "data.test_path")
+    if tested and not tested.is_file():
+        raise UserError(f"data.test_path={data.test_path}: no such file; give a file with text")
     if data.path is None:
-        return _TextSource(data, seed, (), None)
+        return _TextSource(data, seed, (), None, test_file=tested)
     root = given_path(data.path, "data.path")
     if not root.exists():
         raise UserError(f"data.path={data.path}: no such file or folder; give a text file or a folder")
@@ -295,7 +305,16 @@ def open_source(data: TextDataConfig, seed: int) -> _TextSource:
             raise UserError(f"data.path={data.path}: holds no text files ({endings}); give some")
     if not sum(given_path(str(file), "data.path").stat().st_size for file in files):
         raise UserError(f"data.path={data.path}: is empty; give a file with text")
-    return _TextSource(data, seed, tuple(files), root, _parts_of(files, root) if root.is_dir() else {})
+    if tested and tested.resolve() in (file.resolve() for file in files):
+        raise UserError(
+            f"data.test_path={data.test_path}: is also among the files of data.path; move it away"
+        )
+    parts = _parts_of(files, root) if root.is_dir() else {}
+    if tested and "test" in parts:
+        raise UserError(
+            f"data.test_path={data.test_path}: the folder has {parts['test'][0].name}, too; keep one"
+        )
+    return _TextSource(data, seed, tuple(files), root, parts, tested)
 
 
 def _is_text(name: str) -> bool:

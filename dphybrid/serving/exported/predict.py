@@ -160,6 +160,14 @@ class Model:
             found.append(self.run(batch).numpy())
         return np.concatenate(found)
 
+    def predict_classes(self, rows: object) -> np.ndarray:
+        """Return the class of each row, as text: of two classes the positive one from the model's threshold
+        on, of several the most probable one. Raises ValueError for a model of numbers."""
+        if not self.page["classes"]:
+            raise ValueError("the model predicts numbers, not classes; use predict")
+        found, classes = self.predict(rows), np.array(self.page["classes"], object)
+        return classes[found.argmax(1) if found.ndim == 2 else (found >= self.page["threshold"]) * 1]
+
 
 def main(path: str) -> None:
     suffix = Path(path).suffix

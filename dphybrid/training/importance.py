@@ -1,0 +1,86 @@
+"""Permutation importance: by how much a model's deciding metric gets worse when a column's cells are shuffled
+among the rows (Breiman 2001, "Random Forests", section 10).
+
+Letters: B rows, F id columns, N numbers, G bags.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dphybrid.data.batches import Array, Dataset
+from dphybrid.training.loop import validation_outputs
+from dphybrid.training.metrics import Task
+from dphybrid.util.errors import UserError
+
+Places = Mapping[str, Sequence[tuple[str, int]]]
+"""For each column of a table where its cells are: pairs of an array's name and a place on its dim 1."""
+_MOST_ROWS, _FEWEST_ROWS, _CELLS = 4096, 256, 2**18
+"""Rows are shuffled at most so many, and so few that together with the columns they stay below so many
+cells."""
+SECONDS = 30.0
+"""After this time no further column is shuffled."""
+
+
+class TensorRows(Dataset):
+    """Rows in memory."""
+
+    def __init__(self, rows: Mapping[str, Tensor]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(next(iter(self.rows.values())))
+
+    def fetch(self, index_B: Array) -> dict[str, Tensor]:
+        return {name: tensor[torch.from_numpy(index_B)] for name, tensor in self.rows.items()}
+
+
+def num_rows(rows: int, columns: int) -> int:
+    """Return how many of the rows importance is measured on."""
+    return min(rows, _MOST_ROWS, max(_FEWEST_ROWS, _CELLS // max(1, columns)))
+
+
+def importance(
+    model: nn.Module,
+    data: Dataset,
+    task: Task,
+    places: Places,
+    batch_size: int,
+    on_progress: Callable[[str, int, int], None] | None = None,
+    seconds: float = SECONDS,
+) -> dict[str, float]:
+    """Return the columns' importance, the largest first: what the deciding metric loses. Columns that
+    `seconds` did not suffice for are missing; all are if the rows are too few for the metric.
+
+    data: rows as the model takes them, of which some thousand are used, evenly spaced.
+    """
+    wanted = num_rows(len(data), len(places))
+    index_B = np.arange(len(data))
+    if wanted < len(data):
+        index_B = np.linspace(0, len(data) - 1, wanted).astype(np.int64)
+    rows, random = data.fetch(index_B), torch.Generator().manual_seed(0)
+
+    def metric(these: Mapping[str, Tensor]) -> float:
+        return task.compute(validation_outputs(model, TensorRows(these), batch_size, task))[task.metric]
+
+    try:
+        whole, sign = metric(rows), 1 if task.higher_is_better else -1
+    except UserError:  # rows of one class have no AUC
+        return {}
+    lost, until = dict[str, float](), time.monotonic() + seconds
+    for number, (name, of_column) in enumerate(places.items()):
+        if time.monotonic() > until:
+            break
+        if on_progress:
+            on_progress("shuffle columns", number, len(places))
+        order_B = torch.randperm(len(index_B), generator=random)
+        shuffled = dict(rows)
+        for array, place in of_column:
+            if shuffled[array] is rows[array]:
+                shuffled[array] = rows[array].clone()
+            shuffled[array][:, place] = rows[array][order_B, place]
+        lost[name] = sign * (whole - metric(shuffled))
+    return dict(sorted(lost.items(), key=lambda item: -item[1]))
