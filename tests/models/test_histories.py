@@ -389,6 +389,14 @@ def test_rows_of_users_are_chosen_where_users_have_one_row(unrecorded: None, tmp
         dphybrid.train(twice, recipe="retrieval", kind="rows", epochs=1, devices="cpu", quiet=True).recommend(
             history=["i1"]
         )
+    with refused("model.kind=rows was chosen, which has neither"):
+        dphybrid.train(
+            pl.concat([once, more.head(60)]), recipe="retrieval", tied=True, valid_fraction=0.2, quiet=True
+        )
+    with pytest.raises(
+        ValueError, match="softmax=full: only for kind=bag, gru or transformer; here kind=rows"
+    ):
+        RetrievalModelConfig(kind="rows", softmax="full")
     with pytest.raises(ValueError, match="heads=3: does not divide dim=64"):
         RetrievalModelConfig(kind="transformer", heads=3)
 

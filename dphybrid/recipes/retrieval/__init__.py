@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from dphybrid.config import DataConfig, ExperimentConfig, ModelConfig, Names
 from dphybrid.config.tables import Encoding, Quote, TableDataConfig
 from dphybrid.recipes.recipe import Recipe, imported
+from dphybrid.util.errors import UserError
 
 # Flags and overrides are texts such as "10,50".
 _Numbers = Annotated[
@@ -147,6 +148,13 @@ class RetrievalModelConfig(ModelConfig):
     """rows: width of a tower's hidden layers."""
 
     @model_validator(mode="after")
+    def _rows_have_no_history(self) -> Self:
+        if self.kind == "rows" and (self.tied or self.softmax != "auto"):
+            named = "tied=true" if self.tied else f"softmax={self.softmax}"
+            raise ValueError(f"{named}: only for kind=bag, gru or transformer; here kind=rows")
+        return self
+
+    @model_validator(mode="after")
     def _heads_divide(self) -> Self:
         if self.kind == "transformer" and self.dim % self.heads:
             raise ValueError(f"heads={self.heads}: does not divide dim={self.dim}")
@@ -193,6 +201,11 @@ class Retrieval(Recipe):
             median = info["median_history"]
             kind = "bag" if median > 1 else "rows"
             lines.append(f"model.kind={kind}: half of the users have {median} training rows or more")
+            if kind == "rows" and (model.tied or model.softmax != "auto"):
+                raise UserError(
+                    "model.tied, model.softmax: half of the users have one training row, so model.kind=rows "
+                    "was chosen, which has neither; set model.kind=bag, or leave both out"
+                )
         if not train.batch_size:
             # A network of next items has as many targets a user as a bag, but needs more steps.
             share, least = (16, 32) if kind == "bag" else (64, 16)
