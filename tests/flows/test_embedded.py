@@ -61,20 +61,21 @@ def test_threads_ask_the_server_of_their_flow(
     assert set(asked) == {"http://127.0.0.1:9/api"}
 
 
-@pytest.mark.slow
-def test_the_server_ends_with_its_starter_and_one_that_cannot_start_is_told(tmp_path: Path) -> None:
-    def start() -> "subprocess.Popen[str]":
-        return subprocess.Popen(
-            [sys.executable, "-c", START],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=REPOSITORY,
-            env=environment(tmp_path),
-        )
+def start(folder: Path) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-c", START],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+        env=environment(folder),
+    )
 
-    with start() as starter:
+
+@pytest.mark.slow
+def test_the_server_ends_with_its_starter(tmp_path: Path) -> None:
+    with start(tmp_path) as starter:
         pid, imported = starter.stdout.readline().split()
         assert imported == "False"  # it is not imported twice
         server = psutil.Process(int(pid))
@@ -82,9 +83,12 @@ def test_the_server_ends_with_its_starter_and_one_that_cannot_start_is_told(tmp_
         assert {c.laddr.ip for c in sockets if c.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
         os.kill(starter.pid, signal.SIGKILL)
         wait_until(lambda: not server.is_running() or server.status() == "zombie", "the server has ended", 30)
-    database = tmp_path / "prefect" / "prefect.db"
-    database.write_bytes(b"this is not a database")
-    with start() as starter:
+
+
+def test_a_server_that_cannot_start_is_told(tmp_path: Path) -> None:
+    environment(tmp_path)  # which puts a database in place
+    (tmp_path / "prefect" / "prefect.db").write_bytes(b"this is not a database")
+    with start(tmp_path) as starter:
         out, err = starter.communicate(timeout=patience(60))
     assert "UserError: Prefect's temporary server does not start" in err
     assert not out

@@ -12,7 +12,7 @@ from mlflow.tracking import MlflowClient
 from dphybrid.tracking import open_tracker, waiting
 from dphybrid.tracking.opening import embedded_uri
 
-RUNS, STEPS = 8, 40
+RUNS, STEPS = 8, 20
 
 
 def run(store: Path, number: int) -> None:
@@ -23,7 +23,7 @@ def run(store: Path, number: int) -> None:
     folder = store / f"checkpoints-{number}"
     for step in range(1, STEPS + 1):
         tracker.log_metrics({"train/loss": 1 / step, "valid/auc": step / STEPS}, step)
-        if step % 20 == 0:
+        if step % 10 == 0:
             path = folder / f"step-{step:06d}"
             path.mkdir(parents=True)
             (path / "state.json").write_text(json.dumps({"sha256": {}, "number": number}))
