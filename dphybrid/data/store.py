@@ -460,16 +460,6 @@ def prepare_source(
     return replace(build_once(folder, name, digest, make), view=view)
 
 
-def find_prepared(
-    name: str, source: Source, folder: Path, seed: int, view: Callable[[Prepared, str], Dataset] | None = None
-) -> Prepared | None:
-    """Return the prepared data of a source, or None if it does not exist. Raises UserError if the source
-    cannot be read."""
-    with reading_files():
-        path = _prepared_path(folder, name, _digest(name, source, seed, source.digests(_silent)))
-    return replace(open_prepared(path), view=view) if path.exists() else None
-
-
 def _digest(name: str, source: Source, seed: int, digests: list[bytes]) -> str:
     code = code_digest([type(source)])
     facts = {"recipe": name, "seed": seed, "prepared": PREPARED_VERSION, **source.options}

@@ -8,7 +8,7 @@ record), `nests` (nested inputs and outputs), `comparison` (a batch split and un
 or breaks in a module), `devices` (device texts), `dropout` (masks that do not depend on the split).
 """
 
-from dphybrid.parallel.applying import current_replica, parallel_apply
+from dphybrid.parallel.applying import parallel_apply
 from dphybrid.parallel.comparison import check_split, compare_split
 from dphybrid.parallel.data_parallel import (
     DataParallel,
@@ -36,7 +36,6 @@ __all__ = [
     "check_split",
     "compare_split",
     "compile_regions",
-    "current_replica",
     "data_parallel",
     "device_count",
     "find_data_parallel",

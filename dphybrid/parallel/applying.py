@@ -191,9 +191,3 @@ def as_replica(
 def running() -> Replica:
     """Return the replica that this thread computes; replica 0 of 1 outside of any."""
     return vars(_local).get("replica") or Replica()
-
-
-def current_replica() -> tuple[int, int]:
-    """Return (index, number of replicas) of the replica that this thread computes; (0, 1) outside of any."""
-    replica = running()
-    return replica.index, replica.count

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dphybrid.parallel import DataParallel, Devices, Whole, current_replica, parallel_apply
+from dphybrid.parallel import DataParallel, Devices, Whole, parallel_apply
+from dphybrid.parallel.applying import running
 from dphybrid.util.errors import UserError
 from tests.parallel.zoo import MODES, Does, Running
 
@@ -212,7 +213,7 @@ def test_replicas_in_threads_enter_the_callers_streams_and_draw_from_generators_
 
     class Draws(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return x + torch.rand(4, generator=generators[current_replica()[0]])
+            return x + torch.rand(4, generator=generators[running().index])
 
     drawn: list[Any] = []
     for _ in range(2):
@@ -232,7 +233,7 @@ def test_a_failing_replica_is_told_with_its_place_when_all_have_ended() -> None:
 
     class Slow(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            if current_replica() == (0, 2):
+            if (running().index, running().count) == (0, 2):
                 raise torch.OutOfMemoryError("full")
             time.sleep(0.2)
             ended.set()
