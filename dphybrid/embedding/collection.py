@@ -109,10 +109,10 @@ class HostEmbeddingCollection(nn.Module):
                 f"{self.num_rows[table] - 1}"
             )
 
-    def forward(self, ids_BF: Tensor) -> Tensor:
-        """Return rows_BFD, given one id for each sample and table."""
-        rows_BFD: Tensor = self.flat(self.flat_ids(ids_BF))
-        return rows_BFD
+    def forward(self, ids_BF: Tensor, *, by_replica: bool = False) -> Tensor | tuple[Tensor, ...]:
+        """Return rows_BFD, given one id for each sample and table. by_replica: see `replica_rows`."""
+        rows: Tensor | tuple[Tensor, ...] = self.flat(self.flat_ids(ids_BF), by_replica=by_replica)
+        return rows
 
     def place_on(self, devices: Sequence[torch.device], sizes_of: SizesOf) -> None:
         """Set the devices that `replica_rows` sends rows to; see `HostEmbedding.place_on`."""
@@ -121,7 +121,9 @@ class HostEmbeddingCollection(nn.Module):
     def replica_rows(self, ids_BF: Tensor) -> list[Tensor]:
         """Return, for each used replica, the rows_bFD of its share of the samples on its device; see
         `HostEmbedding.replica_rows`."""
-        return self.flat.replica_rows(self.flat_ids(ids_BF))
+        # Through __call__, so that the collection's hooks see every lookup.
+        rows: Tensor | tuple[Tensor, ...] = self(ids_BF, by_replica=True)
+        return [rows] if isinstance(rows, Tensor) else list(rows)
 
 
 def find_tables(model: nn.Module) -> dict[str, HostEmbedding]:

@@ -117,6 +117,15 @@ class LookedUp(nn.Module):
         return out
 
 
+@pytest.mark.parametrize("devices", ["cpu", "cpu*2"])
+def test_hooks_of_a_collection_see_lookups_for_a_region(devices: str) -> None:
+    tables = HostEmbeddingCollection({"a": 6, "b": 6}, 2, seed=0)
+    region, seen = DataParallel(nn.Identity(), devices), list[int]()
+    tables.register_forward_hook(lambda _, __, rows: seen.append(len(rows)))
+    region(region.rows(tables, IDS[:, :2]))
+    assert seen == [2]
+
+
 @pytest.mark.filterwarnings("ignore:Full backward hook")
 def test_forward_derivatives_and_second_ones_pass_through_a_split() -> None:
     ids, found = IDS.reshape(-1), []
