@@ -157,7 +157,7 @@ class LookupsAhead:
         positions = (
             self._changed_positions(changes, uniques, len(weight))
             if known
-            else [torch.arange(len(ids_U)) for ids_U in uniques]
+            else [torch.arange(len(ids_U), device="cpu") for ids_U in uniques]
         )
         for share, positions_C in zip(lookup.shares, positions, strict=True):
             if len(positions_C):

@@ -50,8 +50,8 @@ class HostEmbeddingCollection(nn.Module):
         self.num_rows, self.dim = dict(tables), dim
         starts = [0, *itertools.accumulate(tables.values())]
         self.starts = dict(zip(tables, starts[:-1], strict=True))
-        self._starts_F = torch.tensor(starts[:-1])
-        self._num_rows_F = torch.tensor(list(tables.values()))
+        self._starts_F = torch.tensor(starts[:-1], device="cpu")
+        self._num_rows_F = torch.tensor(list(tables.values()), device="cpu")
         padding_rows = [
             self._known(table, row) + self.starts[table] for table, row in (padding or {}).items()
         ]

@@ -211,7 +211,9 @@ class Gates:
 def sparse(ids_N: Tensor, grads_ND: Tensor, shape: torch.Size) -> Tensor:
     """Return a sparse gradient of `shape` (V, D) that shares the memory of ids and gradients; ids may
     repeat."""
-    return torch.sparse_coo_tensor(ids_N.view(1, -1), grads_ND, shape, check_invariants=False)
+    return torch.sparse_coo_tensor(
+        ids_N.view(1, -1), grads_ND, shape, device=grads_ND.device, check_invariants=False
+    )
 
 
 def segment_of(grad: Tensor, weight: Tensor, first_key: int = 0) -> native.Segment:
@@ -222,7 +224,7 @@ def segment_of(grad: Tensor, weight: Tensor, first_key: int = 0) -> native.Segme
     if grad.layout is torch.sparse_coo and grad.sparse_dim() == 1:
         ids_N, grads_ND = grad._indices().select(0, 0), grad._values()
     else:
-        ids_N, grads_ND = torch.arange(num_rows), grad.to_dense()
+        ids_N, grads_ND = torch.arange(num_rows, device=native.CPU), grad.to_dense()
     if grads_ND.dtype is not real or not grads_ND.is_cpu:
         grads_ND = grads_ND.to("cpu", real)
     if dim > 1 and grads_ND.stride(1) != 1:
@@ -311,4 +313,4 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float) -> T
         values = dense + [weight.grad._values() for weight in sparse_ones if weight.grad is not None]
         if values:
             torch._foreach_mul_(values, factor)
-    return torch.tensor(total, dtype=torch.float64)
+    return torch.tensor(total, dtype=torch.float64, device=native.CPU)

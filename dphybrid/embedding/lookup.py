@@ -81,11 +81,11 @@ def _runs(bounds_U2: Tensor) -> tuple[Tensor, Tensor]:
     counts_U = (bounds_U2[:, 1] - starts_U + (RUN - 1)).bitwise_right_shift_(_RUN_BITS)
     total = int(counts_U.sum())
     if total == len(counts_U):
-        return starts_U.contiguous(), torch.empty(0, dtype=torch.int32)
+        return starts_U.contiguous(), torch.empty(0, dtype=torch.int32, device=native.CPU)
     first_U = counts_U.cumsum(0, dtype=torch.int32) - counts_U
     # Run p of all runs is run p - first_U of its id, so it starts at starts_U + RUN * (p - first_U).
     shift_P = torch.repeat_interleave(starts_U - RUN * first_U, counts_U, output_size=total)
-    return torch.arange(total, dtype=torch.int32).mul_(RUN).add_(shift_P), first_U
+    return torch.arange(total, dtype=torch.int32, device=native.CPU).mul_(RUN).add_(shift_P), first_U
 
 
 def each_lookup(wanted: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:

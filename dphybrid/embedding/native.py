@@ -93,7 +93,7 @@ def gather(weight_VD: Tensor, threads: int | None, ids_N: Tensor, out_ND: Tensor
         raise UserError("a table became smaller while its rows were read") from None
 
 
-_PLACES = torch.empty((0, 1), dtype=torch.uint8)
+_PLACES = torch.empty((0, 1), dtype=torch.uint8, device=CPU)
 """Passed instead of gradients to get the positions of ids' occurrences, not the addresses of gradients."""
 
 

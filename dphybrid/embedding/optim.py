@@ -336,7 +336,7 @@ class RowOptimizer(EagerOptimizer):
 
 def _rows_of(names: Sequence[str], weights: Sequence[Tensor]) -> dict[str, Tensor]:
     """Return the rows for which each weight has a gradient."""
-    none = torch.empty(0, dtype=torch.int64)
+    none = torch.empty(0, dtype=torch.int64, device=native.CPU)
     return {
         name: none if weight.grad is None else segment_of(weight.grad, weight).ids_N
         for name, weight in zip(names, weights, strict=True)

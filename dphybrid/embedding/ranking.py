@@ -62,7 +62,7 @@ def rank_rows(
     each score while it computes; a larger one gives smaller blocks.
     """
     if hidden_QS is None:
-        hidden_QS = torch.empty(len(queries_QD), 0, dtype=torch.int64)
+        hidden_QS = torch.empty(len(queries_QD), 0, dtype=torch.int64, device="cpu")
     # Autocast may have made the queries 16-bit, too coarse for scores, which are sums of many products.
     queries_QD = queries_QD.to(torch.promote_types(queries_QD.dtype, torch.float32))
     best, ranking = Best(queries_QD, k), _Ranking(queries_QD, table, answers_Q, score)
@@ -88,7 +88,8 @@ def score_blocks(
     for start in range(0, num_rows, step):
         stop = min(start + step, num_rows)
         # A slice of a tensor is no copy of it.
-        block = table(torch.arange(start, stop)) if isinstance(table, HostEmbedding) else table[start:stop]
+        held = isinstance(table, HostEmbedding)
+        block = table(torch.arange(start, stop, device="cpu")) if held else table[start:stop]
         rows_ND = block.to(queries_QD)
         here_H = (row_H >= start) & (row_H < start + len(rows_ND))
         scores_QN = score(queries_QD, rows_ND)

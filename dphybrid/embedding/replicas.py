@@ -140,7 +140,7 @@ class Channel:
         self._counters.bytes_from_devices += grads_UD.nbytes
         if self._back is None:
             return grads_UD, None
-        host = torch.empty(grads_UD.shape, dtype=grads_UD.dtype, pin_memory=True)
+        host = torch.empty(grads_UD.shape, dtype=grads_UD.dtype, device="cpu", pin_memory=True)
         # The device may still be computing the gradients; the copy must come after.
         self._back.wait_stream(torch.cuda.current_stream(self.device))
         with self._on(self._back):
@@ -168,7 +168,7 @@ class Channel:
             del held
 
     def _host_memory(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._cuda)
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=self._cuda)
 
     def _start_copy(self, memory: Tensor) -> tuple[Tensor, "torch.cuda.Event | None"]:
         start = time.perf_counter()

@@ -56,7 +56,7 @@ def zero_rows(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
     A page takes memory only once it is written.
     """
-    size = math.prod(shape) * torch.empty(0, dtype=dtype).element_size()
+    size = math.prod(shape) * dtype.itemsize
     if size < 2 * _HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(shape, dtype=dtype, device="cpu")
     # Private, as shared anonymous memory gets no huge pages.
@@ -193,4 +193,4 @@ def _zeros(folder: Path | None, shape: tuple[int, ...], dtype: torch.dtype) -> T
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".rows-") as file:
         # Mapped before the name is deleted: the mapping keeps the file's contents until the process ends.
         size = math.prod(shape)
-        return torch.from_file(file.name, shared=True, size=size, dtype=dtype).view(shape)
+        return torch.from_file(file.name, shared=True, size=size, dtype=dtype, device="cpu").view(shape)

@@ -298,11 +298,11 @@ def _tensors(value: object) -> list[Tensor]:
 def _gradients(outputs: list[Tensor], wanted: list[Tensor]) -> list[Tensor | None]:
     """Return the gradients of a sum of the outputs with fixed factors, so that no two rows count alike."""
     generator = torch.Generator().manual_seed(0)
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device="cpu")
     for output in outputs:
         if output.requires_grad and output.is_floating_point():
             dense = output.to_dense() if output.is_sparse else output
-            factors = torch.rand(dense.shape, generator=generator, dtype=torch.float32) + 0.5
+            factors = torch.rand(dense.shape, generator=generator, dtype=torch.float32, device="cpu") + 0.5
             total = total.to(dense.device) + (dense * factors.to(dense.device, dense.dtype)).sum().double()
     if not wanted or not total.requires_grad:
         return [None] * len(wanted)
@@ -445,7 +445,7 @@ class _ExpectedValues(TorchDispatchMode):
             if key in given:
                 return func(**(given | {key: value}))
         if name == "randperm":
-            return func(*args, **kwargs).copy_(torch.arange(given["n"]).roll(-1))
+            return func(*args, **kwargs).copy_(torch.arange(given["n"], device="cpu").roll(-1))
         if name == "multinomial":
             return args[0].argmax(-1, keepdim=True).expand(*args[0].shape[:-1], args[1]).contiguous()
         value = _expected(name, given)

@@ -146,3 +146,25 @@ def test_forward_derivatives_and_second_ones_pass_through_a_split() -> None:
         found.append((tangent, second.to_dense(), torch.cat(seen)))
     for split in found[1:]:
         torch.testing.assert_close(split, found[0])
+
+
+@pytest.mark.parametrize("devices", ["cpu", "cpu*2"])
+def test_a_default_device_does_not_move_what_tables_compute_with(devices: str) -> None:
+    ids = torch.arange(8).view(4, 2) % 5
+
+    def trained(default: str) -> Tensor:
+        with torch.device(default):
+            tables = HostEmbeddingCollection({"a": 6, "b": 6}, 2, padding={"b": 0}, seed=0)
+            region, rows = DataParallel(nn.Identity(), devices), LazyAdam(tables.flat, lr=0.1)
+            with RowPipeline({"flat": tables.flat}, on_cpu=True) as pipeline:
+                for batch in pipeline.prefetch(
+                    [ids, ids.flip(0), ids], lambda b: {"flat": tables.flat_ids(b)}
+                ):
+                    rows.zero_grad()
+                    loss = (region(region.rows(tables, batch)) ** 3).sum() + tables.flat.weight.square().sum()
+                    loss.backward()
+                    clip_grad_norm_(tables.parameters(), 0.5)
+                    rows.step()
+        return tables.flat.settled()
+
+    assert torch.equal(trained("meta"), trained("cpu"))
