@@ -286,9 +286,17 @@ class RowOptimizer(EagerOptimizer):
         return {f"{name}.{key}": value for name in self.tables for key, value in self.states_of(name).items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Copy saved states into the present ones, keeping their types, and set the groups' options. Raises
-        UserError for states or options of another optimizer."""
+        """Copy saved states into the present ones, keeping their types, and set the groups' options.
+
+        Tables of the same names may be in another order; others are matched by their positions, as in torch.
+        Raises UserError for states or options of another optimizer."""
         groups = state_dict["param_groups"]
+        by_names = {frozenset(group.get("param_names", ())): group for group in groups}
+        wanted = [frozenset(group["param_names"]) for group in self.param_groups]
+        names = [group["param_names"] for group in self.param_groups]
+        if len(groups) == len(wanted) and by_names.keys() == set(wanted):
+            groups = [by_names[each] for each in wanted]
+            names = [group["param_names"] for group in groups]
         # torch's own method would cast states to the weight's type: moments to bfloat16, steps to floats.
         sizes, own = ([len(group["params"]) for group in each] for each in (groups, self.param_groups))
         if sizes != own:
@@ -297,14 +305,16 @@ class RowOptimizer(EagerOptimizer):
                 "into an optimizer with the same groups"
             )
         for group in groups:
-            self._refuse_foreign(group.keys() - _BESIDE_OPTIONS - {"param_names"}, "option of a saved group")
-            if missing := {*self.row_rule.numbers, "weight_decay"} - group.keys():
-                raise UserError(f"row optimizer state does not fit: a group has no {min(missing)!r}")
+            # torch adds "differentiable" to groups that are added to a copied or loaded optimizer.
+            options = group.keys() - _BESIDE_OPTIONS - {"param_names", "differentiable"}
+            if wrong := options ^ {*self.row_rule.numbers, "weight_decay"}:
+                verb = "has an option" if min(wrong) in options else "lacks the option"
+                raise UserError(f"row optimizer state does not fit: a group {verb} {min(wrong)!r}")
             _check_numbers(group)
         saved = {
             f"{name}.{key}": value
-            for mine, group in zip(self.param_groups, groups, strict=True)
-            for name, number in zip(mine["param_names"], group["params"], strict=True)
+            for own_names, group in zip(names, groups, strict=True)
+            for name, number in zip(own_names, group["params"], strict=True)
             for key, value in state_dict["state"].get(number, {}).items()
         }
         self.check_shapes({key: tuple(value.shape) for key, value in saved.items()})

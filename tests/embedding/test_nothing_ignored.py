@@ -45,8 +45,8 @@ def loaded(change: Callable[[dict[str, Any]], object]) -> None:
         (lambda: RowSGD([{"param": [table().weight]}], lr=1), "without 'params'"),
         (lambda: RowSGD(table().parameters(), lr=1, weight_decay=None), "weight_decay=None"),
         (lambda: LazyAdam(table().parameters(), lr=1, betas=(0.9, 0.99, 0.9)), "two betas"),
-        (lambda: loaded(lambda group: group.update(momentum=0.9)), "'momentum'"),
-        (lambda: loaded(lambda group: group.pop("eps")), "no 'eps'"),
+        (lambda: loaded(lambda group: group.update(momentum=0.9)), "has an option 'momentum'"),
+        (lambda: loaded(lambda group: group.pop("eps")), "lacks the option 'eps'"),
         (lambda: loaded(lambda group: group.update(lr=float("nan"))), "lr=nan"),
         (lambda: HostEmbeddingCollection({"a": 3}, 2, std={"a": 0.1, "b": 1.0}), "std has 'b'"),
         (lambda: HostEmbeddingCollection({"a": 3}, 2, padding={"b": 0}), "padding 'b'"),
@@ -71,6 +71,19 @@ def test_groups_may_have_a_name_and_what_schedules_note() -> None:
     rows = RowSGD([{"params": [table().weight], "lr": 0.5, "name": "users"}], lr=1)
     torch.optim.lr_scheduler.OneCycleLR(rows, max_lr=1.0, total_steps=10, cycle_momentum=False)
     RowSGD(table().parameters(), lr=1).load_state_dict(rows.state_dict())
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_states_find_their_tables_by_name(grouped: bool) -> None:
+    one, two = ({name: table() for name in names} for names in ("ab", "ba"))
+    first, second = (RowAdagrad(tables if grouped else list(tables.items()), lr=0.1) for tables in (one, two))
+    one["a"](IDS).sum().backward()
+    first.step()
+    first.param_groups[0]["lr"] = 0.7
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(second.states()["a.sum"], first.states()["a.sum"])
+    assert not second.states()["b.sum"].any()
+    assert [group["lr"] for group in second.param_groups] == ([0.1, 0.7] if grouped else [0.7])
 
 
 def test_a_table_without_a_weight_says_so() -> None:
