@@ -16,7 +16,7 @@ from dphybrid.embedding.gradients import info_of, is_captured
 from dphybrid.embedding.lookup import whole_numbers
 from dphybrid.embedding.replicas import SizesOf
 from dphybrid.embedding.table import HostEmbedding
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, suggestion
 
 
 class HostEmbeddingCollection(nn.Module):
@@ -73,7 +73,9 @@ class HostEmbeddingCollection(nn.Module):
         return row
 
     def weight_of(self, table: str) -> Tensor:
-        """Return the rows of one table as a view (num_rows, dim)."""
+        """Return the rows of one table as a view (num_rows, dim). Raises UserError for an unknown table."""
+        if table not in self.starts:
+            raise UserError(f"there is no table {table!r}{suggestion(table, list(self.starts))}")
         return self.flat.settled()[self.starts[table] : self.starts[table] + self.num_rows[table]]
 
     def flat_ids(self, ids_BF: Tensor, tables: slice = slice(None)) -> Tensor:

@@ -50,6 +50,7 @@ def loaded(change: Callable[[dict[str, Any]], object]) -> None:
         (lambda: loaded(lambda group: group.update(lr=float("nan"))), "lr=nan"),
         (lambda: HostEmbeddingCollection({"a": 3}, 2, std={"a": 0.1, "b": 1.0}), "std has 'b'"),
         (lambda: HostEmbeddingCollection({"a": 3}, 2, padding={"b": 0}), "padding 'b'"),
+        (lambda: HostEmbeddingCollection({"users": 3}, 2).weight_of("user"), "did you mean 'users'"),
         (lambda: HostEmbedding(6, 2, scales=[(3, 100, 0.0)]), "rows are 0 to 5"),
         (lambda: HostEmbedding(6, 2, std=-1.0), "std=-1.0"),
         (lambda: HostEmbedding(6, 2, seed=1.5), "seed=1.5"),
@@ -71,6 +72,9 @@ def test_groups_may_have_a_name_and_what_schedules_note() -> None:
     rows = RowSGD([{"params": [table().weight], "lr": 0.5, "name": "users"}], lr=1)
     torch.optim.lr_scheduler.OneCycleLR(rows, max_lr=1.0, total_steps=10, cycle_momentum=False)
     RowSGD(table().parameters(), lr=1).load_state_dict(rows.state_dict())
+    copied = copy.deepcopy(rows)  # to whose further groups torch adds an option of its own
+    copied.add_param_group({"params": [("more", table().weight)]})
+    copied.load_state_dict(copied.state_dict())
 
 
 @pytest.mark.parametrize("grouped", [True, False])
