@@ -85,7 +85,7 @@ def test_a_run_says_which_columns_matter_and_what_to_try_if_a_baseline_is_better
     rows = pl.DataFrame(
         {"noise": random.integers(0, 9, 400).astype(str), "price": price_B.round(3), "y": (price_B > 0) * 1}
     )
-    run = dphybrid.train(rows, label="y", epochs=1, batch_size=320, lr=1e-6, devices="cpu", quiet=True)
+    run = dphybrid.train(rows, label="y", epochs=1, batch_size=320, train__lr=1e-6, devices="cpu", quiet=True)
     found = run.importance()
     assert (
         found["column"].to_list() == run.importance(rows)["column"].to_list()

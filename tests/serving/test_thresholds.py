@@ -151,4 +151,4 @@ def test_scikit_learn_takes_class_weight_and_threshold(data_dir: Path, unrecorde
     assert model.predict(X).tolist() == np.where(sold_B >= np.float32(0.3), "sold", "kept").tolist()
     assert model.run_.config.data.class_weight == "balanced"
     with refused("model.threshold=0.3: is for a label of two values, and 'y' is regression"):
-        dphybrid.train({"x": range(90), "y": [i / 7 for i in range(90)]}, label="y", threshold=0.3)
+        dphybrid.train({"x": list("abc") * 30, "y": [i / 7 for i in range(90)]}, label="y", threshold=0.3)
