@@ -162,11 +162,18 @@ def _overview(runs: Sequence[RunFacts], param: str) -> dict[str, list[Cell]]:
         return [Cell("-") if value is None else Cell(format(value, form), value) for value in values]
 
     unfinished = any(run.status != "FINISHED" for run in runs)
-    finals = sorted({name for run in runs for name in run.metrics if name.startswith("final_")})
+    # Of validation, then of test rows, which not every run has.
+    names = sorted({name for run in runs for name in run.metrics})
+    finals = [name for start in ("final_", "test/") for name in names if name.startswith(start)]
     columns = {
         "run": [Cell(run.name) for run in runs],
         **{name: [cell(run.value(name)) for run in runs] for name in _differing(runs)},
-        **{n.removeprefix("final_"): measured(n, min if least_is_best(n) else max, same) for n in finals},
+        **{
+            n.removeprefix("final_").replace("test/", "test "): measured(
+                n, min if least_is_best(n) else max, same
+            )
+            for n in finals
+        },
         "measured on": [Cell(run.measured or "-") for run in runs] if not all(same) else [],
         "samples/s": measured(_SPEED, max),
         "speed-up": of_speed(0, ".2f"),

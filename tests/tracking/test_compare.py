@@ -149,6 +149,12 @@ def test_metrics_on_other_validation_rows_are_marked_and_never_the_best(tmp_path
     page = write_comparison(runs, tmp_path, "devices").read_text()
     assert re.findall(r'class="number best">([^<]*)<', page) == ["0.597"]
     assert "measured on" not in text_of(runs[1:], "devices")
+    tested = dataclasses.replace(runs[1], metrics={"final_auc": 0.587, "test/auc": 0.581})
+    assert rows_of([tested, runs[2]], "devices") == [
+        "run lr auc test auc",
+        "b 2 0.587 0.581",
+        "c 3 0.597 -",
+    ]
     # seeds that hold out rows of their own: equal sets of rows can be compared
     seeds = [
         run(f"{lr}{seed}", 0.5 + lr / 10, f"9 rows {seed}", lr=str(lr), **{"train.seed": str(seed)})
