@@ -134,7 +134,12 @@ def picture(shows: Picture) -> str:
     from matplotlib.figure import Figure
 
     look: Any = {"svg.fonttype": "none", "svg.hashsalt": "dphybrid", "text.parse_math": False}
-    look |= {"axes.spines.top": False, "axes.spines.right": False, "lines.markersize": 3.5}
+    look |= {
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "lines.markersize": 3.5,
+        "axes.axisbelow": True,
+    }
     stream = io.StringIO()
     with matplotlib.rc_context(look), catch_warnings():
         # of letters that matplotlib's font lacks: the reader's browser has them
