@@ -32,14 +32,16 @@ if not torch.sparse.check_sparse_tensor_invariants.is_enabled():
 
 @dataclass
 class RowsInfo:
-    """What optimizers and gradients need to know about the table that owns a weight.
+    """What optimizers and gradients need to know about the tables that own a weight.
 
-    frozen: ascending rows that row optimizers do not change. synchronized: see `HostEmbedding.synchronized`.
+    padding: rows that stay zero. frozen: ascending rows that row optimizers do not change, with these.
+    synchronized: see `HostEmbedding.synchronized`.
     make_states: allocates an optimizer's states in the same kind of storage as the rows (such as files).
     """
 
     name: str
     frozen: list[int] = field(default_factory=list)
+    padding: list[int] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
     synchronized: bool = False
     make_states: Callable[[Mapping[str, tuple[tuple[int, ...], torch.dtype]]], dict[str, Tensor]] | None = (
@@ -51,7 +53,7 @@ class RowsInfo:
 
     # A copy gets new counters and no `make_states`, which refers to the original's file.
     def __reduce__(self) -> Any:
-        return RowsInfo, (self.name, self.frozen)
+        return RowsInfo, (self.name, self.frozen, self.padding)
 
 
 def info_of(weight: Tensor) -> RowsInfo | None:

@@ -93,7 +93,8 @@ class HostEmbedding(nn.Module):
         self.start = StartValues(std, seed, list(scales))
         self.out_dtype = native.real_dtype(dtype)
         self._gates = Gates()
-        self._info = RowsInfo(name, [] if padding_idx is None else [padding_idx])
+        padding = [] if padding_idx is None else [padding_idx]
+        self._info = RowsInfo(name, padding, padding)
         self._placed: tuple[Sequence[torch.device], SizesOf] | None = None
         if padding_idx is not None:
             self.start.scales.append((padding_idx, padding_idx + 1, 0.0))
@@ -121,21 +122,31 @@ class HostEmbedding(nn.Module):
         return table
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a parameter. The one called `weight` gets this table's info (`rows_info`).
+        """Register a parameter. The one called `weight` gets this table's info (`rows_info`), or the table
+        that of another one's weight, to which it is tied.
 
         torch calls this for every new weight: an assignment, `from_pretrained`.
         """
         super().register_parameter(name, param)
         if name == "weight" and param is not None:
+            own, self._info = self._info, info_of(param) or self._info
+            frozen, padding = {*self._info.frozen, *own.frozen}, {*self._info.padding, *own.padding}
             if param.dim() == 2:  # a shorter weight: frozen rows behind it would be rows of the next table
-                self._info.frozen = [row for row in self._info.frozen if row < len(param)]
+                frozen, padding = ({row for row in rows if row < len(param)} for rows in (frozen, padding))
+            self._info.frozen, self._info.padding = sorted(frozen), sorted(padding)
             self._info.make_states = partial(open_states, folder=self._path, name=self.name)
             param.rows_info = self._info  # type: ignore[attr-defined]
             if param.dtype == torch.bfloat16:  # a bfloat16 sum of many small gradients stops growing
                 param.grad_dtype = torch.float32
 
+    def __copy__(self) -> Self:
+        """Return a shallow copy, which shares weight and settings, as of any module."""
+        new = self.__new__(type(self))
+        vars(new).update(vars(self))
+        return new
+
     def __getstate__(self) -> dict[str, object]:
-        """Return the state of a copy or pickle. A copy has its rows in memory."""
+        """Return the state of a deep copy or pickle, which has its rows in memory."""
         # Without the path: two tables that write to the same file would overwrite each other.
         if get_spawning_popen() is not None:  # pickled for another process, which is to see these rows
             self._refuse_to_send_a_file()
@@ -144,7 +155,8 @@ class HostEmbedding(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         frozen = state["_info"]
         super().__setstate__(state)
-        self._info, self._gates = RowsInfo(self.name, frozen), Gates()
+        padding = [] if self.padding_idx is None else [self.padding_idx]
+        self._info, self._gates = RowsInfo(self.name, frozen, padding), Gates()
         if not self.weight.is_shared():  # else another process sent it, and both are to see the same rows
             # huge pages, unlike pickle's copy
             rows_VD = zero_rows(tuple(self.weight.shape), self.weight.dtype)
@@ -210,8 +222,7 @@ class HostEmbedding(nn.Module):
         for row in rows:  # a mask, of bool, would freeze the rows 0 and 1
             if isinstance(row, bool) or not isinstance(row, Integral) or not 0 <= row < self.num_rows:
                 raise UserError(f"table {self.name!r}: {row!r} is not a row; use 0 to {self.num_rows - 1}")
-        padding = set() if self.padding_idx is None else {self.padding_idx}
-        self._info.frozen = sorted(padding.union(map(int, rows)))
+        self._info.frozen = sorted({*self._info.padding, *map(int, rows)})
 
     @property
     def frozen_rows(self) -> Sequence[int]:

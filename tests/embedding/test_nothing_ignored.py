@@ -90,6 +90,25 @@ def test_states_find_their_tables_by_name(grouped: bool) -> None:
     assert [group["lr"] for group in second.param_groups] == ([0.1, 0.7] if grouped else [0.7])
 
 
+def test_tied_tables_and_shallow_copies_freeze_the_rows_of_their_one_weight() -> None:
+    padded, tied = HostEmbedding(6, 2, padding_idx=3, seed=0), HostEmbedding(6, 2, seed=1)
+    tied.weight = padded.weight
+    shallow = copy.copy(tied)
+    assert shallow.weight is tied.weight
+    for freezing in (padded, tied, shallow):
+        rows, before = RowSGD(padded.parameters(), lr=1), padded.settled().clone()
+        freezing.freeze_rows([1])
+        padded(torch.arange(6)).sum().backward()
+        rows.step()
+        rows.zero_grad()
+        assert (padded.settled() != before).any(1).tolist() == [True, False, True, False, True, True]
+        freezing.freeze_rows([])
+    deep = copy.deepcopy(nn.ModuleList([padded, tied]))
+    assert deep[0].weight is deep[1].weight
+    deep[0].freeze_rows([2])
+    assert deep[1].frozen_rows == [2, 3]
+
+
 def test_a_table_without_a_weight_says_so() -> None:
     without = table()
     without.weight = None  # type: ignore[assignment]
