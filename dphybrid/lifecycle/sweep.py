@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import FrozenTrial, TrialState
@@ -81,27 +81,20 @@ class Sweep:
         return {name.replace("-", "_"): self._values(name, given) for name, given in self.grid.items()}
 
     def _values(self, name: str, given: object) -> BaseDistribution:
+        shown = f"grid: {name} = {dict(given) if isinstance(given, Mapping) else repr(given)}"
         if isinstance(given, Mapping):
             if not self.trials:
-                raise UserError(
-                    f"grid: {name} = {dict(given)}; give a list of values; a range needs --trials"
-                )
+                raise UserError(f"{shown}; give a list of values; a range needs --trials")
             if not {"low", "high"} <= given.keys() <= _RANGE:
-                raise UserError(
-                    f"grid: {name} = {dict(given)}; give low and high, and optionally log or step"
-                )
+                raise UserError(f"{shown}; give low and high, and optionally log or step")
             whole = isinstance(given["low"], int) and isinstance(given["high"], int)
-            kind: Any = (
-                optuna.distributions.IntDistribution if whole else optuna.distributions.FloatDistribution
-            )
             try:
-                found: BaseDistribution = kind(**given)
+                return IntDistribution(**given) if whole else FloatDistribution(**given)
             except (ValueError, TypeError) as error:
-                raise UserError(f"grid: {name} = {dict(given)}: {error}") from error
-            return found
+                raise UserError(f"{shown}: {error}") from error
         if isinstance(given, str) or not isinstance(given, Sequence) or not given:
             ranges = ", or low and high" if self.trials else ""
-            raise UserError(f"grid: {name} = {given!r}; give a list of values{ranges}")
+            raise UserError(f"{shown}; give a list of values{ranges}")
         return CategoricalDistribution(list(dict.fromkeys(map(flag_text, given))))
 
     def cells(self, settings: Settings) -> list[Cell]:

@@ -47,9 +47,9 @@ class Sweeps:
             self.histories.setdefault(cell.name, []).append({"validation accuracy": accuracy})
             if enough():
                 raise CellFailed("ended", final=True)
-        values = dict.fromkeys(Report.model_fields, "") | {"version": 1, "splits": [], "split_lines": []}
-        values |= {name: {} for name in ("views", "stages", "stages_ms", "step_ms", "digests")}
-        values |= {"saving": {}, "warnings": [], "metrics": {"accuracy": accuracy}}
+        values: dict[str, Any] = {n: "" for n, field in Report.model_fields.items() if field.is_required()}
+        values |= {"splits": [], "split_lines": [], "warnings": [], "metrics": {"accuracy": accuracy}}
+        values |= {name: {} for name in ("stages", "step_ms", "digests")}
         report = Report.model_validate(values)
         report.write(folder / f"{cell.name}.json")
         return report
