@@ -47,7 +47,7 @@ class Flags(ConfigCommand):
             raise UserError(f"{many}; to check a recipe: `dphybrid check recipe NAME`")
         config = self.data_config()
         # Here and not above: it imports torch, which `--help` must not wait for.
-        from dphybrid.run.check import check_target
+        from dphybrid.lifecycle.check import check_target
 
         breaks = 0
         split, found = check_target(next(iter(self.target), None), config, load_settings(), self.rows)

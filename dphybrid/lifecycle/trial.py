@@ -23,10 +23,10 @@ from dphybrid.config.tables import TableDataConfig
 from dphybrid.data import Dataset, Prepared
 from dphybrid.data.batches import FirstRows
 from dphybrid.data.table.files import find_files, read_files
+from dphybrid.lifecycle.check import check_target
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes.configs import build_config
 from dphybrid.run.build import build_run, prepare_data
-from dphybrid.run.check import check_target
 from dphybrid.run.experiment import Built, Experiment
 from dphybrid.run.folder import find_run
 from dphybrid.run.train import closing_run, train_run
