@@ -36,7 +36,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from dphybrid.embedding.ahead import Lookup
+from dphybrid.embedding.ahead import Lookup, LookupsAhead
 from dphybrid.embedding.collection import find_tables
 from dphybrid.embedding.lookup import each_lookup
 from dphybrid.embedding.replicas import pinned
@@ -210,12 +210,20 @@ class RowPipeline:
         try:
             while (item := worker.next()) is not None:
                 batch, ids, lookups = item
+                expected: dict[LookupsAhead, list[Lookup]] = {}  # tied tables share one
                 for name, table in self.tables.items():
-                    table.ahead.expect(lookups.get(name, []))
+                    expected.setdefault(table.ahead, []).extend(lookups.get(name, []))
+                for ahead, prepared in expected.items():
+                    ahead.expect(prepared)
                 watching: AbstractContextManager[None] = (
                     nullcontext() if self._watched else self._watching(ids)
                 )
-                del item, ids, lookups  # or this frame would keep the batch alive while the loop's body runs
+                del (
+                    item,
+                    ids,
+                    lookups,
+                    expected,
+                )  # or this frame would keep the batch alive while the loop's body runs
                 with watching:
                     yield batch
         finally:
@@ -243,7 +251,7 @@ class RowPipeline:
 
     def _totals(self) -> dict[str, float]:
         totals = dict(self.times_ms)
-        for table in self.tables.values():
+        for table in {table.ahead: table for table in self.tables.values()}.values():
             for name, amount in table.totals().items():
                 totals[name] = totals.get(name, 0.0) + amount
         return totals

@@ -184,6 +184,35 @@ def test_forward_derivatives_and_second_ones_pass_through_a_split() -> None:
         torch.testing.assert_close(split, found[0])
 
 
+def test_tied_tables_are_fetched_ahead_with_the_same_bits() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = HostEmbedding(60, 2, name="one", seed=0), HostEmbedding(60, 2, name="two")
+            self.two.weight = self.one.weight
+            self.net = DataParallel(nn.Identity(), "cpu*2")
+
+        def forward(self, ids: Tensor) -> Tensor:
+            out: Tensor = self.net(self.net.rows(self.one, ids)) * self.net(self.net.rows(self.two, ids + 1))
+            return out
+
+    found = []
+    for mode in ("off", "exact"):
+        model = Tied()
+        rows = RowAdagrad(model.one, lr=0.1)
+        with RowPipeline(model, mode=mode, on_cpu=True) as pipeline:
+            batches = [torch.arange(8) * k % 59 for k in range(6)]
+            for ids in pipeline.prefetch(batches, lambda ids: {"one": ids, "two": ids + 1}):
+                rows.zero_grad()
+                model(ids).square().sum().backward()
+                rows.step()
+            counts = pipeline.counters()
+        assert counts["ids"] == 6 * 16
+        assert counts["prepared_ratio"] > 0.5 or mode == "off"
+        found.append(model.one.settled())
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("devices", ["cpu", "cpu*2"])
 def test_a_default_device_does_not_move_what_tables_compute_with(devices: str) -> None:
     ids = torch.arange(8).view(4, 2) % 5
