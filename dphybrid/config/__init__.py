@@ -114,7 +114,8 @@ class TrainConfig(Section):
     """How long training runs, and how the dense blocks are trained."""
 
     epochs: int = Field(default=8, ge=0)
-    """Passes over the training rows. 0: enough for about 4,000 steps, at least 10 and at most 200."""
+    """Passes over the training rows. 0: enough for about 4,000 steps, at least 10 and at most 200; of many
+    rows with columns of many values, recipe ctr makes 2."""
     batch_size: int = Field(default=16, ge=0)
     """Rows per batch, over all devices together; each device gets about batch_size / devices of them. 0:
     computed from the number of training rows; the run prints it."""
@@ -132,9 +133,10 @@ class TrainConfig(Section):
     """Optimizer of the dense blocks."""
     weight_decay: float = Field(default=0.0, ge=0.0)
     """Weight decay of the dense blocks."""
-    schedule: Literal["constant", "cosine", "linear"] = "cosine"
+    schedule: Literal["auto", "constant", "cosine", "linear"] = "cosine"
     """Schedule of both learning rates over the run: constant, or a decay to a hundredth along a half cosine
-    or a line."""
+    or a line. auto: constant, but linear where recipe ctr makes few passes over many rows; the run prints
+    it."""
     clip_norm: float = Field(default=1.0, ge=0.0)
     """Gradient clipping: the largest global norm of the gradients of blocks and rows together. 0: off."""
     patience: int = Field(default=3, ge=-1)

@@ -45,7 +45,7 @@ def test_given_values_win() -> None:
 
 @pytest.mark.parametrize(
     ("rows", "values", "share"),
-    [(64_000, 1000, 0.03), (4800, 1200, 0.03), (12_800, 1600, 0.12), (10**6, 1600, 1.0)],
+    [(64_000, 1000, 0.03), (4800, 1200, 0.03), (12_800, 1600, 0.12), (90_000, 1600, 1.0)],
 )
 def test_rows_of_many_values_learn_faster_the_more_rows_a_value_has(
     rows: int, values: int, share: float
@@ -56,6 +56,28 @@ def test_rows_of_many_values_learn_faster_the_more_rows_a_value_has(
     rate = f"{rows / values:.3g} rows per value ({values:,} values)"
     told = f" instead of 0.03 x, for {rate}" if share > 0.03 else ""
     assert lines[-1] == f"table.lr={found.table.lr:g}: {share:g} x train.lr{told}"
+
+
+@pytest.mark.parametrize(
+    ("train", "kind", "lr"), [({}, "mlp", 4.0), ({"epochs": 8}, "mlp", 1.0), ({}, "deepfm", 1.0)]
+)
+def test_many_rows_and_values_take_two_passes_in_which_the_rates_fall(
+    train: dict[str, Any], kind: str, lr: float
+) -> None:
+    recipe, info = find_recipe("ctr"), {"num_ids": [7, 50_000]}
+    config = build_config({"recipe": "ctr", "model": {"kind": kind}, "train": train})
+    found, lines = recipe.sized(config, 160_000, info)
+    assert (found.train.batch_size, found.train.epochs) == (1024, train.get("epochs", 2))
+    assert found.train.schedule == "linear"
+    assert found.table.lr == pytest.approx(lr * found.train.lr)
+    assert lines[0] == "train.batch_size=1024: for 160,000 training rows and a column of 50,000 values"
+    assert recipe.sized(found, 160_000, info) == (found, [])
+    # What is set stays, and so do the rules for fewer rows or values.
+    of_user = {"batch_size": 64, "epochs": 1, "schedule": "constant", "patience": 0}
+    given = build_config({"recipe": "ctr", "train": of_user, "table": {"lr": 0.5}})
+    assert recipe.sized(given, 160_000, info) == (given, [])
+    for rows, values in ((90_000, 50_000), (160_000, 1000)):
+        assert recipe.sized(config, rows, {"num_ids": [values]})[0].train.schedule == "auto"
 
 
 def test_rows_learn_faster_in_fewer_epochs_than_the_data_asks_for_or_beside_a_linear_part() -> None:

@@ -21,6 +21,13 @@ _SLOW_ROWS, _FAST_ROWS = 0.03, 5.0
 """Learning rate of a table's rows as a share of train.lr: the usual one, and the highest."""
 _MANY_VALUES, _ROWS_PER_VALUE = 1000, 4
 """Rows learn faster if a column has more values than this, and training has more rows per value."""
+_MANY_ROWS = 100_000
+"""From this many training rows on, with a column of more than `_MANY_VALUES` values, the first passes teach
+what there is, and later ones only rare values by heart."""
+_FOR_MANY_ROWS: dict[str, Any] = {"batch_size": 1024, "epochs": 2, "schedule": "linear"}
+_FAST_SHARE = 4.0
+"""Rows of an mlp then learn at this multiple of train.lr, as two passes are few steps and the rate falls;
+in more passes proportionally slower."""
 _ENDINGS = (
     *(text + packed for text in (".csv", ".tsv", ".jsonl", ".ndjson") for packed in PACKED),
     *(".parquet", ".pq", ".arrow", ".feather", ".ipc"),
@@ -88,7 +95,7 @@ class Ctr(Recipe):
         "optimizer": "adamw",
         "lr": 0.001,
         "weight_decay": 0.3,
-        "schedule": "constant",
+        "schedule": "auto",
         "average": 0.99,
     }
     tabular = True
@@ -111,15 +118,25 @@ class Ctr(Recipe):
     def sized(
         self, config: ExperimentConfig, num_rows: int, info: Mapping[str, Any]
     ) -> tuple[ExperimentConfig, list[str]]:
-        found, lines = super().sized(config, num_rows, info)
+        values = max(info["num_ids"], default=0)
+        many, lines = num_rows >= _MANY_ROWS and values > _MANY_VALUES, list[str]()
+        if many:
+            chosen = {n: v for n, v in _FOR_MANY_ROWS.items() if getattr(config.train, n) in (0, "auto")}
+            config = config.model_copy(update={"train": config.train.model_copy(update=chosen)})
+            why = f"{num_rows:,} training rows and a column of {values:,} values"
+            lines = [f"train.{name}={value}: for {why}" for name, value in chosen.items()]
+        found, more = super().sized(config, num_rows, info)
+        lines += more
         if found.table.lr:
             return found, lines
         # At the full rate, rows overfit rare values, so the rows of an mlp learn slowly. The other networks
         # have linear parts or products of rows, which need the full rate. Columns of many values with enough
         # rows for each need more than the slow rate, too.
         share, why = _SLOW_ROWS if found.model.model_dump()["kind"] == "mlp" else 1.0, ""
-        values = max(info["num_ids"], default=0)
-        if share == _SLOW_ROWS and values > _MANY_VALUES and num_rows > _ROWS_PER_VALUE * values:
+        if share == _SLOW_ROWS and many:
+            share = _FAST_SHARE * min(1.0, _FOR_MANY_ROWS["epochs"] / found.train.epochs)
+            why = f" instead of {_SLOW_ROWS:g} x, for {found.train.epochs} passes over many rows"
+        elif share == _SLOW_ROWS and values > _MANY_VALUES and num_rows > _ROWS_PER_VALUE * values:
             share = min(share * (num_rows / values / _ROWS_PER_VALUE) ** 2, 1.0)
             rows = f"{num_rows / values:.3g} rows per value ({values:,} values)"
             why = f" instead of {_SLOW_ROWS:g} x, for {rows}"
