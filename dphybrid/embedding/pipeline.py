@@ -218,12 +218,8 @@ class RowPipeline:
                 watching: AbstractContextManager[None] = (
                     nullcontext() if self._watched else self._watching(ids)
                 )
-                del (
-                    item,
-                    ids,
-                    lookups,
-                    expected,
-                )  # or this frame would keep the batch alive while the loop's body runs
+                # Or this frame would keep them alive while the loop's body runs.
+                del item, ids, lookups, expected, prepared
                 with watching:
                     yield batch
         finally:
