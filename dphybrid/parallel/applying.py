@@ -37,6 +37,8 @@ def parallel_apply(
     After all replicas have ended, raises the exception of the first one that failed, with a note that names
     it. Raises UserError if the numbers of replicas, inputs and devices do not match.
     """
+    if mode not in (None, "inline", "threads"):
+        raise UserError(f"parallel_apply: mode={mode!r}; use inline or threads")
     count = len(replicas)
     resolved = _devices_of(inputs) if devices is None else resolve_devices(devices)
     if len(inputs) != count or (kwargs is not None and len(kwargs) != count) or len(resolved) < count:

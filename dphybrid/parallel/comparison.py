@@ -96,7 +96,7 @@ class _Comparison:
     def of(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Finding | None:
         """Return the first difference for a call of the block with these arguments, or None."""
         block, home = self.block, self.home
-        args, kwargs = joined((args, block.with_wholes(kwargs)), home, block.dim)
+        args, kwargs = joined(block.with_wholes(args, kwargs), home, block.dim)
         rows = batch_rows(args, kwargs, block.dim) or 0
         if rows < 2:
             return None

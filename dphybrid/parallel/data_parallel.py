@@ -4,6 +4,8 @@ is recorded.
 One class, as in torch. Its methods are in the order of a call; subclasses may override the steps.
 """
 
+import inspect
+import itertools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -30,7 +32,7 @@ from dphybrid.parallel.replication import refuse_unsuitable, replicate, replicat
 from dphybrid.parallel.scattering import DeviceNames, RowSource, connect, scatter_kwargs, split
 from dphybrid.parallel.splits import Key, Record, Split, first_size, shares, split_sizes
 from dphybrid.util.compiling import outside_of_graphs
-from dphybrid.util.errors import UserError, type_text
+from dphybrid.util.errors import UserError, suggestion, type_text
 from dphybrid.util.memory import is_out_of_memory
 from dphybrid.util.stages import stage
 
@@ -41,7 +43,7 @@ class DataParallel(nn.DataParallel):
     module: moved to the first device, where its parameters live. device_ids (or devices): device text,
     `Devices`, a list of CUDA indices, texts or torch devices, or None for `DPHYBRID_DEVICES`, else auto.
     output_device: where outputs are joined; the first device by default. dim: batch dimension of inputs and
-    outputs. whole: names of keyword arguments that every replica gets unsplit. Batches are split as by
+    outputs. whole: names of the module's arguments that every replica gets unsplit. Batches are split as by
     torch.chunk, so a short batch uses fewer devices.
 
     docs/differences.md lists all differences from torch.nn.DataParallel and their reasons. The main ones:
@@ -76,6 +78,7 @@ class DataParallel(nn.DataParallel):
         self.module = module.to(home)
         self.dim = dim
         self.whole = frozenset([whole] if isinstance(whole, str) else whole)
+        self._positional = _positional(module, self.whole) if self.whole else []
         self.device_ids = _device_ids(self.devices)
         self._target = _output_device(output_device, home)
         self.output_device = self._target  # type: ignore[assignment] # torch keeps an index
@@ -97,7 +100,7 @@ class DataParallel(nn.DataParallel):
     def _split_and_joined(self, inputs: tuple[object, ...], kwargs: dict[str, object]) -> object:
         sizes = None
         if self.whole:
-            kwargs = self.with_wholes(kwargs)
+            inputs, kwargs = self.with_wholes(inputs, kwargs)
         if "scatter" in self._overridden:
             with stage("scatter"):
                 replica_inputs, replica_kwargs = _paired(*self.scatter(inputs, kwargs, self.device_ids))
@@ -129,11 +132,18 @@ class DataParallel(nn.DataParallel):
             # `sizes` is None after an overridden scatter: only that knows them, so outputs are not checked.
             return gather(outputs, self._target, self.dim, sizes)
 
-    def with_wholes(self, kwargs: dict[str, object]) -> dict[str, object]:
-        """Return the keyword arguments with those named in `whole` wrapped in `Whole`. `Parts` in them are
-        joined first."""
-        wholes = {name: kwargs[name] for name in self.whole & kwargs.keys()}
-        return kwargs | {name: Whole(joined(v, self.devices.home, self.dim)) for name, v in wholes.items()}
+    def with_wholes(
+        self, inputs: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
+        """Return the arguments with those named in `whole` wrapped in `Whole`. `Parts` in them are joined
+        first."""
+
+        def wrapped(name: str, value: object) -> object:
+            return Whole(joined(value, self.devices.home, self.dim)) if name in self.whole else value
+
+        names = itertools.chain(self._positional, itertools.repeat(""))
+        positional = tuple(wrapped(name, value) for name, value in zip(names, inputs, strict=False))
+        return positional, {name: wrapped(name, value) for name, value in kwargs.items()}
 
     @outside_of_graphs
     def rows(self, table: RowSource, ids: Tensor) -> Tensor | Parts:
@@ -252,11 +262,16 @@ class DataParallel(nn.DataParallel):
             return
         is_part = isinstance(value, nn.Module | nn.Parameter) and name != "module"
         if is_part and "module" in self.__dict__.get("_modules", {}):
-            # Beside the module it would take no part in the forward, and be missing in the state dict.
             raise UserError(
                 f"DataParallel: the module has no {name!r}; set it on the module, region.module.{name}"
             )
         super().__setattr__(name, value)
+
+    def _beside_the_module(self, name: str, *_: object, **__: object) -> None:
+        """Raise UserError: it would take no part in the forward, and be missing in the state dict."""
+        raise UserError(f"DataParallel: {name!r} would be beside the module; use region.module")
+
+    register_buffer = register_parameter = add_module = register_module = _beside_the_module
 
     def __delattr__(self, name: str) -> None:
         if any(True for _ in self._named(name)):
@@ -316,6 +331,17 @@ class DataParallel(nn.DataParallel):
 
     def extra_repr(self) -> str:
         return f"devices={self.devices.text!r}"
+
+
+def _positional(module: nn.Module, whole: frozenset[str]) -> list[str]:
+    """Return the names of a module's positional arguments. Raises UserError if it lacks one of `whole`."""
+    arguments = inspect.signature(module.forward).parameters
+    if not any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values()):
+        for name in whole - arguments.keys():
+            known = suggestion(name, list(arguments))
+            raise UserError(f"DataParallel: whole has {name!r}, which the module does not take{known}")
+    of_any_kind = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return [name for name, argument in arguments.items() if argument.kind in of_any_kind]
 
 
 def _note_shares(

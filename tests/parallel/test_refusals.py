@@ -185,3 +185,26 @@ def test_one_device_and_one_name_need_no_list() -> None:
     assert DataParallel(nn.Linear(3, 3), torch.device("cpu")).devices.text == "cpu"  # type: ignore[arg-type]
     region = DataParallel(Does(lambda x, mask: x + mask.sum()), TWO, whole="mask")
     assert region(X, mask=torch.ones(3)).shape == X.shape
+
+
+class Masked(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x * mask[0]
+
+
+def test_whole_names_arguments_however_they_are_given() -> None:
+    mask = torch.arange(float(X.numel())).view_as(X)
+    region = DataParallel(Masked(), TWO, whole=["mask"])
+    for out in (region(X, mask), region(X, mask=mask), region(mask=mask, x=X)):
+        assert torch.equal(out, X * mask[0])
+    with pytest.raises(UserError, match="'maks', which the module does not take; did you mean 'mask'"):
+        DataParallel(Masked(), TWO, whole=["maks"])
+
+
+def test_nothing_is_put_beside_the_module() -> None:
+    region = DataParallel(nn.Linear(3, 3), TWO)
+    for register in (region.register_buffer, region.register_parameter, region.add_module):
+        with pytest.raises(UserError, match="'more' would be beside the module"):
+            register("more", None)
+    with pytest.raises(UserError, match="mode='thread'"):
+        parallel_apply([nn.Linear(3, 3)], [X], mode="thread")  # type: ignore[arg-type]
