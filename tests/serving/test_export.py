@@ -34,7 +34,8 @@ for name in ("dphybrid", "prefect", "mlflow"):
 import numpy as np, polars as pl
 from pathlib import Path
 from runpy import run_path
-for folder in map(Path, sys.argv[1:]):
+*folders, commands = sys.argv[1:]
+for folder in map(Path, folders):
     model = run_path(str(folder / "out" / "predict.py"))["Model"]()
     del sys.path[0]
     rows = pl.read_parquet(folder / "new.parquet")
@@ -42,6 +43,17 @@ for folder in map(Path, sys.argv[1:]):
     records = [dict.fromkeys(rows.columns)] * 101 + rows.to_dicts()
     found = [model.predict(each) for each in (rows, rows[:1], rows[:0], columns, records[:104])]
     np.savez(folder / "found.npz", *found)
+import contextlib, io, json
+told = []
+for argv in json.loads(commands):  # as `python predict.py FILE`
+    sys.argv, out, said = argv, io.StringIO(), ""
+    with contextlib.redirect_stdout(out):
+        try:
+            run_path(argv[0], run_name="__main__")
+        except SystemExit as end:
+            said = end.code
+    told.append([out.getvalue(), said])
+print(json.dumps(told))
 """
 
 
@@ -103,29 +115,26 @@ def test_predictions_are_the_runs_bit_for_bit(unrecorded: None, tmp_path: Path) 
         new.write_parquet(tmp_path / task / "new.parquet")
         with pytest.warns(UserWarning, match="Not numbers") if task == "binary" else nullcontext():
             wanted[task] = [run.predict(each) for each in (new, new[:1], new[:0], new[:3], records)]
-    folders = [str(tmp_path / task) for task in KINDS]
-    python("-c", WITHOUT, *folders, cwd=tmp_path)
+    folders, out = [str(tmp_path / task) for task in KINDS], tmp_path / "multiclass" / "out"
+    example = out / "example.json"
+    new[:3].write_csv(tmp_path / "x[1].csv")  # of a file, too, 07 is not 7
+    (tmp_path / "odd.json").write_text('{"rows"')
+    files = [example, tmp_path / "x[1].csv", tmp_path / "nowhere.csv", tmp_path / "odd.json"]
+    commands = [[str(out / "predict.py"), str(file)] for file in files] + [[str(out / "predict.py")]]
+    done = python("-c", WITHOUT, *folders, json.dumps(commands), cwd=tmp_path)
+    of_example, of_file, nowhere, odd, without = json.loads(done.stdout.splitlines()[-1])
+    assert json.loads(of_example[0]) == json.loads(example.read_text())["predictions"]
+    assert json.loads(of_file[0]) == wanted["multiclass"][3].tolist()
+    for (_, told), name, words in ((nowhere, "nowhere.csv", "No such file"), (odd, "odd.json", "Expecting")):
+        assert re.fullmatch(f"error: .*{name}: .*{words}.*", told)
+    assert without[1].startswith("Predictions of the model in this folder.")
     for task, predictions in wanted.items():
         with np.load(tmp_path / task / "found.npz") as found:
             for name, expected in zip(sorted(found), predictions, strict=True):
                 assert found[name].dtype == expected.dtype
                 assert np.array_equal(found[name], expected), (task, name)
-    out = tmp_path / "multiclass" / "out"
     check = ["sha256sum", "--check", "--quiet", "SHA256SUMS"]
     assert subprocess.run(check, cwd=out).returncode == 0
-    example = json.loads((out / "example.json").read_text())
-    printed = python(out / "predict.py", out / "example.json").stdout
-    assert json.loads(printed) == example["predictions"]
-    new[:3].write_csv(tmp_path / "x[1].csv")  # of a file, too, 07 is not 7
-    printed = python(out / "predict.py", tmp_path / "x[1].csv").stdout
-    assert json.loads(printed) == wanted["multiclass"][3].tolist()
-    (tmp_path / "odd.json").write_text('{"rows"')
-    for name, words in (("nowhere.csv", "No such file"), ("odd.json", "Expecting")):
-        wrong = [sys.executable, str(out / "predict.py"), str(tmp_path / name)]
-        said = subprocess.run(wrong, capture_output=True, text=True).stderr
-        assert re.fullmatch(f"error: .*{name}: .*{words}.*\n", said)
-    said = subprocess.run([sys.executable, str(out / "predict.py")], capture_output=True, text=True).stderr
-    assert said.startswith("Predictions of the model in this folder.")
     (rows_file,) = (out / "tables").iterdir()
     with rows_file.open("r+b") as file:
         file.seek(-3, os.SEEK_END)
