@@ -48,7 +48,7 @@ def picture_files(page: Any, out: Path, folder: Path) -> None:
     reports = (folder / "data/mlflow/artifacts").glob("*/artifacts/Report.html")
     report = max(reports, key=lambda file: file.stat().st_mtime)
     keep(page, report.as_uri(), out / "report.png")
-    keep(page, (folder / "comparison/index.html").as_uri(), out / "compare.png", full=True)
+    keep(page, (folder / "comparison/index.html").as_uri(), out / "compare.png")
 
 
 def picture_mlflow(page: Any, out: Path) -> None:
@@ -97,7 +97,7 @@ def picture_prefect(page: Any, out: Path, address: str) -> None:
     keep(page, shown, out / "prefect-run.png", wait_s=8, tab="Artifacts")
 
 
-def keep(page: Any, address: str, file: Path, full: bool = False, wait_s: float = 1.5, tab: str = "") -> None:
+def keep(page: Any, address: str, file: Path, wait_s: float = 1.5, tab: str = "") -> None:
     """Save a page as a picture with few colours. tab: text of the tab to click first."""
     from PIL import Image
 
@@ -107,7 +107,7 @@ def keep(page: Any, address: str, file: Path, full: bool = False, wait_s: float 
     if tab:
         page.get_by_text(tab, exact=True).click()
         page.wait_for_timeout(wait_s * 1000)
-    page.screenshot(path=file, full_page=full)
+    page.screenshot(path=file)
     Image.open(file).convert("RGB").quantize(COLOURS).save(file, optimize=True)
     print(file, f"{file.stat().st_size / 1000:.0f} kB")
 
