@@ -45,14 +45,14 @@ WORKER = "DPHYBRID_WORKER"
 WORKER_LABEL = "dphybrid.worker"
 """Label of a flow run: the name of the worker that started it last."""
 STARTS_LABEL = "dphybrid.begun"
-"""Label of a flow run: how often it was started. Prefect's own `run_count` also grows with each `Running`
-state that says why the run waits."""
+"""Label of a flow run: how often it was started, without the starts that ended by an orderly return to the
+queue. Prefect's own `run_count` also grows with each `Running` state that says why the run waits."""
 
 MACHINE_TAG = "machine"
 """Tag of a flow run that is another machine's part of a run. It is not queued again by itself: the run's
 first machine starts a new one."""
 MAX_RUNS = 10
-"""A flow run that was started this often is not queued again: the run itself may be what kills machines."""
+"""A flow run that has died this often is not queued again: the run itself may be what kills machines."""
 SILENT = "no heartbeat: its machine died"
 """Message of the state that the automation of `dphybrid.orchestration.setup` gives to a run."""
 SILENT_FOR = timedelta(seconds=200)
@@ -194,7 +194,7 @@ def owned_elsewhere(run: FlowRun) -> bool:
 
 
 def num_starts(run: FlowRun) -> int:
-    """Return how often a flow run was started."""
+    """Return how often a flow run was started, as `STARTS_LABEL` counts."""
     starts = run.labels.get(STARTS_LABEL)
     return starts if isinstance(starts, int) else 0
 

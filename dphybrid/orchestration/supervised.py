@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime, timedelta
+from typing import Any
 from uuid import UUID
 
 import psutil
@@ -21,9 +22,11 @@ from dphybrid.config.settings import load_settings
 from dphybrid.orchestration.queueing import (
     DELETED,
     STARTED_BY,
+    STARTS_LABEL,
     UNREACHABLE,
     alive_again,
     client_for_threads,
+    num_starts,
     owned_elsewhere,
 )
 from dphybrid.util.errors import UserError
@@ -55,7 +58,8 @@ def supervised(ending: str | None = None) -> Iterator[StopRequest]:
             if flow_run_id is None:
                 raise  # no worker looks at how this process ends: its command reports the checkpoint
             asked_to_end = interruption.signal_number == signal.SIGTERM
-            _leave(flow_run_id, str(interruption), interruption.requeue or asked_to_end, ending)
+            later = interruption.requeue or asked_to_end
+            _leave(flow_run_id, str(interruption), later, ending, interruption.orderly)
             if asked_to_end:
                 raise TerminationSignal(signal=signal.SIGTERM) from interruption
             raise
@@ -151,13 +155,13 @@ def _adds_to_the_state(record: logging.LogRecord) -> bool:
     return not isinstance(error, UserError | KeyboardInterrupt)
 
 
-def _leave(flow_run_id: str, reason: str, later: bool, ending: str | None) -> None:
+def _leave(flow_run_id: str, reason: str, later: bool, ending: str | None, orderly: bool = True) -> None:
     """Set the final or queued state of an interrupted flow run, and raise Pause so that Prefect sets no other
     one; return without a change if Prefect should choose the state.
 
     A cancelled or deleted run becomes Cancelled. A run with an `ending`, one of `ENDINGS`, becomes that. If
     `later` and a worker can take it, it is queued again after a pause. A run that another process owns by now
-    is left as it is.
+    is left as it is. orderly: this start does not count towards `MAX_RUNS`.
     """
     state: State[object] | None = None
     try:
@@ -174,6 +178,9 @@ def _leave(flow_run_id: str, reason: str, later: bool, ending: str | None) -> No
             elif later and now == StateType.RUNNING and run.deployment_id and run.work_queue_id:
                 when = datetime.now(UTC) + timedelta(seconds=load_settings().requeue_after_s)
                 state = AwaitingRetry(scheduled_time=when, message=reason)
+                if orderly:
+                    starts: Any = {STARTS_LABEL: max(0, num_starts(run) - 1)}
+                    client.update_flow_run_labels(run.id, starts)
             if state is not None:
                 client.set_flow_run_state(run.id, state, force=True)
     except Pause:

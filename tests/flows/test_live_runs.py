@@ -14,7 +14,7 @@ import httpx
 import pytest
 from prefect.client import orchestration
 from prefect.client.schemas.objects import FlowRun, State, StateType
-from prefect.exceptions import ObjectNotFound
+from prefect.exceptions import ObjectNotFound, Pause
 from prefect.states import AwaitingRetry, Crashed, Running
 from prefect.workers.process import ProcessWorker, ProcessWorkerResult
 
@@ -60,6 +60,23 @@ def test_a_run_whose_process_died_is_queued_again(run: FlowRun, name: str | None
     state = state_after_death(run, "its process died (-9)")
     assert (state and state.name) == name
     assert state is None or (state.message or "").startswith("its process died (-9)")
+
+
+@pytest.mark.parametrize(("orderly", "starts"), [(True, 9), (False, 10)])
+def test_an_orderly_return_to_the_queue_does_not_count_as_a_start(
+    orderly: bool, starts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, given = dead_run(starts=MAX_RUNS, work_queue_id=uuid4()), list[State]()
+    client = SimpleNamespace(
+        read_flow_run=lambda _: run,
+        update_flow_run_labels=lambda _, labels: run.labels.update(labels),
+        set_flow_run_state=lambda _id, state, force: given.append(state),
+    )
+    monkeypatch.setattr(supervised, "get_client", lambda **_: nullcontext(client))
+    with pytest.raises(Pause):
+        supervised._leave(str(run.id), "it gave way", True, None, orderly)
+    assert [state.name for state in given] == ["AwaitingRetry"]
+    assert run.labels[STARTS_LABEL] == starts
 
 
 class Client:
