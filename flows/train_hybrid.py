@@ -62,7 +62,7 @@ def train_hybrid(
         resume: `latest`, or a run's name: continue from its newest checkpoint.
         config: All other values; a field left empty keeps the recipe's value.
         nodes: Machines that train together; 1: only the machine whose worker takes the run.
-        machines: Names of the workers to use; empty: any that are online.
+        machines: Names of their workers; the first `nodes` - 1 besides the one that takes the run take part.
         skip_if_late_min: Skip a scheduled run that starts more than this many minutes late; 0: never skip.
     """
     given = locals()  # first line, so these are just the parameters: the form's values by name

@@ -2,8 +2,7 @@
 
 import os
 import re
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dphybrid.cluster.launch import STORE
+from dphybrid.cluster.launch import meeting_file
 
 T = TypeVar("T")
 
@@ -55,16 +54,10 @@ class Ranks:
 
 
 @contextmanager
-def joined(
-    timeout_s: float,
-    device: torch.device,
-    wait_s: float | None = None,
-    look: Callable[[], None] = lambda: None,
-) -> Iterator[Ranks]:
+def joined(timeout_s: float, device: torch.device) -> Iterator[Ranks]:
     """Connect to the other ranks of a run, as the environment variables set by `launch` say.
 
     timeout_s: how long a rank waits for the others in a joint operation; a rank that died is noticed at once.
-    wait_s: how long all ranks may take to start. look: called while waiting for that; it may raise to leave.
     Raises LostRanks if not all ranks start in time, or if one is lost during the block.
     """
     # Two backends on a GPU: NCCL for row gradients, gloo for objects and for the rows of checkpoints.
@@ -73,8 +66,16 @@ def joined(
         torch.cuda.set_device(device)
     limit = timedelta(seconds=timeout_s)
     with _connection_errors():
+        again, most = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["TORCHELASTIC_MAX_RESTARTS"]
+        if again != "0" and os.environ["LOCAL_RANK"] == "0":
+            print(
+                "A rank ended with an error: restarting all ranks from the newest checkpoint "
+                f"(restart {again} of {most})",
+                flush=True,
+            )
         rank, size, local_size = (int(os.environ[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-        store = _wait_for_all(os.environ[STORE], size, wait_s or timeout_s, look)
+        # Addresses are exchanged in a file, so that nobody on the network can read or change them.
+        store = dist.FileStore(str(meeting_file("store")), size)
         dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=size)
         yield Ranks(rank, size, local_size, device)
         # Not in a finally: it would make a rank that failed wait for the others.
@@ -92,18 +93,3 @@ def _connection_errors() -> Iterator[None]:
         if not isinstance(error, dist.DistError) and not re.search("gloo/|[Gg]loo |pair closure", first):
             raise
         raise LostRanks(f"rank {os.environ['RANK']}: lost the other ranks ({first[:200]})") from error
-
-
-def _wait_for_all(path: str, size: int, wait_s: float, look: Callable[[], None]) -> dist.Store:
-    """Wait until all ranks have started; return the store in which they exchange addresses. The store is a
-    file, so that nobody on the network can read or change it."""
-    store, deadline = dist.FileStore(path, size), time.monotonic() + wait_s
-    # The last rank to start sets "all". Polled here, because `look` could not interrupt torch's own waiting.
-    if store.add("begun", 1) == size:
-        store.set("all", "begun")
-    while not store.check(["all"]):
-        look()
-        if time.monotonic() > deadline:
-            raise LostRanks(f"not all of {size} ranks started within {wait_s:g} s")
-        time.sleep(0.1)
-    return store

@@ -1,17 +1,17 @@
 """One run on several machines. The flow run on the first machine starts a flow run `join-hybrid` on each of
-the other machines, which starts ranks there.
+the machines that are named besides it, which starts ranks there.
 
-The flow runs watch each other's states through Prefect. When one ends, all end; the first one is queued again
-and continues with the machines that are online by then. The ranks find each other through files in the run's
-folder, which all machines share, and then communicate through torch only. The other machines run `follow`: it
-checks that they have the same data and versions as the first machine, leases devices, starts ranks, and ends
-when the first machine does.
+The ranks and their starters meet in the run's folder, which all machines share (`dphybrid.cluster.launch`).
+The flow runs watch each other's states through Prefect: when one ends, all end; the first one is queued again
+and continues.
 """
 
+import ipaddress
 import os
 import platform
+import secrets
+import socket
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,22 +20,15 @@ from uuid import UUID
 
 from prefect import runtime
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.filters import (
-    FlowRunFilter,
-    FlowRunFilterState,
-    FlowRunFilterStateType,
-    WorkPoolFilter,
-    WorkPoolFilterName,
-)
-from prefect.client.schemas.objects import FlowRun, State, StateType, Worker, WorkerStatus
+from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
-from prefect.states import Cancelled, Cancelling, Completed, Running
+from prefect.states import Cancelled, Completed, Running
 from pydantic import BaseModel, ConfigDict
 
 from dphybrid.cluster.engine import difference, versions
-from dphybrid.cluster.launch import Meeting, address_towards, train_in_ranks
+from dphybrid.cluster.launch import LOOPBACK, Meeting, train_in_ranks
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.orchestration.queueing import (
@@ -46,7 +39,6 @@ from dphybrid.orchestration.queueing import (
     REFUSED,
     UNREACHABLE,
     WORKER,
-    WORKER_LABEL,
     ended,
     num_starts,
     set_state,
@@ -69,8 +61,7 @@ SEAT = ".machines"
 values there shares the folder; only someone who may write to that folder can have invited it."""
 _LOOK_EVERY_S = 2.0
 _LEAVE_S = 10.0
-"""Grace period: how long a machine may continue after another one has left."""
-_ACTIVE = [StateType.RUNNING, StateType.PENDING]
+"""Grace period: how long the first machine may continue after another one has ended."""
 
 
 class Seat(BaseModel):
@@ -116,93 +107,81 @@ def over_machines(config: ExperimentConfig, nodes: int, settings: Settings) -> E
     return apply_overrides(config, [f"cluster.ranks={nodes * here}"])
 
 
-def other_workers(nodes: int, machines: Sequence[str], settings: Settings, stop: StopRequest) -> list[str]:
-    """Return the workers that take part besides this flow run's own: the named ones, or the least busy ones
-    that are online. Waits for workers that the pool knows and that are offline.
-
-    Raises UserError that names what is missing: at once if the pool does not know enough workers, else after
-    `cluster_wait_s`. Raises Interrupted when `stop` was asked.
-    """
+def named_workers(nodes: int, machines: Sequence[str]) -> list[str]:
+    """Return the workers that take part besides this flow run's own: the first `nodes` - 1 others of the
+    named ones. Raises UserError if fewer are named, or the pool does not know one."""
     own = os.environ.get(WORKER)
     if own is None or runtime.flow_run.id is None:
         raise UserError(
             f"nodes={nodes}: several machines need a worker on each; start `dphybrid worker` there, and "
             "queue this run with `prefect deployment run`"
         )
-    wanted = [name for name in dict.fromkeys(machines) if name != own]
-    if machines and len(wanted) != nodes - 1:
+    others = [name for name in dict.fromkeys(machines) if name != own][: nodes - 1]
+    if len(others) < nodes - 1:
         raise UserError(
-            f"nodes={nodes} and machines {', '.join(machines)}: besides {own}, whose worker took this run, "
-            f"these are {len(wanted)} others; name {nodes - 1}"
+            f"nodes={nodes}: machines names {', '.join(others) or 'none'} besides {own}, whose worker took "
+            f"this run; name {nodes - 1}, by their workers"
         )
-    deadline, reported = time.monotonic() + settings.cluster_wait_s, False
-    while True:
-        stop.obey("while it waited for machines")
-        pool, workers, busy = _pool()
-        others = {worker.name: worker for worker in workers if worker.name != own}
-        unknown = [name for name in wanted if name not in others]
-        if unknown or len(others) < nodes - 1:
-            raise UserError(
-                f"nodes={nodes}: pool {pool} has {f'no worker {unknown[0]}; it has ' if unknown else 'only '}"
-                f"{', '.join(sorted({own, *others}))}; start `dphybrid worker` on each machine"
-            )
-        online = [name for name in wanted or others if others[name].status == WorkerStatus.ONLINE]
-        if len(online) >= nodes - 1:
-            return sorted(online, key=lambda name: (busy[name], name))[: nodes - 1]
-        offline = ", ".join(_last_heard(others[name]) for name in wanted or others if name not in online)
-        if time.monotonic() > deadline:
-            raise UserError(
-                f"nodes={nodes}: after {settings.cluster_wait_s:g} s these workers are still offline: "
-                f"{offline}; start them, or wait longer with DPHYBRID_CLUSTER_WAIT_S"
-            )
-        if not reported:
-            print(f"Waiting for machines: {offline}", flush=True)
-        reported = True
-        time.sleep(_LOOK_EVERY_S)
-
-
-def _pool() -> tuple[str, list[Worker], Counter[str]]:
-    """Return the pool of this flow run, its workers, and the number of active runs by worker name."""
     with get_client(sync_client=True) as client:
         pool = client.read_flow_run(UUID(runtime.flow_run.id)).work_pool_name or ""
-        workers = client.read_workers_for_work_pool(pool)
-        active = client.read_flow_runs(
-            work_pool_filter=WorkPoolFilter(name=WorkPoolFilterName(any_=[pool])),
-            flow_run_filter=FlowRunFilter(
-                state=FlowRunFilterState(type=FlowRunFilterStateType(any_=_ACTIVE))
-            ),
+        known = {worker.name for worker in client.read_workers_for_work_pool(pool)}
+    for name in others:
+        if name not in known:
+            raise UserError(
+                f"machines: pool {pool} has no worker {name}; it has {', '.join(sorted({own, *known}))}; "
+                "start `dphybrid worker` on each machine"
+            )
+    return others
+
+
+def address_towards(host: str, named: str = "") -> str:
+    """Return the address at which other ranks reach this machine: `named` (DPHYBRID_CLUSTER_ADDRESS), else
+    the address of the interface that leads to `host`.
+
+    Raises UserError if that address is public, or if there is no route to `host`.
+    """
+    if named:
+        return named
+    try:
+        family, kind, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        # Connecting a UDP socket sends nothing; it makes the kernel choose the interface. Any port will do.
+        with socket.socket(family, kind) as probe:
+            probe.connect(there)
+            address = str(probe.getsockname()[0])
+    except OSError as error:
+        raise UserError(
+            f"no route to {host} ({error}); set DPHYBRID_CLUSTER_ADDRESS to this machine's address"
+        ) from error
+    if ipaddress.ip_address(address.partition("%")[0]).is_global:
+        raise UserError(
+            f"ranks would listen at the public address {address} without a password; set "
+            "DPHYBRID_CLUSTER_ADDRESS to an address in a trusted network, or to this one behind a firewall"
         )
-    return pool, workers, Counter(str(run.labels.get(WORKER_LABEL)) for run in active)
-
-
-def _last_heard(worker: Worker) -> str:
-    heard = worker.last_heartbeat_time
-    return f"{worker.name} (last heartbeat: {f'{heard:%Y-%m-%d %H:%M} UTC' if heard else 'never'})"
+    return address
 
 
 @contextmanager
 def gathered(
     others: Sequence[str], run_folder: str, settings: Settings, join: str = _JOIN
 ) -> Iterator[Meeting]:
-    """In the first machine's flow run: let the workers `others` join, and end their flow runs when the block
-    ends.
+    """In the first machine's flow run: let the workers `others` join, and take back what they have not begun
+    when the block ends.
 
     Yields the meeting of the ranks. Its `look` raises UserError, with name and reason, when a machine fails
     or does not join within `cluster_wait_s`; and Interrupted, so that the run continues later, when a machine
     crashed or left. join: the deployment of the other machines' flow runs.
     """
     folder = Path(run_folder)
-    host = urlsplit(PREFECT_API_URL.value() or "").hostname or "127.0.0.1"
+    host = urlsplit(PREFECT_API_URL.value() or "").hostname or LOOPBACK
     address = address_towards(host, settings.cluster_address)
     with get_client(sync_client=True) as client:
         head = client.read_flow_run(UUID(runtime.flow_run.id))
-    starts = num_starts(head)
     seat = Seat(
         head=head.id,
         home=str(head.labels.get(OWNER_LABEL, "")),
         host=platform.node(),
         run=folder.name,
-        job=f"{head.id}-{starts}",
+        job=secrets.token_hex(8),
         nodes=1 + len(others),
         node=0,
         address=address,
@@ -211,7 +190,7 @@ def gathered(
     )
     # Written before the other machines start: one that does not find the seat here does not share the folder.
     write_text(folder / SEAT, seat.model_dump_json())
-    followers = _Followers(seat, starts)
+    followers = _Followers(seat, last=num_starts(head) >= MAX_RUNS)
     try:
         for node, name in enumerate(others, start=1):
             followers.call(name, node, join)
@@ -219,16 +198,16 @@ def gathered(
         with watching(followers.look, _LOOK_EVERY_S, "dphybrid-machines"):
             yield Meeting(seat.job, seat.nodes, 0, address, followers.obey)
     finally:
-        followers.let_go()
+        followers.take_back()
         (folder / SEAT).unlink(missing_ok=True)
 
 
 class _Followers:
-    """The other machines' flow runs, as the first machine sees them. starts: how often its own flow run was
-    started."""
+    """The other machines' flow runs, as the first machine sees them. last: whether its own flow run is not
+    queued again when one of them crashes."""
 
-    def __init__(self, seat: Seat, starts: int) -> None:
-        self._seat, self._starts = seat, starts
+    def __init__(self, seat: Seat, last: bool) -> None:
+        self._seat, self._last = seat, last
         self._runs: dict[str, UUID] = {}
         self._called = time.monotonic()
         self._left: dict[str, float] = {}
@@ -261,26 +240,20 @@ class _Followers:
         if self._verdict is not None:
             raise self._verdict
 
-    def let_go(self) -> None:
-        """Wait for the other machines' flow runs, which end once their ranks have ended; cancel those that do
-        not end in time."""
-        deadline, why = time.monotonic() + _LEAVE_S, "the run's first machine has ended its part"
+    def take_back(self) -> None:
+        """Cancel the flow runs that have not begun; the others end with their ranks."""
+        ending = Cancelled(message="the run's first machine has ended its part")
         try:
-            while any(not state.is_final() for state in self._states().values()):
-                if time.monotonic() > deadline or self._verdict is not None:
-                    break
-                time.sleep(0.5)
+            waiting = [
+                n for n, s in self._states().items() if s.type in (StateType.SCHEDULED, StateType.PENDING)
+            ]
             with get_client(sync_client=True) as client:
-                for run_id in self._runs.values():
-                    now = _state_of(client, run_id)
-                    if now is None or now.is_final() or now.type == StateType.CANCELLING:
-                        continue
-                    running = now.type == StateType.RUNNING
-                    # Only a running one has a process, which Cancelling asks to stop.
-                    ending: State = Cancelling(message=why) if running else Cancelled(message=why)
-                    client.set_flow_run_state(run_id, ending, force=True)
-        except REFUSED as error:  # no harm: they watch this flow run as well
-            print(f"Prefect could not stop the other machines ({error}); they see this run's end and stop")
+                for name in waiting:
+                    client.set_flow_run_state(self._runs[name], ending, force=True)
+        except REFUSED as error:  # no harm: they look at this flow run before they begin
+            print(
+                f"Prefect could not cancel the other machines' flow runs ({error}); they end when they begin"
+            )
 
     def _states(self) -> dict[str, State]:
         with get_client(sync_client=True) as client:
@@ -291,12 +264,11 @@ class _Followers:
         missing, now = [], time.monotonic()
         for name, state in states.items():
             shown = f"{state.name}{': ' + state.message if state.message else ''}"
-            if state.type == StateType.FAILED or (
-                state.type == StateType.CRASHED and self._starts >= MAX_RUNS
-            ):
+            if state.type == StateType.FAILED or (state.type == StateType.CRASHED and self._last):
                 return UserError(f"machine {name}: its flow run is {shown}")
             if state.type == StateType.CRASHED:
-                return Interrupted(f"stopped by the crash of machine {name} ({shown})", requeue=True)
+                why = f"stopped by the crash of machine {name} ({shown})"
+                return Interrupted(why, requeue=True, orderly=False)
             if state.is_final() or state.type == StateType.CANCELLING:
                 # When training ends, another machine may be finished a moment before the ranks here.
                 if now - self._left.setdefault(name, now) > _LEAVE_S:
@@ -320,23 +292,30 @@ def _state_of(client: SyncPrefectClient, run_id: UUID) -> State | None:
         return Cancelled(message=DELETED)
 
 
-@contextmanager
-def _seated(seat: Seat, stop: StopRequest) -> Iterator[tuple[Run, Meeting]]:
-    """In another machine's flow run: lease the devices that the run wants; yield the run and its meeting.
+def follow(seat: Seat, stop: StopRequest) -> State:
+    """Take part in another machine's run: lease the devices that it wants, and start this machine's ranks;
+    return the flow run's final state.
 
-    stop: asked when the first machine's flow run ends or is started again; if the ranks do not end within a
-    grace period, the meeting's `look` raises Interrupted. Raises UserError when this machine's data folder or
-    versions differ from the first machine's.
+    stop: asked when the first machine's flow run ends or is started again. Raises UserError when this
+    machine's data folder, devices or versions differ from the first machine's.
     """
-    settings, head = load_settings(), _Head(seat, stop)
-    head.look()
+    settings = load_settings()
+
+    def look() -> bool:
+        over = _how_it_ended(seat)
+        if over:
+            stop.ask(f"the run's first machine, {seat.host} (its flow run is {over})")
+        return bool(over)
+
+    look()
     stop.obey("before it joined")
     run = same_run(seat, settings)
-    ranks = run.config.cluster.ranks // seat.nodes
-    with watching(head.look, _LOOK_EVERY_S, "dphybrid-first-machine"), ExitStack() as held:
+    ranks = run.config.cluster.ranks
+    with watching(look, _LOOK_EVERY_S, "dphybrid-first-machine"), ExitStack() as held:
         with shown_waiting(runtime.flow_run.id) as report:
+            here = ranks // seat.nodes
             leased = leased_devices(
-                run.config, settings, run=seat.run, replicas=ranks, on_wait=report, stop=stop
+                run.config, settings, run=seat.run, replicas=here, on_wait=report, stop=stop
             )
             devices = held.enter_context(leased)
         if devices.text != run.page.devices:
@@ -347,50 +326,27 @@ def _seated(seat: Seat, stop: StopRequest) -> Iterator[tuple[Run, Meeting]]:
         with giving_way(devices, settings, stop), stop_signals(stop):
             address = address_towards(seat.address, settings.cluster_address)
             set_state(runtime.flow_run.id, Running(name=_JOINED, message=f"its ranks listen at {address}"))
-            yield run, Meeting(seat.job, seat.nodes, seat.node, address, head.obey)
-
-
-def follow(seat: Seat, stop: StopRequest) -> State:
-    """Take part in another machine's run: start this machine's ranks; return the flow run's final state."""
-    with _seated(seat, stop) as (run, meeting):
-        outcome = train_in_ranks(run.folder, run.config.cluster.ranks, load_settings(), stop, meeting)
+            meeting = Meeting(seat.job, seat.nodes, seat.node, address)
+            outcome = train_in_ranks(run.folder, ranks, settings, stop, meeting)
     stop.obey()
     if outcome.state == "trained":
         return Completed(message=f"run {seat.run} is trained")
     return ended(LEFT, outcome.words)
 
 
-class _Head:
-    """The first machine's flow run, as another machine sees it."""
-
-    def __init__(self, seat: Seat, stop: StopRequest) -> None:
-        self._seat, self._stop = seat, stop
-        self._over: float | None = None
-
-    def look(self) -> bool:
-        """Check the first machine's flow run once; return whether its part is over."""
-        try:
-            with get_client(sync_client=True) as client:
-                run = client.read_flow_run(self._seat.head)
-        except ObjectNotFound:
-            name = "deleted"
-        except UNREACHABLE:
-            return False
-        else:
-            state = run.state
-            if state is not None and state.type == StateType.RUNNING:
-                if run.labels.get(OWNER_LABEL) == self._seat.home:
-                    return False
-                name = "started again"  # it will invite machines again, with new seats
-            else:
-                name = state.name if state is not None and state.name else "gone"
-        self._over = time.monotonic()
-        self._stop.ask(f"the run's first machine, {self._seat.host} (its flow run is {name})")
-        return True
-
-    def obey(self) -> None:
-        if self._over is not None and time.monotonic() - self._over > _LEAVE_S:
-            self._stop.obey("and its ranks did not stop in time")
+def _how_it_ended(seat: Seat) -> str:
+    """Return how the first machine's flow run has ended, or "" if it still is the one that sent the seat."""
+    try:
+        with get_client(sync_client=True) as client:
+            run = client.read_flow_run(seat.head)
+    except ObjectNotFound:
+        return "deleted"
+    except UNREACHABLE:
+        return ""
+    if run.state is None or run.state.type != StateType.RUNNING:
+        return run.state.name if run.state is not None and run.state.name else "gone"
+    # A later start invites machines again, with new seats.
+    return "" if run.labels.get(OWNER_LABEL) == seat.home else "started again"
 
 
 def same_run(seat: Seat, settings: Settings) -> Run:

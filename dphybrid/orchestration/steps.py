@@ -13,7 +13,7 @@ from prefect.states import Cancelled
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings, load_settings
-from dphybrid.orchestration.machines import gathered, other_workers, over_machines
+from dphybrid.orchestration.machines import gathered, named_workers, over_machines
 from dphybrid.orchestration.queueing import REFUSED, giving_back, shown_waiting
 from dphybrid.orchestration.shown import show_run, shown_progress, tolerating_outage
 from dphybrid.orchestration.supervised import watched_flow_run
@@ -155,7 +155,7 @@ def trained(
         tags: more tags for the MLflow run.
         prepared: folder of the prepared data, if the flow run has prepared it already.
         nodes: number of machines that train together, see `dphybrid.orchestration.machines`.
-        machines: names of their workers; empty: any.
+        machines: names of their workers; the one that takes the run may be among them.
 
     Raises Interrupted when it has to stop before the end.
     """
@@ -164,7 +164,7 @@ def trained(
     # A flow run that is started again finds its run only by this tag of the run.
     resume = resume or find_tagged_run(settings, FLOW_RUN_TAG, flow_run_id)
     with watched_flow_run(flow_run_id, stop):
-        others = other_workers(nodes, machines, settings, stop) if nodes > 1 else []
+        others = named_workers(nodes, machines) if nodes > 1 else []
         all_tags = _tags() | (tags or {})
         if others:
             all_tags |= {"dphybrid.nodes": str(nodes), "dphybrid.other_machines": ", ".join(others)}

@@ -17,7 +17,7 @@ from dphybrid.run.folder import Run, read_run
 from dphybrid.run.trainer import train_here
 from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError
-from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
+from dphybrid.util.stop import Interrupted, StopRequest
 from dphybrid.util.terminal import guarded_output
 
 
@@ -26,11 +26,7 @@ def _be_a_rank(run: Run) -> None:
     stop, settings, names = StopRequest(), run.settings, parse_device_spec(run.page.devices).names
     # the CPU, or the run's GPU with this rank's local number
     device = torch.device("cpu" if names == ("cpu",) else names[int(os.environ["LOCAL_RANK"])])
-    with (
-        stop_signals(stop),
-        asked_from_outside(stop),
-        joined(settings.cluster_timeout_s, device, settings.cluster_wait_s, stop.obey) as ranks,
-    ):
+    with asked_from_outside(stop), joined(settings.cluster_timeout_s, device) as ranks:
         outcome = _train(run, stop, ranks)
         # A rank that refuses the run must write the outcome itself: the other ranks only see it end.
         if ranks.leads or outcome.state == "refused":
@@ -50,7 +46,8 @@ def _train(run: Run, stop: StopRequest, ranks: Ranks) -> Outcome:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one rank of the run in a folder. A failure ends only this process; the launcher ends the others."""
+    """Run one rank of the run in a folder. A failure, or SIGTERM, ends only this process, and at once; the
+    launcher ends the others."""
     with guarded_output():
         return _main(argv)
 
@@ -62,8 +59,6 @@ def _main(argv: Sequence[str]) -> int:
         return 0
     try:
         _be_a_rank(run)
-    except Interrupted as interruption:  # while waiting for all ranks to join
-        Outcome(state="stopped", words=str(interruption)).write(run.folder / OUTCOME)
     except LostRanks as error:
         print(error, file=sys.stderr, flush=True)
         os._exit(1)

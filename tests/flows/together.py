@@ -8,7 +8,7 @@ from prefect import flow, runtime
 import dphybrid.cluster.launch
 from dphybrid.cluster.launch import OUTCOME, train_in_ranks
 from dphybrid.config.settings import load_settings
-from dphybrid.orchestration.machines import gathered, other_workers
+from dphybrid.orchestration.machines import gathered, named_workers
 from dphybrid.orchestration.supervised import supervised, watched_flow_run
 from dphybrid.run.folder import read_run
 from dphybrid.run.leasing import leased_devices
@@ -26,7 +26,7 @@ def together(run: str, machines: list[str] = [], wait_again_s: float = 100) -> s
     if runtime.flow_run.run_count > 1:
         settings = settings.model_copy(update={"cluster_wait_s": wait_again_s})
     with supervised() as stop, watched_flow_run(runtime.flow_run.id, stop), ExitStack() as held:
-        others = other_workers(2, machines, settings, stop)
+        others = named_workers(2, machines)
         page = read_run(settings.runs_dir / run, settings)
         held.enter_context(leased_devices(page.config, settings, run=run, stop=stop))
         held.enter_context(stop_signals(stop))
