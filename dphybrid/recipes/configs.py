@@ -196,6 +196,13 @@ def stored_config(
         raise UserError(f"{page}: {error}; if the recipe's fields have changed since, train again") from error
 
 
+def written_here(page: Path, settings: Settings) -> bool:
+    """Return whether this user's runs wrote a page here, or recorded it in the embedded MLflow store."""
+    # Follow links first: one in the user's own folder may lead to somebody else's page.
+    place, roots = page.resolve(), (settings.runs_dir, settings.mlflow_dir)
+    return any(place.is_relative_to(root.resolve()) for root in roots) and place.stat().st_uid == os.getuid()
+
+
 def _check_code(
     config: Mapping[str, object], page: Path, settings: Settings, known: Mapping[str, object]
 ) -> None:
@@ -205,10 +212,7 @@ def _check_code(
     known: values of a config that the user gave; the user chose the code that it names, so that is allowed.
     """
     # Opening a model imports the code that its page names: a page from elsewhere must not choose that code.
-    # Follow links first: one in the user's own folder may lead to somebody else's page.
-    place, roots = page.resolve(), (settings.runs_dir, settings.mlflow_dir)
-    # This user's runs wrote the page here, or recorded it in the embedded MLflow store.
-    if any(place.is_relative_to(root.resolve()) for root in roots) and place.stat().st_uid == os.getuid():
+    if written_here(page, settings):
         return
     chosen = {path for field in _CODE_FIELDS for path in _named(known, field)}
     for field in _CODE_FIELDS:

@@ -8,12 +8,12 @@ which only looked-up rows are read.
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import gettempdir
 from typing import Any
 
 import numpy as np
@@ -29,12 +29,13 @@ from dphybrid.data.table.encoder import Encoder
 from dphybrid.data.table.files import find_files, read_files
 from dphybrid.data.table.frames import Written, as_frame, table_target, write_predictions
 from dphybrid.data.table.rows import Rejected, Rows, check_types
-from dphybrid.recipes.configs import build_config, stored_config
+from dphybrid.recipes.configs import build_config, stored_config, written_here
 from dphybrid.recipes.registry import OF_TABLES, find_recipe
 from dphybrid.serving.load import find_checkpoint, model_from_checkpoint
 from dphybrid.training.checkpoint import read_state
 from dphybrid.training.label_tasks import HALF, label_task
 from dphybrid.util.errors import UserError, counted
+from dphybrid.util.files import scratch_folder
 from dphybrid.util.terminal import data_output
 
 PLACE = {"file": pl.String, "line": pl.Int64}
@@ -82,7 +83,8 @@ class Predictor:
             )
         # Before the encoder is read: this also compares the checksums of the encoder's files.
         self.model = _model(self.folder, config.recipe, devices, settings)
-        self.encoder = Encoder.load(self.folder / "encoder")
+        trusted = written_here(self.folder / "state.json", settings)
+        self.encoder = Encoder.load(self.folder / "encoder", trusted)
         self.classes, self.batch_size = self.encoder.classes, batch_size
         # model.threshold=best-f1 found it on the validation rows of this checkpoint.
         chosen = state.progress.metrics.get("threshold", config.model.model_dump().get("threshold", HALF))
@@ -114,13 +116,17 @@ class Predictor:
         rows: a polars DataFrame or LazyFrame (scored piece by piece), a pandas DataFrame, an Arrow table, a
         dict of columns, a list of records, or the path of files as `predict_file` takes it. Texts in
         `data.missing` and None mean "no value"; so do values of numeric columns that are not numbers, with a
-        warning. Raises UserError when a column is missing, or when a file has rows that cannot be read.
+        warning. Raises UserError when a column is missing, also in a single record, or when a file has rows
+        that cannot be read.
         """
         if isinstance(rows, str | Path):
             return self._predict_path(str(rows))
         frame = as_frame(rows, "the rows")
         schema = frame.collect_schema()
         self.check_columns(schema.names(), "the rows")
+        if not isinstance(rows, pl.DataFrame | pl.LazyFrame) and isinstance(rows, Sequence):
+            for number, row in enumerate(rows, start=1):
+                self.check_columns(row, f"row {number}", "; write None for no value")
         read = pl.Schema({name: schema[name] for name in self.encoder.names})
         check_types(read, "the rows", "data.ignore of a new training", ())
         pieces: Iterable[pl.DataFrame] = [frame] if isinstance(frame, pl.DataFrame) else []
@@ -258,12 +264,12 @@ class Predictor:
         done.wrong_numbers += wrong
         return predicted
 
-    def check_columns(self, names: list[str], where: str) -> None:
-        """Raise UserError if a column that the model reads is missing."""
+    def check_columns(self, names: Collection[str], where: str, remedy: str = "") -> None:
+        """Raise UserError if a column that the model reads is missing. remedy: more words for its end."""
         if missing := [name for name in self.encoder.names if name not in names]:
             raise UserError(
                 f"{where}: has no column {missing[0]!r}, which the model was trained on; columns: "
-                f"{', '.join(names)}"
+                f"{', '.join(map(str, names))}{remedy}"
             )
 
     def _scores(self, cells: Mapping[str, pl.Series], encoder: Encoder) -> tuple[np.ndarray, int]:
@@ -319,8 +325,9 @@ def print_predictions(predictor: Any, path: str, **options: Any) -> None:
     stream = data_output()
     if isinstance(stream, TextIOWrapper):
         stream.reconfigure(encoding="utf-8")
-    with TemporaryDirectory(prefix="dphybrid-predict-") as folder:
-        out = Path(folder) / "predictions.csv"
+    # Not TemporaryDirectory: what a killed process leaves is removed by the next one.
+    with scratch_folder(Path(gettempdir()), "dphybrid-predict-") as folder:
+        out = folder / "predictions.csv"
         done = predictor.predict_file(path, out, **options)
         with out.open(encoding="utf-8") as file:
             shutil.copyfileobj(file, stream)

@@ -66,3 +66,5 @@ def test_a_record_in_plain_files_has_no_password(tmp_path: Path) -> None:
     pages = [file.read_text(encoding="utf-8") for file in tmp_path.rglob("*") if file.is_file()]
     assert len(pages) == 3
     assert all("postgresql://***@" in page and SECRET not in page for page in pages)
+    (record,) = tmp_path.rglob("record.jsonl")
+    assert record.stat().st_mode & 0o777 == 0o600
