@@ -11,6 +11,7 @@ folder; `dphybrid compare --sweep NAME` compares the runs.
 """
 
 import json
+import secrets
 import shlex
 from collections.abc import Mapping
 from datetime import datetime
@@ -46,7 +47,7 @@ class Flags(ExperimentCommand):
             raise UserError(f"a sweep needs fields and their values; give --grid {_EXAMPLE}")
         grid, stop = _grid(self.grid), StopRequest()
         config, settings = self.experiment()
-        name = self.sweep or f"sweep-{datetime.now():%m%d-%H%M%S}"
+        name = self.sweep or _new_name()
         from dphybrid.lifecycle.cells import failures, in_mlflow
         from dphybrid.lifecycle.sweep import Sweep, run_sweep
 
@@ -61,6 +62,11 @@ class Flags(ExperimentCommand):
         # Last, so that an interrupted sweep still prints the runs that it trained.
         stop.obey(f"with runs left; continue with --sweep {shlex.quote(name)}")
         return 1 if failures(results) else 0
+
+
+def _new_name() -> str:
+    # With a few random characters: two sweeps may begin in the same second.
+    return f"sweep-{datetime.now():%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
 def _grid(text: str) -> dict[str, Any]:

@@ -5,7 +5,9 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -280,14 +282,22 @@ def former_champions(model: RegisteredModel) -> list[str]:
     return [number for number in model.tags.get(_FORMER_TAG, "").split(",") if number]
 
 
+_CLAIM_TAG = "dphybrid.deciding."
+_CLAIM_S = 60.0
+"""Much longer than the few requests that move an alias."""
+_NO_CHAMPION = (
+    "registered model {!r} has no champion; `dphybrid rollback` needs a name from MLflow's model registry"
+)
+
+
 class Registry:
     """MLflow's model registry at `uri`. locks: a folder for the locks of its models. Calls raise UserError
     when the server does not answer.
 
     The champion changes in one step with the decision about it: `deciding` keeps out the other processes that
-    use the same folder. Machines that share only the server are kept apart by `decide` and `roll_back`, which
-    move the alias only if it still points to the version that the caller has compared. MLflow cannot compare
-    and move at once, so between these two calls to the server, some milliseconds, the last one wins.
+    use the same folder. Machines that share only the server are kept apart by a tag of the model (`_alone`)
+    while `decide` and `roll_back` move the alias, and only if it still points to the version that the caller
+    has compared: MLflow cannot compare and move at once.
     """
 
     def __init__(self, uri: str, locks: Path) -> None:
@@ -307,6 +317,33 @@ class Registry:
         """Wait for the lock of the model's champion, and hold it during the block."""
         with locked(self.lock_file(name, "deciding")):
             yield
+
+    @contextmanager
+    def _alone(self, name: str) -> Iterator[None]:
+        """Keep other machines from moving the champion's alias during the block, by a tag of the model.
+
+        Each sets its tag before it looks for others, so of two at once at least one sees the other, and
+        waits. A tag that is older than `_CLAIM_S` is of a process that has died.
+        """
+        own = f"{_CLAIM_TAG}{secrets.token_hex(8)}"
+        try:
+            while True:
+                self._client.set_registered_model_tag(name, own, f"{time.time():.0f}")
+                model = self._model(name)
+                claims = {t: v for t, v in (model.tags if model else {}).items() if t.startswith(_CLAIM_TAG)}
+                dead = {tag for tag, since in claims.items() if time.time() - float(since) > _CLAIM_S}
+                for tag in dead - {own}:
+                    self._client.delete_registered_model_tag(name, tag)
+                if not claims.keys() - dead - {own}:
+                    break
+                self._client.delete_registered_model_tag(name, own)
+                time.sleep(
+                    0.05 + secrets.randbelow(400) / 1000
+                )  # two that saw each other must not wait alike
+            yield
+        finally:
+            with suppress(MlflowException):
+                self._client.delete_registered_model_tag(name, own)
 
     def champion(self, name: str) -> Version | None:
         """Return the version in use, or None."""
@@ -345,6 +382,10 @@ class Registry:
         the champion already, as the first one is from its registration, loses the alias if not promoted. May
         be repeated after a crash.
         """
+        with self._alone(version.name):
+            return self._decided(version, against, promote, why)
+
+    def _decided(self, version: Version, against: str, promote: bool, why: str) -> bool:
         now, name = self._champion_number(version.name), version.name
         if now not in (against, version.number):
             return False
@@ -353,8 +394,6 @@ class Registry:
             if against and former[-1:] != [against]:
                 self._set_former(name, [*former, against])
             self._client.set_registered_model_alias(name, _CHAMPION, version.number)
-            if self._champion_number(name) != version.number:
-                return False
         elif not promote and now == version.number != against:
             self._client.delete_registered_model_alias(name, _CHAMPION)
         if not self.version(name, version.number).decision.endswith(why):
@@ -371,24 +410,21 @@ class Registry:
 
         Raises UserError if there is no champion, or no previous one.
         """
-        with self.deciding(name):
+        if self._model(name) is None:
+            raise UserError(_NO_CHAMPION.format(name))
+        with self.deciding(name), self._alone(name):
             return self._rolled_back(name, to)
 
     def _rolled_back(self, name: str, to: str | None) -> tuple[Version, Version]:
         now, former = self.champion(name), self._former(name)
         if now is None:
-            raise UserError(
-                f"registered model {name!r} has no champion; `dphybrid rollback` needs a name from MLflow's "
-                "model registry"
-            )
+            raise UserError(_NO_CHAMPION.format(name))
         if to is None and not former:
             raise UserError(
                 f"registered model {name!r}: no version was the champion before version {now.number}; "
                 f"name one with --to ({self._numbers(name)})"
             )
         target = self.version(name, to or former[-1])
-        if self._champion_number(name) != now.number:  # another machine has just moved it
-            return self._rolled_back(name, to)
         self._set_former(name, former[: former.index(target.number)] if target.number in former else former)
         self._client.set_registered_model_alias(name, _CHAMPION, target.number)
         today = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")

@@ -9,6 +9,7 @@ from typing import Any
 import optuna
 import pytest
 
+from dphybrid.cli.sweep import _new_name
 from dphybrid.config.settings import load_settings
 from dphybrid.lifecycle import sweep as sweeping
 from dphybrid.lifecycle.cells import Cell, CellFailed, Result, failures
@@ -190,3 +191,8 @@ def test_what_a_field_does_not_allow_is_refused(sweeps: Sweeps) -> None:
     assert sweeps.trained == []
     found: list[Result] = sweeps.go({"train.batch-size": [64]})
     assert found[0].values == {"train.batch_size": "64"}  # the name of the param, by which runs are compared
+
+
+def test_sweeps_that_begin_in_the_same_second_have_names_of_their_own() -> None:
+    names = [_new_name() for _ in range(8)]
+    assert len(set(names)) == len(names)

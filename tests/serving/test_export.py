@@ -156,12 +156,14 @@ def test_the_example_serves_requests_at_once_and_names_a_missing_column(
     client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
     try:
         wait_until(lambda: answers(client), "the service answers")
-        asked = [rows[n : n + 2].to_dicts() for n in range(0, 16, 2)]
+        pairs = [rows[n : n + 2].to_dicts() for n in range(0, 16, 2)]
         with ThreadPoolExecutor(8) as pool:
-            found = list(pool.map(lambda each: client.post("/predict", json=each).json(), asked))
+            found = list(pool.map(lambda each: client.post("/predict", json=each).json(), pairs))
         np.testing.assert_allclose(np.concatenate(found), run.predict(rows[:16]), rtol=1e-6)
-        lacking = client.post("/predict", json=rows[:1].drop("shop").to_dicts())
-        assert (lacking.status_code, "'shop'" in lacking.json()["detail"]) == (400, True)
+        without = rows[:1].drop("shop").to_dicts()
+        for asked, words in ((without, "row 1 has no"), (rows[:1].to_dicts() + without, "row 2 has no")):
+            lacking = client.post("/predict", json=asked)
+            assert (lacking.status_code, f"{words} column 'shop'" in lacking.json()["detail"]) == (400, True)
     finally:
         server.terminate()
         server.wait(30)

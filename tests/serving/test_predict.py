@@ -3,8 +3,10 @@
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ from dphybrid.data.table.encoder import Encoder
 from dphybrid.run.pages import ResultPage
 from dphybrid.run.train import Report
 from dphybrid.serving.load import model_from_checkpoint
-from dphybrid.serving.predict import Predictor
+from dphybrid.serving.predict import Predictor, print_predictions
 from tests.commands import command, python, run_with
 from tests.conftest import own_settings
 from tests.preparing import from_file
@@ -295,3 +297,35 @@ def test_new_files_in_another_notation_of_numbers(trained: tuple[Report, Path]) 
     names = ("half", "swapped", "typed")
     first, *rest = (pl.read_parquet(folder / f"{name}.parquet")["probability"] for name in names)
     assert all(each.equals(first) for each in rest)
+
+
+def test_what_a_killed_process_left_of_printed_predictions_is_removed_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = (
+        "import os, sys, tempfile\n"
+        "from types import SimpleNamespace\n"
+        "from dphybrid.serving.predict import print_predictions\n"
+        "tempfile.tempdir = sys.argv[1]\n"
+        "print_predictions(SimpleNamespace(predict_file=lambda *_: os.kill(os.getpid(), 9)), '')"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)])
+    assert killed.returncode == -9
+    assert len(list(tmp_path.iterdir())) == 1
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def predict_file(_: str, out: Path) -> SimpleNamespace:
+        assert out.parent.stat().st_mode & 0o077 == 0
+        out.write_text("probability\n")
+        return SimpleNamespace(num_rejected=0)
+
+    print_predictions(SimpleNamespace(predict_file=predict_file), "")
+    assert capsys.readouterr().out == "probability\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_record_that_lacks_a_column_is_refused_beside_whole_ones(predictor: Predictor) -> None:
+    rows = [{"age": 3, "city": "a", "user_id": None}, {"age": 3, "city": "a"}]
+    assert len(predictor.predict(rows[:1])) == 1
+    with refused("row 2: has no column 'user_id'.*write None for no value"):
+        predictor.predict(rows)

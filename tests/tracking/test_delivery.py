@@ -3,6 +3,7 @@
 import json
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,39 @@ def test_a_first_version_is_the_champion_even_if_its_registration_was_interrupte
     assert tracker.register("clicks", "uid-1", "challenger") == ""  # as a resumed run does
     assert registry.champion("clicks") is None
     tracker.finish("FINISHED")
+
+
+def test_two_machines_that_share_only_the_server_do_not_move_the_champion_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_database("mlflow", tmp_path / "mlflow.db")
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    client = MlflowClient(uri, uri)
+    client.create_registered_model("m")
+    for _ in range(3):
+        client.create_model_version("m", str(tmp_path), run_id=None)
+    client.set_registered_model_alias("m", "champion", "1")
+    # A machine that died while it decided.
+    client.set_registered_model_tag("m", "dphybrid.deciding.dead", f"{time.time() - 3600:.0f}")
+    set_alias = MlflowClient.set_registered_model_alias
+
+    def slowly(self: MlflowClient, *given: str) -> None:
+        time.sleep(0.3)  # between the look at the champion and its change
+        set_alias(self, *given)
+
+    monkeypatch.setattr(MlflowClient, "set_registered_model_alias", slowly)
+
+    def decides(number: str) -> bool:
+        registry = Registry(uri, tmp_path / f"locks-{number}")
+        return registry.decide(registry.version("m", number), "1", True, "better")
+
+    with ThreadPoolExecutor() as machines:
+        moved = dict(zip("23", machines.map(decides, "23"), strict=True))
+    assert sorted(moved.values()) == [False, True], "the second has to compare with the first one's version"
+    model = client.get_registered_model("m")
+    assert moved[str(model.aliases["champion"])]
+    assert model.tags["dphybrid.former_champions"] == "1"
+    assert not [tag for tag in model.tags if tag.startswith("dphybrid.deciding.")]
 
 
 def test_a_registration_that_fails_is_told_and_not_reported_as_done(

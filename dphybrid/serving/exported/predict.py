@@ -62,8 +62,12 @@ class Encoder:
 
     def encode(self, rows: Any) -> dict[str, np.ndarray]:
         """Return the model's arrays for rows. Raises ValueError with the name of a missing column."""
-        frame = rows if isinstance(rows, pl.DataFrame) else _frame(rows)
         names = [column["name"] for column in self.columns]
+        if not isinstance(rows, pl.DataFrame | dict):
+            for number, row in enumerate(rows, start=1):
+                if missing := [name for name in names if name not in row]:
+                    raise ValueError(f"row {number} has no column {missing[0]!r}; write null for no value")
+        frame = rows if isinstance(rows, pl.DataFrame) else _frame(rows)
         if missing := [name for name in names if name not in frame.columns]:
             raise ValueError(f"the rows have no column {missing[0]!r}; columns: {', '.join(frame.columns)}")
         for name in names:
