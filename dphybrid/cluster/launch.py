@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Literal, TextIO
@@ -171,13 +171,16 @@ def run_ranks(
         stderr=piped,
     )
     printing, stop_file = _print_lines_of(launcher), logs / f"{meeting.job}.stop"
+    started: list[psutil.Process] = []
     try:
         while launcher.poll() is None:
+            if not started or not all(rank.is_running() for rank in started):
+                started = psutil.Process(launcher.pid).children()
             if stop.pending:
                 # Without ranks it may wait for other machines, which may never come.
-                if not psutil.Process(launcher.pid).children():
-                    if (folder / OUTCOME).is_file():
-                        return 0
+                if not started and (folder / OUTCOME).is_file():
+                    return 0
+                if not started:
                     stop.obey("before its ranks had begun")
                 if not stop_file.exists():
                     write_text(stop_file, stop.reason)
@@ -185,7 +188,7 @@ def run_ranks(
             time.sleep(_POLL_S)
         return launcher.returncode
     finally:
-        _end(launcher)
+        _end(launcher, started)
         for thread in printing:
             thread.join(_END_S)
         stop_file.unlink(missing_ok=True)
@@ -209,14 +212,18 @@ def _print_lines_of(launcher: "subprocess.Popen[bytes]") -> list[threading.Threa
     return threads
 
 
-def _end(launcher: "subprocess.Popen[bytes]") -> None:
-    """End the launcher and its ranks, if they still run."""
+def _end(launcher: "subprocess.Popen[bytes]", ranks: list[psutil.Process]) -> None:
+    """End the launcher and its ranks, if they still run. Ranks that have lost their launcher end by
+    themselves, after a checkpoint."""
     launcher.terminate()
     try:
         launcher.wait(_END_S)
     except subprocess.TimeoutExpired:
-        launcher.kill()  # its ranks notice that
+        launcher.kill()
         launcher.wait()
+    for rank in psutil.wait_procs(ranks, timeout=_END_S)[1]:
+        with suppress(psutil.NoSuchProcess):
+            rank.kill()
 
 
 def _identity_of(pid: int) -> str:

@@ -20,6 +20,7 @@ from torch import Tensor
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
 from dphybrid.data import Prepared, open_prepared
+from dphybrid.data.foreign import check_memory
 from dphybrid.data.table.encoder import Encoder, open_base
 from dphybrid.data.table.splits import unseen_rows
 from dphybrid.recipes.configs import stored_config
@@ -139,6 +140,7 @@ class _Contender:
     @classmethod
     def of(cls, checkpoint: Path, settings: Settings, like: ExperimentConfig) -> "_Contender":
         state = verify_checkpoint(checkpoint)  # a damaged challenger must not take the champion's place
+        check_memory(checkpoint)
         return cls(checkpoint, stored_config(state.config, checkpoint / "state.json", settings, like), state)
 
     @cached_property

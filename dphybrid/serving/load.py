@@ -5,9 +5,10 @@ from pathlib import Path
 from torch import nn
 
 from dphybrid.config.settings import Settings, load_settings
+from dphybrid.data.foreign import check_memory
 from dphybrid.embedding.storage import deferred_rows, unfilled_rows
 from dphybrid.parallel import resolve_devices
-from dphybrid.recipes.configs import stored_config
+from dphybrid.recipes.configs import stored_config, written_here
 from dphybrid.recipes.context import ModelContext
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.run.folder import all_runs, read_run
@@ -32,7 +33,10 @@ def model_from_checkpoint(
     was made elsewhere and names code that is not allowed to run.
     """
     state = verify_checkpoint(Path(folder))
-    config = stored_config(state.config, Path(folder) / "state.json", settings or load_settings())
+    settings, page = settings or load_settings(), Path(folder) / "state.json"
+    config = stored_config(state.config, page, settings)
+    if not written_here(page, settings):
+        check_memory(Path(folder))
     # Without drawing the tables' initial values, which are overwritten at once.
     resolved = resolve_devices(devices)
     try:

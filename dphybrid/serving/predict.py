@@ -29,7 +29,7 @@ from dphybrid.data.table.encoder import Encoder
 from dphybrid.data.table.files import find_files, read_files
 from dphybrid.data.table.frames import Written, as_frame, table_target, write_predictions
 from dphybrid.data.table.rows import Rejected, Rows, check_types
-from dphybrid.recipes.configs import build_config, stored_config, written_here
+from dphybrid.recipes.configs import build_config, stored_config
 from dphybrid.recipes.registry import OF_TABLES, find_recipe
 from dphybrid.serving.load import find_checkpoint, model_from_checkpoint
 from dphybrid.training.checkpoint import read_state
@@ -83,8 +83,7 @@ class Predictor:
             )
         # Before the encoder is read: this also compares the checksums of the encoder's files.
         self.model = _model(self.folder, config.recipe, devices, settings)
-        trusted = written_here(self.folder / "state.json", settings)
-        self.encoder = Encoder.load(self.folder / "encoder", trusted)
+        self.encoder = Encoder.load(self.folder / "encoder")
         self.classes, self.batch_size = self.encoder.classes, batch_size
         # model.threshold=best-f1 found it on the validation rows of this checkpoint.
         chosen = state.progress.metrics.get("threshold", config.model.model_dump().get("threshold", HALF))

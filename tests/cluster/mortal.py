@@ -1,5 +1,5 @@
-"""A click model whose rank 1 dies once. Variables: MORTAL_STEP, at which step; MORTAL_AGENT, together with
-its agent; MORTAL_SIGNAL, by which signal (SIGSTOP: it hangs); MORTAL_SLOW_S, seconds added to each step."""
+"""A click model whose rank 1 dies once. Variables: MORTAL_STEP, at which step; MORTAL_SIGNAL, by which signal
+(SIGSTOP: it hangs); MORTAL_SLOW_S, seconds added to each step."""
 
 import os
 import signal
@@ -31,8 +31,6 @@ def build(context: ModelContext[Any]) -> nn.Module:
         time.sleep(slow_s if module.training else 0)
         first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
         if last and steps == last and os.environ["RANK"] == "1" and first_life:
-            if os.environ.get("MORTAL_AGENT"):
-                os.kill(os.getppid(), signal.SIGKILL)
             os.kill(os.getpid(), getattr(signal, os.environ.get("MORTAL_SIGNAL", "SIGKILL")))
 
     model.register_forward_pre_hook(count)

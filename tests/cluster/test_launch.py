@@ -70,8 +70,9 @@ def test_ranks_of_one_machine_meet_in_a_folder_of_their_user_and_listen_to_it_al
         if not started(tmp_path, 0) or (tmp_path / "enough").exists():  # they end then
             return
         assert stat.S_IMODE((tmp_path / "ranks").stat().st_mode) == 0o700
-        for rank in ranks_here():
-            listening = [c for c in rank.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+        for process in psutil.Process().children(recursive=True):
+            listening = [c for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+            assert not listening or process in ranks_here(), "their launcher listens nowhere"
             seen.update(c.laddr.ip for c in listening)
         (tmp_path / "enough").touch()
 
@@ -113,6 +114,21 @@ def test_a_rank_whose_starter_is_gone_does_not_wait_for_the_others(tmp_path: Pat
         assert rank.wait(patience(30)) == 1
     finally:
         rank.kill()
+
+
+def test_ranks_that_lose_their_launcher_are_waited_for(tmp_path: Path) -> None:
+    lost: list[psutil.Process] = []
+
+    def look() -> None:
+        if started(tmp_path, 0) and not lost:
+            lost.extend(ranks_here())
+            lost[0].parent().kill()
+
+    program = (STANDIN, str(tmp_path))
+    assert run_ranks(2, program, tmp_path, rank_environment({}), 3, StopRequest(), Meeting(look=look)) == -9
+    assert len(lost) == 2
+    assert not any(rank.is_running() for rank in lost)
+    assert Outcome.read(tmp_path / OUTCOME).state == "stopped"
 
 
 def test_a_foreign_folder_to_meet_in_is_refused(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ pytestmark = [needs_torchrec, pytest.mark.slow]
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
     monkeypatch.chdir(REPOSITORY)
-    for name in ("MORTAL_STEP", "MORTAL_AGENT", "MORTAL_SIGNAL", "MLFLOW_TRACKING_URI"):
+    for name in ("MORTAL_STEP", "MORTAL_SIGNAL", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
     write_clicks(tmp_path / "clicks.csv")
     return settings_in(tmp_path / "data")

@@ -17,13 +17,14 @@ from typing import Any
 import polars as pl
 import pytest
 
-from dphybrid.serving.predict import Predictor
+from dphybrid.serving.predict import load
 from dphybrid.util.digests import file_crc, file_digest, value_digest
 from dphybrid.util.errors import UserError
 from tests.commands import run_with
 from tests.conftest import LONG, own_settings
 from tests.preparing import clicks
 from tests.refusing import refused
+from tests.reliability.scenarios import options_of, write_files
 
 COUNT = int(os.environ.get("DPHYBRID_FUZZ", "3000" if LONG else "100"))
 ROWS = {"site": ["s1", "s30", "elsewhere"], "age": [20, 45, None]}
@@ -34,13 +35,23 @@ WRONG: list[Any] = [
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A whole checkpoint."""
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    """Whole checkpoints, by recipe."""
     root = tmp_path_factory.mktemp("foreign")
+    write_files(root)
     small = ["model.dim=2", "model.hidden=4", "model.layers=1", "train.epochs=1"]
     with pytest.MonkeyPatch.context() as patch:
         own_settings(patch, root / "data", TRACKING_URI="none")
-        yield Path(run_with(*clicks(root), *small).best_checkpoint)
+        ctr, retrieval = run_with(*clicks(root), *small), run_with(*options_of("retrieval, cpu", root))
+        yield {"ctr": Path(ctr.best_checkpoint), "retrieval": Path(retrieval.best_checkpoint)}
+
+
+def used(folder: Path) -> None:
+    predictor = load(str(folder))
+    if hasattr(predictor, "recommend"):
+        predictor.recommend(["u1", "nobody"], 3)
+    else:
+        predictor.predict(ROWS)
 
 
 def sealed(folder: Path, page: dict[str, Any] | None = None) -> None:
@@ -81,22 +92,27 @@ def page_changed(folder: Path, draw: random.Random) -> None:
 
 
 def encoder_changed(folder: Path, draw: random.Random) -> None:
-    file = folder / "encoder" / "encoder.json"
+    file = draw.choice(sorted((folder / "encoder").glob("*.json")))
     file.write_text(json.dumps(changed(json.loads(file.read_bytes()), draw)))
     sealed(folder)
 
 
 def vocabularies_changed(folder: Path, draw: random.Random) -> None:
-    file = folder / "encoder" / "vocabularies.parquet"
-    values = pl.read_parquet(file)["values"]
+    file = draw.choice(sorted((folder / "encoder").glob("*.parquet")))
+    frame = pl.read_parquet(file)
     others: list[Any] = [
-        pl.DataFrame({"values": values[:0]}),
-        pl.DataFrame({"values": values.list.head(1)}),
+        frame[:0],
+        frame[:1],
+        pl.concat([frame, frame]),
+        frame.select(
+            pl.all().cast(pl.String, strict=False) if "name" in frame.columns else pl.all().list.head(1)
+        ),
+        pl.DataFrame({"name": [7, 8]}),
         pl.DataFrame({"values": [[1, 2]]}),
         pl.DataFrame({"values": ["a", "b"]}),
         pl.DataFrame({"values": [["a", None, "a"]] * 3}),
         pl.DataFrame({"values": [None, None]}, schema={"values": pl.List(pl.String)}),
-        pl.DataFrame({"other": values}),
+        frame.rename(lambda name: f"{name}_"),
         pl.DataFrame(),
     ]
     stream = io.BytesIO()
@@ -131,22 +147,26 @@ def memory_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
-def test_foreign_checkpoints_predict_or_are_refused(whole: Path, tmp_path: Path) -> None:
+def test_foreign_checkpoints_predict_or_are_refused(whole: dict[str, Path], tmp_path: Path) -> None:
     seed = random.randrange(2**32) if "DPHYBRID_FUZZ" in os.environ else 0
     faults, before = [], memory_mib()
     told = 0
     for case in range(COUNT):
         draw = random.Random(f"{seed} {case}")
         folder = tmp_path / "step-000001"
-        shutil.copytree(whole, folder)
-        change = draw.choice([page_changed, encoder_changed, vocabularies_changed, tensors_changed])
+        recipe = "retrieval" if case % 4 == 3 else "ctr"
+        shutil.copytree(whole[recipe], folder)
+        changes = [page_changed, encoder_changed, vocabularies_changed, tensors_changed]
+        change = draw.choice([each for each in changes if recipe == "ctr" or each != encoder_changed])
         change(folder, draw)
         try:
-            Predictor(folder).predict(ROWS)
+            used(folder)
         except UserError:
             told += 1
         except Exception as error:  # noqa: BLE001 - what is looked for
-            faults.append(f"{seed} {case} {change.__name__}: {type(error).__name__}: {str(error)[:150]}")
+            faults.append(
+                f"{seed} {case} {recipe} {change.__name__}: {type(error).__name__}: {str(error)[:150]}"
+            )
         shutil.rmtree(folder)
     assert not faults, "\n".join(faults)
     assert told > COUNT / 3
@@ -154,14 +174,14 @@ def test_foreign_checkpoints_predict_or_are_refused(whole: Path, tmp_path: Path)
 
 
 def test_a_vocabulary_that_takes_far_more_memory_than_its_file_is_refused(
-    whole: Path, tmp_path: Path
+    whole: dict[str, Path], tmp_path: Path
 ) -> None:
     folder = tmp_path / "step-000001"
-    shutil.copytree(whole, folder)
+    shutil.copytree(whole["ctr"], folder)
     file = folder / "encoder" / "vocabularies.parquet"
     many = pl.repeat("s1" * 50, 3_000_000, dtype=pl.String, eager=True).implode()
     pl.DataFrame({"values": many}).write_parquet(file)
     assert file.stat().st_size < 100_000
     sealed(folder)
-    with refused(r"vocabularies.parquet: takes \d+ MiB in memory, [\d,]+ times its size"):
-        Predictor(folder)
+    with refused(r"vocabularies.parquet: needs \d+ MiB in memory, [\d,]+ times its size"):
+        load(str(folder))

@@ -15,6 +15,7 @@ import polars as pl
 
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array
+from dphybrid.data.foreign import misread
 from dphybrid.data.store import ENCODER_VERSION, Prepared, verify_prepared
 from dphybrid.data.table.cells import FIRST_ID, MISSING_ID, bucket_ids, one_width, standardized
 from dphybrid.data.table.column import Column
@@ -230,58 +231,23 @@ class Encoder:
         pl.DataFrame({"values": values}).write_parquet(folder / "vocabularies.parquet")
 
     @classmethod
-    def load(cls, folder: Path, trusted: bool = False) -> "Encoder":
-        """Read an encoder from the folder that `save` wrote. trusted: this user's own process wrote it.
-        Raises UserError if another version wrote it, and for files of another form."""
-        page, file = read_json(folder / "encoder.json"), folder / "vocabularies.parquet"
+    def load(cls, folder: Path) -> "Encoder":
+        """Read an encoder from the folder that `save` wrote. Raises UserError if another version wrote it,
+        and for files of another form."""
+        page = read_json(folder / "encoder.json")
         if not isinstance(page, dict) or page.get("version") != ENCODER_VERSION:
             raise UserError(
                 f"{folder}: was written by another version of dphybrid; prepare the data and train again"
             )
-        try:
-            if not trusted:
-                _check_unpacked(file)
+        with misread(folder):
             # Saved in the order of the columns that have one.
-            vocabularies = iter(pl.read_parquet(file, glob=False)["values"])
+            vocabularies = iter(pl.read_parquet(folder / "vocabularies.parquet", glob=False)["values"])
             columns = []
             for values in page["columns"]:
                 kind = kind_of(values.pop("role"))
                 learned = {"learned": next(vocabularies)} if kind.coded else {}
                 columns.append(kind(**values, **learned))
             return cls(tuple(columns), Label.of(page))
-        except (ValueError, LookupError, TypeError, AttributeError, OSError, *_UNREADABLE) as error:
-            if isinstance(error, UserError):
-                raise
-            raise UserError(
-                f"{folder}: its columns cannot be read ({type(error).__name__}: {error}); prepare the data "
-                "and train again, or use another checkpoint"
-            ) from error
-
-
-_UNREADABLE = (pl.exceptions.PolarsError, StopIteration)
-_UNPACKED_BYTES, _UNPACKED_TIMES = 2**26, 100
-"""What a file of vocabularies may take in memory: so much, or so many times its own size."""
-_VIEW_BYTES = 16
-"""What polars needs for each text besides its letters, which texts that are alike share."""
-
-
-def _check_unpacked(file: Path) -> None:
-    """Raise UserError if a file of vocabularies takes far more memory than room on the disk, as no real one
-    does. Reads its footer only."""
-    import duckdb
-
-    sizes = "SELECT sum(num_values), sum(total_uncompressed_size) FROM parquet_metadata(?)"
-    try:
-        with duckdb.connect(":memory:") as database:
-            counted, packed = database.execute(sizes, [str(file)]).fetchone() or (0, 0)
-    except duckdb.Error as error:
-        raise UserError(f"{file}: cannot be read ({error}); use another checkpoint") from error
-    needed, size = (counted or 0) * _VIEW_BYTES + (packed or 0), file.stat().st_size
-    if needed > max(_UNPACKED_BYTES, size * _UNPACKED_TIMES):
-        raise UserError(
-            f"{file}: takes {needed >> 20:,} MiB in memory, {needed // size:,} times its size, as no "
-            "vocabulary does; use another checkpoint"
-        )
 
 
 def _side_by_side(columns: Sequence[Array], num_rows: int, dtype: type[np.generic]) -> Array:
@@ -311,7 +277,7 @@ def open_base(path: Path) -> Base:
             f"data.base={path}: is not a prepared table (it has no encoder); name the prepared folder "
             "of a run that read one"
         )
-    return Base(verify_prepared(path), Encoder.load(path / "encoder", trusted=True))
+    return Base(verify_prepared(path), Encoder.load(path / "encoder"))
 
 
 def old_ids(base: Encoder, now: Encoder) -> list[Array]:

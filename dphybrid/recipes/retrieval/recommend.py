@@ -21,6 +21,7 @@ from torch import nn
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.data.batches import Array, lists_of
+from dphybrid.data.foreign import misread
 from dphybrid.data.table.files import find_files, read_files
 from dphybrid.data.table.frames import Written, as_frame, table_target, write_frames
 from dphybrid.data.table.rows import Rejected
@@ -84,11 +85,16 @@ class Recommender:
                 f"{checkpoint}: model.factory made {type_text(model)}, which cannot recommend; "
                 "dphybrid.load_model gives the module"
             )
+        self.checkpoint, self.batch_size = checkpoint, batch_size
+        with misread(checkpoint / "encoder"):
+            self._read(config, model)
+
+    def _read(self, config: ExperimentConfig, model: "RetrievalModel | HistoryModel") -> None:
+        """Read the names and features of users and items from the checkpoint."""
         users, items = (
-            pl.read_parquet(checkpoint / "encoder" / f"{name}.parquet", glob=False)
+            pl.read_parquet(self.checkpoint / "encoder" / f"{name}.parquet", glob=False)
             for name in ("users", "items")
         )
-        self.checkpoint, self.batch_size = checkpoint, batch_size
         self.items = items["name"]
         """Names of the items in the order of their numbers, the most popular first."""
         assert isinstance(config.data, RetrievalDataConfig)
