@@ -21,7 +21,7 @@ from dphybrid.lifecycle.champion import MIN_GAIN_TAG, Decision, decide_waiting, 
 from dphybrid.lifecycle.retrain import Plan, plan_retraining, reason_to_wait, retraining
 from dphybrid.orchestration.embedded import in_this_process
 from dphybrid.orchestration.forms import experiment
-from dphybrid.orchestration.queueing import ended, shown_waiting, too_late
+from dphybrid.orchestration.queueing import ended, giving_back, shown_waiting, too_late
 from dphybrid.orchestration.shown import tolerating_outage
 from dphybrid.orchestration.steps import FLOW_RUN_TAG, prepare, step, trained
 from dphybrid.orchestration.supervised import supervised, watched_flow_run
@@ -81,10 +81,14 @@ def retrain_hybrid(
     if late := too_late(skip_if_late_min):
         return late
     with supervised() as stop, ExitStack() as held:
-        chosen, run = experiment(given), runtime.flow_run
-        with watched_flow_run(run.id, stop), shown_waiting(run.id, "WaitingForModel", "the model") as report:
+        chosen, run, settings = experiment(given), runtime.flow_run, load_settings()
+        with (
+            watched_flow_run(run.id, stop),
+            shown_waiting(run.id, "WaitingForModel", "the model") as report,
+            giving_back(stop, settings.gpu_give_back_s, "the model"),
+        ):
             # From here on this is the only retraining of the model, until its decision.
-            turn = retraining(retrained_model(chosen), load_settings(), f"flow run {run.name}", stop, report)
+            turn = retraining(retrained_model(chosen), settings, f"flow run {run.name}", stop, report)
             held.enter_context(turn)
         return _retrained(chosen, stop, min_new_rows, min_gain, event)
 

@@ -139,13 +139,13 @@ def shown_waiting(
 
 
 @contextmanager
-def giving_back(stop: StopRequest, after_s: float) -> Iterator[None]:
-    """If the block, which waits for GPUs, takes longer than this, let the run of a worker go back to the
+def giving_back(stop: StopRequest, after_s: float, what: str = "GPUs") -> Iterator[None]:
+    """If the block, which waits for `what`, takes longer than this, let the run of a worker go back to the
     queue, for workstations with free GPUs. It neither holds its worker's slot nor its deployment's."""
     if STARTED_BY not in os.environ:
         yield
         return
-    reason = f"waiting for GPUs for {after_s:g} s"
+    reason = f"waiting for {what} for {after_s:g} s"
     timer = threading.Timer(after_s, lambda: stop.ask(reason, requeue=True))
     timer.daemon = True
     timer.start()

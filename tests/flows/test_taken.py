@@ -5,10 +5,14 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from uuid import UUID
 
 import pytest
 
+from dphybrid.config.settings import load_settings
+from dphybrid.lifecycle.retrain import retraining
+from dphybrid.util.stop import StopRequest
 from tests.fake_nvml import gpu, write_state
 from tests.flows.servers import Team
 from tests.flows.test_workers import LONG, SHORT, engines
@@ -40,7 +44,7 @@ def test_a_worker_without_a_free_gpu_leaves_runs_for_others_and_gives_waiting_on
     log = (team.folder / "full.log").read_text()
     assert "no GPU is free here; left in the queue, for other workers: 1 run" in log
     assert team.state(on_gpu) in ("Scheduled", "Late")
-    team.start_machine("two", 1, "any", DPHYBRID_GPU_GIVE_BACK_S="3")
+    team.start_machine("two", 1, "any", "night", DPHYBRID_GPU_GIVE_BACK_S="3")
     team.wait_for(on_gpu, "Completed")
     # A run that wants a GPU in use waits on that machine for a while, and then frees the worker's only slot.
     write_state(team.gpus, [gpu(0, load=99), *(gpu(number) for number in range(1, 4))])
@@ -49,13 +53,27 @@ def test_a_worker_without_a_free_gpu_leaves_runs_for_others_and_gives_waiting_on
     )
     team.wait_for(other, "Completed")
 
-    def given_back() -> bool:
-        state = team.flow_run(waiting)["state"]
-        return state["name"] == "AwaitingRetry" and "waiting for GPUs for 3 s" in state["message"]
+    def given_back(run: UUID, what: str) -> dict[str, Any] | None:
+        page = team.flow_run(run)
+        state = page["state"]
+        told = state["name"] == "AwaitingRetry" and f"waiting for {what} for 3 s" in state["message"]
+        return page if told else None
 
-    wait_until(given_back, "it was given back", 60)
+    wait_until(lambda: given_back(waiting, "GPUs"), "it was given back", 60)
     write_state(team.gpus, [gpu(number) for number in range(4)])
     team.wait_for(waiting, "Completed")
+
+    # So does a retraining while another one of its model holds the model's lock.
+    settings = load_settings().model_copy(update={"data_dir": team.folder / "data", "tracking_uri": None})
+    with retraining("clicks", settings, "a test", StopRequest()):
+        given = {"data_path": "clicks.csv", "label": "clicked", "register_as": "clicks"}
+        retrained, other = team.run_many(
+            [("retrain-hybrid", given), ("train-hybrid", {"overrides": [*SHORT, "devices=cpu"]})]
+        )
+        page = wait_until(lambda: given_back(retrained, "the model"), "the retraining was given back", 60)
+        assert page["labels"]["dphybrid.begun"] == 0, "an orderly return does not count as a start"
+        team.cancel(retrained)
+        team.wait_for(other, "Completed")
 
 
 @pytest.mark.slow
