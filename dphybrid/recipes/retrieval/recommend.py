@@ -95,6 +95,10 @@ class Recommender:
             pl.read_parquet(self.checkpoint / "encoder" / f"{name}.parquet", glob=False)
             for name in ("users", "items")
         )
+        for column in {"seen", "history"}.intersection(users.columns):
+            met = users[column].explode()
+            if met.count() and not 0 <= met.min() <= met.max() < len(items):
+                raise ValueError(f"column {column} of users.parquet has items that items.parquet lacks")
         self.items = items["name"]
         """Names of the items in the order of their numbers, the most popular first."""
         assert isinstance(config.data, RetrievalDataConfig)
