@@ -126,7 +126,7 @@ def folder(team: Team) -> Iterator[Path]:
 
 def ranks_alive(folder: Path) -> int:
     commands = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
-    return sum(line[-2:] == ["tests.flows.standin", str(folder)] for line in commands)
+    return sum(line[-3:] == ["-m", "tests.flows.standin", str(folder)] for line in commands)
 
 
 def both_work(team: Team, folder: Path) -> Any:

@@ -69,7 +69,7 @@ def changed(value: Any, draw: random.Random) -> Any:
     """Return a JSON value with one wrong, missing or additional part at a random depth."""
     if not isinstance(value, dict | list) or not value or draw.random() < 0.15:
         return draw.choice(WRONG)
-    made = dict(value) if isinstance(value, dict) else list(value)
+    made: Any = dict(value) if isinstance(value, dict) else list(value)
     key = draw.choice(list(made) if isinstance(made, dict) else range(len(made)))
     match draw.choice(["deeper"] * 6 + ["gone", "more"]):
         case "gone":

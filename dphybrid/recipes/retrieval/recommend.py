@@ -96,8 +96,8 @@ class Recommender:
             for name in ("users", "items")
         )
         for column in {"seen", "history"}.intersection(users.columns):
-            met = users[column].explode()
-            if met.count() and not 0 <= met.min() <= met.max() < len(items):
+            met = users[column].explode().drop_nulls()
+            if not met.is_between(0, len(items) - 1).all():
                 raise ValueError(f"column {column} of users.parquet has items that items.parquet lacks")
         self.items = items["name"]
         """Names of the items in the order of their numbers, the most popular first."""
