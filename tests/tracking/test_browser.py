@@ -90,7 +90,7 @@ def test_the_page_of_a_run_explains_it(seen: Seen) -> None:
     page = seen.open(report.run_url, "run", "How batches were split")
     text = page.inner_text("body")
     for words in (
-        "hybrid on cpu*8, batch 60, seed 0: mse",
+        "hybrid on cpu*8, batch 60, seed 0",
         "10,000 samples to train",  # the data
         "In Model: input size torch.Size([8, 10]) output size torch.Size([8, 10])",
         "backward",
