@@ -54,9 +54,12 @@ def used(folder: Path) -> None:
         predictor.predict(ROWS)
 
 
-def sealed(folder: Path, page: dict[str, Any] | None = None) -> None:
+def sealed(folder: Path, page: Any = None) -> None:
     """Write the page of a checkpoint with the checksums that its files have now."""
     page = page or json.loads((folder / "state.json").read_bytes())
+    if not isinstance(page, dict):
+        (folder / "state.json").write_text(json.dumps(page))
+        return
     page.pop("page_sha256", None)
     for kind, digest in (("sha256", file_digest), ("crc32", file_crc)):
         if isinstance(page.get(kind), dict):
