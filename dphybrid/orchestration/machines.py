@@ -242,7 +242,7 @@ class _Followers:
 
     def take_back(self) -> None:
         """Cancel the flow runs that have not begun; the others end with their ranks."""
-        ending = Cancelled(message="the run's first machine has ended its part")
+        ending: State = Cancelled(message="the run's first machine has ended its part")
         try:
             waiting = [
                 n for n, s in self._states().items() if s.type in (StateType.SCHEDULED, StateType.PENDING)
