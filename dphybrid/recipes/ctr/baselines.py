@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 _LINEAR_ROWS = 2**16
 """The linear model is fitted on at most this many evenly spaced training rows, divided by the number of its
 outputs."""
+_ITERATIONS = 30
+"""Of the logistic regression's solver. In columns of many values, more of them learn rare values by heart:
+fitted on 65,536 generated clicks, the AUC is 0.795 after 30 (0.9 CPU s) and 0.777 after 100 (3.0 CPU s)."""
 LOOKED_AT = 2**18
 """Baselines are evaluated, and columns checked, on at most this many evenly spaced rows."""
 _LEAK = 0.99
@@ -37,7 +40,7 @@ _FEWEST_ROWS = 50
 def baselines(data: Prepared) -> dict[str, dict[str, float]]:
     """Return the metrics on the validation rows of two predictions: the most frequent class (for numbers:
     their mean), and a linear model of the same encoded rows. Computed once for prepared data."""
-    return data.fact("baselines-1", lambda: _baselines(data))
+    return data.fact("baselines-2", lambda: _baselines(data))
 
 
 def _baselines(data: Prepared) -> dict[str, dict[str, float]]:
