@@ -88,8 +88,10 @@ def score_blocks(
     for start in range(0, num_rows, step):
         stop = min(start + step, num_rows)
         # A slice of a tensor is no copy of it.
-        held = isinstance(table, HostEmbedding)
-        block = table(torch.arange(start, stop, device="cpu")) if held else table[start:stop]
+        if isinstance(table, HostEmbedding):
+            block = table(torch.arange(start, stop, device="cpu"))
+        else:
+            block = table[start:stop]
         rows_ND = block.to(queries_QD)
         here_H = (row_H >= start) & (row_H < start + len(rows_ND))
         scores_QN = score(queries_QD, rows_ND)

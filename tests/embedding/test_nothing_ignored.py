@@ -30,6 +30,11 @@ def table() -> HostEmbedding:
     return HostEmbedding(6, 2, seed=0)
 
 
+def wrong(value: object) -> Any:
+    """Return a value of a type that does not fit."""
+    return value
+
+
 def loaded(change: Callable[[dict[str, Any]], object]) -> None:
     state = copy.deepcopy(RowAdagrad(table().parameters(), lr=0.1).state_dict())
     change(state["param_groups"][0])
@@ -53,13 +58,13 @@ def loaded(change: Callable[[dict[str, Any]], object]) -> None:
         (lambda: HostEmbeddingCollection({"users": 3}, 2).weight_of("user"), "did you mean 'users'"),
         (lambda: HostEmbedding(6, 2, scales=[(3, 100, 0.0)]), "rows are 0 to 5"),
         (lambda: HostEmbedding(6, 2, std=-1.0), "std=-1.0"),
-        (lambda: HostEmbedding(6, 2, seed=1.5), "seed=1.5"),
-        (lambda: HostEmbedding(6, 2, padding_idx=1.0), "padding_idx=1.0"),
+        (lambda: HostEmbedding(6, 2, seed=wrong(1.5)), "seed=1.5"),
+        (lambda: HostEmbedding(6, 2, padding_idx=wrong(1.0)), "padding_idx=1.0"),
         (lambda: HostEmbedding.from_pretrained(torch.ones(3, 2), std=5.0), "'std' has no effect"),
-        (lambda: table().freeze_rows(torch.tensor([True, False])), "True is not a row"),
-        (lambda: table().freeze_rows([1.5]), "1.5 is not a row"),
+        (lambda: table().freeze_rows(wrong(torch.tensor([True, False]))), "True is not a row"),
+        (lambda: table().freeze_rows(wrong([1.5])), "1.5 is not a row"),
         (lambda: clip_grad_norm_(table().parameters(), -1.0), "max_norm=-1.0"),
-        (lambda: RowPipeline([table()]), "give the model"),
+        (lambda: RowPipeline(wrong([table()])), "give the model"),
         (lambda: CombinedOptimizer(*2 * [RowSGD(table().parameters(), lr=1)]), "the same parameter"),
     ],
 )
@@ -103,10 +108,10 @@ def test_tied_tables_and_shallow_copies_freeze_the_rows_of_their_one_weight() ->
         rows.zero_grad()
         assert (padded.settled() != before).any(1).tolist() == [True, False, True, False, True, True]
         freezing.freeze_rows([])
-    deep = copy.deepcopy(nn.ModuleList([padded, tied]))
-    assert deep[0].weight is deep[1].weight
-    deep[0].freeze_rows([2])
-    assert deep[1].frozen_rows == [2, 3]
+    one, two = copy.deepcopy((padded, tied))
+    assert one.weight is two.weight
+    one.freeze_rows([2])
+    assert two.frozen_rows == [2, 3]
 
 
 def test_a_table_without_a_weight_says_so() -> None:
@@ -173,9 +178,14 @@ def test_forward_derivatives_and_second_ones_pass_through_a_split() -> None:
             }
             tangent = forward_ad.unpack_dual(functional_call(model, duals, (ids,))).tangent
         seen: list[Tensor] = []
-        model.table.register_full_backward_hook(lambda _, __, of, seen=seen: seen.extend(of))
+
+        def note(_: nn.Module, __: object, of: tuple[Tensor, ...], seen: list[Tensor] = seen) -> None:
+            seen.extend(of)
+
+        model.table.register_full_backward_hook(note)
         grads = torch.autograd.grad((model(ids) ** 2).sum(), list(model.parameters()), create_graph=True)
-        sum((each.to_dense() if each.is_sparse else each).square().sum() for each in grads).backward()
+        squares = [(each.to_dense() if each.is_sparse else each).square().sum() for each in grads]
+        torch.stack(squares).sum().backward()
         second = model.table.weight.grad
         assert tangent is not None
         assert second is not None
