@@ -114,8 +114,8 @@ class TrainConfig(Section):
     """How long training runs, and how the dense blocks are trained."""
 
     epochs: int = Field(default=8, ge=0)
-    """Passes over the training rows. 0: enough for about 4,000 steps, at least 10 and at most 200; of many
-    rows with columns of many values, recipe ctr makes 2."""
+    """Passes over the training rows. 0: enough for about 4,000 steps, at least 10 and at most 200; over many
+    rows with columns of many values, an mlp of recipe ctr makes 2."""
     batch_size: int = Field(default=16, ge=0)
     """Rows per batch, over all devices together; each device gets about batch_size / devices of them. 0:
     computed from the number of training rows; the run prints it."""
