@@ -6,6 +6,7 @@ Letters: B rows, F id columns, N numbers, G bags.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -53,7 +54,8 @@ def importance(
     seconds: float = SECONDS,
 ) -> dict[str, float]:
     """Return the columns' importance, the largest first: what the deciding metric loses. Columns that
-    `seconds` did not suffice for are missing; all are if the rows are too few for the metric.
+    `seconds` did not suffice for, or whose shuffled rows have no loss, are missing; all are if the rows are
+    too few for the metric.
 
     data: rows as the model takes them, of which some thousand are used, evenly spaced.
     """
@@ -82,5 +84,6 @@ def importance(
             if shuffled[array] is rows[array]:
                 shuffled[array] = rows[array].clone()
             shuffled[array][:, place] = rows[array][order_B, place]
-        lost[name] = sign * (whole - metric(shuffled))
+        with suppress(UserError):  # a model that has no finite loss for such rows
+            lost[name] = sign * (whole - metric(shuffled))
     return dict(sorted(lost.items(), key=lambda item: -item[1]))
