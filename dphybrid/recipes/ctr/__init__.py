@@ -23,7 +23,7 @@ _MANY_VALUES, _ROWS_PER_VALUE = 1000, 4
 """Rows learn faster if a column has more values than this, and training has more rows per value."""
 _MANY_ROWS = 100_000
 """From this many training rows on, with a column of more than `_MANY_VALUES` values, an mlp reaches in two
-passes with falling rates what it reaches in six with slow rows. Not measured for the other networks."""
+passes with falling rates what it reaches in six with slow rows. For a dlrm they are too few."""
 _FOR_MANY_ROWS: dict[str, Any] = {"batch_size": 1024, "epochs": 2, "schedule": "linear"}
 _FAST_SHARE = 4.0
 """Rows then learn at this multiple of train.lr, as two passes are few steps and the rate falls;
