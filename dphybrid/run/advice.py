@@ -32,7 +32,7 @@ def _columns(facts: Mapping[str, Any], importance: Mapping[str, float]) -> str:
     if not columns:
         return ""
     unseen = max(facts.get("unseen", {}).items(), key=lambda item: item[1], default=("", 0.0))
-    harmful = [name for name, lost in importance.items() if lost < 0]
+    needless = [name for name, lost in importance.items() if lost <= 0]
     amounts = [str(column["name"]) for column in columns if AMOUNTS in str(column.get("reason", ""))]
     if lists := [str(column["name"]) for column in columns if _looks_like_lists(column)]:
         names = ",".join(lists[:4])
@@ -45,9 +45,9 @@ def _columns(facts: Mapping[str, Any], importance: Mapping[str, float]) -> str:
     if amounts:
         names = ",".join(amounts[:4])
         return f"columns: whole numbers are read as amounts; if they are ids, --data.categorical {names}"
-    if harmful:
-        names = ",".join(harmful[:4])
-        return f"columns: without the order of these, validation is better; try --data.ignore {names}"
+    if needless:
+        names = ",".join(needless[:4])
+        return f"columns: shuffling these does not harm validation; try --data.ignore {names}"
     return "columns: dphybrid prepare shows how each is read; --data.bags, --data.categorical, ... change it"
 
 
