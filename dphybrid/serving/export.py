@@ -72,7 +72,7 @@ def _looked_up(model: nn.Module, answer: Callable[[str, Tensor], Tensor]) -> Ite
     # Set on the objects, where they hide the methods of the classes until they are deleted.
     try:
         for name, table in tables.items():
-            table.forward = partial(forward, name)  # type: ignore[method-assign]
+            table.forward = partial(forward, name)  # type: ignore[method-assign,assignment]
         for region in regions:
             region.forward = region.module.__call__  # type: ignore[method-assign]
         yield

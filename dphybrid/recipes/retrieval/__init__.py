@@ -48,7 +48,7 @@ class RetrievalDataConfig(DataConfig):
     split: Literal["auto", "random", "time", "last"] = "auto"
     """Validation split: random rows, the latest rows by data.time, or each user's last row by data.time;
     auto: time if data.time is given, else random."""
-    valid_fraction: float = Field(default=0.05, gt=0.0, lt=1.0)
+    valid_fraction: float = Field(default=0.03, gt=0.0, lt=1.0)
     """Share of the rows in the validation split; not used by data.split=last."""
     test_path: str | None = None
     """Files with later interactions, in the same columns: the best checkpoint looks for them once, at the
