@@ -276,7 +276,7 @@ def test_the_command_that_deploy_prints_runs_to_completion(
     overrides = json.dumps(["devices=cpu*2", "train.epochs=2"])
     command = f"{line.removeprefix('Run: ')} --param overrides='{overrides}' --watch-timeout 300"
     shown = " ".join(in_a_shell(team, tmp_path, command).split())
-    for words in ("epoch 2/2: train loss", "validation: mse", "MLflow: dphybrid ui hybrid-"):
+    for words in ("epoch 2/2: train loss", "validation mse", "MLflow: dphybrid ui hybrid-"):
         assert words in shown
     processes = [found := psutil.Process(worker.pid), *found.children(recursive=True)]
     sockets = [c for p in processes for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
