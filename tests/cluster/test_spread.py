@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dphybrid.cluster.launch import STORE
+from dphybrid.cluster.launch import MEETING_PLACE
 from dphybrid.training.tensor_file import IDS, changed_file, rows_of, table_file, write_tensors
 from tests.conftest import REPOSITORY
 
@@ -53,7 +53,10 @@ def test_slices_rows_and_checks_reach_their_owners(tmp_path: Path) -> None:
     write_tensors(table_file(tmp_path, "in"), {"weight": weight, "sum": total})
     rows = {IDS: torch.tensor([1, 3, 4, 10]), rows_of("weight"): changed, "sum": total}
     write_tensors(changed_file(tmp_path, "in"), rows)
-    shared = {**os.environ, STORE: str(tmp_path / "store"), "GLOO_SOCKET_IFNAME": "lo"}
+    shared = {**os.environ, MEETING_PLACE: str(tmp_path), "GLOO_SOCKET_IFNAME": "lo"}
+    # As torch's launcher sets them for its first start of a job.
+    shared |= {"TORCHELASTIC_RUN_ID": "job", "MASTER_PORT": "1"}
+    shared |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
     shared |= {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
     program: dict[str, Any] = {"args": [sys.executable, "-c", RANK, str(tmp_path)], "cwd": REPOSITORY}
     program |= {"stdout": subprocess.PIPE, "text": True}

