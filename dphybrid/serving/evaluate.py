@@ -18,7 +18,7 @@ from dphybrid.data.table.files import find_files, read_files
 from dphybrid.data.table.frames import as_frame
 from dphybrid.data.table.rows import Rejected
 from dphybrid.serving.predict import Predictor
-from dphybrid.training.importance import SECONDS, TensorRows
+from dphybrid.training.importance import SECONDS, in_memory
 from dphybrid.training.importance import importance as permuted
 from dphybrid.training.loop import validation_outputs
 from dphybrid.training.metrics import best_threshold, f1_at
@@ -107,7 +107,7 @@ def evaluate(
         raise UserError(f"the rows have no label: {label.name!r} is empty in all of them")
     frame, texts = frame.filter(known_B), texts.filter(known_B)
     labels_B = torch.from_numpy(label.encoded(_numbers(label.name, predictor.classes, texts)))
-    data = TensorRows({**predictor.encoded(frame), "labels_B": labels_B})
+    data = in_memory({**predictor.encoded(frame), "labels_B": labels_B})
     outputs = validation_outputs(predictor.model, data, predictor.batch_size, predictor.task)
     metrics = predictor.task.compute(outputs)
     random = np.random.default_rng(seed)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dphybrid.data.batches import Array, Dataset
+from dphybrid.data.batches import ArrayDataset, Dataset
 from dphybrid.training.loop import validation_outputs
 from dphybrid.training.metrics import Task
 from dphybrid.util.errors import UserError
@@ -26,17 +26,10 @@ SECONDS = 30.0
 """After this time no further column is shuffled."""
 
 
-class TensorRows(Dataset):
-    """Rows in memory."""
-
-    def __init__(self, rows: Mapping[str, Tensor]) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(next(iter(self.rows.values())))
-
-    def fetch(self, index_B: Array) -> dict[str, Tensor]:
-        return {name: tensor[torch.from_numpy(index_B)] for name, tensor in self.rows.items()}
+def in_memory(rows: Mapping[str, Tensor]) -> ArrayDataset:
+    """Return rows that are in memory as a data set."""
+    arrays = {name: tensor.numpy() for name, tensor in rows.items()}
+    return ArrayDataset(arrays, np.arange(len(next(iter(arrays.values())))))
 
 
 def num_rows(rows: int, columns: int) -> int:
@@ -66,7 +59,7 @@ def importance(
     rows, random = data.fetch(index_B), torch.Generator().manual_seed(0)
 
     def metric(these: Mapping[str, Tensor]) -> float:
-        return task.compute(validation_outputs(model, TensorRows(these), batch_size, task))[task.metric]
+        return task.compute(validation_outputs(model, in_memory(these), batch_size, task))[task.metric]
 
     try:
         whole, sign = metric(rows), 1 if task.higher_is_better else -1

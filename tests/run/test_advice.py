@@ -13,7 +13,7 @@ import dphybrid
 from dphybrid.data.table.whole import AMOUNTS
 from dphybrid.recipes.configs import build_config
 from dphybrid.run.advice import advice
-from dphybrid.training.importance import TensorRows, importance, num_rows
+from dphybrid.training.importance import importance, in_memory, num_rows
 from dphybrid.training.metrics import BINARY
 from tests.preparing import table_of
 from tests.refusing import refused
@@ -30,8 +30,9 @@ class Linear(nn.Module):
 def test_importance_is_what_the_metric_loses_and_has_bounds() -> None:
     torch.manual_seed(0)
     dense_BN = torch.randn(9000, 2)
+    before_BN = dense_BN.clone()
     labels_B = (dense_BN[:, 0] + torch.randn(9000) > 0).float()
-    rows = TensorRows({"dense_BN": dense_BN, "ids_BF": torch.zeros(9000, 1).long(), "labels_B": labels_B})
+    rows = in_memory({"dense_BN": dense_BN, "ids_BF": torch.zeros(9000, 1).long(), "labels_B": labels_B})
     places = {"a": [("dense_BN", 0)], "b": [("dense_BN", 1), ("ids_BF", 0)]}
     told = list[tuple[str, int, int]]()
     found = importance(Linear(), rows, BINARY, places, 1000, lambda *now: told.append(now))
@@ -41,7 +42,7 @@ def test_importance_is_what_the_metric_loses_and_has_bounds() -> None:
     auc = BINARY.compute({"logits": dense_BN[some, 0], "labels_B": labels_B[some]})["auc"]
     assert found["a"] == pytest.approx(auc - 0.5, abs=0.02)  # a shuffled column says nothing
     assert told == [("shuffle columns", 0, 2), ("shuffle columns", 1, 2)]
-    assert dense_BN.equal(rows.rows["dense_BN"])
+    assert dense_BN.equal(before_BN)
     assert importance(Linear(), rows, BINARY, places, 1000, seconds=0) == {}
     assert (num_rows(100, 5), num_rows(10**6, 64), num_rows(10**6, 10**5)) == (100, 4096, 256)
 
