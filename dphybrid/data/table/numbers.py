@@ -43,7 +43,6 @@ _NAMES_AN_ID = re.compile(
 # Digits with marks of decimals or groups of digits.
 _WITH_MARKS = r"^[+-]?\d[\d.,' _]*(?:e\d)?$"
 _WITH_UNIT = r"^[+-]?\d[\d.,]*\s?([A-Za-zµ°][A-Za-z0-9²³/]*)$"
-YEAR_FIRST = r"^\d{4}[-/]\d{1,2}[-/]\d{1,2}(?:[T ]|$)"
 # The look of a date, in any order; `read_times` then decides whether it is one.
 _MONTH_NAME = r"(?i:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\.?"
 _DATE = (
