@@ -10,7 +10,14 @@ from pydantic import Field
 
 from dphybrid.config import Section
 from dphybrid.config.tables import TableDataConfig
-from dphybrid.data.table.cells import plain_numbers, read_numbers, read_times, signed_log, without_marks
+from dphybrid.data.table.cells import (
+    items_of,
+    plain_numbers,
+    read_numbers,
+    read_times,
+    signed_log,
+    without_marks,
+)
 from dphybrid.data.table.column import Array, Sample
 from dphybrid.data.table.whole import (
     AMOUNTS,
@@ -250,8 +257,15 @@ def _suggestion(odd: pl.Series, cells: pl.Series, sample: Sample) -> str:
     if len(units) >= (1 - FEW_OTHERS) * len(odd) and units.n_unique() == 1:
         return f"numbers with the unit {units[0]!r}, read as categories; without the unit they are amounts"
     mark = separator_of(cells, is_bag=False)
-    if mark and 2 * int(cells.str.contains(r"^\[" if mark == "[]" else re.escape(mark)).sum()) > len(cells):
-        return f"most cells hold {mark!r}; --data.bags {sample.name} reads the items between the marks"
+    if mark:
+        with_mark = int(cells.str.contains(r"^\[" if mark == "[]" else re.escape(mark)).sum())
+        # A few items in many combinations are lists, too, although most cells may hold a single item.
+        few_items = mark != " " and 2 * items_of(cells, mark).explode().n_unique() <= cells.n_unique()
+        if few_items or 2 * with_mark > len(cells):
+            return (
+                f"{with_mark / len(cells):.0%} of the cells hold {mark!r}; --data.bags {sample.name} reads "
+                "the items between the marks"
+            )
     words = cells.head(_SOME_TEXTS)
     if (
         len(words) >= _FEW
