@@ -101,9 +101,9 @@ def _trained(
 ) -> Turns:
     """Train with the recipe's loop until all rounds are over; return its engine."""
     engine = Turns(experiment, others, steps, rounds)
-    mine = replace(experiment, engine=engine)
+    mine = replace(experiment, engine=engine, devices="cpu")
     with suppress(_Ended):
-        train_run(build_run(mine, "cpu"), mine, StopRequest())
+        train_run(build_run(mine), StopRequest())
     return engine
 
 

@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 )
             except Interrupted as interruption:
                 if interruption.requeue:
-                    from dphybrid.run.leasing import go_on_later
+                    from dphybrid.gpus.devices import go_on_later
 
                     go_on_later(interruption, load_settings(), stop_server)
                 raise

@@ -134,7 +134,7 @@ def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fi
     unless the test is marked `pictures`."""
     own_settings(monkeypatch, tmp_path / "data")
     if request.node.get_closest_marker("pictures") is None:
-        monkeypatch.setattr("dphybrid.tracking.pages.picture", lambda _: "")
+        monkeypatch.setattr("dphybrid.tracking.html.figure", lambda *_, **__: "<!-- a figure -->")
     monkeypatch.chdir(tmp_path)
     return tmp_path / "data"
 

@@ -19,11 +19,11 @@ import torch
 from dphybrid.cli.main import main
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.gpus import waiting
+from dphybrid.gpus.devices import leased_devices
 from dphybrid.gpus.inventory import Inventory, busy_reason, visible
 from dphybrid.gpus.leases import asked_by, find_holder, lease_folder, try_lease
 from dphybrid.gpus.waiting import Wanted, free_now
 from dphybrid.recipes.configs import build_config
-from dphybrid.run.leasing import leased_devices
 from dphybrid.util.hours import parse_training_hours
 from tests.commands import python
 from tests.conftest import REPOSITORY
@@ -397,7 +397,7 @@ def test_gpus_that_torch_cannot_use_are_said_by_all_commands_alike(
     monkeypatch.setattr("dphybrid.cli.doctor.find_spec", lambda _: None)  # Prefect takes seconds
     monkeypatch.setenv("DPHYBRID_NVML", "tests.fake_nvml")
     monkeypatch.setenv("DPHYBRID_LEASE_DIR", str(data_dir.parent / "leases"))
-    for module in ("dphybrid.gpus.inventory", "dphybrid.run.leasing", "dphybrid.cli.doctor"):
+    for module in ("dphybrid.gpus.inventory", "dphybrid.gpus.devices", "dphybrid.cli.doctor"):
         monkeypatch.setattr(f"{module}.REAL_NVML", "tests.fake_nvml")  # no stand-in for NVML, as it were
 
     def told_by(command: str) -> str:

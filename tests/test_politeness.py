@@ -15,10 +15,10 @@ import torch
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import load_settings
+from dphybrid.gpus import devices as leasing
+from dphybrid.gpus.devices import expected_devices, leased_devices, reason_to_yield
 from dphybrid.gpus.leases import ask_for, find_holder
 from dphybrid.recipes.configs import build_config
-from dphybrid.run import leasing
-from dphybrid.run.leasing import expected_devices, leased_devices, reason_to_yield
 from tests.commands import command
 from tests.conftest import REPOSITORY
 from tests.fake_nvml import gpu, stand_in, write_state
@@ -63,7 +63,7 @@ def test_device_texts_become_leases_and_what_torch_calls_them(machine: Path) -> 
 
 def test_ctrl_c_ends_a_run_that_gave_way_without_a_traceback(tmp_path: Path) -> None:
     code = (
-        "from dphybrid.config.settings import Settings; from dphybrid.run.leasing import go_on_later; "
+        "from dphybrid.config.settings import Settings; from dphybrid.gpus.devices import go_on_later; "
         "from dphybrid.util.stop import Interrupted; go_on_later(Interrupted('x'), Settings())"
     )
     with subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, stderr=subprocess.PIPE) as process:

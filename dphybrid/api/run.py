@@ -220,9 +220,10 @@ class RunReport:
     def page(self) -> str:
         """Return the report as one self-contained HTML page. Raises UserError if the prepared data no longer
         exists."""
+        from dphybrid.run.experiment import Experiment
         from dphybrid.run.report import report_page
 
-        return report_page(self._run, self._run.experiment(), self.values)
+        return report_page(Experiment.of(self._run), self.values)
 
     def save(self, file: str | Path) -> Path:
         """Write the page to a file and return its path. Raises UserError if the file cannot be written."""

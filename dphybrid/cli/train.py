@@ -70,7 +70,7 @@ class Flags(RunCommand):
         tags = dict(tag.split("=", 1) for tag in self.tag)
         config, settings = self.experiment()
         with kept_from_gc():
-            from dphybrid.run.leasing import go_on_later
+            from dphybrid.gpus.devices import go_on_later
             from dphybrid.run.train import run_job
             from dphybrid.util.stop import Interrupted
 

@@ -190,7 +190,7 @@ def _compare(
 ) -> Decision:
     """Compare a run's best checkpoint with the champion, or without one with the recipe's floor, a constant
     prediction."""
-    experiment, settings = run.experiment(), run.settings
+    experiment, settings = Experiment.of(run), run.settings
     task, data, kept = experiment.task, experiment.data, None
     best = Path(ResultPage.read(run.folder / "result.json").best_checkpoint)
     challenger = _Contender.of(best, settings, experiment.config)

@@ -9,11 +9,11 @@ from torch import nn
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
 from dphybrid.data import batches
+from dphybrid.gpus.devices import wanted_spec
 from dphybrid.parallel import compare_split, find_data_parallel, resolve_devices, split_plan
 from dphybrid.parallel.check import Finding, check_module
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.run.experiment import Experiment
-from dphybrid.run.leasing import wanted_spec
 from dphybrid.util.errors import UserError, failure_text, type_text
 from dphybrid.util.importing import import_callable
 

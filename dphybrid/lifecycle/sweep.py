@@ -28,11 +28,11 @@ from optuna.trial import FrozenTrial, TrialState
 
 from dphybrid.config import ExperimentConfig, flatten
 from dphybrid.config.settings import Settings
+from dphybrid.gpus.devices import expected_devices, num_at_once
 from dphybrid.lifecycle.cells import Cell, CellFailed, Result, Train, in_mlflow, run_cell
 from dphybrid.recipes.configs import apply_overrides
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.run.folder import check_run_name
-from dphybrid.run.leasing import expected_devices, num_at_once
 from dphybrid.run.train import Report
 from dphybrid.tracking.opening import embedded_uri
 from dphybrid.tracking.tracker import SWEEP_TAG

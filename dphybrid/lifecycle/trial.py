@@ -28,7 +28,6 @@ from dphybrid.parallel import resolve_devices
 from dphybrid.recipes.configs import build_config
 from dphybrid.run.build import build_run, prepare_data
 from dphybrid.run.experiment import Built, Experiment
-from dphybrid.run.folder import find_run
 from dphybrid.run.train import closing_run, train_run
 from dphybrid.serving.predict import open_predictor
 from dphybrid.training.checkpoint import read_state
@@ -64,14 +63,14 @@ class Trial:
         config = self.experiment.config
         config = config.model_copy(update={"train": config.train.model_copy(update=values)})
         engine = _TrialEngine(config, stop_after)
-        experiment = replace(self.experiment, config=config, engine=engine, built=Built())
+        experiment = replace(self.experiment, config=config, engine=engine, devices="cpu*2", built=Built())
         if (self.settings.runs_dir / name).is_dir():
-            experiment = replace(experiment, previous=find_run(experiment, name))
-        run = build_run(experiment, "cpu*2", run_name=name)
+            experiment = experiment.resuming(name)
+        experiment = build_run(experiment, run_name=name)
         # RowPipeline gives the reason why it prefetches nothing in a warning.
-        with closing_run(run), warnings.catch_warnings(record=True) as caught:
+        with closing_run(experiment.run), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            result = train_run(run, experiment, StopRequest())
+            result = train_run(experiment, StopRequest())
         if not self.weights:
             reasons = [str(one.message) for one in caught if str(one.message).startswith("RowPipeline: ")]
             self.not_prefetched = reasons[0].removeprefix("RowPipeline: ") if reasons else ""

@@ -31,6 +31,7 @@ from dphybrid.cluster.engine import difference, versions
 from dphybrid.cluster.launch import LOOPBACK, Meeting, train_in_ranks
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings, load_settings
+from dphybrid.gpus.devices import expected_devices, giving_way, leased_devices
 from dphybrid.orchestration.queueing import (
     DELETED,
     MACHINE_TAG,
@@ -46,7 +47,6 @@ from dphybrid.orchestration.queueing import (
 )
 from dphybrid.recipes.configs import apply_overrides
 from dphybrid.run.folder import Run, read_run
-from dphybrid.run.leasing import expected_devices, giving_way, leased_devices
 from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import write_text

@@ -18,8 +18,7 @@ from dphybrid.orchestration.queueing import REFUSED, giving_back, shown_waiting
 from dphybrid.orchestration.shown import show_run, shown_progress, tolerating_outage
 from dphybrid.orchestration.supervised import watched_flow_run
 from dphybrid.run import train as job
-from dphybrid.run.folder import Run, find_tagged_run
-from dphybrid.run.report import attached
+from dphybrid.run.folder import Run, attached, find_tagged_run
 from dphybrid.training.callbacks import Callback
 from dphybrid.util.files import disk_errors_told
 from dphybrid.util.stop import Interrupted, StopRequest

@@ -5,6 +5,7 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -17,6 +18,7 @@ from dphybrid.config import ExperimentConfig, flatten
 from dphybrid.config.settings import Settings
 from dphybrid.data.table.labels import Label
 from dphybrid.embedding import dense_parameters, find_tables
+from dphybrid.gpus.devices import expected_devices
 from dphybrid.parallel import Devices, find_data_parallel, resolve_devices, split_sizes
 from dphybrid.recipes.recipe import Recipe
 from dphybrid.recipes.registry import find_recipe
@@ -28,9 +30,8 @@ from dphybrid.run.folder import (
     check_run_name,
     new_run_folder,
     next_number,
+    open_run_tracker,
 )
-from dphybrid.run.leasing import expected_devices
-from dphybrid.run.report import open_run_tracker
 from dphybrid.run.trainer import build_trained, set_up_process
 from dphybrid.tracking import CHANGED_TAG, Tracker, waiting
 from dphybrid.tracking.tracker import FILES
@@ -98,20 +99,19 @@ def _note_idle_devices(config: ExperimentConfig, devices: str) -> None:
 @disk_errors_told()
 def build_run(
     experiment: Experiment,
-    devices_text: str,
     *,
     run_name: str | None = None,
     tags: dict[str, str] | None = None,
     links: dict[str, str] | None = None,
-) -> Run:
-    """Build the model once on the given devices; create the run folder and its MLflow run, or reopen those of
-    the run to resume.
+) -> Experiment:
+    """Build the model once; create the run folder and its MLflow run, or reopen those of the run to resume.
+    Return the experiment with its run.
 
     tags: more tags for the MLflow run. links: name -> address, shown on the run's page (the flow run, say).
     """
     settings, config, data = experiment.settings, experiment.config, experiment.data
-    devices, given = resolve_devices(devices_text), experiment.engine.tags(tags or {})
-    previous = experiment.previous
+    devices, given = resolve_devices(experiment.devices), experiment.engine.tags(tags or {})
+    previous = experiment.found
     filled = bool(config.train.warm_start or (previous and complete_checkpoints(previous.checkpoints)))
     facts = _facts_of_model(experiment, devices, filled)
     if previous:  # compare the devices in use: `auto` and the devices it resolved to are no change
@@ -127,14 +127,17 @@ def build_run(
             flush=True,
         )
     # Only after the server has answered, so that a run that cannot be recorded leaves no folder behind.
-    folder = previous.folder if previous else new_run_folder(experiment, devices, run_name)
-    now = datetime.now(UTC).isoformat()
+    now = datetime.now(UTC)
     if previous:
-        before = previous.page
+        folder, before = previous.folder, previous.page
     else:
-        number = next_number(settings)
+        # `cpu*8` becomes `cpux8`: a shell would expand a `*` in a folder's name.
+        where = devices.text.translate(str.maketrans("*,", "x+", ":"))
+        name = f"{experiment.recipe.name}-{where}-{now.astimezone():%m%d-%H%M%S}"
+        folder = new_run_folder(settings, run_name or name)
+        number, created = next_number(settings), now.isoformat()
         before = RunPage(
-            run_id="", attempt=0, config={}, prepared="", data_digest="", created=now, number=number
+            run_id="", attempt=0, config={}, prepared="", data_digest="", created=created, number=number
         )
     page = before.model_copy(
         update={
@@ -161,7 +164,7 @@ def build_run(
     if tracker.tracking_uri == FILES:
         print(f"Recorded in {folder / 'record.jsonl'}; pip install 'dphybrid[mlflow]' adds MLflow")
     print(f"Run: {folder.name}" + (f" ({run_id})" if run_id else ", not recorded"), flush=True)
-    return run
+    return replace(experiment, found=run)
 
 
 def _facts_of_model(experiment: Experiment, devices: Devices, filled: bool) -> dict[str, Any]:
@@ -172,7 +175,7 @@ def _facts_of_model(experiment: Experiment, devices: Devices, filled: bool) -> d
     engine.check_data(experiment.data, experiment.recipe.tabular)
     label = _label_of(experiment)
     if engine.trains_here:
-        devices = set_up_process(experiment, devices.text)
+        devices = set_up_process(experiment)
         built.trained, built.filled = build_trained(experiment, devices, filled), filled
         model = built.trained.model
     else:  # the ranks build it; here it is only checked, and its rows need no start values

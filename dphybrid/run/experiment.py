@@ -1,9 +1,10 @@
-"""The parts of a run: recipe, config, settings, data, engine; resolved once when a command or flow starts."""
+"""The parts of a run: recipe, config, settings, data, engine, devices, folder. Each is found once, by the
+command or step that needs it first, and from there it is only passed down."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from torch import nn
 
@@ -16,12 +17,26 @@ from dphybrid.parallel import Devices, resolve_devices
 from dphybrid.recipes.context import ModelContext
 from dphybrid.recipes.recipe import Recipe
 from dphybrid.recipes.registry import find_recipe
+from dphybrid.run.folder import LOCK, RUNNING, Run, changed_values, named_run, permission_explained
 from dphybrid.training.checkpoint import Trained
 from dphybrid.training.engine import Engine
 from dphybrid.training.metrics import Task
+from dphybrid.util.errors import UserError
+from dphybrid.util.locks import is_held
 
-if TYPE_CHECKING:
-    from dphybrid.run.folder import Run
+# With other values of these, the checkpoint would not fit the model, or training would continue on other rows
+# and batches.
+_FIXED = (
+    "recipe",
+    "model.",
+    "table.optimizer",
+    "table.dtype",
+    "train.optimizer",
+    "train.seed",
+    "train.batch_size",
+    "data.",
+)
+"""Values that a resumed run cannot change."""
 
 
 @dataclass
@@ -38,15 +53,16 @@ class Built:
 @dataclass(frozen=True)
 class Experiment:
     """Everything that defines a training. data: the recipe's prepared data. engine: trains in this process or
-    in the processes of a cluster. previous: the run to resume. built: what this process has built of it so
-    far."""
+    in the processes of a cluster. devices: text such as "cpu*2", once they are leased. found: the run to
+    resume, and each run once it is built. built: what this process has built of it so far."""
 
     recipe: Recipe
     config: ExperimentConfig
     settings: Settings
     data: Prepared
     engine: Engine
-    previous: "Run | None" = None
+    devices: str = ""
+    found: Run | None = None
     built: Built = field(default_factory=Built, compare=False, repr=False)
 
     @classmethod
@@ -64,6 +80,42 @@ class Experiment:
         here because it depends on the number of rows."""
         config, lines = recipe.sized(config, len(data.dataset("train")), data.info)
         return cls(recipe, config, settings, data, choose_engine(config)), lines
+
+    @classmethod
+    def of(cls, run: Run) -> Self:
+        """Return the experiment of a run. Raises UserError when its prepared data is missing or damaged."""
+        made = cls.open(run.config, run.settings, run.page.prepared)
+        return replace(made, devices=run.page.devices, found=run)
+
+    def resuming(self, which: str) -> Self:
+        """Return the experiment with the run to resume: the recipe's newest ("latest"), or one by its name or
+        MLflow id.
+
+        Raises UserError when there is none, when it is running, and when its model, tables or data differ
+        from the config's, naming each difference.
+        """
+        run = named_run(self.settings, which, self.config.recipe)
+        # Only for an error before the run waits for GPUs; the lock in `running` keeps two processes apart.
+        with permission_explained(run.folder):
+            held = is_held(run.folder / LOCK)
+        if held:
+            raise UserError(f"--resume: {RUNNING.format(run.folder.name)}")
+        differing = changed_values(run.config.model_dump(mode="json"), self.config)
+        changed = {name: both for name, both in differing.items() if name.startswith(_FIXED)}
+        if run.page.data_digest != self.data.digest and not changed:
+            changed = {"data digest": f"{run.page.data_digest} -> {self.data.digest} (the file changed)"}
+        if changed:
+            raise UserError(
+                f"--resume: run {run.folder.name} was started with other values "
+                f"({'; '.join(map(': '.join, changed.items()))}); give the same ones, or start a new run"
+            )
+        return replace(self, found=run)
+
+    @property
+    def run(self) -> Run:
+        """The run, once it is built."""
+        assert self.found is not None
+        return self.found
 
     @cached_property
     def task(self) -> Task:

@@ -1,22 +1,22 @@
-"""Run folders: each run has one, with a page that describes the run. Also finds the run to resume. Imports no
-torch."""
+"""Run folders: each run has one, with a page that describes the run, and its record. Imports no torch."""
 
 import os
+import re
 import shlex
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field
 
 from dphybrid.config import ExperimentConfig, flatten
 from dphybrid.config.settings import Settings
 from dphybrid.recipes.configs import stored_config
+from dphybrid.tracking import Tracker, open_tracker
 from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.files import make_folder, sync, write_text
@@ -24,17 +24,13 @@ from dphybrid.util.locks import FileLock, is_held, locked
 from dphybrid.util.pages import Page
 from dphybrid.util.stop import watching
 
-if TYPE_CHECKING:
-    from dphybrid.parallel import Devices
-    from dphybrid.run.experiment import Experiment
-
 LOCK = ".lock"
 DECISION = "decision.json"
 """Page of a retraining's run: whether its model became the champion."""
 CHAMPION_TAG = "dphybrid.champion"
 """Tag of a retraining's run: the version that it continued from, "none" for a first model."""
 _BEAT_EVERY_S = 60.0
-_RUNNING = "run {} is running in another process; wait for its end, or stop it first"
+RUNNING = "run {} is running in another process; wait for its end, or stop it first"
 
 
 class RunPage(Page):
@@ -72,12 +68,6 @@ class Run:
     def config(self) -> ExperimentConfig:
         return stored_config(self.page.config, self.folder / "run.json", self.settings)
 
-    def experiment(self) -> "Experiment":
-        """Return the run's experiment. Raises UserError when its prepared data is missing or damaged."""
-        from dphybrid.run.experiment import Experiment
-
-        return Experiment.open(self.config, self.settings, self.page.prepared)
-
     @property
     def replicas(self) -> int:
         """How many devices the run uses."""
@@ -105,21 +95,6 @@ class Run:
         return "finished" if (self.folder / "report.json").is_file() else "stopped"
 
 
-# With other values of these, the checkpoint would not fit the model, or training would continue on other rows
-# and batches.
-_FIXED = (
-    "recipe",
-    "model.",
-    "table.optimizer",
-    "table.dtype",
-    "train.optimizer",
-    "train.seed",
-    "train.batch_size",
-    "data.",
-)
-"""Values that a resumed run cannot change."""
-
-
 def named_run(settings: Settings, which: str, recipe: str) -> Run:
     """Return the newest run of a recipe ("latest"), or the run with a name or MLflow id. Raises UserError if
     there is none."""
@@ -137,31 +112,6 @@ def named_run(settings: Settings, which: str, recipe: str) -> Run:
         what = f"recipe {recipe} has no run" if newest else "there is no such run"
         raise UserError(f"--resume {which}: {what} in {settings.runs_dir}{known}")
     return found[-1]
-
-
-def find_run(experiment: "Experiment", which: str) -> Run:
-    """Return the run to resume, as `named_run` does.
-
-    Also raises UserError when it is running, and when its model, tables or data differ from the config's,
-    naming each difference.
-    """
-    settings, config, data = experiment.settings, experiment.config, experiment.data
-    run = named_run(settings, which, config.recipe)
-    # Only for an error before the run waits for GPUs; the lock in `running` keeps two processes apart.
-    with _permission_explained(run.folder):
-        held = is_held(run.folder / LOCK)
-    if held:
-        raise UserError(f"--resume: {_RUNNING.format(run.folder.name)}")
-    differing = changed_values(run.config.model_dump(mode="json"), config)
-    changed = {name: both for name, both in differing.items() if name.startswith(_FIXED)}
-    if run.page.data_digest != data.digest and not changed:
-        changed = {"data digest": f"{run.page.data_digest} -> {data.digest} (the file changed)"}
-    if changed:
-        raise UserError(
-            f"--resume: run {run.folder.name} was started with other values "
-            f"({'; '.join(map(': '.join, changed.items()))}); give the same ones, or start a new run"
-        )
-    return run
 
 
 def changed_values(before: dict[str, Any], config: ExperimentConfig) -> dict[str, str]:
@@ -222,10 +172,10 @@ def running(folder: Path) -> Iterator[None]:
     machines without common locks see by its time that the run is alive. Raises UserError when another process
     holds it."""
     lock = FileLock(folder / LOCK)
-    with _permission_explained(folder):
+    with permission_explained(folder):
         acquired = lock.acquire()
     if not acquired:
-        raise UserError(_RUNNING.format(folder.name))
+        raise UserError(RUNNING.format(folder.name))
 
     def beat() -> bool:
         os.utime(lock.path)
@@ -240,7 +190,7 @@ def running(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _permission_explained(folder: Path) -> Iterator[None]:
+def permission_explained(folder: Path) -> Iterator[None]:
     """Turn a PermissionError on another user's run into a UserError that says what to do."""
     try:
         yield
@@ -274,15 +224,12 @@ def check_run_name(name: str | None, where: str = "run name") -> None:
         raise UserError(f"{where} 'latest': use another name; --resume latest continues the newest run")
 
 
-def new_run_folder(experiment: "Experiment", devices: "Devices", name: str | None) -> Path:
-    """Create the folder of a new run, named `name`, or by recipe, devices and time. A number is appended to a
-    name that is taken; raises UserError when a thousand are."""
-    # `cpu*8` becomes `cpux8`: a shell would expand a `*` in a folder's name.
-    settings, where = experiment.settings, devices.text.translate(str.maketrans("*,", "x+", ":"))
-    base = name or f"{experiment.recipe.name}-{where}-{time.strftime('%m%d-%H%M%S')}"
+def new_run_folder(settings: Settings, name: str) -> Path:
+    """Create the folder of a new run. A number is appended to a name that is taken; raises UserError when a
+    thousand are."""
     make_folder(settings.runs_dir)
     for attempt in range(1, 1000):
-        folder = settings.runs_dir / (base if attempt == 1 else f"{base}-{attempt}")
+        folder = settings.runs_dir / (name if attempt == 1 else f"{name}-{attempt}")
         try:
             # mkdir, not a check first: two runs may start in the same second, and only one gets the name.
             folder.mkdir()
@@ -290,4 +237,28 @@ def new_run_folder(experiment: "Experiment", devices: "Devices", name: str | Non
             continue
         sync(settings.runs_dir)  # so that the new folder survives a power loss
         return folder
-    raise UserError(f"run name {base!r}: taken a thousand times in {settings.runs_dir}; choose another")
+    raise UserError(f"run name {name!r}: taken a thousand times in {settings.runs_dir}; choose another")
+
+
+def open_run_tracker(settings: Settings, recipe: str, must_answer: bool) -> Tracker:
+    """Return the tracker that the settings name. must_answer: raise UserError if its server does not answer
+    now."""
+    # An experiment for each recipe, as other recipes have other metrics; unless the user chose one.
+    experiment = settings.experiment
+    if "experiment" not in settings.model_fields_set:
+        experiment += "/" + re.sub(r"\W+", "-", recipe)
+    return open_tracker(
+        settings.mlflow_uri,
+        experiment,
+        settings.mlflow_dir,
+        runs=settings.runs_dir,
+        upload_limit=settings.upload_limit_mib * 2**20,
+        must_answer=must_answer,
+    )
+
+
+def attached(run: Run) -> Tracker:
+    """Return a tracker that continues the record of a run; its server need not answer now."""
+    tracker = open_run_tracker(run.settings, run.page.recipe, must_answer=False)
+    tracker.attach(run.folder.name)
+    return tracker

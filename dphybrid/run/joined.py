@@ -13,6 +13,7 @@ from dphybrid.cluster.launch import OUTCOME, Outcome, asked_from_outside
 from dphybrid.cluster.rank_engine import RankEngine
 from dphybrid.cluster.ranks import LostRanks, Ranks, joined
 from dphybrid.config.settings import load_settings
+from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import Run, read_run
 from dphybrid.run.trainer import train_here
 from dphybrid.util.device_spec import parse_device_spec
@@ -37,7 +38,7 @@ def _be_a_rank(run: Run) -> None:
 
 def _train(run: Run, stop: StopRequest, ranks: Ranks) -> Outcome:
     try:
-        train_here(run, replace(run.experiment(), engine=RankEngine(run.config, ranks)), stop)
+        train_here(replace(Experiment.of(run), engine=RankEngine(run.config, ranks)), stop)
     except UserError as error:
         return Outcome(state="refused", words=str(error))
     except Interrupted as interruption:

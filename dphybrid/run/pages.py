@@ -37,16 +37,14 @@ class ResultPage(Page):
 
 class MetricsPage(Page):
     """`metrics.json`: the best checkpoint's metrics on the validation rows and on the test rows, if there are
-    any, a text that compares the former with the baselines (beside), the charts of its predictions, if its
-    task has any, for a table how much the deciding metric loses when a column is shuffled, and what to try
-    if a baseline is better."""
+    any, the metrics of the baselines, the charts of its predictions, if its task has any, and for a table how
+    much the deciding metric loses when a column is shuffled."""
 
     metrics: dict[str, float]
     test: dict[str, float] = Field(default_factory=dict)
-    beside: str = ""
+    baselines: dict[str, dict[str, float]] = Field(default_factory=dict)
     charts: list[Chart | Confusion] = Field(default_factory=list)
     importance: dict[str, float] = Field(default_factory=dict)
-    advice: list[str] = Field(default_factory=list)
 
 
 class Report(Page):
@@ -54,8 +52,7 @@ class Report(Page):
 
     stages: seconds; stages_ms: milliseconds of an average step. saving: what the checkpoints cost.
     beside, columns: the baselines and the most important columns, as text. advice: what to try if a baseline
-    is better. registered_as: "" if the model is
-    not in the registry; not_registered then says why."""
+    is better. registered_as: "" if the model is not in the registry; not_registered then says why."""
 
     run_name: str
     devices: str

@@ -7,7 +7,7 @@ the same, for comparing runs.
 """
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,20 +18,19 @@ from torch import nn
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
 from dphybrid.data.table.encoder import Encoder
-from dphybrid.run.advice import advice
+from dphybrid.gpus.devices import giving_way, leased_devices
 from dphybrid.run.build import build_run, prepare_data
 from dphybrid.run.experiment import Experiment
-from dphybrid.run.folder import Run, find_run, running
-from dphybrid.run.leasing import giving_way, leased_devices
+from dphybrid.run.folder import Run, attached, running
 from dphybrid.run.pages import MetricsPage, Report, ResultPage
-from dphybrid.run.report import attached, report_run
+from dphybrid.run.report import report_run
 from dphybrid.run.trainer import train_here
 from dphybrid.training.callbacks import Callback
-from dphybrid.training.checkpoint import load_weights, read_state, verify_checkpoint
+from dphybrid.training.checkpoint import load_weights, verify_checkpoint
 from dphybrid.training.display import preparation_progress
 from dphybrid.training.importance import importance
 from dphybrid.training.loop import evaluate, validation_outputs
-from dphybrid.training.metrics import Task, constant_prediction
+from dphybrid.training.metrics import constant_prediction
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import disk_errors_told
 from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
@@ -102,8 +101,8 @@ def run_job(
         else:
             experiment = Experiment.open(config, settings, prepared)
         stop.obey("before it was built")
-        previous = find_run(experiment, resume) if resume else None
-        experiment = replace(experiment, previous=previous)
+        experiment = experiment.resuming(resume) if resume else experiment
+        previous = experiment.found
         name = run_name or around.name or resume or experiment.recipe.name
         with around.waiting() as on_wait:
             # Keep the lease until the report is written: the evaluation uses the GPUs, too.
@@ -118,28 +117,30 @@ def run_job(
                 )
             )
 
-        def build() -> Run:
+        experiment = replace(experiment, devices=devices.text)
+
+        def build() -> Experiment:
             every = devices.tags | (tags or {})
-            run = build_run(experiment, devices.text, run_name=run_name, tags=every, links=links)
-            around.built(run)
-            return run
+            built = build_run(experiment, run_name=run_name, tags=every, links=links)
+            around.built(built.run)
+            return built
 
         def train() -> ResultPage:
-            with around.training(run) as (more, meeting):
-                return train_run(run, experiment, stop, [*callbacks, *more], meeting)
+            with around.training(built.run) as (more, meeting):
+                return train_run(built, stop, [*callbacks, *more], meeting)
 
         def report() -> Report:
-            done = report_run(run, experiment)
+            done = report_run(built)
             around.reported(done)
             return done
 
         with giving_way(devices, settings, stop), stop_signals(stop):
-            run = around.step("build", build)
-            with closing_run(run):
+            built = around.step("build", build)
+            with closing_run(built.run):
                 around.step("train", train)
         # Outside the inner signal handler: an evaluation has no step to finish, so a signal ends it at once.
-        with closing_run(run):
-            around.step("evaluate", lambda: evaluate_run(run, experiment))
+        with closing_run(built.run):
+            around.step("evaluate", lambda: evaluate_run(built))
             stop.obey("after its evaluation")
             return around.step("report", report)
 
@@ -164,7 +165,6 @@ def closing_run(run: Run) -> Iterator[None]:
 
 
 def train_run(
-    run: Run,
     experiment: Experiment,
     stop: StopRequest,
     callbacks: Sequence[Callback] = (),
@@ -178,22 +178,22 @@ def train_run(
     checkpoint. Raises UserError when the loss is no longer finite.
     """
     stop.obey("before training; --resume continues it")
-    if experiment.engine.launch(run.folder, run.page.devices, experiment.settings, stop, meeting):
-        return ResultPage.read(run.folder / "result.json")
-    return train_here(run, experiment, stop, callbacks)
+    folder = experiment.run.folder
+    if experiment.engine.launch(folder, experiment.devices, experiment.settings, stop, meeting):
+        return ResultPage.read(folder / "result.json")
+    return train_here(experiment, stop, callbacks)
 
 
-def evaluate_run(run: Run, experiment: Experiment) -> dict[str, float]:
+def evaluate_run(experiment: Experiment) -> dict[str, float]:
     """Evaluate the best checkpoint on the validation rows (logged as `final_...`) and, once, on the test rows
     if the data has any (`test/...`). Return the validation metrics."""
-    data, task, mapped = experiment.data, experiment.task, experiment.engine.mapped
-    result = ResultPage.read(run.folder / "result.json")
-    best = Path(result.best_checkpoint)
+    run, data, task, mapped = experiment.run, experiment.data, experiment.task, experiment.engine.mapped
+    best = Path(ResultPage.read(run.folder / "result.json").best_checkpoint)
     # The optimizers' states go first, so that the evaluation has their memory.
     gc.collect()
     model, experiment.built.model = experiment.built.model, None
     if model is None:  # trained by other processes
-        model = experiment.unfilled(run.page.devices, mapped)
+        model = experiment.unfilled(experiment.devices, mapped)
     try:
         verify_checkpoint(best)
     except UserError as damage:  # not replaced automatically: the next best checkpoint is another model
@@ -209,19 +209,12 @@ def evaluate_run(run: Run, experiment: Experiment) -> dict[str, float]:
     tested = evaluate(model, data.dataset("test"), batch_size, fixed) if "test" in data.parts else {}
     own = task.baselines(outputs) if task.baselines else constant_prediction(outputs, task)
     baselines = experiment.recipe.baselines(data) or own
-    lost = _importance(model, experiment)
-    advised = []
-    if _loses(metrics, baselines, task):
-        best_epoch = read_state(best).progress.epoch
-        rows = len(data.dataset("train"))
-        advised = advice(experiment.config, data.manifest.facts, rows, lost, best_epoch, result.epochs)
     page = MetricsPage(
         metrics=metrics,
         test=tested,
+        baselines={which: dict(values) for which, values in baselines.items()},
         charts=list(charts),
-        beside=_beside(metrics, baselines, task),
-        importance=lost,
-        advice=advised,
+        importance=_importance(model, experiment),
     )
     page.write(run.folder / "metrics.json")
     with closing(attached(run)) as tracker:
@@ -245,22 +238,6 @@ def _importance(model: nn.Module, experiment: Experiment) -> dict[str, float]:
         return importance(
             model, experiment.data.dataset("valid"), experiment.task, places, batch_size, progress
         )
-
-
-def _loses(metrics: Mapping[str, float], baselines: Mapping[str, Mapping[str, float]], task: Task) -> bool:
-    sign = 1 if task.higher_is_better else -1
-    return any(sign * (metrics[task.metric] - values[task.metric]) < 0 for values in baselines.values())
-
-
-def _beside(metrics: Mapping[str, float], baselines: Mapping[str, Mapping[str, float]], task: Task) -> str:
-    """Return a text that compares the run with its baselines in the task's deciding metric."""
-    sign = 1 if task.higher_is_better else -1
-    return ", ".join(
-        f"{which} {task.metric} {values[task.metric]:.4f} "
-        f"(this run is {abs(gain):.4f} {'better' if gain >= 0 else 'WORSE'})"
-        for which, values in baselines.items()
-        for gain in [sign * (metrics[task.metric] - values[task.metric])]
-    )
 
 
 __all__ = [

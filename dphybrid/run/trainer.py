@@ -17,9 +17,8 @@ from dphybrid.data.table.encoder import Encoder, old_rows, open_base
 from dphybrid.embedding import find_tables, row_optimizer
 from dphybrid.parallel import Devices, compile_regions, start_on
 from dphybrid.run.experiment import Experiment
-from dphybrid.run.folder import Run
+from dphybrid.run.folder import Run, attached
 from dphybrid.run.pages import ResultPage
-from dphybrid.run.report import attached
 from dphybrid.tracking import Tracker
 from dphybrid.tracking.system import system_metrics
 from dphybrid.training.callbacks import Callback, find_callbacks
@@ -49,14 +48,12 @@ from dphybrid.util.memory import keep_freed_memory
 from dphybrid.util.stop import StopRequest
 
 
-def train_here(
-    run: Run, experiment: Experiment, stop: StopRequest, callbacks: Sequence[Callback] = ()
-) -> ResultPage:
+def train_here(experiment: Experiment, stop: StopRequest, callbacks: Sequence[Callback] = ()) -> ResultPage:
     """Train a built run; return the page `result.json`. Raises as `run.train.train_run` does."""
-    engine = experiment.engine
+    run, engine = experiment.run, experiment.engine
     # Compare each file with its checksum: data damaged on disk since preparation would train another model.
     experiment.recipe.open(experiment.data.path, verified=True)
-    devices = set_up_process(experiment, run.page.devices)
+    devices = set_up_process(experiment)
     done = newest_checkpoint(run) if engine.leads else None
     filled, built = bool(done or experiment.config.train.warm_start), experiment.built
     trained, built.trained = built.trained, None
@@ -74,7 +71,7 @@ def train_here(
     # Only one process of a run records; the others get the base Tracker, which discards everything.
     record = attached(run) if engine.leads else Tracker()
     with closing(record) as tracker, Display() as display:
-        session = make_session(run, experiment, devices, trained, saver, tracker, stop, callbacks)
+        session = make_session(experiment, devices, trained, saver, tracker, stop, callbacks)
         # Before `restore`, because the observer's window of metrics is one of the restored states.
         session.stateful["meter"] = seen = Observer(session, display)
         session.restore(states)
@@ -151,12 +148,12 @@ def _keep_outcome(run: Run, tracker: Tracker, result: ResultPage) -> None:
     tracker.log_table("split_shapes.json", [row.table_row() for row in result.splits])
 
 
-def set_up_process(experiment: Experiment, devices_text: str) -> Devices:
+def set_up_process(experiment: Experiment) -> Devices:
     """Set the process up for training; return its devices."""
     if threads := experiment.settings.threads:
         torch.set_num_threads(threads)
     keep_freed_memory()
-    devices = experiment.engine.devices(devices_text)
+    devices = experiment.engine.devices(experiment.devices)
     start_on(devices)
     return devices
 
@@ -254,7 +251,6 @@ def fill_from(checkpoint: Path, trained_on: Encoder, model: nn.Module, now: Enco
 
 
 def make_session(
-    run: Run,
     experiment: Experiment,
     devices: Devices,
     trained: Trained,
@@ -264,7 +260,8 @@ def make_session(
     callbacks: Sequence[Callback],
 ) -> Session:
     """Return the session: everything that the training loop works with."""
-    config, data, recipe, engine = experiment.config, experiment.data, experiment.recipe, experiment.engine
+    run, config, data = experiment.run, experiment.config, experiment.data
+    recipe, engine = experiment.recipe, experiment.engine
     each = config.train.print_splits == "each"
     return Session(
         config=config,

@@ -101,13 +101,10 @@ def _read_run(client: MlflowClient, store_uri: str, run_id: str) -> RunFacts:
 
 
 def _measured(run: Run) -> str:
-    """Return number and digest of the validation rows of a run; for runs of earlier versions, those of its
-    data; "" if they are unknown."""
+    """Return number and digest of the validation rows of a run; "" if they are unknown."""
     params = run.data.params
-    if "valid.digest" in params:
-        return f"{int(params['valid.rows']):,} rows {params['valid.digest'][:8]}"
-    given = run.inputs.dataset_inputs if run.inputs is not None else []
-    return next((f"data {each.dataset.digest[:8]}" for each in given), "")
+    known = "valid.digest" in params
+    return f"{int(params['valid.rows']):,} rows {params['valid.digest'][:8]}" if known else ""
 
 
 def _curve(history: Sequence[Metric], begin_ms: int) -> list[tuple[float, float, float]]:

@@ -9,25 +9,24 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
-from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from dphybrid.tracking.compare import RunFacts
-from dphybrid.tracking.pages import (
+from dphybrid.tracking.html import (
     COLOURS,
-    GREY,
+    REFERENCE,
     Cell,
-    Picture,
+    Line,
+    Mark,
     Section,
     Table,
-    as_number,
     bars,
     cell,
     html_of,
+    lines,
     number,
-    short,
-    shown,
 )
 from dphybrid.tracking.writer import least_is_best
 from dphybrid.util.digests import value_digest
@@ -55,7 +54,7 @@ def ordered(runs: Sequence[RunFacts], param: str) -> list[RunFacts]:
 
     def order(run: RunFacts) -> tuple[int, float, str, datetime]:
         value = run.value(param)
-        return run.replicas if param == _DEVICES else 0, as_number(value) or 0.0, value, run.started
+        return run.replicas if param == _DEVICES else 0, cell(value).number or 0.0, value, run.started
 
     return sorted(runs, key=order)
 
@@ -78,61 +77,51 @@ def _grouped(runs: Sequence[RunFacts], names: Sequence[str]) -> dict[tuple[str, 
     return groups
 
 
-def _speed_ups(runs: Sequence[RunFacts], param: str) -> dict[str, tuple[float, float]]:
-    """Return run id -> speed relative to its baseline, and that for each device. Runs are compared only if
-    their other params are equal; of those, the baseline is the first value of `param`, the median of its
-    runs."""
+def _seeds_as_one(values: Sequence[str], members: Sequence[RunFacts]) -> RunFacts:
+    """Merge runs that differ only in their seed, or in nothing, into one with the medians of times and speeds
+    and the means of the other metrics. values: those in which they differ from other runs."""
+    if len(members) == 1:
+        return members[0]
+    what = f"{len(members)} {'seeds' if len({run.value(_SEED) for run in members}) > 1 else 'runs'}"
+    # Nobody can read a name of twenty values; the columns show them.
+    words = [cell(value).text for value in values] if len(values) <= _MOST_VALUES else [members[0].name]
+    every = sorted({run.measured for run in members})  # seeds may hold out different rows
+    metrics, spread = dict[str, float](), dict[str, float]()
+    for name in dict.fromkeys(name for run in members for name in run.metrics):
+        found = [run.metrics[name] for run in members if name in run.metrics]
+        # Medians of times, because one slow run would move their mean.
+        is_time = name.startswith("summary_")
+        metrics[name] = statistics.median(found) if is_time else sum(found) / len(found)
+        if len(found) > 1 and all(map(math.isfinite, found)):  # else statistics.stdev fails
+            spread[name] = statistics.stdev(found)
+    stages = dict.fromkeys(stage for run in members for stage in run.stages_ms)
+    return replace(
+        members[0],
+        name=" · ".join([*words, what]),
+        url="",
+        params={**members[0].params, _SEED: what},
+        measured=every[0] if len(every) == 1 else f"{len(every)} sets {value_digest(every)[:8]}",
+        metrics=metrics,
+        spread=spread,
+        stages_ms={s: statistics.fmean(run.stages_ms.get(s, 0.0) for run in members) for s in stages},
+        members=members,
+    )
+
+
+def _speed_ups(runs: Sequence[RunFacts], param: str) -> tuple[dict[str, tuple[float, float]], list[str]]:
+    """Return run id -> speed relative to its baseline, and that for each device; and the params in which a
+    run equals its baseline: all that change the speed but `param`. The baseline is the first value of
+    `param`, the median of its runs."""
+    others = [name for name in _differing(runs) if name != param and name not in _SAME_SPEED]
     found = {}
-    for members in _grouped(runs, _others(runs, param)).values():
+    for members in _grouped(runs, others).values():
         timed = [run for run in members if run.metrics.get(_SPEED)]
         base = [run.metrics[_SPEED] for run in timed if run.value(param) == members[0].value(param)]
         if base and len(base) < len(timed):
             for run in timed:
                 ratio = run.metrics[_SPEED] / statistics.median(base)
                 found[run.run_id] = ratio, ratio * members[0].replicas / run.replicas
-    return found
-
-
-def _others(runs: Sequence[RunFacts], param: str) -> list[str]:
-    return [name for name in _differing(runs) if name != param and name not in _SAME_SPEED]
-
-
-def _seeds_as_one(runs: Sequence[RunFacts]) -> list[RunFacts]:
-    """Merge runs that differ only in their seed, or in nothing, into one with the medians of times and speeds
-    and the means of the other metrics."""
-    names, rows = [name for name in _differing(runs) if name != _SEED], []
-    for values, members in _grouped(runs, names).items():
-        if len(members) == 1:
-            rows += members
-            continue
-        what = f"{len(members)} {'seeds' if len({run.value(_SEED) for run in members}) > 1 else 'runs'}"
-        # Nobody can read a name of twenty values; the columns show them.
-        words = [shown(value) for value in values] if len(values) <= _MOST_VALUES else [members[0].name]
-        every = sorted({run.measured for run in members})  # seeds may hold out different rows
-        measured = every[0] if len(every) == 1 else f"{len(every)} sets {value_digest(every)[:8]}"
-        metrics, spread = dict[str, float](), dict[str, float]()
-        for name in dict.fromkeys(name for run in members for name in run.metrics):
-            found = [run.metrics[name] for run in members if name in run.metrics]
-            # Medians of times, because one slow run would move their mean.
-            metrics[name] = (
-                statistics.median(found) if name.startswith("summary_") else sum(found) / len(found)
-            )
-            if len(found) > 1 and all(map(math.isfinite, found)):  # else statistics.stdev fails
-                spread[name] = statistics.stdev(found)
-        stages = dict.fromkeys(stage for run in members for stage in run.stages_ms)
-        merged = replace(
-            members[0],
-            name=" · ".join([*words, what]),
-            url="",
-            params={**members[0].params, _SEED: what},
-            measured=measured,
-            metrics=metrics,
-            spread=spread,
-            stages_ms={s: statistics.fmean(run.stages_ms.get(s, 0.0) for run in members) for s in stages},
-            members=members,
-        )
-        rows.append(merged)
-    return rows
+    return found, others
 
 
 def _overview(runs: Sequence[RunFacts], param: str) -> dict[str, list[Cell]]:
@@ -140,40 +129,34 @@ def _overview(runs: Sequence[RunFacts], param: str) -> dict[str, list[Cell]]:
     left out; the best values are marked, of metrics among the rows that most runs were measured on."""
     common = Counter(run.measured for run in runs).most_common(1)[0][0]
     same, always = [run.measured == common for run in runs], [True] * len(runs)
-    speed_ups = _speed_ups(runs, param)
+    speed_ups, _ = _speed_ups(runs, param)
 
     def measured(name: str, best: Any = None, counted: Sequence[bool] = always) -> list[Cell]:
-        cells = []
+        cells, known = [], []
         for run, is_counted in zip(runs, counted, strict=True):
-            if (value := run.metrics.get(name)) is None:
-                cells.append(Cell("-"))
-                continue
+            value = run.metrics.get(name)
             spread = f" ±{run.spread[name]:.2g}" if name in run.spread else ""
-            cells.append(Cell(f"{number(value)}{spread}{'' if is_counted else '*'}", value))
-        known = [c for c, is_counted in zip(cells, counted, strict=True) if is_counted]
-        known = [c for c in known if c.value is not None and not math.isnan(c.value)]
+            text = "-" if value is None else f"{number(value)}{spread}{'' if is_counted else '*'}"
+            cells.append(Cell(text, value))
+            known += [cells[-1]] if is_counted and value is not None and not math.isnan(value) else []
         # The best cells are found by their text: of numbers that look equal, all are the best.
         differ = best and len({c.text for c in known}) > 1
-        winner = best(known, key=lambda c: c.value).text if differ else None
-        return [replace(c, best=c.text == winner) for c in cells]
+        winner = best(known, key=lambda c: c.number).text if differ else None
+        return [c._replace(best=c.text == winner) for c in cells]
 
     def of_speed(which: int, form: str) -> list[Cell]:
         values = [speed_ups[run.run_id][which] if run.run_id in speed_ups else None for run in runs]
         return [Cell("-") if value is None else Cell(format(value, form), value) for value in values]
 
-    unfinished = any(run.status != "FINISHED" for run in runs)
+    columns = {"run": [Cell(run.name) for run in runs]}
+    columns |= {name: [cell(run.value(name)) for run in runs] for name in _differing(runs)}
     # Of validation, then of test rows, which not every run has.
     names = sorted({name for run in runs for name in run.metrics})
-    finals = [name for start in ("final_", "test/") for name in names if name.startswith(start)]
-    columns = {
-        "run": [Cell(run.name) for run in runs],
-        **{name: [cell(run.value(name)) for run in runs] for name in _differing(runs)},
-        **{
-            n.removeprefix("final_").replace("test/", "test "): measured(
-                n, min if least_is_best(n) else max, same
-            )
-            for n in finals
-        },
+    for name in [name for start in ("final_", "test/") for name in names if name.startswith(start)]:
+        title = name.removeprefix("final_").replace("test/", "test ")
+        columns[title] = measured(name, min if least_is_best(name) else max, same)
+    unfinished = any(run.status != "FINISHED" for run in runs)
+    columns |= {
         "measured on": [Cell(run.measured or "-") for run in runs] if not all(same) else [],
         "samples/s": measured(_SPEED, max),
         "speed-up": of_speed(0, ".2f"),
@@ -196,13 +179,13 @@ def text_of(runs: Sequence[RunFacts], param: str) -> str:
     columns = []
     for (name, cells), leaf in zip(table.items(), leaves, strict=True):
         texts = [leaf if leaves.count(leaf) == 1 else name, *(printable(c.text) for c in cells)]
-        width, is_left = max(map(len, texts)), all(c.value is None for c in cells)
+        width, is_left = max(map(len, texts)), all(c.number is None for c in cells)
         columns.append([text.ljust(width) if is_left else text.rjust(width) for text in texts])
     notes = [""]
     facts, unequal = runs[0].params, _differing(runs)
     common = [n for n in ("recipe", _DEVICES, "train.batch_size") if n in facts and n not in unequal]
     if common:
-        notes += [f"the same in all: {', '.join(f'{n} {printable(shown(facts[n]))}' for n in common)}"]
+        notes += [f"the same in all: {', '.join(f'{n} {printable(cell(facts[n]).text)}' for n in common)}"]
     notes += [_SPEED_UP.format(param)] if "speed-up" in table else []
     notes += [_OTHER_ROWS] if "measured on" in table else []
     for run in runs:
@@ -210,105 +193,81 @@ def text_of(runs: Sequence[RunFacts], param: str) -> str:
             largest = sorted(run.stages_ms.items(), key=lambda stage: -stage[1])[:4]
             shares = ", ".join(f"{stage} {ms / total:.0%}" for stage, ms in largest)
             notes.append(f"{printable(run.name)}: {number(total)} ms a step: {shares}")
-    lines = ["  ".join(line).rstrip() for line in zip(*columns, strict=True)]
-    return "\n".join([*lines, *notes]).rstrip()
+    return "\n".join(["  ".join(line).rstrip() for line in zip(*columns, strict=True)] + notes).rstrip()
 
 
 def write_comparison(runs: Sequence[RunFacts], folder: Path, param: str) -> Path:
     """Write the comparison page into `folder`; return its path. Raises UserError for a param that no run
     has."""
-    runs = ordered(runs, param)
-    rows = list(runs) if param == _SEED else _seeds_as_one(runs)
+    runs, rows = (every := ordered(runs, param)), every
+    if param != _SEED:
+        names = [name for name in _differing(runs) if name != _SEED]
+        rows = [_seeds_as_one(values, members) for values, members in _grouped(runs, names).items()]
     values = list(dict.fromkeys(run.value(param) for run in rows))
     # A colour for each value, or else for each row, so that their curves can be told apart.
     places = [values.index(run.value(param)) for run in rows] if len(values) > 1 else range(len(rows))
     colours = [COLOURS[place % len(COLOURS)] for place in places]
-    table = _overview(rows, param)
-    table["run"] = [
-        replace(
-            each,
-            colour=colour,
-            curve=f"run{place}",
-            link=run.url,
-            title=", ".join(member.name for member in run.members),
-        )
-        for place, (each, run, colour) in enumerate(zip(table["run"], rows, colours, strict=True))
+    marks = [
+        Mark(colour, run.url, ", ".join(member.name for member in run.members))
+        for run, colour in zip(rows, colours, strict=True)
     ]
+    tables = [Table(_overview(rows, param), marks)]
     notes = [f"Made by dphybrid compare, {datetime.now():%Y-%m-%d %H:%M}. Click a title to sort by it."]
     notes += [] if _differing(runs) else ["These runs have equal configs."]
-    notes += [f"{_OTHER_ROWS}."] if "measured on" in table else []
-    tables = [Table(list(table), list(zip(*table.values(), strict=True)))]
+    notes += [f"{_OTHER_ROWS}."] if "measured on" in tables[0].columns else []
     if len(rows) < len(runs):
         notes += ["A row of several runs shows means (medians for times and speeds) ± standard deviations."]
-        each = _overview(runs, param)
-        tables.append(Table(list(each), list(zip(*each.values(), strict=True)), folded="Each run"))
-    virtual = param == _DEVICES and any("*" in run.value(_DEVICES) for run in rows)
+        tables.append(Table(_overview(runs, param), folded="Each run"))
+    metrics = sorted({name for run in runs for name in run.curves}, reverse=True)
+    curves = [
+        lines(_curves(rows, colours, name, place), x=x, y=name)
+        for name in metrics
+        for place, x in enumerate(("step", "seconds"))
+    ]
+    stages = [(run.name, run.stages_ms) for run in rows if run.stages_ms]
     speed_note = _SPEED_UP.format(param).capitalize() + "."
-    if virtual:
+    if param == _DEVICES and any("*" in run.value(_DEVICES) for run in rows):
         speed_note += (
             " Virtual devices share hardware: they show the cost of splitting, not the gain of more."
         )
-    names = sorted({name for run in runs for name in run.curves}, reverse=True)
     sections = [
         Section(note=" ".join(notes), tables=tables),
-        Section(
-            "Metrics",
-            "Click a run's colour in the table to hide its curves." if names else "",
-            pictures=[
-                Picture(partial(_draw_curves, rows, colours, name, place), x=x, y=name)
-                for name in names
-                for place, x in enumerate(("step", "seconds"))
-            ],
-        ),
-        Section(
-            "Milliseconds of a mean step, by stage",
-            pictures=[bars([(run.name, run.stages_ms) for run in rows if run.stages_ms], "milliseconds")]
-            if any(run.stages_ms for run in rows)
-            else [],
-        ),
-        Section(
-            "Speed",
-            speed_note,
-            pictures=[
-                Picture(
-                    partial(_draw_speed, rows, param),
-                    x=param,
-                    y="speed-up",
-                )
-            ],
-        ),
+        Section("Metrics", "Click a run's colour in the table to hide its curves.", figures=curves),
+        Section("Milliseconds of a mean step, by stage", figures=[bars(stages, "milliseconds")]),
+        Section("Speed", speed_note, figures=[_speed_figure(rows, param)]),
     ]
-    page = html_of(
-        f"{len(runs)} runs by {param}", sections if _speed_ups(rows, param) else sections[:-1], "80rem"
-    )
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "index.html"
-    file.write_text(page, encoding="utf-8")
+    file.write_text(html_of(f"{len(runs)} runs by {param}", sections, "80rem"), encoding="utf-8")
     return file
 
 
-def _draw_curves(rows: Sequence[RunFacts], colours: Sequence[str], name: str, place: int, axes: Any) -> None:
-    for k, (row, colour) in enumerate(zip(rows, colours, strict=True)):
-        for run in row.members or [row]:
-            points = run.curves.get(name, [])
-            marker = "o" if len(points) < 30 else None
-            xs, ys = [point[place] for point in points], [point[2] for point in points]
-            axes.plot(xs, ys, color=colour, marker=marker, linewidth=1.4, gid=f"run{k}")
+def _curves(rows: Sequence[RunFacts], colours: Sequence[str], name: str, place: int) -> list[Any]:
+    """Return the lines of a metric. place: of the x values in a curve's points."""
+    return [
+        (
+            [point[place] for point in points],
+            [point[2] for point in points],
+            {"color": colour, "gid": f"run{k}"},
+        )
+        for k, (row, colour) in enumerate(zip(rows, colours, strict=True))
+        for run in row.members or [row]
+        for points in [run.curves.get(name, [])]
+    ]
 
 
-def _draw_speed(rows: Sequence[RunFacts], param: str, axes: Any) -> None:
+def _speed_figure(rows: Sequence[RunFacts], param: str) -> str:
     """Draw the speed-up against the values of `param`: a line for each combination of the other values."""
-    speed_ups, others = _speed_ups(rows, param), _others(rows, param)
-    groups = _grouped([run for run in rows if run.run_id in speed_ups], others)
-    for values, members in groups.items():
-        label = ", ".join(f"{name} {shown(value)}" for name, value in zip(others, values, strict=True))
-        xs = [run.replicas if param == _DEVICES else shown(run.value(param)) for run in members]
-        style = "-" if param == _DEVICES else "none"
+    speed_ups, others = _speed_ups(rows, param)
+    timed, of_devices = [run for run in rows if run.run_id in speed_ups], param == _DEVICES
+    shown = list[Line]()
+    for colour, (values, members) in zip(cycle(COLOURS), _grouped(timed, others).items(), strict=False):
+        label = ", ".join(f"{name} {cell(value).text}" for name, value in zip(others, values, strict=True))
+        xs = [run.replicas if of_devices else cell(run.value(param)).text for run in members]
+        look = {"color": colour, "marker": "o", "linestyle": "-" if of_devices else "none"}
         ys = [speed_ups[run.run_id][0] for run in members]
-        axes.plot(xs, ys, marker="o", linestyle=style, label=short(label or "measured"))
-    if param == _DEVICES:
-        counts = sorted({run.replicas for run in rows if run.run_id in speed_ups})
-        axes.plot(counts, [count / counts[0] for count in counts], label="ideal", **GREY)
-        axes.set_xticks(counts)
-    axes.set_ylim(bottom=0)
-    axes.legend(fontsize=8, frameon=False)
+        shown.append((xs, ys, {**look, "label": printable(label or "measured")[:58]}))
+    counts = sorted({run.replicas for run in timed}) if of_devices else []
+    if counts:
+        shown.append((counts, [count / counts[0] for count in counts], {**REFERENCE, "label": "ideal"}))
+    return lines(shown, x=param, y="speed-up", ticks=counts)

@@ -20,7 +20,6 @@ from torch import Tensor
 from dphybrid.cluster.launch import Meeting, rank_environment, run_ranks
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.recipes.configs import load_config
-from dphybrid.run.folder import find_run
 from dphybrid.run.train import build_run, prepare_data
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import StopRequest
@@ -72,8 +71,8 @@ def built(settings: Settings, name: str, values: list[str], resume: str | None =
     config = load_config(None, [*BASE, *SMALL, f"data.path={clicks}", *values])
     experiment = prepare_data(config, settings)
     if resume:
-        experiment = replace(experiment, previous=find_run(experiment, resume))
-    return str(build_run(experiment, config.devices, run_name=name).folder)
+        experiment = experiment.resuming(resume)
+    return str(build_run(replace(experiment, devices=config.devices), run_name=name).run.folder)
 
 
 def train_on_ranks(settings: Settings, ranks: int, folders: list[str]) -> None:

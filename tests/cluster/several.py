@@ -13,6 +13,7 @@ import torch
 from dphybrid.cluster.rank_engine import RankEngine
 from dphybrid.cluster.ranks import joined
 from dphybrid.config.settings import load_settings
+from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import read_run
 from dphybrid.run.trainer import train_here
 from dphybrid.util.stop import StopRequest
@@ -22,8 +23,8 @@ try:
     with joined(60.0, torch.device("cpu")) as ranks:
         for folder in sys.argv[1:]:
             run = read_run(folder, load_settings())
-            experiment = replace(run.experiment(), engine=RankEngine(run.config, ranks))
-            train_here(run, experiment, StopRequest())
+            experiment = replace(Experiment.of(run), engine=RankEngine(run.config, ranks))
+            train_here(experiment, StopRequest())
 except BaseException:  # noqa: BLE001 - printed, then this process ends
     traceback.print_exc()
     sys.stderr.flush()

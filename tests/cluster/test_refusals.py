@@ -116,13 +116,14 @@ def test_one_process_imports_nothing_of_the_ranks_engine(tmp_path: Path) -> None
     code = """
 import sys
 from tests.cluster.launching import built, settings_in
+from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import read_run
 from dphybrid.run.train import train_run
 from dphybrid.util.stop import StopRequest
 from pathlib import Path
 settings = settings_in(Path(sys.argv[1]))
 run = read_run(built(settings, "one", ["train.epochs=1"]), settings)
-train_run(run, run.experiment(), StopRequest())
+train_run(Experiment.of(run), StopRequest())
 heavy = ("torchrec", "fbgemm_gpu", "tensordict", "dphybrid.cluster.sharding")
 print("found:", *[name for name in heavy if name in sys.modules])
 """

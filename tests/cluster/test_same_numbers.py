@@ -11,6 +11,7 @@ import torch
 
 from dphybrid.config.settings import Settings
 from dphybrid.recipes.configs import load_config
+from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import read_run
 from dphybrid.run.pages import ResultPage
 from dphybrid.run.train import evaluate_run, run_job, train_run
@@ -47,12 +48,12 @@ MORTAL += ["model.dropout=0.2", "cluster.ranks=2"]
 
 def train_alone(settings: Settings, folder: str) -> None:
     run = read_run(folder, settings)
-    train_run(run, run.experiment(), StopRequest())
+    train_run(Experiment.of(run), StopRequest())
 
 
 def evaluated(folder: str, settings: Settings) -> dict[str, float]:
     run = read_run(folder, settings)
-    return evaluate_run(run, run.experiment())
+    return evaluate_run(Experiment.of(run))
 
 
 def history(folder: str) -> list[dict[str, float]]:

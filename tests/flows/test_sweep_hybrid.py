@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from dphybrid.config.settings import load_settings
+from dphybrid.gpus.devices import num_at_once
 from dphybrid.lifecycle.cells import Cell, Result
 from dphybrid.lifecycle.sweep import MAX_CELLS, Sweep, compare_sweep
 from dphybrid.recipes.configs import build_config, load_config
-from dphybrid.run.leasing import num_at_once
 from dphybrid.run.pages import Report
 from flows.sweep_hybrid import sweep_hybrid
 from tests.fake_nvml import stand_in

@@ -8,10 +8,10 @@ from prefect import flow, runtime
 import dphybrid.cluster.launch
 from dphybrid.cluster.launch import OUTCOME, train_in_ranks
 from dphybrid.config.settings import load_settings
+from dphybrid.gpus.devices import leased_devices
 from dphybrid.orchestration.machines import gathered, named_workers
 from dphybrid.orchestration.supervised import supervised, watched_flow_run
 from dphybrid.run.folder import read_run
-from dphybrid.run.leasing import leased_devices
 from dphybrid.util.stop import stop_signals
 
 __all__ = ["join_hybrid", "together"]

@@ -24,9 +24,8 @@ from dphybrid.lifecycle import champion
 from dphybrid.lifecycle.champion import MIN_GAIN_TAG, Decision, decide_waiting, judge, open_registry
 from dphybrid.lifecycle.retrain import plan_retraining, retraining
 from dphybrid.recipes.configs import apply_overrides, build_config
-from dphybrid.run.folder import CHAMPION_TAG, DECISION, Run, read_run
+from dphybrid.run.folder import CHAMPION_TAG, DECISION, Run, attached, read_run
 from dphybrid.run.pages import ResultPage
-from dphybrid.run.report import attached
 from dphybrid.run.train import run_job
 from dphybrid.serving.load import find_checkpoint
 from dphybrid.tracking.models import Registry
@@ -127,7 +126,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
     folder = tmp_path_factory.mktemp("shop")
     with pytest.MonkeyPatch.context() as patch:
         own_settings(patch, folder / "data")
-        patch.setattr("dphybrid.tracking.pages.picture", lambda _: "")
+        patch.setattr("dphybrid.tracking.html.figure", lambda *_, **__: "<!-- a figure -->")
         patch.setattr(champion, "_NUM_RESAMPLES", 50)
         stores.put_database("mlflow", folder / "data" / "mlflow" / "mlflow.db")
         (folder / "days").mkdir()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import dphybrid
 from dphybrid.data.table.whole import AMOUNTS
 from dphybrid.recipes.configs import build_config
-from dphybrid.run.advice import advice
+from dphybrid.run.report import advice
 from dphybrid.training.importance import importance, in_memory, num_rows
 from dphybrid.training.metrics import BINARY
 from tests.preparing import table_of

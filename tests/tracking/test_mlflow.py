@@ -14,6 +14,7 @@ import torch
 from mlflow.tracking import MlflowClient
 
 from dphybrid.config.settings import load_settings
+from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import read_run
 from dphybrid.run.report import report_page
 from dphybrid.run.train import Report
@@ -85,8 +86,8 @@ def test_the_report_is_text_whatever_columns_are_called(data_dir: Path, tmp_path
     (tmp_path / "t.csv").write_text("\n".join(lines))
     report = run_with("recipe=ctr", f"data.path={tmp_path / 't.csv'}", "data.label=y", "train.epochs=2")
     text = MlflowClient(report.tracking_uri).get_run(report.run_id).data.tags["mlflow.note.content"]
-    assert text.splitlines()[0].startswith("**ctr on cpu, batch ")
-    assert text.splitlines()[1].startswith("**Validation** auc ")
+    assert text.splitlines()[0].startswith("### ctr on cpu, batch ")
+    assert text.splitlines()[3].startswith("Validation:  auc ")
     assert "predictor = dphybrid.load(" in text
     (repeats,) = re.findall(r"\ndphybrid train .*", text)
     assert "--train.epochs 2 " in repeats  # behind a long path, and not cut
@@ -98,7 +99,7 @@ def test_the_report_is_text_whatever_columns_are_called(data_dir: Path, tmp_path
     assert "&lt;script&gt;alert(1)&lt;/script&gt; | `x` $y^" in page
     run = read_run(data_dir / "runs" / report.run_name, load_settings())
     bad = replace(run, page=run.page.model_copy(update={"links": {"bad": "javascript:alert(1)"}}))
-    assert "javascript:" not in report_page(bad, run.experiment(), report)
+    assert "javascript:" not in report_page(Experiment.of(bad), report)
 
 
 def test_splits_figures_config_and_report_are_artifacts(
@@ -123,7 +124,7 @@ def test_splits_figures_config_and_report_are_artifacts(
     assert {"path": "split_shapes.json", "type": "table"} in json.loads(tags["mlflow.loggedArtifacts"])
     note = tags["mlflow.note.content"]
     assert re.search(
-        r"(?s)\*\*Split\*\* .*\*\*Time\*\* .*batches were split.*load_model\(.*train --recipe hybrid",
+        r"(?s)Split: .*Time: .*batches were split.*load_model\(.*train --recipe hybrid",
         note,
     )
 

@@ -24,6 +24,7 @@ from dphybrid.embedding import (
     row_optimizer,
 )
 from dphybrid.parallel import DataParallel
+from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import read_run
 from dphybrid.run.train import build_run, evaluate_run
 from dphybrid.serving.load import load_model, model_from_checkpoint
@@ -318,7 +319,7 @@ def test_a_damaged_best_checkpoint_is_named_with_what_takes_its_place(
     run = read_run(folder, settings)
     remedy = rf"blocks.safetensors: is damaged .*; remove {best} and run again with --resume run"
     with refused(remedy):
-        evaluate_run(run, run.experiment())
+        evaluate_run(Experiment.of(run))
     shutil.rmtree(best)
     again = run_with(*OPTIONS, resume="run", tags={"by": "hand"})
     verify_checkpoint(Path(again.best_checkpoint))
