@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from dphybrid.config.settings import load_settings
+from dphybrid.gpus import devices as leasing
 from dphybrid.gpus.leases import ask_for, find_holder
 from dphybrid.recipes.configs import build_config
-from dphybrid.run import build, leasing, trainer
+from dphybrid.run import build, trainer
 from dphybrid.run import train as job
 from dphybrid.util.stop import Interrupted, StopRequest, stop_signals, watching
 from tests.fake_nvml import gpu, write_state

@@ -44,18 +44,14 @@ _METAVARS = {
 class Command(BaseModel):
     """The flags of a command: each field is one (`at_once` is `--at-once`), its docstring is the flag's help.
 
-    `run` does the work and returns the exit code; it also makes the slow imports, which `--help` and wrong
-    flags must not wait for.
+    A command of `dphybrid` also has `run`, which does the work and returns the exit code; it makes the slow
+    imports, too, which `--help` and wrong flags must not wait for.
     """
 
     # defer_build: only the class of the command that runs needs a validator.
     model_config = ConfigDict(use_attribute_docstrings=True, defer_build=True)
     shown_as: ClassVar[dict[str, str]] = {}
     """Field -> placeholder of its value in the help."""
-
-    def run(self) -> int:
-        """Do the command's work; return its exit code."""
-        raise NotImplementedError
 
     @classmethod
     def add_to(cls, parser: "Parser", argv: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ PARTIAL_ROWWISE_ADAM do. lion is that of Chen et al. (2023). RowAdamW equals tor
 on all rows.
 """
 
+import difflib
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -78,7 +79,12 @@ class RowOptimizer(EagerOptimizer):
                 )
 
     def rule(self, group: Mapping[str, Any]) -> Rule:
-        """Return the kernel's rule with the present learning rate and options of a parameter group."""
+        """Return the kernel's rule with the present learning rate and options of a parameter group. Raises
+        TypeError for a misspelt option that was set later; keys that resemble no option are the user's."""
+        if len(group) != len(self.defaults) + 2:  # params and param_names
+            beside = sorted(group.keys() - self.defaults.keys() - _BESIDE_OPTIONS - {"param_names"})
+            near = [name for name in beside if difflib.get_close_matches(name, list(self.defaults))]
+            self._refuse_foreign(near, "key of a parameter group")
         lr, decay, eps = (float(group.get(name, 0.0)) for name in ("lr", "weight_decay", "eps"))
         beta1, beta2 = map(float, group.get("betas", (0.0, group.get("beta2", 0.0))))
         return Rule(RULE_NUMBERS[self.row_rule.name], lr, decay, eps, (beta1, beta2))

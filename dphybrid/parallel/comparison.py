@@ -29,7 +29,7 @@ from dphybrid.parallel.nests import PLAIN, batch_rows, joined, leaves, map_leave
 from dphybrid.parallel.replication import replicate_modules
 from dphybrid.parallel.scattering import split
 from dphybrid.parallel.splits import split_sizes
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, type_text
 from dphybrid.util.memory import is_out_of_memory
 
 
@@ -64,8 +64,13 @@ def compare_split(
 
 
 def check_split(model: nn.Module, *args: object, **kwargs: Any) -> None:
-    """Raise UserError with the findings of `compare_split` on this batch, if there are any. For one line in
-    your own loop: `check_split(model, batch)` before the first step."""
+    """Raise UserError with the findings of `compare_split` on this batch, if there are any, and for a model
+    that splits nothing. For one line in your own loop: `check_split(model, batch)` before the first step."""
+    if not find_data_parallel(model):
+        raise UserError(
+            f"check_split: {type_text(model)} contains no DataParallel, so nothing would be split or "
+            "compared; give the model whose blocks are wrapped: DataParallel(blocks, devices)"
+        )
     if found := [finding for finding in compare_split(model, *args, **kwargs) if finding.breaks]:
         findings = "\n".join(finding.text() for finding in found)
         raise UserError(f"the model computes something else when the first batch is split:\n{findings}")

@@ -82,6 +82,19 @@ def test_groups_may_have_a_name_and_what_schedules_note() -> None:
     copied.load_state_dict(copied.state_dict())
 
 
+def test_an_option_that_is_misspelt_later_is_refused_by_the_next_step() -> None:
+    one = table()
+    rows = RowAdagrad(one, lr=0.1)
+    rows.param_groups[0]["note"] = "the user's"
+    one(IDS).sum().backward()
+    rows.step()
+    rows.param_groups[0]["weight_decy"] = 0.1
+    with pytest.raises(
+        TypeError, match="key of a parameter group 'weight_decy'; did you mean 'weight_decay'"
+    ):
+        rows.step()
+
+
 @pytest.mark.parametrize("grouped", [True, False])
 def test_states_find_their_tables_by_name(grouped: bool) -> None:
     one, two = ({name: table() for name in names} for names in ("ab", "ba"))

@@ -105,6 +105,8 @@ def test_the_comparison_leaves_no_split_on_record_and_stops_when_asked() -> None
     with pytest.raises(UserError, match=told):
         check_split(region, torch.randn(5, 3))
     check_split(DataParallel(nn.Softmax(1), "cpu*2"), torch.randn(5, 3))
+    with pytest.raises(UserError, match="contains no DataParallel, so nothing would be split or compared"):
+        check_split(nn.Softmax(0), torch.randn(5, 3))
 
 
 class Codebook(nn.Module):
