@@ -3,6 +3,7 @@ regression and counts. Recipes use the loss, the training loop the metrics, pred
 
 Letters: B samples, C classes. logits are (B,), or (B, C) for multiclass labels."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
@@ -19,6 +20,7 @@ from dphybrid.training.metrics import (
     Confusion,
     Task,
     best_threshold,
+    counts_by_score,
     f1_at,
     sample_weights,
 )
@@ -169,21 +171,17 @@ def _binary(label: Label, threshold: float | Literal["best-f1"] = HALF) -> Label
 
 def _multiclass(label: Label) -> LabelTask:
     def compute(outputs: dict[str, Tensor]) -> dict[str, float]:
-        from sklearn.metrics import accuracy_score, f1_score
-
         logits_BC, labels_B = outputs["logits"].double(), outputs["labels_B"].long()
         if logits_BC.shape[1:] != (len(label.classes),):
             raise UserError(
                 f"the label has {len(label.classes)} classes, but the model returns logits of shape "
                 f"{tuple(logits_BC.shape)}; return one logit for each class, or change data.task"
             )
-        weights_B, found_B = sample_weights(outputs), logits_BC.argmax(1)
+        weights_B, found_B = sample_weights(outputs), logits_BC.argmax(1).numpy()
         losses_B = F.cross_entropy(logits_BC, labels_B, reduction="none").numpy()
         return {
-            "accuracy": float(accuracy_score(labels_B, found_B, sample_weight=weights_B)),
-            "macro_f1": float(
-                f1_score(labels_B, found_B, average="macro", sample_weight=weights_B, zero_division=0.0)
-            ),
+            "accuracy": float(np.average(found_B == labels_B.numpy(), weights=weights_B)),
+            "macro_f1": _macro_f1(labels_B.numpy(), found_B, weights_B),
             "log_loss": float(np.average(losses_B, weights=weights_B)),
         }
 
@@ -216,14 +214,16 @@ def _regression(label: Label) -> LabelTask:
         return label.offset + label.scale * logits_B.double()
 
     def compute(outputs: dict[str, Tensor]) -> dict[str, float]:
-        from sklearn import metrics
-
-        both = [link(outputs[name]).numpy() for name in ("labels_B", "logits")]
-        weights_B = sample_weights(outputs)
+        observed_B, predicted_B = (link(outputs[name]).numpy() for name in ("labels_B", "logits"))
+        weights_B, errors_B = sample_weights(outputs), observed_B - predicted_B
+        squared = float(np.average(errors_B**2, weights=weights_B))
+        mean = np.average(observed_B, weights=weights_B)
+        variance = float(np.average((observed_B - mean) ** 2, weights=weights_B))
         return {
-            "rmse": float(metrics.root_mean_squared_error(*both, sample_weight=weights_B)),
-            "mae": float(metrics.mean_absolute_error(*both, sample_weight=weights_B)),
-            "r2": float(metrics.r2_score(*both, sample_weight=weights_B)),
+            "rmse": math.sqrt(squared),
+            "mae": float(np.average(np.abs(errors_B), weights=weights_B)),
+            # Of equal observations: 1 if they are predicted exactly, else 0.
+            "r2": 1 - squared / variance if variance else float(squared == 0),
         }
 
     def charts(outputs: dict[str, Tensor]) -> list[Chart | Confusion]:
@@ -310,15 +310,37 @@ def _poisson(logits_B: Tensor, labels_B: Tensor) -> Tensor:
     return torch.exp(logits_B) - labels_B * logits_B + torch.xlogy(labels_B, labels_B) - labels_B
 
 
-def _ranked(labels_B: Array, scores_B: Array, weights_B: Array | None) -> list[Chart]:
-    """Return the ROC curve and the precision-recall curve of scores."""
-    from sklearn.metrics import precision_recall_curve, roc_curve
+def _macro_f1(labels_B: Array, found_B: Array, weights_B: Array | None) -> float:
+    """Return the mean F1 of the classes that are the label, or the prediction, of a row."""
+    classes, both_2B = np.unique(np.stack([labels_B, found_B]), return_inverse=True)
+    ones_B = np.ones(len(labels_B)) if weights_B is None else weights_B
+    labels_B, found_B = both_2B.reshape(2, -1)
+    is_C, said_C, hit_C = (
+        np.bincount(each_B, weights, minlength=len(classes))
+        for each_B, weights in (
+            (labels_B, ones_B),
+            (found_B, ones_B),
+            (labels_B, ones_B * (labels_B == found_B)),
+        )
+    )
+    # Rows of weight 0 can leave a class without any.
+    return float((2 * hit_C / np.maximum(is_C + said_C, 1e-300)).mean())
 
-    false_T, true_T, _ = roc_curve(labels_B, scores_B, sample_weight=weights_B)
-    precision_T, recall_T, _ = precision_recall_curve(labels_B, scores_B, sample_weight=weights_B)
-    roc = _chart("roc", "ROC curve", ("false positive rate", "true positive rate"), _thinned(false_T, true_T))
+
+def _ranked(labels_B: Array, scores_B: Array, weights_B: Array | None) -> list[Chart]:
+    """Return the ROC curve and the precision-recall curve of scores: a point for each distinct score, from
+    the highest to the lowest."""
+    positive_V, negative_V = counts_by_score(labels_B, scores_B, weights_B)
+    counts = (each_V[positive_V + negative_V > 0] for each_V in (positive_V, negative_V))
+    true_T, false_T = (np.cumsum(each_V[::-1]) for each_V in counts)
+    recall_T, fallout_T, precision_T = true_T / true_T[-1], false_T / false_T[-1], true_T / (true_T + false_T)
+    rates = ("false positive rate", "true positive rate")
+    curve = _thinned(np.append(0.0, fallout_T), np.append(0.0, recall_T))
+    roc = _chart("roc", "ROC curve", rates, curve)
     axes = ("recall", "precision")
-    both = _chart("precision_recall", "Precision and recall", axes, _thinned(recall_T, precision_T))
+    # Without any row, precision is 1 by convention.
+    curve = _thinned(np.append(recall_T[::-1], 0.0), np.append(precision_T[::-1], 1.0))
+    both = _chart("precision_recall", "Precision and recall", axes, curve)
     return [
         roc.model_copy(update={"drawn": "line"}),
         both.model_copy(update={"drawn": "line", "line": "none"}),

@@ -202,6 +202,29 @@ def test_the_losses_are_those_of_torch_and_the_metrics_those_of_scikit_learn() -
     assert found["rmse"] == pytest.approx(metrics.root_mean_squared_error(*given, sample_weight=weights))
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_scores_of_classes_and_curves_are_scikit_learns(weighted: bool) -> None:
+    random = np.random.default_rng(5)
+    weights_B = random.random(200) * (random.random(200) < 0.7) if weighted else None
+    weight = {} if weights_B is None else {"weight": torch.from_numpy(weights_B)}
+    labels_B, logits_BC = random.integers(0, 3, 200), random.normal(size=(200, 6))
+    logits_BC[:, 5] = -9  # a class that is neither a label nor predicted
+    outputs = {"logits": torch.from_numpy(logits_BC), "labels_B": torch.from_numpy(labels_B).float()}
+    found = label_task(of_label("multiclass", classes=list("abcdef"))).compute(outputs | weight)
+    given = labels_B, logits_BC.argmax(1)
+    assert found["accuracy"] == pytest.approx(metrics.accuracy_score(*given, sample_weight=weights_B))
+    expected = metrics.f1_score(*given, average="macro", sample_weight=weights_B, zero_division=0.0)
+    assert found["macro_f1"] == pytest.approx(expected)
+    scores_B, labels_B = random.normal(size=200).round(1), labels_B % 2  # fewer scores than points are shown
+    given, options = (labels_B, scores_B), {"sample_weight": weights_B}
+    outputs = {"logits": torch.from_numpy(scores_B), "labels_B": torch.from_numpy(labels_B).float()}
+    roc, ranked, *_ = label_task(of_label("binary", classes=["no", "yes"])).charts(outputs | weight)
+    fallout, recall, _ = metrics.roc_curve(*given, drop_intermediate=False, **options)
+    np.testing.assert_allclose(roc.points, np.stack([fallout, recall], 1))
+    precision, recall, _ = metrics.precision_recall_curve(*given, **options)
+    np.testing.assert_allclose(ranked.points, np.stack([recall, precision], 1))
+
+
 def test_of_many_classes_the_frequent_ones_are_shown_and_the_others_together() -> None:
     facts = of_label("multiclass", classes=[f"c{number}" for number in range(30)])
     random = np.random.default_rng(0)
