@@ -1,6 +1,7 @@
 """Hybrid models: embedding tables in host memory, dense blocks data-parallel on GPUs, every batch split
 recorded."""
 
+import os
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,10 @@ from typing import TYPE_CHECKING, Any
 _MODULE = sys.orig_argv[sys.orig_argv.index("-m") + 1 :][:1] if sys.argv[:1] == ["-m"] else []
 if any(name.partition(".")[0] == __name__ for name in _MODULE) and not sys.flags.safe_path:
     del sys.path[0]
+
+# Where other processes compute, too, OpenMP's threads must sleep while they wait for one another, not spin:
+# spinning made steps of some milliseconds 4 to 20 times as long. Read by torch when it is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 if TYPE_CHECKING:
     from dphybrid.api.estimator import HybridClassifier, HybridRegressor

@@ -1,5 +1,7 @@
 """What an import brings along, and the arrows between packages. Ruff's `banned-api` holds the rest."""
 
+import os
+
 import pytest
 
 from tests.commands import python
@@ -31,6 +33,14 @@ def test_an_import_brings_no_more_than_allowed(module: str, allowed: set[str]) -
     code = f"import sys, {module}; print(' '.join(m for m in {HEAVY!r} if m in sys.modules))"
     found = python("-c", code, cwd=REPOSITORY)
     assert set(found.stdout.split()) <= allowed
+
+
+@pytest.mark.parametrize("given", [None, "ACTIVE"])
+def test_threads_that_wait_sleep_unless_the_user_chose_otherwise(given: str | None) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    env |= {"OMP_WAIT_POLICY": given} if given else {}
+    found = python("-c", "import os, dphybrid; print(os.environ['OMP_WAIT_POLICY'])", env=env)
+    assert found.stdout.strip() == (given or "PASSIVE")
 
 
 def test_arrows_between_the_rooms_run_downwards_only() -> None:

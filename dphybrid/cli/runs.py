@@ -19,6 +19,7 @@ from pydantic_settings import CliPositionalArg
 from dphybrid.cli.parser import Command
 from dphybrid.config.settings import load_settings
 from dphybrid.util.errors import UserError, counted
+from dphybrid.util.text import aligned
 
 
 class Flags(Command):
@@ -58,10 +59,7 @@ class Flags(Command):
 def _print_table(rows: list[dict[str, object]]) -> None:
     # Without the columns that are empty in all rows.
     names = [name for name in rows[0] if any(str(row[name]) for row in rows)]
-    lines = [names, *([str(row[name]) for name in names] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    print("\n".join(aligned([names, *([str(row[name]) for name in names] for row in rows)])))
 
 
 def _show(names: list[str]) -> int:

@@ -23,6 +23,7 @@ from dphybrid.training.importance import importance as permuted
 from dphybrid.training.loop import validation_outputs
 from dphybrid.training.metrics import best_threshold, f1_at
 from dphybrid.util.errors import UserError, counted, suggestion
+from dphybrid.util.text import aligned
 
 SAMPLES = 200
 """How often rows are drawn again for an interval."""
@@ -63,19 +64,21 @@ class Evaluation:
             "classes": "Classes:",
             "importance": f"Columns by importance ({self.metric} lost when a column is shuffled):",
         }
-        with pl.Config(
-            tbl_rows=-1,
-            tbl_cols=-1,
-            tbl_hide_column_data_types=True,
-            tbl_hide_dataframe_shape=True,
-            float_precision=4,
-            tbl_formatting="ASCII_BORDERS_ONLY_CONDENSED",
-        ):
-            for name, title in titles.items():
-                frame = getattr(self, name)
-                if frame is not None:
-                    lines += [title, str(frame)]
+        for name, title in titles.items():
+            if (frame := getattr(self, name)) is not None:
+                lines += [title, *(f"  {line}" for line in aligned(_cells(frame)))]
         return "\n".join(lines)
+
+
+def _cells(frame: pl.DataFrame) -> list[list[str]]:
+    """Return a table's names, then its rows, as texts: - for no value."""
+    return [
+        frame.columns,
+        *(
+            ["-" if cell is None else f"{cell:.4f}" if isinstance(cell, float) else str(cell) for cell in row]
+            for row in frame.iter_rows()
+        ),
+    ]
 
 
 def evaluate(

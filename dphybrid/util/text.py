@@ -4,7 +4,7 @@ import json
 import re
 import shlex
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from urllib.parse import unquote, urlsplit, urlunsplit
 
@@ -42,6 +42,9 @@ _VALUE = re.compile(
     r"|\b(?:password|passwd|pwd|secret|api_?key|access_?token))=)(?!\*\*\*)[^&\s;]+"
 )
 
+_NUMBER = re.compile(r"-?[\d,.]+|-")
+"""A number as it is shown, or no value."""
+
 
 def printable(text: str) -> str:
     """Return a text that is safe to print: line breaks and tabs stay; other control characters, which could
@@ -70,6 +73,16 @@ def folded(text: str, width: int) -> str:
             )
         )
     return "\n".join(lines)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a table as lines. rows: the titles, then the cells; columns of numbers stand to the right."""
+    columns = []
+    for title, *cells in zip(*rows, strict=True):
+        width = max(map(len, (title, *cells)))
+        side = ">" if all(_NUMBER.fullmatch(cell) for cell in cells) else "<"
+        columns.append([f"{cell:{side}{width}}" for cell in (title, *cells)])
+    return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
 
 
 def as_markdown(text: str) -> str:

@@ -93,6 +93,7 @@ def test_a_file_is_evaluated_like_a_frame_and_rows_without_a_label_are_left_out(
     assert "Evaluated on 290 rows" in told
     assert f"auc               {from_file.metrics['auc']:.4f}" in told
     assert "best F1" in told
+    assert "null" not in told
     assert "Columns by importance (auc lost when a column is shuffled)" in told
 
 

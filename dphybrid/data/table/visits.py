@@ -17,7 +17,8 @@ _USERS = 1500
 def visits(num_rows: int, seed: int) -> pl.DataFrame:
     """Return rows in the order of time, as texts with None for no value. `clicked` is the label: "yes" for
     about a quarter of the rows. It depends on the user, the tags, the price beside what the user usually
-    pays, the hour and the city."""
+    pays, and on columns together: what is on sale attracts on phones and repels on laptops, and some cities
+    are awake in the evening, others in the morning."""
     random = np.random.default_rng([seed, 20])
     # A few users come often, most of them rarely.
     chance_U = (1 + random.permutation(_USERS)) ** -0.6
@@ -34,9 +35,9 @@ def visits(num_rows: int, seed: int) -> pl.DataFrame:
         likes_U[user_B]
         + of_city_C[city_B]
         - 0.9 * np.log(price_B / usual_U[user_B])
-        + has_tag @ np.array([0.9, -0.4, 0.0, 0.0, 1.1, 0.4])
-        + 0.7 * (hour_B >= 18)
-        + 0.8 * ((device_B == 0) & has_tag[:, 4])
+        + has_tag @ np.array([0.9, -0.4, 0.0, 0.0, 0.0, 0.4])
+        + has_tag[:, 4] * np.array([1.6, -1.2, 0.4])[device_B]
+        + 1.2 * np.where(city_B % 2 == 0, hour_B >= 16, hour_B < 8)
         - 2.2
     )
     clicked_B = random.random(num_rows) < 1 / (1 + np.exp(-score_B))
