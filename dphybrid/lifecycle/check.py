@@ -29,12 +29,11 @@ def check_target(
 
     A factory is called without arguments, or with the recipe's ModelContext if it takes one. The model's
     data-parallel blocks are checked; a model without any is checked as if it were one block. If the model is
-    built for the recipe's data, its first rows are also computed unsplit and split, to find layers that
-    compute across the batch. rows: rows of an epoch (None: those of the data). Raises UserError when the
-    factory does not return a module.
+    built for the recipe's data, its first rows are also computed unsplit and split, in training and in
+    evaluation mode, to find layers that compute across the batch. rows: rows of an epoch (None: those of the
+    data). Raises UserError when the factory does not return a module.
     """
-    across: list[Finding] = []
-    split = ""
+    across, split = list[tuple[str, list[Finding]]](), ""
     if target is None or _takes_context(target):
         recipe = find_recipe(config.recipe)
         data = recipe.prepare(config.data, settings.prepared_dir, config.train.seed)
@@ -49,14 +48,18 @@ def check_target(
         if find_data_parallel(model):
             samples = recipe.training_rows(data.dataset("train"), data.info, config.model)
             compared = min(config.train.batch_size, _COMPARED_ROWS)
-            across = compare_split(model, next(batches(samples, compared, seed=0, epoch=0, shuffle=False)))
+            batch = next(batches(samples, compared, seed=0, epoch=0, shuffle=False))
+            for mode in ("training", "evaluation"):
+                if findings := compare_split(model.train(mode == "training"), batch):
+                    across.append((f"the first batch in {mode}, unsplit and split", findings))
+                    break  # in both modes it would be the same layer
     else:
         model = _made(target, import_callable(target, "check"))
     blocks = find_data_parallel(model)
     if not blocks:
         return split, [("the module as one block", check_module(model))]
     found = [(name or "the model", check_module(block.module)) for name, block in blocks.items()]
-    return split, [*found, ("the first batch, unsplit and split", across)] if across else found
+    return split, [*found, *across]
 
 
 def _made(target: str, factory: Callable[[], object]) -> nn.Module:

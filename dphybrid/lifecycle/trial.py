@@ -57,9 +57,10 @@ class Trial:
     best: Path = Path()
     not_prefetched: str = ""
 
-    def train(self, name: str, stop_after: int = 0, **values: object) -> dict[str, str]:
-        """Train the sample on two virtual devices as run `name`, or continue that run; return the digests of
-        its last checkpoint's files. stop_after: steps after which it is stopped; 0: never."""
+    def train(self, name: str, problem: str = "", stop_after: int = 0, **values: object) -> str:
+        """Train the sample on two virtual devices as run `name`, or continue that run. stop_after: steps
+        after which it is stopped; 0: never. Raises UserError(problem) if the last checkpoint's weights differ
+        from the first training's."""
         config = self.experiment.config
         config = config.model_copy(update={"train": config.train.model_copy(update=values)})
         engine = _TrialEngine(config, stop_after)
@@ -71,17 +72,15 @@ class Trial:
         with closing_run(experiment.run), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             result = train_run(experiment, StopRequest())
+        weights = dict(read_state(Path(result.checkpoint)).digests)
         if not self.weights:
             reasons = [str(one.message) for one in caught if str(one.message).startswith("RowPipeline: ")]
             self.not_prefetched = reasons[0].removeprefix("RowPipeline: ") if reasons else ""
-            self.best = Path(result.best_checkpoint)
-        return dict(read_state(Path(result.checkpoint)).digests)
-
-    def same(self, other: dict[str, str], problem: str) -> str:
-        """Raise UserError(problem) if another training's weights differ from the first one's."""
-        # A file that the other one lacks is no difference.
-        if differing := [name for name, digest in self.weights.items() if other.get(name, digest) != digest]:
-            raise UserError(f"{problem} ({differing[0]} differs)")
+            self.best, self.weights = Path(result.best_checkpoint), weights
+        # A file that one of the two lacks is no difference.
+        for file in self.weights.keys() & weights.keys():
+            if weights[file] != self.weights[file]:
+                raise UserError(f"{problem} ({file} differs)")
         return "the same bits"
 
 
@@ -105,10 +104,8 @@ class _TrialEngine(Engine):
 @contextmanager
 def trial_of(recipe: str | ExperimentConfig) -> Iterator[Trial]:
     """Yield the trial of a recipe, by its name or import path, or of a config, in a temporary folder."""
-    config, settings = (
-        build_config({"recipe": recipe}) if isinstance(recipe, str) else recipe,
-        load_settings(),
-    )
+    config = build_config({"recipe": recipe}) if isinstance(recipe, str) else recipe
+    settings = load_settings()
     # The temporary folder is below runs_dir, because only pages there may name code of any package.
     make_folder(settings.runs_dir)
     with scratch_folder(settings.runs_dir, ".check-") as folder:
@@ -119,8 +116,7 @@ def trial_of(recipe: str | ExperimentConfig) -> Iterator[Trial]:
 def prepare(trial: Trial) -> str:
     """Prepare the recipe's data, and make the sample that the other checks train on."""
     whole = prepare_data(trial.config, trial.settings)
-    data = whole.data
-    sizes = {part: len(data.dataset(part)) for part in data.parts}
+    sizes = {part: len(whole.data.dataset(part)) for part in whole.data.parts}
     if not sizes.get("train") or not sizes.get("valid"):
         raise UserError(f"the splits have {sizes} samples; train and valid need one or more each")
     # Three steps an epoch, whatever the data: two full batches and a short one.
@@ -128,13 +124,12 @@ def prepare(trial: Trial) -> str:
     # check_split: `devices` below says what differs, and the checks before it are tried all the same.
     train = {"epochs": _EPOCHS, "batch_size": batch, "patience": 0, "warm_start": None, "check_split": False}
     config = whole.config.model_copy(update={"train": whole.config.train.model_copy(update=train)})
-    view = data.dataset
-    rows = 2 * batch + max(1, batch // 2)
+    view, rows = whole.data.dataset, 2 * batch + max(1, batch // 2)
 
     def sample(_: Prepared, part: str) -> Dataset:
         return FirstRows(view(part), rows)
 
-    trial.experiment = replace(whole, config=config, data=replace(data, view=sample))
+    trial.experiment = replace(whole, config=config, data=replace(whole.data, view=sample))
     return ", ".join(f"{size:,} samples in {part}" for part, size in sizes.items())
 
 
@@ -156,11 +151,6 @@ def evaluate(trial: Trial) -> str:
     task, valid = experiment.task, experiment.data.dataset("valid")
     model, batch_size = experiment.build(resolve_devices("cpu")), experiment.config.train.batch_size
     outputs = validation_outputs(model, valid, batch_size, task)
-    if missing := [name for name in task.reads if name not in outputs]:
-        raise UserError(
-            f"the task reads {missing[0]!r}, which neither batches nor outputs have; return it from "
-            "forward, or correct the task"
-        )
     if odd := [name for name, value in outputs.items() if len(value) != len(valid)]:
         num_rows = len(outputs[odd[0]])
         raise UserError(f"{odd[0]} has {num_rows} rows for {len(valid)} samples; return one per sample")
@@ -175,14 +165,14 @@ def evaluate(trial: Trial) -> str:
 
 def train(trial: Trial) -> str:
     """Train the sample."""
-    trial.weights = trial.train("whole")
+    trial.train("whole")
     return f"{_EPOCHS} epochs of a sample, batches of {trial.experiment.config.train.batch_size}"
 
 
 def train_twice(trial: Trial) -> str:
     """A second training gives the same weights."""
-    return trial.same(
-        trial.train("again"),
+    return trial.train(
+        "again",
         "a second training gives other weights; draw random numbers from torch's generator in the model, "
         "with dphybrid.data.DrawnDataset in the data, with step.generator() in a step",
     )
@@ -193,8 +183,8 @@ def resume(trial: Trial) -> str:
     try:
         trial.train("stopped", stop_after=_STOPPED_AFTER)
     except Interrupted:
-        return trial.same(
-            trial.train("stopped"),
+        return trial.train(
+            "stopped",
             "a stopped and resumed training gives other weights; keep all state that training changes in "
             "parameters, buffers or optimizers, and draw random numbers from (seed, epoch, sample)",
         )
@@ -205,19 +195,20 @@ def pipeline(trial: Trial) -> str:
     """Training without prefetching gives the same weights."""
     if trial.not_prefetched:
         return f"not tried: {trial.not_prefetched}"
-    return trial.same(
-        trial.train("off", pipeline="off"),
+    return trial.train(
+        "off",
         "prefetching changes the weights; table_ids must return the ids that forward looks up, draw no "
         "random numbers and change no state",
+        pipeline="off",
     )
 
 
 def devices(trial: Trial) -> str:
-    """One and two devices compute the same."""
-    for _, findings in check_target(None, trial.experiment.config, trial.settings)[1]:
+    """One and two devices compute the same, in training and in evaluation mode."""
+    for where, findings in check_target(None, trial.experiment.config, trial.settings)[1]:
         for one in findings:
             if one.breaks:
-                raise UserError(f"{one.module or 'the model'}: {one.problem}; {one.remedy}")
+                raise UserError(f"{one.module or where}: {one.problem}; {one.remedy}")
     return "one and two virtual devices agree"
 
 
@@ -226,13 +217,13 @@ def predict(trial: Trial) -> str:
     recipe = trial.experiment.recipe
     if not recipe.predicts:
         return "not tried: the recipe makes no predictions; define predict(model, rows, vocabularies)"
-    predictor = open_predictor(trial.best, settings=trial.settings)
     rows, data = dict(recipe.example), trial.config.data
     if not rows and isinstance(data, TableDataConfig) and data.path is not None:
         chunk = next(read_files(find_files(data.path, "data.path"), data, []))
         rows = {name: list(islice(cells, 8)) for name, cells in chunk.cells.items()}
     if not rows:
         return "not tried: the recipe has no `example`; give it the columns of some rows to predict"
+    predictor = open_predictor(trial.best, settings=trial.settings)
     first, second = predictor.predict(rows), predictor.predict(rows)
     if repr(first) != repr(second):
         raise UserError(

@@ -131,7 +131,8 @@ def validation_outputs(
     model: nn.Module, data: Dataset, batch_size: int, task: Task, part: tuple[int, int] = (0, 1)
 ) -> dict[str, Tensor]:
     """Return losses, weights and what else the task reads (logits, labels, ...), on the CPU: one row for each
-    row of `data`, or of this process's part of each batch."""
+    row of `data`, or of this process's part of each batch. Raises UserError for an output that is missing,
+    and for a loss that is not a number."""
     model.eval()
     wanted = ("loss", "weight", *task.reads)
     collected: dict[str, list[Tensor]] = {}
@@ -141,6 +142,11 @@ def validation_outputs(
         for name, value in kept.items():
             collected.setdefault(name, []).append(value.detach().cpu())
     outputs = {name: torch.cat(parts) for name, parts in collected.items()}
+    if missing := [name for name in wanted if name not in outputs]:
+        raise UserError(
+            f"the task reads {missing[0]!r}, which neither batches nor outputs have; return it from forward, "
+            "or correct the task"
+        )
     if bool((wrong := outputs["loss"].isnan()).any()):
         sample = f"evaluation: the loss of sample {int(wrong.nonzero()[0][0])} is nan"
         if bad := bad_weight(model):

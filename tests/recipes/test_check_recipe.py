@@ -94,13 +94,25 @@ class _Centred(torch.nn.Bilinear):
         return found - found.mean(0)
 
 
+class _CentredInEvaluation(_Centred):
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        return torch.nn.Bilinear.forward(self, left, right) if self.training else super().forward(left, right)
+
+
+class _AcrossInEvaluation(Network):
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self.region.module = _CentredInEvaluation(8, 8, 1)
+
+
 class _AcrossTheBatch(Network):
     def __init__(self, context: Any) -> None:
         super().__init__(context)
         self.region.module = _Centred(8, 8, 1)
 
 
-NETWORKS = [_FailsInTraining, _DrawsUnseeded, _Counts, _CountsAhead, _Unannounced, _AcrossTheBatch]
+NETWORKS = [_FailsInTraining, _DrawsUnseeded, _Counts, _CountsAhead, _Unannounced]
+NETWORKS += [_AcrossTheBatch, _AcrossInEvaluation]
 for _net in NETWORKS:  # a recipe of each one's name
     _name = _net.__name__.removeprefix("_")
     globals()[_name] = type(_name, (Sound,), {"net": _net, "__module__": __name__})
@@ -139,6 +151,7 @@ def found_in(name: str) -> dict[str, tuple[str, str]]:
         ("Counts", "resume", "keep all state that training changes in parameters, buffers or optimizers"),
         ("CountsAhead", "pipeline", "table_ids must return the ids that forward looks up"),
         ("AcrossTheBatch", "devices", "computes across the batch"),
+        ("AcrossInEvaluation", "devices", "computes across the batch"),
         ("Forgets", "predict", "draw no random numbers in evaluation mode"),
         ("FailsToPredict", "predict", "the rows have no column 'item'; columns: user"),
     ],
