@@ -2,10 +2,11 @@
 
 examples:
   %(prog)s ctr-cpu-1121-044553 --data.path held.csv
-  %(prog)s models:/clicks@champion --data.path 'march/*.csv.gz' --importance
+  %(prog)s models:/clicks@champion --data.path 'march/*.csv.gz' --importance --out march.html
  Prints the recipe's metrics with a 95%% interval, precision and recall of each class, for two classes also by
 threshold, and with --importance by how much the deciding metric gets worse when a column's cells are
-shuffled. For models of tables (recipe ctr); the files must have the label's column.
+shuffled. --out writes the same as a page with figures: ROC, precision and recall, calibration and the
+confusion matrix, or residuals. For models of tables (recipe ctr); the files must have the label's column.
 """
 
 from pathlib import Path
@@ -18,6 +19,7 @@ from dphybrid.cli.flags import check_data_path
 from dphybrid.cli.parser import Command
 from dphybrid.config.settings import load_settings
 from dphybrid.util.errors import UserError
+from dphybrid.util.files import write_text
 
 
 class _Rows(BaseModel):
@@ -29,12 +31,14 @@ class _Rows(BaseModel):
 class Flags(Command):
     """The flags of `evaluate`."""
 
-    shown_as: ClassVar[dict[str, str]] = {"data.path": "PATH"}
+    shown_as: ClassVar[dict[str, str]] = {"data.path": "PATH", "out": "FILE"}
     model: CliPositionalArg[str] = Field(alias="RUN_OR_MODEL")
     """A run (name or MLflow id), a checkpoint folder, or models:/NAME@champion."""
     data: _Rows
     importance: bool = False
     """Also measure how much each column matters."""
+    out: Path | None = None
+    """Also write a page with figures: a file that ends in .html."""
     devices: str = "cpu"
     """Devices on which the model runs."""
     batch_size: int = Field(default=1024, ge=1)
@@ -44,6 +48,8 @@ class Flags(Command):
         """Print the evaluation."""
         # A missing file is reported before the imports below, which take seconds.
         check_data_path(self.data.path)
+        if self.out and self.out.suffix not in (".html", ".htm"):
+            raise UserError(f"--out {self.out}: the page is HTML; name a file that ends in .html")
         from dphybrid.serving.evaluate import evaluate
         from dphybrid.serving.load import find_checkpoint
         from dphybrid.serving.predict import Predictor, open_predictor
@@ -60,4 +66,7 @@ class Flags(Command):
                 predictor, Path(self.data.path), importance=self.importance, on_progress=progress
             )
         print(found.text())
+        if self.out:
+            write_text(self.out, found.page(f"{self.model} on {Path(self.data.path).name}"))
+            print(f"Page: {self.out}")
         return 0

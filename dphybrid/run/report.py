@@ -267,7 +267,9 @@ def report_page(experiment: Experiment, report: Report) -> str:
     sections = [
         Section("", _where(experiment, report), big, facts | _links(experiment), report.warnings),
         Section("How it learned", figures=curves),
-        Section("What it predicts", figures=[_figure(chart) for chart in evaluated.charts], tables=recall),
+        Section(
+            "What it predicts", figures=[chart_figure(chart) for chart in evaluated.charts], tables=recall
+        ),
         Section("Which columns matter", matters, figures=[bars(most, what)], tables=[importance]),
         Section("How batches were split", tables=[splits]),
         Section("Where time went", figures=[bars(times, "seconds")]),
@@ -276,8 +278,8 @@ def report_page(experiment: Experiment, report: Report) -> str:
     return html_of(report.run_name, sections)
 
 
-def _figure(chart: Chart | Confusion) -> str:
-    """Draw a chart of predictions."""
+def chart_figure(chart: Chart | Confusion) -> str:
+    """Draw a chart of predictions as SVG."""
     if isinstance(chart, Confusion):
         return matrix(chart.title, chart.classes, chart.counts)
     xs, ys = zip(*chart.points, strict=True) if chart.points else ((), ())

@@ -17,11 +17,13 @@ from dphybrid.data.table.cells import as_texts, clean
 from dphybrid.data.table.files import find_files, read_files
 from dphybrid.data.table.frames import as_frame
 from dphybrid.data.table.rows import Rejected
+from dphybrid.run.report import chart_figure
 from dphybrid.serving.predict import Predictor
+from dphybrid.tracking.html import Cell, Section, Table, html_of
 from dphybrid.training.importance import SECONDS, in_memory
 from dphybrid.training.importance import importance as permuted
 from dphybrid.training.loop import validation_outputs
-from dphybrid.training.metrics import best_threshold, f1_at
+from dphybrid.training.metrics import Chart, Confusion, best_threshold, f1_at
 from dphybrid.util.errors import UserError, counted, suggestion
 from dphybrid.util.text import aligned
 
@@ -34,11 +36,14 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What `evaluate` found. intervals: of each metric, the 2.5 and 97.5 percentiles over rows drawn again
-    with replacement (the percentile bootstrap of Efron and Tibshirani 1993). thresholds: for a binary label,
-    a row for each threshold, the one with the best F1 and the model's own. classes: for several classes, a
-    row for each. importance: columns, the most important first: by how much the deciding metric gets worse
-    when the column's cells are shuffled (`dphybrid.training.importance`). notes: what was left out."""
+    """What `evaluate` found.
+
+    intervals: of each metric, the 2.5 and 97.5 percentiles over rows drawn again with replacement (the
+    percentile bootstrap of Efron and Tibshirani 1993). thresholds: for a binary label, a row for each
+    threshold, the one with the best F1 and the model's own. classes: for several classes, a row for each.
+    importance: columns, the most important first: by how much the deciding metric gets worse when the
+    column's cells are shuffled (`dphybrid.training.importance`). notes: what was left out. charts: the same
+    as in a run's report: ROC, precision and recall, calibration, confusion matrix, or residuals."""
 
     num_rows: int
     left_out: int
@@ -49,6 +54,17 @@ class Evaluation:
     classes: pl.DataFrame | None = None
     importance: pl.DataFrame | None = None
     notes: list[str] = field(default_factory=list)
+    charts: list[Chart | Confusion] = field(default_factory=list)
+
+    @property
+    def tables(self) -> list[tuple[str, pl.DataFrame]]:
+        """The tables that there are, with their titles."""
+        titles = {
+            "thresholds": "Predicted positive from a probability on",
+            "classes": "Classes",
+            "importance": f"Columns by importance ({self.metric} lost when a column is shuffled)",
+        }
+        return [(t, frame) for name, t in titles.items() if (frame := getattr(self, name)) is not None]
 
     def text(self) -> str:
         """Return the result as lines for the console."""
@@ -59,15 +75,31 @@ class Evaluation:
             low, high = self.intervals[name]
             decides = " (decides)" if name == self.metric else ""
             lines.append(f"  {name:<18}{value:.4f}   95% from {low:.4f} to {high:.4f}{decides}")
-        titles = {
-            "thresholds": "Predicted positive from a probability on:",
-            "classes": "Classes:",
-            "importance": f"Columns by importance ({self.metric} lost when a column is shuffled):",
-        }
-        for name, title in titles.items():
-            if (frame := getattr(self, name)) is not None:
-                lines += [title, *(f"  {line}" for line in aligned(_cells(frame)))]
+        for title, frame in self.tables:
+            lines += [f"{title}:", *(f"  {line}" for line in aligned(_cells(frame)))]
         return "\n".join(lines)
+
+    def page(self, title: str) -> str:
+        """Return the result as an HTML page with its figures."""
+        low, high = zip(*self.intervals.values(), strict=True)
+        intervals = {"metric": list(self.metrics), "value": list(self.metrics.values())}
+        left_out = [f"Left out: {counted(self.left_out, 'row')} without a label"] if self.left_out else []
+        rows, drawn = counted(self.num_rows, "row"), "Percentiles over rows drawn again with replacement"
+        sections = [
+            Section("", f"Evaluated on {rows}", self.metrics, warnings=[*self.notes, *left_out]),
+            Section("Intervals", drawn, tables=[Table({**intervals, "95% from": low, "to": high})]),
+            Section("What it predicts", figures=[chart_figure(chart) for chart in self.charts]),
+            *(Section(name, tables=[Table(_columns(frame))]) for name, frame in self.tables),
+        ]
+        return html_of(title, sections)
+
+
+def _columns(frame: pl.DataFrame) -> dict[str, list[object]]:
+    """Return a table by columns; an empty text stays empty."""
+    return {
+        name: [Cell("") if value == "" else value for value in values]
+        for name, values in frame.to_dict(as_series=False).items()
+    }
 
 
 def _cells(frame: pl.DataFrame) -> list[list[str]]:
@@ -151,6 +183,7 @@ def evaluate(
         classes=_classes(predictor, labels_B.numpy(), probabilities) if predictor.classes else None,
         importance=found,
         notes=notes,
+        charts=list(predictor.task.charts(outputs)) if predictor.task.charts else [],
     )
 
 

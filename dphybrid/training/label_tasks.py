@@ -31,7 +31,7 @@ HALF = 0.5
 """The threshold of a binary label, unless one is chosen."""
 _BINS = 10
 """Points of a calibration figure; each stands for the same number of rows."""
-_CALIBRATION = "Calibration: each point is a tenth of the validation rows"
+_CALIBRATION = "Calibration: each point is a tenth of the rows"
 _OBSERVED = "predicted_against_observed"
 _SHOWN_ROWS = 400
 """Most rows of a scatter plot; they are taken at equal distances."""
@@ -233,7 +233,7 @@ def _regression(label: Label) -> LabelTask:
         def shown(values_B: Array) -> list[tuple[float, float]]:
             return list(zip(predicted_B[every].tolist(), values_B[every].tolist(), strict=True))
 
-        title, left = "Predicted against observed, validation rows", "Residuals, validation rows"
+        title, left = "Predicted against observed", "Residuals"
         rest = _chart(
             "residuals", left, ("predicted", "observed - predicted"), shown(observed_B - predicted_B)
         )
@@ -272,7 +272,7 @@ def _counts(label: Label) -> LabelTask:
         counts_B = label.scale * outputs["labels_B"].double().numpy()
         means = _binned(predicted_B, counts_B, outputs)
         spread = _binned(predicted_B, (counts_B - predicted_B) ** 2, outputs)
-        title = "Predicted against observed: each point is a tenth of the validation rows"
+        title = "Predicted against observed: each point is a tenth of the rows"
         wide = "Spread of the counts: on the line for a Poisson distribution, above it if wider"
         return [
             _chart(_OBSERVED, title, ("mean prediction", "mean count"), means),
@@ -378,7 +378,7 @@ def _confusion(classes: Sequence[str], labels_B: Array, found_B: Array, weights_
         counts_CC, names = grouped, [*(names[c] for c in own), f"{len(others)} others"]
     return Confusion(
         name="confusion",
-        title="Validation rows of each class by predicted class (shares)",
+        title="Rows of each class by predicted class (shares)",
         classes=names,
         counts=counts_CC.tolist(),
         recall=recall_C,

@@ -89,11 +89,25 @@ def test_a_file_is_evaluated_like_a_frame_and_rows_without_a_label_are_left_out(
     from_frame, from_file = run.evaluate(lacking), run.evaluate(tmp_path / "held.csv")
     assert from_frame.metrics == from_file.metrics == run.evaluate(held.tail(290)).metrics
     assert from_file.left_out == 10
-    told = command("evaluate", "clicked", "--data.path", str(tmp_path / "held.csv"), "--importance")
+    told = command(
+        "evaluate",
+        "clicked",
+        "--data.path",
+        str(tmp_path / "held.csv"),
+        "--importance",
+        "--out",
+        f"{tmp_path}/page.html",
+    )
     assert "Evaluated on 290 rows" in told
     assert f"auc               {from_file.metrics['auc']:.4f}" in told
     assert "best F1" in told
     assert "null" not in told
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("<svg") == 4
+    for title in ("ROC curve", "Precision and recall", "Calibration", "Rows of each class", "best F1"):
+        assert title in page
+    given = ("evaluate", "clicked", "--data.path", str(tmp_path / "held.csv"))
+    assert "the page is HTML; name a file that ends in .html" in command(*given, "--out", "page.csv", ends=2)
     assert "Columns by importance (auc lost when a column is shuffled)" in told
 
 
