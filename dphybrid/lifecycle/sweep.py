@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +161,7 @@ def run_sweep(
     wrap: Callable[[Train], Train] = lambda train: train,
 ) -> list[Result]:
     """Train a sweep's runs, each in its own process; return what became of each, by name. A sweep of this
-    name is continued: interrupted and failed runs first, from their checkpoints.
+    name is continued; interrupted and failed runs go on from their checkpoints.
 
     at_once: how many runs train at once; 0: as many as GPUs allow. tags: of all runs. wrap: put around the
     training of each cell, such as a task of Prefect. Raises UserError for values that are not allowed, for
@@ -177,8 +177,8 @@ def run_sweep(
     with _opened(sweep, cells[0].config, settings) as (study, task):
         folder = sweep.folder(settings)
         print(f"Sweep {sweep.name}: {counted(count, 'run')}, {workers} at once; logs in {folder}", flush=True)
-        trials = _Trials(sweep, cells, settings, stop, task, wrap, {**tags, SWEEP_TAG: sweep.name}, study)
-        trials.run(workers)
+        trials = _Trials(sweep, settings, stop, task, wrap, {**tags, SWEEP_TAG: sweep.name}, study)
+        trials.run(trials.queue(cells), workers)
         return trials.results()
 
 
@@ -257,21 +257,35 @@ def _cut_torn_line(journal: Path) -> None:
 
 @dataclass
 class _Trials:
-    """The trials of a sweep's study. cells: those of a grid. tags: of all runs."""
+    """The trials of a sweep's study. tags: of all runs."""
 
     sweep: Sweep
-    cells: Sequence[Cell]
     settings: Settings
     stop: StopRequest
     task: Task
     wrap: Callable[[Train], Train]
     tags: Mapping[str, str]
     study: optuna.Study
-    asking: threading.Lock = field(default_factory=threading.Lock)
 
-    def run(self, workers: int) -> None:
-        """Train the runs that have no result yet, those of a killed process first."""
-        left = self._left()
+    def queue(self, cells: Sequence[Cell]) -> int:
+        """Queue the runs of a grid, and again those that failed or whose process was killed; return how many
+        runs have no result."""
+        named = self._by_name()
+        for trial in self.study.get_trials(states=(TrialState.RUNNING,)):
+            self.study.tell(
+                trial.number, state=TrialState.FAIL
+            )  # Optuna never ends those of a killed process
+        for name, trial in named.items():
+            if trial.state in (TrialState.RUNNING, TrialState.FAIL):
+                self.study.enqueue_trial(trial.params, {_CELL: name})
+        for cell in cells if not self.sweep.trials else ():
+            if cell.name not in named:
+                self.study.enqueue_trial(cell.values, {_CELL: cell.name})
+        ended = [trial for trial in named.values() if trial.state in (TrialState.COMPLETE, TrialState.PRUNED)]
+        return (self.sweep.trials or len(cells)) - len(ended)
+
+    def run(self, count: int, workers: int) -> None:
+        """Train this many runs: those in the queue, then others of a search."""
         # A new sampler starts its random numbers from the seed; with the same one, a continued search would
         # draw the values of its first trials again.
         seed = self.sweep.config.train.seed + len(self.study.trials)
@@ -279,10 +293,7 @@ class _Trials:
         # In threads, while this one waits: a signal or an exception of Prefect's then interrupts no training.
         with ThreadPoolExecutor(workers) as pool:
             # The context: Prefect finds the flow run in it.
-            runs = [
-                pool.submit(contextvars.copy_context().run, self._train, name, values)
-                for name, values in left
-            ]
+            runs = [pool.submit(contextvars.copy_context().run, self._train) for _ in range(count)]
             try:
                 for each in runs:
                     each.result()
@@ -290,35 +301,12 @@ class _Trials:
                 self.stop.ask("the end of the sweep", signal.SIGTERM)
                 raise
 
-    def _left(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return name and values of each run without a result; without a name and values, Optuna chooses
-        them."""
-        begun: dict[str, FrozenTrial] = {}
-        for _ in self.study.get_trials(states=(TrialState.WAITING,)):  # of a process killed before it asked
-            self.study.tell(self.study.ask(self.sweep.space()), state=TrialState.FAIL)
-        for trial in self.study.trials:
-            if trial.state == TrialState.RUNNING:  # Optuna never ends the trials of a killed process
-                self.study.tell(trial.number, state=TrialState.FAIL)
-            begun[trial.user_attrs.get(_CELL, "")] = trial  # of several trials of one run, the last
-        done = {
-            name for name, trial in begun.items() if trial.state in (TrialState.COMPLETE, TrialState.PRUNED)
-        }
-        again = {name: trial.params for name, trial in begun.items() if name and name not in done}
-        if self.sweep.trials:
-            return [*again.items(), *[("", {})] * (self.sweep.trials - len(done) - len(again))]
-        return [(name, again[name]) for name in again] + [
-            (cell.name, cell.values) for cell in self.cells if cell.name not in begun
-        ]
-
-    def _train(self, name: str, values: Mapping[str, Any]) -> None:
+    def _train(self) -> None:
         if self.stop.pending:
             return
-        with self.asking:  # the next trial that is asked for is the one that was just queued
-            if name:
-                self.study.enqueue_trial(dict(values), user_attrs={_CELL: name})
-            trial = self.study.ask(self.sweep.space())
-            name = name or f"{self.sweep.name}-{trial.number + 1:03d}"
-            trial.set_user_attr(_CELL, name)
+        trial = self.study.ask(self.sweep.space())
+        name = trial.user_attrs.get(_CELL) or f"{self.sweep.name}-{trial.number + 1:03d}"
+        trial.set_user_attr(_CELL, name)
         watch = _Watch(trial, self.settings.runs_dir / name / "checkpoints", self.task)
         prunes = self.sweep.trials and self.sweep.prune
         folder = self.sweep.folder(self.settings)
@@ -330,31 +318,34 @@ class _Trials:
             cell = self.sweep.cell(name, trial.params, self.settings)
             report = self.wrap(train)(cell, watch if prunes else lambda: False)
         except CellFailed as failure:
-            why = f"pruned after epoch {watch.seen}" if watch.pruned else str(failure)
-            trial.set_user_attr(_WHY, why)
+            trial.set_user_attr(_WHY, f"pruned after epoch {watch.seen}" if watch.pruned else str(failure))
             self.study.tell(trial, state=TrialState.PRUNED if watch.pruned else TrialState.FAIL)
-            return
         except BaseException:
             self.stop.ask("the end of the sweep", signal.SIGTERM)  # before the next run begins
             raise
-        self.study.tell(trial, float(report.metrics[self.task.metric]))
+        else:
+            self.study.tell(trial, float(report.metrics[self.task.metric]))
+
+    def _by_name(self) -> dict[str, FrozenTrial]:
+        """Return the last trial of each run, by the run's name."""
+        return {trial.user_attrs[_CELL]: trial for trial in self.study.trials if _CELL in trial.user_attrs}
 
     def results(self) -> list[Result]:
         """Return what became of each run, by name."""
-        why = f"not run, {self.stop.reason}" if self.stop.pending else "not run"
-        cells = [] if self.sweep.trials else self.cells
-        found = {cell.name: Result(name=cell.name, values=cell.values, why=why) for cell in cells}
-        for trial in self.study.trials:
-            if name := trial.user_attrs.get(_CELL, ""):  # of several trials of one run, the last
-                values = {key: flag_text(value) for key, value in trial.params.items()}
-                pruned, file = (
-                    trial.state == TrialState.PRUNED,
-                    self.sweep.folder(self.settings) / f"{name}.json",
-                )
-                report = Report.read(file) if trial.state == TrialState.COMPLETE else None
-                reason = "" if report else trial.user_attrs.get(_WHY, "not run")
-                found[name] = Result(name=name, values=values, report=report, why=reason, pruned=pruned)
-        return [found[name] for name in sorted(found)]
+        folder, found = self.sweep.folder(self.settings), []
+        not_run = f"not run, {self.stop.reason}" if self.stop.pending else "not run"
+        for name, trial in sorted(self._by_name().items()):
+            given = {**trial.system_attrs.get("fixed_params", {}), **trial.params}  # of one in the queue
+            report = Report.read(folder / f"{name}.json") if trial.state == TrialState.COMPLETE else None
+            result = Result(
+                name=name,
+                values={key: flag_text(value) for key, value in given.items()},
+                report=report,
+                why="" if report else trial.user_attrs.get(_WHY, not_run),
+                pruned=trial.state == TrialState.PRUNED,
+            )
+            found.append(result)
+        return found
 
 
 @dataclass

@@ -125,13 +125,11 @@ def test_a_sweep_that_was_killed_goes_on_even_after_half_a_line(sweeps: Sweeps, 
         sweeps.go(GRID)
     journal = data_dir / "sweeps" / "s" / "study.journal"
     storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(journal)))
-    study = optuna.load_study(study_name="s", storage=storage)
-    study.enqueue_trial({"train.lr": "0.03", "train.batch_size": "64"}, {"cell": "s-6-lr0.03-b64"})
-    with journal.open("ab") as stream:  # and a process that had queued a run, and did not ask for it
+    with journal.open("ab") as stream:
         stream.write(b'{"op_code":4,"worker_id":"x"')
     results = sweeps.go(GRID)
     assert [each.values["train.lr"] for each in results] == [str(lr) for lr in GRID["train.lr"] for _ in "ab"]
-    assert sweeps.trained[3] == sweeps.trained[2], "the interrupted run comes first"
+    assert sweeps.trained[-1] == sweeps.trained[2]
     assert len(set(sweeps.trained)) == 6
     assert len(sweeps.trained) == 7
     assert failures(results) == {}
