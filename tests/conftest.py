@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,6 +59,9 @@ USED = [f"DPHYBRID_{name}" for name in ("TRACKING_URI", "DEVICES", "EXPERIMENT",
 """Variables that commands set in their own process."""
 
 torch.set_num_threads(1)
+# Compile once: each of the many programs that tests start would compile the package anew.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Programs that tests start import stand-ins from this folder; dphybrid itself never looks there.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
 # A shell ignores SIGINT for background commands, and nohup SIGHUP. The programs that tests start would

@@ -9,10 +9,13 @@ import pytest
 
 from dphybrid.cli.main import main
 from dphybrid.config.settings import load_settings, notes_on_settings
+from dphybrid.lifecycle.cells import Cell
 from dphybrid.recipes.configs import stored_config
+from dphybrid.run.train import Report
 from dphybrid.tracking.loader import checkpoint_folder
 from tests.commands import command
 from tests.conftest import REPOSITORY
+from tests.lifecycle.test_sweep import some_report
 from tests.refusing import refused
 
 LONG = "x" * 300
@@ -247,7 +250,15 @@ def test_flags(typed: str, words: str, capsys: pytest.CaptureFixture[str]) -> No
     assert words in capsys.readouterr().err
 
 
-def test_names_of_runs_stay_on_one_line_and_are_quoted(data_dir: Path) -> None:
+def test_names_of_runs_stay_on_one_line_and_are_quoted(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trained(cell: Cell, folder: Path, *_: object) -> Report:
+        report = some_report(metrics={"mse": 1.0}, tracking_uri="sqlite:///x.db")
+        report.write(folder / f"{cell.name}.json")
+        return report
+
+    monkeypatch.setattr("dphybrid.lifecycle.sweep.run_cell", trained)
     assert "run name 'a\\nb': use a plain name" in told("train", "--recipe", "toy", "--run-name", "a\nb")
     sweep = ["sweep", "--recipe", "toy", "--grid"]
     assert "Compare: " not in command(*sweep, '{"train.lr": [0.1]}'), "compare refuses a single run"

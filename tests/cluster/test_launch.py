@@ -47,39 +47,27 @@ def started(folder: Path, number: int, count: int = 2) -> bool:
     return sum("of 2" in log.read_text() for log in logs) == count - 1
 
 
-def test_a_request_reaches_the_rank_whose_lines_are_this_processes_own(
+def test_ranks_meet_in_a_folder_of_their_user_listen_to_their_machine_alone_and_end_when_asked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stop = StopRequest()
+    stop, seen = StopRequest(), set[str]()
 
     def look() -> None:
-        if started(tmp_path, 0):
-            stop.ask("a test")
-
-    meeting, program = Meeting(look=look), (STANDIN, str(tmp_path))
-    assert run_ranks(2, program, tmp_path, rank_environment({}), 0, stop, meeting) == 0
-    assert "rank 0 of 2" in capsys.readouterr().out
-    assert Outcome.read(tmp_path / OUTCOME) == Outcome(state="stopped", words="stopped by a test")
-    assert not list((tmp_path / "ranks").glob("*.stop"))
-
-
-def test_ranks_of_one_machine_meet_in_a_folder_of_their_user_and_listen_to_it_alone(tmp_path: Path) -> None:
-    seen: set[str] = set()
-
-    def look() -> None:
-        if not started(tmp_path, 0) or (tmp_path / "enough").exists():  # they end then
+        if not started(tmp_path, 0) or stop.pending:  # they end then
             return
         assert stat.S_IMODE((tmp_path / "ranks").stat().st_mode) == 0o700
         for process in psutil.Process().children(recursive=True):
             listening = [c for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
             assert not listening or process in ranks_here(), "their launcher listens nowhere"
             seen.update(c.laddr.ip for c in listening)
-        (tmp_path / "enough").touch()
+        stop.ask("a test")
 
-    program = (STANDIN, str(tmp_path))
-    assert run_ranks(2, program, tmp_path, rank_environment({}), 0, StopRequest(), Meeting(look=look)) == 0
+    meeting, program = Meeting(look=look), (STANDIN, str(tmp_path))
+    assert run_ranks(2, program, tmp_path, rank_environment({}), 0, stop, meeting) == 0
     assert seen == {"127.0.0.1"}
-    assert Outcome.read(tmp_path / OUTCOME).state == "trained"
+    assert "rank 0 of 2" in capsys.readouterr().out, "this process prints the lines of rank 0"
+    assert Outcome.read(tmp_path / OUTCOME) == Outcome(state="stopped", words="stopped by a test")
+    assert not list((tmp_path / "ranks").glob("*.stop"))
 
 
 def test_all_ranks_start_again_when_one_is_killed_and_fail_at_last(
@@ -194,6 +182,7 @@ def test_a_link_that_is_cut_is_waited_for_or_both_machines_start_again(
         (tmp_path / "enough").touch()
         assert [agent.wait(patience(90)) for agent in agents] == [0, 0]
         assert told("restarting all ranks") == (cut_s > limit_s)
+        assert Outcome.read(tmp_path / OUTCOME).state == "trained"
         assert not any("Traceback" in file.read_text() for file in said)
     finally:
         for agent in agents:

@@ -1,4 +1,5 @@
-"""Prefect servers, started once for all tests of this folder that need one."""
+"""Prefect servers, started once for all tests of this folder that need one. They end when their process
+leaves the folder: an idle server computes, too."""
 
 from collections.abc import Iterator
 
@@ -14,7 +15,7 @@ from tests.postgres import Postgres
 from tests.stores import put_database
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
     """A server with pool, queues and deployments, and four stand-in GPUs. Tests start their own workers."""
     folder = tmp_path_factory.mktemp("team")
@@ -34,7 +35,7 @@ def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
         postgres.end()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def _temporary_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     database = tmp_path_factory.mktemp("prefect") / "prefect.db"
     put_database("prefect", database)

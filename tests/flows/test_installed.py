@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from dphybrid.cli.doctor import _ask
-from dphybrid.orchestration.doctor import checks
 from tests.commands import python
 from tests.conftest import REPOSITORY
 from tests.flows.servers import environment
@@ -72,6 +71,8 @@ def test_the_doctor_tells_a_broken_prefect(tmp_path: Path) -> None:
 
 
 def test_the_doctor_tells_addresses_of_other_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dphybrid.orchestration.doctor import checks  # imports Prefect's server, which takes two seconds
+
     monkeypatch.setenv("PREFECT_API_URL", "http://here:4200")
     page = {text: good for good, text in checks(lambda *_: b"<!doctype html>")}
     assert [good for text, good in page.items() if "whose address ends in /api" in text] == [False]

@@ -1,12 +1,12 @@
 """The quick start's commands that need a server and a worker, as the page has them, and what is refused."""
 
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -18,7 +18,6 @@ import yaml
 from sklearn.metrics import roc_auc_score
 
 from dphybrid.recipes.registry import find_recipe
-from tests.commands import python
 from tests.flows.servers import REPOSITORY, Team
 from tests.test_pages import commands, write_visits
 from tests.waiting import patience
@@ -26,26 +25,78 @@ from tests.waiting import patience
 ADDRESS, DEPLOY, RETRAIN, PREDICT = commands(deployed=True)
 
 
-def in_a_shell(team: Team, folder: Path, *lines: str) -> str:
-    """Run lines of the page in a folder; return what they print."""
-    text = "\n".join(["set -e", *lines]).replace("http://127.0.0.1:4200/api", team.api)
-    done = subprocess.run(
-        ["bash", "-c", text],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=team.env(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}"),
-        cwd=folder,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr + team.logs()
-    return done.stdout
+TERMINAL = """
+import contextlib, io, json, os, shlex, sys
+from dphybrid.cli.main import main as dphybrid
+from prefect.cli import app
+
+def prefect(argv):
+    sys.argv = ["prefect", *argv]
+    try:
+        app()
+    except SystemExit as end:  # which a process of its own ends with
+        if not isinstance(end.code, str):
+            return end.code or 0
+        print(end.code)
+        return 1
+    return 0
+
+for asked in sys.stdin:
+    os.environ["PWD"], line = json.loads(asked)
+    os.chdir(os.environ["PWD"])
+    words = [os.path.expandvars(word) for word in shlex.split(line) if word != "export"]
+    while words and "=" in words[0]:
+        os.environ.update([words.pop(0).split("=", 1)])
+    code, shown = 0, io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
+        if words:
+            code = {"prefect": prefect, "dphybrid": dphybrid}[words[0]](words[1:])
+    print(json.dumps([code, shown.getvalue()]), file=sys.__stdout__, flush=True)
+"""
+"""Runs one command after another: as a process of its own, each would import Prefect for seconds."""
+
+
+@dataclass
+class Terminal:
+    """A terminal in which people type commands for the team's server."""
+
+    team: Team
+    process: "subprocess.Popen[str]"
+
+    def types(self, folder: Path, *lines: str) -> str:
+        """Type lines in a folder; return what the last one prints. All must succeed."""
+        for line in lines:
+            code, shown = self.ends(folder, line)
+            assert code == 0, shown + self.team.logs()
+        return shown
+
+    def ends(self, folder: Path, line: str) -> tuple[int, str]:
+        """Type a line; return its exit code and what it prints."""
+        line = line.replace("http://127.0.0.1:4200/api", self.team.api)
+        print(json.dumps([str(folder), line]), file=self.process.stdin, flush=True)
+        answer = self.process.stdout.readline()
+        assert answer, f"{line} ended the terminal"
+        code, shown = json.loads(answer)
+        return code, shown
 
 
 @pytest.fixture(scope="module")
-def deployed(team: Team, tmp_path_factory: pytest.TempPathFactory) -> str:
+def terminal(team: Team) -> Iterator[Terminal]:
+    with subprocess.Popen(
+        [sys.executable, "-c", TERMINAL],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=team.env(),
+        cwd=team.folder,
+    ) as process:
+        yield Terminal(team, process)
+
+
+@pytest.fixture(scope="module")
+def deployed(terminal: Terminal, tmp_path_factory: pytest.TempPathFactory) -> str:
     """What the page's deployment tells for one more host, on a server that was set up for two."""
-    return in_a_shell(team, tmp_path_factory.mktemp("deployed"), ADDRESS, f"{DEPLOY} --host three")
+    return terminal.types(tmp_path_factory.mktemp("deployed"), ADDRESS, f"{DEPLOY} --host three")
 
 
 @pytest.fixture(scope="module")
@@ -57,52 +108,24 @@ def worker(team: Team) -> Iterator["subprocess.Popen[bytes]"]:
 
 
 WRONG = [
-    (["train-ctr", "--param", 'config={"recipe": "ctr", "train": {"epochs": -1}}'], ["epochs"]),
-    (["train-hybrid", "--param", "epoch=3"], ["epoch", "not found on the deployment"]),
-    (["train-kge", "--param", "label=clicked"], ["label", "not found on the deployment"]),
-    (["train-ctr", "--param", 'config={"train": {"epochs": 3}}'], ["recipe", "required"]),
-    (["train-hybrd"], ["train-hybrd", "not found"]),
+    ("""train-ctr --param 'config={"recipe": "ctr", "train": {"epochs": -1}}'""", ["epochs"]),
+    ("train-hybrid --param epoch=3", ["epoch", "not found on the deployment"]),
+    ("train-kge --param label=clicked", ["label", "not found on the deployment"]),
+    ("""train-ctr --param 'config={"train": {"epochs": 3}}'""", ["recipe", "required"]),
+    ("train-hybrd", ["train-hybrd", "not found"]),
 ]
 """Words of a command -> what it tells."""
 
-RUN_EACH = """
-import json, sys
-from prefect.cli import app
-for argv in json.load(sys.stdin):
-    sys.argv = ["prefect", "deployment", "run", *argv]
-    code = 0
-    try:
-        app()
-    except SystemExit as end:  # which a process of its own ends with
-        code = end.code
-    if isinstance(code, str):
-        print(code, file=sys.stderr)
-    print(f"=== {1 if isinstance(code, str) else code}", flush=True)
-"""
-"""Runs commands of `prefect deployment run` one after another, as each process of its own takes seconds to
-import Prefect."""
-
 
 @pytest.mark.slow
-def test_wrong_parameters_fail_before_anything_is_scheduled(team: Team) -> None:
+def test_wrong_parameters_fail_before_anything_is_scheduled(team: Team, terminal: Terminal) -> None:
     before = team.post("/flow_runs/count", {})
-    ended = python(
-        "-c",
-        RUN_EACH,
-        input=json.dumps([argv for argv, _ in WRONG]),
-        env=team.env(),
-        cwd=REPOSITORY,
-        timeout=300,
-    )
-    *told, after = re.split(r"^=== ", ended.stdout, flags=re.MULTILINE)
-    codes = [page.partition("\n")[0] for page in [*told[1:], after]]
-    assert "0" not in codes
-    told = [told[0], *(page.partition("\n")[2] for page in told[1:])]
-    assert len(told) == len(WRONG), ended.stdout
-    for (argv, words), page in zip(WRONG, told, strict=True):
-        for word in words:
-            assert word in page + ended.stderr, (argv, page)
-    assert "Traceback" not in ended.stderr
+    for words, told in WRONG:
+        code, shown = terminal.ends(REPOSITORY, f"prefect deployment run {words}")
+        assert code != 0
+        for word in told:
+            assert word in shown, words
+        assert "Traceback" not in shown
     assert team.post("/flow_runs/count", {}) == before
 
 
@@ -185,7 +208,7 @@ def changed(file: Path, **values: Any) -> None:
 
 @pytest.mark.slow
 def test_deploying_again_keeps_what_was_set_on_the_server_and_applies_what_changed_in_the_file(
-    team: Team, own_file: Path
+    team: Team, terminal: Terminal, own_file: Path
 ) -> None:
     deploy = f"dphybrid deploy --file {own_file}"
 
@@ -200,7 +223,7 @@ def test_deploying_again_keeps_what_was_set_on_the_server_and_applies_what_chang
         (found,) = team.post("/automations/filter", {"automations": {"name": {"any_": ["own-trigger"]}}})
         return found
 
-    assert "own:" not in in_a_shell(team, own_file.parent, deploy)
+    assert "own:" not in terminal.types(own_file.parent, deploy)
     path = f"/deployments/{own()['id']}"
     # Somebody sets parameters, a schedule with parameters, another one on, a pause, a limit, and more.
     config = {"recipe": "ctr", "train": {"seed": 7}}
@@ -224,7 +247,7 @@ def test_deploying_again_keeps_what_was_set_on_the_server_and_applies_what_chang
     page = yaml.safe_load(own_file.read_text())["deployments"][0]
     page["parameters"]["label"] = "newest"
     changed(own_file, **page | {"schedules": page["schedules"][:2], "description": "Ours, better."})
-    told = in_a_shell(team, own_file.parent, deploy)
+    told = terminal.types(own_file.parent, deploy)
     for line in (
         "own: parameters.epochs: 5 on the server stays; the file has 2",
         "own: parameters.lr: 0.01 on the server stays; the file has nothing",
@@ -249,10 +272,10 @@ def test_deploying_again_keeps_what_was_set_on_the_server_and_applies_what_chang
     }
     assert schedules()["weekly"]["parameters"] == {"data_path": "/data/w"}
     assert not trigger()["enabled"]
-    assert in_a_shell(team, own_file.parent, deploy).count("becomes") == 0, "nothing is left to change"
+    assert terminal.types(own_file.parent, deploy).count("becomes") == 0, "nothing is left to change"
     assert own()["parameters"] == now["parameters"]
 
-    told = in_a_shell(team, own_file.parent, f"{deploy} --reset")
+    told = terminal.types(own_file.parent, f"{deploy} --reset")
     assert "stays" not in told
     now = own()
     assert now["parameters"] == {"config": {"recipe": "ctr"}, "epochs": 2, "label": "newest"}
@@ -269,13 +292,13 @@ def test_deploying_again_keeps_what_was_set_on_the_server_and_applies_what_chang
 
 @pytest.mark.slow
 def test_the_command_that_deploy_prints_runs_to_completion(
-    team: Team, deployed: str, worker: "subprocess.Popen[bytes]", tmp_path: Path
+    team: Team, terminal: Terminal, deployed: str, worker: "subprocess.Popen[bytes]", tmp_path: Path
 ) -> None:
     """It shows epochs, metric and address, and the run is on record in Prefect and in MLflow."""
     (line,) = (line for line in deployed.splitlines() if line.startswith("Run: "))
     overrides = json.dumps(["devices=cpu*2", "train.epochs=2"])
     command = f"{line.removeprefix('Run: ')} --param overrides='{overrides}' --watch-timeout 300"
-    shown = " ".join(in_a_shell(team, tmp_path, command).split())
+    shown = " ".join(terminal.types(tmp_path, command).split())
     for words in ("epoch 2/2: train loss", "validation mse", "MLflow: dphybrid ui hybrid-"):
         assert words in shown
     processes = [found := psutil.Process(worker.pid), *found.children(recursive=True)]
@@ -305,6 +328,7 @@ def test_the_command_that_deploy_prints_runs_to_completion(
 @pytest.mark.slow
 def test_the_page_retrains_and_scores(
     team: Team,
+    terminal: Terminal,
     deployed: str,
     worker: "subprocess.Popen[bytes]",
     tmp_path: Path,
@@ -312,10 +336,10 @@ def test_the_page_retrains_and_scores(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     answers = write_visits(1500, 300)
-    in_a_shell(team, tmp_path, ADDRESS, RETRAIN)
+    terminal.types(tmp_path, ADDRESS, RETRAIN)
     (decision,) = team.post("/artifacts/latest/filter", {"artifacts": {"key": {"any_": ["decision"]}}})
     assert decision["data"].startswith("Promoted: the challenger of visits is ")
-    in_a_shell(team, tmp_path, PREDICT)
+    terminal.types(tmp_path, PREDICT)
     scored = pl.read_csv(tmp_path / "scored.csv")
     assert len(scored) == len(answers) == 300
     assert roc_auc_score(answers, scored["probability"]) > 0.55

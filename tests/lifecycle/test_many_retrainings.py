@@ -10,7 +10,6 @@ import numpy as np
 import polars as pl
 import psutil
 import pytest
-from mlflow.cli import gc
 
 from dphybrid.config.settings import load_settings
 from dphybrid.lifecycle.champion import decide_waiting, judge
@@ -53,6 +52,8 @@ def write_hour(folder: Path, hour: int) -> None:
 
 def collect_garbage(database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Empty MLflow's trash, as its administrator does."""
+    from mlflow.cli import gc  # takes a second
+
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{database}")
     gc.main(["--backend-store-uri", f"sqlite:///{database}"], standalone_mode=False)
     monkeypatch.delenv("MLFLOW_TRACKING_URI")

@@ -23,6 +23,14 @@ SPACE = {"train.lr": {"low": 0.001, "high": 0.1, "log": True}, "train.batch_size
 GRID = {"train.lr": [0.01, 0.02, 0.03], "train.batch_size": [32, 64]}
 
 
+def some_report(**facts: object) -> Report:
+    """A report that says nothing but these facts."""
+    values: dict[str, Any] = {name: "x" for name, field in Report.model_fields.items() if field.is_required()}
+    values |= {"splits": [], "split_lines": [], "warnings": []}
+    values |= {name: {} for name in ("stages", "step_ms", "digests")}
+    return Report.model_validate(values | facts)
+
+
 class Sweeps:
     """Sweeps on digits whose runs are quick: accuracy is 1 - lr, epoch by epoch. trained: the runs' names.
     stops_at: the number of the run during which the sweep is stopped. failing: runs that fail."""
@@ -48,10 +56,7 @@ class Sweeps:
             self.histories.setdefault(cell.name, []).append({"validation accuracy": accuracy})
             if enough():
                 raise CellFailed("ended", final=True)
-        values: dict[str, Any] = {n: "" for n, field in Report.model_fields.items() if field.is_required()}
-        values |= {"splits": [], "split_lines": [], "warnings": [], "metrics": {"accuracy": accuracy}}
-        values |= {name: {} for name in ("stages", "step_ms", "digests")}
-        report = Report.model_validate(values)
+        report = some_report(metrics={"accuracy": accuracy})
         report.write(folder / f"{cell.name}.json")
         return report
 

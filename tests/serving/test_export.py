@@ -9,6 +9,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -21,7 +22,7 @@ from dphybrid.cli.main import main
 from dphybrid.serving import export as export_module
 from dphybrid.serving.export import export
 from tests.commands import command, python
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, own_settings
 from tests.postgres import free_port
 from tests.refusing import refused
 from tests.waiting import wait_until
@@ -102,12 +103,29 @@ KINDS: dict[str, dict[str, str]] = {
 }
 
 
-def test_predictions_are_the_runs_bit_for_bit(unrecorded: None, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def multiclass(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, pl.DataFrame, Path]:
+    """A run, rows for it, and its export."""
+    folder = tmp_path_factory.mktemp("multiclass")
+    with pytest.MonkeyPatch.context() as patch:
+        own_settings(patch, folder / "data", TRACKING_URI="none")
+        patch.chdir(folder)
+        run, rows = trained("multiclass", **KINDS["multiclass"])
+        return run, rows, export(run.checkpoint, folder / "out")
+
+
+def test_predictions_are_the_runs_bit_for_bit(
+    unrecorded: None, multiclass: tuple[Any, pl.DataFrame, Path], tmp_path: Path
+) -> None:
     wanted = {}
     for task, values in KINDS.items():
-        run, rows = trained(task, whole=task == "binary", **values)
         (tmp_path / task).mkdir()
-        command("export", task, "--out", str(tmp_path / task / "out"))
+        if task == "multiclass":
+            run, rows, exported = multiclass
+            shutil.copytree(exported, tmp_path / task / "out")
+        else:
+            run, rows = trained(task, whole=task == "binary", **values)
+            command("export", task, "--out", str(tmp_path / task / "out"))
         odd = {"shop": "new", "price": "old", "when": "?"}
         odd_rows = rows[:2].with_columns(**{name: pl.lit(odd[name]) for name in odd if name in rows.columns})
         new = pl.concat([rows, odd_rows])
@@ -144,15 +162,12 @@ def test_predictions_are_the_runs_bit_for_bit(unrecorded: None, tmp_path: Path) 
 
 
 def test_the_example_serves_requests_at_once_and_names_a_missing_column(
-    unrecorded: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    multiclass: tuple[Any, pl.DataFrame, Path],
 ) -> None:
-    run, rows = trained("multiclass")
-    export(run.checkpoint, tmp_path / "out")
+    run, rows, exported = multiclass
     port = free_port()
     serve = [sys.executable, "-m", "uvicorn", "serve:app", "--app-dir", str(REPOSITORY / "examples")]
-    server = subprocess.Popen(
-        [*serve, "--port", str(port)], env=os.environ | {"EXPORT": str(tmp_path / "out")}
-    )
+    server = subprocess.Popen([*serve, "--port", str(port)], env=os.environ | {"EXPORT": str(exported)})
     client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
     try:
         wait_until(lambda: answers(client), "the service answers")
@@ -181,6 +196,8 @@ def test_nothing_half_is_left_and_nothing_is_overwritten(
 ) -> None:
     trained("binary")
     there = {path.name for path in tmp_path.iterdir()}
+    # Tracing takes seconds and comes before what is looked at here.
+    monkeypatch.setattr(export_module, "_programs", lambda *_: SimpleNamespace(write=Path.touch))
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
@@ -189,12 +206,10 @@ def test_nothing_half_is_left_and_nothing_is_overwritten(
         patch.setattr("dphybrid.serving.export._write_pages", interrupted)
         assert main(["export", "binary", "--out", "out"]) == 130
     assert {path.name for path in tmp_path.iterdir()} == there
-    write = export_module._write_pages
 
-    def meanwhile(*given: Any) -> None:
+    def meanwhile(*_: object) -> None:
         (tmp_path / "new").mkdir()
         (tmp_path / "new" / "letter").write_text("mine")
-        write(*given)
 
     with monkeypatch.context() as patch:
         patch.setattr(export_module, "_write_pages", meanwhile)

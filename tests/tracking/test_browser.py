@@ -115,16 +115,20 @@ def test_the_report_opens_among_the_artifacts(seen: Seen) -> None:
         assert all(text.bounding_box()["x"] >= left for text in drawing.locator("text").all())  # none is cut
 
 
+@pytest.fixture(scope="module")
+def compared(seen: Seen, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page that compares the runs."""
+    runs = read_runs(seen.server.uri, [report.run_id for report in seen.reports])
+    return write_comparison(runs, tmp_path_factory.mktemp("compared"), "devices")
+
+
 @pytest.mark.parametrize("width", [1440, 1000, 390])
-def test_the_page_of_a_comparison_hides_curves_and_is_sorted(seen: Seen, tmp_path: Path, width: int) -> None:
-    page_file = write_comparison(
-        read_runs(seen.server.uri, [r.run_id for r in seen.reports]), tmp_path, "devices"
-    )
+def test_the_page_of_a_comparison_hides_curves_and_is_sorted(seen: Seen, compared: Path, width: int) -> None:
     page = seen.browser.new_page(viewport={"width": width, "height": 1000})
     errors: list[str] = []
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("request", lambda request: errors.append(request.url) if request.url.startswith("http") else None)
-    page.goto(page_file.as_uri())
+    page.goto(compared.as_uri())
     page.wait_for_selector("svg", timeout=WAIT_MS)
     page.wait_for_timeout(500)
     seen.keep(page, f"comparison_{width}")

@@ -201,13 +201,17 @@ def test_a_large_file_of_a_checkpoint_is_recorded_by_path_and_still_loads(
     # A process that was killed leaves a copy behind; the next one clears it away, and leaves none.
     (scratch := data_dir / "scratch").mkdir()
     left = (
-        "import os; from dphybrid.tracking.loader import checkpoint_folder\n"
-        "checkpoint_folder('models:/wide@challenger', os.environ['DPHYBRID_TRACKING_URI'])\n"
+        "import os, sys; from dphybrid.tracking.loader import checkpoint_folder\n"
+        "killed = os.fork()\n"
+        "if killed: os.waitpid(killed, 0)\n"
+        "print(len(os.listdir(os.environ['TMPDIR'])))\n"
+        "checkpoint_folder('models:/wide@challenger', sys.argv[1])\n"
+        "print(len(os.listdir(os.environ['TMPDIR'])), flush=True)\n"
+        "if not killed: os._exit(0)\n"
     )
-    for end, copies in (("os._exit(0)", 1), ("", 0)):
-        variables = {"TMPDIR": str(scratch), "DPHYBRID_TRACKING_URI": server.uri}
-        python("-c", left + end, env=os.environ | variables)
-        assert len(list(scratch.glob("dphybrid-*"))) == copies
+    seen = python("-c", left, server.uri, env=os.environ | {"TMPDIR": str(scratch)}).stdout.split()
+    assert seen == ["0", "1", "1", "1"]
+    assert not list(scratch.iterdir())
     table.write_bytes(b"other")
     with refused(r"checksum differs"):
         checkpoint_folder(f"models:/wide/{version.version}", server.uri)
