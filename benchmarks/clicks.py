@@ -12,6 +12,7 @@ import numpy as np
 import polars as pl
 
 from dphybrid.data.batches import Array
+from dphybrid.training.metrics import area_under_roc
 
 NUM_INTEGERS, NUM_CATEGORIES = 13, 26
 VOCABULARIES = (30, 100, 1_000, 10_000, 50_000, 200_000)
@@ -36,8 +37,6 @@ class PlantedClicks:
 
 def write_clicks(file: Path, num_rows: int, seed: int = 0, *, header: bool = True) -> PlantedClicks:
     """Write a CSV file of clicks, block by block. The same seed gives the same bytes."""
-    from sklearn.metrics import roc_auc_score
-
     random = np.random.default_rng([seed, 0])
     columns = [_Categories(random, VOCABULARIES[i % len(VOCABULARIES)]) for i in range(NUM_CATEGORIES)]
     slopes = random.normal(0, 0.25, NUM_INTEGERS)
@@ -71,7 +70,7 @@ def write_clicks(file: Path, num_rows: int, seed: int = 0, *, header: bool = Tru
             labels.append(label_B)
             odds.append(logit_B)
     label_B, logit_B = np.concatenate(labels), np.concatenate(odds)
-    return PlantedClicks(file, num_rows, float(roc_auc_score(label_B, logit_B)), float(label_B.mean()))
+    return PlantedClicks(file, num_rows, area_under_roc(label_B, logit_B), float(label_B.mean()))
 
 
 class _Categories:

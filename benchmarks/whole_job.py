@@ -3,8 +3,9 @@ of a script in polars and plain PyTorch, and of LightGBM.
 
     python -m benchmarks.whole_job [--rows 200000] [--tests 100000] [--repeats 5] [--only NAME]
 
-Each part is a process of its own, so that imports and peak memory count. The ways take turns, so that a busy
-moment of the machine affects all of them. Set OMP_NUM_THREADS=1 to compare single threads.
+dphybrid is measured as a script of three lines in one process, like the others, and as three commands. Each
+process counts with its imports and its peak memory. The ways take turns, so that a busy moment of the machine
+affects all of them. Set OMP_NUM_THREADS=1 to compare single threads.
 """
 
 import json
@@ -13,6 +14,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Mapping
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +30,9 @@ from dphybrid.training.metrics import area_under_roc
 
 NUMBERS = [f"I{i + 1}" for i in range(NUM_INTEGERS)]
 CATEGORIES = [f"C{i + 1}" for i in range(NUM_CATEGORIES)]
-OURS, PLAIN, TREES = "dphybrid", "polars and plain PyTorch", "LightGBM"
+OURS, COMMANDS = "dphybrid, a script", "dphybrid, three commands"
+PLAIN, TREES = "polars and plain PyTorch", "LightGBM"
+WAYS = [OURS, COMMANDS, PLAIN, TREES]
 _EPOCHS = 1
 """Passes of the plain script: after a second one its AUC is lower."""
 
@@ -35,12 +42,11 @@ def main() -> None:
     parser = flags(__doc__, repeats=5)
     parser.add_argument("--rows", type=at_least_one, default=200_000, metavar="N", help="rows to train on")
     parser.add_argument("--tests", type=at_least_one, default=100_000, metavar="N", help="rows to predict")
-    parser.add_argument("--only", choices=(OURS, PLAIN, TREES), help="measure only this way")
-    parser.add_argument(
-        "--train", type=json.loads, default={}, metavar="JSON", help="flags of dphybrid train"
-    )
+    parser.add_argument("--only", nargs="+", choices=WAYS, default=WAYS, help="measure these ways")
+    values = "values of dphybrid's training, by their full names"
+    parser.add_argument("--train", type=json.loads, default={}, metavar="JSON", help=values)
     options = parser.parse_args()
-    ways = [options.only] if options.only else [OURS, PLAIN, TREES]
+    ways = [way for way in options.only if way != TREES or find_spec("lightgbm")]
     with tempfile.TemporaryDirectory(prefix="dphybrid-bench-") as name:
         found = run(Path(name), options.rows, options.tests, options.repeats, ways, options.train)
     show(found, text, options.out)
@@ -50,7 +56,7 @@ def run(
     folder: Path, rows: int, tests: int, rounds: int, ways: list[str], train: dict[str, str] | None = None
 ) -> dict[str, Any]:
     """Write the clicks into `folder` and let the ways take turns; return medians by way and part. train:
-    further flags of `dphybrid train`, by name."""
+    values of the training, by their full names, such as train.epochs."""
     planted = write_clicks(folder / "all.csv", rows + tests, seed=1)
     frame = pl.scan_csv(planted.file, infer_schema=False)
     frame.slice(0, rows).sink_csv(folder / "train.csv")
@@ -61,7 +67,8 @@ def run(
         for way in ways:
             place = folder / f"{number}-{ways.index(way)}"
             place.mkdir()
-            parts = _ours(folder, place, train or {}) if way == OURS else _script(way, folder, place)
+            measure = _commands if way == COMMANDS else partial(_script, way)
+            parts = measure(folder, place, train or {})
             column = pl.read_parquet(place / "out.parquet")[:, -1]
             parts["auc"] = area_under_roc(labels_B, column.to_numpy().astype(float))
             measured[way].append(parts)
@@ -75,14 +82,15 @@ def run(
         "best_auc": planted.best_auc,
         "ways": {way: _medians(each) for way, each in measured.items()},
         "ratios": {
-            way: [ours / other for ours, other in zip(pairs[OURS], totals, strict=True)]
-            for way, totals in pairs.items()
-            if way != OURS and OURS in pairs
+            f"{mine} / {other}": [ours / its for ours, its in zip(pairs[mine], pairs[other], strict=True)]
+            for mine in (OURS, COMMANDS)
+            for other in (PLAIN, TREES)
+            if mine in pairs and other in pairs
         },
     }
 
 
-def _ours(folder: Path, place: Path, train: dict[str, str]) -> dict[str, Any]:
+def _commands(folder: Path, place: Path, train: dict[str, str]) -> dict[str, Any]:
     data = ["--data.path", str(folder / "train.csv"), "--data.label", "label"]
     env = {"DPHYBRID_DATA_DIR": str(place / "data"), "DPHYBRID_TRACKING_URI": "none"}
     given = [word for name, value in train.items() for word in (f"--{name}", value)]
@@ -95,14 +103,15 @@ def _ours(folder: Path, place: Path, train: dict[str, str]) -> dict[str, Any]:
     return parts
 
 
-def _script(way: str, folder: Path, place: Path) -> dict[str, Any]:
-    job = _PROGRAMS[way].__name__
-    code = f"from benchmarks.whole_job import {job}; {job}({str(folder)!r}, {str(place)!r})"
-    return {"all": _measured([sys.executable, "-c", code], {})}
+def _script(way: str, folder: Path, place: Path, train: dict[str, str]) -> dict[str, Any]:
+    job, more = _PROGRAMS[way].__name__, f", {train!r}" if way == OURS else ""
+    code = f"from benchmarks.whole_job import {job}; {job}({str(folder)!r}, {str(place)!r}{more})"
+    return {"all": _measured([sys.executable, "-c", code], {"DPHYBRID_DATA_DIR": str(place / "data")})}
 
 
 def _measured(command: list[str], env: dict[str, str]) -> dict[str, float]:
-    """Run a command; return its CPU seconds and its peak memory in MiB."""
+    """Run a command; return its CPU and wall seconds and its peak memory in MiB."""
+    started = time.monotonic()
     process = subprocess.Popen(
         command, env={**os.environ, **env}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     )
@@ -112,7 +121,17 @@ def _measured(command: list[str], env: dict[str, str]) -> dict[str, float]:
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise RuntimeError(f"{' '.join(command)}: {told.decode(errors='replace')[-2000:]}")
-    return {"cpu_s": usage.ru_utime + usage.ru_stime, "peak_mib": usage.ru_maxrss / 1024}
+    seconds = {"cpu_s": usage.ru_utime + usage.ru_stime, "wall_s": time.monotonic() - started}
+    return seconds | {"peak_mib": usage.ru_maxrss / 1024}
+
+
+def ours(folder: str, place: str, train: Mapping[str, str]) -> None:
+    """The job in three lines of dphybrid."""
+    import dphybrid
+
+    values = {name.replace(".", "__"): value for name, value in train.items()}
+    run = dphybrid.train(f"{folder}/train.csv", label="label", devices="cpu", tracking="none", **values)
+    run.predictor.predict_file(f"{folder}/test.csv", Path(place, "out.parquet"))
 
 
 def plain(folder: str, place: str) -> None:
@@ -205,7 +224,7 @@ def trees(folder: str, place: str) -> None:
     pl.DataFrame({"p": np.asarray(model.predict(encoded(asked)))}).write_parquet(Path(place, "out.parquet"))
 
 
-_PROGRAMS = {PLAIN: plain, TREES: trees}
+_PROGRAMS = {OURS: ours, PLAIN: plain, TREES: trees}
 
 
 def _read(folder: str, part: str) -> pl.DataFrame:
@@ -227,6 +246,7 @@ def _medians(each: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "parts": {name: statistics.median(one[name]["cpu_s"] for one in each) for name in parts},
         "cpu_s": statistics.median(map(_total, each)),
+        "wall_s": statistics.median(sum(one[name]["wall_s"] for name in parts) for one in each),
         "peak_mib": statistics.median(max(one[name]["peak_mib"] for name in parts) for one in each),
         "auc": statistics.median(one["auc"] for one in each),
     }
@@ -237,14 +257,15 @@ def text(found: dict[str, Any]) -> str:
     lines = [
         f"{found['rows']:,} rows to train on, {found['tests']:,} to predict, medians of {found['rounds']} "
         f"rounds, {found['processor']}, load {found['load']:.1f}",
-        f"  {'':<26} {'CPU s':>7} {'peak MiB':>9} {'test AUC':>9}  parts",
+        f"  {'':<26} {'CPU s':>7} {'wall s':>7} {'peak MiB':>9} {'test AUC':>9}  parts",
     ]
     for way, one in found["ways"].items():
         parts = ", ".join(f"{name} {cpu_s:.1f}" for name, cpu_s in one["parts"].items())
-        lines.append(f"  {way:<26} {one['cpu_s']:>7.1f} {one['peak_mib']:>9,.0f} {one['auc']:>9.4f}  {parts}")
-    for way, ratios in found["ratios"].items():
+        seconds = f"{one['cpu_s']:>7.1f} {one['wall_s']:>7.1f}"
+        lines.append(f"  {way:<26} {seconds} {one['peak_mib']:>9,.0f} {one['auc']:>9.4f}  {parts}")
+    for ways, ratios in found["ratios"].items():
         times = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        lines.append(f"CPU time of dphybrid / that of {way}: {times}")
+        lines.append(f"CPU time, {ways}: {times}")
     lines.append(f"AUC of the true log-odds: {found['best_auc']:.4f}")
     return "\n".join(lines)
 

@@ -32,7 +32,7 @@ from dphybrid.util.text import split_items
 if TYPE_CHECKING:
     RowOptimizerName = str
 else:
-    RowOptimizerName = Literal[tuple(RULES)]
+    RowOptimizerName = Literal["auto", *RULES]
 
 
 # A flag or an override gives one text; TOML and Python give lists.
@@ -95,7 +95,8 @@ class TableConfig(Section):
     # The description is an argument here because it is computed from RULES, which a docstring cannot be.
     optimizer: RowOptimizerName = Field(
         default="adam",
-        description="Optimizer of the table rows. State that each keeps: "
+        description="Optimizer of the table rows. auto: adam, but adagrad where an mlp of recipe ctr "
+        "makes one pass over many rows; the run prints it. State that each keeps: "
         + "; ".join(f"{rule.name}, {rule.says}" for rule in RULES.values())
         + ".",
     )
@@ -115,7 +116,7 @@ class TrainConfig(Section):
 
     epochs: int = Field(default=8, ge=0)
     """Passes over the training rows. 0: enough for about 4,000 steps, at least 10 and at most 200; over many
-    rows with columns of many values, an mlp of recipe ctr makes 2."""
+    rows with columns of many values, an mlp of recipe ctr makes 1."""
     batch_size: int = Field(default=16, ge=0)
     """Rows per batch, over all devices together; each device gets about batch_size / devices of them. 0:
     computed from the number of training rows; the run prints it."""
@@ -133,10 +134,9 @@ class TrainConfig(Section):
     """Optimizer of the dense blocks."""
     weight_decay: float = Field(default=0.0, ge=0.0)
     """Weight decay of the dense blocks."""
-    schedule: Literal["auto", "constant", "cosine", "linear"] = "cosine"
+    schedule: Literal["constant", "cosine", "linear"] = "cosine"
     """Schedule of both learning rates over the run: constant, or a decay to a hundredth along a half cosine
-    or a line. auto: constant, but linear where recipe ctr makes few passes over many rows; the run prints
-    it."""
+    or a line."""
     clip_norm: float = Field(default=1.0, ge=0.0)
     """Gradient clipping: the largest global norm of the gradients of blocks and rows together. 0: off."""
     patience: int = Field(default=3, ge=-1)

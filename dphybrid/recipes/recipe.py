@@ -131,9 +131,9 @@ class Recipe:
     def sized(
         self, config: ExperimentConfig, num_rows: int, info: Mapping[str, Any]
     ) -> tuple[ExperimentConfig, list[str]]:
-        """Return the config with values chosen from the data where batch size or epochs are 0 or patience is
-        -1, and lines that print the arithmetic. num_rows: of the training split. info: facts about the
-        prepared data.
+        """Return the config with values chosen from the data where batch size or epochs are 0, patience is -1
+        or the rows' optimizer is auto, and lines that print the arithmetic. num_rows: of the training split.
+        info: facts about the prepared data.
 
         Batch size: training rows / `batches`, rounded to a power of two from 32 to the largest. Epochs: 4,000
         steps, from 10 to 200 epochs. Patience: a tenth of the epochs, 3 or more.
@@ -157,6 +157,9 @@ class Recipe:
             lines.append(f"train.patience={patience}: a tenth of the epochs, 3 or more")
         found = {"batch_size": batch_size, "epochs": epochs, "patience": patience}
         sized = config.model_copy(update={"train": train.model_copy(update=found)}) if lines else config
+        if sized.table.optimizer == "auto":
+            table = sized.table.model_copy(update={"optimizer": "adam"})
+            sized = sized.model_copy(update={"table": table})
         return sized, lines
 
     def build(self, context: "ModelContext[Any]") -> "nn.Module":

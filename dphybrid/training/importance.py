@@ -19,7 +19,7 @@ from dphybrid.util.errors import UserError
 
 Places = Mapping[str, Sequence[tuple[str, int]]]
 """For each column of a table where its cells are: pairs of an array's name and a place on its dim 1."""
-_MOST_ROWS, _FEWEST_ROWS, _CELLS = 4096, 256, 2**18
+_MOST_ROWS, _FEWEST_ROWS, _CELLS = 4096, 256, 2**16
 """Rows are shuffled at most so many, and so few that together with the columns they stay below so many
 cells."""
 SECONDS = 30.0

@@ -58,25 +58,35 @@ def test_rows_of_many_values_learn_faster_the_more_rows_a_value_has(
     assert lines[-1] == f"table.lr={found.table.lr:g}: {share:g} x train.lr{told}"
 
 
-@pytest.mark.parametrize(("train", "lr"), [({}, 4.0), ({"epochs": 8}, 1.0)])
-def test_many_rows_and_values_take_two_passes_in_which_the_rates_fall(
-    train: dict[str, Any], lr: float
+@pytest.mark.parametrize(("train", "share", "unknown"), [({}, 80.0, 0.02), ({"epochs": 4}, 20.0, 0.3)])
+def test_many_rows_and_values_take_one_pass_in_which_rows_learn_fast(
+    train: dict[str, Any], share: float, unknown: float
 ) -> None:
     recipe, info = find_recipe("ctr"), {"num_ids": [7, 50_000]}
     config = build_config({"recipe": "ctr", "train": train})
     found, lines = recipe.sized(config, 160_000, info)
-    assert (found.train.batch_size, found.train.epochs) == (1024, train.get("epochs", 2))
-    assert found.train.schedule == "linear"
-    assert found.table.lr == pytest.approx(lr * found.train.lr)
-    assert lines[0] == "train.batch_size=1024: for 160,000 training rows and a column of 50,000 values"
+    assert (found.train.batch_size, found.train.epochs) == (512, train.get("epochs", 1))
+    assert (found.table.optimizer, found.model.unknown) == ("adagrad", unknown)
+    assert found.table.lr == pytest.approx(share * found.train.lr)
+    why = "for 160,000 training rows and a column of 50,000 values"
+    assert f"table.optimizer=adagrad: {why}" in lines
     assert recipe.sized(found, 160_000, info) == (found, [])
-    # What is set stays, and so do the rules for fewer rows or values.
-    of_user = {"batch_size": 64, "epochs": 1, "schedule": "constant", "patience": 0}
-    given = build_config({"recipe": "ctr", "train": of_user, "table": {"lr": 0.5}})
+    # What is set stays, and so do the rules for fewer rows or values, other networks and learned rows.
+    of_user = {"batch_size": 64, "epochs": 1, "patience": 0}
+    table = {"optimizer": "adam", "lr": 0.5}
+    given = build_config({"recipe": "ctr", "train": of_user, "table": table, "model": {"unknown": 0.1}})
     assert recipe.sized(given, 160_000, info) == (given, [])
     deepfm = build_config({"recipe": "ctr", "model": {"kind": "deepfm"}})
-    for other, rows, values in ((config, 90_000, 50_000), (config, 160_000, 1000), (deepfm, 160_000, 50_000)):
-        assert recipe.sized(other, rows, {"num_ids": [values]})[0].train.schedule == "auto"
+    warm = build_config({"recipe": "ctr", "train": train | {"warm_start": "checkpoint"}})
+    cases = (
+        (config, 90_000, 50_000),
+        (config, 160_000, 1000),
+        (deepfm, 160_000, 50_000),
+        (warm, 160_000, 50_000),
+    )
+    for other, rows, values in cases:
+        usual = recipe.sized(other, rows, {"num_ids": [values]})[0]
+        assert (usual.table.optimizer, usual.model.unknown) == ("adam", 0.3)
 
 
 def test_rows_learn_faster_in_fewer_epochs_than_the_data_asks_for_or_beside_a_linear_part() -> None:

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field
 from dphybrid.config import ExperimentConfig, ModelConfig
 from dphybrid.config.tables import PACKED, TableDataConfig
 from dphybrid.recipes.recipe import STEPS, Recipe, imported
+from dphybrid.util.errors import counted
 from dphybrid.util.files import given_path
 
 if TYPE_CHECKING:
@@ -22,12 +23,11 @@ _SLOW_ROWS, _FAST_ROWS = 0.03, 5.0
 _MANY_VALUES, _ROWS_PER_VALUE = 1000, 4
 """Rows learn faster if a column has more values than this, and training has more rows per value."""
 _MANY_ROWS = 100_000
-"""From this many training rows on, with a column of more than `_MANY_VALUES` values, an mlp reaches in two
-passes with falling rates what it reaches in six with slow rows. For a dlrm they are too few."""
-_FOR_MANY_ROWS: dict[str, Any] = {"batch_size": 1024, "epochs": 2, "schedule": "linear"}
-_FAST_SHARE = 4.0
-"""Rows then learn at this multiple of train.lr, as two passes are few steps and the rate falls;
-in more passes proportionally slower."""
+"""From this many training rows on, with a column of more than `_MANY_VALUES` values, an mlp makes one pass,
+in which rows learn fast: more passes overfit rare values. For a dlrm one pass is too short."""
+_ONE_PASS_SHARE, _ONE_PASS_UNKNOWN, _UNKNOWN = 80.0, 0.02, 0.3
+"""Learning rate of the rows in one pass by adagrad, as a multiple of train.lr; the share of unknown ids
+then, as one pass learns no row by heart; and this share otherwise."""
 _ENDINGS = (
     *(text + packed for text in (".csv", ".tsv", ".jsonl", ".ndjson") for packed in PACKED),
     *(".parquet", ".pq", ".arrow", ".feather", ".ipc"),
@@ -39,6 +39,13 @@ def _threshold(value: object) -> object:
         if value == "best-f1" or 0 <= float(value) <= 1:  # type: ignore[arg-type]
             return value
     raise ValueError("give a probability from 0 to 1, or best-f1")
+
+
+def _share(value: object) -> object:
+    with suppress(TypeError, ValueError):
+        if value == "auto" or 0 <= float(value) < 1:  # type: ignore[arg-type]
+            return value
+    raise ValueError("give a share from 0 to below 1, or auto")
 
 
 class CtrModelConfig(ModelConfig):
@@ -63,9 +70,10 @@ class CtrModelConfig(ModelConfig):
     the row of the column, instead of averaged (DIN, Zhou et al. 2018). Empty: the mean."""
     dropout: float = Field(default=0.1, ge=0.0, lt=1.0)
     """Share of activations dropped while training. On several GPUs the masks differ from those on one."""
-    unknown: float = Field(default=0.3, ge=0.0, lt=1.0)
+    unknown: Annotated[float | Literal["auto"], BeforeValidator(_share)] = "auto"
     """Share of the ids that training replaces by the unknown one (a number's bucket: by the missing one),
-    drawn anew in each epoch, so that the network learns to handle new values. Bags keep theirs."""
+    drawn anew in each epoch, so that the network learns to handle new values. Bags keep theirs. auto: 0.3; in
+    one pass over many rows 0.02."""
     numbers: Literal["plain", "embedded"] = "embedded"
     """Encoding of numbers: plain, the number itself; embedded, also its position in each quantile bin of the
     training rows, through a linear layer for each column (Gorishniy et al. 2022)."""
@@ -87,7 +95,7 @@ class Ctr(Recipe):
         "DLRM or DCN-v2 over one table for all categorical columns."
     )
     model = CtrModelConfig
-    table = {"optimizer": "adam", "lr": 0.0}
+    table = {"optimizer": "auto", "lr": 0.0}
     train = {
         "epochs": 0,
         "batch_size": 0,
@@ -95,7 +103,7 @@ class Ctr(Recipe):
         "optimizer": "adamw",
         "lr": 0.001,
         "weight_decay": 0.3,
-        "schedule": "auto",
+        "schedule": "constant",
         "average": 0.99,
     }
     tabular = True
@@ -118,13 +126,24 @@ class Ctr(Recipe):
     def sized(
         self, config: ExperimentConfig, num_rows: int, info: Mapping[str, Any]
     ) -> tuple[ExperimentConfig, list[str]]:
-        values, is_mlp = max(info["num_ids"], default=0), config.model.model_dump().get("kind") == "mlp"
-        many, lines = is_mlp and num_rows >= _MANY_ROWS and values > _MANY_VALUES, list[str]()
-        if many:
-            chosen = {n: v for n, v in _FOR_MANY_ROWS.items() if getattr(config.train, n) in (0, "auto")}
-            config = config.model_copy(update={"train": config.train.model_copy(update=chosen)})
-            why = f"{num_rows:,} training rows and a column of {values:,} values"
-            lines = [f"train.{name}={value}: for {why}" for name, value in chosen.items()]
+        values, kind = max(info["num_ids"], default=0), config.model.model_dump().get("kind")
+        why = f"for {num_rows:,} training rows and a column of {values:,} values"
+        # A warm start has learned rows, which steps of a fresh adagrad would throw far off.
+        many = kind == "mlp" and num_rows >= _MANY_ROWS and values > _MANY_VALUES
+        many, lines = many and not config.train.warm_start, list[str]()
+        if many and not config.train.epochs:
+            config = config.model_copy(update={"train": config.train.model_copy(update={"epochs": 1})})
+            lines.append(f"train.epochs=1: {why}")
+        if many and config.table.optimizer == "auto":
+            table = config.table.model_copy(update={"optimizer": "adagrad"})
+            config = config.model_copy(update={"table": table})
+            lines.append(f"table.optimizer=adagrad: {why}")
+        one_pass = many and config.train.epochs == 1
+        if config.model.model_dump().get("unknown") == "auto":
+            unknown = _ONE_PASS_UNKNOWN if one_pass else _UNKNOWN
+            model = config.model.model_copy(update={"unknown": unknown})
+            config = config.model_copy(update={"model": model})
+            lines += [f"model.unknown={unknown}: in one pass"] if one_pass else []
         found, more = super().sized(config, num_rows, info)
         lines += more
         if found.table.lr:
@@ -132,10 +151,11 @@ class Ctr(Recipe):
         # At the full rate, rows overfit rare values, so the rows of an mlp learn slowly. The other networks
         # have linear parts or products of rows, which need the full rate. Columns of many values with enough
         # rows for each need more than the slow rate, too.
-        share, why = _SLOW_ROWS if is_mlp else 1.0, ""
-        if many:
-            share = _FAST_SHARE * min(1.0, _FOR_MANY_ROWS["epochs"] / found.train.epochs)
-            why = f" instead of {_SLOW_ROWS:g} x, for {found.train.epochs} passes over many rows"
+        share, why = _SLOW_ROWS if kind == "mlp" else 1.0, ""
+        if many and found.table.optimizer == "adagrad":
+            share = _ONE_PASS_SHARE / found.train.epochs
+            passes = counted(found.train.epochs, "pass", "passes")
+            why = f" instead of {_SLOW_ROWS:g} x, for {passes} of adagrad"
         elif share == _SLOW_ROWS and values > _MANY_VALUES and num_rows > _ROWS_PER_VALUE * values:
             share = min(share * (num_rows / values / _ROWS_PER_VALUE) ** 2, 1.0)
             rows = f"{num_rows / values:.3g} rows per value ({values:,} values)"
@@ -161,7 +181,8 @@ class Ctr(Recipe):
 
         if info.get("class_weights"):
             rows = DrawnDataset(rows, weighted_classes(info["class_weights"]))
-        return DrawnDataset(rows, some_unknown(info, model.unknown)) if model.unknown else rows
+        share = _UNKNOWN if model.unknown == "auto" else float(model.unknown)
+        return DrawnDataset(rows, some_unknown(info, share)) if share else rows
 
     def recognises(self, data: Mapping[str, object]) -> str | None:
         if data.get("label") not in (None, ""):

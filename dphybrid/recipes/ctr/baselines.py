@@ -23,7 +23,7 @@ _LINEAR_ROWS = 2**16
 outputs."""
 _ITERATIONS = 20
 """Iterations of the linear model's optimizer."""
-LOOKED_AT = 2**18
+LOOKED_AT, _CHECKED = 2**18, 2**16
 """Baselines are evaluated, and columns checked, on at most this many evenly spaced rows."""
 _LEAK = 0.99
 """A column leaks the label if its AUC or R2 alone is above this."""
@@ -172,7 +172,7 @@ def leaks(data: Prepared) -> list[str]:
 
 
 def _leaks(data: Prepared) -> list[str]:
-    batch, task = _spaced(data.dataset("train"), LOOKED_AT), label_task(data.info)
+    batch, task = _spaced(data.dataset("train"), _CHECKED), label_task(data.info)
     labels_B = batch["labels_B"].numpy().astype(np.float64)
     if len(labels_B) < _FEWEST_ROWS or np.ptp(labels_B) == 0:
         return []
@@ -183,11 +183,11 @@ def _leaks(data: Prepared) -> list[str]:
     for name, ids_B in zip(names, batch["ids_BF"].numpy().T, strict=False):
         # Fitted and evaluated on different rows: a column of unique values would predict its own rows.
         means_VC = _means_of_values(ids_B[::2], labels_B[::2], int(ids_B.max()) + 1, task.num_outputs)
-        means_BC = means_VC[ids_B[1::2]]
         if kind == "multiclass":
-            found[name] = _gain_over_majority(means_BC.argmax(1), labels_B[1::2]), "R2 of its classes"
+            predicted_B = means_VC.argmax(1)[ids_B[1::2]]
+            found[name] = _gain_over_majority(predicted_B, labels_B[1::2]), "R2 of its classes"
         else:
-            found[name] = _score(means_BC[:, 0], labels_B[1::2], kind)
+            found[name] = _score(means_VC[:, 0][ids_B[1::2]], labels_B[1::2], kind)
     for name, numbers_B in zip(data.info.get("dense", []), batch["dense_BN"].numpy().T, strict=True):
         if kind != "multiclass" and np.ptp(numbers_B):
             # A column may be read both as values and as a number: the better predictor counts.

@@ -1,0 +1,15 @@
+"""The benchmark of a whole job: its own script beside plain PyTorch's, on few rows."""
+
+from pathlib import Path
+
+from benchmarks.whole_job import OURS, PLAIN, run, text
+
+
+def test_both_scripts_predict_the_same_rows_and_the_table_compares_them(tmp_path: Path) -> None:
+    found = run(tmp_path, 3000, 1000, 1, [OURS, PLAIN], {"train.epochs": "1", "train.batch_size": "64"})
+    assert list(found["ways"]) == [OURS, PLAIN]
+    for way in found["ways"].values():
+        assert way["cpu_s"] > 0
+        assert way["peak_mib"] > 100
+        assert 0.55 < way["auc"] < found["best_auc"]
+    assert f"{OURS} / {PLAIN}" in text(found)
