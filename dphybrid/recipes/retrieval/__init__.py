@@ -171,8 +171,8 @@ class Retrieval(Recipe):
     data = RetrievalDataConfig
     model = RetrievalModelConfig
     one_process = True
-    # Chosen on MovieLens-100k (docs/quality-others.md), where it beats Adam whose moments count only the row's
-    # own steps.
+    # Chosen on MovieLens-100k (docs/quality-others.md), where it beats Adam whose moments count only the
+    # row's own steps.
     table = {"optimizer": "adamw", "lr": 0.003, "weight_decay": 1.0}
     train = {
         "epochs": 150,
