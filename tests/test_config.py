@@ -63,10 +63,13 @@ def test_overrides_keep_what_was_given_and_follow_a_new_recipe() -> None:
 
 def test_every_field_has_a_sentence_and_a_flag() -> None:
     for recipe in BUILT_IN:
-        for name, (_, sentence, _) in field_types(recipe).items():
+        fields = dict(field_types(recipe))
+        for name, (_, sentence, _) in fields.items():
             assert sentence.endswith("."), name
-            given = flags(f"--{name.replace('_', '-')}", "1", recipe=recipe)
-            assert given == {"recipe": recipe} | nest({name: "1"})
+        del fields["recipe"]  # given
+        given = (word for n, name in enumerate(fields) for word in (f"--{name.replace('_', '-')}", str(n)))
+        values = {name: str(n) for n, name in enumerate(fields)}
+        assert flags(*given, recipe=recipe) == {"recipe": recipe} | nest(values)
 
 
 @pytest.mark.parametrize(

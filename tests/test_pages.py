@@ -23,7 +23,11 @@ TRAININGS = {
     "own_recipe.py, a recipe": (["recipe=examples.own_recipe:Ratings", *FILMS], "right", 0.93),
     "own_recipe.py, a frame": (["recipe=examples.own_recipe:FromFrame", *FILMS], "right", 0.93),
     "own_recipe.py, a dataset": (["recipe=examples.own_recipe:FromDataset", *FILMS], "right", 0.93),
-    "the text of the first command": (["train.epochs=1", "devices=cpu"], "perplexity", -40),
+    "the text of the first command, in small": (
+        ["train.epochs=1", "devices=cpu", "model.dim=32", "model.hidden=32"],
+        "perplexity",
+        -110,
+    ),
     "UCI Adult": (["recipe=ctr", f"data.path={ADULT}", "data.label=14", "train.epochs=4"], "auc", 0.915),
 }
 """What is trained -> its values, the metric that it reaches, and the least of it (below 0: the most)."""

@@ -17,8 +17,6 @@ from dphybrid.recipes.configs import apply_overrides, build_config, given_values
 from dphybrid.run.train import prepare_data
 from dphybrid.util.errors import UserError
 from tests.cluster.launching import settings_in
-from tests.commands import python
-from tests.conftest import REPOSITORY
 from tests.preparing import prepare
 from tests.refusing import refused
 
@@ -110,25 +108,6 @@ def test_a_config_of_one_process_is_what_it_was() -> None:
     assert given_values(two) == {"recipe": "ctr", "cluster": {"ranks": 2}}
     assert build_config(two.model_dump(mode="json")).cluster.ranks == 2
     assert apply_overrides(two, ["train.epochs=1"]).cluster.ranks == 2
-
-
-def test_one_process_imports_nothing_of_the_ranks_engine(tmp_path: Path) -> None:
-    code = """
-import sys
-from tests.cluster.launching import built, settings_in
-from dphybrid.run.experiment import Experiment
-from dphybrid.run.folder import read_run
-from dphybrid.run.train import train_run
-from dphybrid.util.stop import StopRequest
-from pathlib import Path
-settings = settings_in(Path(sys.argv[1]))
-run = read_run(built(settings, "one", ["train.epochs=1"]), settings)
-train_run(Experiment.of(run), StopRequest())
-heavy = ("torchrec", "fbgemm_gpu", "tensordict", "dphybrid.cluster.sharding")
-print("found:", *[name for name in heavy if name in sys.modules])
-"""
-    done = python("-c", code, str(tmp_path), cwd=REPOSITORY)
-    assert done.stdout.splitlines()[-1] == "found:"
 
 
 def test_parts_of_a_table_start_with_the_bits_of_the_whole() -> None:

@@ -197,9 +197,3 @@ def test_progress_is_told_and_ends_complete(tmp_path: Path) -> None:
     assert list(dict.fromkeys(call[0] for call in calls)) == ["digest files", "read rows", "encode columns"]
     assert calls[-1] == ("encode columns", 2, 2)
     assert all(0 <= done <= total for _, done, total in calls)
-
-
-def test_polars_is_imported_for_tables_alone(tmp_path: Path) -> None:
-    program = "import sys; from pathlib import Path; from dphybrid.recipes import find_recipe; "
-    program += "recipe = find_recipe('text'); recipe.prepare(recipe.data(), Path(sys.argv[1]), 0); "
-    python("-c", program + "assert 'polars' not in sys.modules", tmp_path)

@@ -85,14 +85,14 @@ REFERENCES: dict[str, Callable[..., torch.optim.Optimizer]] = {
 """adamw is compared in test_host_embedding.py."""
 
 
-# 1 - 0.9 ** k is 1 in float64 from k = 395 on, 1 - 0.999 ** k is 0.45 there
-@pytest.mark.parametrize(
-    ("dtype", "dim", "steps"), [(torch.float32, 7, 4), (torch.float32, 80, 4), (torch.float64, 40, 600)]
-)
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 7), (torch.float32, 80), (torch.float64, 40)])
 @pytest.mark.parametrize("kind", REFERENCES)
 def test_steps_are_those_of_an_optimizer_with_a_parameter_a_row(
-    kind: str, dtype: torch.dtype, dim: int, steps: int
+    kind: str, dtype: torch.dtype, dim: int
 ) -> None:
+    steps = 4
+    if dtype == torch.float64:  # 1 - 0.9 ** k is 1 from k = 395 on, 1 - 0.999 ** k is 0.45 there
+        steps = 600 if "adam" in kind else 60
     table = HostEmbedding(60, dim, dtype=dtype, padding_idx=3, seed=1)
     optimizer = row_optimizer(kind, {"t": table}, lr=0.1, weight_decay=0.02)
     rows = [nn.Parameter(row.double()) for row in table.weight.detach().clone()]

@@ -2,8 +2,6 @@
 
 import inspect
 import json
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -25,7 +23,7 @@ from dphybrid.recipes.retrieval import RetrievalDataConfig, RetrievalModelConfig
 from dphybrid.recipes.retrieval.histories import HistoryModel
 from dphybrid.recipes.retrieval.networks import NETWORKS, Sizes
 from dphybrid.run.pages import ResultPage
-from tests.commands import run_with
+from tests.commands import python, run_with
 from tests.models.test_retrieval import write_rows
 from tests.preparing import prepare
 from tests.refusing import refused
@@ -359,19 +357,18 @@ def test_the_exported_program_recommends_the_same(trained: TrainedRun, tmp_path:
     )
     history = items["name"].gather(users["history"][0]).to_list()
 
-    def printed(*words: str) -> list[dict[str, list[str]]]:
-        done = subprocess.run(
-            [sys.executable, "recommend.py", *words], cwd=folder, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
-
-    two = printed(users["name"][0], "nobody")
+    twice = (
+        "import json, sys; from runpy import run_path\n"
+        "for sys.argv in json.loads(sys.argv[1]): run_path('recommend.py', run_name='__main__'); print('\\0')"
+    )
+    argvs = [["recommend.py", *words] for words in ((users["name"][0], "nobody"), ("--history", *history))]
+    *pages, _ = python("-c", twice, json.dumps(argvs), cwd=folder).stdout.split("\0\n")
+    two, one = map(json.loads, pages)
     for answer in two:
         frame = trained.recommend(answer["user"])
         assert answer["items"] == frame["item"].to_list()
     np.testing.assert_allclose(two[0]["scores"], trained.recommend(users["name"][0])["score"], rtol=1e-4)
-    assert printed("--history", *history)[0]["items"] == trained.recommend(history=history)["item"].to_list()
+    assert one[0]["items"] == trained.recommend(history=history)["item"].to_list()
 
 
 def test_rows_of_users_are_chosen_where_users_have_one_row(unrecorded: None, tmp_path: Path) -> None:

@@ -18,14 +18,19 @@ from sklearn.metrics import roc_auc_score
 import dphybrid
 from dphybrid.data.table.cells import MISSING_ID, UNKNOWN_ID
 from dphybrid.data.table.encoder import Encoder
+from dphybrid.parallel import resolve_devices
+from dphybrid.recipes import ModelContext, find_recipe
+from dphybrid.recipes.configs import build_config
 from dphybrid.run.pages import ResultPage
 from dphybrid.run.train import Report
 from dphybrid.serving.load import model_from_checkpoint
 from dphybrid.serving.predict import Predictor, print_predictions
+from dphybrid.training.checkpoint import Progress, Trained
 from tests.commands import command, python, run_with
 from tests.conftest import own_settings
 from tests.preparing import from_file
 from tests.refusing import refused
+from tests.training.saving import save_checkpoint
 
 HEADER = "age,city,user_id,clicked"
 SMALL = ["recipe=ctr", "data.label=clicked", "devices=cpu", "model.dim=4"]
@@ -235,32 +240,22 @@ def test_a_table_of_half_the_size_comes_back_as_such(
 
 
 def test_a_mapped_table_takes_memory_for_the_rows_looked_up_only(tmp_path: Path) -> None:
+    config, info = build_config({"recipe": "ctr"}), {"num_ids": [4_000_000], "num_dense": 0}
+    model = find_recipe("ctr").new_model(ModelContext(resolve_devices("cpu"), info, config.model, 0))
+    trained = Trained(model, None, None, Progress())
+    save_checkpoint(tmp_path, trained, config.model_dump(mode="json"), {"info": info})
     code = """
 import resource, sys, torch
 from pathlib import Path
-from dphybrid.recipes.configs import build_config
-from dphybrid.embedding import find_tables
 from dphybrid.serving.load import model_from_checkpoint
-from dphybrid.recipes import ModelContext, find_recipe
-from dphybrid.parallel import resolve_devices
-from dphybrid.training.checkpoint import Progress, Trained
-from tests.training.saving import save_checkpoint
-config, folder = build_config({"recipe": "ctr"}), Path(sys.argv[1])
-info = {"num_ids": [4_000_000], "num_dense": 0}
-if len(sys.argv) > 2:
-    model = find_recipe("ctr").new_model(ModelContext(resolve_devices("cpu"), info, config.model, 0))
-    trained = Trained(model, None, None, Progress())
-    save_checkpoint(folder, trained, config.model_dump(mode="json"), {"info": info})
-else:
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    model = model_from_checkpoint(folder / "step-000000", mapped=True).eval()
-    batch = {"ids_BF": torch.tensor([[3_999_999]]), "dense_BN": torch.zeros(1, 0), "labels_B": torch.zeros(1)}
-    with torch.inference_mode():
-        assert torch.isfinite(model(batch)["logits"]).all()
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+model = model_from_checkpoint(Path(sys.argv[1]) / "step-000000", mapped=True).eval()
+batch = {"ids_BF": torch.tensor([[3_999_999]]), "dense_BN": torch.zeros(1, 0), "labels_B": torch.zeros(1)}
+with torch.inference_mode():
+    assert torch.isfinite(model(batch)["logits"]).all()
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 """
-    subprocess.run([sys.executable, "-c", code, str(tmp_path), "write"], check=True)
-    done = python("-c", code, str(tmp_path))
+    done = python("-c", code, tmp_path)
     assert int(done.stdout) < 60  # MiB; the table has 244
 
 

@@ -160,7 +160,7 @@ def test_a_registration_that_fails_is_told_and_not_reported_as_done(
     assert "Registered:" not in report.text
     client = MlflowClient(report.tracking_uri)
     note = client.get_run(report.run_id).data.tags["mlflow.note.content"]
-    assert "**NOT registered as** clicks: no more versions" in note
+    assert "NOT registered as clicks: no more versions" in note
     assert "models:/clicks@challenger" not in note
     assert "Not everything was recorded: 1 record refused by the server" in capsys.readouterr().out
     assert f"{report.run_name}: everything sent" in command("sync")

@@ -1,4 +1,4 @@
-"""Record eight runs at once in one SQLite store: `python -m tests.tracking.together FOLDER`."""
+"""Record five runs at once in one SQLite store: `python -m tests.tracking.together FOLDER`."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from mlflow.tracking import MlflowClient
 from dphybrid.tracking import open_tracker, waiting
 from dphybrid.tracking.opening import embedded_uri
 
-RUNS, STEPS = 8, 20
+RUNS, STEPS = 5, 20
 
 
 def run(store: Path, number: int) -> None:
