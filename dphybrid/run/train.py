@@ -231,12 +231,12 @@ def _importance(model: nn.Module, experiment: Experiment) -> dict[str, float]:
     folder, _ = experiment.encoder
     if folder is None or not experiment.recipe.tabular:
         return {}
-    places = Encoder.load(folder).places
+    positions = Encoder.load(folder).positions
     # A batch as large as those of predictions: as the rows are few, their number of calls counts.
     batch_size = max(1024, experiment.config.train.batch_size)
     with preparation_progress() as progress:
         return importance(
-            model, experiment.data.dataset("valid"), experiment.task, places, batch_size, progress
+            model, experiment.data.dataset("valid"), experiment.task, positions, batch_size, progress
         )
 
 

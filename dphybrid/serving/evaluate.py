@@ -160,17 +160,17 @@ def evaluate(
         for name, value in metrics.items()
     }
     probabilities = predictor.task.link(outputs["logits"]).numpy()
-    found, places, notes = None, predictor.encoder.places, list[str]()
+    found, positions, notes = None, predictor.encoder.positions, list[str]()
     if importance:
         lost = permuted(
-            predictor.model, data, predictor.task, places, predictor.batch_size, on_progress, seconds
+            predictor.model, data, predictor.task, positions, predictor.batch_size, on_progress, seconds
         )
         found = pl.DataFrame(
             {"column": list(lost), "importance": list(lost.values())},
             schema={"column": pl.String, "importance": pl.Float64},
         )
-        if len(lost) < len(places):
-            notes.append(f"Importance: {len(lost)} of {len(places)} columns, for {seconds:g} s had passed")
+        if len(lost) < len(positions):
+            notes.append(f"Importance: {len(lost)} of {len(positions)} columns, for {seconds:g} s had passed")
     return Evaluation(
         num_rows=len(frame),
         left_out=int((~known_B).sum()),

@@ -17,8 +17,8 @@ from dphybrid.training.loop import validation_outputs
 from dphybrid.training.metrics import Task
 from dphybrid.util.errors import UserError
 
-Places = Mapping[str, Sequence[tuple[str, int]]]
-"""For each column of a table where its cells are: pairs of an array's name and a place on its dim 1."""
+Positions = Mapping[str, Sequence[tuple[str, int]]]
+"""For each column of a table where its cells are: pairs of an array's name and a position on its dim 1."""
 _MOST_ROWS, _FEWEST_ROWS, _CELLS = 4096, 256, 2**16
 """Rows are shuffled at most so many, and so few that together with the columns they stay below so many
 cells."""
@@ -41,7 +41,7 @@ def importance(
     model: nn.Module,
     data: Dataset,
     task: Task,
-    places: Places,
+    positions: Positions,
     batch_size: int,
     on_progress: Callable[[str, int, int], None] | None = None,
     seconds: float = SECONDS,
@@ -52,7 +52,7 @@ def importance(
 
     data: rows as the model takes them, of which some thousand are used, evenly spaced.
     """
-    wanted = num_rows(len(data), len(places))
+    wanted = num_rows(len(data), len(positions))
     index_B = np.arange(len(data))
     if wanted < len(data):
         index_B = np.linspace(0, len(data) - 1, wanted).astype(np.int64)
@@ -66,17 +66,17 @@ def importance(
     except UserError:  # rows of one class have no AUC
         return {}
     lost, until = dict[str, float](), time.monotonic() + seconds
-    for number, (name, of_column) in enumerate(places.items()):
+    for number, (name, of_column) in enumerate(positions.items()):
         if time.monotonic() > until:
             break
         if on_progress:
-            on_progress("shuffle columns", number, len(places))
+            on_progress("shuffle columns", number, len(positions))
         order_B = torch.randperm(len(index_B), generator=random)
         shuffled = dict(rows)
-        for array, place in of_column:
+        for array, position in of_column:
             if shuffled[array] is rows[array]:
                 shuffled[array] = rows[array].clone()
-            shuffled[array][:, place] = rows[array][order_B, place]
+            shuffled[array][:, position] = rows[array][order_B, position]
         with suppress(UserError):  # a model that has no finite loss for such rows
             lost[name] = sign * (whole - metric(shuffled))
     return dict(sorted(lost.items(), key=lambda item: -item[1]))

@@ -10,7 +10,7 @@ from dphybrid.config.tables import TableDataConfig
 from dphybrid.data import Prepared
 from dphybrid.data.table.cells import read_numbers, read_times
 from dphybrid.data.table.encoder import Encoder
-from dphybrid.data.table.order import places_in_time
+from dphybrid.data.table.order import positions_in_time
 from tests.preparing import table_of
 from tests.refusing import refused
 
@@ -170,5 +170,5 @@ def test_unreadable_dates_above_the_limit_are_an_error_that_names_one(tmp_path: 
 
 def test_months_are_in_order() -> None:
     months = pl.Series(["2024-02", "2023-12", "2024-10"])
-    places, how = places_in_time(months, "m", TableDataConfig(path="x.csv", label="y"))
+    places, how = positions_in_time(months, "m", TableDataConfig(path="x.csv", label="y"))
     assert (places.argsort().tolist(), how) == ([1, 0, 2], "")

@@ -72,9 +72,9 @@ def test_the_places_of_a_column_are_all_that_its_cells_change(tmp_path: Path) ->
             for place in range(whole[array].shape[1])
             if not np.array_equal(whole[array][:, place], changed[array][:, place])
         ]
-        assert set(there) <= set(encoder.places[name]), name
+        assert set(there) <= set(encoder.positions[name]), name
         assert there, name
-    every = [place for places in encoder.places.values() for place in places]
+    every = [place for places in encoder.positions.values() for place in places]
     assert len(set(every)) == len(every) == sum(array.shape[1] for array in whole.values())
 
 

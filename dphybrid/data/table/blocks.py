@@ -1,7 +1,7 @@
 """The rows of a block of delimited text.
 
 polars parses blocks in which every line has the same number of separators, and each quote begins or ends a
-cell of one line. DuckDB reads all other blocks: it gives the same values, and every bad row with its place
+cell of one line. DuckDB reads all other blocks: it gives the same values, and every bad row with its line
 and kind.
 """
 
@@ -92,10 +92,10 @@ def quoted_separators(text: bytes, dialect: Dialect) -> int | None:
     """Return how many separators stand within quotes; None unless each quote begins or ends a cell of one
     line, so that there are none within a quoted cell."""
     signs, separator = np.frombuffer(text, np.uint8), dialect.joint.encode()
-    places = np.flatnonzero(signs == dialect.quote.encode()[0])
-    if len(places) % 2 or len(separator) > 1 or len(dialect.quote.encode()) > 1:
+    positions = np.flatnonzero(signs == dialect.quote.encode()[0])
+    if len(positions) % 2 or len(separator) > 1 or len(dialect.quote.encode()) > 1:
         return None
-    first, second = places.reshape(-1, 2).T
+    first, second = positions.reshape(-1, 2).T
     limits, ends = (10, separator[0]), line_ends(text)
     before, after = np.where(first > 0, signs[first - 1], 10), signs[second + 1]
     if not (np.isin(before, limits).all() and np.isin(after, limits).all()):
@@ -158,7 +158,7 @@ def parse_quoted(text: bytes, dialect: Dialect, width: int, no_value: tuple[str,
         found, is_open = _read(text[start : int(ends[until - 1])], dialect, width, last and whole)
         columns.append(found.columns)
         lines.append(found.lines + line)
-        bad += [(line + place, why, shown) for place, why, shown in found.bad]
+        bad += [(line + position, why, shown) for position, why, shown in found.bad]
         line += found.num_lines
         if is_open and whole:
             break

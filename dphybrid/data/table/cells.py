@@ -18,7 +18,7 @@ Array = np.ndarray
 
 MISSING_ID, UNKNOWN_ID, FIRST_ID = 0, 1, 2
 PADDING_ID = -1
-"""Fills up the places behind the last item of a bag."""
+"""Fills up the positions behind the last item of a bag."""
 FEW = 64
 """Up to this many rows, cells are read by Python loops. polars' engine takes longer to start: one predicted
 row, 1 ms, would take 1.3 ms more, and one of pandas 4 ms more."""
@@ -88,7 +88,7 @@ def clean(columns: Iterable[pl.Series], missing: Iterable[str]) -> list[pl.Serie
     durations become seconds. A text that means no value also means its number: -999 and -999.0 are one."""
     # Columns are named by number, as polars reads names such as `*` as patterns. One call covers all columns,
     # with one expression per type: starting polars' engine takes longer than the work on few cells.
-    frame = pl.DataFrame([cells.alias(str(place)) for place, cells in enumerate(columns)])
+    frame = pl.DataFrame([cells.alias(str(position)) for position, cells in enumerate(columns)])
     none = {"", *missing}
     marks = [float(text) for text in none if re.fullmatch(_NUMBER, text)]
     names: dict[pl.DataType, list[str]] = {}

@@ -59,8 +59,8 @@ def csv_jobs(file: Path, data: TableDataConfig) -> Iterator[Job]:
     layout: _Layout | None = None
     notes: list[str] = []
     line, unread, num_blocks = 0, b"", 0
-    for piece, bytes_read, last in whole_lines(file, data.encoding, notes):
-        text, unread = unread + piece, b""
+    for new_text, bytes_read, last in whole_lines(file, data.encoding, notes):
+        text, unread = unread + new_text, b""
         if layout is None:
             layout = _layout(file, text, data, notes)
             skipped = layout.body if layout else text.count(b"\n")  # without a layout all lines are blank
@@ -119,11 +119,11 @@ class _Block:
         rejected = [
             Rejected(
                 file=str(self.file),
-                line=self.line + place + 1,
+                line=self.line + position + 1,
                 reason=why,
                 text=shown.replace(JOINT, separator),
             )
-            for place, why, shown in parsed.bad
+            for position, why, shown in parsed.bad
             if not (layout.comments and shown.startswith("#"))
         ]
         columns = dict(zip(layout.names, parsed.columns, strict=True))
@@ -288,8 +288,8 @@ def _num_bad(text: bytes, dialect: Dialect) -> int:
 def _is_even(text: bytes, separator: bytes, width: int) -> bool:
     """Return whether each line that is not empty has the separators of `width` cells."""
     ends = line_ends(text)
-    places = np.flatnonzero(np.frombuffer(text, np.uint8) == separator[0])
-    counts = np.diff(np.searchsorted(places, ends), prepend=0)
+    positions = np.flatnonzero(np.frombuffer(text, np.uint8) == separator[0])
+    counts = np.diff(np.searchsorted(positions, ends), prepend=0)
     return bool((counts[np.diff(ends, prepend=0) > 1] == width - 1).all())
 
 

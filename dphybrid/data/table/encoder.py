@@ -64,22 +64,22 @@ class Encoder:
         return [{"name": name, "role": role, "num_ids": num_ids} for name, role, num_ids in tables]
 
     @cached_property
-    def places(self) -> dict[str, list[tuple[str, int]]]:
-        """For each of `names` where its cells are in the arrays: the array's name and the place on dim 1."""
+    def positions(self) -> dict[str, list[tuple[str, int]]]:
+        """For each of `names` where its cells are: pairs of an array's name and a position on its dim 1."""
         found: dict[str, list[tuple[str, int]]] = {name: [] for name in self.names}
         num_ids, num_dense = 0, 0
         for column in self.numbers:
             for part in column.parts:
                 dense = range(num_dense, num_dense + 1 + part.learned.indicator)
-                found[column.name] += [("dense_BN", place) for place in dense]
+                found[column.name] += [("dense_BN", position) for position in dense]
                 num_dense = dense.stop
                 if part.learned.edges is not None:
                     found[column.name].append(("ids_BF", num_ids))
                     num_ids += 1
-        for place, category in enumerate(self.categories, num_ids):
-            found[category.name].append(("ids_BF", place))
-        for place, bag in enumerate(self.bags):
-            found[bag.name].append(("bags_BFL", place))
+        for position, category in enumerate(self.categories, num_ids):
+            found[category.name].append(("ids_BF", position))
+        for position, bag in enumerate(self.bags):
+            found[bag.name].append(("bags_BFL", position))
         return found
 
     @property
@@ -92,7 +92,7 @@ class Encoder:
         """The columns of dense_BN that are 1 where the number before them is missing, else 0."""
         parts = [part for column in self.numbers for part in column.parts]
         kinds = [flag for part in parts for flag in (False, True)[: 1 + part.learned.indicator]]
-        return [place for place, flag in enumerate(kinds) if flag]
+        return [position for position, flag in enumerate(kinds) if flag]
 
     @property
     def max_items(self) -> int:
@@ -256,8 +256,8 @@ def _side_by_side(columns: Sequence[Array], num_rows: int, dtype: type[np.generi
     out_BF: Array = np.empty((num_rows, len(columns)), dtype)
     for start in range(0, num_rows, 2**13):
         rows = slice(start, start + 2**13)
-        for place, column_B in enumerate(columns):
-            out_BF[rows, place] = column_B[rows]
+        for position, column_B in enumerate(columns):
+            out_BF[rows, position] = column_B[rows]
     return out_BF
 
 

@@ -37,13 +37,13 @@ BLOCK_ROWS = 2**16
 """Rows per chunk of a Parquet file."""
 
 
-def find_files(path: str, place: str) -> tuple[Path, ...]:
+def find_files(path: str, field: str) -> tuple[Path, ...]:
     """Return the files that a path names, sorted by name: a file, a folder (with all folders below it), or a
-    pattern such as `logs/day-*.csv.gz`. place: the field or flag with the path, for messages.
+    pattern such as `logs/day-*.csv.gz`. field: the field or flag with the path, for messages.
 
     Raises UserError if there is no such file, or an empty one.
     """
-    root = given_path(path, place)
+    root = given_path(path, field)
     if root.is_file():
         files = [root]
     elif root.is_dir():
@@ -53,7 +53,7 @@ def find_files(path: str, place: str) -> tuple[Path, ...]:
         if not files:
             endings = ", ".join((*_TEXTS, ".parquet, .pq, .arrow, .feather, .ipc"))
             raise UserError(
-                f"{place}={path}: is a folder without tables ({endings}, also packed as "
+                f"{field}={path}: is a folder without tables ({endings}, also packed as "
                 f"{', '.join(PACKED[1:])}); name a table, or a folder that has some"
             )
     else:
@@ -65,12 +65,12 @@ def find_files(path: str, place: str) -> tuple[Path, ...]:
             wild = any(sign in pattern for sign in "*?[")
             files = [file for file in anchor.glob(pattern) if file.is_file()] if wild else []
         except ValueError as error:
-            raise UserError(f"{place}={path}: {error}") from error
+            raise UserError(f"{field}={path}: {error}") from error
         if not files:
-            raise no_such_file(path, place)
+            raise no_such_file(path, field)
     for file in files:
-        if not given_path(str(file), place).stat().st_size:
-            raise UserError(f"{place}={file}: is empty; give a file with rows")
+        if not given_path(str(file), field).stat().st_size:
+            raise UserError(f"{field}={file}: is empty; give a file with rows")
     return tuple(sorted(files))
 
 

@@ -1,5 +1,5 @@
 """Tables from memory (polars, pandas, Arrow, columns, records) as polars frames, and as files named by their
-digest; and frames of predictions, written piece by piece to the user's file."""
+digest; and frames of predictions, written chunk by chunk to the user's file."""
 
 import hashlib
 import json
@@ -72,7 +72,7 @@ def _from_pandas(frame: Any, where: str) -> pl.DataFrame:
         columns = zip(*frame.to_numpy(object, na_value=None).tolist(), strict=True)
         found = [of_objects(name, cells) for name, cells in zip(names, columns, strict=True)]
         return pl.DataFrame([c.cast(pl.String) if c.dtype == pl.Null else c for c in found])
-    return pl.DataFrame([_column(name, frame.iloc[:, place]) for place, name in enumerate(names)])
+    return pl.DataFrame([_column(name, frame.iloc[:, position]) for position, name in enumerate(names)])
 
 
 def _column(name: str, values: Any) -> pl.Series:
@@ -102,10 +102,10 @@ def _with_categories(data: Any) -> Any:
     import pyarrow as pa  # type: ignore[import-untyped]
 
     table = pa.table(data)
-    for place, field in enumerate(table.schema):
+    for position, field in enumerate(table.schema):
         if pa.types.is_dictionary(field.type) and not pa.types.is_string(field.type.value_type):
-            texts = as_texts(pl.Series(table.column(place).cast(field.type.value_type)))
-            table = table.set_column(place, field.name, texts.cast(pl.Categorical).to_arrow())
+            texts = as_texts(pl.Series(table.column(position).cast(field.type.value_type)))
+            table = table.set_column(position, field.name, texts.cast(pl.Categorical).to_arrow())
     return table
 
 
@@ -233,10 +233,10 @@ def write_predictions(
             kept = {name: chunk.texts(name).cast(pl.String) for name in keep}
             yield frame.with_columns(**kept)
 
-    pieces = frames()
-    # The first piece decides the file's columns. There is one: a file without rows gives an empty chunk.
-    first = next(pieces)
-    write_frames(chain([first], pieces), dict(first.schema), done.out, rejected)
+    chunks = frames()
+    # The first chunk decides the file's columns. There is one: a file without rows gives an empty chunk.
+    first = next(chunks)
+    write_frames(chain([first], chunks), dict(first.schema), done.out, rejected)
     done.num_rejected = len(rejected)
 
 
@@ -254,7 +254,7 @@ def write_frames(
     """
     partial, rejected_file = temporary(target), _rejected_file(target)
     try:
-        # Wrapped as a lazy frame, which polars writes piece by piece.
+        # Wrapped as a lazy frame, which polars writes chunk by chunk.
         lazy = register_io_source(lambda *_: frames, schema=dict(schema))
         lazy.sink_parquet(partial) if target.suffix.lower() == ".parquet" else lazy.sink_csv(partial)
         sync(partial)

@@ -57,7 +57,7 @@ def json_chunks(file: Path, data: TableDataConfig) -> Iterator[Rows]:
             Rejected(file=str(file), line=line + rows[i] + 1, reason=why, text=lines[rows[i]][:SHOWN])
             for i, why in bad.items()
         ]
-        numbers = np.array([line + place + 1 for i, place in enumerate(rows) if i not in bad], np.int64)
+        numbers = np.array([line + position + 1 for i, position in enumerate(rows) if i not in bad], np.int64)
         line += len(lines)
         if columns is None:
             columns = frame.columns
@@ -75,7 +75,7 @@ def json_chunks(file: Path, data: TableDataConfig) -> Iterator[Rows]:
 
 
 def _frame(lines: Sequence[str]) -> tuple[pl.DataFrame, dict[int, str]]:
-    """Return the rows of lines, and for each line that is no object, by its place, the reason."""
+    """Return the rows of lines, and for each line that is no object, by its position, the reason."""
     try:
         return _parsed(lines), {}
     except pl.exceptions.PolarsError:

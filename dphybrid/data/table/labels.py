@@ -202,7 +202,7 @@ def label_of_texts(name: str, values: list[str], data: TableDataConfig, typed: b
     two = len(classes) == 2 and data.task != "multiclass"
     if two and classes[0].lower() in _POSITIVE:
         classes.reverse()
-    number = {value: float(place) for place, value in enumerate(classes)}
+    number = {value: float(position) for position, value in enumerate(classes)}
     label = (_Binary if two else _Multiclass)(name=name, classes=tuple(classes))
     return label, np.array([number[value] for value in values])
 

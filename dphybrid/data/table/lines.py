@@ -115,19 +115,19 @@ def whole_lines(file: Path, encoding: str, notes: list[str]) -> Iterator[tuple[b
     with unpacked(file) as (stream, raw):
         first = stream.read(min(_HEAD_BYTES, BLOCK_BYTES))
         known = _encoding(first, encoding, notes)
-        pieces = _pieces(stream, first) if known == "utf-8" else _decoded(file, _pieces(stream, first), known)
-        following = next(pieces, b"")
+        blocks = _blocks(stream, first) if known == "utf-8" else _decoded(file, _blocks(stream, first), known)
+        following = next(blocks, b"")
         latin = False
-        while piece := following:
-            following = next(pieces, b"")
-            if b"\r" in piece:
-                if piece.endswith(b"\r"):  # perhaps the first half of \r\n
-                    piece, following = piece + following[:1], following[1:] or next(pieces, b"")
-                piece = piece.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-            if not following and not piece.endswith(b"\n"):
-                piece += b"\n"
-            if cut := piece.rfind(b"\n") + 1:
-                text = rest + piece[:cut]
+        while block := following:
+            following = next(blocks, b"")
+            if b"\r" in block:
+                if block.endswith(b"\r"):  # perhaps the first half of \r\n
+                    block, following = block + following[:1], following[1:] or next(blocks, b"")
+                block = block.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+            if not following and not block.endswith(b"\n"):
+                block += b"\n"
+            if cut := block.rfind(b"\n") + 1:
+                text = rest + block[:cut]
                 if not text.isascii():  # concatenated files have byte-order marks inside, too
                     text = text.replace(_BYTE_ORDER_MARK, b"")
                     if not latin and (odd := _not_utf8(text)) is not None:
@@ -140,7 +140,7 @@ def whole_lines(file: Path, encoding: str, notes: list[str]) -> Iterator[tuple[b
                     plain = False
                 yield text, raw.tell(), not following
                 line += count_sign(text, b"\n")
-            rest = piece[cut:] if cut else rest + piece
+            rest = block[cut:] if cut else rest + block
             if len(rest) > _MAX_LINE_BYTES:
                 raise UserError(
                     f"data.path={file}: has a line of over {_MAX_LINE_BYTES:,} bytes, so it is not "
@@ -148,11 +148,11 @@ def whole_lines(file: Path, encoding: str, notes: list[str]) -> Iterator[tuple[b
                 )
 
 
-def _pieces(stream: IO[bytes], first: bytes) -> Iterator[bytes]:
-    piece = first + stream.read(max(0, BLOCK_BYTES - len(first)))
-    while piece:
-        yield piece
-        piece = stream.read(BLOCK_BYTES)
+def _blocks(stream: IO[bytes], first: bytes) -> Iterator[bytes]:
+    block = first + stream.read(max(0, BLOCK_BYTES - len(first)))
+    while block:
+        yield block
+        block = stream.read(BLOCK_BYTES)
 
 
 def _encoding(first: bytes, encoding: str, notes: list[str]) -> str:
@@ -169,15 +169,15 @@ def _encoding(first: bytes, encoding: str, notes: list[str]) -> str:
     return marked or "utf-8"
 
 
-def _decoded(file: Path, pieces: Iterator[bytes], encoding: str) -> Iterator[bytes]:
+def _decoded(file: Path, blocks: Iterator[bytes], encoding: str) -> Iterator[bytes]:
     """Yield text in another encoding as UTF-8."""
     decoder, lines = codecs.getincrementaldecoder(encoding)(), 0
     last = False
     while not last:
-        piece = next(pieces, b"")
-        last = not piece
+        block = next(blocks, b"")
+        last = not block
         try:
-            text = decoder.decode(piece, final=last)
+            text = decoder.decode(block, final=last)
         except UnicodeDecodeError as error:
             good = error.object[: error.start].decode(encoding, "ignore")
             raise _undecodable(file, encoding, lines + good.count("\n")) from error

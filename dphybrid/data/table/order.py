@@ -10,7 +10,7 @@ from dphybrid.data.table.numbers import is_day_first
 from dphybrid.util.errors import UserError
 
 
-def places_in_time(texts: pl.Series, field: str, data: TableDataConfig) -> tuple[Array, str]:
+def positions_in_time(texts: pl.Series, field: str, data: TableDataConfig) -> tuple[Array, str]:
     """Return for each text a number by which to sort: that of a number, or the microseconds since 1970 of a
     date; and how the dates were read (empty if there is only one way). field: names the column in messages.
 

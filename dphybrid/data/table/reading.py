@@ -64,9 +64,9 @@ class Plan:
                 f"data.weight={data.weight!r}: this column is already the label; name another one"
             )
         split = find_column(first, data.split_column, "data.split_column") if data.split_column else None
-        for name, place in ((label, "label"), (weight, "weight"), (split, "split_column")):
+        for name, key in ((label, "label"), (weight, "weight"), (split, "split_column")):
             if name and first.cells[name].dtype == pl.List:
-                raise UserError(f"data.{place}={name!r}: holds lists; name a column of single values")
+                raise UserError(f"data.{key}={name!r}: holds lists; name a column of single values")
         taken = {label: "label"} | ({weight: "weight"} if weight else {})
         # The name of a row's part says nothing about it; a time or a key may be a feature.
         taken |= {split: "split_column"} if split and data.split == "named" else {}

@@ -111,8 +111,8 @@ def schema_text(label: str, columns: Sequence[Column]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def find_column(rows: Rows, name: str, place: str) -> str:
-    """Return the column with a name or at a position. place: the field that gives it, for messages. Raises
+def find_column(rows: Rows, name: str, field: str) -> str:
+    """Return the column with a name or at a position. field: the field that gives it, for messages. Raises
     UserError if there is no such column."""
     columns = rows.names
     if name in columns:
@@ -122,12 +122,12 @@ def find_column(rows: Rows, name: str, place: str) -> str:
         return columns[int(name)]
     listed = ", ".join(columns)
     if not name:
-        raise UserError(f"{place} is not set; name the column to predict, one of: {listed}")
+        raise UserError(f"{field} is not set; name the column to predict, one of: {listed}")
     close = difflib.get_close_matches(name, columns, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     if not rows.header:
         hint += "its first line was read as values (data.header=yes reads it as names); "
-    raise UserError(f"{place}={name!r}: {rows.file} has no such column; {hint}columns: {listed}")
+    raise UserError(f"{field}={name!r}: {rows.file} has no such column; {hint}columns: {listed}")
 
 
 def sample_of(rows: Rows, name: str, data: TableDataConfig, label_BC: Array | None = None) -> Sample:
@@ -161,9 +161,9 @@ def describe_columns(
         if other := taken.get(found) or given.get(found):
             raise UserError(f"data.{field}={name!r}: this column is already named as {other}; name it once")
         given[found] = role
-    place = "data.schema_file: columns" if data.schema_file else f"data.base={data.base}: its column"
-    sections = {find_column(rows, name, place): section for name, section in schema.columns.items()}
-    label = next((name for name, place in taken.items() if place == "label"), None)
+    where = "data.schema_file: columns" if data.schema_file else f"data.base={data.base}: its column"
+    sections = {find_column(rows, name, where): section for name, section in schema.columns.items()}
+    label = next((name for name, given_by in taken.items() if given_by == "label"), None)
     label_BC = label_outputs(rows.cells[label].head(TRIED_ROWS)) if label else None
     samples = [sample_of(rows, name, data, label_BC) for name in rows.names if name not in taken]
     commas = any(map(writes_commas, samples))

@@ -12,7 +12,7 @@ from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array
 from dphybrid.data.table.cells import PADDING_ID
 from dphybrid.data.table.encoder import Base, old_ids
-from dphybrid.data.table.order import places_in_time
+from dphybrid.data.table.order import positions_in_time
 from dphybrid.data.table.reading import Table
 from dphybrid.util.errors import UserError
 
@@ -74,16 +74,16 @@ def _named(table: Table, part_B: Array) -> tuple[Array, str]:
     """Return the rows' parts by the words of the split column, and the line for the summary. part_B: those of
     the rows' files. Raises UserError for another word, and for a row without one."""
     data = table.plan.data
-    place, known = f"data.split_column={data.split_column}", ", ".join(_PART_WORDS)
+    where, known = f"data.split_column={data.split_column}", ", ".join(_PART_WORDS)
     codes_B, of_file_B = table.column("split").to_numpy(), part_B != TRAIN
     words = [_PART_WORDS.get(text.strip().lower(), LEFT_OUT) for text in table.texts("split")]
     found_B = np.array([LEFT_OUT, *words])[codes_B]  # code 0: no value
     if (odd := np.flatnonzero((found_B == LEFT_OUT) & ~of_file_B)).size:
         code = codes_B[odd[0]]
         shown = repr(table.texts("split")[int(code) - 1]) if code else "an empty cell"
-        raise UserError(f"{place}: {shown} names no part ({len(odd):,} such rows); give {known}")
+        raise UserError(f"{where}: {shown} names no part ({len(odd):,} such rows); give {known}")
     if data.test_path is not None and (found_B[~of_file_B] == TEST).any():
-        raise UserError(f"{place} names test rows, and so does data.test_path={data.test_path}; give one")
+        raise UserError(f"{where} names test rows, and so does data.test_path={data.test_path}; give one")
     return np.where(of_file_B, part_B, found_B), f"parts by {data.split_column}"
 
 
@@ -101,7 +101,7 @@ def _random(seed: int, classes_B: Array, fraction: float) -> Array:
         # Cumulated shares are rounded, not those of each class, so that the total is right.
         wanted_C = np.diff(np.round(ends_C * fraction), prepend=0)
         wanted_C = wanted_C.clip(np.minimum(counts_C - 1, 1), np.maximum(counts_C - 1, 0))
-        # The place of each row within its class, in random order.
+        # The position of each row within its class, in random order.
         place_B = np.arange(len(block_B)) - np.repeat(ends_C - counts_C, counts_C)
         held_B[start + order_B[place_B < np.repeat(wanted_C, counts_C)]] = True
     return held_B
@@ -113,8 +113,8 @@ def _by_value(data: TableDataConfig, seed: int, codes_B: Array, texts: list[str]
     counts = np.bincount(codes_B, minlength=len(texts) + 1)[1:]
     if data.split == "time":
         field = f"data.split_column={data.split_column}"
-        places, how = places_in_time(pl.Series(texts, dtype=pl.String), field, data)
-        order = sorted(range(len(texts)), key=lambda i: (places[i], texts[i]), reverse=True)
+        positions, how = positions_in_time(pl.Series(texts, dtype=pl.String), field, data)
+        order = sorted(range(len(texts)), key=lambda i: (positions[i], texts[i]), reverse=True)
     else:
         # Sorted first, as the codes of texts depend on the threads that read them.
         by_name = sorted(range(len(texts)), key=lambda i: texts[i])
@@ -154,9 +154,9 @@ def _row_keys(blocks: Iterable[Mapping[str, Array]], max_items: int) -> Array:
                 arrays["bags_BFL"], ((0, 0), (0, 0), (0, beyond)), constant_values=PADDING_ID
             )
         columns = [
-            pl.Series(f"{name} {place}", column_B)
+            pl.Series(f"{name} {position}", column_B)
             for name, array in cells.items()
-            for place, column_B in enumerate(array.reshape(len(array), -1).T)
+            for position, column_B in enumerate(array.reshape(len(array), -1).T)
         ]
         # Only compared within this process, and never saved: another version of polars may hash differently.
         keys.append(pl.DataFrame(columns).hash_rows().to_numpy())
@@ -215,10 +215,10 @@ def unseen_rows(held: Base, trained: Base) -> Array:
         for start in range(0, len(rows_B), _BLOCK):
             rows = rows_B[start : start + _BLOCK]
             found = {name: arrays[name][rows] for name in held.prepared.manifest.batch_arrays}
-            for place in range(num_singles):
-                found["ids_BF"][:, place] = ids_of[place][found["ids_BF"][:, place]]
-            for place, ids in enumerate(ids_of[num_singles:]):
-                found["bags_BFL"][:, place] = ids[found["bags_BFL"][:, place]]
+            for position in range(num_singles):
+                found["ids_BF"][:, position] = ids_of[position][found["ids_BF"][:, position]]
+            for position, ids in enumerate(ids_of[num_singles:]):
+                found["bags_BFL"][:, position] = ids[found["bags_BFL"][:, position]]
             yield found
 
     keys_B = _row_keys(blocks(), max(held.encoder.max_items, trained.encoder.max_items))

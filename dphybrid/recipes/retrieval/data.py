@@ -22,7 +22,7 @@ from torch import Tensor
 from dphybrid.data.batches import Array, Dataset, Draw, DrawnDataset, Draws, lists_of
 from dphybrid.data.store import Content, Prepared, Progress, source_digests
 from dphybrid.data.table.files import find_files, partitions, read_files
-from dphybrid.data.table.order import places_in_time
+from dphybrid.data.table.order import positions_in_time
 from dphybrid.data.table.rows import Rejected, Rows, check_rejected
 from dphybrid.data.vocabulary import Vocabulary
 from dphybrid.recipes.retrieval import RetrievalDataConfig
@@ -316,7 +316,7 @@ class _InteractionSource:
         """Return times_N, the time of each row as a number (-inf, the earliest, for rows without one), and
         how dates were read."""
         given = texts.drop_nulls()
-        found, how = places_in_time(given, f"data.time={self.data.time!r}", self.data.reading)
+        found, how = positions_in_time(given, f"data.time={self.data.time!r}", self.data.reading)
         times_N = np.full(len(texts), -np.inf)
         times_N[texts.is_not_null().to_numpy()] = found
         return times_N, how
