@@ -52,7 +52,8 @@ def train_here(experiment: Experiment, stop: StopRequest, callbacks: Sequence[Ca
     """Train a built run; return the page `result.json`. Raises as `run.train.train_run` does."""
     run, engine = experiment.run, experiment.engine
     # Compare each file with its checksum: data damaged on disk since preparation would train another model.
-    experiment.recipe.open(experiment.data.path, verified=True)
+    if experiment.data.reused:  # else this process has just written the files with their checksums
+        experiment.recipe.open(experiment.data.path, verified=True)
     devices = set_up_process(experiment)
     done = newest_checkpoint(run) if engine.leads else None
     filled, built = bool(done or experiment.config.train.warm_start), experiment.built
