@@ -1,6 +1,7 @@
 """Small runs that a layer of faults breaks: kills, power loss, a full disk. Each is a separate process,
 forked from one that has imported everything."""
 
+import gc
 import os
 import random
 import re
@@ -12,9 +13,11 @@ from pathlib import Path
 
 import sklearn.metrics
 import torch
+import torch.distributed.tensor as _imported_by_torch
 
 from dphybrid.config.settings import load_settings
 from dphybrid.data.table import source as _source
+from dphybrid.recipes import ctr as _click_models
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.folder import all_runs
 from dphybrid.run.pages import Report, ResultPage
@@ -25,8 +28,9 @@ from dphybrid.util.files import read_json
 from tests.reliability.faults import Faults
 
 torch.set_num_threads(1)
-_IMPORTED = (_source, sklearn.metrics)
+_IMPORTED = (_source, sklearn.metrics, _imported_by_torch, _click_models)
 """Modules that a run imports late. Imported here, so that the forked processes have them."""
+gc.freeze()  # or each forked process looks at all of them
 
 SMALL = ["train.epochs=2", "train.log_every=2", "train.patience=0"]
 SMALL += ["checkpoint.keep_last=1", "checkpoint.every_steps=2"]

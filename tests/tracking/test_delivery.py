@@ -22,6 +22,13 @@ from tests.commands import command, python
 from tests.stores import put_database
 
 
+@pytest.fixture(autouse=True)
+def _tried_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dphybrid.tracking.sender._REFUSED_RETRY_S", (0.01, 0.02))
+    monkeypatch.setattr("dphybrid.tracking.sender._FIRST_RETRY_S", 0.05)
+    monkeypatch.setattr("dphybrid.tracking.sender._LAST_RETRY_S", 0.2)
+
+
 @pytest.mark.slow
 def test_runs_at_once_lose_and_double_nothing(tmp_path: Path) -> None:
     put_database("mlflow", tmp_path / "mlflow.db")
@@ -213,7 +220,7 @@ def test_sync_tells_of_damage_with_its_exit_code_and_sends_the_others(data_dir: 
     damaged.path.write_bytes(b"".join(lines)[:-2])  # and its end is cut off
     (settings.runs_dir / "unreadable" / "record.sent").unlink()
     (settings.runs_dir / "unreadable" / "record.sent").mkdir()
-    out = command("sync", "--wait", "20", ends=1)
+    out = command("sync", "--wait", "3", ends=1)
     told = "2 records damaged on the disk"
     assert f"damaged: not everything was recorded: {told}" in out
     assert "damaged: everything sent" not in out

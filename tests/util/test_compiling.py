@@ -19,7 +19,7 @@ from dphybrid.recipes import find_recipe
 text = find_recipe("text")
 text.prepare(text.data(path="words.txt"), Path("prepared"), 0)
 tables = [name for name in ["polars"] if name in sys.modules]
-assert main(["train", "--recipe", "hybrid", "--train.epochs", "1", "--devices", "cpu"]) == 0
+assert main(["train", "--recipe", "hybrid", "--train.epochs", "1", "--devices", "cpu*2"]) == 0
 compiler, plots = ["torch._dynamo", "torch._inductor"], ["matplotlib"]
 ranks = ["torchrec", "fbgemm_gpu", "tensordict", "dphybrid.cluster.sharding"]
 print("imported:", tables + [name for name in [*compiler, *plots, *ranks] if name in sys.modules])
