@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -99,7 +100,8 @@ def clean(columns: Iterable[pl.Series], missing: Iterable[str]) -> list[pl.Serie
         return frame.get_columns()
     frame = frame.with_columns(_read(each, dtype, marks) for dtype, each in names.items())
     # A separate step: in one step with the above, polars would strip the texts twice.
-    texts = pl.col(name for each in names.values() for name in each if frame.schema[name] == pl.String)
+    schema = frame.schema  # made anew by each access
+    texts = pl.col(name for each in names.values() for name in each if schema[name] == pl.String)
     is_none = texts.is_in(list(none))
     if marks:
         is_none |= texts.cast(pl.Float64, strict=False).is_in(marks).fill_null(False)
@@ -391,7 +393,8 @@ def ids_of(texts: Iterable[str | None], known: Mapping[str | None, int], first: 
     known: the ids of the known texts and of None. buckets: number of ids from `first` on that unknown texts
     share by a hash; 0: they get UNKNOWN_ID."""
     if not buckets:
-        return np.fromiter((known.get(text, UNKNOWN_ID) for text in texts), np.int32)
+        # map instead of a generator: a loop without Python code, twice as fast.
+        return np.fromiter(map(known.get, texts, repeat(UNKNOWN_ID)), np.int32)
     # Not hash(): Python salts it differently in each process.
     found = ((text, known.get(text)) for text in texts)
     return np.fromiter(

@@ -68,11 +68,12 @@ class Encoder:
                 if missing := [name for name in names if name not in row]:
                     raise ValueError(f"row {number} has no column {missing[0]!r}; write null for no value")
         frame = rows if isinstance(rows, pl.DataFrame) else _frame(rows)
-        if missing := [name for name in names if name not in frame.columns]:
-            raise ValueError(f"the rows have no column {missing[0]!r}; columns: {', '.join(frame.columns)}")
+        schema = frame.schema  # made anew by each access
+        if missing := [name for name in names if name not in schema]:
+            raise ValueError(f"the rows have no column {missing[0]!r}; columns: {', '.join(schema)}")
         for name in names:
-            if is_odd(frame.schema[name]):
-                raise ValueError(f"column {name!r} holds {frame.schema[name]}; write it as text")
+            if is_odd(schema[name]):
+                raise ValueError(f"column {name!r} holds {schema[name]}; write it as text")
         dense: list[np.ndarray] = []
         ids: list[np.ndarray] = []
         bags: list[np.ndarray] = []
