@@ -129,7 +129,7 @@ def ours(folder: str, place: str, train: Mapping[str, str]) -> None:
     """The job in three lines of dphybrid."""
     import dphybrid
 
-    values = {name.replace(".", "__"): value for name, value in train.items()}
+    values: dict[str, Any] = {name.replace(".", "__"): value for name, value in train.items()}
     run = dphybrid.train(f"{folder}/train.csv", label="label", devices="cpu", tracking="none", **values)
     run.predictor.predict_file(f"{folder}/test.csv", Path(place, "out.parquet"))
 

@@ -4,7 +4,7 @@ the predicted class at each threshold, each class, and how much each column matt
 Letters: B rows, R bootstrap samples, C classes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -82,12 +82,12 @@ class Evaluation:
     def page(self, title: str) -> str:
         """Return the result as an HTML page with its figures."""
         low, high = zip(*self.intervals.values(), strict=True)
-        intervals = {"metric": list(self.metrics), "value": list(self.metrics.values())}
+        measured: dict[str, Sequence[object]] = {"metric": [*self.metrics], "value": [*self.metrics.values()]}
         left_out = [f"Left out: {counted(self.left_out, 'row')} without a label"] if self.left_out else []
         rows, drawn = counted(self.num_rows, "row"), "Percentiles over rows drawn again with replacement"
         sections = [
             Section("", f"Evaluated on {rows}", self.metrics, warnings=[*self.notes, *left_out]),
-            Section("Intervals", drawn, tables=[Table({**intervals, "95% from": low, "to": high})]),
+            Section("Intervals", drawn, tables=[Table({**measured, "95% from": low, "to": high})]),
             Section("What it predicts", figures=[chart_figure(chart) for chart in self.charts]),
             *(Section(name, tables=[Table(_columns(frame))]) for name, frame in self.tables),
         ]

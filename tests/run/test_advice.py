@@ -44,7 +44,7 @@ def test_importance_is_what_the_metric_loses_and_has_bounds() -> None:
     assert told == [("shuffle columns", 0, 2), ("shuffle columns", 1, 2)]
     assert dense_BN.equal(before_BN)
     assert importance(Linear(), rows, BINARY, places, 1000, seconds=0) == {}
-    assert (num_rows(100, 5), num_rows(10**6, 64), num_rows(10**6, 10**5)) == (100, 4096, 256)
+    assert (num_rows(100, 5), num_rows(10**6, 16), num_rows(10**6, 10**5)) == (100, 4096, 256)
 
 
 def test_the_places_of_a_column_are_all_that_its_cells_change(tmp_path: Path) -> None:

@@ -98,9 +98,8 @@ def _linear(
         weights_B = weights_B * (len(labels_B) / ((counts_C > 0).sum() * counts_C))[labels_B.long()]
     scale_X1 = (1 + 0.25 * rows.squares_X(weights_B))[:, None].rsqrt()
     scaled_XC = torch.zeros(len(scale_X1), task.num_outputs, requires_grad=True)
-    optimizer = eager(torch.optim.LBFGS)(
-        [scaled_XC], max_iter=_ITERATIONS, history_size=10, line_search_fn="strong_wolfe"
-    )
+    lbfgs: Any = eager(torch.optim.LBFGS)
+    optimizer = lbfgs([scaled_XC], max_iter=_ITERATIONS, history_size=10, line_search_fn="strong_wolfe")
 
     def closure() -> float:
         weights_XC = scaled_XC.detach() * scale_X1
