@@ -30,7 +30,6 @@ from tests.waiting import patience, wait_until
 @pytest.fixture
 def machine(tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Three free stand-in GPUs for this process and those it starts; returns the file that describes them."""
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     soon = {"GPU_POLL_S": 0.05, "GPU_WAIT_S": 60, "REQUEUE_AFTER_S": 0}
     return stand_in(monkeypatch, tmp_path, 3, **soon)
 

@@ -75,7 +75,7 @@ class Team:
     def env(self, **more: str) -> dict[str, str]:
         gpus = {
             "FAKE_NVML": str(self.gpus),
-            "PYTHONPATH": f"{REPOSITORY}:{self.folder}",
+            "PYTHONPATH": f"{os.environ['PYTHONPATH']}:{self.folder}",
             "DPHYBRID_NVML": "tests.fake_nvml",
             "DPHYBRID_LEASE_DIR": str(self.leases),
             "DPHYBRID_FACTORY_PACKAGES": "slowly, tests",

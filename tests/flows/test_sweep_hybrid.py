@@ -1,5 +1,6 @@
 """A sweep on stand-in GPUs: cells at once, a failed one tried again and reported, one page at the end."""
 
+import os
 import re
 from pathlib import Path
 
@@ -13,7 +14,6 @@ from dphybrid.recipes.configs import build_config, load_config
 from dphybrid.run.pages import Report
 from flows.sweep_hybrid import sweep_hybrid
 from tests.fake_nvml import stand_in
-from tests.flows.servers import REPOSITORY
 from tests.refusing import refused
 
 FACTORY = """
@@ -97,7 +97,7 @@ def test_a_sweep_runs_at_once_tries_again_and_compares(
     stand_in(monkeypatch, tmp_path, 3, GPU_POLL_S=0.1)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("MARKS", str(marks))
-    monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}:{tmp_path}")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     state = sweep_hybrid.with_options(log_prints=False)(
         grid={"model.dim": [7, 8, 9], "devices": ["auto*1"]},
         overrides=["recipe=hybrid", "train.epochs=1", "model.factory=swept:build"],
