@@ -6,7 +6,6 @@ parallel with the flow's imports.
 """
 
 import atexit
-import gc
 import os
 import signal
 import socket
@@ -18,6 +17,7 @@ from contextlib import closing
 from http.client import HTTPConnection, HTTPException
 
 from dphybrid.util.errors import UserError
+from dphybrid.util.importing import kept_from_gc
 
 LEFT_OUT = {
     "PREFECT__SERVER_EPHEMERAL": "1",  # leaves out the pages, and the services for deployments
@@ -92,15 +92,11 @@ def serve(listening: socket.socket) -> None:
         server.should_exit = True
 
     threading.Thread(target=end_with_the_starter, daemon=True).start()
-    # The imports create about a hundred thousand objects and keep them all, so collecting garbage meanwhile,
-    # or looking at them later, only costs time.
-    gc.disable()
-    import uvicorn
-    from prefect.server.api.server import create_app
+    with kept_from_gc():
+        import uvicorn
+        from prefect.server.api.server import create_app
 
-    server = uvicorn.Server(uvicorn.Config(create_app(), log_level="error", lifespan="on"))
-    gc.freeze()
-    gc.enable()
+        server = uvicorn.Server(uvicorn.Config(create_app(), log_level="error", lifespan="on"))
     server.run(sockets=[listening])
 
 

@@ -2,7 +2,6 @@
 terminal, or as a page. A row of the page's first table is a run, or several that differ only in their seed.
 """
 
-import difflib
 import math
 import statistics
 from collections import Counter
@@ -30,7 +29,7 @@ from dphybrid.tracking.html import (
 )
 from dphybrid.tracking.writer import least_is_best
 from dphybrid.util.digests import value_digest
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.text import printable
 
 _DEVICES, _SEED, _SPEED = "devices", "train.seed", "summary_samples_per_s_median"
@@ -49,8 +48,7 @@ def ordered(runs: Sequence[RunFacts], param: str) -> list[RunFacts]:
     then as text; runs with equal values by their start. Raises UserError for a param that no run has."""
     params = {name for run in runs for name in run.params}
     if param not in params:
-        near = difflib.get_close_matches(param, params, 3) or [_DEVICES]
-        raise UserError(f"--group-by {param}: no run has this param; did you mean {', '.join(near)}?")
+        raise UserError(f"--group-by {param}: no run has this param{suggestion(param, sorted(params))}")
 
     def order(run: RunFacts) -> tuple[int, float, str, datetime]:
         value = run.value(param)

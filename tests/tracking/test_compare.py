@@ -305,7 +305,7 @@ def test_wrong_calls_say_what_is_there(
     said = command(*every, "--out", str(folder / "a_file"), ends=2)
     assert "name a folder; the page is its index.html" in said
     said = command(*every, "--group-by", "train.batchsize", ends=2)
-    assert "no run has this param; did you mean train.batch_size" in said
+    assert "no run has this param; did you mean 'train.batch_size'?" in said
     for name, value, words in [
         ("MLFLOW_TRACKING_URI", "http://127.0.0.1:9", "http://127.0.0.1:9: does not answer"),
         ("MLFLOW_TRACKING_URI", "none", "the tracking URI is none, so no run is recorded"),
