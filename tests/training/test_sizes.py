@@ -71,6 +71,8 @@ def test_many_rows_and_values_take_one_pass_in_which_rows_learn_fast(
     why = "for 160,000 training rows and a column of 50,000 values"
     assert f"table.optimizer=adagrad: {why}" in lines
     assert recipe.sized(found, 160_000, info) == (found, [])
+    large = recipe.sized(config, 1_600_000, info)[0].train.batch_size
+    assert large == (2048 if found.train.epochs == 1 else 512)
     # What is set stays, and so do the rules for fewer rows or values, other networks and learned rows.
     of_user = {"batch_size": 64, "epochs": 1, "patience": 0}
     table = {"optimizer": "adam", "lr": 0.5}

@@ -28,6 +28,8 @@ in which rows learn fast: more passes overfit rare values. For a dlrm one pass i
 _ONE_PASS_SHARE, _ONE_PASS_UNKNOWN, _UNKNOWN = 80.0, 0.02, 0.3
 """Learning rate of the rows in one pass by adagrad, as a multiple of train.lr; the share of unknown ids
 then, as one pass learns no row by heart; and this share otherwise."""
+_ONE_PASS_STEPS = 1000
+"""One pass takes about so many steps, with batches from 512 to 2,048 rows: larger ones cost less a row."""
 _ENDINGS = (
     *(text + packed for text in (".csv", ".tsv", ".jsonl", ".ndjson") for packed in PACKED),
     *(".parquet", ".pq", ".arrow", ".feather", ".ipc"),
@@ -139,6 +141,11 @@ class Ctr(Recipe):
             config = config.model_copy(update={"table": table})
             lines.append(f"table.optimizer=adagrad: {why}")
         one_pass = many and config.train.epochs == 1
+        if one_pass and not config.train.batch_size:
+            batch_size = min(max(2 ** round(math.log2(num_rows / _ONE_PASS_STEPS)), 512), 2048)
+            train = config.train.model_copy(update={"batch_size": batch_size})
+            config = config.model_copy(update={"train": train})
+            lines.append(f"train.batch_size={batch_size}: {why}, in one pass")
         if config.model.model_dump().get("unknown") == "auto":
             unknown = _ONE_PASS_UNKNOWN if one_pass else _UNKNOWN
             model = config.model.model_copy(update={"unknown": unknown})
