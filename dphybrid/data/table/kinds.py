@@ -52,9 +52,9 @@ _ROW_NUMBERS = 20
 """Fewest rows for which a column of increasing numbers is taken for a row number."""
 _ROW_GAPS = 0.05
 """Share of row numbers that may be missing, because rows were filtered out or rejected."""
-_BUCKET_ROWS = 128
+_BUCKET_ROWS = 4096
 """Fewest training rows per bucket, unless schema.toml asks for more buckets: with fewer, an embedding
-memorises its rows."""
+memorises its rows. docs/quality.md compares 128 with 4,096."""
 _SOME = 20
 """Cells that are looked at before all cells of a column."""
 _PLAIN_NUMBER = r"^[+-]?(?:\d+\.?\d*|\.\d+)$"

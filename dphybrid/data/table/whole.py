@@ -16,8 +16,8 @@ from dphybrid.data.table.cells import read_numbers
 Array = np.ndarray
 
 FEW_VALUES = 32
-"""With more different whole numbers, a column is tried. As many buckets as a number has by default hold them
-one by one, so that a column with fewer loses nothing as a number."""
+"""With more different whole numbers, a column is tried. As many bins as a number has by default (model.bins)
+hold them one by one, so that a column with fewer loses nothing as a number."""
 MANY = 128
 """With more different whole numbers, a column that is read as amounts is named in the summary."""
 AMOUNTS = "many whole numbers read as amounts"
