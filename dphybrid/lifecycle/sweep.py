@@ -271,10 +271,9 @@ class _Trials:
         """Queue the runs of a grid, and again those that failed or whose process was killed; return how many
         runs have no result."""
         named = self._by_name()
+        # Optuna never ends the trials of a killed process.
         for trial in self.study.get_trials(states=(TrialState.RUNNING,)):
-            self.study.tell(
-                trial.number, state=TrialState.FAIL
-            )  # Optuna never ends those of a killed process
+            self.study.tell(trial.number, state=TrialState.FAIL)
         for name, trial in named.items():
             if trial.state in (TrialState.RUNNING, TrialState.FAIL):
                 self.study.enqueue_trial(trial.params, {_CELL: name})
