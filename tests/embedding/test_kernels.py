@@ -28,7 +28,8 @@ from tests.conftest import REPOSITORY
 
 def test_config_optimizers_and_kernels_follow_one_table_of_rules() -> None:
     choices = TableConfig.model_json_schema()["properties"]["optimizer"]["enum"]
-    assert list(RULES) == choices == list(RULE_NUMBERS) == list(ROW_OPTIMIZERS)
+    assert ["auto", *RULES] == choices
+    assert list(RULES) == list(RULE_NUMBERS) == list(ROW_OPTIMIZERS)
 
 
 class RowWise(torch.optim.Optimizer):

@@ -19,6 +19,7 @@ from dphybrid.embedding import RowPipeline, dense_parameters, row_optimizer
 from dphybrid.embedding.softmax import IGNORED
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes import ModelContext, find_recipe
+from dphybrid.recipes.configs import build_config
 from dphybrid.recipes.retrieval import RetrievalDataConfig, RetrievalModelConfig
 from dphybrid.recipes.retrieval.histories import HistoryModel
 from dphybrid.recipes.retrieval.networks import NETWORKS, Sizes
@@ -443,6 +444,13 @@ class _Last(torch.nn.Module):
 
     def forward(self, rows_BLD: Tensor) -> Tensor:
         return self.leave(rows_BLD)
+
+
+@pytest.mark.parametrize(("kind", "by"), [("bag", "loss"), ("gru", ""), ("transformer", "")])
+def test_ranks_choose_the_epoch_of_a_network_of_next_items(kind: str, by: str) -> None:
+    config = build_config({"recipe": "retrieval", "model": {"kind": kind}})
+    task = find_recipe("retrieval").task_of(config, {"cutoffs": [10, 50]})
+    assert (task.metric, task.higher_is_better, task.chosen_by) == ("ndcg_at_10", True, by)
 
 
 def test_a_new_network_is_a_class_and_an_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

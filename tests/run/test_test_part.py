@@ -13,6 +13,7 @@ from dphybrid.config import DataConfig
 from dphybrid.recipes.kge import KgeDataConfig
 from dphybrid.recipes.retrieval import RetrievalDataConfig
 from dphybrid.recipes.text import TextDataConfig
+from dphybrid.tracking.html import number
 from dphybrid.training import loop
 from tests.preparing import from_file, prepare, table_of
 from tests.refusing import refused
@@ -51,7 +52,7 @@ def test_the_test_rows_are_measured_once_and_shown_beside_validation(
     assert second.startswith(f"Test:        auc {expected:.4f}, log_loss ")
     page = run.report().page()
     assert "test auc" in page
-    assert f"{expected:.4f}" in page
+    assert number(expected) in page
     assert "validation; test rows, once, at the end" in page
     assert '"test/auc"' in (run.folder / "record.jsonl").read_text()
 

@@ -1,6 +1,7 @@
 """Read by every Python program that a test starts: reports of its runs hold no pictures, which take three
 seconds to draw. Tests that look at pictures draw them in their own process."""
 
+import os
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -27,4 +28,6 @@ class Undrawn:
         return spec
 
 
-sys.meta_path.insert(0, Undrawn)
+# Not in pytest's own workers, which read this file before they are named.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    sys.meta_path.insert(0, Undrawn)

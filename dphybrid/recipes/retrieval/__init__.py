@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -10,6 +11,9 @@ from dphybrid.config import DataConfig, ExperimentConfig, ModelConfig, Names
 from dphybrid.config.tables import Encoding, Quote, TableDataConfig
 from dphybrid.recipes.recipe import Recipe, imported
 from dphybrid.util.errors import UserError
+
+if TYPE_CHECKING:
+    from dphybrid.training.metrics import Task
 
 # Flags and overrides are texts such as "10,50".
 _Numbers = Annotated[
@@ -191,6 +195,13 @@ class Retrieval(Recipe):
     optimizers = imported("dphybrid.recipes.retrieval.histories:optimizers")
     task = imported("dphybrid.recipes.retrieval.ranking:recommending")
     predictor = imported("dphybrid.recipes.retrieval.recommend:Recommender")
+
+    def task_of(self, config: ExperimentConfig, info: Mapping[str, Any]) -> "Task":
+        # In time, a network of next items ranks ever better while its loss on later rows rises; the loss of
+        # a bag is less noisy than its ranks.
+        in_order = config.model.model_dump().get("kind") in ("gru", "transformer")
+        task = self.task(info)
+        return replace(task, chosen_by="") if in_order else task
 
     def sized(
         self, config: ExperimentConfig, num_rows: int, info: Mapping[str, Any]
