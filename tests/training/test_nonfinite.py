@@ -115,7 +115,7 @@ def test_a_step_that_is_no_number_stops_before_its_update_and_names_place_and_ch
     assert "of parameter norm.weight is nan" in str(told.value)
 
 
-def test_a_page_from_when_steps_could_be_skipped_is_read(
+def test_a_page_with_values_of_earlier_versions_is_read(
     data_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     values = load_config(None, [f"recipe={__name__}:Users"]).model_dump(mode="json")
@@ -123,12 +123,14 @@ def test_a_page_from_when_steps_could_be_skipped_is_read(
     page.parent.mkdir(parents=True)
     page.touch()
     for former, said in (("stop", ""), ("skip", "train.on_nonfinite=skip is gone")):
-        values["train"]["on_nonfinite"] = former
+        values["train"] |= {"on_nonfinite": former, "schedule": "auto"}
         config = stored_config(values, page, load_settings(), build_config({}))
-        assert config.train.epochs == 2
+        assert (config.train.epochs, config.train.schedule) == (2, "constant")
         assert said in capsys.readouterr().err
     with refused("on_nonfinite"):
         load_config(None, ["recipe=toy", "train.on_nonfinite=skip"])
+    with refused("train.schedule"):
+        load_config(None, ["recipe=toy", "train.schedule=auto"])
 
 
 @pytest.mark.parametrize("clip", ["1", "0"])
