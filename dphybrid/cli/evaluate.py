@@ -19,7 +19,7 @@ from dphybrid.cli.flags import check_data_path
 from dphybrid.cli.parser import Command
 from dphybrid.config.settings import load_settings
 from dphybrid.util.errors import UserError
-from dphybrid.util.files import write_text
+from dphybrid.util.files import check_target, write_text
 
 
 class _Rows(BaseModel):
@@ -50,6 +50,8 @@ class Flags(Command):
         check_data_path(self.data.path)
         if self.out and self.out.suffix not in (".html", ".htm"):
             raise UserError(f"--out {self.out}: the page is HTML; name a file that ends in .html")
+        if self.out:
+            check_target(self.out, f"--out {self.out}")
         from dphybrid.serving.evaluate import evaluate
         from dphybrid.serving.load import find_checkpoint
         from dphybrid.serving.predict import Predictor, open_predictor

@@ -108,6 +108,7 @@ def test_a_file_is_evaluated_like_a_frame_and_rows_without_a_label_are_left_out(
         assert title in page
     given = ("evaluate", "clicked", "--data.path", str(tmp_path / "held.csv"))
     assert "the page is HTML; name a file that ends in .html" in command(*given, "--out", "page.csv", ends=2)
+    assert "cannot be written there" in command(*given, "--out", str(tmp_path / "none/page.html"), ends=2)
     assert "Columns by importance (auc lost when a column is shuffled)" in told
 
 
