@@ -38,6 +38,23 @@ def test_it_is_what_sorting_all_scores_gives(
         assert [scores[v] for v in found.rows_QK[q].tolist()] == pytest.approx(best)
 
 
+def test_the_best_of_many_rows_are_what_sorting_all_scores_gives() -> None:
+    """More rows than are looked at one by one; hidden ones among the best, ties, and a NaN."""
+    rows_VD = torch.randn(64 * 41 + 17, 3, generator=torch.Generator().manual_seed(0))
+    rows_VD[-1] = rows_VD[100] = rows_VD[101] = 9.0  # ties, one of them behind the last whole group
+    queries_QD = torch.eye(3)
+    hidden_QS = torch.tensor([[100, 5], [-1, -1], [-1, -1]])
+    scores_QV = queries_QD @ rows_VD.T
+    scores_QV[0, [100, 5]] = -torch.inf
+    for k in (1, 3, 10, 11):
+        best = rank_rows(queries_QD, rows_VD, hidden_QS=hidden_QS, k=k)
+        assert best.scores_QK.equal(scores_QV.sort(1, descending=True).values[:, :k])
+        assert best.scores_QK.equal(scores_QV.gather(1, best.rows_QK))
+        assert all(len(set(rows)) == k for rows in best.rows_QK.tolist())
+    rows_VD[70, 1] = torch.nan
+    assert rank_rows(queries_QD[1:2], rows_VD, k=2).scores_QK[0].isnan().tolist() == [True, False]
+
+
 def test_a_list_ends_where_no_row_is_left() -> None:
     hidden_QS = torch.tensor([[0, 1]])
     found = rank_rows(torch.ones(1, 2), torch.eye(3, 2), hidden_QS=hidden_QS, k=4)

@@ -322,6 +322,12 @@ def test_recommendations_are_the_best_items_that_a_user_has_not_met(
             assert own["item"].to_list() == items["name"].gather(best).to_list()
             np.testing.assert_allclose(own["score"], scores_V[best], rtol=1e-5, atol=1e-6)
             assert own["rank"].to_list() == list(range(1, 8))
+    # One at a time, with all scores at once: the same lists.
+    monkeypatch.undo()
+    alone = pl.concat([found.recommend(name, k=7) for name in asked])
+    assert alone.drop("score").equals(frame.drop("score"))
+    np.testing.assert_allclose(alone["score"], frame["score"], rtol=1e-5, atol=1e-6)
+    assert found.recommend(asked, k=7).equals(frame)
     (user,) = users["name"][:1]
     everything = found.recommend(user, k=10**6)
     assert len(everything) == len(items) - len(users["seen"][0])

@@ -269,17 +269,20 @@ class HistoryModel(nn.Module):
     def catalog(self, catalog_VF: Tensor) -> Tensor:
         """Return catalog_VE, the vectors of all items with their biases in the last column, on the CPU. They
         are kept until `train` or `eval` is called."""
-        if self._catalog_VE is None:
+        # A local name: another thread may call `eval` meanwhile.
+        found_VE = self._catalog_VE
+        if found_VE is None:
             output = self.region.module.output
             if output is None:
                 with torch.no_grad():
                     blocks = catalog_VF.split(2**14)
                     parts = [self._candidates(block).cpu().float() for block in blocks]
-                self._catalog_VE = torch.cat(parts)
+                found_VE = torch.cat(parts)
             else:
                 both_VE = torch.cat([output.weight, output.bias.unsqueeze(1)], 1)
-                self._catalog_VE = both_VE.detach().cpu().float()
-        return self._catalog_VE
+                found_VE = both_VE.detach().cpu().float()
+            self._catalog_VE = found_VE
+        return found_VE
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         histories_and_features = batch["history_BLF"], batch["lengths_B"], batch["features_BG"]

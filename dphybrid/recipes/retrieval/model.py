@@ -81,10 +81,12 @@ class RetrievalModel(nn.Module):
     def catalog(self, catalog_VF: Tensor) -> Tensor:
         """Return catalog_VE, the vectors of all items on the CPU. They are kept until `train` or `eval` is
         called."""
-        if self._catalog_VE is None:
+        # A local name: another thread may call `eval` meanwhile.
+        found_VE = self._catalog_VE
+        if found_VE is None:
             blocks = catalog_VF.split(CATALOG_ROWS)
-            self._catalog_VE = torch.cat([self.items(block).cpu() for block in blocks])
-        return self._catalog_VE
+            found_VE = self._catalog_VE = torch.cat([self.items(block).cpu() for block in blocks])
+        return found_VE
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         users_BE = self.users(batch["users_BF"])
