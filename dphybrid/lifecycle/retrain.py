@@ -122,10 +122,11 @@ def _from_champion(
     os.utime(prepared)  # the time of its last use, by which `dphybrid runs remove` keeps it
     old = stored_config(state.config, checkpoint / "state.json", settings, config)
     before, now = (one.model.model_dump(mode="json") for one in (old, config))
+    # auto: as the champion has it, see `Recipe.sized`.
     changed = [
         f"{name}: {before.get(name)} -> {value}"
         for name, value in now.items()
-        if before.get(name) != value and name not in config.model.of_training
+        if value not in (before.get(name), "auto") and name not in config.model.of_training
     ]
     if changed:
         raise UserError(

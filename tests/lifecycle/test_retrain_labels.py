@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
+from uuid import uuid4
 
 import numpy as np
 import polars as pl
@@ -15,6 +16,7 @@ from dphybrid.lifecycle.retrain import plan_retraining
 from dphybrid.recipes.configs import build_config, load_config
 from dphybrid.run.train import run_job
 from dphybrid.tracking.models import Version
+from dphybrid.training.checkpoint import read_state
 from tests.commands import run_with
 from tests.refusing import refused
 
@@ -102,15 +104,43 @@ def test_the_better_challenger_is_promoted(
 def test_a_champion_of_another_registry_is_not_mistaken_for_this_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("rows.csv").write_text("a,y\n" + "".join(f"{n % 7},{n % 2}\n" for n in range(80)))
-    values = ["data.path=rows.csv", "data.label=y", "train.epochs=1", "devices=cpu"]
+    values = rows_of(tmp_path, monkeypatch)
     config = load_config(None, [*values, "checkpoint.register_as=clicks"])
     for seed in (1, 2):
-        checkpoint = Path(run_with(*values, f"train.seed={seed}").best_checkpoint)
-        champion = Version("clicks", "1", f"run{seed}", {}, "promoted")
-        registry = SimpleNamespace(uri="", newest=lambda _, v=champion: v, champion=lambda _, v=champion: v)
-        monkeypatch.setattr(retrain, "open_registry", lambda _, it=registry: it)
-        monkeypatch.setattr(deciding, "checkpoint_folder", lambda *_, it=checkpoint: it)
+        checkpoint = champion_of(monkeypatch, *values, f"train.seed={seed}")
         kept = retrain.plan_retraining(config, load_settings()).config.train.warm_start
         assert (Path(kept) / "state.json").read_bytes() == (checkpoint / "state.json").read_bytes()
+
+
+@pytest.mark.usefixtures("unrecorded")
+def test_numbers_enter_the_network_as_the_champion_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = rows_of(tmp_path, monkeypatch)
+    champion_of(monkeypatch, *values, "model.numbers=squashed")
+    with Path("rows.csv").open("a") as more:
+        more.write("13,0\n14,1\n" * 40)
+    registered = [*values, "checkpoint.register_as=clicks"]
+    planned = retrain.plan_retraining(load_config(None, registered), load_settings()).config
+    assert planned.model.numbers == "auto"
+    state = read_state(Path(run_job(planned, load_settings()).best_checkpoint))
+    assert state.config["model"]["numbers"] == "squashed"
+    with refused(r"model.numbers: squashed -> embedded"):
+        retrain.plan_retraining(load_config(None, [*registered, "model.numbers=embedded"]), load_settings())
+
+
+def rows_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.chdir(folder)
+    Path("rows.csv").write_text("a,y\n" + "".join(f"{n % 7},{n % 2}\n" for n in range(80)))
+    columns = ["data.path=rows.csv", "data.label=y", "data.numeric=a"]
+    return [*columns, "train.epochs=1", "devices=cpu"]
+
+
+def champion_of(monkeypatch: pytest.MonkeyPatch, *values: str) -> Path:
+    """Train, and let the registry's champion be this run; return its checkpoint."""
+    checkpoint = Path(run_with(*values).best_checkpoint)
+    champion = Version("clicks", "1", uuid4().hex, {}, "promoted")
+    registry = SimpleNamespace(uri="", newest=lambda _: champion, champion=lambda _: champion)
+    monkeypatch.setattr(retrain, "open_registry", lambda _: registry)
+    monkeypatch.setattr(deciding, "checkpoint_folder", lambda *_: checkpoint)
+    return checkpoint

@@ -15,6 +15,7 @@ from dphybrid.recipes.ctr.numbers import (
     RUNS,
     EmbeddedBins,
     OnNumbers,
+    Squashed,
     fix_numbers,
     quantile_bins,
     sample_dense,
@@ -161,8 +162,16 @@ def test_flags_follow_the_encoded_numbers_as_they_are() -> None:
     embedded = EmbeddedBins(torch.randn(2, 9).sort(dim=1).values, 4)
     dense_BN, flags_BN = torch.randn(7, 2), torch.tensor([[0.0, 1.0]]).expand(7, 2)
     given_BN = torch.stack([dense_BN[:, 0], flags_BN[:, 0], dense_BN[:, 1], flags_BN[:, 1]], dim=1)
-    found = OnNumbers(Second(), embedded, [1, 3])(torch.zeros(7, 1, 1), given_BN)
+    found = OnNumbers(Second(), embedded, [0, 2], [1, 3])(torch.zeros(7, 1, 1), given_BN)
     assert torch.equal(found, torch.cat([embedded(dense_BN), flags_BN], dim=1))
+
+
+def test_squashed_numbers_keep_their_order_and_stay_below_three() -> None:
+    dense_BN = torch.tensor([[-1e6, -0.01], [0.0, 0.01], [2.0, 1e30]])
+    found = OnNumbers(Second(), Squashed())(torch.zeros(3, 1, 1), dense_BN)
+    torch.testing.assert_close(found[:, 0], torch.tensor([-3.0, 0.0, 2 / (1 + 4 / 9) ** 0.5]))
+    torch.testing.assert_close(found[:2, 1], dense_BN[:2, 1], rtol=1e-4, atol=0)
+    assert float(found[2, 1]) == pytest.approx(3)
 
 
 class Second(torch.nn.Module):

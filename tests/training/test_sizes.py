@@ -62,11 +62,14 @@ def test_rows_of_many_values_learn_faster_the_more_rows_a_value_has(
 def test_many_rows_and_values_take_one_pass_in_which_rows_learn_fast(
     train: dict[str, Any], share: float, unknown: float
 ) -> None:
-    recipe, info = find_recipe("ctr"), {"num_ids": [7, 50_000]}
+    columns = [{"name": "shop", "role": "categorical"}, {"name": "age", "role": "buckets"}]
+    recipe, info = find_recipe("ctr"), {"num_ids": [50_000, 7], "columns": columns}
     config = build_config({"recipe": "ctr", "train": train})
     found, lines = recipe.sized(config, 160_000, info)
     assert (found.train.batch_size, found.train.epochs) == (512, train.get("epochs", 1))
     assert (found.table.optimizer, found.model.unknown) == ("adagrad", unknown)
+    assert found.model.numbers == ("squashed" if found.train.epochs == 1 else "embedded")
+    assert recipe.sized(config, 160_000, {"num_ids": [50_000]})[0].model.numbers == "embedded"  # no buckets
     assert found.table.lr == pytest.approx(share * found.train.lr)
     why = "for 160,000 training rows and a column of 50,000 values"
     assert f"table.optimizer=adagrad: {why}" in lines
@@ -76,10 +79,12 @@ def test_many_rows_and_values_take_one_pass_in_which_rows_learn_fast(
     # What is set stays, and so do the rules for fewer rows or values, other networks and learned rows.
     of_user = {"batch_size": 64, "epochs": 1, "patience": 0}
     table = {"optimizer": "adam", "lr": 0.5}
-    given = build_config({"recipe": "ctr", "train": of_user, "table": table, "model": {"unknown": 0.1}})
+    of_model = {"unknown": 0.1, "numbers": "plain"}
+    given = build_config({"recipe": "ctr", "train": of_user, "table": table, "model": of_model})
     assert recipe.sized(given, 160_000, info) == (given, [])
     deepfm = build_config({"recipe": "ctr", "model": {"kind": "deepfm"}})
-    warm = build_config({"recipe": "ctr", "train": train | {"warm_start": "checkpoint"}})
+    of_warm = train | {"warm_start": "checkpoint"}
+    warm = build_config({"recipe": "ctr", "train": of_warm, "model": {"numbers": "embedded"}})
     cases = (
         (config, 90_000, 50_000),
         (config, 160_000, 1000),
@@ -89,6 +94,7 @@ def test_many_rows_and_values_take_one_pass_in_which_rows_learn_fast(
     for other, rows, values in cases:
         usual = recipe.sized(other, rows, {"num_ids": [values]})[0]
         assert (usual.table.optimizer, usual.model.unknown) == ("adam", 0.3)
+        assert usual.model.numbers == "embedded"
 
 
 def test_rows_learn_faster_in_fewer_epochs_than_the_data_asks_for_or_beside_a_linear_part() -> None:

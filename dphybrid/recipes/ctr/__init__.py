@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
@@ -76,9 +77,11 @@ class CtrModelConfig(ModelConfig):
     """Share of the ids that training replaces by the unknown one (a number's bucket: by the missing one),
     drawn anew in each epoch, so that the network learns to handle new values. Bags keep theirs. auto: 0.3; in
     one pass over many rows 0.02."""
-    numbers: Literal["plain", "embedded"] = "embedded"
-    """Encoding of numbers: plain, the number itself; embedded, also its position in each quantile bin of the
-    training rows, through a linear layer for each column (Gorishniy et al. 2022)."""
+    numbers: Literal["auto", "plain", "squashed", "embedded"] = "auto"
+    """Encoding of numbers, besides their buckets in the table: plain, the number itself; squashed, with
+    outliers limited to 3 standard deviations; embedded, also its position in each quantile bin of the training
+    rows, through a linear layer for each column (Gorishniy et al. 2022). auto: embedded; squashed in one pass
+    over many rows, if numbers have buckets; after a warm start as before."""
     bins: int = Field(default=128, ge=1, le=1024)
     """Quantile bins of a number, at most one for each 8 training rows; used if model.numbers is embedded."""
     bin_width: int = Field(default=8, ge=1, le=1024)
@@ -86,6 +89,15 @@ class CtrModelConfig(ModelConfig):
     threshold: Annotated[float | Literal["best-f1"], BeforeValidator(_threshold)] = 0.5
     """Label of two values: the probability from which on a row is of the positive class; best-f1: the one
     with the best F1 on the validation rows. The model keeps it."""
+
+
+def _numbers_before(checkpoint: str | None) -> str:
+    """Return model.numbers of the checkpoint that a training starts from: it has that network."""
+    if checkpoint is None:
+        return "embedded"
+    from dphybrid.training.checkpoint import read_state
+
+    return str(read_state(Path(checkpoint)).config["model"].get("numbers", "embedded"))
 
 
 class Ctr(Recipe):
@@ -151,6 +163,14 @@ class Ctr(Recipe):
             model = config.model.model_copy(update={"unknown": unknown})
             config = config.model_copy(update={"model": model})
             lines += [f"model.unknown={unknown}: in one pass"] if one_pass else []
+        if config.model.model_dump().get("numbers") == "auto":
+            # The rows of a number's buckets learn fast in one pass: encoding it twice would gain nothing.
+            buckets = any(column["role"] == "buckets" for column in info.get("columns", []))
+            squashed = one_pass and buckets
+            numbers = "squashed" if squashed else _numbers_before(config.train.warm_start)
+            model = config.model.model_copy(update={"numbers": numbers})
+            config = config.model_copy(update={"model": model})
+            lines += [f"model.numbers={numbers}: in one pass, beside their buckets' rows"] if squashed else []
         found, more = super().sized(config, num_rows, info)
         lines += more
         if found.table.lr:

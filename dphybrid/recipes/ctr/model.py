@@ -36,7 +36,7 @@ from dphybrid.embedding import HostEmbeddingCollection
 from dphybrid.parallel import DataParallel, Dropout
 from dphybrid.recipes.context import ModelContext
 from dphybrid.recipes.ctr import CtrModelConfig
-from dphybrid.recipes.ctr.numbers import EmbeddedBins, OnNumbers, bins_of
+from dphybrid.recipes.ctr.numbers import EmbeddedBins, OnNumbers, Squashed, bins_of
 from dphybrid.training.label_tasks import cross_entropy_of_two, label_task
 from dphybrid.util.errors import UserError
 
@@ -324,7 +324,8 @@ def build_ctr(context: ModelContext[CtrModelConfig]) -> _ClickModel:
     num_ids, num_dense = [int(n) for n in context.info["num_ids"]], int(context.info["num_dense"])
     if o.kind in ("wide-deep", "deepfm") and o.dim < 2:
         raise UserError(f"model.dim={o.dim}: {o.kind} needs at least 2, one of them for the linear part")
-    embeds = bool(num_dense) and o.numbers == "embedded"
+    # auto, where nothing has chosen: as for few rows.
+    embeds = bool(num_dense) and o.numbers in ("embedded", "auto")
     # Network inputs for each number of the table; a flag of a missing number is one as it is. Data prepared
     # earlier names no flags: there they are numbers like others.
     pieces = 1 + o.bin_width if embeds else 1
@@ -337,7 +338,9 @@ def build_ctr(context: ModelContext[CtrModelConfig]) -> _ClickModel:
     network = _NETWORKS[o.kind](sizes)
     if embeds:
         bins = EmbeddedBins(bins_of(context.rows, values, o.bins), o.bin_width)
-        network = OnNumbers(network, bins, flags)
+        network = OnNumbers(network, bins, values, flags)
+    elif num_dense and o.numbers == "squashed":
+        network = OnNumbers(network, Squashed())
     # dlrm multiplies rows: products of tiny ones would stay near 0 for long. The rows of mlp learn slowly
     # (see `Ctr.sized`), so they differ from the start.
     std = {"dlrm": 0.1, "mlp": 0.05, "dcn": 0.05}.get(o.kind, 0.01)

@@ -31,8 +31,8 @@ class EmbeddedBins(nn.Module):
     The piecewise-linear encoding of Gorishniy, Rubachev and Babenko 2022, "On Embeddings for Numerical
     Features in Tabular Deep Learning", sections 3.2.1 and 3.3, with three differences. Values beyond the
     outermost bins get the positions of their ends. A value that would fill several quantiles gets one bin, so
-    that the other values share the rest. The number itself is an input, too, because a few hundred rows are
-    too few to learn a straight line from bins. Squashing, z / sqrt(1 + (z / 3)^2), limits outliers to 3.
+    that the other values share the rest. The number itself, `squashed`, is an input, too, because a few
+    hundred rows are too few to learn a straight line from bins.
 
     edges_NE: (N, K + 1), ascending; equal edges stand for bins that a column with few values does not need.
     A buffer: the bins of training belong to the checkpoint. width: D.
@@ -80,7 +80,7 @@ class EmbeddedBins(nn.Module):
 def _embed(dense_BN: Tensor, table: Iterable[Tensor]) -> Tensor:
     """Compute `EmbeddedBins` from its `table`."""
     inner_NE, left_NK, width_NK, first_N1, table_XS, of_itself_N1D = table
-    squashed_BN = dense_BN / (1 + (dense_BN / 3).square()).sqrt()
+    squashed_BN = squashed(dense_BN)
     given = (dense_BN, squashed_BN, inner_NE, left_NK, width_NK, table_XS, of_itself_N1D)
     # A compiler or an export cannot look into the kernel, and it has no gradient by the numbers themselves.
     recorded = torch.compiler.is_compiling() or is_captured(dense_BN, table_XS) or dense_BN.requires_grad
@@ -130,21 +130,35 @@ def _call(name: str, given: Sequence[Tensor], out_BX: Tensor, *grads: Tensor) ->
     kernels.call(name, kernels.Bins(size, *places, *[None] * (11 - len(places)), rows, columns, bins, width))
 
 
+def squashed(dense_BN: Tensor) -> Tensor:
+    """Return each number z as z / sqrt(1 + (z / 3)^2): nearly itself near 0, and outliers are limited to 3."""
+    dense_BN = dense_BN.clamp(-1e9, 1e9)  # whose squares float32 can hold
+    return dense_BN / (1 + (dense_BN / 3).square()).sqrt()
+
+
+class Squashed(nn.Module):
+    """dense_BN -> (B, N): `squashed`."""
+
+    def forward(self, dense_BN: Tensor) -> Tensor:
+        return squashed(dense_BN)
+
+
 class OnNumbers(nn.Module):
     """(rows_BFD, dense_BN) -> network(rows_BFD, numbers(dense_BN)).
 
     flags: columns of dense_BN that are 0 or 1. Bins would tell no more of them, so they follow the encoded
-    numbers as they are.
+    numbers as they are. values: the other columns.
     """
 
     values_N: Tensor
     flags_N: Tensor
 
-    def __init__(self, network: nn.Module, numbers: EmbeddedBins, flags: Sequence[int] = ()) -> None:
+    def __init__(
+        self, network: nn.Module, numbers: nn.Module, values: Sequence[int] = (), flags: Sequence[int] = ()
+    ) -> None:
         super().__init__()
         self.network = network
         self.numbers = numbers
-        values = sorted(set(range(len(numbers.edges_NE) + len(flags))).difference(flags))
         # Not persistent: facts of the data, which the builder gets again.
         self.register_buffer("values_N", torch.tensor(values, dtype=torch.int64), persistent=False)
         self.register_buffer("flags_N", torch.tensor(flags, dtype=torch.int64), persistent=False)
