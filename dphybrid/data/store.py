@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
+from isal import isal_zlib
 from pydantic import BaseModel, Field
 
 from dphybrid.data.batches import Array, ArrayDataset, Dataset
@@ -62,11 +63,13 @@ Progress = Callable[[str, int, int], None]
 
 
 class _ArrayFacts(BaseModel):
-    """What the manifest records of an array's file."""
+    """What the manifest records of an array's file. sha256: of data prepared by earlier versions, instead of
+    crc32."""
 
     shape: tuple[int, ...]
     dtype: str
     bytes: int
+    crc32: str = ""
     sha256: str = ""
 
 
@@ -95,11 +98,11 @@ class Manifest(Page):
     facts: dict[str, object] = Field(default_factory=dict)
 
     @property
-    def sums(self) -> dict[str, str]:
-        """The sha256 of every file of the folder, by name."""
-        return {
-            f"{name}.npy": facts.sha256 for name, facts in self.arrays.items() if facts.sha256
-        } | self.files
+    def sums(self) -> dict[str, dict[str, str]]:
+        """The checksums of the folder's files: kind (a key of `digests.SUMS`) -> name -> checksum."""
+        crc32 = {f"{name}.npy": facts.crc32 for name, facts in self.arrays.items() if facts.crc32}
+        sha256 = {f"{name}.npy": facts.sha256 for name, facts in self.arrays.items() if facts.sha256}
+        return {"crc32": crc32, "sha256": {**sha256, **self.files}}
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,9 @@ class Prepared:
         """A digest of the validation rows: equal for data prepared from the same files with the same rows
         held out, whatever else is read from them and however."""
         arrays = self.manifest.arrays
-        rows = {name: facts.sha256 for name, facts in arrays.items() if name.startswith("valid_")}
+        rows = {
+            name: facts.sha256 or facts.crc32 for name, facts in arrays.items() if name.startswith("valid_")
+        }
         return value_digest([self.manifest.source_digest or self.digest, rows])
 
     @property
@@ -285,7 +290,7 @@ def verify_prepared(path: Path) -> Prepared:
     """Open a prepared folder and check every byte against its manifest. Raises UserError that names the first
     damaged file."""
     prepared = open_prepared(path)
-    verify_files(path, {"sha256": prepared.manifest.sums}, _REMEDY)
+    verify_files(path, prepared.manifest.sums, _REMEDY)
     return prepared
 
 
@@ -360,7 +365,7 @@ def _write(partial: Path, content: Content, digest: str) -> Manifest:
         source_digest=facts.pop("source_digest", ""),
         base=facts.pop("base", None),
         split=facts.pop("split", {}),
-        # The arrays' digests were computed while they were written.
+        # The arrays' checksums were computed while they were written.
         files={
             str(file.relative_to(partial)): file_digest(file) for file in written if file.suffix != ".npy"
         },
@@ -375,18 +380,18 @@ def _save_blocks(
 ) -> dict[str, _ArrayFacts]:
     """Write arrays as .npy files, block by block; return the facts about them."""
     files = {name: folder / f"{name}.npy" for name in shapes}
-    sums = {name: hashlib.sha256() for name in files}
+    sums = dict.fromkeys(files, 0)
     with ExitStack() as opened:
         streams = {name: opened.enter_context(file.open("wb")) for name, file in files.items()}
 
         def write(name: str, chunk: memoryview | bytes) -> None:
             with naming(files[name]):
-                sums[name].update(chunk)
+                sums[name] = isal_zlib.crc32(chunk, sums[name])
                 streams[name].write(chunk)
 
         for name, (shape, dtype) in shapes.items():
             write(name, _header(shape, dtype))
-        # Digests are computed while writing, so that no array has to be read again.
+        # Checksums are computed while writing, so that no array has to be read again.
         for block in blocks:
             for name, (_, dtype) in shapes.items():
                 data = np.ascontiguousarray(block[name], dtype).reshape(-1).view(np.uint8).data
@@ -396,7 +401,7 @@ def _save_blocks(
     for name, (shape, dtype) in shapes.items():
         sync(files[name])
         size = files[name].stat().st_size
-        found[name] = _ArrayFacts(shape=shape, dtype=str(dtype), bytes=size, sha256=sums[name].hexdigest())
+        found[name] = _ArrayFacts(shape=shape, dtype=str(dtype), bytes=size, crc32=f"{sums[name]:08x}")
     return found
 
 

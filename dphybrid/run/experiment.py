@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Self
 
-from torch import nn
+from torch import Tensor, nn
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
@@ -43,11 +43,14 @@ _FIXED = (
 class Built:
     """The model of a run that this process has built, so that it is built once. filled: whether its rows are
     those of a checkpoint and not start values. trained: with its optimizers, until it is trained. model:
-    after that, for the evaluation."""
+    after that, for the evaluation. best_step, outputs: of the best evaluation, its step and,
+    if this process made it, its `validation_outputs`."""
 
     filled: bool = False
     trained: Trained | None = None
     model: nn.Module | None = None
+    best_step: int | None = None
+    outputs: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

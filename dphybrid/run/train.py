@@ -26,10 +26,10 @@ from dphybrid.run.pages import MetricsPage, Report, ResultPage
 from dphybrid.run.report import report_run
 from dphybrid.run.trainer import train_here
 from dphybrid.training.callbacks import Callback
-from dphybrid.training.checkpoint import load_weights, verify_checkpoint
+from dphybrid.training.checkpoint import load_weights, step_of, verify_checkpoint
 from dphybrid.training.display import preparation_progress
 from dphybrid.training.importance import importance
-from dphybrid.training.loop import evaluate, validation_outputs
+from dphybrid.training.loop import validation_outputs
 from dphybrid.training.metrics import constant_prediction
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import disk_errors_told
@@ -203,10 +203,14 @@ def evaluate_run(experiment: Experiment) -> dict[str, float]:
         ) from damage
     load_weights(best, model, mapped)
     batch_size = experiment.config.train.batch_size
-    outputs = validation_outputs(model, experiment.validation_rows, batch_size, task)
+    outputs, experiment.built.outputs = experiment.built.outputs, {}
+    if not outputs or experiment.built.best_step != step_of(best):
+        outputs = validation_outputs(model, experiment.validation_rows, batch_size, task)
     metrics, charts = task.compute(outputs), task.charts(outputs) if task.charts else []
     fixed = task.given(metrics) if task.given else task
-    tested = evaluate(model, data.dataset("test"), batch_size, fixed) if "test" in data.parts else {}
+    tested = dict[str, float]()
+    if "test" in data.parts:
+        tested = fixed.compute(validation_outputs(model, data.dataset("test"), batch_size, fixed))
     own = task.baselines(outputs) if task.baselines else constant_prediction(outputs, task)
     baselines = experiment.recipe.baselines(data) or own
     page = MetricsPage(

@@ -97,7 +97,8 @@ def train_here(experiment: Experiment, stop: StopRequest, callbacks: Sequence[Ca
             if engine.leads:
                 _keep_outcome(run, tracker, result)
                 log_kept(session)
-    built.model = trained.model
+    built.model, built.best_step = trained.model, trained.progress.best_step
+    built.outputs = session.best_outputs
     stop.obey("after its last step; --resume continues it")
     return result
 

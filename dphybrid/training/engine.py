@@ -164,7 +164,8 @@ class Session:
     record with torch's profiler. callbacks: user functions called after each epoch. take: the recipe's
     `step`, which takes a `Step` and a batch and returns the summed loss and its number of terms. stateful:
     further objects whose state checkpoints store, by name. named: steps of the checkpoints that the results
-    of an earlier attempt name, which therefore must stay.
+    of an earlier attempt name, which therefore must stay. best_outputs: the `validation_outputs` of
+    the best evaluation, if this process made it.
     """
 
     config: ExperimentConfig
@@ -185,6 +186,7 @@ class Session:
     callbacks: Sequence[Callback] = ()
     stateful: dict[str, Stateful] = field(default_factory=dict)
     named: set[int] = field(default_factory=set)
+    best_outputs: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.stateful.update(splits=self.splits, clock=self.clock, saving=self.saver)

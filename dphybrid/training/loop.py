@@ -1,4 +1,4 @@
-"""The training loop: `train` runs the epochs, `evaluate` the validation rows. `step` has one step."""
+"""The training loop: `train` runs the epochs, `validation_outputs` the validation rows."""
 
 import copy
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from dphybrid.embedding import DeclaresIds, RowPipeline
 from dphybrid.parallel import compare_split, find_data_parallel
 from dphybrid.training.callbacks import EpochEnd, run_callbacks
 from dphybrid.training.checkpoint import VALIDATION, Progress
-from dphybrid.training.engine import Engine, Session
+from dphybrid.training.engine import Session
 from dphybrid.training.finite import bad_weight
 from dphybrid.training.memory import ids_of_parts
 from dphybrid.training.metrics import Task
@@ -118,14 +118,6 @@ def _check_split(session: Session, observer: Observer) -> None:
         observer.line(finding.text())
 
 
-def evaluate(
-    model: nn.Module, data: Dataset, batch_size: int, task: Task, engine: Engine | None = None
-) -> dict[str, float]:
-    """Return the task's metrics over all rows of `data`."""
-    outputs = validation_outputs(model, data, batch_size, task, engine.part if engine else (0, 1))
-    return engine.metrics(outputs, len(data), batch_size, task) if engine else task.compute(outputs)
-
-
 @torch.no_grad()
 def validation_outputs(
     model: nn.Module, data: Dataset, batch_size: int, task: Task, part: tuple[int, int] = (0, 1)
@@ -166,8 +158,9 @@ def end_of_epoch(session: Session, observer: Observer) -> str:
     progress, task = session.trained.progress, session.task
     observer.settle()
     with stage("evaluate"), timed(None), averaged(session.trained.dense):
-        batch_size, model = session.config.train.batch_size, session.trained.model
-        metrics = evaluate(model, session.valid_data, batch_size, task, session.engine)
+        batch_size, model, rows = session.config.train.batch_size, session.trained.model, session.valid_data
+        outputs = validation_outputs(model, rows, batch_size, task, session.engine.part)
+        metrics = session.engine.metrics(outputs, len(rows), batch_size, task)
     train_loss = progress.epoch_loss / max(progress.epoch_weight, 1e-12)
     progress.metrics = metrics
     validation = {f"{VALIDATION}{name}": value for name, value in metrics.items()}
@@ -177,6 +170,8 @@ def end_of_epoch(session: Session, observer: Observer) -> str:
     if better:
         progress.best_value = metrics[task.metric]
         progress.best_step = progress.step
+        session.best_outputs.clear()
+        session.best_outputs.update(outputs)
     progress.stale_epochs = 0 if better else progress.stale_epochs + 1
     progress.epoch, progress.batch = progress.epoch + 1, 0
     progress.epoch_loss = progress.epoch_weight = 0.0

@@ -7,6 +7,7 @@ import numpy as np
 import polars as pl
 import pytest
 from sklearn.metrics import roc_auc_score
+from torch import Tensor
 
 import dphybrid
 from dphybrid.config import DataConfig
@@ -33,17 +34,17 @@ def test_the_test_rows_are_measured_once_and_shown_beside_validation(
 ) -> None:
     monkeypatch.setenv("DPHYBRID_TRACKING_URI", "files")
     counted = list[int]()
-    evaluate: Callable[..., dict[str, float]] = loop.evaluate
+    outputs: Callable[..., dict[str, Tensor]] = loop.validation_outputs
 
-    def counting(model: object, data: list[object], *more: object) -> dict[str, float]:
+    def counting(model: object, data: list[object], *more: object) -> dict[str, Tensor]:
         counted.append(len(data))
-        return evaluate(model, data, *more)
+        return outputs(model, data, *more)
 
-    monkeypatch.setattr("dphybrid.run.train.evaluate", counting)
-    monkeypatch.setattr("dphybrid.training.loop.evaluate", counting)
+    monkeypatch.setattr("dphybrid.run.train.validation_outputs", counting)
+    monkeypatch.setattr("dphybrid.training.loop.validation_outputs", counting)
     rows, held = table(500, 0), table(150, 1)
     run = dphybrid.train(rows, test=held, label="y", epochs=2, devices="cpu", quiet=True)
-    assert counted == [100, 100, 150]
+    assert counted == [100, 100, 150]  # the results are those of the best epoch, not of a third evaluation
     expected = roc_auc_score(held["y"], run.predict(held))
     assert run.test_metrics["auc"] == pytest.approx(expected)
     assert "test_auc" not in run.metrics

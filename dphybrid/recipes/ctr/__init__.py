@@ -79,9 +79,9 @@ class CtrModelConfig(ModelConfig):
     one pass over many rows 0.02."""
     numbers: Literal["auto", "plain", "squashed", "embedded"] = "auto"
     """Encoding of numbers, besides their buckets in the table: plain, the number itself; squashed, with
-    outliers limited to 3 standard deviations; embedded, also its position in each quantile bin of the training
-    rows, through a linear layer for each column (Gorishniy et al. 2022). auto: embedded; squashed in one pass
-    over many rows, if numbers have buckets; after a warm start as before."""
+    outliers limited to 3 standard deviations; embedded, also its position in each quantile bin of the
+    training rows, through a linear layer for each column (Gorishniy et al. 2022). auto: embedded; squashed in
+    one pass over many rows, if numbers have buckets; after a warm start as before."""
     bins: int = Field(default=128, ge=1, le=1024)
     """Quantile bins of a number, at most one for each 8 training rows; used if model.numbers is embedded."""
     bin_width: int = Field(default=8, ge=1, le=1024)

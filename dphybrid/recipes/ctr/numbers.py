@@ -131,7 +131,7 @@ def _call(name: str, given: Sequence[Tensor], out_BX: Tensor, *grads: Tensor) ->
 
 
 def squashed(dense_BN: Tensor) -> Tensor:
-    """Return each number z as z / sqrt(1 + (z / 3)^2): nearly itself near 0, and outliers are limited to 3."""
+    """Return each number z as z / sqrt(1 + (z / 3)^2): nearly itself near 0, outliers limited to 3."""
     dense_BN = dense_BN.clamp(-1e9, 1e9)  # whose squares float32 can hold
     return dense_BN / (1 + (dense_BN / 3).square()).sqrt()
 
