@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding_bag
 
 from dphybrid.data.batches import Array, Dataset
 from dphybrid.data.store import Prepared
@@ -126,7 +127,7 @@ class _Inputs:
     def __init__(self, batch: Mapping[str, Tensor], info: Mapping[str, Any]) -> None:
         starts_F = torch.tensor([0, *info["num_ids"]]).cumsum(0)
         ids_BF, self.num_ids = batch["ids_BF"], int(starts_F[-1])
-        ids, self.shares_BE = [ids_BF + starts_F[: ids_BF.shape[1]]], torch.ones(())
+        ids, self.shares_BE = [ids_BF + starts_F[: ids_BF.shape[1]]], None
         if "bags_BFL" in batch:
             bags_BFL = batch["bags_BFL"]
             # Padding (-1) becomes some column with the value 0.
@@ -140,11 +141,9 @@ class _Inputs:
 
     def times(self, weights_XC: Tensor) -> Tensor:
         """Return the matrix times weights: (B,) of one output, else (B, C)."""
-        found_BC = self.dense_BN @ weights_XC[self.num_ids :]
-        for found_B, weights_V in zip(found_BC.T, weights_XC[: self.num_ids].T, strict=True):
-            # Three times as fast as indexing.
-            chosen_BE = weights_V.contiguous().index_select(0, self.ids_BE.flatten()).view_as(self.ids_BE)
-            found_B += (chosen_BE * self.shares_BE).sum(1)
+        weights_VC, weights_NC = weights_XC.split([self.num_ids, self.dense_BN.shape[1]])
+        of_ids_BC = embedding_bag(self.ids_BE, weights_VC, mode="sum", per_sample_weights=self.shares_BE)
+        found_BC = of_ids_BC + self.dense_BN @ weights_NC
         return found_BC.squeeze(1) if found_BC.shape[1] == 1 else found_BC
 
     def transposed_times(self, values_BC: Tensor) -> Tensor:
@@ -157,8 +156,10 @@ class _Inputs:
         return torch.cat([self._summed(weights_B), self.dense_BN.square().T @ weights_B])
 
     def _summed(self, values_B: Tensor) -> Tensor:
-        values_BE = values_B[:, None].expand(self.ids_BE.shape) * self.shares_BE
-        return torch.bincount(self.ids_BE.flatten(), values_BE.flatten(), minlength=self.num_ids).float()
+        values_BE = values_B[:, None].expand(self.ids_BE.shape)
+        values_BE = values_BE if self.shares_BE is None else values_BE * self.shares_BE
+        # Half the time of bincount.
+        return torch.zeros(self.num_ids).scatter_add_(0, self.ids_BE.flatten(), values_BE.flatten())
 
 
 def leaks(data: Prepared) -> list[str]:
