@@ -194,6 +194,12 @@ def _traced(module: nn.Module, *arguments: object) -> torch.export.ExportedProgr
     checks = torch.ops.aten._assert_tensor_metadata.default
     for node in program.graph.find_nodes(op="call_function", target=checks):
         program.graph.erase_node(node)
+    # In evaluation, dropout returns its input. While it is there, torch takes it for an operation with an
+    # effect, so that the lookups' program would keep all operations before it: the whole network.
+    for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.dropout.default):
+        if node.args[2] is False:
+            node.replace_all_uses_with(node.args[0])
+            program.graph.erase_node(node)
     program.graph.eliminate_dead_code()  # in `_Lookups`, all operations after the last lookup
     program.graph_module.recompile()
     return program

@@ -124,8 +124,10 @@ class Predictor:
         schema = frame.collect_schema()
         self.check_columns(schema.names(), "the rows")
         if not isinstance(rows, pl.DataFrame | pl.LazyFrame) and isinstance(rows, Sequence):
+            read_names = set(self.encoder.names)
             for number, row in enumerate(rows, start=1):
-                self.check_columns(row, f"row {number}", "; write None for no value")
+                if not row.keys() >= read_names:
+                    self.check_columns(row, f"row {number}", "; write None for no value")
         read = pl.Schema({name: schema[name] for name in self.encoder.names})
         check_types(read, "the rows", "data.ignore of a new training", ())
         pieces: Iterable[pl.DataFrame] = [frame] if isinstance(frame, pl.DataFrame) else []

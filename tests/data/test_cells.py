@@ -2,8 +2,9 @@
 
 import numpy as np
 import polars as pl
+import pytest
 
-from dphybrid.data.table.cells import bag_ids, bucket_ids, clean, read_numbers, time_parts
+from dphybrid.data.table.cells import bag_ids, bucket_ids, by_column, clean, read_numbers, time_parts
 
 
 def test_typed_numbers_mean_what_their_text_does() -> None:
@@ -55,3 +56,12 @@ def test_buckets_and_bags() -> None:
 
     assert bag_ids(lists, lengths).tolist() == [[1, 2], [0, -1], [0, -1], [3, -1]]
     assert bag_ids(lists[1:2], lengths).tolist() == [[0]]
+
+
+@pytest.mark.parametrize("rows", [[], [{}], [{"b": 1, "a": "x"}, {"b": None, "a": "y"}]])
+def test_records_of_one_form_become_columns_like_those_of_several(rows: list[dict[str, object]]) -> None:
+    names = ["b", "a"] if len(rows) > 1 else []
+    assert by_column(rows) == {name: [row[name] for row in rows] for name in names}
+    assert list(by_column(rows)) == names
+    more = [*rows, {"a": "z", "c": 2}]
+    assert by_column(more) == {n: [row.get(n) for row in more] for n in dict.fromkeys([*names, "a", "c"])}

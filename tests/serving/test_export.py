@@ -16,6 +16,7 @@ import httpx
 import numpy as np
 import polars as pl
 import pytest
+import torch
 
 import dphybrid
 from dphybrid.cli.main import main
@@ -151,6 +152,9 @@ def test_predictions_are_the_runs_bit_for_bit(
             for name, expected in zip(sorted(found), predictions, strict=True):
                 assert found[name].dtype == expected.dtype
                 assert np.array_equal(found[name], expected), (task, name)
+    # The ids need no network, so that its program must not compute it, too.
+    lookups = torch.export.load(out / "lookups.pt2").graph
+    assert not lookups.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
     check = ["sha256sum", "--check", "--quiet", "SHA256SUMS"]
     assert subprocess.run(check, cwd=out).returncode == 0
     (rows_file,) = (out / "tables").iterdir()

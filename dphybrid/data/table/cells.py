@@ -83,6 +83,16 @@ def of_objects(name: str, values: Sequence[Any], as_text: Callable[[Any], str] |
     return pl.Series(name, list(map(plain, values)), strict=False)
 
 
+def by_column(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the values of records by column; None where a record lacks one."""
+    orders = set(map(tuple, records))
+    if len(orders) == 1:  # transposed without a look-up for each cell
+        values = zip(*(record.values() for record in records), strict=True)
+        return dict(zip(orders.pop(), map(list, values), strict=True))
+    names = dict.fromkeys(name for record in records for name in record)
+    return {name: [record.get(name) for record in records] for name in names}
+
+
 def clean(columns: Iterable[pl.Series], missing: Iterable[str]) -> list[pl.Series]:
     """Return the cells of columns as stripped text, or as Float64 or whole numbers if they are numbers; None
     for cells that mean no value. Booleans, dates and times keep their type, lists of items stay lists, and

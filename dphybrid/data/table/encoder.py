@@ -19,7 +19,7 @@ from dphybrid.data.foreign import misread
 from dphybrid.data.store import ENCODER_VERSION, Prepared, verify_prepared
 from dphybrid.data.table.cells import FIRST_ID, MISSING_ID, bucket_ids, one_width, standardized
 from dphybrid.data.table.column import Column
-from dphybrid.data.table.kinds import Bag, Category, Numbers, kind_of
+from dphybrid.data.table.kinds import Bag, Category, Numbers, ids_of_columns, kind_of
 from dphybrid.data.table.labels import Label
 from dphybrid.data.table.rows import Cells
 from dphybrid.util.errors import UserError
@@ -127,14 +127,13 @@ class Encoder:
         array. known: ids of the columns that are missing in `values`.
         """
 
-        known = known or {}
-
-        def ids_of(column: Category) -> Array:
-            if column.name in known:
-                return known[column.name]
-            codes = values[column.name]
-            return column.ids_of_codes(codes, by_code[column.name]) if by_code else column.ids(codes)
-
+        read = [c for c in (*self.categories, *self.bags) if c.name in values]
+        cells = [values[c.name] for c in read]
+        if by_code is not None:
+            found = [c.ids_of_codes(codes, by_code[c.name]) for c, codes in zip(read, cells, strict=True)]
+        else:
+            found = ids_of_columns(read, cells)
+        ids_of = {**(known or {}), **{c.name: ids_B for c, ids_B in zip(read, found, strict=True)}}
         dense, ids = list[Array](), list[Array]()
         for column in self.numbers:
             for part, numbers_B in zip(column.parts, column.numbers(values[column.name]), strict=True):
@@ -143,14 +142,14 @@ class Encoder:
                 dense.append(standardized(numbers_B, scale.log, scale.mean, scale.std))
                 dense += [np.isnan(numbers_B)] if scale.indicator else []
                 ids += [] if scale.edges is None else [bucket_ids(numbers_B, scale.edges)]
-        ids += [ids_of(column) for column in self.categories]
-        num_rows, *_ = (*map(len, values.values()), *map(len, known.values()))
+        ids += [ids_of[column.name] for column in self.categories]
+        num_rows, *_ = (*map(len, values.values()), *map(len, ids_of.values()))
         arrays = {
             "ids_BF": _side_by_side(ids, num_rows, np.int32),
             "dense_BN": _side_by_side(dense, num_rows, np.float32),
         }
         if self.bags:
-            arrays["bags_BFL"] = one_width([ids_of(bag) for bag in self.bags], longest)
+            arrays["bags_BFL"] = one_width([ids_of[bag.name] for bag in self.bags], longest)
         return arrays
 
     def ids_by_code(self, texts: Mapping[str, pl.Series]) -> dict[str, Array]:

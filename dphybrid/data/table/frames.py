@@ -16,7 +16,7 @@ from polars.io.plugins import register_io_source
 from polars.selectors import by_name  # takes names literally; select() reads `*` as a pattern
 
 from dphybrid.config.tables import TableDataConfig
-from dphybrid.data.table.cells import FEW, as_texts, of_objects
+from dphybrid.data.table.cells import FEW, as_texts, by_column, of_objects
 from dphybrid.data.table.files import read_files
 from dphybrid.data.table.rows import Rejected, Rows, check_types
 from dphybrid.util.errors import UserError, counted, type_text
@@ -55,8 +55,7 @@ def as_frame(data: object, where: str) -> pl.DataFrame | pl.LazyFrame:
                     raise UserError(f"{where}: column {name!r} is {values!r}; give it a list or an array")
             return pl.DataFrame([_column(str(name), values) for name, values in data.items()])
         if isinstance(data, Sequence) and all(isinstance(row, Mapping) for row in data):
-            names = dict.fromkeys(str(name) for row in data for name in row)
-            return pl.DataFrame([of_objects(name, [row.get(name) for row in data]) for name in names])
+            return pl.DataFrame([of_objects(str(name), cells) for name, cells in by_column(data).items()])
     except TypeError as error:
         raise UserError(f"{where}: {error}") from error
     except (pl.exceptions.PolarsError, OverflowError, UnicodeEncodeError) as error:

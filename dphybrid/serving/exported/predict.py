@@ -25,6 +25,7 @@ from cells import (  # type: ignore[import-not-found]  # noqa: E402
     MISSING_ID,
     bag_ids,
     bucket_ids,
+    by_column,
     clean,
     ids_of,
     is_odd,
@@ -63,9 +64,11 @@ class Encoder:
     def encode(self, rows: Any) -> dict[str, np.ndarray]:
         """Return the model's arrays for rows. Raises ValueError with the name of a missing column."""
         names = [column["name"] for column in self.columns]
+        wanted = set(names)
         if not isinstance(rows, pl.DataFrame | dict):
             for number, row in enumerate(rows, start=1):
-                if missing := [name for name in names if name not in row]:
+                if not row.keys() >= wanted:
+                    missing = [name for name in names if name not in row]
                     raise ValueError(f"row {number} has no column {missing[0]!r}; write null for no value")
         frame = rows if isinstance(rows, pl.DataFrame) else _frame(rows)
         schema = frame.schema  # made anew by each access
@@ -102,11 +105,8 @@ class Encoder:
 
 def _frame(rows: Any) -> pl.DataFrame:
     """Return a dict of columns, or a list of records, as a frame."""
-    if not isinstance(rows, dict):
-        rows = {
-            name: [row.get(name) for row in rows] for name in dict.fromkeys(n for row in rows for n in row)
-        }
-    return pl.DataFrame([of_objects(name, list(values)) for name, values in rows.items()])
+    columns = rows if isinstance(rows, dict) else by_column(rows)
+    return pl.DataFrame([of_objects(name, list(values)) for name, values in columns.items()])
 
 
 def _numbers_of(column: Column, values: pl.Series) -> list[tuple[Column, np.ndarray]]:
