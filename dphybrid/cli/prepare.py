@@ -15,6 +15,7 @@ from dphybrid.config import flatten
 from dphybrid.config.settings import load_settings
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.recipes.configs import given_values
+from dphybrid.recipes.registry import find_recipe
 from dphybrid.util.files import check_target, write_bytes
 from dphybrid.util.text import as_flags
 
@@ -32,11 +33,11 @@ class Flags(ConfigCommand):
             check_target(new, f"data.schema_file={new}")
             config = config.model_copy(update={"data": data.model_copy(update={"schema_file": None})})
         check_data(config)
-        from dphybrid.run.build import prepare_data
+        from dphybrid.run.prepare import prepare  # here, as it imports polars and rich
 
-        folder = prepare_data(config, load_settings()).data.path
+        prepared, _ = prepare(find_recipe(config.recipe), config, load_settings())
         if new is not None:
-            write_bytes(new, (folder / "schema.toml").read_bytes())
+            write_bytes(new, (prepared.path / "schema.toml").read_bytes())
             print(f"Roles: {new}; edit it, and give it again with --data.schema-file {new}")
         print(f"Train on it:\n  dphybrid train {as_flags(flatten(given_values(given)))}")
         return 0

@@ -58,6 +58,11 @@ class ArrayDataset(Dataset):
         return {name: rows.long() if rows.dtype == torch.int32 else rows for name, rows in tensors.items()}
 
 
+def evenly_spaced(rows: int, most: int) -> Array:
+    """Return the numbers of all rows, or of `most` evenly spaced ones: (B,) int64."""
+    return np.arange(rows) if rows <= most else np.linspace(0, rows - 1, most).astype(np.int64)
+
+
 class FirstRows(Dataset):
     """The first `num` samples of a data set."""
 

@@ -32,16 +32,16 @@ from dphybrid.run.folder import (
     next_number,
     open_run_tracker,
 )
+from dphybrid.run.prepare import prepare
 from dphybrid.run.trainer import build_trained, set_up_process
 from dphybrid.tracking import CHANGED_TAG, Tracker, waiting
 from dphybrid.tracking.tracker import FILES
 from dphybrid.training.callbacks import Callback, find_callbacks
 from dphybrid.training.checkpoint import complete_checkpoints
-from dphybrid.training.display import preparation_progress
 from dphybrid.training.label_tasks import LabelTask
 from dphybrid.util.errors import UserError, counted
-from dphybrid.util.files import disk_errors_told, make_folder, naming
-from dphybrid.util.text import flag_text, printable
+from dphybrid.util.files import disk_errors_told
+from dphybrid.util.text import flag_text
 
 
 def prepare_data(
@@ -66,22 +66,11 @@ def prepare_data(
     # Report errors that need no data before reading it, which may take long.
     resolve_devices(devices)
     find_callbacks(config.train.callbacks)
-    with naming(settings.data_dir):
-        # Only its owner can read the data, runs and records. An existing folder keeps its mode.
-        make_folder(settings.data_dir, mode=0o700)
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    with preparation_progress() as progress:
-        data = recipe.prepare(config.data, settings.prepared_dir, config.train.seed, progress)
-    print(f"{'Reusing prepared data' if data.reused else 'Prepared data'}: {data.path}", flush=True)
-    print(printable(data.describe()), flush=True)
-    for doubt in recipe.doubts(data):
-        print(f"Note: {doubt}", flush=True)
-    experiment, sizes = Experiment.sized(recipe, config, settings, data)
-    if sizes:
-        print("\n  ".join(["Chosen for this data (a flag overrides each):", *sizes]), flush=True)
-    _note_idle_devices(experiment.config, devices)
-    return experiment
+    data, config = prepare(recipe, config, settings)
+    _note_idle_devices(config, devices)
+    return Experiment(recipe, config, settings, data, choose_engine(config))
 
 
 def _note_idle_devices(config: ExperimentConfig, devices: str) -> None:

@@ -73,16 +73,9 @@ class Experiment:
         """Return the experiment on a folder of prepared data. Raises UserError when the folder is missing or
         damaged."""
         recipe = find_recipe(config.recipe)
-        return cls.sized(recipe, config, settings, recipe.open(Path(prepared)))[0]
-
-    @classmethod
-    def sized(
-        cls, recipe: Recipe, config: ExperimentConfig, settings: Settings, data: Prepared
-    ) -> tuple[Self, list[str]]:
-        """Return the experiment on prepared data, and a line about each value of the config that was chosen
-        here because it depends on the number of rows."""
-        config, lines = recipe.sized(config, len(data.dataset("train")), data.info)
-        return cls(recipe, config, settings, data, choose_engine(config)), lines
+        data = recipe.open(Path(prepared))
+        config, _ = recipe.sized(config, len(data.dataset("train")), data.info)
+        return cls(recipe, config, settings, data, choose_engine(config))
 
     @classmethod
     def of(cls, run: Run) -> Self:

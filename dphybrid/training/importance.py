@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dphybrid.data.batches import ArrayDataset, Dataset
+from dphybrid.data.batches import ArrayDataset, Dataset, evenly_spaced
 from dphybrid.training.loop import validation_outputs
 from dphybrid.training.metrics import Task
 from dphybrid.util.errors import UserError
@@ -52,10 +52,7 @@ def importance(
 
     data: rows as the model takes them, of which some thousand are used, evenly spaced.
     """
-    wanted = num_rows(len(data), len(positions))
-    index_B = np.arange(len(data))
-    if wanted < len(data):
-        index_B = np.linspace(0, len(data) - 1, wanted).astype(np.int64)
+    index_B = evenly_spaced(len(data), num_rows(len(data), len(positions)))
     rows, random = data.fetch(index_B), torch.Generator().manual_seed(0)
 
     def metric(these: Mapping[str, Tensor]) -> float:

@@ -20,11 +20,11 @@ from dphybrid.training.metrics import (
     Confusion,
     Task,
     best_threshold,
-    counts_by_score,
     f1_at,
     sample_weights,
 )
 from dphybrid.util.errors import UserError
+from dphybrid.util.ranking import counts_by_score
 
 Array = np.ndarray[Any, Any]
 HALF = 0.5

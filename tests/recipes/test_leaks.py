@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dphybrid.recipes.ctr.baselines import leaks
+from dphybrid.recipes.ctr.leaks import leaks
 from tests.preparing import table_of
 
 _ROWS = 2000

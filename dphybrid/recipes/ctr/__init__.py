@@ -127,7 +127,7 @@ class Ctr(Recipe):
     task = imported("dphybrid.training.label_tasks:label_task")
     baselines = imported("dphybrid.recipes.ctr.baselines:baselines")
     floor = imported("dphybrid.recipes.ctr.baselines:floor")
-    doubts = imported("dphybrid.recipes.ctr.baselines:leaks")
+    doubts = imported("dphybrid.recipes.ctr.leaks:leaks")
 
     @property
     def data(self) -> type[TableDataConfig]:  # type: ignore[override]
