@@ -111,13 +111,16 @@ struct dropout { /* of rows x width values; first: number of the whole batch's r
     uint32_t dropped; /* probability of a zero, times 2^32 */
     double scale;
 };
-struct bins { /* see EmbeddedBins: inner edges of each column; left edge, width, starts and slopes of each bin */
+struct bins { /* see EmbeddedBins */
     struct team team;
-    const float *dense, *squashed, *inner, *left, *wide, *table, *itself;
-    float *out;
-    const float *grad; /* of out; only embed_backward reads it and adds to the next two */
-    float *table_grad, *itself_grad;
-    int64_t rows, columns, bins, width;
+    const float *dense;                 /* rows x (columns + flags) */
+    const int64_t *places;              /* in a row of `dense`: those of the numbers, then those of the flags */
+    const float *edges, *weight, *bias; /* columns x (bins + 1), the same x width, and columns x width */
+    float *table;                       /* columns x bins x (start, slope) x width */
+    float *out;                         /* rows x (columns x (1 + width) + flags) */
+    const float *grad;                  /* of out */
+    float *weight_grad, *bias_grad;
+    int64_t rows, columns, flags, bins, width;
 };
 
 /* ------------------------------------------------------------------ threads */

@@ -73,14 +73,31 @@ static void train(struct team team, int64_t stored, int64_t rule, int64_t width,
     } else if (!update_rows(&update))
         abort();
     struct dropout drop = {team, grads, grads, IDS, width, 5, stored == BFLOAT16 ? FLOAT32 : stored, 1, 1u << 30, 4.0 / 3};
-    static float numbers[IDS * 2], edges[2 * 3], bins[2 * 4 * 2 * 3], pieces[IDS * 2 * 4];
-    struct bins embedded = {team, numbers, numbers, edges, bins, bins, bins, bins, pieces, IDS, 2, 4, 3};
-    if (!drop_out(&drop) || !embed(&embedded))
+    if (!drop_out(&drop))
         abort();
     add(grads, (size_t)(IDS * width * REAL_BYTES[stored]));
     add(squares, (size_t)count * sizeof *squares);
     add(rows, (size_t)(ROWS * width * STORED_BYTES[stored]));
     add(square, sizeof square);
+}
+
+/* Two columns of numbers and a flag, with outputs of a vector and a single value. */
+static void encode(struct team team)
+{
+    enum { COLUMNS = 2, BINS = 5, OUTPUTS = 9, EDGES = COLUMNS * (BINS + 1) };
+    static float dense[IDS * 3], out[IDS * (COLUMNS * (1 + OUTPUTS) + 1)], table[COLUMNS * BINS * 2 * OUTPUTS];
+    static float weight[EDGES * OUTPUTS], weight_grad[EDGES * OUTPUTS], bias[COLUMNS * OUTPUTS], bias_grad[COLUMNS * OUTPUTS];
+    static const float edges[EDGES] = {-2, -1, -1, 0, 1, 3, 0, 1, 2, 3, 4, 4};
+    static const int64_t places[] = {0, 2, 1};
+    for (int64_t n = 0; n < IDS * 3; n++)
+        dense[n] = (float)(mixed((uint64_t)n) % 8000) / 1000 - 3;
+    for (int64_t n = 0; n < EDGES * OUTPUTS; n++)
+        weight[n] = (float)(mixed((uint64_t)n) % 2000) / 1000 - 1;
+    struct bins bins = {team, dense, places, edges, weight, bias, table, out, out, weight_grad, bias_grad,
+                        IDS, COLUMNS, 1, BINS, OUTPUTS};
+    if (!bin_table(&bins) || !embed(&bins) || !embed_backward(&bins))
+        abort();
+    add(out, sizeof out), add(weight_grad, sizeof weight_grad), add(bias_grad, sizeof bias_grad);
 }
 
 int main(int count, char **words)
@@ -92,6 +109,7 @@ int main(int count, char **words)
         for (int64_t rule = 0; rule < RULES; rule++)
             for (int k = count > 2; k < 3; k++) /* all rows of 5 are one block, which two threads cannot share */
                 train(team, stored, rule, widths[k], count > 2);
+    encode(team);
     printf("%016llx\n", (unsigned long long)digest);
     return 0;
 }

@@ -50,8 +50,7 @@ for threads in (1, 2):
         for dtype in (torch.float32, torch.float64, torch.bfloat16):
             Dropout(0.3)(torch.ones(shape, dtype=dtype, requires_grad=True)).sum().backward()
     for bins, width in ((1, 8), (5, 3)):
-        with torch.no_grad():
-            EmbeddedBins(torch.rand(4, bins + 1).sort().values, width)(torch.randn(700, 4))
+        EmbeddedBins(torch.rand(4, bins + 1).sort().values, width, [1])(torch.randn(700, 5)).sum().backward()
     columns = HostEmbeddingCollection({"few": 3, "many": 50}, 4)
     columns(torch.tensor([[2, 49], [0, 0]])).sum().backward()
     for wrong in ([50], [-1], [0, 2**62], [2**63 - 1], [-(2**63)]):

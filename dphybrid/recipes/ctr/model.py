@@ -337,8 +337,7 @@ def build_ctr(context: ModelContext[CtrModelConfig]) -> _ClickModel:
     sizes = Sizes(*widths, o.dropout, *outputs, o.cross_layers, o.cross_rank)
     network = _NETWORKS[o.kind](sizes)
     if embeds:
-        bins = EmbeddedBins(bins_of(context.rows, values, o.bins), o.bin_width)
-        network = OnNumbers(network, bins, values, flags)
+        network = OnNumbers(network, EmbeddedBins(bins_of(context.rows, values, o.bins), o.bin_width, flags))
     elif num_dense and o.numbers == "squashed":
         network = OnNumbers(network, Squashed())
     # dlrm multiplies rows: products of tiny ones would stay near 0 for long. The rows of mlp learn slowly

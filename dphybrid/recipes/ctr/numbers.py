@@ -1,10 +1,10 @@
 """Piecewise-linear encoding: a number becomes several inputs, by quantile bins of the training rows.
 
 Letters: B samples, N numeric columns, K bins of a column, E edges of bins (K + 1), D outputs of a column's
-layer, X rows of the lookup table (N K), S its width (2 D).
+layer, I columns of the dense input (numbers and flags), X rows of the lookup table (N K), S its width (2 D).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,9 +24,9 @@ RUNS, RUN_ROWS = 64, 1024
 
 
 class EmbeddedBins(nn.Module):
-    """dense_BN -> (B, N * (1 + D)): for each number its squashed value, and D outputs of ReLU(linear layer),
-    with a layer for each column. The layer's inputs are the squashed number and the number's position in each
-    bin: 0 below the bin, 1 above, linear within.
+    """dense_BI -> (B, N * (1 + D) + flags): for each number its squashed value, and D outputs of ReLU(linear
+    layer), with a layer for each column. The layer's inputs are the squashed number and the number's position
+    in each bin: 0 below the bin, 1 above, linear within. Then the flags.
 
     The piecewise-linear encoding of Gorishniy, Rubachev and Babenko 2022, "On Embeddings for Numerical
     Features in Tabular Deep Learning", sections 3.2.1 and 3.3, with three differences. Values beyond the
@@ -35,12 +35,15 @@ class EmbeddedBins(nn.Module):
     hundred rows are too few to learn a straight line from bins.
 
     edges_NE: (N, K + 1), ascending; equal edges stand for bins that a column with few values does not need.
-    A buffer: the bins of training belong to the checkpoint. width: D.
+    A buffer: the bins of training belong to the checkpoint. width: D. flags: columns of dense_BI that are 0
+    or 1. Bins would tell no more of them, so they follow the encoded numbers as they are.
     """
 
     edges_NE: Tensor
+    places_I: Tensor
+    table_XS: Tensor | None
 
-    def __init__(self, edges_NE: Tensor, width: int) -> None:
+    def __init__(self, edges_NE: Tensor, width: int, flags: Sequence[int] = ()) -> None:
         super().__init__()
         self.register_buffer("edges_NE", edges_NE)
         # The bins and the number itself: as many inputs as edges.
@@ -49,51 +52,68 @@ class EmbeddedBins(nn.Module):
         bound = inputs**-0.5
         self.weight_NED = nn.Parameter(torch.empty(num_dense, inputs, width).uniform_(-bound, bound))
         self.bias_ND = nn.Parameter(torch.empty(num_dense, width).uniform_(-bound, bound))
+        numbers = sorted(set(range(num_dense + len(flags))).difference(flags))
+        # Not persistent: facts of the data, which the builder gets again, and what `fix_numbers` computes.
+        self.register_buffer("places_I", torch.tensor([*numbers, *flags]), persistent=False)
+        self.register_buffer("table_XS", None, persistent=False)
 
-    def forward(self, dense_BN: Tensor) -> Tensor:
-        # `fix_numbers` keeps the computed table as buffers, after edges_NE.
-        _, *fixed = self.buffers()
-        return _embed(dense_BN, fixed or self.table())
+    def forward(self, dense_BI: Tensor) -> Tensor:
+        if self._has_kernel(dense_BI):
+            if self.table_XS is not None:
+                return _encoded(dense_BI, self.places_I, self.edges_NE, self.weight_NED, self.table_XS)
+            found_BX: Tensor = _Embedded.apply(dense_BI, self.places_I, *self._weights())
+            return found_BX
+        table_XS = self.table() if self.table_XS is None else self.table_XS
+        values_BN, flags_BF = dense_BI, dense_BI[:, :0]
+        if len(self.places_I) > len(self.edges_NE):
+            places = self.places_I.split([len(self.edges_NE), len(self.places_I) - len(self.edges_NE)])
+            values_BN, flags_BF = (dense_BI.index_select(1, each) for each in places)
+        encoded_BX = _by_torch(values_BN, self.edges_NE, self.weight_NED[:, :1], table_XS)
+        return torch.cat([encoded_BX, flags_BF], dim=1)
 
-    def table(self) -> list[Tensor]:
-        """Return all that depends on edges and weights alone: the inner edges, the bins' left edges, their
-        widths, each column's first row in the lookup table, the lookup table with each bin's start and slope,
-        and the weights of the number itself."""
-        edges_NE, bins = self.edges_NE, self.edges_NE.shape[1] - 1
-        widths_NK = edges_NE.diff(dim=1)
+    def table(self) -> Tensor:
+        """Return the lookup table: each bin's start and slope. It depends on edges and weights alone."""
         # The layer's output is piecewise linear. All bins below the number's own have position 1, so the sum
         # of their weights is a constant of that bin ("start"); only its own bin is left to compute ("slope").
-        slope_NKD = self.weight_NED[:, 1:] * (widths_NK > 0)[:, :, None]
+        edges_NE, bins = self.edges_NE, self.edges_NE.shape[1] - 1
+        slope_NKD = self.weight_NED[:, 1:] * (edges_NE.diff(dim=1) > 0)[:, :, None]
         below_KK = torch.ones(bins, bins, device=edges_NE.device, dtype=slope_NKD.dtype).tril(-1)
         # A matrix product, as cumsum has no deterministic form on GPUs.
         start_NKD = self.bias_ND[:, None] + torch.einsum("kj,njd->nkd", below_KK, slope_NKD)
-        return [
-            edges_NE[:, 1:-1].contiguous(),
-            edges_NE[:, :-1].contiguous(),
-            widths_NK.clamp(min=1e-30),  # an empty bin must not divide by 0
-            bins * torch.arange(len(edges_NE), device=edges_NE.device)[:, None],
-            torch.cat([start_NKD, slope_NKD], dim=2).flatten(0, 1),
-            self.weight_NED[:, :1],
-        ]
+        return torch.cat([start_NKD, slope_NKD], dim=2).flatten(0, 1)
+
+    def fix(self) -> None:
+        """Compute the table once, for predictions: the weights must not change any more."""
+        table_XS = _table(*self._weights()) if self._has_kernel() else self.table()
+        self.table_XS = table_XS.detach()
+
+    def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.edges_NE, self.weight_NED, self.bias_ND
+
+    def _has_kernel(self, *dense_BI: Tensor) -> bool:
+        # A compiler or an export cannot look into the kernel, and it has no gradient by the numbers
+        # themselves.
+        given = (*dense_BI, *self._weights())
+        if torch.compiler.is_compiling() or any(each.requires_grad for each in dense_BI):
+            return False
+        if is_captured(given[0], self.weight_NED):
+            return False
+        return all(each.dtype == torch.float32 and kernels.is_plain(each) for each in given)
 
 
-def _embed(dense_BN: Tensor, table: Iterable[Tensor]) -> Tensor:
-    """Compute `EmbeddedBins` from its `table`."""
-    inner_NE, left_NK, width_NK, first_N1, table_XS, of_itself_N1D = table
-    squashed_BN = squashed(dense_BN)
-    given = (dense_BN, squashed_BN, inner_NE, left_NK, width_NK, table_XS, of_itself_N1D)
-    # A compiler or an export cannot look into the kernel, and it has no gradient by the numbers themselves.
-    recorded = torch.compiler.is_compiling() or is_captured(dense_BN, table_XS) or dense_BN.requires_grad
-    if not recorded and all(tensor.dtype == torch.float32 and kernels.is_plain(tensor) for tensor in given):
-        found_BX: Tensor = _Embedded.apply(*(tensor.contiguous() for tensor in given))
-        return found_BX
-    values_NB = dense_BN.T.contiguous()
+def _by_torch(values_BN: Tensor, edges_NE: Tensor, of_itself_N1D: Tensor, table_XS: Tensor) -> Tensor:
+    """Compute what the kernel `embed` does, without flags."""
+    squashed_BN = squashed(values_BN)
+    values_NB, bins = values_BN.T.contiguous(), edges_NE.shape[1] - 1
+    inner_NE = edges_NE[:, 1:-1].contiguous()
     # ONNX has no searchsorted: count the edges instead, in int32, which takes two thirds of the time.
     if torch.compiler.is_exporting():
         bin_NB = (values_NB[:, :, None] >= inner_NE[:, None]).sum(2, dtype=torch.int32).long()
     else:
         bin_NB = torch.searchsorted(inner_NE, values_NB, right=True)
+    left_NK, width_NK = edges_NE[:, :-1], edges_NE.diff(dim=1).clamp(min=1e-30)  # no division by 0
     share_NB = ((values_NB - left_NK.gather(1, bin_NB)) / width_NK.gather(1, bin_NB)).clamp(0, 1)
+    first_N1 = bins * torch.arange(edges_NE.shape[0], device=edges_NE.device)[:, None]
     start_NBD, slope_NBD = embedding(bin_NB + first_N1, table_XS).chunk(2, dim=2)
     squashed_NB1, share_NB1 = squashed_BN.T[:, :, None], share_NB[:, :, None]
     found_NBD = (start_NBD + share_NB1 * slope_NBD + squashed_NB1 * of_itself_N1D).relu()
@@ -101,33 +121,69 @@ def _embed(dense_BN: Tensor, table: Iterable[Tensor]) -> Tensor:
 
 
 class _Embedded(torch.autograd.Function):
-    """Computes the same bits in one pass by a C kernel, and the gradients of table_XS and of_itself_N1D in
-    another: together a third of the time of torch's operations. given: the inputs of `_embed`."""
+    """Computes the encoding in one pass by a C kernel, and the gradients of weight and bias in another:
+    together an eighth of the time of torch's operations."""
 
     @staticmethod
     def forward(ctx: Any, *given: Tensor) -> Tensor:
-        columns, width = given[0].shape[1], given[6].shape[2]
-        out_BX = given[0].new_empty(len(given[0]), columns * (1 + width))
-        _call("embed", given, out_BX)
-        ctx.save_for_backward(*given, out_BX)
+        dense_BI, places_I, edges_NE, weight_NED, bias_ND = given
+        table_XS = _table(edges_NE, weight_NED, bias_ND)
+        out_BX = _encoded(dense_BI, places_I, edges_NE, weight_NED, table_XS)
+        ctx.save_for_backward(dense_BI, places_I, edges_NE, weight_NED, out_BX)
         return out_BX
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BX: Tensor) -> tuple[Tensor | None, ...]:
-        *given, out_BX = ctx.saved_tensors
-        grads = torch.zeros_like(given[5]), torch.zeros_like(given[6])
-        _call("embed_backward", given, out_BX, grad_BX.contiguous(), *grads)
-        return None, None, None, None, None, *grads
+        dense_BI, places_I, edges_NE, weight_NED, out_BX = ctx.saved_tensors
+        grads = torch.empty_like(weight_NED), torch.empty_like(weight_NED[:, 0])
+        given = (dense_BI, places_I, edges_NE, None, None, _empty_table(weight_NED), out_BX, grad_BX, *grads)
+        _call("embed_backward", weight_NED.shape, *given)
+        return None, None, None, *grads
 
 
-def _call(name: str, given: Sequence[Tensor], out_BX: Tensor, *grads: Tensor) -> None:
-    (rows, columns), bins, width = given[0].shape, given[3].shape[1], given[6].shape[2]
-    places = [
-        kernels.address(tensor, "bins", torch.float32, tensor.shape) for tensor in (*given, out_BX, *grads)
+def _table(edges_NE: Tensor, weight_NED: Tensor, bias_ND: Tensor) -> Tensor:
+    table_XS = _empty_table(weight_NED)
+    _call("bin_table", weight_NED.shape, None, None, edges_NE, weight_NED, bias_ND, table_XS)
+    return table_XS
+
+
+def _empty_table(weight_NED: Tensor) -> Tensor:
+    columns, inputs, width = weight_NED.shape
+    return weight_NED.new_empty(columns * (inputs - 1), 2 * width)
+
+
+def _encoded(
+    dense_BI: Tensor, places_I: Tensor, edges_NE: Tensor, weight_NED: Tensor, table_XS: Tensor
+) -> Tensor:
+    columns, _, width = weight_NED.shape
+    out_BX = dense_BI.new_empty(len(dense_BI), columns * width + len(places_I))
+    given = (dense_BI, places_I, edges_NE, weight_NED, None, table_XS, out_BX)
+    _call("embed", weight_NED.shape, *given)
+    return out_BX
+
+
+def _call(
+    name: str, shape: Sequence[int], dense_BI: Tensor | None, places_I: Tensor | None, *given: Tensor | None
+) -> None:
+    """Call a kernel. shape: of the weights. given: the further tensors of `struct bins`, in its order; None
+    for those that the kernel does not use."""
+    columns, inputs, width = shape
+    rows, places = (0, columns) if dense_BI is None or places_I is None else (len(dense_BI), len(places_I))
+    out = (rows, columns * width + places)
+    of_weights = ((columns, inputs), (columns, inputs, width), (columns, width))
+    shapes = (*of_weights, (columns * (inputs - 1), 2 * width), out, out, *of_weights[1:])
+    held = [None if each is None else each.contiguous() for each in (dense_BI, *given)]
+    addresses = [
+        None if each is None else kernels.address(each, "bins", torch.float32, size)
+        for each, size in zip(held, ((rows, places), *shapes), strict=False)
     ]
-    size = kernels.team(rows, out_BX.shape[1] * out_BX.itemsize)
-    kernels.call(name, kernels.Bins(size, *places, *[None] * (11 - len(places)), rows, columns, bins, width))
+    at = None if places_I is None else kernels.address(places_I, "bins", torch.int64, (places,))
+    missing = [None] * (9 - len(addresses))
+    sizes = (rows, columns, places - columns, inputs - 1, width)
+    call = kernels.Bins(kernels.team(rows, 4 * out[1]), addresses[0], at, *addresses[1:], *missing, *sizes)
+    if not kernels.call(name, call):
+        raise TypeError(f"bins: {sizes}, {places_I}")
 
 
 def squashed(dense_BN: Tensor) -> Tensor:
@@ -144,40 +200,22 @@ class Squashed(nn.Module):
 
 
 class OnNumbers(nn.Module):
-    """(rows_BFD, dense_BN) -> network(rows_BFD, numbers(dense_BN)).
+    """(rows_BFD, dense_BI) -> network(rows_BFD, numbers(dense_BI))."""
 
-    flags: columns of dense_BN that are 0 or 1. Bins would tell no more of them, so they follow the encoded
-    numbers as they are. values: the other columns.
-    """
-
-    values_N: Tensor
-    flags_N: Tensor
-
-    def __init__(
-        self, network: nn.Module, numbers: nn.Module, values: Sequence[int] = (), flags: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, network: nn.Module, numbers: nn.Module) -> None:
         super().__init__()
         self.network = network
         self.numbers = numbers
-        # Not persistent: facts of the data, which the builder gets again.
-        self.register_buffer("values_N", torch.tensor(values, dtype=torch.int64), persistent=False)
-        self.register_buffer("flags_N", torch.tensor(flags, dtype=torch.int64), persistent=False)
 
-    def forward(self, rows_BFD: Tensor, dense_BN: Tensor) -> Tensor:
-        if not len(self.flags_N):
-            return self.network(rows_BFD, self.numbers(dense_BN))
-        flags_BN = dense_BN.index_select(1, self.flags_N)
-        encoded_BN = self.numbers(dense_BN.index_select(1, self.values_N))
-        return self.network(rows_BFD, torch.cat([encoded_BN, flags_BN], dim=1))
+    def forward(self, rows_BFD: Tensor, dense_BI: Tensor) -> Tensor:
+        return self.network(rows_BFD, self.numbers(dense_BI))
 
 
 def fix_numbers(model: nn.Module) -> None:
-    """Compute each `EmbeddedBins.table` of a model once, for predictions: the weights must not change any
-    more."""
+    """Compute the table of each `EmbeddedBins` of a model once; see `EmbeddedBins.fix`."""
     for module in model.modules():
         if isinstance(module, EmbeddedBins):
-            for place, tensor in enumerate(module.table()):
-                module.register_buffer(f"table_{place}", tensor.detach().clone(), persistent=False)
+            module.fix()
 
 
 def bins_of(rows: Dataset | None, columns: Sequence[int], num_bins: int) -> Tensor:
