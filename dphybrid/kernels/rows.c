@@ -228,12 +228,13 @@ int look_up(struct lookup *l)
 /* Convert ids of each column's table to ids of all tables together. Returns 0 if an id is not a row of its table. */
 int flatten(struct columns *c)
 {
-    int wrong = 0;
-    for (int64_t n = 0; n < c->count; n += c->num_columns)
-        for (int64_t f = 0; f < c->num_columns; f++) {
-            uint64_t id = (uint64_t)c->ids[n + f]; /* unsigned: negative ids are too large, and sums may overflow */
-            wrong |= id >= (uint64_t)c->num_rows[f];
-            c->flat[n + f] = (int64_t)(id + (uint64_t)c->starts[f]);
+    const struct columns own = *c; /* a copy, which no write can change: so the loop becomes one of vectors */
+    int64_t wrong = 0;
+    for (int64_t n = 0; n < own.count; n += own.num_columns)
+        for (int64_t f = 0; f < own.num_columns; f++) {
+            uint64_t id = (uint64_t)own.ids[n + f]; /* unsigned: negative ids are too large, and sums may overflow */
+            wrong |= id >= (uint64_t)own.num_rows[f];
+            own.flat[n + f] = (int64_t)(id + (uint64_t)own.starts[f]);
         }
     return !wrong;
 }

@@ -97,9 +97,10 @@ def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
         for group in optimizer.param_groups:
             parameters = [p.detach() for p in group["params"] if p.grad is not None]
             states = [optimizer.state[p] for p in group["params"] if p.grad is not None]
-            averages = [
-                state.setdefault(_AVERAGE, p.clone()) for state, p in zip(states, parameters, strict=True)
-            ]
+            for state, parameter in zip(states, parameters, strict=True):
+                if _AVERAGE not in state:
+                    state[_AVERAGE] = parameter.clone()
+            averages = [state[_AVERAGE] for state in states]
             steps = group[_AVERAGED_STEPS] = group.get(_AVERAGED_STEPS, 0) + 1
             if averages:
                 # One call for all parameters, as torch's multi-tensor optimizers make it.
