@@ -102,7 +102,7 @@ class EmbeddedBins(nn.Module):
 
 
 def _by_torch(values_BN: Tensor, edges_NE: Tensor, of_itself_N1D: Tensor, table_XS: Tensor) -> Tensor:
-    """Compute what the kernel `embed` does, without flags."""
+    """Compute what the kernel `embed` does, to the bit, without flags."""
     squashed_BN = squashed(values_BN)
     values_NB, bins = values_BN.T.contiguous(), edges_NE.shape[1] - 1
     inner_NE = edges_NE[:, 1:-1].contiguous()
@@ -189,7 +189,8 @@ def _call(
 def squashed(dense_BN: Tensor) -> Tensor:
     """Return each number z as z / sqrt(1 + (z / 3)^2): nearly itself near 0, outliers limited to 3."""
     dense_BN = dense_BN.clamp(-1e9, 1e9)  # whose squares float32 can hold
-    return dense_BN / (1 + (dense_BN / 3).square()).sqrt()
+    # By the root of a double: torch's root of a float is not correctly rounded, the kernel's is.
+    return dense_BN / (1 + (dense_BN / 3).square()).double().sqrt().to(dense_BN.dtype)
 
 
 class Squashed(nn.Module):
