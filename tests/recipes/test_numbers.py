@@ -15,7 +15,6 @@ from dphybrid.recipes.ctr.numbers import (
     RUNS,
     EmbeddedBins,
     OnNumbers,
-    Squashed,
     fix_numbers,
     quantile_bins,
     sample_dense,

@@ -4,7 +4,7 @@ Letters: B samples, N numeric columns, K bins of a column, E edges of bins (K + 
 layer, I columns of the dense input (numbers and flags), X rows of the lookup table (N K), S its width (2 D).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
