@@ -23,40 +23,42 @@ class ChangedRows:
 
     def __init__(self, tables: Mapping[str, Sequence[Tensor]]) -> None:
         self._tables = tables
-        self._marks = {name: zero_rows((len(held[0]),), torch.uint8) for name, held in tables.items()}
+        # As numpy's arrays, whose indexing is faster than torch's `mark[rows] = 1`.
+        self._marks = {n: zero_rows((len(held[0]),), torch.uint8).numpy() for n, held in tables.items()}
         self._expected_versions: dict[str, list[int]] = {}
+        self._updates = dict.fromkeys(tables, 0)
         self.forget()
 
-    def add(self, name: str, rows_U: Tensor) -> None:
+    def add(self, name: str, rows_U: np.ndarray) -> None:
         """Record an update of these rows of a table. The update must have raised each of the table's tensor
         versions by one."""
         if name in self._tables:
-            # numpy, whose indexing is faster than torch's `mark[rows] = 1`.
-            self._marks[name].numpy()[rows_U.numpy()] = 1
-            self._expected_versions[name] = [version + 1 for version in self._expected_versions[name]]
+            self._marks[name][rows_U] = 1
+            self._updates[name] += 1
 
     def forget(self) -> None:
         """Reset: from now on, no row counts as changed."""
         # Not for new marks: they are zeros already, and writing to them would allocate their memory.
         if self._expected_versions:
             for mark_V in self._marks.values():
-                mark_V.zero_()
+                mark_V.fill(0)
         self._expected_versions = {
             name: [tensor._version for tensor in held] for name, held in self._tables.items()
         }
+        self._updates = dict.fromkeys(self._tables, 0)
 
     def restore(self, rows: Mapping[str, Tensor]) -> None:
         """Reset, with these rows (int64) of each table counted as changed."""
         self.forget()
         for name, rows_U in rows.items():
-            self._marks[name].numpy()[rows_U.numpy()] = 1
+            self._marks[name][rows_U.numpy()] = 1
 
     def unknown(self) -> set[str]:
         """Return the tables that something other than an update has changed since the last `forget`."""
         return {
             name
             for name, held in self._tables.items()
-            if [tensor._version for tensor in held] != self._expected_versions[name]
+            if [tensor._version - self._updates[name] for tensor in held] != self._expected_versions[name]
         }
 
     def rows(self) -> dict[str, Tensor | None]:
@@ -64,6 +66,6 @@ class ChangedRows:
         unknown."""
         unknown = self.unknown()
         return {
-            name: None if name in unknown else torch.from_numpy(np.flatnonzero(mark_V.numpy().view(np.bool_)))
+            name: None if name in unknown else torch.from_numpy(np.flatnonzero(mark_V.view(np.bool_)))
             for name, mark_V in self._marks.items()
         }

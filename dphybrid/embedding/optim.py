@@ -226,11 +226,11 @@ class RowOptimizer(EagerOptimizer):
             keys = keys_U.numpy()
             bounds = np.searchsorted(keys, tables.first_keys).tolist()
             for n, (weight, record) in enumerate(zip(weights, recorded, strict=True)):
-                rows_U = torch.from_numpy(keys[bounds[n] : bounds[n + 1]] - tables.first_keys[n])
+                rows_U = keys[bounds[n] : bounds[n + 1]] - tables.first_keys[n]
                 if self.changes is not None:
                     self.changes.add(names[n], rows_U)
                 if record is not None:
-                    record.append((versions[n], weight._version, rows_U))
+                    record.append((versions[n], weight._version, torch.from_numpy(rows_U)))
         if infos[0] is not None:
             if not infos[0].ahead.is_placed:  # a lookup for replicas has counted its unique rows already
                 infos[0].counters.unique += len(keys_U)

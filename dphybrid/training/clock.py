@@ -1,13 +1,13 @@
 """Step timing: exclusive seconds per stage (a nested stage's time is not counted in the outer one), and the
 duration of each step. `util.stages` has the `stage` that the timed code enters."""
 
+import math
 import statistics
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
-import numpy as np
 import torch
 
 from dphybrid.util.compiling import labelled, profiler_looks_on
@@ -170,6 +170,7 @@ class StepTimes:
 
 
 def _percentile(values: Sequence[float], share: float) -> float:
-    """Return the smallest value that at least `share` of the values do not exceed."""
-    # inverted_cdf: a time that was measured, not an average of two neighbours.
-    return float(np.quantile(values, share, method="inverted_cdf"))
+    """Return the smallest value that at least `share` of the values do not exceed: a time that was measured,
+    not an average of two neighbours."""
+    # Not numpy's quantile, which takes 0.1 ms for 20 values.
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]

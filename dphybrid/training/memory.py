@@ -4,6 +4,7 @@ the remedy."""
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -67,10 +68,16 @@ def scale_gradients(model: nn.Module, factor: Tensor) -> None:
 def _has_samples(name: str, value: Tensor) -> bool:
     """Return whether dim 0 of a tensor is the samples: unless its name ends in a shape without B, such as
     `negatives_K`."""
-    _, underscore, shape = name.rpartition("_")
+    shape = _shape_in(name)
     # A user's columns are called `user_id` or `price_USD`, which are no shapes of one dimension.
-    is_shape = bool(underscore and _SHAPE.fullmatch(shape)) and len(shape) == value.dim()
-    return not is_shape or shape.startswith("B")
+    return len(shape) != value.dim() or not shape or shape.startswith("B")
+
+
+@cache
+def _shape_in(name: str) -> str:
+    """Return the end of a tensor's name that may say its shape, such as "BF" of `ids_BF`; "" if none."""
+    _, underscore, shape = name.rpartition("_")
+    return shape if underscore and _SHAPE.fullmatch(shape) else ""
 
 
 def out_of_memory_report(
