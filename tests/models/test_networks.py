@@ -19,7 +19,7 @@ from dphybrid.parallel import find_data_parallel, resolve_devices
 from dphybrid.parallel.check import check_module
 from dphybrid.recipes import ModelContext, find_recipe
 from dphybrid.recipes.configs import load_config
-from dphybrid.recipes.ctr.model import DCN, DLRM, DeepFM, Sizes, WideDeep
+from dphybrid.recipes.ctr.model import DCN, DLRM, DeepFM, SideBySide, Sizes, WideDeep
 from dphybrid.recipes.text.model import IGNORED, AdaptiveSoftmax
 from dphybrid.run.train import run_job
 from tests.commands import run_with
@@ -337,3 +337,18 @@ def test_text_reaches_the_perplexity_of_plain_torch(unrecorded: None, tmp_path: 
     assert report.metrics["loss"] == pytest.approx(loss, abs=1e-3)
     assert loss < 3.2  # 3.69 knows nothing
     assert report.metrics["perplexity"] == pytest.approx(float(torch.tensor(loss).exp()), rel=1e-3)
+
+
+def test_a_layer_of_inputs_side_by_side_is_that_of_their_cat() -> None:
+    torch.manual_seed(0)
+    layer = SideBySide(7, 3)
+    inputs = torch.randn(5, 4, requires_grad=True), torch.randn(5, 3, requires_grad=True)
+    weights, found = torch.randn(5, 3), []
+    for out in (layer(*inputs), nn.functional.linear(torch.cat(inputs, 1), layer.weight, layer.bias)):
+        grads = torch.autograd.grad((out * weights).sum(), [*inputs, *layer.parameters()])
+        found.append([out, *grads])
+    torch.testing.assert_close(*found)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(*inputs).dtype == torch.bfloat16
+    alone = torch.func.vmap(lambda a, b: layer(a[None], b[None])[0])(*inputs)
+    torch.testing.assert_close(alone, found[0][0])

@@ -33,11 +33,13 @@ from torch.nn.functional import pad
 from dphybrid.data.batches import Draw, Draws
 from dphybrid.data.table.cells import MISSING_ID, UNKNOWN_ID
 from dphybrid.embedding import HostEmbeddingCollection
+from dphybrid.embedding.gradients import is_captured
 from dphybrid.parallel import DataParallel, Dropout
 from dphybrid.recipes.context import ModelContext
 from dphybrid.recipes.ctr import CtrModelConfig
 from dphybrid.recipes.ctr.numbers import EmbeddedBins, OnNumbers, Squashed, bins_of
 from dphybrid.training.label_tasks import cross_entropy_of_two, label_task
+from dphybrid.util.compiling import is_transformed
 from dphybrid.util.errors import UserError
 
 
@@ -60,12 +62,58 @@ class Sizes:
     cross_rank: int = 0
 
     def network(self, inputs: int) -> nn.Sequential:
-        """Return linear layers with ReLU and dropout between them."""
+        """Return linear layers with ReLU and dropout between them. The first takes its inputs side by
+        side."""
         widths = [inputs] + [self.hidden] * self.layers
         steps: list[nn.Module] = []
         for narrow, wide in itertools.pairwise(widths):
-            steps += [nn.Linear(narrow, wide), nn.ReLU(), Dropout(self.dropout)]
-        return nn.Sequential(*steps, nn.Linear(widths[-1], self.outputs))
+            linear = nn.Linear if steps else SideBySide
+            steps += [linear(narrow, wide), nn.ReLU(), Dropout(self.dropout)]
+        return Network(*steps, nn.Linear(widths[-1], self.outputs))
+
+
+class SideBySide(nn.Linear):
+    """nn.Linear of torch.cat(inputs, dim=1), on the CPU without the copies that cat and its gradient make."""
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        if len(inputs) == 1:
+            return super().forward(*inputs)
+        recorded = torch.compiler.is_compiling() or is_transformed() or is_captured(inputs[0], self.weight)
+        if recorded or torch.is_autocast_enabled("cpu"):
+            return super().forward(torch.cat(inputs, dim=1))
+        found: Tensor = _SideBySide.apply(self.weight, self.bias, *inputs)
+        return found
+
+
+class _SideBySide(torch.autograd.Function):
+    """(weight, bias, inputs) -> the linear map of the inputs side by side."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, bias: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(weight, *inputs)
+        weights = weight.split([each.shape[1] for each in inputs], dim=1)
+        found = torch.addmm(bias, inputs[0], weights[0].T)
+        for each, part in zip(inputs[1:], weights[1:], strict=True):
+            found.addmm_(each, part.T)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        weight, *inputs = ctx.saved_tensors
+        weights = weight.split([each.shape[1] for each in inputs], dim=1)
+        weight_grad = torch.cat([grad.T @ each for each in inputs], dim=1)
+        return weight_grad, grad.sum(0), *(grad @ part for part in weights)
+
+
+class Network(nn.Sequential):
+    """nn.Sequential whose first module may take several inputs."""
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        first, *others = self
+        found: Tensor = first(*inputs)
+        for module in others:
+            found = module(found)
+        return found
 
 
 class _Mlp(nn.Module):
@@ -77,7 +125,7 @@ class _Mlp(nn.Module):
 
     def forward(self, rows_BFD: Tensor, dense_BN: Tensor) -> Tensor:
         # squeeze(1): (B, 1) becomes (B,); the logits (B, C) of several classes are unchanged.
-        return self.deep(torch.cat([rows_BFD.flatten(1), dense_BN], dim=1)).squeeze(1)
+        return self.deep(rows_BFD.flatten(1), dense_BN).squeeze(1)
 
 
 class WideDeep(nn.Module):
