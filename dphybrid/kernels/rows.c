@@ -1,4 +1,4 @@
-/* Kernels on rows of embedding tables in host memory: look up, sort, sum, update. Also dropout and bins.
+/* Kernels on rows of embedding tables in host memory: look up, sort, sum, update. Also dropout, bins and pairs.
  *
  * __init__.py calls them through ctypes, so they run without the GIL and use no Python API. The caller keeps all memory
  * alive and passes its sizes; here every id is compared with the number of rows before anything is written.
@@ -121,6 +121,15 @@ struct bins { /* see EmbeddedBins */
     const float *grad;                  /* of out */
     float *weight_grad, *bias_grad;
     int64_t rows, columns, flags, bins, width;
+};
+
+struct pairs { /* of `vectors` vectors a sample: first, if it is not NULL, and rows */
+    struct team team;
+    const float *first, *rows;
+    float *out;        /* samples x (dim, if there is a first, + vectors x (vectors - 1) / 2) */
+    const float *grad; /* of out */
+    float *first_grad, *rows_grad;
+    int64_t samples, vectors, dim;
 };
 
 /* ------------------------------------------------------------------ threads */
@@ -376,3 +385,4 @@ int update_rows(struct update *u)
 
 #include "dropout.h"
 #include "bins.h"
+#include "pairs.h"

@@ -100,6 +100,21 @@ static void encode(struct team team)
     add(out, sizeof out), add(weight_grad, sizeof weight_grad), add(bias_grad, sizeof bias_grad);
 }
 
+/* Pairs of 19 rows and a first vector, of 21 values. */
+static void multiply(struct team team)
+{
+    enum { SAMPLES = 500, VECTORS = 20, DIM = 21, PAIRS = VECTORS * (VECTORS - 1) / 2 };
+    static float first[SAMPLES * DIM], rows[SAMPLES * (VECTORS - 1) * DIM], out[SAMPLES * (DIM + PAIRS)];
+    static float first_grad[SAMPLES * DIM], rows_grad[SAMPLES * (VECTORS - 1) * DIM];
+    for (int64_t n = 0; n < SAMPLES * (VECTORS - 1) * DIM; n++)
+        rows[n] = (float)(mixed((uint64_t)n) % 2000) / 1000 - 1;
+    memcpy(first, rows + DIM, sizeof first);
+    struct pairs pairs = {team, first, rows, out, out, first_grad, rows_grad, SAMPLES, VECTORS, DIM};
+    if (!multiply_pairs(&pairs) || !multiply_pairs_backward(&pairs))
+        abort();
+    add(out, sizeof out), add(first_grad, sizeof first_grad), add(rows_grad, sizeof rows_grad);
+}
+
 int main(int count, char **words)
 {
     struct team team = {parallel, count > 1 ? atoi(words[1]) : 1};
@@ -110,6 +125,7 @@ int main(int count, char **words)
             for (int k = count > 2; k < 3; k++) /* all rows of 5 are one block, which two threads cannot share */
                 train(team, stored, rule, widths[k], count > 2);
     encode(team);
+    multiply(team);
     printf("%016llx\n", (unsigned long long)digest);
     return 0;
 }

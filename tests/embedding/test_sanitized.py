@@ -25,6 +25,7 @@ from dphybrid.embedding import HostEmbedding, HostEmbeddingCollection, clip_grad
 from dphybrid.embedding.lookup import sort_ids
 from dphybrid.parallel import Dropout
 from dphybrid.recipes.ctr.numbers import EmbeddedBins
+from dphybrid.recipes.ctr.pairs import Pairs
 from dphybrid.util.errors import UserError
 from dphybrid.util.row_rules import RULES
 
@@ -51,6 +52,11 @@ for threads in (1, 2):
             Dropout(0.3)(torch.ones(shape, dtype=dtype, requires_grad=True)).sum().backward()
     for bins, width in ((1, 8), (5, 3)):
         EmbeddedBins(torch.rand(4, bins + 1).sort().values, width, [1])(torch.randn(700, 5)).sum().backward()
+    for vectors, dim in ((1, 5), (5, 3), (128, 128)):
+        given = torch.randn(9, vectors, dim, requires_grad=True), torch.randn(9, dim)
+        Pairs(vectors)(given[0]).sum().backward()
+        if vectors < 128:
+            Pairs(vectors + 1)(*given).sum().backward()
     columns = HostEmbeddingCollection({"few": 3, "many": 50}, 4)
     columns(torch.tensor([[2, 49], [0, 0]])).sum().backward()
     for wrong in ([50], [-1], [0, 2**62], [2**63 - 1], [-(2**63)]):

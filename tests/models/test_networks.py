@@ -20,6 +20,7 @@ from dphybrid.parallel.check import check_module
 from dphybrid.recipes import ModelContext, find_recipe
 from dphybrid.recipes.configs import load_config
 from dphybrid.recipes.ctr.model import DCN, DLRM, DeepFM, SideBySide, Sizes, WideDeep
+from dphybrid.recipes.ctr.pairs import Pairs
 from dphybrid.recipes.text.model import IGNORED, AdaptiveSoftmax
 from dphybrid.run.train import run_job
 from tests.commands import run_with
@@ -352,3 +353,27 @@ def test_a_layer_of_inputs_side_by_side_is_that_of_their_cat() -> None:
         assert layer(*inputs).dtype == torch.bfloat16
     alone = torch.func.vmap(lambda a, b: layer(a[None], b[None])[0])(*inputs)
     torch.testing.assert_close(alone, found[0][0])
+
+
+@pytest.mark.parametrize("columns", [1, 4, 39])
+@pytest.mark.parametrize("dim", [3, 16, 20])
+@pytest.mark.parametrize("with_first", [False, True])
+def test_the_kernel_multiplies_the_pairs_that_torchs_operations_multiply(
+    columns: int, dim: int, with_first: bool
+) -> None:
+    torch.manual_seed(0)
+    pairs, found = Pairs(columns + with_first), []
+    rows_BFD, first_BD = torch.randn(300, columns, dim), torch.randn(300, dim)
+    for dtype in (torch.float32, torch.float64):  # the kernel is for float32
+        given = [each.to(dtype).requires_grad_() for each in (rows_BFD, first_BD)[: 1 + with_first]]
+        out_BX = pairs(*given)
+        assert ("_Pairs" in str(out_BX.grad_fn)) is (dtype is torch.float32)
+        weight_BX = torch.linspace(-1, 1, out_BX.numel(), dtype=dtype).view_as(out_BX)
+        grads = torch.autograd.grad((out_BX * weight_BX).sum(), given, create_graph=True, allow_unused=True)
+        again = torch.autograd.grad((out_BX * weight_BX).sum(), given)
+        torch.testing.assert_close(again, grads, rtol=1e-4, atol=1e-4)
+        found.append([each.detach().float() for each in (out_BX, *grads)])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+    torch.set_num_threads(3)
+    assert torch.equal(pairs(rows_BFD, *[first_BD] * with_first), found[0][0])
+    torch.set_num_threads(1)

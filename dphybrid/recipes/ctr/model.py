@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from dphybrid.data.batches import Draw, Draws
 from dphybrid.data.table.cells import MISSING_ID, UNKNOWN_ID
@@ -38,6 +37,7 @@ from dphybrid.parallel import DataParallel, Dropout
 from dphybrid.recipes.context import ModelContext
 from dphybrid.recipes.ctr import CtrModelConfig
 from dphybrid.recipes.ctr.numbers import EmbeddedBins, OnNumbers, Squashed, bins_of
+from dphybrid.recipes.ctr.pairs import Pairs
 from dphybrid.training.label_tasks import cross_entropy_of_two, label_task
 from dphybrid.util.compiling import is_transformed
 from dphybrid.util.errors import UserError
@@ -73,20 +73,28 @@ class Sizes:
 
 
 class SideBySide(nn.Linear):
-    """nn.Linear of torch.cat(inputs, dim=1), on the CPU without the copies that cat and its gradient make."""
+    """nn.Linear of torch.cat(inputs, dim=1), without the copies that cat and its gradient make."""
 
     def forward(self, *inputs: Tensor) -> Tensor:
         if len(inputs) == 1:
             return super().forward(*inputs)
         recorded = torch.compiler.is_compiling() or is_transformed() or is_captured(inputs[0], self.weight)
         if recorded or torch.is_autocast_enabled("cpu"):
-            return super().forward(torch.cat(inputs, dim=1))
+            return _side_by_side(self.weight, self.bias, *inputs)
         found: Tensor = _SideBySide.apply(self.weight, self.bias, *inputs)
         return found
 
 
+def _side_by_side(weight: Tensor, bias: Tensor, *inputs: Tensor) -> Tensor:
+    weights, found = weight.split([each.shape[1] for each in inputs], dim=1), bias
+    for each, part in zip(inputs, weights, strict=True):
+        found = torch.addmm(found, each, part.T)
+    return found
+
+
 class _SideBySide(torch.autograd.Function):
-    """(weight, bias, inputs) -> the linear map of the inputs side by side."""
+    """(weight, bias, inputs) -> the linear map of the inputs side by side, with fewer copies in its gradient
+    than autograd makes."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, bias: Tensor, *inputs: Tensor) -> Tensor:
@@ -94,7 +102,7 @@ class _SideBySide(torch.autograd.Function):
         weights = weight.split([each.shape[1] for each in inputs], dim=1)
         found = torch.addmm(bias, inputs[0], weights[0].T)
         for each, part in zip(inputs[1:], weights[1:], strict=True):
-            found.addmm_(each, part.T)
+            found.addmm_(each, part.T)  # in place, unlike `_side_by_side`
         return found
 
     @staticmethod
@@ -180,59 +188,20 @@ class DeepFM(nn.Module):
         return shallow + self.deep(vectors_BVD.flatten(1)).squeeze(1) + self.bias
 
 
-class _Dots(torch.autograd.Function):
-    """(vectors_BVD, places_P, pair_of_X) -> dots_BP, the dot products of all pairs of vectors.
-
-    places_P: each pair's place in the flat matrix of all products. pair_of_X: for each place of this matrix
-    the number of its pair; P on the diagonal, which is no pair. The matrix is symmetric, so one matrix
-    product gives the gradient, where autograd computes two.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(vectors_BVD: Tensor, places_P: Tensor, pair_of_X: Tensor) -> Tensor:
-        # One flat index is twice as fast as indexing rows and columns.
-        return (vectors_BVD @ vectors_BVD.mT).flatten(1).index_select(1, places_P)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[0], inputs[2])
-
-    @staticmethod
-    def backward(ctx: Any, grads_BP: Tensor) -> tuple[Tensor, None, None]:
-        vectors_BVD, pair_of_X = ctx.saved_tensors
-        # The padded column P gives the diagonal a gradient of 0.
-        grads_BX = pad(grads_BP.to(vectors_BVD), (0, 1)).index_select(1, pair_of_X)
-        return grads_BX.unflatten(1, (vectors_BVD.shape[1],) * 2) @ vectors_BVD, None, None
-
-
 class DLRM(nn.Module):
     """(rows_BFD, dense_BN) -> logits."""
-
-    pairs_P: Tensor
-    pair_of_X: Tensor
 
     def __init__(self, s: Sizes) -> None:
         super().__init__()
         bottom = replace(s, layers=1, dropout=0.0, outputs=s.dim)
         self.bottom = bottom.network(s.num_dense) if s.num_dense else None
-        num_vectors = s.num_columns + (s.num_dense > 0)
-        first_P, second_P = torch.tril_indices(num_vectors, num_vectors, offset=-1)
-        pair_of_VV = torch.full((num_vectors, num_vectors), len(first_P))
-        pair_of_VV[first_P, second_P] = pair_of_VV[second_P, first_P] = torch.arange(len(first_P))
-        # Not persistent: the sizes decide these numbers, so checkpoints need not hold them.
-        self.register_buffer("pairs_P", first_P * num_vectors + second_P, persistent=False)
-        self.register_buffer("pair_of_X", pair_of_VV.flatten(), persistent=False)
-        self.top = s.network(len(first_P) + (s.dim if s.num_dense else s.num_columns * s.dim))
+        self.pairs = Pairs(s.num_columns + (s.num_dense > 0))
+        self.top = s.network(self.pairs.num_pairs + (s.dim if s.num_dense else s.num_columns * s.dim))
 
     def forward(self, rows_BFD: Tensor, dense_BN: Tensor) -> Tensor:
-        vectors_BVD, other_BD = rows_BFD, rows_BFD.flatten(1)
         if self.bottom is not None:
-            other_BD = self.bottom(dense_BN)
-            vectors_BVD = torch.cat([other_BD[:, None], rows_BFD], dim=1)
-        dots_BP = _Dots.apply(vectors_BVD, self.pairs_P, self.pair_of_X)
-        return self.top(torch.cat([other_BD, dots_BP], dim=1)).squeeze(1)
+            return self.top(self.pairs(rows_BFD, self.bottom(dense_BN))).squeeze(1)
+        return self.top(torch.cat([rows_BFD.flatten(1), self.pairs(rows_BFD)], dim=1)).squeeze(1)
 
 
 class DCN(nn.Module):
