@@ -18,12 +18,14 @@ from benchmarks.embedding import fbgemm_tables
 from dphybrid.embedding import HostEmbeddingCollection, row_optimizer, sampled_softmax
 from dphybrid.embedding.softmax import IGNORED
 from dphybrid.parallel import Dropout, resolve_devices
+from dphybrid.recipes.ctr.numbers import EmbeddedBins
+from dphybrid.recipes.ctr.pairs import Pairs
 from dphybrid.run.experiment import Experiment
 
 Batch = dict[str, Tensor]
 LIBRARIES = {
     "FBGEMM's fused tables": "fbgemm_gpu",
-    "FBGEMM's tables, our dropout": "fbgemm_gpu",
+    "FBGEMM's tables, our blocks": "fbgemm_gpu",
     "TorchRec's fused tables": "torchrec",
 }
 """Way -> the optional module that it needs."""
@@ -70,9 +72,12 @@ def _embedding(table: HostEmbeddingCollection) -> nn.Module:
     return nn.Embedding.from_pretrained(table.flat.settled().clone(), freeze=False, sparse=True)
 
 
-def _with_torchs_dropout(blocks: nn.Module) -> nn.Module:
-    """Replace our dropout by torch's, which a script with another library would use."""
+def _by_torch(blocks: nn.Module) -> nn.Module:
+    """Replace our dropout and kernels by torch's operations, which a script with another library would
+    use."""
     for parent in list(blocks.modules()):
+        if isinstance(parent, EmbeddedBins | Pairs):
+            parent.has_kernel = lambda *_: False  # type: ignore[method-assign]
         for name, part in parent.named_children():
             if isinstance(part, Dropout):
                 setattr(parent, name, nn.Dropout(part.p))
@@ -82,7 +87,7 @@ def _with_torchs_dropout(blocks: nn.Module) -> nn.Module:
 def _clicks(
     rows_of: Callable[[Experiment, Any], tuple[Any, Sequence[Any]]],
     experiment: Experiment,
-    blocks: Callable[[nn.Module], nn.Module] = _with_torchs_dropout,
+    blocks: Callable[[nn.Module], nn.Module] = _by_torch,
 ) -> Way:
     """Return DLRM over other tables. rows_of: collection -> (function that looks ids_BF up, optimizers)."""
     model = _built(experiment)
@@ -205,7 +210,7 @@ CLICKS: dict[str, Make] = {
     "sparse nn.Embedding": partial(_clicks, _of_sparse),
     "an EmbeddingBag a column, as in DLRM": partial(_clicks, _of_bags),
     "FBGEMM's fused tables": partial(_clicks, _of_fbgemm),
-    "FBGEMM's tables, our dropout": partial(_clicks, _of_fbgemm, blocks=lambda blocks: blocks),
+    "FBGEMM's tables, our blocks": partial(_clicks, _of_fbgemm, blocks=lambda blocks: blocks),
     "TorchRec's fused tables": partial(_clicks, _of_torchrec),
 }
 

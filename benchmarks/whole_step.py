@@ -3,7 +3,8 @@ libraries: the same network, batches and optimizer of the blocks.
 
 Before each race all ways take a few steps by themselves, with SGD on the rows, no clipping and no dropout.
 Their losses must be equal; those of the recipe's loop and the own loop, to the last bit. Other libraries'
-ways use torch's dropout, unless their names say otherwise. FBGEMM and TorchRec take part if installed.
+ways use torch's operations in the blocks, unless their names say otherwise. FBGEMM and TorchRec take part if
+installed.
 """
 
 import os

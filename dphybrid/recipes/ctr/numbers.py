@@ -58,7 +58,7 @@ class EmbeddedBins(nn.Module):
         self.register_buffer("table_XS", None, persistent=False)
 
     def forward(self, dense_BI: Tensor) -> Tensor:
-        if self._has_kernel(dense_BI):
+        if self.has_kernel(dense_BI):
             if self.table_XS is not None:
                 return _encoded(dense_BI, self.places_I, self.edges_NE, self.weight_NED, self.table_XS)
             found_BX: Tensor = _Embedded.apply(dense_BI, self.places_I, *self._weights())
@@ -84,15 +84,15 @@ class EmbeddedBins(nn.Module):
 
     def fix(self) -> None:
         """Compute the table once, for predictions: the weights must not change any more."""
-        table_XS = _table(*self._weights()) if self._has_kernel() else self.table()
+        table_XS = _table(*self._weights()) if self.has_kernel() else self.table()
         self.table_XS = table_XS.detach()
 
     def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.edges_NE, self.weight_NED, self.bias_ND
 
-    def _has_kernel(self, *dense_BI: Tensor) -> bool:
-        # A compiler or an export cannot look into the kernel, and it has no gradient by the numbers
-        # themselves.
+    def has_kernel(self, *dense_BI: Tensor) -> bool:
+        """Return whether the kernel can encode these. A compiler or an export cannot look into it, and it has
+        no gradient by the numbers themselves."""
         given = (*dense_BI, *self._weights())
         if torch.compiler.is_compiling() or any(each.requires_grad for each in dense_BI):
             return False

@@ -35,20 +35,20 @@ class Pairs(nn.Module):
         self.register_buffer("pair_of_X", pair_of_VV.flatten(), persistent=False)
 
     def forward(self, rows_BFD: Tensor, first_BD: Tensor | None = None) -> Tensor:
-        recorded = torch.compiler.is_compiling() or is_transformed() or is_captured(rows_BFD, rows_BFD)
-        if not recorded and _fit(rows_BFD, first_BD):
+        if self.has_kernel(rows_BFD, first_BD):
             found: Tensor = _Pairs.apply(rows_BFD, first_BD, self.pair_of_X)
             return found
         vectors_BVD = _vectors(rows_BFD, first_BD)
         dots_BP: Tensor = _Dots.apply(vectors_BVD, self.places_P, self.pair_of_X)
         return dots_BP if first_BD is None else torch.cat([first_BD, dots_BP], dim=1)
 
-
-def _fit(rows_BFD: Tensor, first_BD: Tensor | None) -> bool:
-    """Return whether the kernel can multiply these."""
-    given = [rows_BFD] if first_BD is None else [rows_BFD, first_BD]
-    plain = all(each.dtype == torch.float32 and kernels.is_plain(each) for each in given)
-    return plain and rows_BFD.shape[1] + len(given) - 1 <= _MOST and rows_BFD.shape[2] <= _MOST
+    def has_kernel(self, rows_BFD: Tensor, first_BD: Tensor | None) -> bool:
+        """Return whether the kernel can multiply these. A compiler or an export cannot look into it."""
+        if torch.compiler.is_compiling() or is_transformed() or is_captured(rows_BFD, rows_BFD):
+            return False
+        given = [rows_BFD] if first_BD is None else [rows_BFD, first_BD]
+        plain = all(each.dtype == torch.float32 and kernels.is_plain(each) for each in given)
+        return plain and rows_BFD.shape[1] + len(given) - 1 <= _MOST and rows_BFD.shape[2] <= _MOST
 
 
 def _vectors(rows_BFD: Tensor, first_BD: Tensor | None) -> Tensor:
