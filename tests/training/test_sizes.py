@@ -68,7 +68,9 @@ def test_many_rows_and_values_take_one_pass_in_which_rows_learn_fast(
     found, lines = recipe.sized(config, 160_000, info)
     assert (found.train.batch_size, found.train.epochs) == (512, train.get("epochs", 1))
     assert (found.table.optimizer, found.model.unknown) == ("adagrad", unknown)
-    assert found.model.numbers == ("squashed" if found.train.epochs == 1 else "embedded")
+    once = found.train.epochs == 1
+    assert (found.model.numbers, found.model.dropout) == (("squashed", 0) if once else ("embedded", 0.1))
+    assert ("model.dropout=0.0: in one pass" in lines) == once
     assert recipe.sized(config, 160_000, {"num_ids": [50_000]})[0].model.numbers == "embedded"  # no buckets
     assert found.table.lr == pytest.approx(share * found.train.lr)
     why = "for 160,000 training rows and a column of 50,000 values"
@@ -79,7 +81,7 @@ def test_many_rows_and_values_take_one_pass_in_which_rows_learn_fast(
     # What is set stays, and so do the rules for fewer rows or values, other networks and learned rows.
     of_user = {"batch_size": 64, "epochs": 1, "patience": 0}
     table = {"optimizer": "adam", "lr": 0.5}
-    of_model = {"unknown": 0.1, "numbers": "plain"}
+    of_model = {"unknown": 0.1, "dropout": 0.2, "numbers": "plain"}
     given = build_config({"recipe": "ctr", "train": of_user, "table": table, "model": of_model})
     assert recipe.sized(given, 160_000, info) == (given, [])
     deepfm = build_config({"recipe": "ctr", "model": {"kind": "deepfm"}})
@@ -94,7 +96,7 @@ def test_many_rows_and_values_take_one_pass_in_which_rows_learn_fast(
     for other, rows, values in cases:
         usual = recipe.sized(other, rows, {"num_ids": [values]})[0]
         assert (usual.table.optimizer, usual.model.unknown) == ("adam", 0.3)
-        assert usual.model.numbers == "embedded"
+        assert (usual.model.numbers, usual.model.dropout) == ("embedded", 0.1)
 
 
 def test_rows_learn_faster_in_fewer_epochs_than_the_data_asks_for_or_beside_a_linear_part() -> None:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field
 
@@ -26,9 +26,12 @@ _MANY_VALUES, _ROWS_PER_VALUE = 1000, 4
 _MANY_ROWS = 100_000
 """From this many training rows on, with a column of more than `_MANY_VALUES` values, an mlp makes one pass,
 in which rows learn fast: more passes overfit rare values. For a dlrm one pass is too short."""
-_ONE_PASS_SHARE, _ONE_PASS_UNKNOWN, _UNKNOWN = 80.0, 0.02, 0.3
-"""Learning rate of the rows in one pass by adagrad, as a multiple of train.lr; the share of unknown ids
-then, as one pass learns no row by heart; and this share otherwise."""
+_ONE_PASS_SHARE = 80.0
+"""Learning rate of the rows in one pass by adagrad, as a multiple of train.lr."""
+_USUAL = {"unknown": 0.3, "dropout": 0.1, "numbers": "embedded"}
+_ONE_PASS = {"unknown": 0.02, "dropout": 0.0, "numbers": "squashed"}
+"""Values of the model for auto: usually, and in one pass. One pass learns nothing by heart, so it needs
+little regularization; and the rows of numbers' buckets learn so much that encoding numbers adds nothing."""
 _ONE_PASS_STEPS = 1000
 """One pass takes about so many steps, with batches from 512 to 2,048 rows: larger ones cost less a row."""
 _ENDINGS = (
@@ -71,8 +74,9 @@ class CtrModelConfig(ModelConfig):
     attend: str = ""
     """COLUMN:BAG, such as item:history: the bag's items are weighted by a small network that sees each beside
     the row of the column, instead of averaged (DIN, Zhou et al. 2018). Empty: the mean."""
-    dropout: float = Field(default=0.1, ge=0.0, lt=1.0)
-    """Share of activations dropped while training. On several GPUs the masks differ from those on one."""
+    dropout: Annotated[float | Literal["auto"], BeforeValidator(_share)] = "auto"
+    """Share of activations dropped while training. On several GPUs the masks differ from those on one. auto:
+    0.1; in one pass over many rows 0."""
     unknown: Annotated[float | Literal["auto"], BeforeValidator(_share)] = "auto"
     """Share of the ids that training replaces by the unknown one (a number's bucket: by the missing one),
     drawn anew in each epoch, so that the network learns to handle new values. Bags keep theirs. auto: 0.3; in
@@ -89,6 +93,12 @@ class CtrModelConfig(ModelConfig):
     threshold: Annotated[float | Literal["best-f1"], BeforeValidator(_threshold)] = 0.5
     """Label of two values: the probability from which on a row is of the positive class; best-f1: the one
     with the best F1 on the validation rows. The model keeps it."""
+
+    def settled(self) -> Self:
+        """Return the usual values where they are auto: for a model that no training data has sized."""
+        return self.model_copy(
+            update={name: v for name, v in _USUAL.items() if getattr(self, name) == "auto"}
+        )
 
 
 def _numbers_before(checkpoint: str | None) -> str:
@@ -158,19 +168,16 @@ class Ctr(Recipe):
             train = config.train.model_copy(update={"batch_size": batch_size})
             config = config.model_copy(update={"train": train})
             lines.append(f"train.batch_size={batch_size}: {why}, in one pass")
-        if config.model.model_dump().get("unknown") == "auto":
-            unknown = _ONE_PASS_UNKNOWN if one_pass else _UNKNOWN
-            model = config.model.model_copy(update={"unknown": unknown})
+        autos = [name for name, value in config.model.model_dump().items() if value == "auto"]
+        chosen = {name: (_ONE_PASS if one_pass else _USUAL)[name] for name in autos}
+        buckets = any(column["role"] == "buckets" for column in info.get("columns", []))
+        if "numbers" in autos and not (one_pass and buckets):
+            chosen["numbers"] = _numbers_before(config.train.warm_start)
+        if chosen:
+            model = config.model.model_copy(update=chosen)
             config = config.model_copy(update={"model": model})
-            lines += [f"model.unknown={unknown}: in one pass"] if one_pass else []
-        if config.model.model_dump().get("numbers") == "auto":
-            # The rows of a number's buckets learn fast in one pass: encoding it twice would gain nothing.
-            buckets = any(column["role"] == "buckets" for column in info.get("columns", []))
-            squashed = one_pass and buckets
-            numbers = "squashed" if squashed else _numbers_before(config.train.warm_start)
-            model = config.model.model_copy(update={"numbers": numbers})
-            config = config.model_copy(update={"model": model})
-            lines += [f"model.numbers={numbers}: in one pass, beside their buckets' rows"] if squashed else []
+        unusual = {name: value for name, value in chosen.items() if one_pass and value != _USUAL[name]}
+        lines += [f"model.{name}={value}: in one pass" for name, value in unusual.items()]
         found, more = super().sized(config, num_rows, info)
         lines += more
         if found.table.lr:
@@ -208,7 +215,7 @@ class Ctr(Recipe):
 
         if info.get("class_weights"):
             rows = DrawnDataset(rows, weighted_classes(info["class_weights"]))
-        share = _UNKNOWN if model.unknown == "auto" else float(model.unknown)
+        share = float(model.settled().unknown)
         return DrawnDataset(rows, some_unknown(info, share)) if share else rows
 
     def recognises(self, data: Mapping[str, object]) -> str | None:

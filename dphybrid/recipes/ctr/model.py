@@ -337,12 +337,11 @@ class _ClickModel(nn.Module):
 
 
 def build_ctr(context: ModelContext[CtrModelConfig]) -> _ClickModel:
-    o = context.options
+    o = context.options.settled()
     num_ids, num_dense = [int(n) for n in context.info["num_ids"]], int(context.info["num_dense"])
     if o.kind in ("wide-deep", "deepfm") and o.dim < 2:
         raise UserError(f"model.dim={o.dim}: {o.kind} needs at least 2, one of them for the linear part")
-    # auto, where nothing has chosen: as for few rows.
-    embeds = bool(num_dense) and o.numbers in ("embedded", "auto")
+    embeds = bool(num_dense) and o.numbers == "embedded"
     # Network inputs for each number of the table; a flag of a missing number is one as it is. Data prepared
     # earlier names no flags: there they are numbers like others.
     pieces = 1 + o.bin_width if embeds else 1
@@ -351,7 +350,7 @@ def build_ctr(context: ModelContext[CtrModelConfig]) -> _ClickModel:
     task = label_task(context.info)
     widths = (len(num_ids), o.dim, len(values) * pieces + len(flags), o.hidden, o.layers)
     outputs = (task.num_outputs, pieces, len(flags))
-    sizes = Sizes(*widths, o.dropout, *outputs, o.cross_layers, o.cross_rank)
+    sizes = Sizes(*widths, float(o.dropout), *outputs, o.cross_layers, o.cross_rank)
     network = _NETWORKS[o.kind](sizes)
     if embeds:
         network = OnNumbers(network, EmbeddedBins(bins_of(context.rows, values, o.bins), o.bin_width, flags))
