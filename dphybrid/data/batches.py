@@ -106,12 +106,15 @@ class Draws:
         that share a batch see the same numbers.
         """
         start = self._generator(29).integers(2**64, dtype=np.uint64)
-        number_BN = (self._index_B[:, None] * num + np.arange(num)).astype(np.uint64)
-        x: Array = start + number_BN * np.uint64(0x9E3779B97F4A7C15)
+        x: Array = (self._index_B[:, None] * num + np.arange(num)).astype(np.uint64)
+        x *= np.uint64(0x9E3779B97F4A7C15)
+        x += start
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-            x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+            x ^= x >> np.uint64(shift)
+            x *= np.uint64(factor)
+        x ^= x >> np.uint64(31)
         # The top 53 bits: as many as a float64 holds.
-        return ((x ^ (x >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53
+        return (x >> np.uint64(11)) * 2.0**-53
 
     def integers(self, low: int, high: int, num: int) -> "Tensor":
         """Return whole numbers (B, num) int64 from low to high - 1, all equally likely; see `uniform`."""
