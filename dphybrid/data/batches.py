@@ -6,9 +6,11 @@ A data set is a view of prepared arrays: it has a length and fetches samples by 
 Letters: B samples, N draws per sample.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -89,14 +91,17 @@ class Draws:
         self._seed, self._index_B = seed, index_B
         self._calls: Counter[int] = Counter()
 
-    def _generator(self, kind: int, *of: int) -> np.random.Generator:
-        """Return the generator of the next call of a kind. kind: keeps these streams apart from each other,
-        and
+    def _key(self, kind: int, *of: int) -> tuple[int, ...]:
+        """Return the seed of the next call of a kind. kind: keeps these streams apart from each other, and
         from the one that shuffles, which has (seed, epoch) alone."""
         number = self._calls[kind]
         self._calls[kind] += 1
         # The first call has no number, as when there was only one: a run that goes on sees the same numbers.
-        return np.random.default_rng([*self._seed, *of, kind, *([number] if number else [])])
+        return *self._seed, *of, kind, *([number] if number else [])
+
+    def _start(self) -> int:
+        """Return where the counter of the next call of `uniform` begins."""
+        return _start_of(self._key(29))
 
     def uniform(self, num: int) -> Array:
         """Return numbers (B, num) float64 in [0, 1): SplitMix64 (Steele, Lea and Flood 2014) of a counter.
@@ -105,16 +110,29 @@ class Draws:
         processes
         that share a batch see the same numbers.
         """
-        start = self._generator(29).integers(2**64, dtype=np.uint64)
         x: Array = (self._index_B[:, None] * num + np.arange(num)).astype(np.uint64)
         x *= np.uint64(0x9E3779B97F4A7C15)
-        x += start
+        x += np.uint64(self._start())
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
             x ^= x >> np.uint64(shift)
             x *= np.uint64(factor)
         x ^= x >> np.uint64(31)
         # The top 53 bits: as many as a float64 holds.
         return (x >> np.uint64(11)) * 2.0**-53
+
+    def chance(self, num: int, share: float) -> "Tensor":
+        """Return decisions (B, num) bool: `uniform(num) < share`, by a kernel that takes a tenth of the
+        time."""
+        import torch  # here, as `--help` imports this module and torch takes seconds
+
+        import dphybrid.kernels as kernels
+
+        index_B = np.ascontiguousarray(self._index_B, np.int64)
+        chosen_BN = torch.empty((len(index_B), num), dtype=torch.bool)
+        limit = min(max(math.ceil(share * 2**53), 0), 2**53)
+        places = index_B.ctypes.data, self._start(), limit, chosen_BN.data_ptr()
+        assert kernels.call("draw_chances", kernels.Draws(*places, len(index_B), num))
+        return chosen_BN
 
     def integers(self, low: int, high: int, num: int) -> "Tensor":
         """Return whole numbers (B, num) int64 from low to high - 1, all equally likely; see `uniform`."""
@@ -125,7 +143,12 @@ class Draws:
     def of_batch(self) -> np.random.Generator:
         """Return a generator for numbers that the whole batch shares. Its seed is (seed, epoch, the batch's
         first sample, the call); a sample is in only one batch of an epoch."""
-        return self._generator(3, *self._index_B[:1].tolist())
+        return np.random.default_rng(self._key(3, *self._index_B[:1].tolist()))
+
+
+@lru_cache(maxsize=64)  # all batches of an epoch have the same ones, and a generator takes 0.1 ms
+def _start_of(key: tuple[int, ...]) -> int:
+    return int(np.random.default_rng(key).integers(2**64, dtype=np.uint64))
 
 
 Draw = Callable[["dict[str, Tensor]", Draws], "dict[str, Tensor]"]

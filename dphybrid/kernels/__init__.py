@@ -1,5 +1,5 @@
-"""Calls the C kernels of tables, dropout, bins and pairs through ctypes: the compiled library, its structs,
-thread teams, and the only place where a tensor becomes an address. Needs only torch.
+"""Calls the C kernels of tables, dropout, bins, pairs and draws through ctypes: the compiled library, its
+structs, thread teams, and the only place where a tensor becomes an address. Needs only torch.
 
 The caller of a kernel must check length and range of its arguments, and keep them alive during the call.
 """
@@ -51,9 +51,9 @@ def _structs(*names: str) -> list[type[c.Structure]]:
     return list(made.values())
 
 
-Team, Lookup, Columns, Segment, Arrange, Sums, Table, Update, Dropout, Bins, Pairs = _structs(
+Team, Lookup, Columns, Segment, Arrange, Sums, Table, Update, Dropout, Bins, Pairs, Draws = _structs(
     *("team", "lookup", "columns", "segment", "arrange", "sums", "table", "update"),
-    *("dropout", "bins", "pairs"),
+    *("dropout", "bins", "pairs", "draws"),
 )
 
 

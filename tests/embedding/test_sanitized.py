@@ -20,7 +20,9 @@ FLAGS = ("-O2", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-trap
 ZIG = [sys.executable, "-m", "ziglang", "cc"]
 
 DRIVER = """
+import numpy as np
 import torch
+from dphybrid.data.batches import Draws
 from dphybrid.embedding import HostEmbedding, HostEmbeddingCollection, clip_grad_norm_, row_optimizer
 from dphybrid.embedding.lookup import sort_ids
 from dphybrid.parallel import Dropout
@@ -52,6 +54,7 @@ for threads in (1, 2):
             Dropout(0.3)(torch.ones(shape, dtype=dtype, requires_grad=True)).sum().backward()
     for bins, width in ((1, 8), (5, 3)):
         EmbeddedBins(torch.rand(4, bins + 1).sort().values, width, [1])(torch.randn(700, 5)).sum().backward()
+    Draws((0, 0), np.arange(70)).chance(7, 0.5)
     for vectors, dim in ((1, 5), (5, 3), (128, 128)):
         given = torch.randn(9, vectors, dim, requires_grad=True), torch.randn(9, dim)
         Pairs(vectors)(given[0]).sum().backward()

@@ -394,7 +394,7 @@ def some_unknown(info: Mapping[str, Any], share: float) -> Draw:
     )
 
     def draw(batch: dict[str, Tensor], draws: Draws) -> dict[str, Tensor]:
-        replaced_BF = torch.from_numpy(draws.uniform(num_columns) < share)
+        replaced_BF = draws.chance(num_columns, share)
         return {"ids_BF": torch.where(replaced_BF, replacement_F, batch["ids_BF"])}
 
     return draw

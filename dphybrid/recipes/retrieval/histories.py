@@ -117,7 +117,7 @@ def training_histories(rows: Dataset, info: Mapping[str, Any], options: Retrieva
         drawn = dict(everything)
         lengths_B, ids_BLF = batch["lengths_B"], batch["history_BLF"]
         if drops:
-            kept_BL = torch.from_numpy(draws.uniform(longest)[:, : ids_BLF.shape[1]] >= share)
+            kept_BL = ~draws.chance(longest, share)[:, : ids_BLF.shape[1]]
             num_B = (kept_BL & (torch.arange(kept_BL.shape[1]) < lengths_B[:, None])).sum(1)
             drawn["history_BLF"] = torch.where(kept_BL.unsqueeze(2), ids_BLF, padding_F)
             # As large as the sum of the whole history, on average.
