@@ -126,7 +126,9 @@ def _with_frames(
 
     names = {"path": "data", "valid_path": "valid", "test_path": "test"}
     frames = {place: as_frame(table, names[place]) for place, table in framed.items()}
-    ignored = {place: config.data.left_out(frame.collect_schema().names()) for place, frame in frames.items()}
+    schemas = {place: frame.collect_schema().names() for place, frame in frames.items()}
+    data = config.data.found_in(schemas["path"]) if "path" in schemas else config.data
+    named, ignored = data.named_columns, {place: data.left_out(names) for place, names in schemas.items()}
     # All frames are checked before any is written.
     for place, frame in frames.items():
         columns = check_frame(frame, names[place], ignored[place])

@@ -8,8 +8,9 @@ items, then the drawn ones), K drawn items, N rows or pairs, R users or items, U
 of a tower (the id itself, then its features), H held-out items of a user, S items that a user has met.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Self
 
@@ -120,9 +121,22 @@ class _InteractionSource:
         return source_digests(self.files, progress)
 
     def read(self, progress: Progress, scratch: Path) -> Content:
+        if not self.read_files:
+            return self._content(iter([sample(self.seed)]), progress)
+        # Not into the list of `_rows`, as read_files counts the rows in its list.
+        chunks = read_files(self.read_files, self.data.reading, [], "read rows", progress)
+        first = next(chunks)
+        source = replace(self, data=self.data.found_in(first.names))
+        return source._content(chain([first], chunks), progress, found=source.data != self.data)
+
+    def _content(self, chunks: Iterator[Rows], progress: Progress, found: bool = False) -> Content:
+        """Return what is prepared from the rows. found: whether the columns were found by their names."""
         d = self.data
         notes = dict[str, None]()
-        rows, rejected = self._rows(self.read_files, progress, notes)
+        if found:
+            by_name = f"users are in column {d.user!r}, items in {d.item!r}, by their names"
+            notes[f"{by_name}; --data.user and --data.item override this"] = None
+        rows, rejected = self._rows(chunks, notes)
         times_N, how = (None, "") if d.time is None else self._times(rows[d.time])
         held_N = self._held_out(rows[d.user], times_N)
         train = rows.filter(~held_N)
@@ -165,7 +179,8 @@ class _InteractionSource:
         ]
         test: dict[str, Array] = {}
         if self.test_files:
-            tested, odd = self._rows(self.test_files, progress, notes)
+            tests = read_files(self.test_files, d.reading, [], "read rows", progress)
+            tested, odd = self._rows(tests, notes)
             rejected += odd
             test_N2 = np.stack([users.numbers(tested[d.user]), items.numbers(tested[d.item])], 1)
             test = self._test(pairs_N2, times_N, test_N2, len(users))
@@ -243,18 +258,12 @@ class _InteractionSource:
             arrays |= {f"test_{name}_starts": starts, f"test_{name}_items": items}
         return arrays
 
-    def _rows(
-        self, files: tuple[Path, ...], progress: Progress, notes: dict[str, None]
-    ) -> tuple[pl.DataFrame, list[Rejected]]:
-        """Return the named columns of files as texts, for the rows that have a user and an item, and the
+    def _rows(self, chunks: Iterator[Rows], notes: dict[str, None]) -> tuple[pl.DataFrame, list[Rejected]]:
+        """Return the named columns of chunks as texts, for the rows that have a user and an item, and the
         other rows as rejected ones. notes: gets what was inferred about how the files are written."""
         d = self.data
         names = list(dict.fromkeys(name for _, name in d.named_columns))
         rejected: list[Rejected] = []
-        chunks = (
-            # Not into `rejected`, as read_files counts the rows in its list.
-            read_files(files, d.reading, [], "read rows", progress) if files else [sample(self.seed)]
-        )
         pieces: list[pl.DataFrame] = []
         for rows in chunks:
             if missing := [name for name in names if name not in rows.names]:

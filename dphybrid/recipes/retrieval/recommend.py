@@ -30,6 +30,7 @@ from dphybrid.recipes.configs import build_config
 from dphybrid.recipes.retrieval import RetrievalDataConfig
 from dphybrid.recipes.retrieval.histories import HistoryModel, histories
 from dphybrid.recipes.retrieval.model import RetrievalModel
+from dphybrid.training.checkpoint import read_state
 from dphybrid.training.tensor_file import write_tensors
 from dphybrid.util.errors import UserError, counted, type_text
 from dphybrid.util.files import write_text
@@ -103,7 +104,9 @@ class Recommender:
         """Names of the items in the order of their numbers, the most popular first."""
         assert isinstance(config.data, RetrievalDataConfig)
         self._config, self._model = config, model.eval()
-        self._user, self._item = config.data.user, config.data.item
+        # The config may have other names: training found the columns.
+        info = read_state(self.checkpoint).info
+        self._user, self._item = (str(next(iter(info[f"{side}_ids"]))) for side in ("user", "item"))
         self._users, self._numbers = users, {name: number for number, name in enumerate(users["name"])}
         self._item_numbers = {name: number for number, name in enumerate(self.items)}
         self._catalog_VF, self._users_UF = _ids(items), _ids(users)
@@ -301,7 +304,7 @@ class Recommender:
     ) -> "tuple[_People, list[Rejected]]":
         """Return the users in the files, each once, with the items of their rows (none where the files have
         no column of items, or the model no use for it), and the rows that cannot be read."""
-        known = self._config.data.model_dump() | {"path": path}
+        known = self._config.data.model_dump() | {"path": path, "user": self._user, "item": self._item}
         data = build_config({"recipe": self._config.recipe, "data": known | values}).data
         assert isinstance(data, RetrievalDataConfig)
         found: list[pl.DataFrame] = []
