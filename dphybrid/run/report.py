@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from dphybrid.config import ExperimentConfig, fields_of, flatten
 from dphybrid.data import rows_of_batch
-from dphybrid.data.table.whole import AMOUNTS
+from dphybrid.data.table.whole import AMOUNTS, LISTS
 from dphybrid.recipes.configs import given_values
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import attached
@@ -318,8 +318,11 @@ def _about_columns(facts: Mapping[str, Any], importance: Mapping[str, float]) ->
         return ""
     unseen = max(facts.get("unseen", {}).items(), key=lambda item: item[1], default=("", 0.0))
     needless = [name for name, lost in importance.items() if lost <= 0]
-    amounts = [str(column["name"]) for column in columns if AMOUNTS in str(column.get("reason", ""))]
-    if lists := [str(column["name"]) for column in columns if _looks_like_lists(column)]:
+    amounts, lists = (
+        [str(column["name"]) for column in columns if said in str(column.get("reason", ""))]
+        for said in (AMOUNTS, LISTS)
+    )
+    if lists:
         names = ",".join(lists[:4])
         return f"columns: cells of {names} look like lists of values; try --data.bags {names}"
     if unseen[1] >= _MANY_UNSEEN:
@@ -334,12 +337,6 @@ def _about_columns(facts: Mapping[str, Any], importance: Mapping[str, float]) ->
         names = ",".join(needless[:4])
         return f"columns: shuffling these does not harm validation; try --data.ignore {names}"
     return "columns: dphybrid prepare shows how each is read; --data.bags, --data.categorical, ... change it"
-
-
-def _looks_like_lists(column: Mapping[str, Any]) -> bool:
-    return column["role"] == "categorical" and any(
-        mark in str(text) for text in column.get("samples", ()) for mark in "|;"
-    )
 
 
 def _about_epochs(config: ExperimentConfig, best_epoch: int, epochs: int) -> str:

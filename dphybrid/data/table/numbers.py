@@ -22,6 +22,7 @@ from dphybrid.data.table.column import Array, Sample
 from dphybrid.data.table.whole import (
     AMOUNTS,
     FEW_VALUES,
+    LISTS,
     MANY,
     Trial,
     looks_like_a_count,
@@ -269,8 +270,7 @@ def _suggestion(odd: pl.Series, cells: pl.Series, sample: Sample) -> str:
         few_items = mark != " " and 2 * items_of(cells, mark).explode().n_unique() <= cells.n_unique()
         if few_items or 2 * with_mark > len(cells):
             return (
-                f"{with_mark / len(cells):.0%} of the cells hold {mark!r}; --data.bags {sample.name} reads "
-                "the items between the marks"
+                f"{with_mark / len(cells):.0%} of the cells hold {mark!r}; --data.bags {sample.name} {LISTS}"
             )
     words = cells.head(_SOME_TEXTS)
     if (

@@ -22,6 +22,8 @@ MANY = 128
 """With more different whole numbers, a column that is read as amounts is named in the summary."""
 AMOUNTS = "many whole numbers read as amounts"
 """Start of what the summary says of a column that has more and is no id."""
+LISTS = "reads the items between the marks"
+"""Words in the reason of a column of categories whose cells look like lists."""
 TRIED_ROWS = 2**16
 """Rows of the first chunk that the trial uses."""
 _BINS = (128, 16)

@@ -155,29 +155,31 @@ class Ctr(Recipe):
         # A warm start has learned rows, which steps of a fresh adagrad would throw far off.
         many = kind == "mlp" and num_rows >= _MANY_ROWS and values > _MANY_VALUES
         many, lines = many and not config.train.warm_start, list[str]()
+        train, table = dict[str, object](), dict[str, object]()
         if many and not config.train.epochs:
-            config = config.model_copy(update={"train": config.train.model_copy(update={"epochs": 1})})
+            train["epochs"] = 1
             lines.append(f"train.epochs=1: {why}")
         if many and config.table.optimizer == "auto":
-            table = config.table.model_copy(update={"optimizer": "adagrad"})
-            config = config.model_copy(update={"table": table})
+            table["optimizer"] = "adagrad"
             lines.append(f"table.optimizer=adagrad: {why}")
-        one_pass = many and config.train.epochs == 1
+        one_pass = many and config.train.epochs in (0, 1)
         if one_pass and not config.train.batch_size:
             batch_size = min(max(2 ** round(math.log2(num_rows / _ONE_PASS_STEPS)), 512), 2048)
-            train = config.train.model_copy(update={"batch_size": batch_size})
-            config = config.model_copy(update={"train": train})
+            train["batch_size"] = batch_size
             lines.append(f"train.batch_size={batch_size}: {why}, in one pass")
         autos = [name for name, value in config.model.model_dump().items() if value == "auto"]
-        chosen = {name: (_ONE_PASS if one_pass else _USUAL)[name] for name in autos}
+        model = {name: (_ONE_PASS if one_pass else _USUAL)[name] for name in autos}
         buckets = any(column["role"] == "buckets" for column in info.get("columns", []))
         if "numbers" in autos and not (one_pass and buckets):
-            chosen["numbers"] = _numbers_before(config.train.warm_start)
-        if chosen:
-            model = config.model.model_copy(update=chosen)
-            config = config.model_copy(update={"model": model})
-        unusual = {name: value for name, value in chosen.items() if one_pass and value != _USUAL[name]}
+            model["numbers"] = _numbers_before(config.train.warm_start)
+        unusual = {name: value for name, value in model.items() if one_pass and value != _USUAL[name]}
         lines += [f"model.{name}={value}: in one pass" for name, value in unusual.items()]
+        chosen = {
+            "train": config.train.model_copy(update=train),
+            "table": config.table.model_copy(update=table),
+            "model": config.model.model_copy(update=model),
+        }
+        config = config.model_copy(update=chosen)
         found, more = super().sized(config, num_rows, info)
         lines += more
         if found.table.lr:

@@ -287,13 +287,15 @@ class _ClickRegion(nn.Module):
             rows_BFD, bag_BND = rows_BFD.split([rows_BFD.shape[1] - bags * items, bags * items], dim=1)
             shares_BGL1 = shares_BGL.to(bag_BND.dtype)[..., None]
             items_BGLD = bag_BND.unflatten(1, (bags, items))
-            pooled_BGD = (items_BGLD * shares_BGL1).sum(2)
-            if self.attention is not None and self.attend is not None:
+            if self.attention is None or self.attend is None:
+                pooled = [(items_BGLD * shares_BGL1).sum(2)]
+            else:
                 column, bag = self.attend
+                sides = (slice(bag), slice(bag + 1, None))
+                before, after = ((items_BGLD[:, side] * shares_BGL1[:, side]).sum(2) for side in sides)
                 found_BD = self.attention(rows_BFD[:, column], items_BGLD[:, bag], shares_BGL[:, bag] > 0)
-                others = pooled_BGD.split([bag, 1, bags - bag - 1], dim=1)
-                pooled_BGD = torch.cat([others[0], found_BD.unsqueeze(1), others[2]], dim=1)
-            rows_BFD = torch.cat([rows_BFD, pooled_BGD], dim=1)
+                pooled = [before, found_BD.unsqueeze(1), after]
+            rows_BFD = torch.cat([rows_BFD, *pooled], dim=1)
         logits = self.network(rows_BFD, dense_BN.to(rows_BFD.dtype))
         return self.loss(logits, labels_B), logits
 
