@@ -12,7 +12,7 @@ import numpy as np
 import polars as pl
 
 from dphybrid.data.batches import Array
-from dphybrid.util.ranking import area_under_roc
+from dphybrid.util.roc import area_under_roc
 
 NUM_INTEGERS, NUM_CATEGORIES = 13, 26
 VOCABULARIES = (30, 100, 1_000, 10_000, 50_000, 200_000)

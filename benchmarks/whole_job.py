@@ -26,7 +26,7 @@ import polars as pl
 
 from benchmarks.clicks import NUM_CATEGORIES, NUM_INTEGERS, write_clicks
 from benchmarks.command import at_least_one, flags, processor, show
-from dphybrid.util.ranking import area_under_roc
+from dphybrid.util.roc import area_under_roc
 
 NUMBERS = [f"I{i + 1}" for i in range(NUM_INTEGERS)]
 CATEGORIES = [f"C{i + 1}" for i in range(NUM_CATEGORIES)]

@@ -127,11 +127,15 @@ class Draws:
 
         import dphybrid.kernels as kernels
 
-        index_B = np.ascontiguousarray(self._index_B, np.int64)
+        index_B = torch.from_numpy(np.ascontiguousarray(self._index_B, np.int64))
         chosen_BN = torch.empty((len(index_B), num), dtype=torch.bool)
         limit = min(max(math.ceil(share * 2**53), 0), 2**53)
-        places = index_B.ctypes.data, self._start(), limit, chosen_BN.data_ptr()
-        assert kernels.call("draw_chances", kernels.Draws(*places, len(index_B), num))
+        index = kernels.address(index_B, "draws", torch.int64, (len(index_B),))
+        chosen = kernels.address(chosen_BN, "draws", torch.bool, (len(index_B), num))
+        if not kernels.call(
+            "draw_chances", kernels.Draws(index, self._start(), limit, chosen, len(index_B), num)
+        ):
+            raise TypeError(f"draws: {num} numbers of each of {len(index_B)} samples")
         return chosen_BN
 
     def integers(self, low: int, high: int, num: int) -> "Tensor":

@@ -13,7 +13,7 @@ from dphybrid.gpus.devices import wanted_spec
 from dphybrid.parallel import compare_split, find_data_parallel, resolve_devices, split_plan
 from dphybrid.parallel.check import Finding, check_module
 from dphybrid.recipes.registry import find_recipe
-from dphybrid.run.experiment import Experiment, choose_engine
+from dphybrid.run.experiment import Experiment
 from dphybrid.util.errors import UserError, failure_text, type_text
 from dphybrid.util.importing import import_callable
 
@@ -39,9 +39,8 @@ def check_target(
         data = recipe.prepare(config.data, settings.prepared_dir, config.train.seed)
         if target is not None:
             config = config.model_copy(update={"model": config.model.model_copy(update={"factory": target})})
-        config, _ = recipe.sized(config, len(data.dataset("train")), data.info)
-        experiment = Experiment(recipe, config, settings, data, choose_engine(config))
-        rows = rows or len(data.dataset("train"))
+        experiment = Experiment.open(config, settings, data.path)
+        config, rows = experiment.config, rows or len(data.dataset("train"))
         devices = resolve_devices(wanted_spec(config, settings).text)
         split = split_plan(rows, config.train.batch_size, devices.labels)
         build = partial(experiment.build, resolve_devices("cpu"))

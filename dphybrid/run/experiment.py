@@ -43,13 +43,12 @@ _FIXED = (
 class Built:
     """The model of a run that this process has built, so that it is built once. filled: whether its rows are
     those of a checkpoint and not start values. trained: with its optimizers, until it is trained. model:
-    after that, for the evaluation. best_step, outputs: of the best evaluation, its step and,
-    if this process made it, its `validation_outputs`."""
+    after that, for the evaluation. outputs: the `validation_outputs` of the best
+    checkpoint, if this process evaluated it."""
 
     filled: bool = False
     trained: Trained | None = None
     model: nn.Module | None = None
-    best_step: int | None = None
     outputs: dict[str, Tensor] = field(default_factory=dict)
 
 

@@ -26,7 +26,7 @@ from dphybrid.run.pages import MetricsPage, Report, ResultPage
 from dphybrid.run.report import report_run
 from dphybrid.run.trainer import train_here
 from dphybrid.training.callbacks import Callback
-from dphybrid.training.checkpoint import load_weights, step_of, verify_checkpoint
+from dphybrid.training.checkpoint import load_weights, verify_checkpoint
 from dphybrid.training.display import preparation_progress
 from dphybrid.training.importance import importance
 from dphybrid.training.loop import validation_outputs
@@ -204,8 +204,7 @@ def evaluate_run(experiment: Experiment) -> dict[str, float]:
     load_weights(best, model, mapped)
     batch_size = experiment.config.train.batch_size
     outputs, experiment.built.outputs = experiment.built.outputs, {}
-    if not outputs or experiment.built.best_step != step_of(best):
-        outputs = validation_outputs(model, experiment.validation_rows, batch_size, task)
+    outputs = outputs or validation_outputs(model, experiment.validation_rows, batch_size, task)
     metrics, charts = task.compute(outputs), task.charts(outputs) if task.charts else []
     fixed = task.given(metrics) if task.given else task
     tested = dict[str, float]()

@@ -97,8 +97,9 @@ def train_here(experiment: Experiment, stop: StopRequest, callbacks: Sequence[Ca
             if engine.leads:
                 _keep_outcome(run, tracker, result)
                 log_kept(session)
-    built.model, built.best_step = trained.model, trained.progress.best_step
-    built.outputs = session.best_outputs
+    built.model = trained.model
+    if result.best_checkpoint and step_of(Path(result.best_checkpoint)) == trained.progress.best_step:
+        built.outputs = session.best_outputs
     stop.obey("after its last step; --resume continues it")
     return result
 

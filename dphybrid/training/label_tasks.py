@@ -24,7 +24,7 @@ from dphybrid.training.metrics import (
     sample_weights,
 )
 from dphybrid.util.errors import UserError
-from dphybrid.util.ranking import counts_by_score
+from dphybrid.util.roc import counts_by_score
 
 Array = np.ndarray[Any, Any]
 HALF = 0.5

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from dphybrid.util.errors import UserError
-from dphybrid.util.ranking import area_under_roc
+from dphybrid.util.roc import area_under_roc
 
 
 class Chart(BaseModel):

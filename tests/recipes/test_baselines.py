@@ -14,7 +14,7 @@ from dphybrid.recipes.configs import build_config
 from dphybrid.recipes.ctr.leaks import _means_of_values
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.run.pages import MetricsPage
-from dphybrid.util.ranking import area_under_roc
+from dphybrid.util.roc import area_under_roc
 from tests.commands import run_with
 
 ROWS = 600

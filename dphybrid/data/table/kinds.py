@@ -334,10 +334,14 @@ class Category(Column):
 
     def ids_of(self, texts: pl.Series) -> Array:
         """Return the id (B,) of each text (None: no value)."""
-        # Hash buckets need crc32, which polars lacks; for few rows, its engine takes longer to start.
-        if self.hash_buckets or len(texts) <= FEW:
-            return ids_of(texts.to_list(), self._known, FIRST_ID + len(self.learned), self.hash_buckets)
-        return ids_by_engine([self], [texts])[0]
+        if self.takes_engine(texts):
+            return ids_by_engine([self], [texts])[0]
+        return ids_of(texts.to_list(), self._known, FIRST_ID + len(self.learned), self.hash_buckets)
+
+    def takes_engine(self, texts: pl.Series) -> bool:
+        """Return whether polars finds the ids of these texts. Hash buckets need crc32, which it lacks; for
+        few rows, its engine takes longer to start."""
+        return not self.hash_buckets and len(texts) > FEW
 
     def knows(self, texts: Sequence[str]) -> bool:
         """Return whether any of these texts has its own id."""
@@ -378,7 +382,7 @@ def ids_of_columns(columns: Sequence[Category], texts: Sequence[pl.Series]) -> l
     plain = [
         (column, each)
         for column, each in zip(columns, texts, strict=True)
-        if type(column) is Category and not column.hash_buckets and len(each) > FEW
+        if type(column) is Category and column.takes_engine(each)
     ]
     quick = {}
     if plain:

@@ -167,7 +167,8 @@ class Ctr(Recipe):
             batch_size = min(max(2 ** round(math.log2(num_rows / _ONE_PASS_STEPS)), 512), 2048)
             train["batch_size"] = batch_size
             lines.append(f"train.batch_size={batch_size}: {why}, in one pass")
-        autos = [name for name, value in config.model.model_dump().items() if value == "auto"]
+        # Only these: a network of one's own may have other fields that are auto.
+        autos = [name for name in _USUAL if config.model.model_dump().get(name) == "auto"]
         model = {name: (_ONE_PASS if one_pass else _USUAL)[name] for name in autos}
         buckets = any(column["role"] == "buckets" for column in info.get("columns", []))
         if "numbers" in autos and not (one_pass and buckets):

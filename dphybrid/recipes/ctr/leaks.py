@@ -11,7 +11,7 @@ from dphybrid.data.batches import Array, evenly_spaced
 from dphybrid.data.store import Prepared
 from dphybrid.data.table.cells import FIRST_ID, MISSING_ID
 from dphybrid.data.table.labels import Label
-from dphybrid.util.ranking import area_under_roc
+from dphybrid.util.roc import area_under_roc
 
 _CHECKED = 2**16
 """Columns are checked on at most this many evenly spaced rows."""

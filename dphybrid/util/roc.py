@@ -1,4 +1,4 @@
-"""How well scores rank rows of two classes."""
+"""The area under the ROC curve of two classes. Needs no torch."""
 
 import math
 
