@@ -73,11 +73,11 @@ def _embedding(table: HostEmbeddingCollection) -> nn.Module:
 
 
 def _by_torch(blocks: nn.Module) -> nn.Module:
-    """Replace our dropout and kernels by torch's operations, which a script with another library would
-    use."""
+    """Replace our dropout by torch's, and kernels by torch's operations, as a script with another library
+    would use them: modules use these in evaluation mode."""
     for parent in list(blocks.modules()):
         if isinstance(parent, EmbeddedBins | Pairs):
-            parent.has_kernel = lambda *_: False  # type: ignore[method-assign]
+            parent.eval().train = lambda *_, own=parent: own  # type: ignore[method-assign,misc]
         for name, part in parent.named_children():
             if isinstance(part, Dropout):
                 setattr(parent, name, nn.Dropout(part.p))

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from dphybrid.embedding import native
-from dphybrid.embedding.gradients import info_of, is_captured
+from dphybrid.embedding.gradients import info_of
 from dphybrid.embedding.lookup import whole_numbers
 from dphybrid.embedding.replicas import SizesOf
 from dphybrid.embedding.table import HostEmbedding
+from dphybrid.kernels import may_read
 from dphybrid.util.errors import UserError, suggestion
 
 
@@ -92,7 +93,7 @@ class HostEmbeddingCollection(nn.Module):
         # whose ids are rows.
         if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
             self._check_ids(ids_BF, num_rows_F, names)
-        if torch.compiler.is_compiling() or is_captured(starts_F, ids_BF):
+        if not may_read(starts_F, ids_BF):
             return ids_BF + starts_F
         # Ids must be checked here: in `flat`, an id beyond its table is a row of the next table.
         try:

@@ -269,15 +269,6 @@ def _rows_backward(ctx: Any, grads: Tensor) -> tuple[Tensor, None]:
 rows_op.register_autograd(_rows_backward, setup_context=_keep_for_backward)
 
 
-def is_captured(weight: Tensor, ids: Tensor) -> bool:
-    """Return whether torch is capturing a graph, or a tensor has no values in host memory (fake, meta)."""
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._get_tracing_state() is not None
-        or not (native.is_plain(weight) and native.is_plain(ids))
-    )
-
-
 @torch.no_grad()
 def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float) -> Tensor:
     """Scale the gradients of parameters, including tables' weights, so that their total 2-norm is at most

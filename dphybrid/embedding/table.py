@@ -20,10 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dphybrid.embedding import native
 from dphybrid.embedding.ahead import LookupsAhead
-from dphybrid.embedding.gradients import Gates, RowsInfo, info_of, is_captured, merged, rows_op
+from dphybrid.embedding.gradients import Gates, RowsInfo, info_of, merged, rows_op
 from dphybrid.embedding.lookup import Counters, copies_drift_apart, not_a_row, whole_numbers
 from dphybrid.embedding.replicas import DeviceRows, SizesOf
 from dphybrid.embedding.storage import StartValues, deferred_rows, open_rows, open_states, zero_rows
+from dphybrid.kernels import may_read
 from dphybrid.util.compiling import is_transformed
 from dphybrid.util.errors import UserError
 from dphybrid.util.stages import stage
@@ -282,7 +283,7 @@ class HostEmbedding(nn.Module):
             if is_transformed():  # torch's own operation has the rules for batches and tangents
                 rows = torch.embedding(weight, ids, sparse=type(weight) is nn.Parameter)
                 return self.as_model(rows.to(native.real_dtype(rows.dtype)))
-            if is_captured(weight, ids):
+            if not may_read(weight, ids):
                 return self._in_graph(ids)
             if by_replica and self.ahead.is_placed:
                 return self._rows_by_replica(weight, ids)

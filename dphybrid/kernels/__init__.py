@@ -14,14 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from dphybrid.kernels.compile_rows import HERE, compile_library, levels, library_name
+from dphybrid.util.compiling import is_transformed
 from dphybrid.util.errors import UserError
 
 STORED = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 """Type of stored values -> its number in `enum stored` of rows.c."""
 
 # Bound once: `is_plain` runs a dozen times a step, and looking these names up takes longer than using them.
-_PLAIN, _STRIDED = frozenset((Tensor, nn.Parameter)), torch.strided
-_has_storage, _is_functorch = torch._C._has_storage, torch._C._functorch.is_functorch_wrapped_tensor
+_PLAIN, _keys_of = frozenset((Tensor, nn.Parameter)), torch._C._dispatch_keys
+_key = torch._C.DispatchKey
+_INFERENCE = torch._C.DispatchKeySet(_key.CPU).add(_key.AutocastCPU)
+_PLAIN_KEYS = frozenset(
+    (_INFERENCE.raw_repr(), _INFERENCE.add(_key.ADInplaceOrView).add(_key.AutogradCPU).raw_repr())
+)
+"""Dispatch keys of a dense tensor in host memory, made in inference mode or outside of it."""
 
 _ONE_THREAD_BYTES = 2**18
 """Bytes of rows below which one thread is as fast as a team."""
@@ -128,22 +134,44 @@ def team(count: int, row_bytes: int, threads: int | None = None) -> c.Structure:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor has readable memory on the host: it is dense, not on a GPU, and not a meta,
-    fake or functorch tensor."""
+    """Return whether a tensor's values are in host memory, as its strides say: no sparse, nested, meta, fake,
+    functorch, negated or zero tensor, and none on a GPU."""
     # Checked before every data_ptr(): for a fake tensor that is not an address, and reading there would crash
-    # the process.
+    # the process. By dispatch keys, as torch itself decides whose operation runs.
+    return type(tensor) in _PLAIN and _keys_of(tensor).raw_repr() in _PLAIN_KEYS
+
+
+def may_read(*tensors: Tensor) -> bool:
+    """Return whether a kernel may read these tensors here: all are plain, and no compiler, export, trace or
+    dispatch mode looks on, which would miss what the kernel does."""
+    if torch.compiler.is_compiling():  # first, as compilers cannot follow the other questions
+        return False
+    watched = torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None
+    return not watched and all(map(is_plain, tensors))
+
+
+def may_train(*tensors: Tensor) -> bool:
+    """Return whether a kernel may compute, from these tensors, what torch's operations would: in the step of
+    a training, which records a gradient, in float32. Autocast, forward derivatives and transforms of
+    torch.func need torch's operations.
+
+    Elsewhere torch's operations compute: predictions of a run and of its export, which has no kernels, are
+    then one program with the same bits.
+    """
     return (
-        type(tensor) in _PLAIN
-        and tensor.is_cpu
-        and tensor.layout is _STRIDED
-        and _has_storage(tensor)
-        and not _is_functorch(tensor)
+        may_read(*tensors)
+        and torch.is_grad_enabled()
+        and any(tensor.requires_grad for tensor in tensors)
+        and all(tensor.dtype is torch.float32 for tensor in tensors)
+        and not is_transformed()
+        and not torch._C._is_any_autocast_enabled()
     )
 
 
 def is_batched(tensor: Tensor) -> bool:
     """Return whether a tensor stands for a batch of tensors inside of vmap."""
-    return _is_functorch(tensor) or torch._C._functorch.is_legacy_batchedtensor(tensor)
+    functorch = torch._C._functorch
+    return functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
 
 
 def address(tensor: Tensor, what: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dphybrid.kernels as kernels
-from dphybrid.kernels import STORED, address, is_plain, team
+from dphybrid.kernels import STORED, address, may_read, team
 from dphybrid.parallel.applying import running
 
 _DRAWING = threading.Lock()
@@ -32,7 +32,8 @@ class Dropout(nn.Dropout):
     def forward(self, input: Tensor) -> Tensor:
         """Return `input` or, in training mode, a copy with values set to zero and the rest scaled by
         1 / (1 - p)."""
-        if not self.training or self.p in (0, 1) or not _can_be_hashed(input):
+        hashed = may_read(input) and input.is_floating_point()
+        if not self.training or self.p in (0, 1) or not hashed:
             return F.dropout(input, self.p, self.training)
         values = input if input.dtype is torch.float64 else input.float()
         dropped: Tensor = _Dropped.apply(values, self.p, *_draw(len(input) if input.dim() else 1))
@@ -50,7 +51,7 @@ class _Dropped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        if not is_plain(grad):  # a batch of gradients (`is_grads_batched`), which the kernel cannot read
+        if not may_read(grad):  # a batch of gradients (`is_grads_batched`), which the kernel cannot read
             ones = torch.ones(grad.shape, dtype=grad.dtype, device="cpu")
             return grad * _kernel(ones, *ctx.given), None, None, None
         again = _Dropped.apply if torch.is_grad_enabled() else _kernel
@@ -59,13 +60,6 @@ class _Dropped(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Any:
         return _Dropped.apply(tangent, *ctx.given)
-
-
-def _can_be_hashed(tensor: Tensor) -> bool:
-    if torch.compiler.is_dynamo_compiling() or not is_plain(tensor) or not tensor.is_floating_point():
-        return False
-    # A trace cannot record the kernel; it would record the memory that the kernel fills as a constant.
-    return not torch.jit.is_tracing() and not torch._C._len_torch_dispatch_stack()
 
 
 def _draw(rows: int) -> tuple[int, int]:

@@ -375,5 +375,5 @@ def test_the_kernel_multiplies_the_pairs_that_torchs_operations_multiply(
         found.append([each.detach().float() for each in (out_BX, *grads)])
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
     torch.set_num_threads(3)
-    assert torch.equal(pairs(rows_BFD, *[first_BD] * with_first), found[0][0])
+    assert torch.equal(pairs(rows_BFD.requires_grad_(), *[first_BD] * with_first), found[0][0])
     torch.set_num_threads(1)

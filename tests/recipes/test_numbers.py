@@ -15,6 +15,7 @@ from dphybrid.recipes.ctr.numbers import (
     RUNS,
     EmbeddedBins,
     OnNumbers,
+    _table,
     fix_numbers,
     quantile_bins,
     sample_dense,
@@ -39,13 +40,12 @@ def test_the_kernel_gives_the_bits_of_torchs_operations(bins: int, width: int) -
     dense_BN[:5] = torch.tensor([0.0, -0.0, 1e30, -1e30, 1e-40])[:, None]
     dense_BN[5] = edges_NE[:, bins // 2]
     numbers = EmbeddedBins(edges_NE, width)
-    trained, made = numbers(dense_BN).detach(), numbers.table()
-    numbers.fix()
-    torch.testing.assert_close(numbers.table_XS, made, rtol=1e-5, atol=1e-6)
-    assert torch.equal(numbers(dense_BN), trained)
+    numbers.table_XS = _table(numbers.edges_NE, numbers.weight_NED, numbers.bias_ND)
+    torch.testing.assert_close(numbers.table_XS, numbers.table(), rtol=1e-5, atol=1e-6)
     for given_BN in (dense_BN, dense_BN[:0], dense_BN[::2], dense_BN[:5].T):
-        by_torch_BN = given_BN.clone().requires_grad_()  # the kernel has no gradient by the numbers
-        assert torch.equal(numbers(given_BN), numbers(by_torch_BN))
+        trained_BX = numbers.train()(given_BN)
+        assert "_Embedded" in str(trained_BX.grad_fn)
+        assert torch.equal(numbers.eval()(given_BN), trained_BX)
 
 
 @pytest.mark.parametrize("bins", [1, 2, 48])
@@ -177,7 +177,7 @@ def test_flags_follow_the_encoded_numbers_as_they_are(by_torch: bool) -> None:
 
 def test_tables_made_once_give_the_same_bits() -> None:
     torch.manual_seed(0)
-    embedded = EmbeddedBins(torch.randn(3, 9).sort(dim=1).values, 4)
+    embedded = EmbeddedBins(torch.randn(3, 9).sort(dim=1).values, 4).eval()
     dense_BN = torch.randn(100, 3)
     wanted = embedded(dense_BN)
     model = OnNumbers(torch.nn.Identity(), embedded)

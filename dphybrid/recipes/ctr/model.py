@@ -29,17 +29,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import dphybrid.kernels as kernels
 from dphybrid.data.batches import Draw, Draws
 from dphybrid.data.table.cells import MISSING_ID, UNKNOWN_ID
 from dphybrid.embedding import HostEmbeddingCollection
-from dphybrid.embedding.gradients import is_captured
 from dphybrid.parallel import DataParallel, Dropout
 from dphybrid.recipes.context import ModelContext
 from dphybrid.recipes.ctr import CtrModelConfig
 from dphybrid.recipes.ctr.numbers import EmbeddedBins, OnNumbers, Squashed, bins_of
 from dphybrid.recipes.ctr.pairs import Pairs
 from dphybrid.training.label_tasks import cross_entropy_of_two, label_task
-from dphybrid.util.compiling import is_transformed
 from dphybrid.util.errors import UserError
 
 
@@ -78,11 +77,10 @@ class SideBySide(nn.Linear):
     def forward(self, *inputs: Tensor) -> Tensor:
         if len(inputs) == 1:
             return super().forward(*inputs)
-        recorded = torch.compiler.is_compiling() or is_transformed() or is_captured(inputs[0], self.weight)
-        if recorded or torch.is_autocast_enabled("cpu"):
-            return _side_by_side(self.weight, self.bias, *inputs)
-        found: Tensor = _SideBySide.apply(self.weight, self.bias, *inputs)
-        return found
+        if self.training and kernels.may_train(self.weight, self.bias, *inputs):
+            found: Tensor = _SideBySide.apply(self.weight, self.bias, *inputs)
+            return found
+        return _side_by_side(self.weight, self.bias, *inputs)
 
 
 def _side_by_side(weight: Tensor, bias: Tensor, *inputs: Tensor) -> Tensor:

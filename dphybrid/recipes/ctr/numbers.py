@@ -15,7 +15,6 @@ from torch.nn.functional import embedding
 
 import dphybrid.kernels as kernels
 from dphybrid.data.batches import Array, Dataset
-from dphybrid.embedding.gradients import is_captured
 
 BIN_ROWS = 8
 """Fewest training rows for each bin."""
@@ -58,10 +57,10 @@ class EmbeddedBins(nn.Module):
         self.register_buffer("table_XS", None, persistent=False)
 
     def forward(self, dense_BI: Tensor) -> Tensor:
-        if self.has_kernel(dense_BI):
-            if self.table_XS is not None:
-                return _encoded(dense_BI, self.places_I, self.edges_NE, self.weight_NED, self.table_XS)
-            found_BX: Tensor = _Embedded.apply(dense_BI, self.places_I, *self._weights())
+        weights = self.edges_NE, self.weight_NED, self.bias_ND
+        # The kernel has no gradient by the numbers themselves.
+        if self.training and not dense_BI.requires_grad and kernels.may_train(dense_BI, *weights):
+            found_BX: Tensor = _Embedded.apply(dense_BI, self.places_I, *weights)
             return found_BX
         table_XS = self.table() if self.table_XS is None else self.table_XS
         values_BN, flags_BF = dense_BI, dense_BI[:, :0]
@@ -84,21 +83,7 @@ class EmbeddedBins(nn.Module):
 
     def fix(self) -> None:
         """Compute the table once, for predictions: the weights must not change any more."""
-        table_XS = _table(*self._weights()) if self.has_kernel() else self.table()
-        self.table_XS = table_XS.detach()
-
-    def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.edges_NE, self.weight_NED, self.bias_ND
-
-    def has_kernel(self, *dense_BI: Tensor) -> bool:
-        """Return whether the kernel can encode these. A compiler or an export cannot look into it, and it has
-        no gradient by the numbers themselves."""
-        given = (*dense_BI, *self._weights())
-        if torch.compiler.is_compiling() or any(each.requires_grad for each in dense_BI):
-            return False
-        if is_captured(given[0], self.weight_NED):
-            return False
-        return all(each.dtype == torch.float32 and kernels.is_plain(each) for each in given)
+        self.table_XS = self.table().detach()
 
 
 def _by_torch(values_BN: Tensor, edges_NE: Tensor, of_itself_N1D: Tensor, table_XS: Tensor) -> Tensor:

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import dphybrid.kernels as kernels
-from dphybrid.embedding.gradients import is_captured
-from dphybrid.util.compiling import is_transformed
 
 _MOST = 128
 """Most vectors, and most values of one, that the kernel multiplies: as in pairs.h."""
@@ -35,20 +33,14 @@ class Pairs(nn.Module):
         self.register_buffer("pair_of_X", pair_of_VV.flatten(), persistent=False)
 
     def forward(self, rows_BFD: Tensor, first_BD: Tensor | None = None) -> Tensor:
-        if self.has_kernel(rows_BFD, first_BD):
+        given = [rows_BFD] if first_BD is None else [rows_BFD, first_BD]
+        fits = rows_BFD.shape[1] + len(given) - 1 <= _MOST and rows_BFD.shape[2] <= _MOST
+        if fits and self.training and kernels.may_train(*given):
             found: Tensor = _Pairs.apply(rows_BFD, first_BD, self.pair_of_X)
             return found
         vectors_BVD = _vectors(rows_BFD, first_BD)
         dots_BP: Tensor = _Dots.apply(vectors_BVD, self.places_P, self.pair_of_X)
         return dots_BP if first_BD is None else torch.cat([first_BD, dots_BP], dim=1)
-
-    def has_kernel(self, rows_BFD: Tensor, first_BD: Tensor | None) -> bool:
-        """Return whether the kernel can multiply these. A compiler or an export cannot look into it."""
-        if torch.compiler.is_compiling() or is_transformed() or is_captured(rows_BFD, rows_BFD):
-            return False
-        given = [rows_BFD] if first_BD is None else [rows_BFD, first_BD]
-        plain = all(each.dtype == torch.float32 and kernels.is_plain(each) for each in given)
-        return plain and rows_BFD.shape[1] + len(given) - 1 <= _MOST and rows_BFD.shape[2] <= _MOST
 
 
 def _vectors(rows_BFD: Tensor, first_BD: Tensor | None) -> Tensor:
@@ -104,7 +96,7 @@ class _Pairs(torch.autograd.Function):
     def backward(ctx: Any, grad_BX: Tensor) -> tuple[Tensor | None, ...]:
         rows_BFD, first_BD, pair_of_X = ctx.saved_tensors
         # By torch's operations for a gradient of the gradient, and for a batch of gradients.
-        if torch.is_grad_enabled() or not kernels.is_plain(grad_BX):
+        if torch.is_grad_enabled() or not kernels.may_read(grad_BX):
             if first_BD is None:
                 return _gradient(rows_BFD, grad_BX, pair_of_X), None, None
             dim = first_BD.shape[1]
