@@ -77,7 +77,7 @@ def _by_torch(blocks: nn.Module) -> nn.Module:
     would use them: modules use these in evaluation mode."""
     for parent in list(blocks.modules()):
         if isinstance(parent, EmbeddedBins | Pairs):
-            parent.eval().train = lambda *_, own=parent: own  # type: ignore[method-assign,misc]
+            parent.eval().train = lambda *_, own=parent: own  # type: ignore[method-assign]
         for name, part in parent.named_children():
             if isinstance(part, Dropout):
                 setattr(parent, name, nn.Dropout(part.p))
