@@ -6,11 +6,10 @@
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from prefect import flow
 from prefect.client.schemas.objects import State
-from pydantic import Field
 
 from dphybrid.cli.flags import RunCommand
 from dphybrid.cli.parser import run_cli
@@ -41,8 +40,6 @@ def train_hybrid(
     run_name: str | None = None,
     resume: str | None = None,
     config: AnyExperiment = build_config({}),  # noqa: B008 - frozen, and the form shows it
-    nodes: Annotated[int, Field(ge=1)] = 1,
-    machines: list[str] = [],  # noqa: B006 - never changed, and the form shows it
     skip_if_late_min: float = 0,
 ) -> "Report | State":
     """Train a hybrid model and record its splits, timings and checkpoints in MLflow.
@@ -61,8 +58,6 @@ def train_hybrid(
         run_name: Name of the run; empty: the flow run's name.
         resume: `latest`, or a run's name: continue from its newest checkpoint.
         config: All other values; a field left empty keeps the recipe's value.
-        nodes: Machines that train together; 1: only the machine whose worker takes the run.
-        machines: Names of their workers; the first `nodes` - 1 besides the one that takes the run take part.
         skip_if_late_min: Skip a scheduled run that starts more than this many minutes late; 0: never skip.
     """
     given = locals()  # first line, so these are just the parameters: the form's values by name
@@ -73,9 +68,7 @@ def train_hybrid(
         # run that stays pending for two minutes is queued again.
         with kept_from_gc():
             from dphybrid.orchestration.steps import trained
-        return trained(
-            experiment(given), stop, run_name=run_name, resume=resume, nodes=nodes, machines=machines
-        )
+        return trained(experiment(given), stop, run_name=run_name, resume=resume)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

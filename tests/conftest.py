@@ -19,7 +19,6 @@ LONG = bool(os.environ.get("DPHYBRID_LONG_TESTS"))
 NIGHTLY = [
     "tests/benchmarks/test_whole_step.py::test_all_ways_are_measured_and_named",
     "tests/cluster/test_launching.py",
-    "tests/cluster/test_machines.py",
     "tests/cluster/test_same_numbers.py::test_four_ranks_are_as_four_virtual_devices",
     "tests/cluster/test_same_numbers.py::test_from_two_ranks_to_four_to_one",
     "tests/embedding/test_order_of_accesses.py",
@@ -31,7 +30,6 @@ NIGHTLY = [
     "tests/embedding/test_memory.py::test_a_run_takes_its_table_its_states_and_a_gigabyte",
     "tests/flows/test_embedded.py::test_a_server_that_cannot_start_is_told",
     "tests/flows/test_train_hybrid.py::test_a_signal_ends_a_run_soon_with_a_checkpoint_and_no_noise",
-    "tests/flows/test_machines.py::test_machines_gather_and_all_end_when_the_first_is_cancelled",
     "tests/flows/test_gone.py",
     "tests/flows/test_taken.py",
     "tests/flows/test_workers.py",

@@ -165,7 +165,6 @@ def test_a_working_folder_that_is_gone_is_named(tmp_path: Path) -> None:
         "GPU_POLL_S",
         "GPU_WINDOW_S",
         "REQUEUE_AFTER_S",
-        "CLUSTER_WAIT_S",
         "CLUSTER_TIMEOUT_S",
     ],
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
-from dphybrid.cluster.launch import OUTCOME, Meeting, train_in_ranks
+from dphybrid.cluster.launch import OUTCOME, local_ranks, train_in_ranks
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
 from dphybrid.data import Prepared
@@ -25,9 +25,6 @@ _INSTALL = "pip install 'dphybrid[cluster]' (docs/cluster.md says how on a machi
 _NEEDED = {"torchrec": "1.8.", "fbgemm-gpu": "1.8.", "torch": "2.13."}
 """Versions of the packages that work together."""
 
-_NODES = "dphybrid.nodes"
-"""Tag of a run: the number of its machines."""
-
 
 class ClusterEngine(Engine):
     """Training by `cluster.ranks` processes, which share the rows of the model's only table."""
@@ -37,10 +34,10 @@ class ClusterEngine(Engine):
     trains_here = False
 
     def check(
-        self, one_process: bool, settings: Settings, devices: str, callbacks: Sequence[Callback], here: int
+        self, one_process: bool, settings: Settings, devices: str, callbacks: Sequence[Callback]
     ) -> None:
         ranks = self.config.cluster.ranks
-        if reason := _reason(self.config, one_process, settings, devices, callbacks, here or ranks):
+        if reason := _reason(self.config, one_process, settings, devices, callbacks):
             raise UserError(f"cluster.ranks={ranks}: {reason}; or use cluster.ranks=0, one process")
         check_installed(ranks)
 
@@ -77,35 +74,28 @@ class ClusterEngine(Engine):
                 f"a multiple of 4; use {-(-table.dim // 4) * 4} (model.dim)"
             )
 
-    def launch(
-        self, folder: Path, devices: str, settings: Settings, stop: StopRequest, meeting: Meeting | None
-    ) -> bool:
+    def launch(self, folder: Path, settings: Settings, stop: StopRequest) -> bool:
         """Train a built run in ranks. When a rank dies, all ranks restart from the newest checkpoint, up to
         `cluster_restarts` times.
 
-        meeting: the job over several machines, each with the same number of ranks; None: all ranks are on
-        this machine. Raises UserError if the ranks refuse the run, Interrupted if they were stopped.
+        Raises UserError if the ranks refuse the run, Interrupted if they were stopped.
         """
         (folder / OUTCOME).unlink(missing_ok=True)
-        outcome = train_in_ranks(folder, self.config.cluster.ranks, settings, stop, meeting)
+        outcome = train_in_ranks(folder, self.config.cluster.ranks, settings, stop)
         if outcome.state == "refused":
             raise UserError(outcome.words)
         if outcome.state == "stopped":
-            # Nobody asked this process: a signal reached a rank, or another machine gave way.
-            if not stop.pending:
-                stop.ask("a request to a rank", requeue=meeting is not None)
+            if not stop.pending:  # nobody asked this process: a signal reached a rank
+                stop.ask("a request to a rank")
             interruption = stop.interruption()
             raise Interrupted(outcome.words, interruption.signal_number, interruption.requeue)
         return True
 
     def tags(self, tags: Mapping[str, str]) -> dict[str, str]:
-        # In this order: given tags replace the default of one machine, but not the number of ranks, which a
-        # resume may have changed.
-        return {_NODES: "1", **tags, "dphybrid.ranks": str(self.config.cluster.ranks)}
+        return {**tags, "dphybrid.ranks": str(self.config.cluster.ranks)}
 
-    def shown_devices(self, devices: str, tags: Mapping[str, str]) -> str:
-        nodes = int(tags.get(_NODES, "1"))
-        return f"{nodes} x {self.config.cluster.ranks // nodes} ranks on {devices}"
+    def shown_devices(self, devices: str) -> str:
+        return f"{self.config.cluster.ranks} ranks on {devices}"
 
     def num_parts(self, devices: str, in_first_split: int = 0) -> int:
         return in_first_split or self.config.cluster.ranks  # the first split: a resume may have other ranks
@@ -147,10 +137,8 @@ def _reason(
     settings: Settings,
     devices: str,
     callbacks: Sequence[Callback],
-    here: int,
 ) -> str:
-    """Return why ranks cannot train the experiment, with a remedy; "" if they can. here: ranks of this
-    machine."""
+    """Return why ranks cannot train the experiment, with a remedy; "" if they can."""
     table, train, ranks = config.table, config.train, config.cluster.ranks
     spec = parse_device_spec(devices)
     if one_process:
@@ -184,26 +172,9 @@ def _reason(
         )
     if 0 < train.batch_size < ranks:
         return _too_small(train.batch_size, ranks)
-    if spec.text != "cpu" and len(spec.names) != here:
+    if spec.text != "cpu" and len(spec.names) != (here := local_ranks(ranks)):
         remedy = f"use devices=cpu, or as many GPUs as ranks here, {here}"
         return f"devices={devices} are {len(spec.names)}, but each rank needs one; {remedy}"
     if spec.virtual:
         return f"devices={devices} are virtual, but each rank needs a device of its own; use devices=cpu"
     return ""
-
-
-def versions() -> dict[str, str]:
-    """Return the package versions that must be equal on all machines of a job."""
-    return {name: installed_version(name) for name in ("dphybrid", "torch", "torchrec")}
-
-
-def difference(host: str, facts: Mapping[str, str], wanted_on: str, wanted: Mapping[str, str]) -> str | None:
-    """Return the first fact (version or digest) of `host` that differs from `wanted_on`'s, with a remedy, or
-    None."""
-    for what, value in facts.items():
-        if value != wanted.get(what, ""):
-            return (
-                f"{host} has {what} {value[:16] or '(none)'}, but {wanted_on} has "
-                f"{wanted.get(what, '')[:16]}; give all machines the same files and versions"
-            )
-    return None

@@ -1,12 +1,11 @@
-"""Starts the ranks of a run on this machine by torch's elastic launcher, which restarts all of them when one
-dies, here or on another machine.
+"""Starts the ranks of a run by torchrun, which restarts all of them when one dies.
 
-The launchers of all machines meet in a file of the run's folder, and so do the ranks of each start: nothing
-but the ranks' own connections listens on the network.
+Ranks exchange their addresses through a file in the run's folder, so that nothing but their own connections
+listens on the network. If torchrun's variables (`PET_NNODES` and others) name several machines, the ranks
+here are this machine's share, and torchrun is started by hand on the others (docs/cluster.md).
 """
 
 import contextvars
-import json
 import os
 import secrets
 import subprocess
@@ -15,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Literal, TextIO
 
@@ -29,21 +27,12 @@ from dphybrid.util.stop import StopRequest, watching
 
 _POLL_S = 0.2
 _END_S = 40.0
-"""How long the launcher may take to end; it kills ranks that take longer than 30 s."""
-_WATCHED_S = 60
-"""How much longer than `wait_s` a launcher waits for the others: `Meeting.look` knows what is missing."""
-_HEARTBEAT_S = 60
-"""How often a launcher tells the others that it lives: rarely, as each time makes the file a little longer,
-and the other ranks notice a lost machine earlier."""
-
-# Environment variables of a rank: who started it, the folder where ranks meet.
-_PARENT = "DPHYBRID_CLUSTER_PARENT"
-MEETING_PLACE = "DPHYBRID_CLUSTER_MEETING_PLACE"
-LOOPBACK = "127.0.0.1"
+"""How long ranks that have lost torchrun may take to write a checkpoint and end."""
+_SEVERAL = "PET_NNODES"
+"""torchrun's variable that names the number of machines."""
+_STARTER = "DPHYBRID_CLUSTER_STARTER"
+"""Environment variable of a rank: the process that started torchrun. Not set if you started it."""
 OUTCOME = "ranks.json"
-
-PROGRAM = "dphybrid.run.joined"
-"""The module that a rank runs, with the run's folder as its argument. Tests replace it by a stand-in."""
 
 
 class Outcome(Page):
@@ -53,63 +42,42 @@ class Outcome(Page):
     words: str = ""
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """This machine's part in a job. By default it is the only machine and starts all ranks.
-
-    job: unique name of this start of the run. nodes: number of machines. node: index of this one. address:
-    the one by which the other machines reach this one. look: called several times a second while ranks run;
-    an exception from it ends them.
-    """
-
-    job: str = field(default_factory=lambda: secrets.token_hex(8))
-    nodes: int = 1
-    node: int = 0
-    address: str = LOOPBACK
-    look: Callable[[], None] = lambda: None
+def local_ranks(ranks: int) -> int:
+    """Return how many of a run's ranks this machine gets: all, unless torchrun's variables say otherwise."""
+    return int(os.environ.get("PET_NPROC_PER_NODE", ranks)) if _SEVERAL in os.environ else ranks
 
 
-def rank_environment(settings: Mapping[str, object], address: str = LOOPBACK) -> dict[str, str]:
+def rank_environment(settings: Mapping[str, object]) -> dict[str, str]:
     """Return the environment variables that all ranks of this machine share: those of this process, and the
-    settings.
-
-    address: the one by which other ranks reach this machine. Ranks listen at its interface, unless this
-    process's variables name another one.
-    """
+    settings. On one machine ranks listen at 127.0.0.1."""
     values = {f"DPHYBRID_{name.upper()}": str(value) for name, value in settings.items() if value is not None}
     known = {
         # One thread by default, like torchrun: the ranks share the cores.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(Path.cwd())])),
-        _PARENT: _identity_of(os.getpid()),
-        # Otherwise the first machine's launcher listens on all interfaces, and restarted ranks hang at
-        # addresses of the last start (pytorch#135712).
+        "PYTHONSAFEPATH": "1",
+        _STARTER: _identity_of(os.getpid()),
+        # Otherwise torchrun listens on all interfaces, and restarted ranks hang at addresses of the last
+        # start (pytorch#135712).
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
-    for interface, addresses in psutil.net_if_addrs().items():
-        if address in {one.address for one in addresses}:
-            # On one machine always the loopback, even if these variables name the interface of a network.
-            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-                known[name] = interface if address == LOOPBACK else os.environ.get(name, interface)
-            break
+    if _SEVERAL not in os.environ:
+        known |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), _loopback())
     return {**os.environ, **values, **known}
 
 
-def train_in_ranks(
-    folder: Path, ranks: int, settings: Settings, stop: StopRequest, meeting: Meeting | None
-) -> Outcome:
-    """Train the run of a folder with this machine's share of its ranks; return how they ended.
+def _loopback() -> str:
+    interfaces = psutil.net_if_addrs().items()
+    return next(name for name, all_ in interfaces if "127.0.0.1" in {one.address for one in all_})
 
-    meeting: the job over several machines; None: all ranks are on this one. Raises UserError if ranks died
-    too often.
-    """
-    logs, meeting = folder / "ranks", meeting or Meeting()
-    here = ranks // meeting.nodes
+
+def train_in_ranks(folder: Path, ranks: int, settings: Settings, stop: StopRequest) -> Outcome:
+    """Train the run of a folder with this machine's ranks; return how they ended. Raises UserError if ranks
+    died too often."""
+    here, restarts, logs = local_ranks(ranks), settings.cluster_restarts, folder / "ranks"
     print(f"Starting {here} ranks; only the first prints here, the others write to {logs}", flush=True)
-    environment = rank_environment(settings.model_dump(mode="json"), meeting.address)
-    restarts = settings.cluster_restarts
-    program = (PROGRAM, str(folder))
-    code = run_ranks(here, program, folder, environment, restarts, stop, meeting, settings.cluster_wait_s)
+    environment = rank_environment(settings.model_dump(mode="json"))
+    code = run_ranks(here, ("dphybrid.run.joined", str(folder)), folder, environment, restarts, stop)
     if not (folder / OUTCOME).is_file():
         raise UserError(
             f"the ranks of run {folder.name} ended with exit code {code} after at most {restarts} restarts; "
@@ -125,52 +93,42 @@ def run_ranks(
     environment: Mapping[str, str],
     restarts: int,
     stop: StopRequest,
-    meeting: Meeting,
-    wait_s: float = 600.0,
+    look: Callable[[], None] = lambda: None,
 ) -> int:
     """Run `python -m MODULE...` as `count` ranks on this machine until all have ended; return 0, or 1 if one
     failed after the last restart or the machines did not meet.
 
     The first rank prints to this process's output, the others into files in folder/ranks. environment: from
     `rank_environment`. stop: a request is passed to the ranks through a file in folder/ranks; they end with a
-    checkpoint. meeting: all machines of the job must see the same folder. wait_s: how long they may take to
-    meet. Raises UserError if other users could read folder/ranks.
+    checkpoint. look: called several times a second while ranks run; an exception from it ends them. Raises
+    UserError if other users could read folder/ranks.
     """
-    # Launchers and ranks exchange addresses through files there, so no other user may write into it.
+    # Ranks exchange addresses through files there, so no other user may write into it.
     logs = own_folder(folder / "ranks")
-    for old in [*logs.glob("*.store"), *logs.glob("*.stop")]:
-        # Only the first machine cleans up: another one could remove files that the first has just written.
-        if meeting.node == 0 and not old.name.startswith(meeting.job):
-            old.unlink(missing_ok=True)
-    config = {
-        "min_nodes": meeting.nodes,
-        "max_nodes": meeting.nodes,
-        "nproc_per_node": count,
-        "max_restarts": restarts,
-        "monitor_interval": _POLL_S,
-        "run_id": meeting.job,
-        "rdzv_endpoint": str(logs / f"{meeting.job}.store"),
-        "rdzv_configs": {
-            "store_type": "file",
-            "join_timeout": int(wait_s) + _WATCHED_S,
-            "keep_alive_interval": _HEARTBEAT_S,
-        },
-        # Only sorted by, never connected to: the first machine gets rank 0.
-        "local_addr": f"machine-{meeting.node:06}",
-        "log_dir": str(logs),
-    }
+    for old in [*logs.glob("*.store"), _stop_file(folder)]:
+        old.unlink(missing_ok=True)
+    meeting = ["--nnodes=1", f"--nproc-per-node={count}", "--local-addr=127.0.0.1", "--rdzv-backend=c10d"]
+    meeting += [f"--rdzv-endpoint={logs / 'torchrun.store'}", f"--rdzv-id={secrets.token_hex(8)}"]
+    # Heartbeats are rare, as each one makes the file longer.
+    meeting += ["--rdzv-conf=store_type=file,keep_alive_interval=60"]
+    others = [f"--redirects={','.join(f'{rank}:3' for rank in range(1, count))}"] if count > 1 else []
     # In a terminal the first rank inherits it, to draw its progress bar. Otherwise its lines are piped and
     # printed here, because a flow run's log only gets what this process prints.
     piped = None if sys.stdout.isatty() else subprocess.PIPE
     launcher = subprocess.Popen(
-        [sys.executable, "-P", "-m", "dphybrid.cluster.elastic", json.dumps(config), *module],
-        env={**environment, MEETING_PLACE: str(logs)},
+        [
+            *(sys.executable, "-P", "-m", "torch.distributed.run"),
+            *([] if _SEVERAL in os.environ else meeting),
+            *(f"--max-restarts={restarts}", f"--monitor-interval={_POLL_S}", f"--log-dir={logs}", *others),
+            *("-m", *module),
+        ],
+        env=environment,
         # A new session: Ctrl-C reaches only this process, which asks all ranks to stop.
         start_new_session=True,
         stdout=piped,
         stderr=piped,
     )
-    printing, stop_file = _print_lines_of(launcher), logs / f"{meeting.job}.stop"
+    printing = _print_lines_of(launcher)
     started: list[psutil.Process] = []
     try:
         while launcher.poll() is None:
@@ -182,21 +140,21 @@ def run_ranks(
                     return 0
                 if not started:
                     stop.obey("before its ranks had begun")
-                if not stop_file.exists():
-                    write_text(stop_file, stop.reason)
-            meeting.look()
+                if not _stop_file(folder).exists():
+                    write_text(_stop_file(folder), stop.reason)
+            look()
             time.sleep(_POLL_S)
         return launcher.returncode
     finally:
         _end(launcher, started)
         for thread in printing:
             thread.join(_END_S)
-        stop_file.unlink(missing_ok=True)
+        _stop_file(folder).unlink(missing_ok=True)
 
 
 def _print_lines_of(launcher: "subprocess.Popen[bytes]") -> list[threading.Thread]:
-    """Print the lines that the launcher and the first rank write into their pipes as output of this process,
-    so that they reach a flow run's log. Return the threads that do so."""
+    """Print the lines that torchrun and the first rank write into their pipes as output of this process, so
+    that they reach a flow run's log. Return the threads that do so."""
 
     def pass_on(pipe: IO[bytes], out: TextIO) -> None:
         for line in pipe:
@@ -213,14 +171,9 @@ def _print_lines_of(launcher: "subprocess.Popen[bytes]") -> list[threading.Threa
 
 
 def _end(launcher: "subprocess.Popen[bytes]", ranks: list[psutil.Process]) -> None:
-    """End the launcher and its ranks, if they still run. Ranks that have lost their launcher end by
-    themselves, after a checkpoint."""
-    launcher.terminate()
-    try:
-        launcher.wait(_END_S)
-    except subprocess.TimeoutExpired:
-        launcher.kill()
-        launcher.wait()
+    """End torchrun, if it still runs: ranks that have lost it end by themselves, after a checkpoint."""
+    launcher.kill()
+    launcher.wait()
     for rank in psutil.wait_procs(ranks, timeout=_END_S)[1]:
         with suppress(psutil.NoSuchProcess):
             rank.kill()
@@ -231,22 +184,24 @@ def _identity_of(pid: int) -> str:
     return f"{pid}:{psutil.Process(pid).create_time()}"
 
 
-def meeting_file(ending: str) -> Path:
-    """In a rank: return a file of its job. "stop": where the reason is written for which all ranks have to
-    stop. "store": where the ranks of this start exchange addresses."""
-    place, job = Path(os.environ[MEETING_PLACE]), os.environ["TORCHELASTIC_RUN_ID"]
-    # The launchers choose the port for each start, the same on all machines. Nothing listens there.
-    return place / f"{job}.stop" if ending == "stop" else place / f"{job}-{os.environ['MASTER_PORT']}.store"
+def _stop_file(folder: Path) -> Path:
+    return folder / "ranks" / "stop"
 
 
-def reason_outside() -> str:
+def address_file(folder: Path) -> Path:
+    """In a rank: return the file through which the ranks of this start exchange their addresses."""
+    # torchrun chooses the port for each start, the same on all machines. Nothing listens there.
+    return folder / "ranks" / f"{os.environ['TORCHELASTIC_RUN_ID']}-{os.environ['MASTER_PORT']}.store"
+
+
+def reason_outside(folder: Path) -> str:
     """In a rank: return why the process that started it asks it to end; "" if it does not."""
-    file = meeting_file("stop")
+    file = _stop_file(folder)
     return file.read_text(encoding="utf-8") if file.exists() else ""
 
 
 @contextmanager
-def asked_from_outside(stop: StopRequest) -> Iterator[None]:
+def asked_from_outside(stop: StopRequest, folder: Path) -> Iterator[None]:
     """In a rank: during the block, pass on a stop request of the process that started it, and stop when that
     process has died.
 
@@ -256,12 +211,12 @@ def asked_from_outside(stop: StopRequest) -> Iterator[None]:
     # Imported here, because the process that starts ranks does not need it.
     import torch.distributed as dist
 
-    starter, launcher = os.environ[_PARENT], os.getppid()
+    starter, launcher = os.environ.get(_STARTER), os.getppid()
 
     def look() -> bool:
-        if reason := reason_outside():
+        if reason := reason_outside(folder):
             stop.ask(reason)
-        if _is_alive(starter) and os.getppid() == launcher:
+        if (starter is None or _is_alive(starter)) and os.getppid() == launcher:
             return False
         if not dist.is_initialized():
             os._exit(1)  # prints nothing, as nobody reads its pipe any more

@@ -149,7 +149,7 @@ class RankEngine(ClusterEngine):
     def asked(self, stop: StopRequest) -> bool:
         if self._asked and not stop.pending:
             # Another rank may have seen the file with the request first: say the same reason as it does.
-            stop.ask(reason_outside() or "another rank's request to end")
+            stop.ask(reason_outside(self.ranks.folder) or "another rank's request to end")
         return self._asked
 
     def metrics(self, outputs: dict[str, Tensor], rows: int, batch_size: int, task: Task) -> dict[str, float]:

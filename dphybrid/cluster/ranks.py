@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dphybrid.cluster.launch import meeting_file
+from dphybrid.cluster.launch import address_file
 
 T = TypeVar("T")
 
@@ -23,12 +24,14 @@ class LostRanks(RuntimeError):
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process as one of `size` ranks. local_size: ranks on this machine. device: of its blocks."""
+    """This process as one of `size` ranks. local_size: ranks on this machine. device: of its blocks. folder:
+    the run's."""
 
     rank: int
     size: int
     local_size: int
     device: torch.device
+    folder: Path
 
     @property
     def leads(self) -> bool:
@@ -54,8 +57,8 @@ class Ranks:
 
 
 @contextmanager
-def joined(timeout_s: float, device: torch.device) -> Iterator[Ranks]:
-    """Connect to the other ranks of a run, as the environment variables set by `launch` say.
+def joined(timeout_s: float, device: torch.device, folder: Path) -> Iterator[Ranks]:
+    """Connect to the other ranks of the run in `folder`, as torchrun's environment variables say.
 
     timeout_s: how long a rank waits for the others in a joint operation; a rank that died is noticed at once.
     Raises LostRanks if not all ranks start in time, or if one is lost during the block.
@@ -75,9 +78,9 @@ def joined(timeout_s: float, device: torch.device) -> Iterator[Ranks]:
             )
         rank, size, local_size = (int(os.environ[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
         # Addresses are exchanged in a file, so that nobody on the network can read or change them.
-        store = dist.FileStore(str(meeting_file("store")), size)
+        store = dist.FileStore(str(address_file(folder)), size)
         dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=size)
-        yield Ranks(rank, size, local_size, device)
+        yield Ranks(rank, size, local_size, device, folder)
         # Not in a finally: it would make a rank that failed wait for the others.
         dist.destroy_process_group()
 

@@ -203,7 +203,7 @@ class CheckpointConfig(Section):
 
 
 class ClusterConfig(Section):
-    """The number of processes, perhaps on several machines, that train together."""
+    """The number of processes that train together."""
 
     ranks: int = Field(default=0, ge=0, le=4096)
     """Processes that share one table by rows and train together, on TorchRec. 0: a single process, with the
@@ -213,10 +213,6 @@ class ClusterConfig(Section):
     def several(self) -> bool:
         """Whether processes train as ranks of a cluster."""
         return self.ranks > 0
-
-    def on_each(self, machines: int) -> int:
-        """Return the number of ranks on each of `machines` machines; 0: a single process without ranks."""
-        return self.ranks // machines
 
 
 class ExperimentConfig(Section):

@@ -104,11 +104,6 @@ class Settings(BaseSettings):
     once."""
     cluster_restarts: int = Field(default=3, ge=0)
     """How often the ranks of a run are restarted from its newest checkpoint after one has died."""
-    cluster_wait_s: float = Field(default=600.0, gt=0, le=_CENTURY_S)
-    """Seconds that a run over several machines waits until all of them have started and have free GPUs."""
-    cluster_address: str = ""
-    """Address at which the other machines of a run reach this one. Empty: the local address of its connection
-    to Prefect's server, unless that is a public one."""
     profile: str | None = None
     """Steps to record with torch's profiler, FIRST-LAST, such as 20-24; the trace opens in Perfetto."""
     experiment: str = Field(default="dphybrid", min_length=1)

@@ -11,7 +11,6 @@ from prefect.client.schemas.schedules import CronSchedule
 from pydantic import ValidationError
 
 from dphybrid.orchestration.forms import experiment
-from dphybrid.orchestration.machines import check_nodes
 from dphybrid.recipes.configs import apply_overrides
 from dphybrid.util.errors import UserError, plain_words
 from dphybrid.util.importing import import_module_of
@@ -83,7 +82,6 @@ def check_values(parameters: Mapping[str, Any]) -> None:
     """Check config, overrides and grid together, as the flow will read them. Raises UserError that names the
     field."""
     config = experiment(parameters)
-    check_nodes(config, parameters.get("nodes") or 1)
     for name, given in (parameters.get("grid") or {}).items():
         ranged = parameters.get("trials") and isinstance(given, dict) and {"low", "high"} <= given.keys()
         values = [given["low"], given["high"]] if ranged else given

@@ -48,9 +48,6 @@ STARTS_LABEL = "dphybrid.begun"
 """Label of a flow run: how often it was started, without the starts that ended by an orderly return to the
 queue. Prefect's own `run_count` also grows with each `Running` state that says why the run waits."""
 
-MACHINE_TAG = "machine"
-"""Tag of a flow run that is another machine's part of a run. It is not queued again by itself: the run's
-first machine starts a new one."""
 MAX_RUNS = 10
 """A flow run that has died this often is not queued again: the run itself may be what kills machines."""
 SILENT = "no heartbeat: its machine died"
@@ -70,7 +67,7 @@ REFUSED = (*UNREACHABLE, PrefectException)
 """What a call raises that could not do its work, for whatever reason."""
 DELETED = "the flow run was deleted"
 
-ENDINGS = ("SkippedLate", "NothingNew", "NotEnoughNew", "Kept", "Promoted", "Left")
+ENDINGS = ("SkippedLate", "NothingNew", "NotEnoughNew", "Kept", "Promoted")
 """Names of the final states that dphybrid adds to Prefect's own. The automation for dead machines lists them
 all: a run that ended in an unlisted state would count as silent."""
 
@@ -157,8 +154,6 @@ def giving_back(stop: StopRequest, after_s: float, what: str = "GPUs") -> Iterat
 
 def wants_gpu(run: FlowRun, settings: Settings) -> bool:
     """Return whether a flow run will wait for a GPU, as far as its parameters say."""
-    if MACHINE_TAG in run.tags:
-        return False  # the run's first machine has asked for this worker, whether it is busy or not
     given, config = run.parameters, run.parameters.get("config")
     devices = (config.get("devices") if isinstance(config, dict) else None, given.get("devices"))
     text = str(next(filter(None, reversed(devices)), "auto"))
@@ -208,7 +203,7 @@ def state_after_death(run: FlowRun, reason: str) -> State | None:
     # CRASHED, too: the automation marks dead runs so. All other final states stay.
     if run.state.type not in (StateType.RUNNING, StateType.PENDING, StateType.CRASHED):
         return None
-    if run.deployment_id is None or MACHINE_TAG in run.tags:
+    if run.deployment_id is None:
         return Crashed(message=reason)
     if (starts := num_starts(run)) >= MAX_RUNS:
         return Crashed(message=f"{reason}, and it was started {starts} times; it is not queued again")

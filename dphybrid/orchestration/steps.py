@@ -1,7 +1,7 @@
 """Shared parts of the flows: `trained` is `dphybrid.run.train.run_job` with each step as a Prefect task."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -13,7 +13,6 @@ from prefect.states import Cancelled
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings, load_settings
-from dphybrid.orchestration.machines import gathered, named_workers, over_machines
 from dphybrid.orchestration.queueing import REFUSED, giving_back, shown_waiting
 from dphybrid.orchestration.shown import show_run, shown_progress, tolerating_outage
 from dphybrid.orchestration.supervised import watched_flow_run
@@ -61,19 +60,18 @@ def step(name: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
 
 
 @step("prepare")
-def prepare(config: ExperimentConfig, here: int = 0, run_name: str | None = None) -> str:
+def prepare(config: ExperimentConfig) -> str:
     """Make the prepared data; return its folder."""
-    return str(job.prepare_data(config, load_settings(), here=here, run_name=run_name).data.path)
+    return str(job.prepare_data(config, load_settings()).data.path)
 
 
 class _InFlow(job.Around):
-    """Makes each step of the job a task of the current flow run, and shows there what happens. others: names
-    of the workers whose machines train together with this one."""
+    """Makes each step of the job a task of the current flow run, and shows there what happens."""
 
     at_once = False
 
-    def __init__(self, settings: Settings, stop: StopRequest, others: Sequence[str], here: int) -> None:
-        self.settings, self.stop, self.others, self.here = settings, stop, others, here
+    def __init__(self, settings: Settings, stop: StopRequest) -> None:
+        self.settings, self.stop = settings, stop
         self.name = runtime.flow_run.name or ""
 
     def step(self, name: str, work: Callable[[], _R]) -> _R:
@@ -110,14 +108,9 @@ class _InFlow(job.Around):
             print(f"MLflow: {address}", flush=True)
 
     @contextmanager
-    def training(self, run: Run) -> Iterator[tuple[Sequence[Callback], object]]:
-        with (
-            gathered(self.others, str(run.folder), self.settings)
-            if self.others
-            else nullcontext() as meeting,
-            shown_progress(runtime.flow_run.id) as on_epoch,
-        ):
-            yield [on_epoch], meeting
+    def training(self, run: Run) -> Iterator[Sequence[Callback]]:
+        with shown_progress(runtime.flow_run.id) as on_epoch:
+            yield [on_epoch]
 
     def reported(self, report: job.Report) -> None:
         print(report.text, flush=True)
@@ -140,8 +133,6 @@ def trained(
     resume: str | None = None,
     tags: dict[str, str] | None = None,
     prepared: str | None = None,
-    nodes: int = 1,
-    machines: Sequence[str] = (),
 ) -> job.Report:
     """Train in the current flow run, as `run_job` does. If it was started before (it gave way, or its worker
     died), continue from its checkpoint.
@@ -153,30 +144,23 @@ def trained(
         resume: "latest", or a run's name.
         tags: more tags for the MLflow run.
         prepared: folder of the prepared data, if the flow run has prepared it already.
-        nodes: number of machines that train together, see `dphybrid.orchestration.machines`.
-        machines: names of their workers; the one that takes the run may be among them.
 
     Raises Interrupted when it has to stop before the end.
     """
     settings, flow_run_id = load_settings(), runtime.flow_run.id
-    config = over_machines(config, nodes, settings)
     # A flow run that is started again finds its run only by this tag of the run.
     resume = resume or find_tagged_run(settings, FLOW_RUN_TAG, flow_run_id)
     with watched_flow_run(flow_run_id, stop):
-        others = named_workers(nodes, machines) if nodes > 1 else []
-        all_tags = _tags() | (tags or {})
-        if others:
-            all_tags |= {"dphybrid.nodes": str(nodes), "dphybrid.other_machines": ", ".join(others)}
         return job.run_job(
             config,
             settings,
             run_name=run_name,
             resume=resume,
-            tags=all_tags,
+            tags=_tags() | (tags or {}),
             stop=stop,
             links=_links(),
             prepared=prepared,
-            around=_InFlow(settings, stop, others, config.cluster.on_each(nodes)),
+            around=_InFlow(settings, stop),
         )
 
 

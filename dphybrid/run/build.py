@@ -48,7 +48,6 @@ def prepare_data(
     config: ExperimentConfig,
     settings: Settings,
     callbacks: Sequence[Callback] = (),
-    here: int = 0,
     run_name: str | None = None,
 ) -> Experiment:
     """Prepare the data, or reuse prepared data; return the experiment on it. Raises UserError for an
@@ -62,7 +61,7 @@ def prepare_data(
     devices, own = expected_devices(config, settings), type(recipe)
     # A recipe's own step computes in one process: ranks of a cluster take the engine's step.
     own_step = own.step is not Recipe.step or own.optimizers is not Recipe.optimizers
-    engine.check(recipe.one_process or own_step, settings, devices, callbacks, here)
+    engine.check(recipe.one_process or own_step, settings, devices, callbacks)
     # Report errors that need no data before reading it, which may take long.
     resolve_devices(devices)
     find_callbacks(config.train.callbacks)
@@ -193,7 +192,7 @@ def _recorded(
 ) -> str:
     """Start the run's record, or continue it; return its id. facts: params about the model."""
     config, data, page = experiment.config, experiment.data, run.page
-    shown = experiment.engine.shown_devices(page.devices, tags)
+    shown = experiment.engine.shown_devices(page.devices)
     all_tags = {
         **_environment_tags(),
         **tags,

@@ -1,5 +1,5 @@
-"""Entry point of a rank: `python -m dphybrid.run.joined RUN_FOLDER` trains a run together with other ranks.
-`cluster.launch` starts it."""
+"""Entry point of a rank: `torchrun ... -m dphybrid.run.joined RUN_FOLDER` trains a built run together with
+other ranks. `cluster.launch` starts it on one machine."""
 
 import os
 import sys
@@ -27,7 +27,10 @@ def _be_a_rank(run: Run) -> None:
     stop, settings, names = StopRequest(), run.settings, parse_device_spec(run.page.devices).names
     # the CPU, or the run's GPU with this rank's local number
     device = torch.device("cpu" if names == ("cpu",) else names[int(os.environ["LOCAL_RANK"])])
-    with asked_from_outside(stop), joined(settings.cluster_timeout_s, device) as ranks:
+    with (
+        asked_from_outside(stop, run.folder),
+        joined(settings.cluster_timeout_s, device, run.folder) as ranks,
+    ):
         outcome = _train(run, stop, ranks)
         # A rank that refuses the run must write the outcome itself: the other ranks only see it end.
         if ranks.leads or outcome.state == "refused":
@@ -38,6 +41,11 @@ def _be_a_rank(run: Run) -> None:
 
 def _train(run: Run, stop: StopRequest, ranks: Ranks) -> Outcome:
     try:
+        if ranks.size != (wanted := run.config.cluster.ranks):
+            raise UserError(
+                f"torchrun started {ranks.size} ranks, but run {run.folder.name} has cluster.ranks={wanted}; "
+                "set --nnodes and --nproc-per-node accordingly"
+            )
         train_here(replace(Experiment.of(run), engine=RankEngine(run.config, ranks)), stop)
     except UserError as error:
         return Outcome(state="refused", words=str(error))

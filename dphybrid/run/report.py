@@ -58,7 +58,7 @@ def report_run(experiment: Experiment) -> Report:
         table = [row.table_row() for row in result.splits]
         report = Report(
             run_name=folder.name,
-            devices=engine.shown_devices(result.devices, run.page.tags),
+            devices=engine.shown_devices(result.devices),
             run_id=run.page.run_id,
             run_url=tracker.run_url,
             tracking_uri=tracker.tracking_uri,

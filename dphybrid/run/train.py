@@ -39,17 +39,15 @@ T = TypeVar("T")
 
 
 class Around:
-    """What a caller wraps around the steps of a job. This class adds nothing; a flow makes each step a task,
-    shows the progress and gathers other machines.
+    """What a caller wraps around the steps of a job. This class adds nothing; a flow makes each step a task
+    and shows the progress.
 
     name: shown to others who wait for the GPUs ("": the run's). at_once: whether signals end preparation and
-    waiting at once; a flow's worker sends them to its own handlers. here: how many of a cluster's processes
-    run on this machine; 0: all.
+    waiting at once; a flow's worker sends them to its own handlers.
     """
 
     name = ""
     at_once = True
-    here = 0
 
     def step(self, name: str, work: Callable[[], T]) -> T:
         """Do a step: prepare, build, train, evaluate or report."""
@@ -64,9 +62,9 @@ class Around:
         """The run has its folder and its record."""
 
     @contextmanager
-    def training(self, run: Run) -> Iterator[tuple[Sequence[Callback], object]]:
-        """Yield more callbacks, and where a cluster's machines meet."""
-        yield (), None
+    def training(self, run: Run) -> Iterator[Sequence[Callback]]:
+        """Yield more callbacks."""
+        yield ()
 
     def reported(self, report: Report) -> None:
         """The report is written."""
@@ -95,9 +93,7 @@ def run_job(
     # first, hence the second `stop_signals` below.
     with stop_signals(stop, at_once=True) if around.at_once else nullcontext(), ExitStack() as held:
         if prepared is None:
-            experiment = around.step(
-                "prepare", lambda: prepare_data(config, settings, callbacks, around.here, run_name)
-            )
+            experiment = around.step("prepare", lambda: prepare_data(config, settings, callbacks, run_name))
         else:
             experiment = Experiment.open(config, settings, prepared)
         stop.obey("before it was built")
@@ -126,8 +122,8 @@ def run_job(
             return built
 
         def train() -> ResultPage:
-            with around.training(built.run) as (more, meeting):
-                return train_run(built, stop, [*callbacks, *more], meeting)
+            with around.training(built.run) as more:
+                return train_run(built, stop, [*callbacks, *more])
 
         def report() -> Report:
             done = report_run(built)
@@ -168,18 +164,17 @@ def train_run(
     experiment: Experiment,
     stop: StopRequest,
     callbacks: Sequence[Callback] = (),
-    meeting: object = None,
 ) -> ResultPage:
     """Train a built run to its end, from its latest checkpoint if it has one; return the page `result.json`.
 
-    callbacks: in addition to those that train.callbacks names. meeting: where a cluster's machines meet.
+    callbacks: in addition to those that train.callbacks names.
 
     Raises Interrupted when `stop` was asked: once the model is built and its checkpoint loaded, or after a
     checkpoint. Raises UserError when the loss is no longer finite.
     """
     stop.obey("before training; --resume continues it")
     folder = experiment.run.folder
-    if experiment.engine.launch(folder, experiment.devices, experiment.settings, stop, meeting):
+    if experiment.engine.launch(folder, experiment.settings, stop):
         return ResultPage.read(folder / "result.json")
     return train_here(experiment, stop, callbacks)
 

@@ -52,12 +52,11 @@ class Engine:
     # Before training.
 
     def check(
-        self, one_process: bool, settings: Settings, devices: str, callbacks: Sequence[Callback], here: int
+        self, one_process: bool, settings: Settings, devices: str, callbacks: Sequence[Callback]
     ) -> None:
         """Raise UserError for an experiment that this engine cannot train.
 
-        one_process: whether the recipe supports one process only (it says so, or has its own `step`). here:
-        processes on this machine; 0: all of them.
+        one_process: whether the recipe supports one process only (it says so, or has its own `step`).
         """
 
     def check_data(self, data: Prepared, tabular: bool) -> None:
@@ -67,7 +66,7 @@ class Engine:
     def check_model(self, model: nn.Module) -> None:
         """Raise UserError for a model that this engine cannot train."""
 
-    def launch(self, folder: Path, devices: str, settings: Settings, stop: StopRequest, meeting: Any) -> bool:
+    def launch(self, folder: Path, settings: Settings, stop: StopRequest) -> bool:
         """Train a built run to its end in other processes; return whether that was done. False: the caller
         trains in this process."""
         return False
@@ -76,8 +75,8 @@ class Engine:
         """Return a run's tags plus those that this engine adds."""
         return dict(tags)
 
-    def shown_devices(self, devices: str, tags: Mapping[str, str]) -> str:
-        """Return the text that reports show as the devices of a run with these tags."""
+    def shown_devices(self, devices: str) -> str:
+        """Return the text that reports show as the devices of a run."""
         return devices
 
     def num_parts(self, devices: str, in_first_split: int = 0) -> int:

@@ -17,7 +17,7 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dphybrid.cluster.launch import Meeting, rank_environment, run_ranks
+from dphybrid.cluster.launch import rank_environment, run_ranks
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import build_run, prepare_data
@@ -87,7 +87,7 @@ def train_on_ranks(settings: Settings, ranks: int, folders: list[str]) -> None:
 
     program, said = ("tests.cluster.several", *folders), io.StringIO()
     with redirect_stdout(said), redirect_stderr(said):
-        code = run_ranks(ranks, program, Path(folders[0]), environment, 0, StopRequest(), Meeting(look=look))
+        code = run_ranks(ranks, program, Path(folders[0]), environment, 0, StopRequest(), look)
     if code:
         raise UserError(said.getvalue()[-8000:])
 

@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -20,7 +21,7 @@ from dphybrid.util.stop import StopRequest
 
 try:
     torch.set_num_threads(1)
-    with joined(60.0, torch.device("cpu")) as ranks:
+    with joined(60.0, torch.device("cpu"), Path(sys.argv[1])) as ranks:
         for folder in sys.argv[1:]:
             run = read_run(folder, load_settings())
             experiment = replace(Experiment.of(run), engine=RankEngine(run.config, ranks))

@@ -11,22 +11,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dphybrid.cluster.launch import (
-    MEETING_PLACE,
-    OUTCOME,
-    Meeting,
-    Outcome,
-    rank_environment,
-    run_ranks,
-)
-from dphybrid.orchestration.machines import address_towards
+from dphybrid.cluster.launch import OUTCOME, Outcome, rank_environment, run_ranks
 from dphybrid.util.stop import StopRequest
 from tests.cluster.launching import CAN_JOIN, Machine, joined_machines
 from tests.conftest import REPOSITORY
 from tests.refusing import refused
 from tests.waiting import patience, wait_until
 
-STANDIN = "tests.flows.standin"
+STANDIN = "tests.cluster.standin"
 pytestmark = pytest.mark.slow
 
 
@@ -38,7 +30,7 @@ def _in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 def ranks_here() -> list[psutil.Process]:
     """The ranks that this process has started, which have not ended."""
     below = psutil.Process().children(recursive=True)
-    return [child for child in below if child.cmdline()[1:4] == ["-P", "-m", STANDIN]]
+    return [child for child in below if child.cmdline()[1:4] == ["-u", "-m", STANDIN]]
 
 
 def started(folder: Path, number: int, count: int = 2) -> bool:
@@ -62,12 +54,12 @@ def test_ranks_meet_in_a_folder_of_their_user_listen_to_their_machine_alone_and_
             seen.update(c.laddr.ip for c in listening)
         stop.ask("a test")
 
-    meeting, program = Meeting(look=look), (STANDIN, str(tmp_path))
-    assert run_ranks(2, program, tmp_path, rank_environment({}), 0, stop, meeting) == 0
+    program = (STANDIN, str(tmp_path))
+    assert run_ranks(2, program, tmp_path, rank_environment({}), 0, stop, look) == 0
     assert seen == {"127.0.0.1"}
     assert "rank 0 of 2" in capsys.readouterr().out, "this process prints the lines of rank 0"
     assert Outcome.read(tmp_path / OUTCOME) == Outcome(state="stopped", words="stopped by a test")
-    assert not list((tmp_path / "ranks").glob("*.stop"))
+    assert not (tmp_path / "ranks" / "stop").exists()
 
 
 def test_all_ranks_start_again_when_one_is_killed_and_fail_at_last(
@@ -82,7 +74,7 @@ def test_all_ranks_start_again_when_one_is_killed_and_fail_at_last(
             rank.kill()
 
     program = (STANDIN, str(tmp_path))
-    code = run_ranks(2, program, tmp_path, rank_environment({}), 1, StopRequest(), Meeting(look=look))
+    code = run_ranks(2, program, tmp_path, rank_environment({}), 1, StopRequest(), look)
     assert code == 1
     assert len(killed) == 2
     assert "(restart 1 of 1)" in capsys.readouterr().out
@@ -92,7 +84,8 @@ def test_all_ranks_start_again_when_one_is_killed_and_fail_at_last(
 def test_a_rank_whose_starter_is_gone_does_not_wait_for_the_others(tmp_path: Path) -> None:
     place = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "1"}
     place |= {f"TORCHELASTIC_{name}": "0" for name in ("RUN_ID", "RESTART_COUNT", "MAX_RESTARTS")}
-    gone = {MEETING_PLACE: str(tmp_path), "DPHYBRID_CLUSTER_PARENT": f"{os.getpid()}:0"}
+    gone = {"DPHYBRID_CLUSTER_STARTER": f"{os.getpid()}:0"}
+    (tmp_path / "ranks").mkdir()
     environment = rank_environment({}) | place | gone | {"STANDIN_LIMIT_S": "600"}
     reading, writing = os.pipe()
     os.close(reading)
@@ -113,7 +106,7 @@ def test_ranks_that_lose_their_launcher_are_waited_for(tmp_path: Path) -> None:
             lost[0].parent().kill()
 
     program = (STANDIN, str(tmp_path))
-    assert run_ranks(2, program, tmp_path, rank_environment({}), 3, StopRequest(), Meeting(look=look)) == -9
+    assert run_ranks(2, program, tmp_path, rank_environment({}), 3, StopRequest(), look) == -9
     assert len(lost) == 2
     assert not any(rank.is_running() for rank in lost)
     assert Outcome.read(tmp_path / OUTCOME).state == "stopped"
@@ -123,14 +116,7 @@ def test_a_foreign_folder_to_meet_in_is_refused(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "ranks").symlink_to(tmp_path / "elsewhere")
     with refused("is a link or another user"):
-        run_ranks(1, (STANDIN, str(tmp_path)), tmp_path, {}, 0, StopRequest(), Meeting())
-
-
-def test_the_address_is_the_one_towards_the_others_or_the_named_one() -> None:
-    assert address_towards("127.0.0.1") == "127.0.0.1"
-    assert address_towards("unknown.invalid", "8.8.4.4") == "8.8.4.4"
-    with refused("no route to unknown.invalid"):
-        address_towards("unknown.invalid")
+        run_ranks(1, (STANDIN, str(tmp_path)), tmp_path, {}, 0, StopRequest())
 
 
 @pytest.fixture
@@ -141,16 +127,16 @@ def machines() -> Iterator[list[Machine]]:
         yield both
 
 
-AGENT = """
+FIRST = """
 import sys
 from pathlib import Path
-from dphybrid.cluster.launch import Meeting, rank_environment, run_ranks
+from dphybrid.cluster.launch import rank_environment, run_ranks
 from dphybrid.util.stop import StopRequest
-folder, node, address = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-meeting = Meeting("a-job", 2, node, address)
-program = ("tests.flows.standin", str(folder))
-sys.exit(run_ranks(1, program, folder, rank_environment({}, address), 2, StopRequest(), meeting))
+folder = Path(sys.argv[1])
+program = ("tests.cluster.standin", str(folder))
+sys.exit(run_ranks(1, program, folder, rank_environment({}), 2, StopRequest()))
 """
+OTHER = ["-m", "torch.distributed.run", "--max-restarts", "2", "-m", STANDIN]
 
 
 @pytest.mark.parametrize(("cut_s", "limit_s"), [(3, 60), (30, 10)])
@@ -158,27 +144,33 @@ def test_a_link_that_is_cut_is_waited_for_or_both_machines_start_again(
     tmp_path: Path, machines: list[Machine], cut_s: float, limit_s: float
 ) -> None:
     said = [tmp_path / f"said-{number}" for number in range(2)]
+    torchrun = {"NNODES": "2", "NPROC_PER_NODE": "1", "RDZV_BACKEND": "c10d", "RDZV_ID": "a-job"}
+    torchrun |= {"RDZV_ENDPOINT": str(tmp_path / "meeting"), "RDZV_CONF": "store_type=file"}
+    shared = {**os.environ, "STANDIN_LIMIT_S": str(limit_s)} | {f"PET_{n}": v for n, v in torchrun.items()}
     agents = [
         subprocess.Popen(
-            [*machine.within, sys.executable, "-c", AGENT, str(tmp_path), str(node), machine.address],
+            [*machine.within, sys.executable, *program, str(tmp_path)],
             stdout=file.open("wb"),
             stderr=subprocess.STDOUT,
-            env={**os.environ, "STANDIN_LIMIT_S": str(limit_s)},
+            env={**shared, "GLOO_SOCKET_IFNAME": machine.interface},
         )
-        for node, (machine, file) in enumerate(zip(machines, said, strict=True))
+        for machine, program, file in zip(machines, (["-c", FIRST], OTHER), said, strict=True)
     ]
 
     def told(words: str) -> bool:
         return all(words in file.read_text() for file in said)
 
+    def ranks_met(times: int) -> bool:
+        return all(file.read_text().count("of 2\n") >= times for file in said)
+
     try:
-        wait_until(lambda: told("of 2"), "the ranks know each other", 60)
+        wait_until(lambda: ranks_met(1), "the ranks know each other", 60)
         machines[0].cable("down")
         time.sleep(cut_s)
         machines[0].cable("up")
         if cut_s > limit_s:
             wait_until(lambda: told("restarting all ranks"), "both start again", 60)
-            wait_until(lambda: all(file.read_text().count("of 2\n") > 1 for file in said), "all met", 60)
+            wait_until(lambda: ranks_met(2), "all met", 60)
         (tmp_path / "enough").touch()
         assert [agent.wait(patience(90)) for agent in agents] == [0, 0]
         assert told("restarting all ranks") == (cut_s > limit_s)

@@ -57,7 +57,7 @@ def test_what_has_no_counterpart_is_refused_before_data_is_prepared(
 def test_each_rank_has_one_device_and_its_rows_in_memory(tmp_path: Path) -> None:
     settings = settings_in(tmp_path / "data")
     with refused("are 1, but each rank needs one"):
-        ClusterEngine(config()).check(False, settings, "cuda:0", (), 0)
+        ClusterEngine(config()).check(False, settings, "cuda:0", ())
     with refused("DPHYBRID_TABLE_STORAGE=mmap"):
         prepare_data(config(), settings.model_copy(update={"table_storage": "mmap"}))
     assert not (tmp_path / "data").exists()

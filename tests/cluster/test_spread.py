@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dphybrid.cluster.launch import MEETING_PLACE
 from dphybrid.training.tensor_file import IDS, changed_file, rows_of, table_file, write_tensors
 from tests.conftest import REPOSITORY
 
@@ -25,7 +24,7 @@ from dphybrid.training.tensor_file import read_table, write_tensors
 
 tensor_file._SLICE_BYTES = 64  # slices that end within rows, and within ranks
 folder = Path(sys.argv[1])
-with joined(60, torch.device("cpu")) as ranks:
+with joined(60, torch.device("cpu"), folder) as ranks:
     first, last = [(0, 4), (4, 4), (4, 11)][ranks.rank]  # the second has none
     rows, sums = torch.zeros(last - first, 3), torch.zeros(last - first)
     spread = Spread(ranks, [rows, sums], ranks.all_gather((first, last)))
@@ -48,12 +47,12 @@ def test_slices_rows_and_checks_reach_their_owners(tmp_path: Path) -> None:
     weight, total = torch.arange(33.0).view(11, 3), torch.arange(11.0)
     total[9] = torch.nan
     changed = -torch.ones(4, 3)
-    for name in ("tables", "changed"):
+    for name in ("tables", "changed", "ranks"):
         (tmp_path / name).mkdir()
     write_tensors(table_file(tmp_path, "in"), {"weight": weight, "sum": total})
     rows = {IDS: torch.tensor([1, 3, 4, 10]), rows_of("weight"): changed, "sum": total}
     write_tensors(changed_file(tmp_path, "in"), rows)
-    shared = {**os.environ, MEETING_PLACE: str(tmp_path), "GLOO_SOCKET_IFNAME": "lo"}
+    shared = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     # As torch's launcher sets them for its first start of a job.
     shared |= {"TORCHELASTIC_RUN_ID": "job", "MASTER_PORT": "1"}
     shared |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}

@@ -143,20 +143,16 @@ def test_setting_up_again_changes_nothing_and_doubles_nothing(team: Team, deploy
     assert [name for name in told.split(", ") if name in hosts + shared] == by_priority
     deployments = {page["name"]: page for page in team.post("/deployments/filter", {})}
     trainings = {f"train-{name}" for name in ("hybrid", "tutorial-hybrid", "ctr", "kge", "retrieval")}
-    trainings.add("train-cluster")
-    assert set(deployments) == trainings | {"join-hybrid", "retrain-hybrid", "sweep-hybrid", "clean-up"}
-    assert deployments.pop("join-hybrid")["parameters"] == {}
+    assert set(deployments) == trainings | {"retrain-hybrid", "sweep-hybrid", "clean-up"}
     form = deployments.pop("train-hybrid")["parameter_openapi_schema"]["properties"]
     first = sorted(form, key=lambda name: form[name]["position"])[:4]
     assert first == ["data_path", "label", "recipe", "devices"]
     assert deployments.pop("clean-up")["parameters"] == {"keep_days": 30}
-    assert deployments["train-cluster"]["global_concurrency_limit"]["limit"] == 1
     for page in deployments.values():
         assert page["pull_steps"] == []
         recipe = page["parameters"]["config"]["recipe"]
         # the form is empty, and says what the recipe sets
-        own = {"table": {"optimizer": "adagrad"}} if page["name"] == "train-cluster" else {}
-        assert page["parameters"]["config"] == {"recipe": recipe, **own}
+        assert page["parameters"]["config"] == {"recipe": recipe}
         form = page["parameter_openapi_schema"]["properties"]
         assert form["config"]["properties"]["recipe"]["enum"] == [recipe]
         shown = set(form["config"]["properties"]["data"]["properties"])

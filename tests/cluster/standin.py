@@ -15,7 +15,7 @@ from dphybrid.util.stop import StopRequest
 def main(folder: Path) -> None:
     stop = StopRequest()
     limit_s = float(os.environ.get("STANDIN_LIMIT_S", "60"))
-    with asked_from_outside(stop), joined(limit_s, torch.device("cpu")) as ranks:
+    with asked_from_outside(stop, folder), joined(limit_s, torch.device("cpu"), folder) as ranks:
         print(f"rank {ranks.rank} of {ranks.size}", flush=True)
         asked, enough = 0.0, 0.0
         while not asked and not enough:
@@ -24,7 +24,7 @@ def main(folder: Path) -> None:
             asked, enough = ranks.sum(torch.tensor(mine).double()).tolist()
         if ranks.leads:
             # Not `stop.reason`: another rank may have been asked to stop, and this one not.
-            words = f"stopped by {reason_outside()}"
+            words = f"stopped by {reason_outside(folder)}"
             outcome = Outcome(state="stopped" if asked else "trained", words=words)
             outcome.write(folder / OUTCOME)
         torch.distributed.barrier()
