@@ -1,4 +1,4 @@
-"""Make the pictures on the pages: a report, splits, a comparison, pages of MLflow and of Prefect.
+"""Make the pictures on the pages: a report, splits, pages of MLflow and of Prefect.
 
     python docs/make_pictures.py            # into docs/pictures; needs playwright, pillow and Chromium
     python docs/make_pictures.py /tmp/look --width 390
@@ -39,16 +39,14 @@ def run(module: str, *words: str) -> None:
 
 
 def picture_files(page: Any, out: Path, folder: Path) -> None:
-    """Train three runs; save pictures of their comparison, and of the last run's report."""
+    """Train three runs; save a picture of the last run's report."""
     (folder / "visits.csv").write_text(VISITS)
     for devices in ("cpu", "cpu*2", "cpu*8"):
         name = f"visits-{devices.replace('*', 'x')}"
         run("dphybrid", "train", *VALUES, "--devices", devices, "--run-name", name)
-    run("dphybrid", "compare", "visits-cpu", "visits-cpux2", "visits-cpux8")
     reports = (folder / "data/mlflow/artifacts").glob("*/artifacts/Report.html")
     report = max(reports, key=lambda file: file.stat().st_mtime)
     keep(page, report.as_uri(), out / "report.png")
-    keep(page, (folder / "comparison/index.html").as_uri(), out / "compare.png")
 
 
 def picture_mlflow(page: Any, out: Path) -> None:

@@ -1,5 +1,4 @@
-"""The flow `sweep-hybrid`: train a grid of values, or search among them, as many at once as the GPUs allow;
-one page compares the results.
+"""The flow `sweep-hybrid`: train a grid of values, or search among them, as many at once as the GPUs allow.
 
 The work is in `dphybrid.lifecycle.sweep`; `dphybrid sweep` does it without Prefect.
 """
@@ -10,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from prefect import flow, runtime, task
-from prefect.artifacts import create_link_artifact, create_table_artifact
+from prefect.artifacts import create_table_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext, TaskRunContext
@@ -18,7 +17,7 @@ from prefect.states import Completed, Failed
 
 from dphybrid.config.settings import load_settings
 from dphybrid.lifecycle.cells import Cell, CellFailed, Result, Train, failures
-from dphybrid.lifecycle.sweep import Sweep, compare_sweep, run_sweep
+from dphybrid.lifecycle.sweep import Sweep, run_sweep
 from dphybrid.orchestration.forms import experiment
 from dphybrid.orchestration.queueing import too_late
 from dphybrid.orchestration.shown import show_run, tolerating_outage
@@ -65,7 +64,7 @@ def sweep_hybrid(
     config: AnyExperiment = build_config({}),  # noqa: B008 - frozen, and the form shows it
     skip_if_late_min: float = 0,
 ) -> State:
-    """Train every combination of the grid's values, or search among them, and compare them on one page.
+    """Train every combination of the grid's values, or search among them.
 
     Args:
         grid: Fields and their values, such as `{"train.batch_size": [256, 512], "devices": ["auto*1",
@@ -106,19 +105,15 @@ def sweep_hybrid(
 
 
 def _reported(sweep: Sweep, results: list[Result]) -> State:
-    settings = load_settings()
-    folder, address = sweep.folder(settings), compare_sweep(sweep, results, settings)
+    folder = sweep.folder(load_settings())
     with tolerating_outage(f"Prefect's artifact could not be written; the results are in {folder}"):
         rows = [result.row for result in results]
         create_table_artifact(rows, key="sweep", description=f"Sweep {sweep.name}")
-        if address:
-            text = f"Comparison of {sweep.name}, among the artifacts of its MLflow run"
-            create_link_artifact(address, link_text=text, key="comparison", description=text)
     if failed := failures(results):
         texts = "\n".join(failed.values())
         print(texts, flush=True)
         return Failed(message=f"{len(failed)} of {len(results)} cells failed: {texts}")
-    return Completed(message=f"{len(results)} cells trained; {address or folder}")
+    return Completed(message=f"{len(results)} cells trained; dphybrid compare --sweep {sweep.name}")
 
 
 def _own_name() -> str:

@@ -39,8 +39,6 @@ NIGHTLY = [
     "tests/reliability/test_fuzz.py::test_config_and_schema_files",
     "tests/reliability/test_fuzz.py::test_triples_pairs_and_texts",
     "tests/reliability/test_soak.py",
-    "tests/tracking/test_browser.py::test_the_page_of_a_comparison_hides_curves_and_is_sorted[1000]",
-    "tests/tracking/test_browser.py::test_the_page_of_a_comparison_hides_curves_and_is_sorted[1440]",
     "tests/tracking/test_browser.py::test_the_report_opens_among_the_artifacts",
     "tests/tracking/test_outage.py::test_a_server_that_dies_in_mid_run_and_comes_back_has_every_point_once[postgres]",
     "tests/training/test_training.py::test_an_interrupted_command_checkpoints_and_goes_on[2-130]",

@@ -177,7 +177,6 @@ MANY = json.dumps({"train.seed": list(range(380))}, separators=(",", ":"))
         ("predict nobody --data.path ok.csv", "nobody: no run, checkpoint folder or models:/ address"),
         ("compare", "name runs to compare"),
         ("compare one two --sweep x", "--sweep x: give a sweep or runs .*, not both"),
-        ("compare one two --out cmp.html", "--out cmp.html: name a folder; the page is its index.html"),
         ("train --train.epochs three", "'three' .from --train.epochs.: must be a valid integer$"),
         ("train --train.compile maybe", "must be true or false$"),
         (f"train {OK} --run-name {LONG}", "use a plain name of at most 200 bytes, it also"),

@@ -29,12 +29,11 @@ from optuna.trial import FrozenTrial, TrialState
 from dphybrid.config import ExperimentConfig, flatten
 from dphybrid.config.settings import Settings
 from dphybrid.gpus.devices import expected_devices, num_at_once
-from dphybrid.lifecycle.cells import Cell, CellFailed, Result, Train, in_mlflow, run_cell
+from dphybrid.lifecycle.cells import Cell, CellFailed, Result, Train, run_cell
 from dphybrid.recipes.configs import apply_overrides
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.run.folder import check_run_name
 from dphybrid.run.train import Report
-from dphybrid.tracking.opening import embedded_uri
 from dphybrid.tracking.tracker import SWEEP_TAG
 from dphybrid.training.checkpoint import VALIDATION, complete_checkpoints, read_state
 from dphybrid.training.metrics import Task
@@ -44,7 +43,7 @@ from dphybrid.util.locks import FileLock
 from dphybrid.util.stop import StopRequest
 from dphybrid.util.text import flag_text
 
-MAX_CELLS = 256
+_MAX_CELLS = 256
 _CELL, _WHY = "cell", "why"
 """Attributes of a trial: the name of its run, and why it has no result."""
 _RANGE = {"low", "high", "log", "step"}
@@ -112,9 +111,9 @@ class Sweep:
                 for value in _choices(values) or [values.low, values.high]  # type: ignore[attr-defined]
             ]
         choices = [_choices(values) for values in space.values()]
-        if (count := math.prod(map(len, choices))) > MAX_CELLS:
+        if (count := math.prod(map(len, choices))) > _MAX_CELLS:
             raise UserError(
-                f"grid: {count:,} combinations, at most {MAX_CELLS} are allowed; give fewer values"
+                f"grid: {count:,} combinations, at most {_MAX_CELLS} are allowed; give fewer values"
             )
         cells = []
         for number, combination in enumerate(itertools.product(*choices), start=1):
@@ -370,20 +369,3 @@ class _Watch:
             if len(history) > self.seen:
                 self.seen, self.pruned = len(history), self.trial.should_prune()
         return self.pruned
-
-
-def compare_sweep(sweep: Sweep, results: Sequence[Result], settings: Settings) -> str:
-    """Compare the sweep's runs that are in MLflow on a page in the sweep's folder, and log the page to
-    MLflow. Return its address there, "" if there are fewer than two such runs."""
-    run_ids = in_mlflow(results)[-MAX_CELLS:]  # a search may have more runs than fit on a page
-    if len(run_ids) < 2:
-        return ""
-    # Imported here, because these import MLflow, which a sweep itself does not need.
-    from dphybrid.tracking.compare import log_comparison, read_runs
-    from dphybrid.tracking.compare_page import write_comparison
-
-    uri, folder = settings.mlflow_uri or embedded_uri(settings.mlflow_dir), sweep.folder(settings)
-    page = write_comparison(read_runs(uri, run_ids), folder / "comparison", next(iter(sweep.space())))
-    _, address = log_comparison(uri, settings.experiment, settings.mlflow_dir, page, run_ids, sweep.name)
-    print(f"Comparison: {page.absolute().as_uri()}, and in MLflow: {address}", flush=True)
-    return address

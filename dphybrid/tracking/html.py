@@ -27,30 +27,17 @@ Line = tuple[Sequence[Any], Sequence[float], Mapping[str, Any]]
 
 
 class Cell(NamedTuple):
-    """A cell of a table. number: its value; None for words. best: shown in bold."""
+    """A cell of a table. number: its value; None for words."""
 
     text: str
     number: float | None = None
-    best: bool = False
-
-
-class Mark(NamedTuple):
-    """What marks a row: its curves' colour, the address of its run, and a text that is shown under the
-    pointer. A click on the colour hides the lines with gid "runN", N counted from 0."""
-
-    colour: str
-    link: str = ""
-    title: str = ""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table: title -> a value or `Cell` for each row. marks: of the rows. folded: the words that unfold it;
-    "" for one that is open."""
+    """A table: title -> a value or `Cell` for each row."""
 
     columns: Mapping[str, Sequence[object]]
-    marks: Sequence[Mark] = ()
-    folded: str = ""
 
     @property
     def rows(self) -> list[list[tuple[Cell, bool]]]:
@@ -95,7 +82,7 @@ def cell(value: object) -> Cell:
     return Cell(value if isinstance(value, str) and len(value) < 8 else number(parsed), parsed)
 
 
-def html_of(title: str, sections: Sequence[Section], width: str = "66rem") -> str:
+def html_of(title: str, sections: Sequence[Section]) -> str:
     """Return the page. Sections without content are left out, as are empty figures and tables."""
     import jinja2
 
@@ -105,7 +92,7 @@ def html_of(title: str, sections: Sequence[Section], width: str = "66rem") -> st
     )
     filled = [s for s in sections if s.big or s.text or any(s.figures) or any(t.rows for t in s.tables)]
     page = environment.from_string(source)
-    return printable(page.render(title=title, sections=filled, width=width, number=number))
+    return printable(page.render(title=title, sections=filled, number=number))
 
 
 def lines(

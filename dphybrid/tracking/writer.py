@@ -37,7 +37,6 @@ _REFUSALS = {
     "RESOURCE_DOES_NOT_EXIST",
 }
 """MLflow's error codes that mean a refusal. After any other error the records are sent again."""
-_LEAST_IS_BEST = ("loss", "mse", "mae", "perplexity", "rank", "error", "deviance")
 _NOTE_TAG = "mlflow.note.content"
 _DETAILS = re.compile(
     r"(?!system/(?:process_rss_mb|gpu\d+_(?:utilization_pct|memory_mb))$)"
@@ -241,8 +240,3 @@ class MlflowWriter:
         path = self._folder / RECORD
         if path.stat().st_size <= self._upload_limit:
             self._client.log_artifact(self._run_id, str(path))
-
-
-def least_is_best(name: str) -> bool:
-    """Return whether smaller values of a metric are better, judged by its name."""
-    return any(word in name for word in _LEAST_IS_BEST)

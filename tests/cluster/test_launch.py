@@ -152,7 +152,11 @@ def test_a_link_that_is_cut_is_waited_for_or_both_machines_start_again(
             [*machine.within, sys.executable, *program, str(tmp_path)],
             stdout=file.open("wb"),
             stderr=subprocess.STDOUT,
-            env={**shared, "GLOO_SOCKET_IFNAME": machine.interface},
+            env={
+                **shared,
+                "GLOO_SOCKET_IFNAME": machine.interface,
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            },
         )
         for machine, program, file in zip(machines, (["-c", FIRST], OTHER), said, strict=True)
     ]

@@ -8,10 +8,9 @@ import pytest
 
 from dphybrid.config.settings import load_settings
 from dphybrid.gpus.devices import num_at_once
-from dphybrid.lifecycle.cells import Cell, Result
-from dphybrid.lifecycle.sweep import MAX_CELLS, Sweep, compare_sweep
+from dphybrid.lifecycle.cells import Cell
+from dphybrid.lifecycle.sweep import Sweep
 from dphybrid.recipes.configs import build_config, load_config
-from dphybrid.run.pages import Report
 from flows.sweep_hybrid import sweep_hybrid
 from tests.fake_nvml import stand_in
 from tests.refusing import refused
@@ -54,36 +53,10 @@ def test_a_grid_has_a_cell_for_each_combination(data_dir: Path) -> None:
     data_dir.mkdir()
     (page := data_dir / "page.json").write_text(endless.model_dump_json())  # as a cell's process reads it
     assert load_config(page, []) == endless
-    in_files = [
-        Result(name=n, values={}, report=Report.model_construct(run_id=n, tracking_uri="files")) for n in "ab"
-    ]
-    assert compare_sweep(Sweep("s", config, {"train.seed": [1]}), in_files, settings) == ""  # not in MLflow
-
-
-def test_a_search_of_many_runs_compares_the_last_that_fit_on_a_page(
-    data_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compared: list[str] = []
-
-    def read_runs(_: str, run_ids: list[str]) -> list[object]:
-        compared.extend(run_ids)
-        return []
-
-    monkeypatch.setattr("dphybrid.tracking.compare.read_runs", read_runs)
-    monkeypatch.setattr("dphybrid.tracking.compare_page.write_comparison", lambda *_: data_dir / "index.html")
-    monkeypatch.setattr("dphybrid.tracking.compare.log_comparison", lambda *_: ("", "there"))
-    names = [f"s-{number:03d}" for number in range(1, MAX_CELLS + 45)]
-    results = [
-        Result.model_construct(name=n, report=Report.model_construct(run_id=n, tracking_uri="http://x"))
-        for n in names
-    ]
-    sweep = Sweep("s", build_config({"recipe": "hybrid"}), {"train.epochs": [1]}, trials=300)
-    assert compare_sweep(sweep, results, load_settings()) == "there"
-    assert compared == names[-MAX_CELLS:]
 
 
 @pytest.mark.slow
-def test_a_sweep_runs_at_once_tries_again_and_compares(
+def test_a_sweep_runs_at_once_and_tries_again(
     tmp_path: Path,
     data_dir: Path,
     embedded_store: None,
@@ -115,7 +88,3 @@ def test_a_sweep_runs_at_once_tries_again_and_compares(
     assert len(list(folder.glob("widths-*.json"))) == 3 + 2, (
         "a config of each run, a report of each that ended"
     )
-    page = (folder / "comparison" / "index.html").read_text()
-    assert "widths-1" in page
-    assert "widths-2" in page
-    assert "widths-3" not in page

@@ -1,4 +1,4 @@
-"""What people see: MLflow's pages of runs in a real browser, and the page of `dphybrid compare`.
+"""What people see: MLflow's pages of runs in a real browser.
 
 With DPHYBRID_SCREENSHOTS set to a folder, the pages are kept there as pictures to look at.
 """
@@ -14,8 +14,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from dphybrid.run.train import Report
-from dphybrid.tracking.compare import read_runs
-from dphybrid.tracking.compare_page import write_comparison
+from dphybrid.tracking.compare import comparison_path, read_runs
 from tests.commands import run_with
 from tests.conftest import own_settings
 from tests.tracking.conftest import MlflowServer
@@ -115,42 +114,7 @@ def test_the_report_opens_among_the_artifacts(seen: Seen) -> None:
         assert all(text.bounding_box()["x"] >= left for text in drawing.locator("text").all())  # none is cut
 
 
-@pytest.fixture(scope="module")
-def compared(seen: Seen, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page that compares the runs."""
+def test_the_address_of_a_comparison_shows_the_runs_side_by_side(seen: Seen) -> None:
     runs = read_runs(seen.server.uri, [report.run_id for report in seen.reports])
-    return write_comparison(runs, tmp_path_factory.mktemp("compared"), "devices")
-
-
-@pytest.mark.parametrize("width", [1440, 1000, 390])
-def test_the_page_of_a_comparison_hides_curves_and_is_sorted(seen: Seen, compared: Path, width: int) -> None:
-    page = seen.browser.new_page(viewport={"width": width, "height": 1000})
-    errors: list[str] = []
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    page.on("request", lambda request: errors.append(request.url) if request.url.startswith("http") else None)
-    page.goto(compared.as_uri())
-    page.wait_for_selector("svg", timeout=WAIT_MS)
-    page.wait_for_timeout(500)
-    seen.keep(page, f"comparison_{width}")
-    rows = page.locator("table").first.locator("tbody tr")
-    assert rows.count() == 3
-    assert rows.first.get_by_role("link").get_attribute("href") == seen.reports[0].run_url
-    dots = page.locator("table .dot")
-    assert len(set(dots.evaluate_all("all => all.map(one => one.style.background)"))) == 3
-    titles = page.locator("table").first.locator("th").all_inner_texts()
-    page.locator("table").first.locator("th", has_text="samples/s").click()
-    column = (
-        page.locator("table")
-        .first.locator(f"tbody td:nth-child({titles.index('samples/s') + 1})")
-        .all_inner_texts()
-    )
-    speeds = [float(text.replace(",", "")) for text in column]
-    assert speeds == sorted(speeds, reverse=True)
-    curves = page.locator('g[id^="run"]').count()
-    dots.first.click()
-    hidden = "all => all.filter(one => one.style.display === 'none').length"
-    assert page.locator('g[id^="run"]').evaluate_all(hidden) == curves / 3
-    dots.first.click()
-    assert page.locator('g[id^="run"]').evaluate_all(hidden) == 0
-    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth + 1")
-    assert errors == []
+    page = seen.open(f"{seen.server.uri}/#{comparison_path(runs)}", "compare", "Comparing 3 Runs")
+    assert all(run.name in page.inner_text("body") for run in runs)

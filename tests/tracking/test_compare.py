@@ -1,26 +1,25 @@
-"""Runs side by side: groups, speed-ups, splits, differences, the page and its errors."""
+"""Runs side by side: speed-ups, differences, width, errors."""
 
 import dataclasses
-import html
 import math
 import re
 from datetime import datetime
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 from mlflow.tracking import MlflowClient
 
 from dphybrid.config.settings import Settings, load_settings
-from dphybrid.lifecycle.sweep import MAX_CELLS
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import Report, run_job
-from dphybrid.tracking.compare import RunFacts, find_runs, read_runs
-from dphybrid.tracking.compare_page import text_of, write_comparison
+from dphybrid.tracking.compare import RunFacts, find_runs, read_runs, table_of
 from tests.commands import command, run_with
 from tests.conftest import own_settings
 from tests.refusing import refused
 
 DEVICES = ("cpu", "cpu*2", "cpu*8")
+SPEED = ("samples/s", "speed-up", "efficiency")
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +41,7 @@ def facts(name: str, on: str, speed: float | None, **params: str) -> RunFacts:
     replicas = on.rpartition("*")[2] if "*" in on else "1"
     return RunFacts(
         run_id=name,
+        experiment_id="1",
         name=name,
         status="FINISHED",
         started=datetime(2026, 1, 1),
@@ -51,10 +51,19 @@ def facts(name: str, on: str, speed: float | None, **params: str) -> RunFacts:
     )
 
 
-def rows_of(runs: list[RunFacts], param: str) -> list[str]:
-    """The lines of the table for a terminal, with a blank between words."""
-    table = text_of(runs, param).partition("\n\n")[0]
-    return [" ".join(line.split()) for line in table.splitlines()]
+def rows_of(runs: list[RunFacts], param: str) -> dict[str, list[str]]:
+    """Title (its last word) -> a text for each run, of a table whose texts have no blanks."""
+    lines = table_of(runs, param).partition("\n\n")[0].splitlines()
+    words = [line.split() for line in lines]
+    return {line[-len(runs) - 1]: line[-len(runs) :] for line in words}
+
+
+def columns_of(runs: list[RunFacts], param: str) -> list[str]:
+    """The texts of each run: its name, values that differ (devices first), speed, and what follows of it."""
+    rows = rows_of(runs, param)
+    order = ["run", *(name for name in rows if name not in ("run", *SPEED)), *SPEED]
+    shown = [rows[name] for name in order if name in rows]
+    return [" ".join(texts) for texts in zip(*shown, strict=True)]
 
 
 def many(*runs: str) -> list[RunFacts]:
@@ -106,63 +115,50 @@ def many(*runs: str) -> list[RunFacts]:
 def test_speed_up_and_efficiency_are_against_the_fewest_devices_of_runs_equal_in_all_else(
     runs: list[RunFacts], param: str, shown: list[str]
 ) -> None:
-    assert rows_of(runs, param)[1:] == shown
+    assert columns_of(runs, param) == shown
 
 
-def test_the_text_is_a_table_with_what_differs_and_a_line_of_stages_a_run() -> None:
+def test_a_table_has_the_metrics_the_values_that_differ_and_what_is_the_same() -> None:
     second = facts("second\x1b[31m", "cpu*2", 150.0, recipe="toy", **{"size.table_rows": "4"})
+    runs = [second, facts("first", "cpu", 100.0, recipe="toy", only="x", **{"size.table_rows": "3"})]
+    assert table_of(runs, "devices").splitlines() == [
+        "run        first  second\\x1b[31m",
+        "samples/s    100             150",
+        "devices      cpu           cpu*2",
+        "only           x               -",
+        "",
+        "the same in all: recipe toy",
+    ]
+
+
+def test_a_table_fits_a_terminal_however_many_runs_and_however_long_their_names() -> None:
     runs = [
-        dataclasses.replace(second, stages_ms={"forward": 3.0, "lookup": 1.0}),
-        facts("first", "cpu", 100.0, recipe="toy", only="x", **{"size.table_rows": "3"}),
+        facts(f"run-{number:02}-" + "x" * (number * 5), "cpu", 1.0, lr=str(number)) for number in range(24)
     ]
-    lines = text_of(runs, "devices").splitlines()
-    assert [line.split() for line in lines[:3]] == [
-        ["run", "devices", "only", "samples/s"],
-        ["first", "cpu", "x", "100"],
-        ["second\\x1b[31m", "cpu*2", "-", "150"],
-    ]
-    assert "the same in all: recipe toy" in lines
-    assert lines[-1] == "second\\x1b[31m: 4 ms a step: forward 75%, lookup 25%"
-    # columns that end alike keep their sections
-    names = ("train.lr", "table.lr", "model.dim")
-    runs = [facts(value, "cpu", 1.0, **dict.fromkeys(names, value)) for value in ("1", "2")]
-    assert rows_of(runs, "devices")[0].startswith("run dim table.lr train.lr ")
+    table = table_of(runs, "lr")
+    assert max(map(len, table.splitlines())) <= 80
+    blocks = table.split("\n\n")[:-1]
+    assert len(blocks) > 2
+    assert sum(block.splitlines()[0].count("run-") for block in blocks) == len(runs)
 
 
-def test_metrics_on_other_validation_rows_are_marked_and_never_the_best(tmp_path: Path) -> None:
+def test_metrics_on_other_validation_rows_are_marked() -> None:
     def run(name: str, auc: float, rows: str, **params: str) -> RunFacts:
         made = facts(name, "cpu", None, **params)
         return dataclasses.replace(made, metrics={"final_auc": auc}, measured=rows)
 
     runs = [
-        run("a", 0.826, "2,425 rows 1a2b", lr="1"),
-        run("b", 0.587, "4,042 rows 3c4d", lr="2"),
-        run("c", 0.597, "4,042 rows 3c4d", lr="3"),
+        run("a", 0.826, "2,425", lr="1"),
+        run("b", 0.587, "4,042", lr="2"),
+        run("c", 0.597, "4,042", lr="3"),
     ]
-    assert rows_of(runs, "devices") == [
-        "run lr auc measured on",
-        "a 1 0.826* 2,425 rows 1a2b",
-        "b 2 0.587 4,042 rows 3c4d",
-        "c 3 0.597 4,042 rows 3c4d",
-    ]
-    assert "* measured on other validation rows" in text_of(runs, "devices")
-    page = write_comparison(runs, tmp_path, "devices").read_text()
-    assert re.findall(r'class="number best">([^<]*)<', page) == ["0.597"]
-    assert "measured on" not in text_of(runs[1:], "devices")
+    rows = rows_of(runs, "devices")
+    assert rows["auc"] == ["0.826*", "0.587", "0.597"]
+    assert rows["on"] == ["2,425", "4,042", "4,042"]
+    assert "* measured on other validation rows" in table_of(runs, "devices")
+    assert "measured on" not in table_of(runs[1:], "devices")
     tested = dataclasses.replace(runs[1], metrics={"final_auc": 0.587, "test/auc": 0.581})
-    assert rows_of([tested, runs[2]], "devices") == [
-        "run lr auc test auc",
-        "b 2 0.587 0.581",
-        "c 3 0.597 -",
-    ]
-    # seeds that hold out rows of their own: equal sets of rows can be compared
-    seeds = [
-        run(f"{lr}{seed}", 0.5 + lr / 10, f"9 rows {seed}", lr=str(lr), **{"train.seed": str(seed)})
-        for lr in (1, 2)
-        for seed in (0, 1)
-    ]
-    page = write_comparison(seeds, tmp_path, "devices").read_text()
-    assert re.findall(r'class="number best">([^<]*)<', page)[0] == "0.7 ±0"
+    assert "test auc  0.581      -" in table_of([tested, runs[2]], "devices")
 
 
 def test_validation_rows_are_equal_however_columns_are_read(data_dir: Path, tmp_path: Path) -> None:
@@ -185,96 +181,20 @@ def test_validation_rows_are_equal_however_columns_are_read(data_dir: Path, tmp_
     assert len({one, *others}) == 3
 
 
-def test_runs_that_differ_in_their_seed_alone_are_one_row_of_means(tmp_path: Path) -> None:
-    runs = [
-        dataclasses.replace(
-            facts(f"{lr}-{seed}", "cpu", None, lr=lr, **{"train.seed": str(seed)}),
-            metrics={"final_auc": 0.8 + seed / 1000, "summary_samples_per_s_median": 1000.0 + 10**seed},
-        )
-        for lr in ("0.1", "0.2")
-        for seed in (0, 1, 2)
-    ]
-    page = write_comparison([*runs, facts("alone", "cpu", 5.0, lr="0.3")], tmp_path, "lr").read_text()
-    means, each = re.findall(r"<tbody>(.*?)</tbody>", page, flags=re.DOTALL)
-    cells = [re.sub(r"<[^>]*>|\s+", " ", row).split() for row in means.split("</tr>")][:-1]
-    assert [row[:4] for row in cells[:2]] == [[lr, "·", "3", "seeds"] for lr in ("0.1", "0.2")]
-    assert cells[0][-5:-2] == ["0.801", "±0.001", "1,010"]  # of speeds the median
-    assert (len(cells), cells[2][0], each.count("<tr>")) == (3, "alone", 7)
-    same = [*(facts(f"again-{k}", "cpu", 5.0, lr="0.1") for k in (1, 2)), runs[-1]]
-    assert "0.1 · 2 runs" in write_comparison(same, tmp_path, "lr").read_text()
-    # of rows that differ in many values the first run gives the name
-    many = {f"train.p{number}": "0" for number in range(9)}
-    other = [facts("b", "cpu", 5.0, **dict.fromkeys(many, "1"))]
-    alike = [facts(f"a-{k}", "cpu", 5.0, **many) for k in (1, 2)]
-    # a long number is short in the name, too
-    long = [
-        facts(f"{len(lr)}-{k}", "cpu", 5.0, lr=lr) for lr in ("3.585225018805626e-05", "None") for k in (1, 2)
-    ]
-    page = write_comparison(long, tmp_path, "lr").read_text()
-    assert ">3.585e-05 · 2 runs<" in page
-    assert ">- · 2 runs<" in page
-    assert "3.585225018805626e-05" not in page.partition("Each run")[0]
-    assert ">a-1 · 2 runs<" in write_comparison([*alike, *other], tmp_path, "devices").read_text()
-
-
-def test_the_page_holds_all_of_a_sweep(sweep: tuple[list[Report], Settings, Path], tmp_path: Path) -> None:
-    reports, _, _ = sweep
-    runs = read_runs(reports[0].tracking_uri, [report.run_id for report in reports])
-    assert [run.replicas for run in runs] == [1, 2, 8]
-    for run in runs:
-        assert run.metrics["summary_samples_per_s_median"] > 0
-        assert {"forward", "backward", "lookup"} <= set(run.stages_ms)
-        assert len(run.curves["valid/mse"]) == 2
-        assert all(seconds >= 0 for _, seconds, _ in run.curves["train/loss"])
-    text = write_comparison(runs, tmp_path / "out", "devices").read_text()
-    # two metrics over steps and over seconds, stages, speed
-    assert text.count("<svg") == 2 * len(runs[0].curves) + 2
-    for k in range(3):  # a button and, in each picture of curves, a line
-        assert text.count(f'data-curve="run{k}"') == 1
-        assert text.count(f'<g id="run{k}">') == 2 * len(runs[0].curves)
-    assert re.findall(r'(?:src|href)="(http[^"]*)"', text) == [
-        html.escape(report.run_url) for report in reports if report.run_url.startswith("http")
-    ]
-    assert len(text) < 1e6
-
-
-def test_names_with_odd_characters_are_text_on_the_page(tmp_path: Path) -> None:
-    names = ["</script><script>alert(1)</script>", "costs $5 & 6^", "b & c\u2028"]
-    runs = [
-        dataclasses.replace(
-            facts(name, f"cpu*{place + 1}", 1.0, note=name),
-            stages_ms={"x": 1.0},
-            curves={"$a$": [(0.0, 0.0, 1.0)]},
-        )
-        for place, name in enumerate(names)
-    ]
-    for param in ("devices", "note"):
-        page = write_comparison(runs, tmp_path, param).read_text()
-        assert "<script>alert(1)" not in page
-        assert page.count("&lt;/script&gt;&lt;script&gt;alert(1)&lt;/script&gt;") >= 1
-        assert "costs $5 &amp; 6^" in page.partition("<svg")[2]
-
-
-def test_the_command_finds_runs_by_name_and_logs_its_page_in_an_experiment_of_its_own(
+def test_the_command_finds_runs_by_name_or_id_and_leads_to_mlflows_comparison(
     sweep: tuple[list[Report], Settings, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reports, _, folder = sweep
     monkeypatch.setenv("DPHYBRID_DATA_DIR", str(folder))
     monkeypatch.chdir(tmp_path)
-    out = command("compare", reports[0].run_name, reports[2].run_id, "--out", "two", "--log")
-    assert f"2 runs: {(tmp_path / 'two' / 'index.html').as_uri()}" in out
-    logged = out.strip().rpartition(" ")[2]
-    client = MlflowClient(reports[0].tracking_uri)
-    run = client.get_run(logged)
-    assert run.info.status == "FINISHED"
-    assert "mlflow.parentRunId" not in run.data.tags
-    assert "compare/index.html" in {item.path for item in client.list_artifacts(logged, "compare")}
-    assert client.get_experiment(run.info.experiment_id).name == "dphybrid comparisons"
-    text = command("compare", reports[0].run_name, reports[2].run_id, "--text")
-    assert re.search(rf"{reports[2].run_name} +cpu\*8 ", text)
+    out = command("compare", reports[0].run_name, reports[2].run_id)
+    assert re.search(rf"run +{reports[0].run_name} +{reports[2].run_name}\n", out)
+    assert re.search(r"devices +cpu +cpu\*8\n", out)
+    ids = unquote(out.splitlines()[-1]).partition("#/compare-runs?runs=")[2]
+    assert ids.startswith(f'["{reports[0].run_id}", "{reports[2].run_id}"]&experiments=["')
     monkeypatch.setattr("dphybrid.tracking.compare._PAGE", 2)  # older runs are on a later page
     every = find_runs(reports[0].tracking_uri, "dphybrid")
-    assert every == [report.run_id for report in reports]  # the page's own run is none of them
+    assert every == [report.run_id for report in reports]
 
 
 def test_wrong_calls_say_what_is_there(
@@ -295,15 +215,11 @@ def test_wrong_calls_say_what_is_there(
         ),
         (lambda: read_runs(uri, [one, one]), "needs at least two runs, and there is one"),
         (lambda: read_runs(uri, ["0000", one]), "'0000': cannot be read"),
-        (lambda: read_runs(uri, list(map(str, range(MAX_CELLS + 1)))), "257 runs do not fit on one page"),
     ]:
         with refused(words):
             call()
     monkeypatch.setenv("DPHYBRID_DATA_DIR", str(folder))
-    (folder / "a_file").touch()
     every = ["compare", "--experiment", "dphybrid"]
-    said = command(*every, "--out", str(folder / "a_file"), ends=2)
-    assert "name a folder; the page is its index.html" in said
     said = command(*every, "--group-by", "train.batchsize", ends=2)
     assert "no run has this param; did you mean 'train.batch_size'?" in said
     for name, value, words in [
@@ -328,8 +244,4 @@ def test_metrics_that_are_not_finite(tmp_path: Path) -> None:
         client.set_terminated(run_id)
     runs = read_runs(uri, find_runs(uri, "odd"))
     assert [run.metrics["final_loss"] for run in runs[:2]] == [math.inf] * 2
-    assert "inf" in text_of(runs, "devices")
-    text = write_comparison(runs, tmp_path / "all", "devices").read_text()
-    assert re.findall(r'class="number best">([^<]*)<', text) == ["0.5"]
-    alike = [dataclasses.replace(run, params={**run.params, "model.dim": "8"}) for run in runs]
-    assert ">inf<" in write_comparison(alike, tmp_path / "seeds", "devices").read_text()
+    assert rows_of(runs, "devices")["loss"] == ["inf", "inf", "nan", "0.5"]
