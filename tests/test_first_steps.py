@@ -1,16 +1,14 @@
-"""What a person types first: help, init, completion, plan, wrong input; and Ctrl-C during imports."""
+"""What a person types first: help, init, plan, wrong input; and Ctrl-C during imports."""
 
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from dphybrid.cli.completion import script
 from dphybrid.cli.main import make_parser
 from dphybrid.config import flatten
 from dphybrid.recipes.configs import build_config, given_values, load_config
@@ -35,32 +33,6 @@ def test_help_lists_the_recipes_with_their_sentences() -> None:
         assert f"{recipe} {find_recipe(recipe).summary}" in shown
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-def test_bash_completes_commands_flags_recipes_and_runs(tmp_path: Path) -> None:
-    for name in ("first-run", "$(touch ran)", "first two"):
-        (tmp_path / "data" / "runs" / name).mkdir(parents=True)
-    (tmp_path / "c.bash").write_text(script("bash", make_parser()))
-    ask = """t() {
-      COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=(); _shtab_dphybrid
-      echo $(printf '%s\\n' "${COMPREPLY[@]}" | sort -u)
-    }
-    """
-    asked = {
-        "t dphybrid prep": "prepare",
-        "t dphybrid train --data.lab": "--data.label",
-        "t dphybrid train --recipe c": "convnet ctr",
-        "t dphybrid predict fi": "first-run",
-        "t dphybrid train --resume ''": "first-run",
-        "t dphybrid devices --": "--ask --help --live",
-        "t dphybrid --print": "--print-completion",
-    }
-    environment = os.environ | {"DPHYBRID_DATA_DIR": str(tmp_path / "data")}
-    program = f". {tmp_path / 'c.bash'}\n{ask}" + "\n".join(asked)
-    told = subprocess.check_output(["bash", "-c", program], text=True, env=environment, cwd=tmp_path)
-    assert told.splitlines() == list(asked.values())
-    assert not (tmp_path / "ran").exists(), "a run's name was run as a command"
-
-
 @pytest.mark.parametrize("names", [("a,b", "c"), ("a", "b"), (" a",), ("[1]",), ("[a", "b]"), ('["x"]',), ()])
 def test_a_list_of_odd_names_is_read_back_from_flags(names: tuple[str, ...]) -> None:
     config = build_config({"recipe": "ctr", "data": {"path": "x.csv", "label": "y", "ignore": names}})
@@ -72,13 +44,6 @@ def test_printed_flags_are_read_back() -> None:
     given = {"data.path": "a b.csv", "data.label": "-y"}
     read = make_parser().parse(["train", *shlex.split(as_flags(given))])
     assert flatten(read.values) == given
-
-
-@pytest.mark.parametrize(("shell", "word"), [("zsh", "#compdef dphybrid"), ("fish", "-l data.label")])
-def test_other_shells_have_their_form(shell: str, word: str) -> None:
-    shown = command("--print-completion", shell)
-    assert word in shown
-    assert "/runs" in shown
 
 
 def test_check_shows_how_batches_are_split(data_dir: Path) -> None:

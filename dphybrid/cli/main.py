@@ -3,12 +3,11 @@
 import argparse
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from pkgutil import get_data
-from typing import Any
 
 from dphybrid.cli.parser import Command, Parser, page_of, run_cli
 from dphybrid.recipes.registry import find_recipe, recipe_names
@@ -32,8 +31,6 @@ def make_parser() -> Parser:
     """Return the parser of the whole command."""
     parser = Parser(prog="dphybrid", usage="dphybrid COMMAND ...", epilog=_recipes_text())
     parser.add_argument("--version", action="version", version=f"dphybrid {version('dphybrid')}")
-    shells = "print completions for bash, zsh or fish, see docs/configure.md"
-    parser.add_argument("--print-completion", action=_PrintCompletion, metavar="SHELL", help=shells)
     commands = parser.add_subparsers(
         dest="name", required=True, metavar="COMMAND", parser_class=Parser, help=argparse.SUPPRESS
     )
@@ -69,16 +66,6 @@ def _flags_of(name: str) -> type[Command]:
     return flags
 
 
-def subcommands(parser: Parser) -> Iterator[tuple[str, Parser]]:
-    """Yield name and parser of each subcommand, with the flags of the default recipe."""
-    for action in parser.actions:
-        if isinstance(action, argparse._SubParsersAction):
-            action.help = None  # shtab leaves out what the help does not show
-            for name, command in action.choices.items():
-                command.fill()
-                yield name, command
-
-
 def _recipes_text() -> str:
     """Return the list of recipes for the help page, each with its summary."""
     names = recipe_names()
@@ -93,14 +80,6 @@ def _recipes_text() -> str:
         lines += [f"  {name:<{wide}}{first}", *(" " * (wide + 2) + line for line in rest)]
     title = "recipes (`dphybrid train --recipe NAME`, `--help --recipe NAME` for its values):"
     return "\n".join([title, *lines])
-
-
-class _PrintCompletion(argparse.Action):
-    def __call__(self, parser: Any, _namespace: object, shell: Any, _flag: object = None) -> None:
-        from dphybrid.cli.completion import script
-
-        print(script(shell, parser), end="")
-        parser.exit()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

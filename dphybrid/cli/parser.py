@@ -149,11 +149,6 @@ class Parser(argparse.ArgumentParser):
         self._action_groups.remove(group)
         self._action_groups.insert(0, group)
 
-    def replace_flags(self) -> None:
-        """From now on a flag that is added replaces one of the same name."""
-        for place in (self, *self._action_groups):
-            place.conflict_handler = "resolve"
-
     def parse(self, argv: Sequence[str]) -> Any:
         """Return the command that a command line gives. Exits with a message for a wrong one."""
         return self.parse_args(argv).command

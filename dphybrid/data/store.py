@@ -10,6 +10,7 @@ import io
 import json
 import os
 import shutil
+import zlib
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +22,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
-from isal import isal_zlib
 from pydantic import BaseModel, Field
 
 from dphybrid.data.batches import Array, ArrayDataset, Dataset
@@ -386,7 +386,7 @@ def _save_blocks(
 
         def write(name: str, chunk: memoryview | bytes) -> None:
             with naming(files[name]):
-                sums[name] = isal_zlib.crc32(chunk, sums[name])
+                sums[name] = zlib.crc32(chunk, sums[name])
                 streams[name].write(chunk)
 
         for name, (shape, dtype) in shapes.items():

@@ -7,12 +7,11 @@ import json
 import stat
 import sys
 import textwrap
+import zlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePath
 from types import CodeType
-
-from isal import isal_zlib
 
 from dphybrid.util.errors import UserError
 
@@ -94,14 +93,14 @@ def file_crc(path: Path) -> str:
     # readinto reuses one buffer; read() would allocate one for each chunk.
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(chunk):
-            crc = isal_zlib.crc32(chunk[:count], crc)
+            crc = zlib.crc32(chunk[:count], crc)
     return f"{crc:08x}"
 
 
 def _file_block_sums(path: Path) -> str:
     """Return the CRC-32 of each 256 KiB of a file in hex, as earlier checkpoints have them."""
     with path.open("rb", buffering=0) as file:
-        return "".join(f"{isal_zlib.crc32(block):08x}" for block in iter(lambda: file.read(2**18), b""))
+        return "".join(f"{zlib.crc32(block):08x}" for block in iter(lambda: file.read(2**18), b""))
 
 
 SUMS = {"sha256": file_digest, "crc32": file_crc, "block_sums": _file_block_sums}

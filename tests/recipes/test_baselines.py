@@ -153,7 +153,7 @@ def test_facts_of_the_data_are_computed_once_and_a_damaged_one_again(tmp_path: P
     (data.path / "facts" / "calls.json").write_text("{")
     assert data.fact("calls", compute) == [2]
     assert find_recipe("ctr").baselines(data) == find_recipe("ctr").baselines(data)
-    assert sorted(file.name for file in (data.path / "facts").iterdir()) == ["baselines-3.json", "calls.json"]
+    assert sorted(file.name for file in (data.path / "facts").iterdir()) == ["baselines-4.json", "calls.json"]
     assert (
         find_recipe("ctr").open(data.path, verified=True).digest == data.digest
     )  # no file of the data itself

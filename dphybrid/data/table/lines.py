@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 import numpy as np
-from isal import igzip, isal_zlib
 
 from dphybrid.util.errors import UserError
 
@@ -40,14 +39,13 @@ _ENCODINGS = (
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
 _UNPACKERS: tuple[tuple[bytes, str, Callable[[IO[bytes]], Any]], ...] = (
-    (rb"\x1f\x8b", "gzip", lambda raw: igzip.IGzipFile(fileobj=raw)),
+    (rb"\x1f\x8b", "gzip", lambda raw: gzip.GzipFile(fileobj=raw)),
     (rb"BZh[1-9](1AY&SY|\x17rE)", "bzip2", bz2.BZ2File),
     (rb"\xfd7zXZ\0", "xz", lzma.LZMAFile),
     (rb"\x28\xb5\x2f\xfd", "Zstandard", zstd.ZstdFile),
 )
 """Patterns of a packed file's first bytes, names, and how to unpack."""
-_PACKING_ERRORS: tuple[type[Exception], ...] = (EOFError, zlib.error, lzma.LZMAError)
-_PACKING_ERRORS += (cast(type[Exception], isal_zlib.error), gzip.BadGzipFile, zstd.ZstdError)
+_PACKING_ERRORS = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, zstd.ZstdError)
 # A text may begin with the letters of some formats, but goes on with others.
 _NO_TEXT = rb"[\x00-\x08\x0e-\x1f\x80-\xff]"
 _BINARY = (

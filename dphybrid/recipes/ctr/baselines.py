@@ -1,26 +1,23 @@
 """Baselines to compare a table's model with: a constant, and a linear model.
 
-Letters: B rows, F id columns, N numbers, C classes, V ids, E ids of a row with those of its bags, X inputs.
+Letters: B rows, F id columns, L items of a bag, N numbers, C classes, V ids.
 """
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding_bag
 
 from dphybrid.data.batches import Dataset, evenly_spaced
 from dphybrid.data.store import Prepared
 from dphybrid.training.label_tasks import LabelTask, label_task
-from dphybrid.util.compiling import eager
 
 _LINEAR_ROWS = 2**16
 """The linear model is fitted on at most this many evenly spaced training rows, divided by the number of its
 outputs."""
-_ITERATIONS = 20
-"""Iterations of the linear model's optimizer."""
 _LOOKED_AT = 2**18
 """Baselines are evaluated on at most this many evenly spaced rows."""
 
@@ -28,7 +25,7 @@ _LOOKED_AT = 2**18
 def baselines(data: Prepared) -> dict[str, dict[str, float]]:
     """Return the metrics on the validation rows of two predictions: the most frequent class (for numbers:
     their mean), and a linear model of the same encoded rows. Computed once for prepared data."""
-    return data.fact("baselines-3", lambda: _baselines(data))
+    return data.fact("baselines-4", lambda: _baselines(data))
 
 
 def _baselines(data: Prepared) -> dict[str, dict[str, float]]:
@@ -76,81 +73,57 @@ def _outputs(logits: Tensor, valid: Mapping[str, Tensor], task: LabelTask) -> di
 def _linear(
     train: Mapping[str, Tensor], valid: Mapping[str, Tensor], info: Mapping[str, Any], task: LabelTask
 ) -> Tensor:
-    """Return the logits on the validation rows of a linear model: of the weights w that minimize the summed
-    loss + |w|^2 / 2, as scikit-learn's LogisticRegression by default. Its inputs are one-hot columns of the
-    ids, then the numbers; the intercept has no penalty.
+    """Return the logits on the validation rows of scikit-learn's linear model, with its default penalty. Its
+    inputs are one-hot columns of the ids, and the numbers."""
+    # Imported here, as this takes a second.
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.linear_model import LogisticRegression, PoissonRegressor, Ridge
 
-    L-BFGS on inputs that are scaled by a bound of the loss's curvature: 20 iterations come closer to the
-    minimum than 100 without it, and importing scikit-learn alone takes longer.
-    """
-    rows, labels_B = _Inputs(train, info), train["labels_B"]
-    weights_B = train.get("weights_B", torch.ones(len(labels_B))).float()
-    if info.get("class_weights"):
-        counts_C = torch.bincount(labels_B.long())
-        weights_B = weights_B * (len(labels_B) / ((counts_C > 0).sum() * counts_C))[labels_B.long()]
-    scale_X1 = (1 + 0.25 * rows.squares_X(weights_B))[:, None].rsqrt()
-    scaled_XC = torch.zeros(len(scale_X1), task.num_outputs, requires_grad=True)
-    lbfgs: Any = eager(torch.optim.LBFGS)
-    optimizer = lbfgs([scaled_XC], max_iter=_ITERATIONS, history_size=10, line_search_fn="strong_wolfe")
-
-    def closure() -> float:
-        weights_XC = scaled_XC.detach() * scale_X1
-        logits = rows.times(weights_XC).requires_grad_()
-        with torch.enable_grad():
-            loss = (task.loss(logits, labels_B) * weights_B).sum()
-        (grad_B,) = torch.autograd.grad(loss, logits)
-        penalized_XC = weights_XC.clone()
-        penalized_XC[-1] = 0
-        scaled_XC.grad = (rows.transposed_times(grad_B) + penalized_XC) * scale_X1
-        return float(loss.detach() + 0.5 * penalized_XC.square().sum())
-
-    optimizer.step(closure)
-    logits = _Inputs(valid, info).times(scaled_XC.detach() * scale_X1)
-    if task.num_outputs > 1:  # a class without training rows gets a probability near 0
-        logits[:, torch.bincount(labels_B.long(), minlength=task.num_outputs) == 0] = -30.0
+    inputs, labels_B = _inputs(train, info), train["labels_B"].double().numpy()
+    weights_B = train.get("weights_B", torch.ones(len(labels_B))).double().numpy()
+    if task.label.task == "counts":
+        model = PoissonRegressor(alpha=1 / weights_B.sum())
+    elif task.label.task == "regression":
+        model = Ridge(solver="sparse_cg")
+    else:
+        model = LogisticRegression(class_weight="balanced" if info.get("class_weights") else None)
+    classes = np.unique(labels_B).astype(int)
+    if isinstance(model, LogisticRegression) and len(classes) < 2:
+        return _constant_outputs(train, valid, task)["logits"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # a baseline may stop early
+        model.fit(inputs, labels_B, sample_weight=weights_B)
+    if not isinstance(model, LogisticRegression):
+        return torch.from_numpy(_inputs(valid, info) @ model.coef_ + model.intercept_).float()
+    scores = torch.from_numpy(model.decision_function(_inputs(valid, info))).float()
+    if task.num_outputs == 1:
+        return scores
+    # A class without training rows gets a probability near 0.
+    logits = torch.full((len(scores), task.num_outputs), -30.0)
+    logits[:, classes] = scores if scores.dim() > 1 else torch.stack([torch.zeros_like(scores), scores], 1)
     return logits
 
 
-class _Inputs:
-    """The rows as inputs X of a linear model, a sparse matrix (B, X): V one-hot columns for the ids (an item
-    of a bag counts 1 / the bag's size), then the numbers and the intercept."""
+def _inputs(batch: Mapping[str, Tensor], info: Mapping[str, Any]) -> Any:
+    """Return the rows as a sparse matrix (B, V + N): one-hot columns for the ids (an item of a bag counts
+    1 / the bag's size), then the numbers."""
+    from scipy.sparse import csr_matrix
 
-    def __init__(self, batch: Mapping[str, Tensor], info: Mapping[str, Any]) -> None:
-        starts_F = torch.tensor([0, *info["num_ids"]]).cumsum(0)
-        ids_BF, self.num_ids = batch["ids_BF"], int(starts_F[-1])
-        ids, self.shares_BE = [ids_BF + starts_F[: ids_BF.shape[1]]], None
-        if "bags_BFL" in batch:
-            bags_BFL = batch["bags_BFL"]
-            # Padding (-1) becomes some column with the value 0.
-            is_item_BFL = bags_BFL >= 0
-            ids.append((bags_BFL.clamp(min=0) + starts_F[ids_BF.shape[1] : -1, None]).flatten(1))
-            shares_BFL = is_item_BFL / is_item_BFL.sum(2, keepdim=True).clamp(min=1)
-            self.shares_BE = torch.cat([torch.ones(ids_BF.shape), shares_BFL.flatten(1)], 1)
-        self.ids_BE = torch.cat(ids, 1)
-        dense_BN = batch["dense_BN"].float()
-        self.dense_BN = torch.cat([dense_BN, torch.ones(len(dense_BN), 1)], 1)
-
-    def times(self, weights_XC: Tensor) -> Tensor:
-        """Return the matrix times weights: (B,) of one output, else (B, C)."""
-        weights_VC, weights_NC = weights_XC.split([self.num_ids, self.dense_BN.shape[1]])
-        of_ids_BC = embedding_bag(self.ids_BE, weights_VC, mode="sum", per_sample_weights=self.shares_BE)
-        found_BC = of_ids_BC + self.dense_BN @ weights_NC
-        return found_BC.squeeze(1) if found_BC.shape[1] == 1 else found_BC
-
-    def transposed_times(self, values_BC: Tensor) -> Tensor:
-        """Return the transposed matrix times values of the rows: (X, C)."""
-        columns = [self._summed(each_B) for each_B in values_BC.view(len(values_BC), -1).T]
-        return torch.cat([torch.stack(columns, 1), self.dense_BN.T @ values_BC.view(len(values_BC), -1)])
-
-    def squares_X(self, weights_B: Tensor) -> Tensor:
-        """Return the weighted sum of the squares of each input (one-hot: of the values themselves)."""
-        return torch.cat([self._summed(weights_B), self.dense_BN.square().T @ weights_B])
-
-    def _summed(self, values_B: Tensor) -> Tensor:
-        values_BE = values_B[:, None].expand(self.ids_BE.shape)
-        values_BE = values_BE if self.shares_BE is None else values_BE * self.shares_BE
-        # Half the time of bincount.
-        return torch.zeros(self.num_ids).scatter_add_(0, self.ids_BE.flatten(), values_BE.flatten())
+    starts_F = torch.tensor([0, *info["num_ids"]]).cumsum(0)
+    ids_BF, num_ids = batch["ids_BF"], int(starts_F[-1])
+    columns, values = [ids_BF + starts_F[: ids_BF.shape[1]]], [torch.ones(ids_BF.shape)]
+    if "bags_BFL" in batch:
+        bags_BFL = batch["bags_BFL"]
+        is_item_BFL = bags_BFL >= 0
+        # Padding (-1) becomes some column with the value 0.
+        columns.append((bags_BFL.clamp(min=0) + starts_F[ids_BF.shape[1] : -1, None]).flatten(1))
+        values.append((is_item_BFL / is_item_BFL.sum(2, keepdim=True).clamp(min=1)).flatten(1))
+    dense_BN = batch["dense_BN"].float()
+    columns.append((num_ids + torch.arange(dense_BN.shape[1])).expand(dense_BN.shape))
+    found, shares = torch.cat(columns, 1), torch.cat([*values, dense_BN], 1).double()
+    ends = np.arange(len(found) + 1) * found.shape[1]
+    shape = len(found), num_ids + dense_BN.shape[1]
+    return csr_matrix((shares.flatten().numpy(), found.flatten().numpy(), ends), shape)
 
 
 def _spaced(rows: Dataset, most: int) -> dict[str, Tensor]:
