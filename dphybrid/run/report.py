@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from dphybrid.config import ExperimentConfig, fields_of, flatten
 from dphybrid.data import rows_of_batch
-from dphybrid.data.table.whole import AMOUNTS, LISTS
+from dphybrid.data.table.numbers import LISTS
 from dphybrid.recipes.configs import given_values
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import attached
@@ -318,10 +318,7 @@ def _about_columns(facts: Mapping[str, Any], importance: Mapping[str, float]) ->
         return ""
     unseen = max(facts.get("unseen", {}).items(), key=lambda item: item[1], default=("", 0.0))
     needless = [name for name, lost in importance.items() if lost <= 0]
-    amounts, lists = (
-        [str(column["name"]) for column in columns if said in str(column.get("reason", ""))]
-        for said in (AMOUNTS, LISTS)
-    )
+    lists = [str(column["name"]) for column in columns if LISTS in str(column.get("reason", ""))]
     if lists:
         names = ",".join(lists[:4])
         return f"columns: cells of {names} look like lists of values; try --data.bags {names}"
@@ -330,9 +327,6 @@ def _about_columns(facts: Mapping[str, Any], importance: Mapping[str, float]) ->
             f"columns: {unseen[1]:.0%} of the validation values of {unseen[0]} have no training row; try "
             f"--data.ignore {unseen[0]}"
         )
-    if amounts:
-        names = ",".join(amounts[:4])
-        return f"columns: whole numbers are read as amounts; if they are ids, --data.categorical {names}"
     if needless:
         names = ",".join(needless[:4])
         return f"columns: shuffling these does not harm validation; try --data.ignore {names}"

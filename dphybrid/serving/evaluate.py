@@ -13,7 +13,7 @@ import polars as pl
 import torch
 
 from dphybrid.data.batches import Array
-from dphybrid.data.table.cells import as_texts, clean
+from dphybrid.data.table.cells import clean
 from dphybrid.data.table.files import find_files, read_files
 from dphybrid.data.table.frames import as_frame
 from dphybrid.data.table.rows import Rejected
@@ -136,12 +136,12 @@ def evaluate(
         raise UserError(
             f"the rows have no column {label.name!r}, the label{hint}; dphybrid predict needs none"
         )
-    texts = as_texts(clean([frame[label.name]], predictor.no_value)[0])
-    known_B = texts.is_not_null()
+    (cells,) = clean([frame[label.name]], predictor.no_value)
+    known_B = cells.is_not_null()
     if not known_B.any():
         raise UserError(f"the rows have no label: {label.name!r} is empty in all of them")
-    frame, texts = frame.filter(known_B), texts.filter(known_B)
-    labels_B = torch.from_numpy(label.encoded(_numbers(label.name, predictor.classes, texts)))
+    frame = frame.filter(known_B)
+    labels_B = torch.from_numpy(label.encoded(predictor.encoder.answers(cells.filter(known_B))))
     data = in_memory({**predictor.encoded(frame), "labels_B": labels_B})
     outputs = validation_outputs(predictor.model, data, predictor.batch_size, predictor.task)
     metrics = predictor.task.compute(outputs)
@@ -205,21 +205,6 @@ def _frame_of(predictor: Predictor, rows: object) -> pl.DataFrame:
             f"{first['file']}: line {first['line']} cannot be read ({first['reason']}); correct or remove it"
         )
     return pl.concat(pieces, how="vertical_relaxed")
-
-
-def _numbers(name: str, classes: tuple[str, ...], texts: pl.Series) -> Array:
-    """Return the labels as numbers, or as numbers of their classes."""
-    if classes:
-        numbers = texts.replace_strict(
-            list(classes), list(range(len(classes))), default=None, return_dtype=pl.Float64
-        )
-        wanted = f"one of the model's classes, {', '.join(map(repr, classes[:6]))}"
-    else:
-        numbers, wanted = texts.cast(pl.Float64, strict=False), "a number"
-    if numbers.null_count():
-        odd = texts.filter(numbers.is_null())[0]
-        raise UserError(f"label {name!r}: {odd!r} is not {wanted}; correct it, or remove its rows")
-    return numbers.to_numpy()
 
 
 def _thresholds(labels_B: Array, probabilities_B: Array, own: float) -> pl.DataFrame:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from dphybrid.data.table import cells
 from dphybrid.data.table.column import Column
-from dphybrid.data.table.kinds import Bag, Category, Ignore, Numeric, Text, Time
+from dphybrid.data.table.kinds import Bag, Category, Ignore, Numeric, Text, Time, Whole
 from dphybrid.embedding import find_tables
 from dphybrid.parallel import find_data_parallel
 from dphybrid.serving.predict import Predictor, open_predictor
@@ -31,7 +31,7 @@ from dphybrid.util.files import check_target, making, read_json, write_json, wri
 _EXAMPLES = 11
 """Samples of the batch that programs are traced with: hardly a size that also occurs in the model, which
 torch.export could take for the batch size."""
-_KINDS = (Bag, Category, Ignore, Numeric, Text, Time)
+_KINDS = (Bag, Category, Ignore, Numeric, Text, Time, Whole)
 """Kinds of columns that exported/predict.py can encode."""
 PROGRAM = Path(__file__).parent / "exported" / "predict.py"
 _README = """# Predictions of {predicts}

@@ -42,6 +42,9 @@ table = partial(table_of, header="yes", valid_fraction=0.25)
         ("hash", [str(2**70 + i % 7) for i in range(60)], "categorical"),
         ("", [str(i) for i in range(60)], "ignore"),
         ("n", [str(100 + i + (i > 30)) for i in range(60)], "ignore"),  # a row was left out
+        ("year", [str(1950 + i) for i in range(60)], "numeric"),
+        ("dose", [str(i) for i in range(60)], "numeric"),
+        ("No", [str(i) for i in range(60)], "ignore"),
         ("day", [str(i * 7) for i in range(60)], "numeric"),
         ("word", ["a", "1"] * 30, "categorical"),
         ("nothing", [], "ignore"),
@@ -81,18 +84,20 @@ def test_one_odd_date_is_told_as_the_reason(tmp_path: Path) -> None:
         (["10", "9"], ["9", "10"]),
         (["yes", "no"], ["no", "yes"]),
         (["True", "False"], ["False", "True"]),
-        (["1.0", "0.0"], ["0.0", "1.0"]),
+        (["1.0", "0.0"], ["0", "1"]),
     ],
 )
 def test_which_label_is_one_does_not_depend_on_the_order_of_rows(
-    tmp_path: Path, values: list[object], classes: list[str]
+    tmp_path: Path, values: list[str], classes: list[str]
 ) -> None:
     for number, order in enumerate((values, values[::-1])):
         (tmp_path / str(number)).mkdir()
         labels = [order[i % 2] for i in range(20)]
         prepared = table(tmp_path / str(number), {"n": [i * i for i in range(20)], "y": labels})
         assert prepared.manifest.facts["classes"] == classes
-        assert prepared.arrays["labels_B"].tolist() == [float(label == classes[1]) for label in labels]
+        assert prepared.arrays["labels_B"].tolist() == [
+            float(label.split(".")[0] == classes[1]) for label in labels
+        ]
         assert f"{classes[1]!r} is 1, {classes[0]!r} is 0" in prepared.describe()
 
 
@@ -230,7 +235,7 @@ class Backwards(Category):
 
 def test_a_kind_of_ones_own_reads_each_text() -> None:
     column = Backwards(name="c", learned=pl.Series(["a", "b"]))
-    encoder = Encoder((column,), Label.of({})).written(TableDataConfig())
+    encoder = Encoder((column,), Label.of({}), column).written(TableDataConfig())
     assert encoder.as_given
     arrays, _ = encoder.encode(Cells({"c": pl.Series(["a", " b", "c"] * 100)}, ()))
     assert arrays["ids_BF"][:3, 0].tolist() == [3, 2, 1]
@@ -243,7 +248,7 @@ def test_texts_have_the_ids_that_they_have_when_they_are_cleaned_first(
 ) -> None:
     texts = ["a", " a", "b\u2003", "b", "NA", " NA ", "", " ", "B", "x", "7", None]
     column = Category(name="c", learned=pl.Series(["a", "b", "7"]), **options)
-    encoder = Encoder((column,), Label.of({}))
+    encoder = Encoder((column,), Label.of({}), column)
     by_hand = {"NA": 0, None: 0, "": 0, "a": 2, "b": 3, "7": 4} | (
         {"B": 3} if "ignore_case" in options else {}
     )

@@ -7,10 +7,10 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
+from dphybrid.data.table.whole import AMOUNTS, LISTS
 from torch import Tensor, nn
 
 import dphybrid
-from dphybrid.data.table.whole import AMOUNTS, LISTS
 from dphybrid.recipes.configs import build_config
 from dphybrid.run.report import advice
 from dphybrid.training.importance import importance, in_memory, num_rows

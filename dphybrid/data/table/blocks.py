@@ -121,6 +121,7 @@ def parse_plain(
     blanks = (
         dialect.quote != ""
         or not text.isascii()
+        or any(no[-1].isdigit() for no in no_value)  # also written otherwise: -999 as -999.0
         or any(sign in text for sign in _BLANKS if sign != separator)
     )
     # Each text for no value is compared with every cell: pass only those whose letters the block holds.

@@ -4,6 +4,8 @@ An exported model contains a copy of this file, so it imports nothing from the p
 Ids: 0 = no value, 1 = unknown value. Letters: B rows, L items of a bag.
 """
 
+import ast
+import json
 import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,6 +29,7 @@ _MAX_DEVIATION = 100.0
 """Standard deviations at which a number is clipped, so that one absurd value cannot dominate a batch."""
 _PYTHON = {type(None), bool, int, float, str, bytes, date, datetime, time, timedelta, Decimal}
 """Types of Python that polars reads as they are."""
+_IS_NUMBER = r"^[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?$"
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|[+-]?inf"
 _ISO = r"^\d{4}-\d{1,2}-\d{1,2}$"
 _ZONE = r"(?:Z|UTC|GMT|(?:UTC|GMT)?[+-]\d{1,2}(?::?\d{2})?)(?:\s*[\[(][^\])]*[\])])?|\b[A-Z]{3,4}"
@@ -40,6 +43,22 @@ _PART = r"\d+(?:\.\d+)?\s*(?:d(?:ays?)?|h(?:ours?|rs?)?|m(?:in(?:ute)?s?)?|s(?:e
 _DURATION = rf"^{_PART}(?:\s*{_PART})*$"
 _CLOCK = r"^(\d+):([0-5]\d):([0-5]\d(?:\.\d+)?)$"
 _WORD = r"\w+(?:['’]\w+)*"
+IS_LIST = r"(?s)^\s*\[.*\]\s*$"
+"""A list as JSON and Python write it."""
+_ITEM = r"""\"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|[^,\s"'][^,]*"""
+TRUE, FALSE = ("1", "t", "true", "y", "yes"), ("0", "f", "false", "n", "no")
+"""The two values of a flag, in lower case."""
+DASHES = ("-", "--", "–", "—")
+"""What stands for no value among numbers and dates."""
+_ZONES = {
+    name: hours
+    for hours, names in (
+        *((0, "UTC GMT WET"), (1, "CET BST WEST"), (2, "EET CEST"), (3, "EEST MSK"), (9, "JST")),
+        *((-4, "EDT"), (-5, "EST CDT"), (-6, "CST MDT"), (-7, "MST PDT"), (-8, "PST")),
+    )
+    for name in names.split()
+}
+"""Hours of named time zones."""
 
 
 def is_list_of_items(dtype: pl.DataType) -> bool:
@@ -59,7 +78,8 @@ def of_objects(name: str, values: Sequence[Any], as_text: Callable[[Any], str] |
     """Return a column of Python objects. None, nan, pd.NA and NaT are no value; arrays and tuples are lists.
 
     as_text: for values of other types; without it, they raise TypeError."""
-    if set(map(type, values)) <= _PYTHON:
+    types = set(map(type, values))
+    if types <= _PYTHON and datetime not in types:
         return pl.Series(name, values, strict=False)
 
     def plain(value: Any) -> Any:
@@ -67,6 +87,8 @@ def of_objects(name: str, values: Sequence[Any], as_text: Callable[[Any], str] |
             value = value.item()
         elif hasattr(value, "to_pydatetime"):
             value = value.to_pydatetime()
+        if type(value) is datetime and value.tzinfo is not None:
+            return value.isoformat()  # as a text: polars would turn each into the same zone
         if isinstance(value, list | tuple | np.ndarray):
             return list(map(plain, value))
         if value is None or type(value).__name__ in ("NAType", "NaTType"):
@@ -114,7 +136,9 @@ def clean(columns: Iterable[pl.Series], missing: Iterable[str]) -> list[pl.Serie
     texts = pl.col(name for each in names.values() for name in each if schema[name] == pl.String)
     is_none = texts.is_in(list(none))
     if marks:
-        is_none |= texts.cast(pl.Float64, strict=False).is_in(marks).fill_null(False)
+        # A comma before other than three digits is a decimal mark.
+        numbers = texts.str.replace(r"^([+-]?\d+),(\d{1,2}|\d{4,})$", "$1.$2").cast(pl.Float64, strict=False)
+        is_none |= numbers.is_in(marks).fill_null(False)
     return frame.with_columns(pl.when(~is_none).then(texts)).get_columns()
 
 
@@ -139,6 +163,8 @@ def _read(names: list[str], dtype: pl.DataType, marks: list[float]) -> pl.Expr:
         cells, dtype = cells.dt.total_microseconds() / 1e6, pl.Float64()
     if not dtype.is_numeric():
         return cells.cast(pl.String).str.strip_chars()
+    if isinstance(dtype, pl.Decimal) and not dtype.scale:  # whole numbers, exact beyond 2^53
+        cells, dtype = cells.cast(pl.Int128), pl.Int128()
     if dtype in (
         pl.Float16,
         pl.Float32,
@@ -151,41 +177,50 @@ def _read(names: list[str], dtype: pl.DataType, marks: list[float]) -> pl.Expr:
 
 def as_texts(cells: pl.Series) -> pl.Series:
     """Return cells as the texts that a file would hold: whole numbers without a decimal mark, also those of
-    floats, true and false, dates as 2024-12-31, and times of day only where there are some."""
+    floats, true and false, dates as 2024-12-31, and times of day only where there are some; with the zone,
+    where there is one."""
     if cells.dtype == pl.String:
         return cells
-    texts = cells.dt.replace_time_zone(None) if isinstance(cells.dtype, pl.Datetime) else cells
-    texts = texts.cast(pl.String)
+    if isinstance(cells.dtype, pl.Datetime):
+        if cells.dtype.time_zone is not None:
+            return cells.dt.to_string("%Y-%m-%d %H:%M:%S%.f%:z")
+        return cells.cast(pl.String).str.replace(r"\.0+$", "").str.strip_suffix(" 00:00:00")
+    texts = cells.cast(pl.String)
     if cells.dtype.is_float():
         # pandas makes floats of whole numbers beside a missing one: 7.0 is 7.
-        whole = (cells == cells.floor()) & (cells.abs() < 2**53)
-        return cells.cast(pl.Int64, strict=False).cast(pl.String).zip_with(whole, texts)
-    if isinstance(cells.dtype, pl.Datetime):
-        return texts.str.replace(r"\.0+$", "").str.strip_suffix(" 00:00:00")
+        whole = (cells == cells.floor()) & (cells.abs() < 1e38)
+        return cells.cast(pl.Int128, strict=False).cast(pl.String).zip_with(whole, texts)
     return texts
 
 
-def texts_of(cells: pl.Series, known: pl.Series, kind: str = "") -> pl.Series:
+def number_texts(cells: pl.Series) -> pl.Series:
+    """Return numbers as texts of one form, with all digits of whole ones: 7 for 7.0, +7, 007 and 7E0. Other
+    texts stay as they are."""
+    texts = as_texts(cells.cast(pl.Int8) if cells.dtype == pl.Boolean else cells)
+    if cells.dtype != pl.String or not texts.str.contains(r"^0\d|[^\d]").any():
+        return texts
+    texts = texts.str.replace(r"^\+?(-?)0*(\d+?)(?:\.0*)?$", "$1$2").str.replace("^-0$", "0")
+    others = texts.str.contains(r"\d") & texts.str.contains(r"[.eE]") & texts.str.contains(_IS_NUMBER)
+    if not others.any():
+        return texts
+    numbers = texts.set(~others, None).cast(pl.Float64, strict=False)
+    return as_texts(numbers).zip_with(numbers.is_finite().fill_null(False), texts)
+
+
+def texts_of(cells: pl.Series, form: str = "text") -> pl.Series:
     """Return cells as the texts of a column of categories, each value in one form.
 
-    kind: text; number, where 7, 7.0 and +7 are one value; boolean, where True, TRUE and 1 are the value true;
-    or empty, for encoders of earlier versions: whole numbers of floats as the known texts write them."""
-    if kind == "number":
-        texts = as_texts(cells)
-        if cells.dtype != pl.String or not texts.str.contains(r"[.+]").any():
-            return texts
-        return texts.str.replace(r"^\+?(-?\d+)(?:\.0*)?$", "$1").str.replace(
-            r"^\+?(-?\d*\.\d*[1-9])0*$", "$1"
-        )
-    if kind == "boolean":
-        return as_texts(cells).str.to_lowercase().replace({"1": "true", "0": "false"})
-    if kind:
+    form: text; number, where 7, 7.0 and +7 are one value; or FALSE/TRUE, the words for the values of a flag,
+    where True, TRUE, 1, 1.0 and yes are one value."""
+    if form == "text":
         return as_texts(cells)
-    texts = cells.cast(pl.String)
-    if not cells.dtype.is_float():
-        return texts
-    whole = texts.str.strip_suffix(".0")
-    return whole.zip_with(whole.is_in(known.implode()), texts)
+    numbers = number_texts(cells)
+    if form == "number":
+        return numbers
+    no, yes = form.split("/")
+    return as_texts(
+        numbers.str.to_lowercase().replace({**dict.fromkeys(FALSE, no), **dict.fromkeys(TRUE, yes)})
+    )
 
 
 def numbers_of(cells: pl.Series, decimal: str = ".", thousands: str = "", marks: bool = False) -> pl.Series:
@@ -213,9 +248,9 @@ def plain_numbers(cells: pl.Series, decimal: str, thousands: str, marks: bool = 
     group = re.escape(thousands)
     # In India, groups have two digits, the last one has three.
     groups = (
-        rf"\d{{1,3}}(?:{group}\d{{2,3}})*{group}\d{{3}}"
+        rf"[1-9]\d{{0,2}}(?:{group}\d{{2,3}})*{group}\d{{3}}"
         if thousands == ","
-        else rf"\d{{1,3}}(?:{group}\d{{3}})+"
+        else rf"[1-9]\d{{0,2}}(?:{group}\d{{3}})+"
     )
     whole = rf"(?:{groups}|\d+)" if group else r"\d+"
     mark = re.escape(decimal)
@@ -223,6 +258,12 @@ def plain_numbers(cells: pl.Series, decimal: str, thousands: str, marks: bool = 
     texts = cells.str.replace_all(thousands, "", literal=True) if group else cells
     texts = texts.str.replace_all(decimal, ".", literal=True)
     return texts.set(~cells.str.contains(pattern).fill_null(True), None)
+
+
+def numbers_as_written(cells: pl.Series, decimal: str, thousands: str, marks: bool) -> pl.Series:
+    """Return `plain_numbers` of cells, and the texts that are none as they are."""
+    plain = plain_numbers(cells, decimal, thousands, marks)
+    return plain.zip_with(plain.is_not_null(), cells) if cells.dtype == pl.String else cells
 
 
 def without_marks(cells: pl.Series) -> pl.Series:
@@ -261,14 +302,14 @@ def read_numbers(cells: pl.Series, decimal: str = ".", thousands: str = "", mark
 
 
 def read_times(cells: pl.Series, day_first: bool) -> pl.Series:
-    """Return Datetimes of dates, with or without a time of day; None for other texts.
+    """Return Datetimes of dates, with or without a time of day, as the clock shows them; None for other
+    texts.
 
     Dates: 2024-12-31, 2024/12/31, 20241231, 31.12.2024, 12/31/2024, 12-31-2024, 12/31/24, 31 Dec 2024,
-    December 31, 2024. Clocks: 8:30, 08:30:15.5, 8:30 PM; 083015 after 20241231T. Time zones are dropped: the
-    clock stays as written. Years of two digits are 1969 to 2068. day_first: read 31/12/2024,
+    December 31, 2024. Clocks: 8:30, 08:30:15.5, 8:30 PM; 083015 after 20241231T. The clock is that of the
+    zone, if one is written; see `zones_of`. Years of two digits are 1969 to 2068. day_first: read 31/12/2024,
     not 12/31/2024."""
     if cells.dtype.is_temporal():
-        # The clock as written, as for texts.
         local = cells.dt.replace_time_zone(None) if isinstance(cells.dtype, pl.Datetime) else cells
         return local.cast(pl.Datetime("us"), strict=False)
     words = as_texts(cells).str.strip_chars().str.replace(r"(\d)T(\d)", "$1 $2")
@@ -300,6 +341,21 @@ def read_times(cells: pl.Series, day_first: bool) -> pl.Series:
         .select(pl.col("date").dt.combine(pl.col("clock")))
         .to_series()
     )
+
+
+def zones_of(texts: pl.Series) -> pl.Series:
+    """Return the minutes by which the zone of each time is ahead of UTC: 0 without one, None for names of
+    zones that are not known."""
+    zone = texts.str.extract(rf":\d{{2}}(?:[.,]\d+)?(?:\s*[AaPp]\.?[Mm]\.?)?\s*({_ZONE})$", 1)
+    zone = (
+        zone.str.replace(r"\s*[\[(].*$", "").str.replace("^Z$", "UTC").str.replace("^(?:UTC|GMT)([+-])", "$1")
+    )
+    parts = (zone.str.extract(r"^([+-])(\d{1,2}):?(\d{2})?$", part) for part in (1, 2, 3))
+    sign, hours, minutes = parts
+    ahead = hours.cast(pl.Int64) * 60 + minutes.cast(pl.Int64).fill_null(0)
+    ahead = ahead * sign.replace_strict({"+": 1, "-": -1}, default=None, return_dtype=pl.Int64)
+    named = zone.replace_strict(_ZONES, default=None, return_dtype=pl.Int64) * 60
+    return ahead.fill_null(named).set(zone.is_null(), 0)
 
 
 def _iso_dates(dates: pl.Series, day_first: bool) -> pl.Series:
@@ -348,17 +404,51 @@ def time_parts(times: pl.Series) -> list[Array]:
 
 
 def items_of(cells: pl.Series, separator: str, most: int | None = None) -> pl.Series:
-    """Return the items of cells as lists, stripped and without empty ones. separator: between items; [] for
-    cells such as ["a", "b"]. most: keep only the first ones (None: all)."""
+    """Return the items of cells as lists, stripped and without empty ones. Lists as JSON or Python write them
+    are read as such, with the text of their items as it is.
+
+    separator: between the items of other texts; []: these are read like lists. most: keep only the first ones
+    (None: all)."""
+    if cells.dtype == pl.List:
+        # The items of lists may be whole numbers or categories, hence the cast to texts.
+        items = cells.cast(pl.List(pl.String))
+    else:
+        texts = as_texts(cells)
+        is_list = texts.str.contains(IS_LIST) | (separator == "[]")
+        items = texts.str.split("," if separator == "[]" else separator)
+        if is_list.any():
+            items = _listed(texts.set(~is_list, None)).zip_with(is_list.fill_null(False), items)
     item = pl.element().str.strip_chars()
-    if cells.dtype != pl.List:
-        texts, mark = as_texts(cells), separator
-        if separator == "[]":
-            texts, mark = texts.str.strip_chars("[]() ").str.replace_all("[\"']", ""), ","
-        cells = texts.str.split(mark)
-    # The items of lists may be whole numbers or categories, hence the cast to texts.
-    items = cells.cast(pl.List(pl.String)).list.eval(item.filter(item != ""))
+    items = items.list.eval(item.filter(item != ""))
     return items if most is None else items.list.head(most)
+
+
+def _listed(texts: pl.Series) -> pl.Series:
+    """Return the items of lists as JSON or Python write them."""
+    inner = texts.str.replace(r"(?s)^\s*[\[(](.*)[\])]\s*$", "$1")
+    item = pl.element().str.strip_chars()
+    is_quoted = item.str.contains("(?s)^(?:\".*\"|'.*')$")
+    plain = pl.when(is_quoted).then(item.str.slice(1, item.str.len_chars() - 2)).otherwise(item)
+    none = ~is_quoted & item.is_in(["None", "null", "nan", "NaN"])
+    items = inner.str.extract_all(_ITEM).list.eval(pl.when(~none).then(plain))
+    escaped = texts.str.contains("\\", literal=True).fill_null(False)
+    if not escaped.any():
+        return items
+    known = {text: _parsed(text) for text in texts.filter(escaped).unique().to_list()}
+    exact = pl.Series([known.get(text) for text in texts.to_list()], dtype=pl.List(pl.String))
+    return exact.zip_with(escaped & exact.is_not_null(), items)
+
+
+def _parsed(text: str) -> list[str] | None:
+    """Return the items of a list in JSON or in Python; None for other texts."""
+    for parse in (json.loads, ast.literal_eval):
+        try:
+            found = parse(text)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+        if isinstance(found, list | tuple):
+            return [str(item) for item in found if item is not None]
+    return None
 
 
 def words_of(cells: pl.Series, most: int | None = None) -> pl.Series:
@@ -395,6 +485,18 @@ def bucket_ids(numbers_B: Array, edges: Sequence[float]) -> Array:
         place_B = 1 + np.searchsorted(edges, numbers_B, side="right")
     place_B[np.isnan(numbers_B)] = 0
     return place_B
+
+
+def value_ids(numbers_B: Array, known_V: Array, ids_V: Array) -> Array:
+    """Return the ids (B,) of whole numbers, nan for no value. known_V: the known ones, by size; ids_V: their
+    ids."""
+    if not len(known_V):
+        found_B: Array = np.full(len(numbers_B), UNKNOWN_ID, np.int32)
+    else:
+        place_B = np.searchsorted(known_V, numbers_B).clip(max=len(known_V) - 1)
+        found_B = np.where(known_V[place_B] == numbers_B, ids_V[place_B], UNKNOWN_ID).astype(np.int32)
+    found_B[np.isnan(numbers_B)] = MISSING_ID
+    return found_B
 
 
 def ids_of(texts: Iterable[str | None], known: Mapping[str | None, int], first: int, buckets: int) -> Array:

@@ -1,7 +1,7 @@
 """The base class of the kinds of columns, the values that a column is inferred and fitted from, and the
 dictionary of its texts. Letters: B rows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, ClassVar, Self, cast
@@ -22,10 +22,9 @@ class Sample:
     """The cells of a column in the first rows, from which its kind is inferred.
 
     cells: only those with a value, as texts (`as_texts`), whatever the file stores, or as lists. num_rows:
-    number of these rows. whole: the table has no other rows. beside_label: returns the cells of more rows,
-    with the label's outputs as `label_outputs` gives them; None without a label. typed: the file stores
-    numbers. declared: the file says that the values are categories. comma_file: other columns write decimals
-    with a comma.
+    number of these rows. whole: the table has no other rows. more: the cells of more rows, if any. typed: the
+    file stores numbers. declared: the file says that the values are categories. comma_file: other columns
+    write decimals with a comma.
     """
 
     name: str
@@ -33,20 +32,22 @@ class Sample:
     num_rows: int
     whole: bool
     data: TableDataConfig
-    beside_label: Callable[[], tuple[pl.Series, Array | None]] | None = None
     typed: bool = False
     declared: bool = False
     comma_file: bool = False
+    more: pl.Series | None = None
 
 
 @dataclass(frozen=True)
 class TrainingValues:
     """The values of a column in the training rows, from which it is fitted. numbers: returns those of a
-    sample of the rows. texts: returns the distinct texts, and the number of training rows with each."""
+    sample of the rows, every: of all rows. texts: returns the distinct texts, and the number of training rows
+    with each."""
 
     # Functions, as a kind calls only one of them and each reads the whole column from disk.
     data: TableDataConfig
     numbers: Callable[[], pl.Series]
+    every: Callable[[], pl.Series]
     texts: Callable[[], tuple[pl.Series, Array]]
 
 
@@ -116,6 +117,21 @@ class Column(Section):
     def extended(self, newer: "Column") -> Self:
         """Return the column with the values that only `newer` has added; its ids and statistics stay."""
         return self
+
+    def covers(self, earlier: Self) -> bool:
+        """Return whether this column tells apart all that `earlier` does."""
+        return bool(self.learned == earlier.learned)
+
+    @property
+    def vocabulary(self) -> pl.Series | None:
+        """The learned values that have an id each, as texts; None for a column without."""
+        return None
+
+    @classmethod
+    def restored(cls, values: dict[str, Any], vocabularies: Iterator[pl.Series]) -> Self:
+        """Return the column that was saved as `values`, with the next one of the saved vocabularies if it has
+        one."""
+        return cls(**values)
 
     @property
     def form(self) -> str:

@@ -17,7 +17,7 @@ from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array
 from dphybrid.data.foreign import misread
 from dphybrid.data.store import ENCODER_VERSION, Prepared, verify_prepared
-from dphybrid.data.table.cells import FIRST_ID, MISSING_ID, bucket_ids, one_width, standardized
+from dphybrid.data.table.cells import FIRST_ID, MISSING_ID, one_width, standardized
 from dphybrid.data.table.column import Column
 from dphybrid.data.table.kinds import Bag, Category, Numbers, ids_of_columns, kind_of
 from dphybrid.data.table.labels import Label
@@ -28,13 +28,14 @@ from dphybrid.util.files import read_json
 
 @dataclass(frozen=True)
 class Encoder:
-    """Columns fitted to the training rows, and the label. Saved in each checkpoint.
+    """Columns fitted to the training rows, the label, and how its cells are read. Saved in each checkpoint.
 
     In the arrays, columns of numbers come first (`dense_BN`, and their buckets in `ids_BF`), then categories
     (`ids_BF`), then bags (`bags_BFL`). as_given: look texts up first, and clean only those not found."""
 
     columns: tuple[Column, ...]
     label: Label
+    answer: Column
     as_given: bool = False
 
     @cached_property
@@ -73,7 +74,7 @@ class Encoder:
                 dense = range(num_dense, num_dense + 1 + part.learned.indicator)
                 found[column.name] += [("dense_BN", position) for position in dense]
                 num_dense = dense.stop
-                if part.learned.edges is not None:
+                if part.learned.num_ids:
                     found[column.name].append(("ids_BF", num_ids))
                     num_ids += 1
         for position, category in enumerate(self.categories, num_ids):
@@ -114,6 +115,22 @@ class Encoder:
         odd = (values[c.name].null_count() - cells[c.name].null_count() for c in self.numbers)
         return self.arrays(values, known=known), sum(odd)
 
+    def answers(self, cells: pl.Series) -> Array:
+        """Return the label's numbers, or the numbers of its classes (B,), of stripped cells that have a
+        value. Raises UserError that names a cell that is neither."""
+        values = self.answer.values(cells)
+        numbers, wanted = values, "a number"
+        if self.classes:
+            places = pl.Series(range(len(self.classes)), dtype=pl.Float64)
+            numbers = values.replace_strict(pl.Series(self.classes), places, default=None)
+            wanted = f"one of the model's classes, {', '.join(map(repr, self.classes[:6]))}"
+        if numbers.null_count():
+            odd = cells.filter(numbers.is_null())[0]
+            raise UserError(
+                f"label {self.label.name!r}: {odd!r} is not {wanted}; correct it, or remove its rows"
+            )
+        return numbers.to_numpy()
+
     def arrays(
         self,
         values: Mapping[str, pl.Series],
@@ -141,7 +158,7 @@ class Encoder:
                 scale = part.learned
                 dense.append(standardized(numbers_B, scale.log, scale.mean, scale.std))
                 dense += [np.isnan(numbers_B)] if scale.indicator else []
-                ids += [] if scale.edges is None else [bucket_ids(numbers_B, scale.edges)]
+                ids += [scale.ids(numbers_B)] if scale.num_ids else []
         ids += [ids_of[column.name] for column in self.categories]
         num_rows, *_ = (*map(len, values.values()), *map(len, ids_of.values()))
         arrays = {
@@ -161,13 +178,13 @@ class Encoder:
 
     def written(self, data: TableDataConfig) -> "Encoder":
         """Return the encoder for files in the notation that `data` sets, such as another decimal mark."""
-        columns = (
+        *columns, answer = (
             c.model_copy(update={key: value for key, value in data.reading.items() if key in c.options()})
-            for c in self.columns
+            for c in (*self.columns, self.answer)
         )
         # If a learned text means no value in these files, it must be cleaned before it is looked up.
         as_given = not any(column.knows(data.no_value) for column in self.categories)
-        return replace(self, columns=tuple(columns), as_given=as_given)
+        return replace(self, columns=tuple(columns), answer=answer, as_given=as_given)
 
     def extended(self, newer: "Encoder") -> "Encoder":
         """Return the encoder with the values that only `newer` has added; old ids keep their meaning. Raises
@@ -211,21 +228,20 @@ class Encoder:
         if mine != theirs or self.label != other.label:
             return False
         for column, earlier in zip(self.columns, other.columns, strict=True):
-            if not isinstance(column, Category):
-                if column.learned != earlier.learned:
-                    return False
-            elif not earlier.learned.is_in(column.learned.implode()).all():
+            if not column.covers(earlier):
                 return False
         return True
 
     def save(self, folder: Path) -> None:
         """Write `encoder.json` and `vocabularies.parquet` into `folder`."""
         folder.mkdir(exist_ok=True)
-        columns = [{"role": c.role, **c.model_dump(mode="json")} for c in self.columns]
-        page = {"version": ENCODER_VERSION, "columns": columns, **self.label.facts()}
+        *columns, answer = (
+            {"role": c.role, **c.model_dump(mode="json")} for c in (*self.columns, self.answer)
+        )
+        page = {"version": ENCODER_VERSION, "columns": columns, "answer": answer, **self.label.facts()}
         (folder / "encoder.json").write_text(json.dumps(page, indent=1, ensure_ascii=False), encoding="utf-8")
         # Not in the JSON: with millions of values, reading it would take seconds before each prediction.
-        texts = [c.learned.implode() for c in self.columns if isinstance(c, Category)]
+        texts = [c.vocabulary.implode() for c in self.columns if c.vocabulary is not None]
         values = pl.concat([pl.Series([], dtype=pl.List(pl.String)), *texts])
         pl.DataFrame({"values": values}).write_parquet(folder / "vocabularies.parquet")
 
@@ -241,12 +257,9 @@ class Encoder:
         with misread(folder):
             # Saved in the order of the columns that have one.
             vocabularies = iter(pl.read_parquet(folder / "vocabularies.parquet", glob=False)["values"])
-            columns = []
-            for values in page["columns"]:
-                kind = kind_of(values.pop("role"))
-                learned = {"learned": next(vocabularies)} if kind.coded else {}
-                columns.append(kind(**values, **learned))
-            return cls(tuple(columns), Label.of(page))
+            columns = [kind_of(each.pop("role")).restored(each, vocabularies) for each in page["columns"]]
+            answer = kind_of(page["answer"].pop("role"))(**page["answer"])
+            return cls(tuple(columns), Label.of(page), answer)
 
 
 def _side_by_side(columns: Sequence[Array], num_rows: int, dtype: type[np.generic]) -> Array:
@@ -282,7 +295,8 @@ def open_base(path: Path) -> Base:
 def old_ids(base: Encoder, now: Encoder) -> list[Array]:
     """Return, for each id column, an array that maps new ids to the base's id of the same value; new values
     map to the base's unknown id or hash bucket."""
-    found = [np.arange(num_ids) for number in base.numbers for _, _, num_ids in number.tables]
+    numbers = zip(base.numbers, now.numbers, strict=True)
+    found = [ids for old, new in numbers for ids in old.ids_of_newer(new)]
     for old, new in zip((*base.categories, *base.bags), (*now.categories, *now.bags), strict=True):
         # The number of hash buckets is part of `form`, so that it is the same in both.
         hashed = FIRST_ID + len(old.learned) + np.arange(old.hash_buckets)

@@ -7,9 +7,9 @@ Letters: B rows, N dense columns, L items of a bag.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, cached_property
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 import numpy as np
 import polars as pl
@@ -18,6 +18,7 @@ from pydantic import Field, create_model
 from dphybrid.config import Names
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.table.cells import (
+    DASHES,
     FEW,
     FIRST_ID,
     MISSING_ID,
@@ -25,6 +26,8 @@ from dphybrid.data.table.cells import (
     bag_ids,
     ids_of,
     items_of,
+    number_texts,
+    numbers_as_written,
     numbers_of,
     read_times,
     texts_of,
@@ -35,15 +38,20 @@ from dphybrid.data.table.column import Array, Column, Sample, TrainingValues
 from dphybrid.data.table.numbers import (
     USUAL,
     Scale,
+    are_numbers,
     fit_scale,
+    flag_of,
     has_leading_zeros,
     how_dates_are_read,
-    ids_or_amounts,
     is_day_first,
+    is_free_text,
     looks_like_dates,
     not_numbers,
     notation_of,
+    numbers_rows,
+    repeat,
     separator_of,
+    unlike,
     why_not_numeric,
 )
 from dphybrid.util.errors import UserError
@@ -57,7 +65,6 @@ _BUCKET_ROWS = 4096
 memorises its rows. docs/quality.md compares 128 with 4,096."""
 _SOME = 20
 """Cells that are looked at before all cells of a column."""
-_PLAIN_NUMBER = r"^[+-]?(?:\d+\.?\d*|\.\d+)$"
 _INT32_MAX = 2**31 - 1
 """Largest int32: ids are stored as such."""
 
@@ -77,12 +84,29 @@ class Ignore(Column):
         if sample.cells.dtype != pl.String or sample.declared:
             return None
         # A model would learn from a row number when a row was written, and new rows are beyond all of them.
-        numbers = sample.cells.cast(pl.Int64, strict=False)
+        if not numbers_rows(sample.name):
+            return None
+        numbers = number_texts(sample.cells).cast(pl.Int64, strict=False)
         counts = len(numbers) == sample.num_rows >= _ROW_NUMBERS and not numbers.null_count()
         if not counts or has_leading_zeros(sample.cells) or not (numbers.diff().drop_nulls() > 0).all():
             return None
         span = int(numbers[-1]) - int(numbers[0])
         return "a row number" if span < (1 + _ROW_GAPS) * sample.num_rows else None
+
+
+class Notated(Column):
+    """A column whose cells may be numbers, and how they are written."""
+
+    decimal: Literal[".", ","] = Field(default=".", examples=["."])
+    """Decimal mark."""
+    thousands: Literal["", ",", ".", " ", "'", "_"] = Field(default="", examples=[""])
+    """Thousands separator; empty: none."""
+    marks: bool = Field(default=False, examples=[False])
+    """true reads $5, 7 %, (0.13) as -0.13, and durations such as 2h20m and 1:02:30 as seconds."""
+
+    @classmethod
+    def inferred(cls, sample: Sample) -> dict[str, Any]:
+        return dict(zip(("decimal", "thousands", "marks"), notation_of(sample)[0], strict=True))
 
 
 class Numbers(Column):
@@ -98,6 +122,10 @@ class Numbers(Column):
     def parts(self) -> "tuple[Numeric, ...]":
         """The numeric columns that this column becomes, each with one number per cell."""
 
+    def wrong(self, cells: pl.Series, values: pl.Series) -> pl.Series:
+        # Infinite numbers and dashes were read as None, too, but count as no value.
+        return not_numbers(cells, values)
+
     def numbers(self, values: pl.Series) -> list[Array]:
         """Return the numbers (B,) of each part, nan for no value."""
         return [values.to_numpy()]
@@ -106,8 +134,12 @@ class Numbers(Column):
     def tables(self) -> list[tuple[str, str, int]]:
         return [(part.name, "buckets", part.learned.num_ids) for part in self.parts if part.learned.num_ids]
 
+    def ids_of_newer(self, newer: "Numbers") -> list[Array]:
+        """Return, for each of the tables, an array that maps the ids of `newer` to this column's."""
+        return [np.arange(num_ids) for _, _, num_ids in self.tables]
 
-class Numeric(Numbers):
+
+class Numeric(Notated, Numbers):
     """A number."""
 
     role = "numeric"
@@ -115,12 +147,6 @@ class Numeric(Numbers):
     flag_help = "Columns to read as numbers, separated by commas; roles of unlisted columns are inferred."
     noun = "number"
 
-    decimal: Literal[".", ","] = Field(default=".", examples=["."])
-    """Decimal mark."""
-    thousands: Literal["", ",", ".", " ", "'", "_"] = Field(default="", examples=[""])
-    """Thousands separator; empty: none."""
-    marks: bool = Field(default=False, examples=[False])
-    """true reads $5, 7 %, (0.13) as -0.13, and durations such as 2h20m and 1:02:30 as seconds."""
     learned: Scale = Scale()
 
     @classmethod
@@ -135,21 +161,13 @@ class Numeric(Numbers):
         if column.marks:
             lengths = sample.cells.head(_SOME).str.contains("[hms:]").any()
             notes.append("durations in seconds" if lengths else "numbers without their marks")
+            notes += unlike(sample.cells)
+        notes += [f"{dash!r} counts as no value" for dash in DASHES if (sample.cells == dash).any()]
         usual = (column.decimal, column.thousands, column.marks) == USUAL
-        if not usual:
-            return ", ".join(notes) + "; --data.decimal and --data.thousands override this"
-        return ", ".join([*notes, said] if (said := ids_or_amounts(sample)[1]) else notes)
-
-    @classmethod
-    def inferred(cls, sample: Sample) -> dict[str, Any]:
-        return dict(zip(("decimal", "thousands", "marks"), notation_of(sample)[0], strict=True))
+        return ", ".join(notes) + "; --data.decimal and --data.thousands override this" * (not usual)
 
     def read(self, cells: pl.Series) -> pl.Series:
         return numbers_of(cells, self.decimal, self.thousands, self.marks)
-
-    def wrong(self, cells: pl.Series, values: pl.Series) -> pl.Series:
-        # Infinite numbers were read as None too, but count as no value instead of rejecting their rows.
-        return not_numbers(cells, values)
 
     def fitted(self, training: TrainingValues) -> Self:
         return self._fitted_to(training.numbers().to_numpy(), training.data)
@@ -164,6 +182,69 @@ class Numeric(Numbers):
     @property
     def parts(self) -> "tuple[Numeric, ...]":
         return (self,)
+
+
+class Whole(Numeric):
+    """A whole number whose values repeat: the number, and a row for each value."""
+
+    role = "whole"
+    flag = "whole"
+    flag_help = (
+        "Columns to read as whole numbers that also have an embedding for each value, separated by commas."
+    )
+    noun = "whole number"
+
+    @classmethod
+    def claims(cls, sample: Sample) -> str | None:
+        said = super().claims(sample)
+        if said is None or not repeat(sample):
+            return None
+        return ", ".join(
+            ["whole numbers that repeat: a row for each value, and the number", *([said] if said else [])]
+        )
+
+    def wrong(self, cells: pl.Series, values: pl.Series) -> pl.Series:
+        return super().wrong(cells, values) | (values != values.floor()).fill_null(False)
+
+    def fitted(self, training: TrainingValues) -> Self:
+        counts = training.every().drop_nulls().rename("value").value_counts(name="rows")
+        known = counts.filter(pl.col("rows") >= training.data.min_count)["value"].cast(pl.Int64).sort()
+        found = self.model_copy(update={"buckets": 0})._fitted_to(
+            training.numbers().to_numpy(), training.data
+        )
+        return found._with(known)
+
+    def _with(self, known: pl.Series) -> Self:
+        return self.model_copy(update={"learned": Scale(**dict(self.learned) | {"known": known})})
+
+    @property
+    def tables(self) -> list[tuple[str, str, int]]:
+        return [(self.name, "categorical", self.learned.num_ids)]
+
+    @property
+    def known(self) -> pl.Series:
+        """The values with their own id, in the order of their ids."""
+        return cast(pl.Series, self.learned.known)
+
+    def extended(self, newer: Column) -> Self:
+        newer_V = cast(Whole, newer).known
+        return self._with(pl.concat([self.known, newer_V.filter(~newer_V.is_in(self.known.implode()))]))
+
+    def ids_of_newer(self, newer: Numbers) -> list[Array]:
+        newer_V = cast(Whole, newer).known.to_numpy()
+        return [np.concatenate([[MISSING_ID, UNKNOWN_ID], self.learned.ids(newer_V)])]
+
+    def covers(self, earlier: Self) -> bool:
+        same = [one.learned.model_dump(exclude={"known"}) for one in (self, earlier)]
+        return same[0] == same[1] and bool(earlier.known.is_in(self.known.implode()).all())
+
+    @property
+    def vocabulary(self) -> pl.Series:
+        return self.known.cast(pl.String)
+
+    @classmethod
+    def restored(cls, values: dict[str, Any], vocabularies: Iterator[pl.Series]) -> Self:
+        return cls(**values)._with(next(vocabularies).cast(pl.Int64))
 
 
 class Time(Numbers):
@@ -217,7 +298,7 @@ class Time(Numbers):
         return time_parts(values)
 
 
-class Category(Column):
+class Category(Notated):
     """Texts with an embedding each."""
 
     role = "categorical"
@@ -233,9 +314,9 @@ class Category(Column):
     """Embeddings that all other values share by a hash, instead of a single unknown one."""
     ignore_case: bool = Field(default=False, examples=[False])
     """true reads Yes and yes as the same value."""
-    type: Literal["", "text", "number", "boolean"] = Field(default="", examples=["text"])
-    """What the values are, however a file or frame stores them. number: 7 and 7.0 are one value; boolean:
-    True, TRUE and 1 are one value. Inferred from the first rows."""
+    type: str = Field(default="text", pattern="^(text|number|[^/]+/[^/]+)$", examples=["text"])
+    """What the values are, however a file or frame stores them. number: 7 and 7.0 are one value; false/true:
+    a flag, where True, 1 and yes are one value, known by the words given. Inferred from the first rows."""
     # Excluded: the encoder saves the texts of all columns in one Parquet file.
     learned: pl.Series = Field(default_factory=lambda: pl.Series("value", [], dtype=pl.String), exclude=True)
     """The values with their own id, in the order of their ids."""
@@ -253,7 +334,7 @@ class Category(Column):
         several = by_case.filter(pl.col("one").list.len() > 1).sort("low")["one"]
         if not len(several):
             return ""
-        if cls._type_of(sample) == "boolean":
+        if "/" in cls._type_of(sample):
             return "upper and lower case count as equal"
         first, second, *_ = sorted(several[0])
         return (
@@ -262,22 +343,19 @@ class Category(Column):
 
     @classmethod
     def inferred(cls, sample: Sample) -> dict[str, Any]:
-        return {"type": cls._type_of(sample)}
+        found = cls._type_of(sample)
+        return {"type": found} | (super().inferred(sample) if found == "number" else {})
 
     @staticmethod
     def _type_of(sample: Sample) -> str:
-        cells = sample.cells
-        if cells.dtype != pl.String or not len(cells):
+        if sample.cells.dtype != pl.String or not len(sample.cells):
             return "text"
-        if cells.head(_SOME).str.to_lowercase().is_in(["true", "false"]).all():
-            return "boolean" if cells.str.to_lowercase().is_in(["true", "false"]).all() else "text"
-        is_number = (
-            cells.head(_SOME).str.contains(_PLAIN_NUMBER).all() and cells.str.contains(_PLAIN_NUMBER).all()
-        )
-        return "number" if is_number and not has_leading_zeros(cells) else "text"
+        return flag_of(sample.cells) or ("number" if are_numbers(sample) else "text")
 
     def read(self, cells: pl.Series) -> pl.Series:
-        texts = texts_of(cells, self.learned, self.type)
+        if self.type == "number":
+            cells = numbers_as_written(cells, self.decimal, self.thousands, self.marks)
+        texts = texts_of(cells, self.type)
         return texts.str.to_lowercase() if self.ignore_case else texts
 
     def fitted(self, training: TrainingValues) -> Self:
@@ -291,6 +369,17 @@ class Category(Column):
         # Ties are broken by the text, as the order in which texts arrive may depend on threads.
         kept = seen.sort(["rows", "value"], descending=[True, False])["value"]
         return self._with(kept if self.top is None else kept.head(self.top))
+
+    def covers(self, earlier: Self) -> bool:
+        return bool(earlier.learned.is_in(self.learned.implode()).all())
+
+    @property
+    def vocabulary(self) -> pl.Series:
+        return self.learned
+
+    @classmethod
+    def restored(cls, values: dict[str, Any], vocabularies: Iterator[pl.Series]) -> Self:
+        return cls(**values, learned=next(vocabularies))
 
     def extended(self, newer: Column) -> Self:
         more = newer.learned.filter(~newer.learned.is_in(self.learned.implode()))
@@ -414,11 +503,14 @@ class Bag(Category):
     @classmethod
     def claims(cls, sample: Sample) -> str | None:
         # Texts such as drama|comedy are only pointed out to the user; see `why_not_numeric`.
-        return "lists" if sample.cells.dtype == pl.List else None
+        are_lists = sample.cells.dtype == pl.List or separator_of(sample.cells, is_bag=False) == "[]"
+        return "lists" if are_lists else None
 
     @classmethod
     def inferred(cls, sample: Sample) -> dict[str, Any]:
         # Not as for categories, which looks at whole cells instead of their items.
+        if sample.cells.dtype == pl.List:
+            return {}
         mark = (
             sample.data.separator
             if sample.data.separator != "auto"
@@ -461,7 +553,9 @@ class Text(Bag):
 
     @classmethod
     def claims(cls, sample: Sample) -> str | None:
-        return None  # never inferred: a free text is read as categories unless the user names it
+        if sample.declared or not is_free_text(sample.cells):
+            return None
+        return f"free text, read as its words; --data.categorical {sample.name} reads each text as one value"
 
     @classmethod
     def inferred(cls, sample: Sample) -> dict[str, Any]:
@@ -475,7 +569,7 @@ class Text(Bag):
         return words_of(cells, most)
 
 
-KINDS: list[type[Column]] = [Bag, Text, Time, Ignore, Numeric, Category]
+KINDS: list[type[Column]] = [Bag, Text, Time, Ignore, Whole, Numeric, Category]
 """All kinds, in the order in which they may claim a column; the last one claims every column."""
 
 

@@ -20,7 +20,7 @@ from dphybrid.data.batches import Array
 from dphybrid.data.table.cells import read_numbers
 from dphybrid.data.table.column import Column, Sample
 from dphybrid.data.table.kinds import Category, Numeric
-from dphybrid.data.table.numbers import FEW_OTHERS, USUAL, is_number, notation_of
+from dphybrid.data.table.numbers import FEW_OTHERS, is_number, mean_and_std
 from dphybrid.util.errors import UserError
 
 _TaskName = Literal["binary", "multiclass", "regression", "counts"]
@@ -118,10 +118,8 @@ class _Regression(Label):
         return f"mean {self.offset:.6g}, standard deviation {self.scale:.6g} in training"
 
     def fitted(self, train_B: Array, weights_B: Array | None) -> Self:
-        mean = float(np.average(train_B, weights=weights_B))
-        std = float(np.sqrt(np.average((train_B - mean) ** 2, weights=weights_B)))
-        # The deviation of a constant label is 0, which cannot be divided by.
-        return self.model_copy(update={"offset": mean, "scale": std or 1.0})
+        mean, std = mean_and_std(train_B, weights_B)
+        return self.model_copy(update={"offset": mean, "scale": std})
 
 
 class _Counts(Label):
@@ -143,9 +141,7 @@ def label_column(sample: Sample) -> Column:
     """Return how the cells of a label are read, inferred from the first ones: as numbers, or as names of
     classes. Raises UserError for numbers with a few texts among them."""
     data, numeric = sample.data, Numeric(name=sample.name, **Numeric.inferred(sample))
-    # Classes keep their names, unless the case of true and false varies.
-    mixed = Category.inferred(sample)["type"] == "boolean" and sample.cells.n_unique() > 2
-    category = Category(name=sample.name, type="boolean" if mixed else "text")
+    category = Category(name=sample.name, **Category.inferred(sample))
     if data.task != "auto":
         return numeric if data.task in ("regression", "counts") else category
     # Many different numbers are values to predict, not classes. A few texts among them are probably mistakes,
@@ -177,20 +173,19 @@ def label_of_numbers(name: str, numbers_B: Array, data: TableDataConfig) -> Labe
     return _LABELS["counts" if data.task == "counts" else "regression"](name=name)
 
 
-def label_of_texts(name: str, values: list[str], data: TableDataConfig, typed: bool) -> tuple[Label, Array]:
-    """Return the label for a column of distinct texts, and the class number (or the number) of each.
-    typed: the files store the column as numbers, not as texts.
+def label_of_texts(column: Category, values: list[str], data: TableDataConfig) -> tuple[Label, Column, Array]:
+    """Return the label for a column of distinct texts, how its cells are read from now on, and the class
+    number (or the number) of each text.
 
     Raises UserError if `data.task` does not fit the values, or if there are fewer than two.
     """
+    name = column.name
     _check_values(name, values, data)
-    cells = pl.Series(values, dtype=pl.String)
-    # Inferred again, now that all values are known: the first rows may have held only a few numbers.
-    sample = Sample(name, cells, len(cells), whole=True, data=data)
-    # Texts made from typed numbers have the usual notation, whatever the config says about files.
-    numbers = read_numbers(cells, *(USUAL if typed else notation_of(sample)[0]))
+    # Looked at again, now that all values are known: the first rows may have held only a few numbers.
+    numbers = read_numbers(pl.Series(values, dtype=pl.String))
     if data.task == "auto" and not numbers.null_count() and _too_many_for_classes(numbers):
-        return _Regression(name=name), numbers.to_numpy()
+        numeric = Numeric(name=name, **column.model_dump(include={"decimal", "thousands", "marks"}))
+        return _Regression(name=name), numeric, numbers.to_numpy()
     if len(values) > _MAX_CLASSES:
         raise UserError(
             f"data.label={data.label}: column {name!r} has {len(values):,} different values, such as "
@@ -204,7 +199,7 @@ def label_of_texts(name: str, values: list[str], data: TableDataConfig, typed: b
         classes.reverse()
     number = {value: float(position) for position, value in enumerate(classes)}
     label = (_Binary if two else _Multiclass)(name=name, classes=tuple(classes))
-    return label, np.array([number[value] for value in values])
+    return label, column, np.array([number[value] for value in values])
 
 
 def _check_values(name: str, values: list[str], data: TableDataConfig) -> None:

@@ -1,36 +1,32 @@
 """How cells write numbers and dates, and how numbers are scaled for a network. Letters: B rows."""
 
 import re
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import cast
 
 import numpy as np
 import polars as pl
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from dphybrid.config import Section
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.table.cells import (
+    DASHES,
+    FALSE,
+    FIRST_ID,
+    IS_LIST,
+    TRUE,
+    bucket_ids,
     items_of,
+    number_texts,
     plain_numbers,
     read_numbers,
     read_times,
     signed_log,
+    value_ids,
     without_marks,
 )
 from dphybrid.data.table.column import Array, Sample
-from dphybrid.data.table.whole import (
-    AMOUNTS,
-    FEW_VALUES,
-    LISTS,
-    MANY,
-    Trial,
-    looks_like_a_count,
-    names_a_thing,
-    time_of_whole_numbers,
-    trial,
-    whole_numbers,
-)
 
 _INFINITE = ("inf", "infinity", "+inf", "-inf", "+infinity", "-infinity", "nan")
 """Lower-cased texts of numbers that are not finite; they count as no value."""
@@ -44,13 +40,30 @@ FEW_OTHERS = 0.05
 """Largest share of cells other than numbers (or dates) that is taken for mistakes in a column of them; the
 first one is then named as the reason why the column is read otherwise."""
 
-# user_id, "user id" and userId name ids; paid does not.
+# user_id, "user id", id_user and userId name ids; paid does not.
 _NAMES_AN_ID = re.compile(
-    r"(?:^|[\W_])(?i:ids?|uid|uuid|guid|code|zip|zipcode|postcode)$|[a-z0-9](?:Id|ID|Code)$"
+    r"(?:^|[\W_])(?i:ids?|uid|uuid|guid|code|key|no|nr|zip|zipcode|postcode)$|^(?i:ids?)[\W_]"
+    r"|[a-z0-9](?:Id|ID|Code|Key|No|Nr)$"
 )
+_NUMBERS_ROWS = re.compile(
+    r"^(?:|0|#|n|x|unnamed.*|(?:.*[\W_])?(?:index|idx|rows?|rownames?|row_?num|row_?number|line|record|number"
+    r"|num|seq|sequence|serial|obs|case))$",
+    re.IGNORECASE,
+)
+_KNOTS = 128
+"""Knots of a number (model.bins): with more different whole numbers, they do not tell all apart."""
+_REPEATED = 0.25
+"""Whole numbers repeat if this share of the rows holds a value that occurs again."""
+LISTS = "reads the items between the marks"
+"""Words in the reason of a column of categories whose cells look like lists."""
 # Digits with marks of decimals or groups of digits.
 _WITH_MARKS = r"^[+-]?\d[\d.,' _]*(?:e\d)?$"
 _MAY_HAVE_MARKS = r"^(?:[^\p{L}\p{N}]|USD|EUR|GBP|CHF|Rs\.?)*\d"
+_UNLIKE = (
+    (r"\d\s?m\b", r"\d\s?[kK]\b", "'m' is read as minutes beside 'k' for thousands; millions are written M"),
+    (r"%\s*$", r"\d$", "percents are read without their sign, beside numbers without one"),
+)
+"""Two notations in one column that may mean different amounts, and what is said of them."""
 _WITH_UNIT = r"^[+-]?\d[\d.,]*\s?([A-Za-zµ°][A-Za-z0-9²³/]*)$"
 # The look of a date, in any order; `read_times` then decides whether it is one.
 _MONTH_NAME = r"(?i:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\.?"
@@ -77,9 +90,11 @@ def is_number(text: str) -> bool:
 
 
 def not_numbers(cells: pl.Series, numbers: pl.Series) -> pl.Series:
-    """Return a mask (B,) of the cells that hold neither a number nor infinity. numbers: the cells as read."""
+    """Return a mask (B,) of the cells that hold neither a number nor infinity nor a dash. numbers: the cells
+    as read."""
     odd = cells.is_not_null() & numbers.is_null()
-    return odd & ~cells.cast(pl.String).str.to_lowercase().is_in(_INFINITE) if odd.any() else odd
+    none = (*_INFINITE, *DASHES)
+    return odd & ~cells.cast(pl.String).str.to_lowercase().is_in(none) if odd.any() else odd
 
 
 @lru_cache(maxsize=1)  # several kinds ask this of one column in turn
@@ -98,12 +113,9 @@ def notation_of(sample: Sample) -> tuple[Notation, pl.Series]:
         for decimal, thousands in _NOTATIONS
         if data.decimal in ("auto", decimal) and data.thousands in ("auto", thousands)
     ]
-    if (
-        sample.comma_file
-        and data.decimal == "auto"
-        and cells.str.contains(r"^[+-]?\d{1,3}(?:\.\d{3})+$").all()
-    ):
-        return (",", ".", False), others((",", ".", False))
+    if sample.comma_file:  # 1.500 and 2,527 are then 1500 and 2.527
+        commas = [(".", "") if not cells.str.contains("[.,]").any() else (",", "."), (",", "")]
+        allowed.sort(key=lambda signs: signs[:2] not in commas)
     odd = others(allowed[0])
     if cells.dtype != pl.String or not len(odd):
         return allowed[0], odd
@@ -111,15 +123,42 @@ def notation_of(sample: Sample) -> tuple[Notation, pl.Series]:
     some, marks = odd.head(_FEW), False
     if not some.str.contains(_WITH_MARKS).all():
         # First what excludes most texts: taking marks away takes 15 calls of polars.
-        if (
-            not some.str.contains(_MAY_HAVE_MARKS).all()
-            or not without_marks(some).str.contains(_WITH_MARKS).all()
-        ):
+        if 2 * int(some.str.contains(_MAY_HAVE_MARKS).sum()) < len(some):
             return allowed[0], odd
-        marks = True
+        marks = bool(without_marks(some).str.contains(_WITH_MARKS).any())
     # min returns the first of equals, so that the usual notation wins a tie.
     tried = [(*signs[:2], marks) for signs in allowed]
     return min(((signs, others(signs)) for signs in tried), key=lambda found: len(found[1]))
+
+
+def flag_of(cells: pl.Series) -> str:
+    """Return the words of a flag as FALSE/TRUE, as `Category.type` has them; empty if cells are no flag."""
+    if cells.head(_SOME_TEXTS).n_unique() > 2 * len(TRUE + FALSE):
+        return ""
+    words = cells.unique().to_list()
+    low = {word.lower() for word in words}
+    named = low - {"0", "1", "0.0", "1.0"}  # digits alone are numbers
+    both = named <= {*TRUE, *FALSE} and named & {*TRUE} and named & {*FALSE}
+    if both and len(words) == 2:  # known by the words that the table has
+        return "/".join(sorted(words, key=lambda word: word.lower() in TRUE))
+    if both and len(named) == 2:
+        return "/".join(sorted(named, key=TRUE.__contains__))
+    # One word alone may be anything, such as the country no.
+    return "false/true" if both or low <= {"true", "false"} else ""
+
+
+def are_numbers(sample: Sample) -> bool:
+    """Return whether all cells of a category are numbers, so that 7 and 7.0 are one value. Leading zeros, and
+    several ways to write a fraction, as in the versions 1.1 and 1.10, belong to texts."""
+    cells = sample.cells
+    signs, odd = notation_of(sample)
+    if len(odd) or has_leading_zeros(cells):
+        return False
+    plain = plain_numbers(cells, *signs)
+    fractions = plain.filter(plain.str.contains(r"\.\d*[1-9]\d*$")).unique()
+    if sample.declared and fractions.str.ends_with("0").any():
+        return False
+    return number_texts(fractions).n_unique() == len(fractions)
 
 
 def writes_commas(sample: Sample) -> bool:
@@ -134,6 +173,12 @@ def writes_commas(sample: Sample) -> bool:
     return decimal == "," and not len(odd)
 
 
+def numbers_rows(name: str) -> bool:
+    """Return whether a column's name says that it numbers the rows. Amounts may count up, too, such as
+    years."""
+    return bool(_NUMBERS_ROWS.search(name) or _NAMES_AN_ID.search(name))
+
+
 def has_leading_zeros(cells: pl.Series) -> bool:
     """Return whether any number of a column is written like 007."""
     return cells.dtype == pl.String and bool(cells.str.contains(r"^-?0\d").any())
@@ -142,44 +187,6 @@ def has_leading_zeros(cells: pl.Series) -> bool:
 @lru_cache(maxsize=1)  # several kinds ask this of one column in turn
 def why_not_numeric(sample: Sample) -> str | None:
     """Return why a column is not read as numbers (empty: most cells are other texts); None if it is."""
-    why = _why_not_numbers(sample)
-    return ids_or_amounts(sample)[0] if why is None else why
-
-
-@lru_cache(maxsize=1)
-def ids_or_amounts(sample: Sample) -> tuple[str | None, str]:
-    """Return why the whole numbers of a column are ids (None: they are not), and what to say of a column of
-    many whole numbers that is read as amounts (empty: nothing)."""
-    name, numbers = sample.name, whole_numbers(plain_numbers(sample.cells, *notation_of(sample)[0]))
-    if numbers is None:
-        return None, ""
-    named = names_a_thing(name)
-    num_values = numbers.n_unique()
-    if num_values <= FEW_VALUES:
-        return ("named like an id" if named else None), ""
-    time = time_of_whole_numbers(numbers)
-    found = None if time else _trial_of(sample)
-    figures = "too few rows for a trial" if found is None else found.text()
-    says = "" if found is None else found.says
-    if says == "ids" or (named and not says and not looks_like_a_count(numbers)):
-        why = "" if says else "by the column's name, "
-        return f"many whole numbers that are ids: {why}{figures}; --data.numeric {name} reads amounts", ""
-    says_so = num_values > MANY
-    return None, f"{AMOUNTS}: {f'they look like {time}' if time else figures}" if says_so else ""
-
-
-def _trial_of(sample: Sample) -> Trial | None:
-    if sample.beside_label is None:
-        return None
-    cells, label_BC = sample.beside_label()
-    if label_BC is None:
-        return None
-    numbers_B = read_numbers(cells, *notation_of(sample)[0]).to_numpy()
-    known_B = ~np.isnan(numbers_B) & ~np.isnan(label_BC).any(1)
-    return trial(numbers_B[known_B], label_BC[known_B])
-
-
-def _why_not_numbers(sample: Sample) -> str | None:
     cells = sample.cells
     if sample.declared:
         return "declared as categories"
@@ -196,15 +203,45 @@ def _why_not_numbers(sample: Sample) -> str | None:
         return _suggestion(odd, cells, sample)
     if has_leading_zeros(cells):
         return "leading zeros"
-    plain = plain_numbers(cells, *signs)
-    whole = plain.cast(pl.Int64, strict=False)
+    whole = whole_numbers(cells, signs)
     # Float64 holds whole numbers exactly up to 2^53; beyond, ids that differ would become the same number.
-    if whole.null_count():
-        return "whole numbers beyond 2^53" if plain.str.contains(r"^-?\d{17,}$").any() else None
-    # Not abs(): that of the smallest Int64 is negative.
-    if max(cast(int, whole.max()), -cast(int, whole.min())) > 2**53:
+    if whole is None:
+        digits = plain_numbers(cells, *signs).str.contains(r"^-?\d{17,}(?:\.0*)?$")
+        return "whole numbers beyond 2^53" if digits.any() else None
+    written = sample.typed or not cells.str.contains("[eE]").any()
+    if written and whole.len() and max(cast(int, whole.max()), -cast(int, whole.min())) > 2**53:
         return "whole numbers beyond 2^53"
     return "named like an id" if _NAMES_AN_ID.search(sample.name) else None
+
+
+def whole_numbers(cells: pl.Series, signs: Notation) -> pl.Series | None:
+    """Return numbers as Int128; None if some are fractions."""
+    texts = number_texts(plain_numbers(cells, *signs)).drop_nulls()
+    whole = texts.cast(pl.Int128, strict=False)
+    return None if whole.null_count() else whole
+
+
+def repeat(sample: Sample) -> bool:
+    """Return whether the numbers of a column are whole, of more values than a number has knots, and repeat.
+    Decided without the label."""
+    rows = sample.cells if sample.more is None else sample.more.drop_nulls()
+    whole = whole_numbers(rows, notation_of(sample)[0])
+    if whole is None or whole.n_unique() <= _KNOTS:
+        return False
+    return float(whole.is_duplicated().mean() or 0) >= _REPEATED  # type: ignore[arg-type]
+
+
+def unlike(cells: pl.Series) -> list[str]:
+    """Return what is to say of notations in one column that may mean different amounts."""
+    found = [
+        why
+        for one, other, why in _UNLIKE
+        if cells.str.contains(one).any() and cells.str.contains(other).any()
+    ]
+    signs = cells.str.extract(r"(\p{Sc}|USD|EUR|GBP|CHF)", 1).drop_nulls().unique().sort().to_list()
+    if len(signs) > 1:
+        found.append(f"amounts in {' and '.join(signs)} are read as if of one currency")
+    return found
 
 
 def looks_like_dates(cells: pl.Series, day_first: bool) -> bool:
@@ -214,9 +251,11 @@ def looks_like_dates(cells: pl.Series, day_first: bool) -> bool:
 
 def _not_dates(cells: pl.Series, day_first: bool) -> pl.Series:
     """Return the cells that are not written as dates; all cells if most of the first few are not."""
-    if cells.dtype != pl.String or not 2 * int(cells.head(_FEW).str.contains(_DATE).sum()) > min(
-        _FEW, len(cells)
-    ):
+    if cells.dtype != pl.String:
+        return cells
+    cells = cells.filter(~cells.is_in(DASHES))
+    some = cells.head(_FEW)
+    if not 2 * int(some.str.contains(_DATE).sum()) > len(some):
         return cells
     return cells.filter(~cells.str.contains(_DATE) | read_times(cells, day_first).is_null())
 
@@ -272,14 +311,20 @@ def _suggestion(odd: pl.Series, cells: pl.Series, sample: Sample) -> str:
             return (
                 f"{with_mark / len(cells):.0%} of the cells hold {mark!r}; --data.bags {sample.name} {LISTS}"
             )
-    words = cells.head(_SOME_TEXTS)
-    if (
-        len(words) >= _FEW
-        and words.n_unique() > 0.5 * len(words)
-        and float(words.str.count_matches(r"\w+").cast(pl.Float64).sum()) >= 4 * len(words)
-    ):
-        return f"looks like free text; --data.text {sample.name} reads its words"
     return ""
+
+
+def is_free_text(cells: pl.Series) -> bool:
+    """Return whether cells are sentences: they hardly repeat, and have four words or more on average, most of
+    which only blanks separate."""
+    some = cells.head(_SOME_TEXTS)
+    if cells.dtype != pl.String or len(some) < _FEW or some.n_unique() <= 0.3 * len(some):
+        return False
+    words = int(some.str.count_matches(r"\w+").sum())
+    gaps = int(some.str.count_matches(r"\w[ \t]+\w").sum())
+    return (
+        words >= 4 * len(some) and gaps >= 0.5 * (words - len(some)) and not some.str.contains(IS_LIST).all()
+    )
 
 
 def separator_of(cells: pl.Series, is_bag: bool) -> str:
@@ -305,19 +350,48 @@ def separator_of(cells: pl.Series, is_bag: bool) -> str:
 class Scale(Section):
     """How a column of numbers is scaled, learned from the training rows. log: numbers first pass through
     sign(x) log(1 + |x|). indicator: a second input is 1 for no value. edges: of the quantile buckets; None:
-    no buckets."""
+    no buckets. known: the values that have an id each, instead of buckets, in the order of their ids."""
 
     log: bool = False
     mean: float = 0.0
     std: float = 1.0
     indicator: bool = False
     edges: tuple[float, ...] | None = Field(default=None, repr=False)
+    # Excluded: the encoder saves the values of all columns in one Parquet file.
+    known: pl.Series | None = Field(default=None, repr=False, exclude=True)
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    @cached_property
+    def _places(self) -> tuple[Array, Array]:
+        """The known values by size, and their ids."""
+        known_V = cast(pl.Series, self.known).to_numpy()
+        order_V = known_V.argsort()
+        return known_V[order_V], order_V + FIRST_ID
+
+    def ids(self, numbers_B: Array) -> Array:
+        """Return the id (B,) of each number, nan for no value: of its bucket or of its value."""
+        if self.known is not None:
+            return value_ids(numbers_B, *self._places)
+        return bucket_ids(numbers_B, self.edges or ())
 
     @property
     def num_ids(self) -> int:
-        """Number of ids of the buckets; 0 without buckets."""
+        """Number of ids of the buckets or values; 0 without any."""
+        if self.known is not None:
+            return FIRST_ID + len(self.known)
         # Each edge separates two buckets, and id 0 is for no value.
         return 0 if self.edges is None else len(self.edges) + 2
+
+
+def mean_and_std(numbers_B: Array, weights_B: Array | None = None) -> tuple[float, float]:
+    """Return the mean and the standard deviation of numbers; 1 for equal ones, which have no deviation to
+    divide by."""
+    # Not the deviation decides: where the mean of equal numbers is not exact, it is 1e-17, not 0.
+    if numbers_B.min() == numbers_B.max():
+        return float(numbers_B[0]), 1.0
+    mean = float(np.average(numbers_B, weights=weights_B))
+    return mean, float(np.sqrt(np.average((numbers_B - mean) ** 2, weights=weights_B))) or 1.0
 
 
 def fit_scale(numbers_B: Array, num_buckets: int, scale: str = "auto") -> Scale:
@@ -329,8 +403,7 @@ def fit_scale(numbers_B: Array, num_buckets: int, scale: str = "auto") -> Scale:
         return Scale(indicator=indicator)
     log = scale == "log" or (scale == "auto" and _has_heavy_tail(known))
     fit = signed_log(known) if log else known
-    # `or 1.0`: a constant column has no deviation to divide by.
-    mean, std = (0.0, 1.0) if scale == "none" else (float(fit.mean()), float(fit.std()) or 1.0)
+    mean, std = (0.0, 1.0) if scale == "none" else mean_and_std(fit)
     edges = tuple(bucket_edges(known, num_buckets).tolist()) if num_buckets else None
     return Scale(log=log, mean=mean, std=std, indicator=indicator, edges=edges)
 

@@ -5,7 +5,7 @@ import polars as pl
 
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array
-from dphybrid.data.table.cells import read_times
+from dphybrid.data.table.cells import read_times, zones_of
 from dphybrid.data.table.numbers import is_day_first
 from dphybrid.util.errors import UserError
 
@@ -17,15 +17,14 @@ def positions_in_time(texts: pl.Series, field: str, data: TableDataConfig) -> tu
     Raises UserError for texts that are neither, for numbers among dates, and for dates whose order of day and
     month is unknown: texts are never sorted as such.
     """
+    texts, day_first = _with_dates(texts, data), is_day_first(texts, data)
     numbers = texts.cast(pl.Float64, strict=False)
     if not numbers.null_count() and numbers.is_finite().all():
         return numbers.to_numpy(), ""
-    day_first = is_day_first(texts, data)
-    # A month is its first day.
-    texts = texts.str.replace(r"^(\d{4}-\d{2})$", "${1}-01")
     times = read_times(texts, bool(day_first))
-    if times.null_count():
-        odd = texts.filter(times.is_null())[0]
+    ahead = zones_of(texts)
+    if times.null_count() or ahead.null_count():
+        odd = texts.filter(times.is_null() | ahead.is_null())[0]
         raise UserError(
             f"{field}: {odd!r} is neither a number nor a date such as 2024-12-31 or 2024-12-31 18:30:00, so "
             "rows cannot be ordered by it; correct it, list it in data.missing, or name another column"
@@ -37,4 +36,18 @@ def positions_in_time(texts: pl.Series, field: str, data: TableDataConfig) -> tu
             "day comes first, else false"
         )
     how = "" if not len(slashes) else f"dates are read {'day' if day_first else 'month'} first"
-    return times.dt.epoch("us").cast(pl.Float64).to_numpy().astype(np.float64), how
+    instants = times.dt.epoch("us") - ahead * 60_000_000
+    return instants.cast(pl.Float64).to_numpy().astype(np.float64), how
+
+
+def _with_dates(texts: pl.Series, data: TableDataConfig) -> pl.Series:
+    """Return texts with months (2024-02, 2010.10) as their first day, and with dates of eight digits as
+    31.12.2024, where all of them are dates with the year last and not all are dates with the year first."""
+    months = texts.str.replace(r"^(\d{4})[-.](0?[1-9]|1[0-2])$", "${1}-${2}-01")
+    if texts.str.contains(r"^(?:19|20)\d\d[-.](?:0?[1-9]|1[0-2])$").all():
+        return months
+    if not texts.str.contains(r"^\d{7,8}$").all() or not read_times(texts, False).null_count():
+        return texts
+    last = texts.str.zfill(8).str.replace(r"^(\d\d)(\d\d)((?:19|20)\d\d)$", "$1/$2/$3")
+    firsts = (False, True) if data.dayfirst is None else (data.dayfirst,)
+    return last if any(not read_times(last, first).null_count() for first in firsts) else texts

@@ -30,7 +30,8 @@ from dphybrid.data.table.schema import (
     SchemaFile,
     describe_columns,
     find_column,
-    sample_of,
+    key_column,
+    samples_of,
 )
 from dphybrid.util.errors import UserError, suggestion
 
@@ -54,9 +55,11 @@ class Plan:
     split: Category | None
 
     @classmethod
-    def of(cls, first: Rows, data: TableDataConfig, schema: SchemaFile) -> "Plan":
-        """Return the plan for a table with these first rows. Raises UserError if they do not fit the
-        config."""
+    def of(
+        cls, first: Rows, data: TableDataConfig, schema: SchemaFile, answer: Column | None = None
+    ) -> "Plan":
+        """Return the plan for a table with these first rows. answer: how an earlier training read the label.
+        Raises UserError if they do not fit the config."""
         label = find_column(first, data.label or schema.label or "", "data.label")
         weight = find_column(first, data.weight, "data.weight") if data.weight else None
         if weight == label:
@@ -70,13 +73,14 @@ class Plan:
         taken = {label: "label"} | ({weight: "weight"} if weight else {})
         # The name of a row's part says nothing about it; a time or a key may be a feature.
         taken |= {split: "split_column"} if split and data.split == "named" else {}
+        samples = samples_of(first, data)
         return cls(
             data,
             first,
-            describe_columns(first, data, schema, taken),
-            label_column(sample_of(first, label, data)),
-            Numeric(name=weight, **Numeric.inferred(sample_of(first, weight, data))) if weight else None,
-            Category(name=split) if split else None,
+            describe_columns(first, samples, data, schema, taken),
+            answer.model_copy(update={"name": label}) if answer else label_column(samples[label]),
+            Numeric(name=weight, **Numeric.inferred(samples[weight])) if weight else None,
+            key_column(samples[split], data.split == "time") if split else None,
         )
 
     @cached_property
@@ -227,7 +231,8 @@ def _encoded(plan: Plan, rows: Rows, dictionaries: Mapping[str, Dictionary]) -> 
         )
     cells = {name: rows.cells[column.name] for name, (_, column) in plan.read.items()}
     values = {name: column.values(cells[name]) for name, (_, column) in plan.read.items()}
-    unlabelled_B = cells["label"].is_null().to_numpy()
+    # An infinite label is none, too.
+    unlabelled_B = (values["label"].is_null() & ~plan.label.wrong(cells["label"], values["label"])).to_numpy()
     weightless_B = _weightless(plan, rows, values) & ~unlabelled_B
     drop_B, rejected = unlabelled_B | weightless_B, list(rows.rejected)
     for name, (flag, column) in plan.read.items():

@@ -13,13 +13,11 @@ from pydantic import Field, ValidationError
 
 from dphybrid.config import Section
 from dphybrid.config.tables import TableDataConfig
-from dphybrid.data.batches import Array
 from dphybrid.data.table.cells import as_texts
 from dphybrid.data.table.column import Column, Sample
-from dphybrid.data.table.kinds import KINDS, Bag, Ignore, Time, kind_of, roles
+from dphybrid.data.table.kinds import KINDS, Bag, Category, Ignore, Time, kind_of, roles
 from dphybrid.data.table.numbers import writes_commas
 from dphybrid.data.table.rows import Cells, Rows
-from dphybrid.data.table.whole import TRIED_ROWS, label_outputs
 from dphybrid.util.errors import UserError, plain_words
 from dphybrid.util.files import read_small_text
 from dphybrid.util.text import toml_text
@@ -130,8 +128,14 @@ def find_column(rows: Rows, name: str, field: str) -> str:
     raise UserError(f"{field}={name!r}: {rows.file} has no such column; {hint}columns: {listed}")
 
 
-def sample_of(rows: Rows, name: str, data: TableDataConfig, label_BC: Array | None = None) -> Sample:
-    """Return the sample of a column from the first rows. label_BC: the label's outputs in `TRIED_ROWS`."""
+def samples_of(rows: Rows, data: TableDataConfig) -> dict[str, Sample]:
+    """Return the sample of each column from the first rows."""
+    found = {name: _sample_of(rows, name, data) for name in rows.names}
+    commas = any(map(writes_commas, found.values()))
+    return {name: replace(sample, comma_file=commas) for name, sample in found.items()}
+
+
+def _sample_of(rows: Rows, name: str, data: TableDataConfig) -> Sample:
     cells = rows.cells[name]
     known = cells.head(LOOKED_AT).drop_nulls()
     given = rows.cells.given[name].dtype if isinstance(rows.cells, Cells) else cells.dtype
@@ -141,18 +145,34 @@ def sample_of(rows: Rows, name: str, data: TableDataConfig, label_BC: Array | No
         min(len(rows), LOOKED_AT),
         len(rows) <= LOOKED_AT,
         data,
-        lambda: (cells.head(TRIED_ROWS), label_BC),
         typed=cells.dtype.is_numeric(),
         declared=given in (pl.Categorical, pl.Enum),
+        more=cells if len(cells) > len(known) else None,
     )
 
 
+def key_column(sample: Sample, as_written: bool = False) -> Category:
+    """Return how the keys of a split are read. as_written: keep the texts of times, which are only
+    ordered."""
+    return Category(name=sample.name, **({} if as_written else Category.inferred(sample)))
+
+
+def names_column(name: str, texts: pl.Series, data: TableDataConfig) -> Category:
+    """Return how a column of names is read: users, items, their features, or entities. texts: of all rows."""
+    known = texts.drop_nulls()
+    return Category(name=name, **Category.inferred(Sample(name, known, len(texts), True, data)))
+
+
 def describe_columns(
-    rows: Rows, data: TableDataConfig, schema: SchemaFile, taken: Mapping[str, str]
+    rows: Rows,
+    samples: Mapping[str, Sample],
+    data: TableDataConfig,
+    schema: SchemaFile,
+    taken: Mapping[str, str],
 ) -> list[DescribedColumn]:
     """Return all columns except `taken` with their kinds: from flags, else from the schema, else inferred
-    from the first rows. taken: label and weight, each with the field that names it. Raises UserError for a
-    column that is missing, is named twice or cannot be read as its kind."""
+    from the first rows. samples: of all columns. taken: label and weight, each with the field that names it.
+    Raises UserError for a column that is missing, is named twice or cannot be read as its kind."""
     given: dict[str, str] = {}
     for field, name in data.named_columns:
         if (role := data.role_fields().get(field)) is None:
@@ -163,15 +183,10 @@ def describe_columns(
         given[found] = role
     where = "data.schema_file: columns" if data.schema_file else f"data.base={data.base}: its column"
     sections = {find_column(rows, name, where): section for name, section in schema.columns.items()}
-    label = next((name for name, given_by in taken.items() if given_by == "label"), None)
-    label_BC = label_outputs(rows.cells[label].head(TRIED_ROWS)) if label else None
-    samples = [sample_of(rows, name, data, label_BC) for name in rows.names if name not in taken]
-    commas = any(map(writes_commas, samples))
     return [
-        _described(
-            rows, replace(sample, comma_file=commas), given.get(sample.name), sections.get(sample.name, {})
-        )
-        for sample in samples
+        _described(rows, sample, given.get(name), sections.get(name, {}))
+        for name, sample in samples.items()
+        if name not in taken
     ]
 
 

@@ -19,12 +19,11 @@ from dphybrid.data.store import Content, Progress, Source, check_unchanged, file
 from dphybrid.data.table.column import Column, TrainingValues
 from dphybrid.data.table.encoder import Base, Encoder, open_base
 from dphybrid.data.table.files import find_files, partitions, read_jobs
-from dphybrid.data.table.kinds import KINDS
+from dphybrid.data.table.kinds import KINDS, Category
 from dphybrid.data.table.labels import Label, class_weights, label_of_numbers, label_of_texts
 from dphybrid.data.table.reading import Plan, Table, read_table
 from dphybrid.data.table.schema import SchemaFile, read_schema, schema_text
 from dphybrid.data.table.splits import TEST, TRAIN, VALID, RowSplit, extended_split, split_rows
-from dphybrid.data.table.whole import AMOUNTS
 from dphybrid.util.digests import code_digest
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path
@@ -92,7 +91,8 @@ class TableSource(Source):
         # Retraining keeps the task of its base, whatever the new rows look like.
         if self.base and data.task == "auto":
             data = data.model_copy(update={"task": self.base.encoder.label.task})
-        plan = Plan.of(next(read_jobs(self.files[:1], data))(), data, self.schema)
+        answer = self.base.encoder.answer if self.base else None
+        plan = Plan.of(next(read_jobs(self.files[:1], data))(), data, self.schema, answer)
         _LOOKED.append((asked, plan))
         return stamps, plan
 
@@ -104,7 +104,7 @@ class TableSource(Source):
         of_files = dict.fromkeys(self.held_files, VALID) | dict.fromkeys(self.test_files, TEST)
         table = read_table(plan, self.files, of_files, scratch / "rows", progress)
         # The first rows determined how to read the label; its task and classes need all values.
-        label, answers_B = _answers(table)
+        label, answer, answers_B = _answers(table)
         if self.data.class_weight and not label.classes:
             raise UserError(
                 f"data.class_weight={self.data.class_weight}: is for classes, and label {label.name!r} is "
@@ -131,7 +131,7 @@ class TableSource(Source):
         for part, name in ((TRAIN, "train_rows"), (VALID, "valid_rows"), (TEST, "test_rows")):
             if len(rows_P := np.flatnonzero(split.part_B == part)):
                 parts[name] = rows_P
-        encoder, unseen = _fitted(table, label, split, progress)
+        encoder, unseen = _fitted(table, label, answer, split, progress)
         if self.base:
             encoder = self.base.encoder.extended(encoder)
         return self._content(table, encoder, split.text, unseen, parts, label.encoded(answers_B), weights_B)
@@ -254,16 +254,15 @@ def _blocks(table: Table, encoder: Encoder) -> Iterator[dict[str, Array]]:
     )
 
 
-def _answers(table: Table) -> tuple[Label, Array]:
-    """Return the label, and its numbers or class numbers (B,)."""
+def _answers(table: Table) -> tuple[Label, Column, Array]:
+    """Return the label, how its cells are read, and its numbers or class numbers (B,)."""
     column, data = table.plan.label, table.plan.data
     values_B = table.column("label").to_numpy()
-    if not column.coded:
-        return label_of_numbers(column.name, values_B, data), values_B
-    typed = table.plan.first.cells[column.name].dtype.is_numeric()
-    label, number = label_of_texts(column.name, table.texts("label").to_list(), data, typed)
+    if not isinstance(column, Category):
+        return label_of_numbers(column.name, values_B, data), column, values_B
+    label, column, number = label_of_texts(column, table.texts("label").to_list(), data)
     # nan for code 0 (no value), which no stored row has.
-    return label, np.concatenate([[np.nan], number])[values_B]
+    return label, column, np.concatenate([[np.nan], number])[values_B]
 
 
 def _check_both_classes(label: Label, classes_B: Array, split: RowSplit) -> None:
@@ -281,7 +280,7 @@ def _check_both_classes(label: Label, classes_B: Array, split: RowSplit) -> None
 
 
 def _fitted(
-    table: Table, label: Label, split: RowSplit, progress: Progress
+    table: Table, label: Label, answer: Column, split: RowSplit, progress: Progress
 ) -> tuple[Encoder, dict[str, float]]:
     """Return the encoder fitted to the training rows, and for each column of texts the share of validation
     values that no training row has."""
@@ -307,6 +306,7 @@ def _fitted(
             TrainingValues(
                 table.plan.data,
                 lambda: table.column(f"column {name}").gather(sample),
+                lambda: table.column(f"column {name}").filter(train_B),
                 lambda: texts(name),
             )
         )
@@ -315,7 +315,7 @@ def _fitted(
     for column in mapped(fit, columns):
         fitted.append(column)
         progress("encode columns", len(fitted), len(columns))
-    encoder = Encoder(tuple(fitted), label)
+    encoder = Encoder(tuple(fitted), label, answer)
     return encoder, {c.name: unseen[c.name] for c in (*encoder.categories, *encoder.bags)}
 
 
@@ -353,9 +353,6 @@ def _description(
         for found in table.plan.described
         if ";" in found.reason
     ]
-    if amounts := [found.column.name for found in table.plan.described if AMOUNTS in found.reason]:
-        shown = ", ".join(map(_escaped, amounts[:6])) + ", ..." * (len(amounts) > 6)
-        lines.append(f"  {AMOUNTS}: {shown}; if some are ids, --data.categorical gives each value a row")
     new = sorted(unseen.items(), key=lambda item: -item[1])[:5]
     if shares := ", ".join(f"{name} {share:.1%}" for name, share in new if share >= _UNSEEN_SHOWN):
         lines.append(f"  validation values without a training row: {shares}")

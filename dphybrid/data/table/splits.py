@@ -114,29 +114,31 @@ def _by_value(data: TableDataConfig, seed: int, codes_B: Array, texts: list[str]
     if data.split == "time":
         field = f"data.split_column={data.split_column}"
         positions, how = positions_in_time(pl.Series(texts, dtype=pl.String), field, data)
-        order = sorted(range(len(texts)), key=lambda i: (positions[i], texts[i]), reverse=True)
+        # The place of each value, the latest first; texts of one time, such as those of two zones, share one.
+        _, places = np.unique(-positions, return_inverse=True)
     else:
         # Sorted first, as the codes of texts depend on the threads that read them.
-        by_name = sorted(range(len(texts)), key=lambda i: texts[i])
-        order = [by_name[i] for i in np.random.default_rng(seed).permutation(len(texts))]
+        by_name = np.argsort(np.array(texts, dtype=object), kind="stable")
+        places = np.empty(len(texts), np.int64)
+        places[by_name[np.random.default_rng(seed).permutation(len(texts))]] = np.arange(len(texts))
     wanted = data.valid_fraction * len(codes_B)
-    sums = np.cumsum(counts[order])
-    taken = int(np.searchsorted(sums, wanted)) + 1  # as many values as reach the wanted number of rows
-    # Without the last value, the number of rows may be closer to the wanted one.
+    sums = np.cumsum(np.bincount(places, counts))
+    taken = int(np.searchsorted(sums, wanted)) + 1  # as many places as reach the wanted number of rows
+    # Without the last place, the number of rows may be closer to the wanted one.
     if taken > 1 and sums[min(taken, len(sums)) - 1] - wanted > wanted - sums[taken - 2]:
         taken -= 1
-    chosen = order[:taken]
-    is_held = np.zeros(len(texts) + 1, bool)
-    is_held[1 + np.array(chosen, dtype=np.int64)] = True
+    is_held = np.append(False, places < taken)
     if data.split == "time":
+        first = min(
+            text for text, place in zip(texts, places, strict=True) if place == min(taken, len(sums)) - 1
+        )
         text = (
-            f"validation split: {data.split_column} from {texts[chosen[-1]]!r} on{how and f' ({how})'}; "
+            f"validation split: {data.split_column} from {first!r} on{how and f' ({how})'}; "
             "earlier rows, and rows without a value, are for training"
         )
     else:
-        text = (
-            f"validation split: all rows of {len(chosen):,} of {len(texts):,} values of {data.split_column}"
-        )
+        held = int(is_held.sum())
+        text = f"validation split: all rows of {held:,} of {len(texts):,} values of {data.split_column}"
     return is_held[codes_B], text
 
 

@@ -22,6 +22,7 @@ from dphybrid.data.store import Content, Prepared, Progress, Source, mapped
 from dphybrid.data.table.files import read_jobs
 from dphybrid.data.table.lines import format_of, read_text, whole_lines
 from dphybrid.data.table.rows import Rejected, check_rejected
+from dphybrid.data.table.schema import names_column
 from dphybrid.recipes.kge import KgeDataConfig, files_of, is_openke
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.files import given_path
@@ -114,7 +115,7 @@ class _TripleSource(Source):
         for done, (part, file) in enumerate(self.parts.items()):
             progress("read triples", done, len(self.parts))
             frames[part] = self._triples(file, rejected, notes)
-        frames = _without_headers(frames, notes)
+        frames = _in_one_form(_without_headers(frames, notes))
         num_rows = sum(map(len, frames.values()))
         check_rejected(str(self.data.path), rejected, num_rows + len(rejected), self.data.max_rejected)
         whole = pl.concat(frames.values())
@@ -140,7 +141,14 @@ class _TripleSource(Source):
         seen[parts["train"][:, [0, 2]]] = True
         lines = [f"  triples from {self.data.path}: {len(entities):,} entities, {len(relations):,} relations"]
         lines += [f"  reading: {note}" for note in notes]
+        trained = pl.DataFrame(parts["train"])
         for part, triples in parts.items():
+            again = pl.DataFrame(triples).join(trained, on=trained.columns, how="semi")
+            if part != "train" and len(again):
+                lines.append(
+                    f"  check {part}: {len(again):,} of its {len(triples):,} triples are in train, too; they "
+                    "say nothing about new ones, so leave them out of one of the two"
+                )
             known = (
                 f", {(~seen[triples[:, [0, 2]]]).any(1).sum():,} of them with an entity that train lacks"
                 if part != "train"
@@ -265,6 +273,23 @@ def _places(names: Sequence[str]) -> list[int] | None:
     """Return the places of head, relation and tail among columns of these names; None if some are others."""
     found = [[i for i, name in enumerate(names) if name.strip().lower() in words] for words in _ROLES]
     return [places[0] for places in found] if all(len(places) == 1 for places in found) else None
+
+
+def _in_one_form(frames: dict[str, pl.DataFrame]) -> dict[str, pl.DataFrame]:
+    """Return the triples with each name in the form of its column: 7 and 7.0 are one entity."""
+    whole, data = pl.concat(frames.values()), _Reading()
+    of_entities = names_column("entity", pl.concat([whole["head"], whole["tail"]]), data)
+    forms = {
+        "head": of_entities,
+        "relation": names_column("relation", whole["relation"], data),
+        "tail": of_entities,
+    }
+    return {
+        part: frame.with_columns(
+            forms[cells.name].read(cells).alias(cells.name) for cells in frame.get_columns()
+        )
+        for part, frame in frames.items()
+    }
 
 
 def _numbered(triples: pl.DataFrame, entities: pl.Series, relations: pl.Series) -> Array:

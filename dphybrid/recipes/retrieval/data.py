@@ -23,8 +23,10 @@ from torch import Tensor
 from dphybrid.data.batches import Array, Dataset, Draw, DrawnDataset, Draws, lists_of
 from dphybrid.data.store import Content, Prepared, Progress, source_digests
 from dphybrid.data.table.files import find_files, partitions, read_files
+from dphybrid.data.table.kinds import Category
 from dphybrid.data.table.order import positions_in_time
 from dphybrid.data.table.rows import Rejected, Rows, check_rejected
+from dphybrid.data.table.schema import names_column
 from dphybrid.data.vocabulary import Vocabulary
 from dphybrid.recipes.retrieval import RetrievalDataConfig
 from dphybrid.recipes.retrieval.histories import histories
@@ -58,6 +60,12 @@ def _lists(starts: Array, items: Array) -> pl.Series:
         .group_by("user", maintain_order=True)
         .agg("item")["item"]
     )
+
+
+def _in_form(rows: pl.DataFrame, forms: Mapping[str, Category]) -> pl.DataFrame:
+    """Return rows with each name in the form of its column."""
+    columns = (forms[c.name].read(c).alias(c.name) if c.name in forms else c for c in rows.get_columns())
+    return pl.DataFrame(columns)
 
 
 @dataclass(frozen=True)
@@ -137,6 +145,8 @@ class _InteractionSource:
             by_name = f"users are in column {d.user!r}, items in {d.item!r}, by their names"
             notes[f"{by_name}; --data.user and --data.item override this"] = None
         rows, rejected = self._rows(chunks, notes)
+        forms = {name: names_column(name, rows[name], d.reading) for name in rows.columns if name != d.time}
+        rows = _in_form(rows, forms)
         times_N, how = (None, "") if d.time is None else self._times(rows[d.time])
         held_N = self._held_out(rows[d.user], times_N)
         train = rows.filter(~held_N)
@@ -181,6 +191,7 @@ class _InteractionSource:
         if self.test_files:
             tests = read_files(self.test_files, d.reading, [], "read rows", progress)
             tested, odd = self._rows(tests, notes)
+            tested = _in_form(tested, forms)
             rejected += odd
             test_N2 = np.stack([users.numbers(tested[d.user]), items.numbers(tested[d.item])], 1)
             test = self._test(pairs_N2, times_N, test_N2, len(users))
@@ -197,6 +208,7 @@ class _InteractionSource:
             "cutoffs": list(d.cutoffs),
             "median_history": int(np.median(np.bincount(train_N2[:, 0]))),
             "num_users": len(users),
+            "forms": {name: forms[name].model_dump(mode="json") for name in (d.user, d.item)},
         }
         arrays = {
             "train_pairs": train_N2,

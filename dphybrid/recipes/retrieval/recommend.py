@@ -9,7 +9,7 @@ items, E width of a vector, N users and places, flat.
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -22,8 +22,10 @@ from torch import nn
 from dphybrid.config import ExperimentConfig
 from dphybrid.data.batches import Array, lists_of
 from dphybrid.data.foreign import misread
+from dphybrid.data.table.cells import clean, of_objects
 from dphybrid.data.table.files import find_files, read_files
 from dphybrid.data.table.frames import Written, as_frame, table_target, write_frames
+from dphybrid.data.table.kinds import Category
 from dphybrid.data.table.rows import Rejected
 from dphybrid.embedding import rank_rows
 from dphybrid.recipes.configs import build_config
@@ -107,6 +109,8 @@ class Recommender:
         # The config may have other names: training found the columns.
         info = read_state(self.checkpoint).info
         self._user, self._item = (str(next(iter(info[f"{side}_ids"]))) for side in ("user", "item"))
+        self._forms = {name: Category(**form) for name, form in info["forms"].items()}
+        self._no_value = config.data.reading.no_value
         self._users, self._numbers = users, {name: number for number, name in enumerate(users["name"])}
         self._item_numbers = {name: number for number, name in enumerate(self.items)}
         self._catalog_VF, self._users_UF = _ids(items), _ids(users)
@@ -149,8 +153,7 @@ class Recommender:
             users = self._users["name"] if history is None else [""]
         elif isinstance(users, str) or not isinstance(users, Iterable):  # such as a number of numpy
             users = [users]
-        # Names are texts in the encoder, also names that are numbers.
-        people = self._people(self._name(user, self._numbers) for user in users)
+        people = self._people(self._names(users, self._user).fill_null(""))
         if history is not None:
             people = replace(people, new=self._given_histories(len(people.names), history))
         return self._table(people, k)
@@ -173,8 +176,7 @@ class Recommender:
                 f"history: has {counted(len(lists), 'list')} for {counted(num_users, 'user')}; give one each"
             )
         numbers = [
-            [self._item_numbers.get(self._name(item, self._item_numbers), -1) for item in items]
-            for items in lists
+            [self._item_numbers.get(name, -1) for name in self._names(items, self._item)] for items in lists
         ]
         return _Lists.of(pl.Series(numbers, dtype=pl.List(pl.Int64))).known
 
@@ -193,10 +195,10 @@ class Recommender:
     def _events(self, users: pl.Series, items: pl.Series | None) -> pl.DataFrame:
         """Return the rows that have a user: its name, and the item's number (-1: none that training
         knows)."""
-        known = self._names(users, self._numbers)
+        known = self._names(users, self._user)
         numbers = np.full(len(users), -1)
         if items is not None:
-            names = self._names(items, self._item_numbers)
+            names = self._names(items, self._item)
             numbers = np.fromiter((self._item_numbers.get(name, -1) for name in names), np.int64, len(names))
         rows = pl.DataFrame({"user": known, "item": numbers}).drop_nulls("user")
         return rows if items is not None else rows.unique("user", maintain_order=True)
@@ -318,24 +320,13 @@ class Recommender:
             found.append(self._events(rows.cells[data.user], rows.cells[data.item] if reads_items else None))
         return self._from_events(found), rejected
 
-    @staticmethod
-    def _name(value: object, known: Mapping[str, int]) -> str:
-        """Return a user's or an item's name; 7.0, as pandas writes 7 beside a missing value, is the known
-        7."""
-        name = str(value)
-        return name.removesuffix(".0") if isinstance(value, float) and name not in known else name
+    def _names(self, values: Any, side: str) -> pl.Series:
+        """Return the names of users or items in the form that training settled; null for no value."""
+        cells = values if isinstance(values, pl.Series) else of_objects(side, list(values), as_text=str)
+        return self._forms[side].values(clean([cells], self._no_value)[0])
 
-    def _names(self, values: pl.Series, known: Mapping[str, int]) -> pl.Series:
-        """Return the name of each value; null for null."""
-        if values.dtype == pl.String:
-            return values
-        different = values.drop_nulls().unique()
-        names = pl.Series([self._name(value, known) for value in different], dtype=pl.String)
-        return values.replace_strict(different, names, default=None, return_dtype=pl.String)
-
-    def _people(self, names: Iterable[str]) -> "_People":
+    def _people(self, found: pl.Series) -> "_People":
         """Return users by their names, with no items but those that training knows."""
-        found = pl.Series(names, dtype=pl.String)
         numbers = np.fromiter((self._numbers.get(name, -1) for name in found), np.int64, len(found))
         return _People(found, numbers, _Lists.none(len(found)))
 

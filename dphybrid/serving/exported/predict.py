@@ -30,6 +30,7 @@ from cells import (  # type: ignore[import-not-found]  # noqa: E402
     ids_of,
     is_odd,
     items_of,
+    numbers_as_written,
     numbers_of,
     of_objects,
     one_width,
@@ -37,11 +38,12 @@ from cells import (  # type: ignore[import-not-found]  # noqa: E402
     standardized,
     texts_of,
     time_parts,
+    value_ids,
     words_of,
 )
 
 # In the order in which the arrays have their columns.
-_GROUPS = (("numeric", "time"), ("categorical",), ("bag", "text"))
+_GROUPS = (("numeric", "whole", "time"), ("categorical",), ("bag", "text"))
 
 Column = dict[str, Any]
 
@@ -58,6 +60,10 @@ class Encoder:
                 column["learned"] = next(texts)
                 known = {text: number for number, text in enumerate(column["learned"], FIRST_ID)}
                 column |= {"known": {None: MISSING_ID, **known}, "first": FIRST_ID + len(known)}
+            elif column["role"] == "whole":
+                known_V = next(texts).cast(pl.Int64).to_numpy()
+                order_V = known_V.argsort()
+                column["learned"]["known"] = known_V[order_V], order_V + FIRST_ID
         self.columns = [c for group in _GROUPS for c in page["columns"] if c["role"] in group]
         self.no_value: list[str] = page["no_value"]
 
@@ -82,14 +88,15 @@ class Encoder:
         bags: list[np.ndarray] = []
         cells = clean([frame.get_column(name) for name in names], self.no_value)
         for column, values in zip(self.columns, cells, strict=True):
-            if column["role"] in ("numeric", "time"):
+            if column["role"] in _GROUPS[0]:
                 for scale, numbers_B in _numbers_of(column, values):
                     dense.append(standardized(numbers_B, scale["log"], scale["mean"], scale["std"]))
                     dense += [np.isnan(numbers_B)] if scale["indicator"] else []
+                    if "known" in scale:
+                        ids.append(value_ids(numbers_B, *scale["known"]))
                     ids += [] if scale["edges"] is None else [bucket_ids(numbers_B, scale["edges"])]
             elif column["role"] == "categorical":
-                texts = texts_of(values, column["learned"], column.get("type", ""))
-                ids.append(_text_ids(column, texts.str.to_lowercase() if column["ignore_case"] else texts))
+                ids.append(_text_ids(column, _texts_of(column, values)))
             else:
                 most = column["max_items"]
                 of_text = column["role"] == "text"
@@ -109,11 +116,23 @@ def _frame(rows: Any) -> pl.DataFrame:
     return pl.DataFrame([of_objects(name, list(values)) for name, values in columns.items()])
 
 
+def _texts_of(column: Column, values: pl.Series) -> pl.Series:
+    """Return the cells of a column of categories as texts of its form."""
+    if column["type"] == "number":
+        values = numbers_as_written(values, *_notation(column))
+    texts = texts_of(values, column["type"])
+    return texts.str.to_lowercase() if column["ignore_case"] else texts
+
+
+def _notation(column: Column) -> tuple[str, str, bool]:
+    return column["decimal"], column["thousands"], column["marks"]
+
+
 def _numbers_of(column: Column, values: pl.Series) -> list[tuple[Column, np.ndarray]]:
     """Return the numbers of a column, each with its scaling: one array for a numeric column, several for a
     time."""
-    if column["role"] == "numeric":
-        numbers = numbers_of(values, column["decimal"], column["thousands"], column.get("marks", False))
+    if column["role"] != "time":
+        numbers = numbers_of(values, *_notation(column))
         return [(column["learned"], numbers.to_numpy())]
     parts = time_parts(read_times(values, column["dayfirst"]))
     return [(part["learned"], numbers_B) for part, numbers_B in zip(column["learned"], parts, strict=True)]

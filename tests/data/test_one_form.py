@@ -1,0 +1,206 @@
+"""A value has one form, whatever holds it and whatever it is for: cell, label, key, user, item or name."""
+
+import datetime
+import json
+from collections.abc import Callable
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import polars as pl
+import pytest
+
+from dphybrid.data.table.cells import clean
+from dphybrid.data.table.encoder import Encoder
+from dphybrid.data.table.files import read_files
+from dphybrid.data.table.frames import as_frame
+from dphybrid.data.table.kinds import Time
+from dphybrid.data.table.schema import names_column
+from dphybrid.recipes import find_recipe
+from tests.preparing import TableDataConfig, from_file, prepare, table_of
+
+_FORMS: dict[str, tuple[Callable[[int], object], list[Callable[[int], object]]]] = {
+    "whole": (
+        str,
+        [
+            int,
+            float,
+            Decimal,
+            np.int8,
+            str,
+            "{}.0".format,
+            " {} ".format,
+            "+{}".format,
+            "{}.00".format,
+            "{}E0".format,
+        ],
+    ),
+    "large": (
+        lambda n: str(10**20 + n),
+        [lambda n: Decimal(10**20 + n), lambda n: f"{10**20 + n}.0", lambda n: f" {10**20 + n}"],
+    ),
+    "zeros": (lambda n: f"{n:05d}", [lambda n: f" {n:05d} "]),
+    "versions": (lambda n: f"1.{n}", [lambda n: f"1.{n} "]),
+    "flag": (
+        lambda n: ("no", "yes")[n % 2],
+        [
+            lambda n: n % 2 == 1,
+            lambda n: n % 2,
+            lambda n: float(n % 2),
+            lambda n: str(n % 2),
+            lambda n: ("False", "True")[n % 2],
+            lambda n: ("NO", "Yes")[n % 2],
+            lambda n: ("0.0", "1.0")[n % 2],
+        ],
+    ),
+}
+"""How training writes a column of whole numbers, and other ways to write the same values."""
+_NUMBERS = [*range(1, 30), 10, 20]
+
+
+def _containers(folder: Path, cells: list[object]) -> list[tuple[str, pl.Series]]:
+    """The cells as each container gives them that can hold them, before anything else looks at them."""
+    found = []
+    for name, table in {
+        "records": [{"x": cell} for cell in cells],
+        "columns": {"x": cells},
+        "pandas": pd.DataFrame({"x": cells}),
+        "objects": pd.DataFrame({"x": pd.Series(cells, dtype=object)}),
+        "category": pd.DataFrame({"x": pd.Categorical(cells)}),
+    }.items():
+        found.append((name, pl.DataFrame(as_frame(table, "x").lazy().collect())["x"]))
+    plain = [cell.item() if isinstance(cell, np.generic) else cell for cell in cells]
+    frame = pl.DataFrame({"x": pl.Series(plain, strict=False), "other": ["a"] * len(cells)})
+    frame.write_csv(folder / "x.csv")
+    frame.write_parquet(folder / "x.parquet")
+    for file in (folder / "x.csv", folder / "x.parquet"):
+        (rows,) = read_files([file], TableDataConfig(path=str(file), header="yes"), [])
+        found.append((file.name, rows.cells["x"]))
+    return found
+
+
+@pytest.mark.parametrize("role", ["cell", "label", "key", "name"])
+@pytest.mark.parametrize("form", _FORMS)
+def test_a_value_is_one_in_every_container_and_role(form: str, role: str, tmp_path: Path) -> None:
+    write, others = _FORMS[form]
+    texts = [str(write(number)) for number in _NUMBERS] * 4
+    if role == "cell":
+        table = {"x": texts, "y": [n % 2 for n in range(len(texts))]}
+        encoder = Encoder.load(table_of(tmp_path, table, categorical=["x"]).path / "encoder")
+        read = lambda cells: encoder.encode({"x": cells})[0]["ids_BF"][:, 0].tolist()  # noqa: E731
+    elif role == "label":
+        table = {"x": [n % 7 for n in range(len(texts))], "y": texts}
+        encoder = Encoder.load(table_of(tmp_path, table, task="multiclass").path / "encoder")
+        read = lambda cells: encoder.answers(cells).tolist()  # noqa: E731
+    elif role == "key":
+        rows = "x,y\n" + "".join(f"{text},{n % 2}\n" for n, text in enumerate(texts))
+        # Other spellings of the known keys in the same file: no key may be on both sides.
+        for number, other in enumerate(others):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            more = [str(other(number)) for number in _NUMBERS]
+            (folder / "x.csv").write_text(rows + "".join(f"{text},1\n" for text in more))
+            prepared = from_file(
+                folder / "x.csv", split="key", split_column="x", valid_fraction=0.4, header="yes"
+            )
+            keys = np.array([*_NUMBERS * 4, *_NUMBERS]) % (2 if form == "flag" else 10**9)
+            sides = [{*keys[prepared.arrays[f"{part}_rows"]].tolist()} for part in ("train", "valid")]
+            assert sides[0].isdisjoint(sides[1]), more
+        return
+    else:
+        column = names_column("x", pl.Series(texts), TableDataConfig())
+        read = lambda cells: column.values(cells).to_list()  # noqa: E731
+    wanted = read(pl.Series(texts[: len(_NUMBERS)]))
+    assert len({*wanted}) == len({*texts})
+    for other in others:
+        for name, cells in _containers(tmp_path, [other(number) for number in _NUMBERS]):
+            assert read(clean([cells], [])[0]) == wanted, (name, cells)
+
+
+@pytest.mark.parametrize("container", ["csv", "parquet"])
+@pytest.mark.parametrize("recipe", ["retrieval", "kge"])
+def test_users_items_and_names_beside_a_missing_one_are_those_without(
+    recipe: str, container: str, tmp_path: Path
+) -> None:
+    """7 in one table is 7.0 in another, as pandas writes it beside a missing value."""
+    random = np.random.default_rng(0)
+    rows = pd.DataFrame({name: random.integers(1, 60, 400) for name in ("user", "item")})
+    if recipe == "kge":
+        rows = pd.DataFrame({"head": rows.user, "relation": rows.item % 3, "tail": rows.item})
+    first, more = rows[:300], rows[300:]
+    counts = []
+    for name, frames in {"one": [first, more], "other": [first, more.astype(float)]}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        for part, frame in zip(("train", "valid"), frames, strict=True):
+            if container == "csv":
+                frame.to_csv(folder / f"{part}.csv", index=False)
+            else:
+                frame.to_parquet(folder / f"{part}.parquet")
+
+        info = prepare(recipe, find_recipe(recipe).data(path=str(folder)), tmp_path / "prepared", 0).info
+        counts.append(
+            [info[key] for key in (("num_entities",) if recipe == "kge" else ("user_ids", "item_ids"))]
+        )
+    assert counts[0] == counts[1]
+
+
+_LISTS = [["a, b", "it's"], ['say "x"', "é"], ["c|d"], ["back\\slash", "a, b"], []]
+
+
+@pytest.mark.parametrize("trained", ["json", "ascii", "python", "lists"])
+def test_lists_are_one_as_text_and_as_values(trained: str, tmp_path: Path) -> None:
+    ways: dict[str, Callable[[list[str]], Any]] = {
+        "json": lambda items: json.dumps(items, ensure_ascii=False),
+        "ascii": json.dumps,
+        "python": repr,
+        "lists": list,
+    }
+    cells = [ways[trained](items) for items in _LISTS * 20]
+    pl.DataFrame({"x": cells, "y": [n % 2 for n in range(100)]}).write_parquet(tmp_path / "x.parquet")
+    prepared = from_file(tmp_path / "x.parquet")
+    (bag,) = Encoder.load(prepared.path / "encoder").bags
+    assert sorted(bag.learned) == sorted({item for items in _LISTS for item in items})
+    for way in ways.values():
+        read = bag.values(pl.Series([way(items) for items in _LISTS])).to_list()
+        assert [items or [] for items in read] == _LISTS
+
+
+def test_declared_categories_keep_their_texts(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    versions = random.choice(["1.1", "1.10", "1.2"], 100)
+    frame = pd.DataFrame({"x": pd.Categorical(versions), "n": pd.Categorical(random.integers(0, 5, 100))})
+    polars = as_frame(frame.assign(y=random.integers(0, 2, 100)), "x").lazy().collect()
+    polars.write_parquet(tmp_path / "x.parquet")
+    encoder = Encoder.load(from_file(tmp_path / "x.parquet").path / "encoder")
+    assert [column.role for column in encoder.columns] == ["categorical", "categorical"]
+    assert sorted(encoder.categories[0].learned) == ["1.1", "1.10", "1.2"]
+    cells = {"x": pl.Series(["1.1", "1.10"]), "n": pl.Series([3.0, 4.0])}
+    ids_BF = encoder.encode(cells)[0]["ids_BF"]
+    assert (ids_BF > 1).all()
+    assert ids_BF[0, 0] != ids_BF[1, 0]
+
+
+def test_a_time_is_that_of_its_zone_in_every_container() -> None:
+    zone = datetime.timezone(datetime.timedelta(hours=-8))
+    time = datetime.datetime(2024, 1, 1, 23, 30, tzinfo=zone)
+    column = Time(name="x")
+    for cells in (
+        as_frame([{"x": time}], "x").lazy().collect()["x"],
+        as_frame({"x": [time, None]}, "x").lazy().collect()["x"],
+        as_frame(pd.DataFrame({"x": [time]}), "x").lazy().collect()["x"],
+        as_frame(pd.DataFrame({"x": pd.Series([time], dtype=object)}), "x").lazy().collect()["x"],
+        pl.Series(["2024-01-01T23:30:00-08:00"]),
+    ):
+        assert column.values(cells)[0] == datetime.datetime(2024, 1, 1, 23, 30)
+
+
+@pytest.mark.parametrize("mark", ["-200", "-200.0"])
+def test_a_missing_number_is_missing_in_every_notation(mark: str, tmp_path: Path) -> None:
+    for texts in (["-200", "7,5"], ["-200,0", "7,5"], ["-200.0", "7.5"], ["-200.00", "7.5"]):
+        prepared = table_of(tmp_path, {"x": texts * 20, "y": [0, 1, 1, 0] * 10}, missing=[mark])
+        (column,) = Encoder.load(prepared.path / "encoder").numbers
+        assert column.learned.mean == pytest.approx(7.5), texts
+        assert column.learned.indicator
