@@ -170,7 +170,7 @@ class TrainConfig(Section):
     changed. Results are the same bits as with off."""
     check_split: bool = True
     """With several devices: before training, compute the first batch both unsplit and split, and stop if a
-    module computes something else when it is split. Costs about three steps, and is left out if the first
+    module computes something else when it is split. Costs about four steps, and is left out if the first
     device cannot hold the whole batch."""
     deterministic: bool = False
     """Stop with an error when a block uses a GPU operation whose bits may differ from run to run."""

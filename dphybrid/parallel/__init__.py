@@ -4,8 +4,9 @@ A forward of `DataParallel` has torch's four steps, one module each: `scattering
 `replication` (copies of the module), `applying` (calls them), `gathering` (joins the outputs).
 
 Where to read: `data_parallel` (the class), then the four steps; `splits` (sizes of the shares, and their
-record), `nests` (nested inputs and outputs), `comparison` (a batch split and unsplit), `check` (what differs
-or breaks in a module), `devices` (device texts), `dropout` (masks that do not depend on the split).
+record), `nests` (nested inputs and outputs), `comparison` (a batch split and unsplit; `copies` and `chance`
+belong to it), `check` (what differs or breaks in a module), `devices` (device texts), `dropout` (masks that
+do not depend on the split).
 """
 
 from dphybrid.parallel.applying import parallel_apply

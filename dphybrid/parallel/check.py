@@ -95,7 +95,7 @@ def _attribute_findings(part: nn.Module) -> Iterator[_Words]:
     for name, value in vars(part).items():
         if name in OF_TORCH or name == "_all_weights":  # of RNNs: their parameters' names
             continue
-        held = list(_reached(value))
+        held = list(reached(value))
         if any(isinstance(each, nn.Module) for each in held):
             if any(isinstance(each, types.MethodType | types.FunctionType | partial) for each in held):
                 why = "a stored function or bound method keeps the first device's module"
@@ -111,7 +111,7 @@ def _attribute_findings(part: nn.Module) -> Iterator[_Words]:
         yield True, f"self.{name}", why, remedy
 
 
-def _reached(value: object, depth: int = 4) -> Iterator[object]:
+def reached(value: object, depth: int = 4) -> Iterator[object]:
     """Yield a value and what it holds: items, attributes, and what a function or method refers to."""
     yield value
     if isinstance(value, nn.Module | Tensor | type | types.ModuleType) or type(value) in PLAIN or not depth:
@@ -128,7 +128,7 @@ def _reached(value: object, depth: int = 4) -> Iterator[object]:
     elif isinstance(value, list | tuple | set | frozenset | deque):
         held = value
     for each in held:
-        yield from _reached(each, depth - 1)
+        yield from reached(each, depth - 1)
 
 
 def _tied_tables(module: nn.Module) -> list[Finding]:

@@ -1,485 +1,377 @@
 """Compares a batch split over devices with the same batch unsplit, to find modules that compute something
 else when they run as replicas.
 
-Each data-parallel block is computed with its own input of the batch, in the mode that it is in. Compared are
-the outputs of each part of the module, the gradients of its parameters, and what the forward writes.
-Neither way draws random numbers: torch's draws are replaced by their expected values, so dropout keeps
-everything.
+Each data-parallel block trains for two steps with its own input of the batch, in the mode that it is in: one
+copy of it unsplit, another one split. Compared is what leaves the block, the outputs and gradients of all its
+calls, and what it keeps for the next call. The module to blame is looked for only after a difference.
 """
 
-import copy
-import inspect
-import random
-import sys
-import types
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dphybrid.parallel.applying import as_replica
-from dphybrid.parallel.check import OF_TORCH, Finding
+from dphybrid.parallel.chance import ExpectedValues, own_random_state
+from dphybrid.parallel.check import Finding
+from dphybrid.parallel.copies import Key, copied, copied_module, itself, same, state_of, unchanged
 from dphybrid.parallel.data_parallel import DataParallel, find_data_parallel
 from dphybrid.parallel.gathering import gather
-from dphybrid.parallel.nests import PLAIN, batch_rows, joined, leaves, map_leaves, map_tensors
+from dphybrid.parallel.nests import Whole, batch_rows, joined, leaves, map_leaves, map_tensors, named_inputs
 from dphybrid.parallel.replication import replicate_modules
 from dphybrid.parallel.scattering import split
 from dphybrid.parallel.splits import split_sizes
-from dphybrid.util.errors import UserError, type_text
+from dphybrid.util.errors import UserError, counted, type_text
 from dphybrid.util.memory import is_out_of_memory
+
+NOT_COMPARED = "not compared"
+"""`Finding.where` of a block that the batch does not split."""
+
+_ERRORS = ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError
+
+_Event = tuple[str, str, list[Tensor]]
+"""(module to blame if the tensors differ, what they are, the tensors)."""
 
 
 def compare_split(
     model: nn.Module, *args: object, rtol: float = 1e-3, atol: float = 1e-4, **kwargs: object
 ) -> list[Finding]:
     """Call `model` on one batch and compare each data-parallel block in it, unsplit against split. Return,
-    for each block that differs, the first place where it does.
+    for each block that differs, the first place where it does, and each block that was not compared.
 
     model: a `DataParallel` or a module that contains some, in the mode to compare. Parameters, gradients,
-    buffers, attributes, modes and all random generators stay as they are; hooks run. A block is computed once
-    for the whole batch and once per share, forward and backward, on its first device, which takes the memory
-    of a whole batch there; one with a single device is compared in two shares. BatchNorm, which normalises
-    each share by itself, is compared with its running statistics. rtol, atol: tolerances for float32 as in
-    `torch.testing.assert_close`; float64 is held to 1e-9. The list is empty if nothing differs or is split.
+    buffers, attributes, modes and all random generators stay as they are; hooks run. Two copies of a
+    block take two steps on its first device, with the memory of a whole batch; one with a single device is
+    compared in two shares. BatchNorm, which normalises each share by itself, is compared with its running
+    statistics. rtol, atol: tolerances for float32, relative to a value and to the largest one of its tensor;
+    float64 is held to 1e-9.
     """
-    calls: dict[str, tuple[tuple[object, ...], dict[str, object]]] = {}
     blocks = find_data_parallel(model)
-    homes = [block.devices.home for block in blocks.values()]
-    with own_random_state(*homes), _unchanged(model), torch.no_grad(), ExitStack() as hooks:
-        for name, block in blocks.items():
+    calls: dict[str, list[Any]] = {name: [] for name in blocks}
+    with torch.inference_mode(False), torch.enable_grad():
+        # Inputs of blocks come from the model around them, so one call of the whole model collects them.
+        with unchanged(model), ExitStack() as hooks:
+            for name, block in blocks.items():
 
-            def keep(_: nn.Module, given: Any, named: Any, name: str = name) -> None:
-                calls.setdefault(name, (given, named))
+                def keep(block: Any, args: Any, kwargs: Any, name: str = name) -> None:
+                    given = joined(block.with_wholes(args, kwargs), block.devices.home, block.dim)
+                    calls[name].append(_leaves_of_graph(given))
 
-            # A block's inputs come from the model around it, so one call of the whole model collects them.
-            hooks.callback(block.register_forward_pre_hook(keep, with_kwargs=True).remove)
-            hooks.enter_context(block.off_the_record())
-        model(*args, **kwargs)
-    found = [_Comparison(name, blocks[name], rtol, atol).of(*call) for name, call in calls.items()]
+                hooks.callback(block.register_forward_pre_hook(keep, with_kwargs=True).remove)
+                hooks.enter_context(own_random_state(block.devices.home))
+            model(*args, **kwargs)
+        with unchanged(model):
+            found = [
+                _Comparison(name, block, calls[name], itself(model)).finding(rtol, atol)
+                for name, block in blocks.items()
+            ]
     return [finding for finding in found if finding is not None]
 
 
 def check_split(model: nn.Module, *args: object, **kwargs: Any) -> None:
-    """Raise UserError with the findings of `compare_split` on this batch, if there are any, and for a model
-    that splits nothing. For one line in your own loop: `check_split(model, batch)` before the first step."""
-    if not find_data_parallel(model):
+    """Raise UserError with what breaks by `compare_split` on this batch, and for a model or a batch of which
+    nothing is split. For one line in your own loop: `check_split(model, batch)` before the first step."""
+    if not (blocks := find_data_parallel(model)):
         raise UserError(
             f"check_split: {type_text(model)} contains no DataParallel, so nothing would be split or "
             "compared; give the model whose blocks are wrapped: DataParallel(blocks, devices)"
         )
-    if found := [finding for finding in compare_split(model, *args, **kwargs) if finding.breaks]:
-        findings = "\n".join(finding.text() for finding in found)
-        raise UserError(f"the model computes something else when the first batch is split:\n{findings}")
+    found = compare_split(model, *args, **kwargs)
+    refuse_differences(found)
+    if len(missed := [finding for finding in found if finding.where == NOT_COMPARED]) == len(blocks):
+        raise UserError("\n".join(["check_split compared nothing:", *(each.text() for each in missed)]))
 
 
-_Event = tuple[str, str, list[Tensor]]
-"""(module to blame if the tensors differ, what they are, the tensors)."""
-
-
-@dataclass
-class _Run:
-    """What a module computed from one input: events in the order of the calls, output, and the replica that
-    computed it."""
-
-    replica: nn.Module
-    events: list[_Event] = field(default_factory=list)
-    output: Any = None
+def refuse_differences(found: Sequence[Finding], *more: str) -> None:
+    """Raise UserError with the findings that break, if there are any. more: further lines of the message."""
+    if wrong := [finding.text() for finding in found if finding.breaks]:
+        lines = ["the model computes something else when the first batch is split:", *wrong, *more]
+        raise UserError("\n".join(lines))
 
 
 class _Comparison:
-    """Compares one block, unsplit and split."""
+    """Compares one block, unsplit and split. calls: (args, kwargs) of each of its calls. around: a memo with
+    what copies of the block share with it, see `itself`."""
 
-    def __init__(self, name: str, block: DataParallel, rtol: float, atol: float) -> None:
-        self.name, self.block, self.home = name, block, block.devices.home
+    def __init__(self, name: str, block: DataParallel, calls: list[Any], around: dict[int, Any]) -> None:
+        self.name, self.module, self.calls, self.around = name, block.module, calls, around
+        self.home, self.dim, self.count = block.devices.home, block.dim, max(2, len(block.devices))
+        self.rows = [batch_rows(*call, block.dim) or 0 for call in calls]
+        self.sizes = [split_sizes(rows, self.count) if rows else [] for rows in self.rows]
+        self.mode = ExpectedValues()
+
+    def finding(self, rtol: float, atol: float) -> Finding | None:
+        """Return the first difference, or None."""
         self.rtol, self.atol = rtol, atol
+        if (most := max(self.rows, default=0)) > 1:
+            return self._difference()
+        problem = f"its batch has {counted(most, 'row')}, which several devices cannot share"
+        if not self.calls:
+            problem = "the model does not call it with this batch"
+        remedy = f"give a batch of at least {self.count} rows that reaches it"
+        return self._found(NOT_COMPARED, problem, remedy, breaks=False)
 
-    @torch.enable_grad()
-    def of(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Finding | None:
-        """Return the first difference for a call of the block with these arguments, or None."""
-        block, home = self.block, self.home
-        args, kwargs = joined(block.with_wholes(args, kwargs), home, block.dim)
-        rows = batch_rows(args, kwargs, block.dim) or 0
-        if rows < 2:
-            return None
-        sizes = block.sizes(rows) if len(block.devices) > 1 else split_sizes(rows, 2)
-        given = map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, (args, kwargs))
-        whole = self._run(self._here(given))
-        shares = []
-        for index, share in enumerate(split(given, [home] * len(sizes), sizes, block.dim)):
-            try:
-                shares.append(self._run(share, index, sizes))
-            except (RuntimeError, ValueError, IndexError, AssertionError) as error:
-                if is_out_of_memory(error):
-                    raise
-                problem = f"works for all {rows} rows, and fails for a share of {sizes[index]}: {error}"
-                remedy = "wrap what all samples share, such as a mask or class weights, in Whole(...)"
-                return Finding(True, _dotted(self.name, ""), "its inputs", problem, remedy)
-        return (
-            self._events(whole, shares, given, sizes)
-            or self._outputs(whole, shares, given, sizes)
-            or self._writes(whole, shares[0], given)
-        )
-
-    def _run(
-        self, given: Any, index: int = 0, sizes: tuple[int, ...] | list[int] = (), seed: int = 0
-    ) -> _Run:
-        replica = _throwaway(self.block.module, self.home)
-        names = {id(part): name for name, part in replica.named_modules()}
-        run, stack = _Run(replica), [""]
-
-        def copies(value: object) -> list[Tensor]:
-            return [tensor.detach().clone() for tensor in _tensors(value)]
-
-        def enter(part: nn.Module, inputs: object, named: object) -> None:
-            name = names.get(id(part), "")
-            if part is not replica:  # a part's inputs were computed by the part around it, which is to blame
-                run.events.append((stack[-1], f"its input to {name}", copies((inputs, named))))
-            stack.append(name)
-
-        def leave(*call: object) -> None:
-            run.events.append((stack.pop(), "its output", copies(call[-1])))
-
-        with ExitStack() as stack_of_contexts:
-            for part in replica.modules():
-                # The replica shares these dicts with the original, which would keep the hooks.
-                part._forward_pre_hooks_with_kwargs = part._forward_pre_hooks_with_kwargs.copy()
-                part._forward_pre_hooks = part._forward_pre_hooks.copy()
-                part._forward_hooks = part._forward_hooks.copy()
-                part.register_forward_pre_hook(enter, with_kwargs=True)
-                part.register_forward_hook(leave)
-            stack_of_contexts.enter_context(own_random_state(self.home))
-            stack_of_contexts.enter_context(as_replica(index, max(1, len(sizes)), sizes))
-            stack_of_contexts.enter_context(_ExpectedValues())
-            if seed:
-                torch.manual_seed(seed)
-                random.seed(seed)
-                if numpy := sys.modules.get("numpy"):
-                    numpy.random.seed(seed)
-            run.output = replica(*given[0], **given[1])
-        return run
-
-    def _events(self, whole: _Run, shares: list[_Run], given: Any, sizes: list[int]) -> Finding | None:
-        for index, (module, what, tensors) in enumerate(whole.events):
-            parts = [run.events[index] if index < len(run.events) else ("", "", []) for run in shares]
-            largest = float("inf")
-            if all(part[:2] == (module, what) and len(part[2]) == len(tensors) for part in parts):
-                shared = zip(*(part[2] for part in parts), strict=True)
-                apart = [self._apart(t, list(of)) for t, of in zip(tensors, shared, strict=True)]
-                largest = max(apart, default=0.0)
-            if largest > 0:
-                return self._differs(
-                    module, what, largest, sizes, self._by_chance(whole, index, given, sizes)
-                )
+    def _difference(self) -> Finding | None:
+        whole, parted = (copied_module(self.module, self.around) for _ in range(2))
+        for step in (1, 2):
+            outputs: tuple[list[Tensor], list[Tensor]] = [], []
+            for call, sizes in zip(self.calls, self.sizes, strict=True):
+                memo = self.around | itself(whole)
+                before = {key: copied(value, memo) for key, value in state_of(whole).items()}
+                one = _tensors(self._call(whole, self._here(call)))
+                try:
+                    output, replicas = self._split_call(parted, call, sizes)
+                except _ERRORS as error:
+                    if is_out_of_memory(error):
+                        raise
+                    return self._fails(error, sizes)
+                two, states = _tensors(output), map(state_of, (whole, parted, *replicas))
+                written = self._written(before, *states)
+                if by := self._distances(one, two):
+                    return self._blamed(call, sizes) or written or self._differs("its output", by, sizes)
+                if written:
+                    return written
+                outputs[0].extend(one)
+                outputs[1].extend(two)
+            if step == 1 and (found := self._gradients((whole, parted), outputs)):
+                return found
         return None
 
-    def _outputs(self, whole: _Run, shares: list[_Run], given: Any, sizes: list[int]) -> Finding | None:
-        """Compare the joined outputs, and the gradients that go back from them."""
-        try:
-            output = gather([run.output for run in shares], self.home, self.block.dim, sizes)
-        except UserError as error:
-            return Finding(True, _dotted(self.name, ""), "its output", str(error), "return rows of samples")
-        one, two = _tensors(whole.output), _tensors(output)
-        if largest := self._distances(one, two):
-            return self._differs("", "its output", largest, sizes, self._by_chance(whole, -1, given, sizes))
-        named = dict(self.block.module.named_parameters(remove_duplicate=True))
-        wanted = {f"the gradient of {name}": p for name, p in named.items() if p.requires_grad}
-        first, second = (_gradients(outputs, list(wanted.values())) for outputs in (one, two))
-        for what, a, b in zip(wanted, first, second, strict=True):
-            if a is None and b is None:
+    # A call, unsplit and split
+
+    def _call(self, module: nn.Module, given: Any, index: int = 0, sizes: Sequence[int] = (0,)) -> Any:
+        """Call a module with (args, kwargs), as replica `index` of a batch that is split into `sizes`."""
+        with own_random_state(self.home), as_replica(index, len(sizes), sizes), self.mode:
+            return module(*given[0], **given[1])
+
+    def _split_call(self, module: nn.Module, call: Any, sizes: list[int]) -> tuple[Any, list[nn.Module]]:
+        """Return the joined output and the replicas, like a forward of `DataParallel`."""
+        if not sizes:  # no tensor, or an empty batch
+            return self._call(module, self._here(call)), [module]
+        devices = (self.home,) * len(sizes)
+        replicas = replicate_modules(list(module.modules()), devices, detach=False)
+        shares = enumerate(split(call, devices, sizes, self.dim))
+        outputs = [self._call(replicas[index], share, index, sizes) for index, share in shares]
+        return gather(outputs, self.home, self.dim, sizes), replicas
+
+    def _here(self, call: Any) -> Any:
+        return map_tensors(lambda tensor: tensor.to(self.home, copy=True), call)
+
+    # What is compared
+
+    def _gradients(
+        self, modules: tuple[nn.Module, nn.Module], outputs: tuple[list[Tensor], list[Tensor]]
+    ) -> Finding | None:
+        """Compare the gradients of parameters and inputs; take a step with them in both copies, so that the
+        second one starts from other weights."""
+        names = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+        named = [
+            (f"its {path}" if path.startswith("input ") else f"its input {path}", tensor)
+            for call in self.calls
+            for path, leaf in named_inputs(*call)
+            for tensor in _tensors(leaf.value if isinstance(leaf, Whole) else leaf)
+            if tensor.requires_grad
+        ]
+        paths, inputs = [path for path, _ in named], [tensor for _, tensor in named]
+        parameters = [[module.get_parameter(name) for name in names] for module in modules]
+        one, two = (self._backward(o, [*p, *inputs]) for o, p in zip(outputs, parameters, strict=True))
+        largest = max((_largest(grad) for grad in (*one, *two) if grad is not None), default=0.0)
+        for what, a, b in zip((*names, *paths), one, two, strict=True):
+            by = 0.0 if a is b else float("inf") if a is None or b is None else self._distance(a, b, largest)
+            if by:
+                return self._differs(f"the gradient of {what}", by, max(self.sizes, key=len))
+        with torch.no_grad():
+            for grad, a, b in zip(one, *parameters, strict=False):
+                if grad is not None and (steepest := _largest(grad)) > 0:
+                    change = grad.nan_to_num(0.0, 0.0, 0.0) * (0.01 * (_largest(a) or 1.0) / steepest)
+                    a -= change
+                    b -= change
+        return None
+
+    def _backward(self, outputs: list[Tensor], wanted: list[Tensor]) -> list[Tensor | None]:
+        """Return the gradients of a sum of the outputs with fixed factors, no two rows' alike."""
+        draws = torch.Generator().manual_seed(0)
+        total = torch.zeros((), dtype=torch.float64, device=self.home)
+        for output in outputs:
+            if output.requires_grad:
+                dense = output.to_dense() if output.is_sparse else output
+                dense = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
+                factors = torch.rand(dense.shape, generator=draws, dtype=torch.float32, device="cpu") + 0.5
+                total = total + (dense * factors.to(dense)).sum().to(total)
+        for tensor in wanted:
+            tensor.grad = None
+        if total.requires_grad:
+            with self.mode:  # activation checkpointing computes forwards again; it refuses autograd.grad
+                total.backward()
+        return [t.grad.to_dense() if t.grad is not None and t.grad.is_sparse else t.grad for t in wanted]
+
+    def _written(
+        self, before: dict[Key, Any], after: dict[Key, Any], parted: dict[Key, Any], *held: dict[Key, Any]
+    ) -> Finding | None:
+        """Find state that a forward writes and replicas lose. before, after: of the unsplit copy. parted: of
+        the split one. held: of its replicas. What all replicas write alike is no such state, unless it is a
+        parameter: a cache depends only on the module."""
+        for key, value in after.items():
+            if trained := isinstance(value, nn.Parameter):
+                if value is not before.get(key):
+                    problem = "forward makes this parameter, and replicas lose it: it would not be trained"
+                    remedy = "make it in __init__, or call the module with a sample before it is wrapped"
+                    return self._found(key[1], problem, remedy, key[0])
+            elif same(value, before.get(key)):
                 continue
-            largest = float("inf")
-            if a is not None and b is not None:
-                a, b = (grad.to_dense() if grad.is_sparse else grad for grad in (a, b))
-                # Sums over the batch, in another order: as exact as the largest of them.
-                largest = _distance(a, b, self.rtol, self.rtol * _largest(a))
-            if largest > 0:
-                return self._differs("", what, largest, sizes, False)
-        return None
-
-    def _writes(self, whole: _Run, first: _Run, given: Any) -> Finding | None:
-        """Find state that the forward writes and replicas lose. A value that depends only on the module, such
-        as a cache, is none: it is the same in a share, and a second call does not change it."""
-        before = _state(_throwaway(self.block.module, self.home))
-        after, of_share = _state(whole.replica), _state(first.replica)
-        changed = [key for key, value in after.items() if not _same(value, before.get(key))]
-        if not changed:
-            return None
-        again: dict[tuple[str, str], object] = {}
-        stored = {
-            (name, f"self.{key}") for name, part in whole.replica.named_modules() for key in part._buffers
-        }
-        attributes = [key for key in changed if key not in stored]
-        if attributes:
-            kept = {key: copy.copy(after[key]) for key in attributes}
-            with own_random_state(self.home), _ExpectedValues(), torch.no_grad():
-                args, kwargs = map_tensors(lambda t: t.detach().to(self.home, copy=True), given)
-                whole.replica(*args, **kwargs)
-            now = _state(whole.replica)
-            again = {key: now.get(key) for key in attributes if not _same(now.get(key), kept[key])}
-        for module, what in changed:
-            if (module, what) in again or not _same(after[module, what], of_share.get((module, what))):
+            if not all(same(value, of.get(key), 1e-6) for of in ((parted, *held) if trained else held)):
                 problem = "forward writes it, and all replicas but the first lose what they write"
                 remedy = "return the value, or keep it outside of the data-parallel block"
-                return Finding(True, _dotted(self.name, module), what, problem, remedy)
+                return self._found(key[1], problem, remedy, key[0])
         return None
-
-    def _by_chance(self, whole: _Run, index: int, given: Any, sizes: list[int]) -> bool:
-        """Return whether random numbers may explain a difference: the unsplit module gives something else
-        with another seed, and the first share's rows do not depend on the other rows."""
-        other = self._run(self._here(given), seed=1)
-        same = index < len(other.events) and other.events[index][:2] == whole.events[index][:2]
-        if same and not self._distances(whole.events[index][2], other.events[index][2]):
-            return False
-        dim, rows, first = self.block.dim, sum(sizes), sizes[0]
-
-        def repeated(leaf: Any) -> Any:  # the first share's rows again instead of the others
-            if not isinstance(leaf, Tensor) or not leaf.dim():
-                return leaf
-            return leaf.index_select(dim, torch.arange(rows, device=leaf.device) % first)
-
-        changed = self._run(self._here(map_leaves(repeated, given)))
-        one, two = (
-            [
-                t.narrow(dim, 0, t.shape[dim] * first // rows)
-                for t in _tensors(run.output)
-                if t.dim() and not t.is_sparse
-            ]
-            for run in (whole, changed)
-        )
-        return not self._distances(one, two)
-
-    def _here(self, given: Any) -> Any:
-        return map_tensors(lambda t: t.to(self.home, copy=True), given)
 
     def _distances(self, one: list[Tensor], two: list[Tensor]) -> float:
         if len(one) != len(two):
             return float("inf")
-        return max(
-            (_distance(a, b, self.rtol, self.atol) for a, b in zip(one, two, strict=True)), default=0.0
-        )
+        return max((self._distance(a, b) for a, b in zip(one, two, strict=True)), default=0.0)
 
-    def _differs(self, module: str, what: str, by: float, sizes: list[int], chance: bool) -> Finding:
-        where = _dotted(self.name, module)
-        if chance:
-            return Finding(
-                False, where, what,
-                "draws random numbers that are not torch's, so split and unsplit could not be compared",
-                "draw them with torch, or pass them in as an input",
-            )  # fmt: skip
-        return Finding(
-            True,
-            where,
-            what,
-            f"differs by {by:.3g} between the batch as a whole and in shares of "
-            f"{','.join(map(str, sizes))} rows: it computes across the batch",
-            "compute that outside of the data-parallel block, and wrap what all samples share in Whole(...)",
-        )
+    def _distance(self, one: Tensor, two: Tensor, largest: float = 0.0) -> float:
+        """Return the largest absolute difference beyond the tolerances, 0 if there is none. largest: value of
+        all tensors that are compared; what is a rounding error beside it is no difference."""
+        if one.shape != two.shape:
+            return float("inf")
+        if one.layout is not torch.strided or two.layout is not torch.strided:
+            one, two = one.to_dense(), two.to_dense()
+        rtol = atol = eps = 0.0  # of whole numbers
+        if one.is_floating_point() or one.is_complex():
+            eps = max(self.mode.eps, torch.finfo(one.dtype).eps)
+            # Rounding errors of float64 are far below these.
+            rtol, atol = (max(t, 4 * eps) if eps > 1e-9 else min(t, 1e-9) for t in (self.rtol, self.atol))
+        one, two = (each.detach().to(torch.promote_types(each.dtype, torch.float64)) for each in (one, two))
+        alike = (one == two) | (one.isnan() & two.isnan())
+        apart = torch.where(alike, 0.0, (one - two).abs()).nan_to_num(float("inf"))
+        own = max(_largest(one), _largest(two))
+        allowed = rtol * two.abs().nan_to_num(0.0, 0.0, 0.0) + max(atol * own, 4 * eps * largest)
+        return float(torch.where(apart > allowed, apart, 0.0).max()) if one.numel() else 0.0
+
+    # What a difference is blamed on
+
+    def _blamed(self, call: Any, sizes: list[int]) -> Finding | None:
+        """Return the first place inside of the block whose values differ, in copies without what earlier
+        calls have left; None if nothing differs there."""
+        if self._by_chance(call, sizes):
+            problem = "draws random numbers that are not torch's, so split and unsplit could not be compared"
+            remedy = "draw them with torch, or pass them in as an input"
+            return self._found("its output", problem, remedy, breaks=False)
+        whole = self._events(self._here(call))
+        shares = enumerate(split(call, [self.home] * len(sizes), sizes, self.dim))
+        parts = [self._events(share, index, sizes) for index, share in shares]
+        for index, (module, what, tensors) in enumerate(whole):
+            of_shares = [events[index] if index < len(events) else ("", "", []) for events in parts]
+            by = float("inf")
+            if all(of[:2] == (module, what) and len(of[2]) == len(tensors) for of in of_shares):
+                columns = zip(tensors, *(of[2] for of in of_shares), strict=True)
+                by = max((self._apart(tensor, pieces) for tensor, *pieces in columns), default=0.0)
+            if by:
+                return self._differs(what, by, sizes, module)
+        return None
+
+    def _events(self, given: Any, index: int = 0, sizes: Sequence[int] = (0,)) -> list[_Event]:
+        """Return what goes into and comes out of each part of a new copy, in the order of the calls."""
+        module = copied_module(self.module, self.around)
+        names = {id(part): name for name, part in module.named_modules()}
+        events, stack = list[_Event](), [""]
+
+        def values(nest: object) -> list[Tensor]:
+            return [tensor.detach().clone() for tensor in _tensors(nest)]
+
+        def enter(part: nn.Module, args: object, kwargs: object) -> None:
+            name = names.get(id(part), "")
+            if part is not module:  # a part's inputs were computed by the part around it, which is to blame
+                events.append((stack[-1], f"its input to {name}", values((args, kwargs))))
+            stack.append(name)
+
+        def leave(*of_call: object) -> None:
+            events.append((stack.pop(), "its output", values(of_call[-1])))
+
+        for part in module.modules():
+            part.register_forward_pre_hook(enter, with_kwargs=True)
+            part.register_forward_hook(leave)
+        self._call(module, given, index, sizes)
+        return events
 
     def _apart(self, whole: Tensor, parts: list[Tensor]) -> float:
-        """Return the largest absolute difference beyond the tolerances, 0 if there is none.
+        """Return the smallest difference between a tensor and its shares, joined in one way or another.
 
-        Inside of a block the batch may be on any dim, or flattened, so the shares are joined on each dim that
-        allows it. A tensor that is the same in all shares, such as a mask, is compared as it is. The smallest
-        difference of all these readings counts.
+        Inside of a block the batch may be on any dim, or flattened, so shares are joined on each dim that
+        allows it. A tensor that is the same in all shares, such as a mask, is compared as it is.
         """
         if whole.is_nested or whole.layout is not torch.strided:
             return 0.0
-        found = [max(_distance(whole, part, self.rtol, self.atol) for part in parts)]
+        found = [max(self._distance(whole, part) for part in parts)]
         for axis in range(whole.dim()):
             rests = {(*part.shape[:axis], ..., *part.shape[axis + 1 :]) for part in (whole, *parts)}
             if len(rests) == 1:
-                found.append(_distance(whole, torch.cat(parts, axis), self.rtol, self.atol))
+                found.append(self._distance(whole, torch.cat(parts, axis)))
         return min(found)
+
+    def _by_chance(self, call: Any, sizes: list[int]) -> bool:
+        """Return whether random numbers may explain a difference: the unsplit module gives something else
+        with another seed, and the first share's rows do not depend on the other rows."""
+
+        def repeated(leaf: Any) -> Any:  # the first share's rows again instead of the others
+            if not isinstance(leaf, Tensor) or not leaf.dim():
+                return leaf
+            rows = torch.arange(leaf.shape[self.dim], device=leaf.device)
+            return leaf.index_select(self.dim, rows % sizes[0])
+
+        def output(given: Any, seed: int = 0) -> list[Tensor]:
+            with own_random_state(self.home, seed):
+                return _tensors(self._call(copied_module(self.module, self.around), self._here(given)))
+
+        def of_first(outputs: list[Tensor]) -> list[Tensor]:
+            dense = [each for each in outputs if each.dim() and not each.is_sparse]
+            return [t.narrow(self.dim, 0, t.shape[self.dim] * sizes[0] // sum(sizes)) for t in dense]
+
+        one = output(call)
+        if not sizes or not self._distances(one, output(call, seed=1)):
+            return False
+        return not self._distances(of_first(one), of_first(output(map_leaves(repeated, call))))
+
+    def _fails(self, error: Exception, sizes: list[int]) -> Finding:
+        problem = f"works for all {sum(sizes)} rows, and fails in shares of {_text(sizes)}: {error}"
+        if isinstance(error, UserError):
+            return self._found("its output", problem, "return rows of samples")
+        remedy = "wrap what all samples share, such as a mask or class weights, in Whole(...)"
+        return self._found("its inputs", problem, remedy)
+
+    def _differs(self, what: str, by: float, sizes: list[int], module: str = "") -> Finding:
+        shares = f"the batch as a whole and in shares of {_text(sizes)} rows"
+        problem = f"differs by {by:.3g} between {shares}: it computes across the batch"
+        remedy = "compute that outside of the data-parallel block"
+        return self._found(what, problem, f"{remedy}, and wrap what all samples share in Whole(...)", module)
+
+    def _found(self, where: str, problem: str, remedy: str, module: str = "", breaks: bool = True) -> Finding:
+        name = ".".join(part for part in (self.name, module) if part) or "the model"
+        return Finding(breaks, name, where, problem, remedy)
+
+
+def _text(sizes: Sequence[int]) -> str:
+    return ",".join(map(str, sizes))
+
+
+def _leaves_of_graph(value: Any) -> Any:
+    """Return a nest with copies of its tensors that require a gradient where the tensors do."""
+
+    def copy_of(leaf: Any) -> Any:
+        if isinstance(leaf, Whole):
+            return Whole(_leaves_of_graph(leaf.value))
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+    return map_leaves(copy_of, value)
 
 
 def _tensors(value: object) -> list[Tensor]:
     return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _gradients(outputs: list[Tensor], wanted: list[Tensor]) -> list[Tensor | None]:
-    """Return the gradients of a sum of the outputs with fixed factors, so that no two rows count alike."""
-    generator = torch.Generator().manual_seed(0)
-    total = torch.zeros((), dtype=torch.float64, device="cpu")
-    for output in outputs:
-        if output.requires_grad and output.is_floating_point():
-            dense = output.to_dense() if output.is_sparse else output
-            factors = torch.rand(dense.shape, generator=generator, dtype=torch.float32, device="cpu") + 0.5
-            total = total.to(dense.device) + (dense * factors.to(dense.device, dense.dtype)).sum().double()
-    if not wanted or not total.requires_grad:
-        return [None] * len(wanted)
-    with _ExpectedValues():  # activation checkpointing computes forwards again
-        return list(torch.autograd.grad(total, wanted, allow_unused=True, retain_graph=True))
-
-
-def _dotted(block: str, module: str) -> str:
-    return ".".join(part for part in (block, module) if part) or "the model"
-
-
 def _largest(tensor: Tensor) -> float:
     finite = tensor.detach().abs().nan_to_num(0.0, 0.0, 0.0)
     return float(finite.max()) if finite.numel() else 0.0
-
-
-def _distance(one: Tensor, two: Tensor, rtol: float, atol: float) -> float:
-    one, two = one.detach(), two.detach()
-    if one.shape != two.shape:
-        return float("inf")
-    if one.layout is not torch.strided:
-        one, two = one.to_dense(), two.to_dense()
-    if one.dtype == torch.float64:  # rounding errors of float64 are far below these
-        rtol, atol = min(rtol, 1e-9), min(atol, 1e-9)
-    elif one.dtype in (torch.bfloat16, torch.float16):
-        rounding = 4 * torch.finfo(one.dtype).eps
-        rtol, atol = max(rtol, rounding), max(atol, rounding)
-    if not one.numel() or torch.allclose(one.to(two.dtype), two, rtol=rtol, atol=atol, equal_nan=True):
-        return 0.0
-    apart = (one.to(torch.complex128 if one.is_complex() else torch.float64) - two).abs()
-    largest = float(apart[apart.isfinite()].max()) if bool(apart.isfinite().any()) else 0.0
-    return largest or float("inf")
-
-
-# Copies, whose changes are lost
-
-
-def _throwaway(module: nn.Module, home: torch.device) -> nn.Module:
-    """Return a replica on `home` whose changes are lost, also those of lists and other attributes. Gradients
-    go to the module's parameters. BatchNorm uses its running statistics."""
-    replica = replicate_modules(list(module.modules()), (home, home), detach=False)[1]
-    memo: dict[int, object] = {id(part): part for part in (*replica.modules(), *module.modules())}
-    for part in replica.modules():
-        held = vars(part)
-        for name in [name for name in held if name not in OF_TORCH and name not in part._parameters]:
-            held[name] = _copied(held[name], memo)
-        if isinstance(part, _BatchNorm) and part.track_running_stats:
-            part.training = False
-    return replica
-
-
-@contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
-    """While the block runs, the model computes with copies of its buffers and attributes; afterwards it has
-    those from before. Tables in host memory are left alone: their forward changes nothing."""
-    parts = [part for part in model.modules() if not hasattr(part, "place_on")]
-    before = [(part, dict(vars(part))) for part in parts]
-    memo: dict[int, object] = {id(part): part for part in model.modules()}
-    memo |= {id(parameter): parameter for parameter in model.parameters()}
-    try:
-        for part in parts:
-            held = vars(part)
-            for name in [name for name in held if name not in OF_TORCH]:
-                held[name] = _copied(held[name], memo)
-            held["_buffers"] = {name: _copied(buffer, memo) for name, buffer in part._buffers.items()}
-        yield
-    finally:
-        for part, held in before:
-            vars(part).clear()
-            vars(part).update(held)
-
-
-def _copied(value: Any, memo: dict[int, object]) -> Any:
-    """Return a copy of an attribute's value. Modules, parameters, functions and arrays that cannot be written
-    are returned as they are, and so is what cannot be copied."""
-    if isinstance(value, nn.Module | nn.Parameter | types.FunctionType | types.MethodType | type):
-        return value
-    if type(value) in PLAIN or getattr(getattr(value, "flags", None), "writeable", True) is False:
-        return value
-    if id(value) not in memo:
-        try:
-            memo[id(value)] = (
-                value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value, memo)
-            )
-        except Exception:  # noqa: BLE001 # a lock, say
-            memo[id(value)] = value
-    return memo[id(value)]
-
-
-def _state(module: nn.Module) -> dict[tuple[str, str], object]:
-    """Return what a forward may write, by (part, attribute): buffers, parameters, and attributes that are
-    numbers, texts, tensors or nests of these."""
-    return {
-        (name, f"self.{key}"): held
-        for name, part in module.named_modules()
-        # weight_norm and the like write attributes of their module in a hook
-        if not any(type(hook).__module__.startswith("torch.") for hook in part._forward_pre_hooks.values())
-        for key, held in (vars(part) | part._buffers | part._parameters).items()
-        if key not in OF_TORCH and (isinstance(held, Tensor) or type(held) in PLAIN)
-    }
-
-
-def _same(one: object, two: object) -> bool:
-    if isinstance(one, Tensor) and isinstance(two, Tensor):
-        return not _distance(one.detach(), two.detach(), 1e-3, 1e-4)
-    return one is two or (type(one) is type(two) and not isinstance(one, Tensor) and bool(one == two))
-
-
-# Random numbers
-
-
-@contextmanager
-def own_random_state(*homes: torch.device) -> Iterator[None]:
-    """Return a context that restores the random generators afterwards: torch's, Python's, and numpy's if it
-    is loaded."""
-    numpy = sys.modules.get("numpy")
-    python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
-    with torch.random.fork_rng([home for home in homes if home.type == "cuda"]):
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            if numpy is not None:
-                numpy.random.set_state(numpy_state)
-
-
-class _ExpectedValues(TorchDispatchMode):
-    """Replaces torch's random draws by values that do not depend on the number of rows: dropout keeps
-    everything, uniform draws give the middle, a permutation rotates by one."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **kwargs)
-        name, schema = func.overloadpacket.__name__, [argument.name for argument in func._schema.arguments]
-        given = dict(zip(schema, args, strict=False)) | kwargs
-        if name == "native_dropout":
-            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-        for key, value in (("dropout_p", 0.0), ("dropout", 0.0), ("training", False)):
-            if key in given:
-                return func(**(given | {key: value}))
-        if name == "randperm":
-            return func(*args, **kwargs).copy_(torch.arange(given["n"], device="cpu").roll(-1))
-        if name == "multinomial":
-            return args[0].argmax(-1, keepdim=True).expand(*args[0].shape[:-1], args[1]).contiguous()
-        value = _expected(name, given)
-        if value is None:  # compared nevertheless: `_by_chance` finds whether it differs from call to call
-            return func(*args, **kwargs)
-        result = args[0] if name.endswith("_") else func(*args, **kwargs)
-        return result.copy_(value) if isinstance(value, Tensor) else result.fill_(value)
-
-
-# Subclasses get a wrapper there that imports the compiler at the first call, 1.5 CPU seconds of each process.
-_ExpectedValues.__torch_dispatch__ = inspect.unwrap(  # type: ignore[method-assign]
-    _ExpectedValues.__torch_dispatch__
-)
-
-
-def _expected(name: str, given: dict[str, Any]) -> Any:
-    if name in ("bernoulli", "bernoulli_"):
-        return given.get("p", given["self"] if name == "bernoulli" else 0.5)
-    if name in ("rand", "rand_like"):
-        return 0.5
-    if name == "uniform_":
-        return (given.get("from", 0.0) + given.get("to", 1.0)) / 2
-    if name in ("randn", "randn_like"):
-        return 0.5
-    if name == "normal_":
-        return given.get("mean", 0.0) + 0.5 * given.get("std", 1.0)
-    if name in ("exponential_", "geometric_", "log_normal_"):
-        return 1.0
-    if name in ("randint", "randint_like", "random_"):
-        return given.get("low", given.get("from")) or 0
-    return None

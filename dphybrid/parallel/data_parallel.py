@@ -8,7 +8,7 @@ import inspect
 import itertools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -213,15 +213,6 @@ class DataParallel(nn.DataParallel):
         if not torch.compiler.is_exporting():  # torch.export runs no real batch
             self._record.note(((first_size(inputs) or first_size(kwargs),), (first_size(output),)))
         return output if self._target == home else map_tensors(lambda t: t.to(self._target), output)
-
-    @contextmanager
-    def off_the_record(self) -> Iterator[None]:
-        """Return a context in which splits are not recorded."""
-        kept, self._record = self._record, Record()
-        try:
-            yield
-        finally:
-            self._record = kept
 
     @property
     def last_sizes(self) -> Key | None:

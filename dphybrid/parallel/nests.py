@@ -107,7 +107,7 @@ def opened(value: object) -> tuple[list[Any], list[object]] | None:
     if isinstance(value, deque) and not any(isinstance(leaf, Tensor) for leaf in leaves(list(value))):
         return None  # numbers, one for each sample perhaps
     if isinstance(value, dict | list | tuple | deque):
-        if any(isinstance(leaf, Tensor) for held in _attributes(value) for leaf in leaves(held)):
+        if any(isinstance(leaf, Tensor) for held in held_by(value) for leaf in leaves(held)):
             raise UserError(
                 f"{type_text(value)} carries a tensor beside its items; give it as an item or an argument, "
                 "or register the class with torch.utils._pytree"
@@ -297,7 +297,7 @@ def _refuse_unsplittable(leaf: Any) -> None:
             "tensor, or Whole(...) for what all replicas share"
         )
     if isinstance(leaf, nn.Module) or any(
-        isinstance(each, Tensor) for held in _attributes(leaf) for each in leaves(held)
+        isinstance(each, Tensor) for held in held_by(leaf) for each in leaves(held)
     ):
         raise UserError(
             f"a {kind} carries tensors that cannot be split; give them as arguments, in a tuple, list, dict "
@@ -305,7 +305,7 @@ def _refuse_unsplittable(leaf: Any) -> None:
         )
 
 
-def _attributes(value: Any) -> Iterator[object]:
+def held_by(value: Any) -> Iterator[object]:
     """Yield what an object holds directly: attributes, slots, and the items of a set or mapping."""
     if isinstance(value, type | types.ModuleType):
         return

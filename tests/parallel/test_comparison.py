@@ -1,8 +1,11 @@
 """The comparison of a batch unsplit with itself split names the module that computes across the batch."""
 
+import copy
 import random
+from collections import deque
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,8 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from dphybrid.parallel import DataParallel, Dropout, Whole, check_split, compare_split
+from dphybrid.parallel.copies import same
 from dphybrid.util.errors import UserError
 from tests.parallel import zoo
 from tests.parallel.zoo import Does
@@ -216,7 +221,7 @@ class Checkpointed(nn.Module):
         self.net = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.utils.checkpoint.checkpoint(self.net, x, use_reentrant=False)
+        return checkpoint(self.net, x, use_reentrant=False)
 
 
 class Hooked(nn.Linear):
@@ -304,6 +309,278 @@ def test_as_many_documents_as_samples_are_found() -> None:
     )
     with pytest.raises(UserError, match="computes across the batch"):
         check_split(support, x, x + 1)
+
+
+class Attention(nn.Module):
+    """The gradient of the key's bias is zero but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).view(len(x), 3, 2) for layer in (self.q, self.k, self.v))
+        return ((q @ k.transpose(1, 2)).softmax(-1) @ v).flatten(1)
+
+
+class Sorted(nn.Module):
+    """Packs the batch by length, longest first, and puts it back in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.GRU(2, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = 1 + x.argmax(1) % 3
+        order = lengths.argsort(descending=True)
+        packed = nn.utils.rnn.pack_padded_sequence(x.view(-1, 3, 2)[order], lengths[order], True)
+        out, _ = nn.utils.rnn.pad_packed_sequence(self.layer(packed)[0], True, total_length=3)
+        return out[order.argsort()]
+
+
+class Forces(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.detach().requires_grad_()
+        energy = self.layers(x).sum(1)
+        return energy, torch.autograd.grad(energy.sum(), x, create_graph=True)[0]
+
+
+def reversed_in_backward(x: Tensor) -> Tensor:
+    x = x * 1
+    x.register_hook(lambda grad: -grad)
+    return x
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(6, 3), nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, out = self.gate(x).softmax(1), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (weights.argmax(1) == number).nonzero().squeeze(1)
+            if len(rows):
+                out = out.index_add(0, rows, expert(x[rows]) * weights[rows, number, None])
+        return out
+
+
+class Follows(nn.Module):
+    """Has a layer whose weights follow those of another, which is right where they are changed in place."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.layer, self.slow, self.in_place = nn.Linear(6, 6), nn.Linear(6, 6), in_place
+        self.slow.load_state_dict(self.layer.state_dict())
+        self.slow.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for slow, fast in zip(self.slow.parameters(), self.layer.parameters(), strict=True):
+            if self.in_place:
+                slow.lerp_(fast.detach(), 0.1)
+            else:
+                slow.data = slow.data.lerp(fast.detach(), 0.1)
+        return self.layer(x) - self.slow(x)
+
+
+ALONE: dict[str, Callable[[], nn.Module]] = {
+    "attention": Attention,
+    "a bias before a norm": lambda: nn.Sequential(
+        nn.Linear(6, 6), nn.Unflatten(1, (6, 1)), nn.Linear(1, 4), nn.GroupNorm(6, 6)
+    ),
+    "sorted inside": Sorted,
+    "forces": Forces,
+    "gradient reversal": lambda: Trains(reversed_in_backward),
+    "experts": Experts,
+    "reentrant checkpoint": lambda: Head(lambda x: checkpoint(torch.tanh, x, use_reentrant=True)),
+    "weights that follow": lambda: Follows(True),
+    "complex": lambda: Trains(torch.fft.rfft),
+    "rrelu": lambda: nn.Sequential(nn.Linear(6, 6), nn.RReLU(), nn.Linear(6, 6)),
+    "distributions": lambda: Trains(lambda x: torch.distributions.Beta(x.exp(), x.exp() + 1).rsample()),
+    "a loss of another type": lambda: Trains(lambda x: x.double().square().mean(1)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("devices", ["cpu*2", "cpu*3"])
+@pytest.mark.parametrize("name", ALONE)
+def test_what_trains_alike_split_and_unsplit_raises_no_alarm(
+    name: str, devices: str, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    region, x = DataParallel(ALONE[name](), devices).to(dtype), torch.randn(7, 6, dtype=dtype)
+    before = {key: value.clone() for key, value in region.state_dict().items()}
+    region(x)
+    region.load_state_dict(before)
+    grads = {name: torch.ones_like(parameter) for name, parameter in region.named_parameters()}
+    for key, parameter in region.named_parameters():
+        parameter.grad = grads[key]
+    assert compare_split(region, x) == []
+    assert compare_split(region, x.requires_grad_()) == []
+    assert x.grad is None
+    for key, parameter in region.named_parameters():
+        assert parameter.grad is grads[key]
+        assert torch.equal(parameter.grad, torch.ones_like(parameter))
+    for key, value in region.state_dict().items():
+        assert torch.equal(value, before[key])
+
+
+class Keeps(nn.Module):
+    """Divides by what it holds and then writes there; `held` is made by a function, `write` changes it."""
+
+    def __init__(self, held: Any, write: Callable[[Any, float], Any], read: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.layer, self.write, self.read = nn.Linear(6, 6), write, read
+        self.held = held
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.layer(x) / (1 + self.read(self.held))
+        new = self.write(self.held, float(out.detach().abs().mean()))
+        if new is not None:
+            self.held = new
+        return out
+
+
+def number(held: Any) -> float:
+    return 0.0
+
+
+WRITES: dict[str, Callable[[], nn.Module]] = {
+    "a number": lambda: Keeps(0.0, lambda held, z: held + z, float),
+    "a number that is not read": lambda: Keeps(0, lambda held, z: held + 1, number),
+    "a dict": lambda: Keeps({"a": 0.0}, lambda held, z: held.update(a=z), lambda held: held["a"]),
+    "a list": lambda: Keeps([0.0], lambda held, z: held.append(z), sum),
+    "a list of lists": lambda: Keeps({"a": [[]]}, lambda held, z: held["a"][0].append(z), number),
+    "a set": lambda: Keeps(set(), lambda held, z: held.add(z), number),
+    "a deque": lambda: Keeps(deque([0.0], 4), lambda held, z: held.append(z), sum),
+    "an array": lambda: Keeps(np.zeros(1), lambda held, z: held.__setitem__(0, z), lambda held: held[0]),
+    "an object": lambda: Keeps(
+        SimpleNamespace(a=0.0), lambda held, z: setattr(held, "a", held.a + z), lambda held: held.a
+    ),
+    "tensors in a list": lambda: Keeps([torch.zeros(1)], lambda held, z: held[0].add_(z) and None, number),
+    "modules": lambda: Keeps(
+        nn.ModuleList(), lambda held, z: held.append(nn.Identity()) and None, lambda held: len(held)
+    ),
+    "a module outside of the tree": lambda: Keeps(
+        [nn.BatchNorm1d(1)], lambda held, z: held[0].running_mean.add_(z) and None, number
+    ),
+    "a parameter": lambda: Keeps(
+        nn.Parameter(torch.zeros(1)), lambda held, z: nn.Parameter(held.detach() + z), torch.detach
+    ),
+    "a parameter's data": lambda: Keeps(
+        nn.Parameter(torch.zeros(1)), lambda held, z: held.data.add_(z) and None, torch.detach
+    ),
+}
+
+
+@pytest.mark.parametrize("devices", ["cpu", "cpu*3"])
+@pytest.mark.parametrize("name", WRITES)
+def test_state_is_found_in_whatever_holds_it(name: str, devices: str) -> None:
+    torch.manual_seed(0)
+    region, x = DataParallel(WRITES[name](), devices), torch.randn(7, 6) * torch.arange(1, 8)[:, None]
+    before = copy.deepcopy(region.module.held)
+    (found,) = compare_split(region, x)
+    where = ("self.0", "self.1") if name == "modules" else ("self.held",)
+    assert found.breaks
+    assert found.where in where
+    assert same(region.module.held, before)
+
+
+class BuiltLate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: nn.Linear | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.last is None:
+            self.last = nn.Linear(x.shape[1], 1)
+        return self.last(x)
+
+
+def test_a_layer_that_the_first_forward_builds_is_found() -> None:
+    region, x = DataParallel(BuiltLate(), "cpu*2"), torch.randn(7, 6)
+    with pytest.raises(UserError, match=r"last \[self.weight\]: forward makes this parameter(?s:.)*__init__"):
+        check_split(region, x)
+    assert region.module.last is None
+    region.module(x)
+    check_split(region, x)
+
+
+def test_weights_that_follow_others_are_compared_after_a_step() -> None:
+    (found,) = compare_split(DataParallel(Follows(False), "cpu*2"), torch.randn(7, 6))
+    assert (found.breaks, found.module, found.where) == (True, "slow", "self.weight")
+
+
+class CentredLate(nn.Module):
+    """Centres the batch of its second call; `grad` divides the gradient of its input by the rows."""
+
+    def __init__(self, devices: str, late: bool) -> None:
+        super().__init__()
+        self.before, self.late = nn.Linear(6, 6), late
+        self.block = DataParallel(Does(self.inside), devices)
+
+    @staticmethod
+    def inside(x: Tensor, how: str) -> Tensor:
+        if how == "grad":
+            x.register_hook(lambda grad: grad / len(grad))
+        return x - x.mean(0) if how == "centre" else x * 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.block(self.before(x), "")
+        return self.block(x, "centre") if self.late else self.block(x, "grad")
+
+
+@pytest.mark.parametrize("devices", ["cpu*2", "cpu*3"])
+def test_all_calls_and_the_gradients_of_inputs_are_compared(devices: str) -> None:
+    x = torch.randn(7, 6)
+    (found,) = compare_split(CentredLate(devices, late=True), x)
+    assert (found.module, found.where) == ("block", "its output")
+    (found,) = compare_split(CentredLate(devices, late=False), x)
+    assert (found.module, found.where) == ("block", "the gradient of its input 0")
+    assert "it computes across the batch" in found.problem
+
+
+class Beside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = (
+            DataParallel(nn.Linear(6, 6), "cpu*3"),
+            DataParallel(nn.Linear(6, 6), "cpu*3"),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+def test_what_was_not_compared_is_said() -> None:
+    region = DataParallel(nn.Softmax(0), "cpu*3")
+    (found,) = compare_split(region, torch.randn(1, 6))
+    assert (found.breaks, found.where) == (False, "not compared")
+    with pytest.raises(UserError, match=r"compared nothing:(?s:.)*its batch has 1 row(?s:.)*at least 3 rows"):
+        check_split(region, torch.randn(1, 6))
+    with pytest.raises(UserError, match="computes across the batch"):
+        check_split(region, torch.randn(2, 6))
+    (found,) = compare_split(Beside(), torch.randn(7, 6))
+    assert (found.module, found.problem) == ("unused", "the model does not call it with this batch")
+    check_split(Beside(), torch.randn(7, 6))
+
+
+def test_parameters_that_a_first_batch_sets_are_found_and_left_alone() -> None:
+    module = nn.Linear(6, 6)
+
+    def start(part: nn.Module, args: tuple[Tensor]) -> None:
+        if not part.bias.data.any():
+            part.bias.data.copy_(-args[0].mean(0))
+
+    nn.init.zeros_(module.bias)
+    module.register_forward_pre_hook(start)
+    (found,) = compare_split(DataParallel(module, "cpu*2"), torch.randn(7, 6))
+    assert found.breaks
+    assert not module.bias.any()
 
 
 class Shifted(torch.autograd.Function):
