@@ -177,7 +177,7 @@ class _Comparison:
         paths, inputs = [path for path, _ in named], [tensor for _, tensor in named]
         parameters = [[module.get_parameter(name) for name in names] for module in modules]
         one, two = (self._backward(o, [*p, *inputs]) for o, p in zip(outputs, parameters, strict=True))
-        largest = max((_largest(grad) for grad in (*one, *two) if grad is not None), default=0.0)
+        largest = max([1.0, *(_largest(grad) for grad in (*one, *two) if grad is not None)])
         for what, a, b in zip((*names, *paths), one, two, strict=True):
             by = 0.0 if a is b else float("inf") if a is None or b is None else self._distance(a, b, largest)
             if by:
@@ -232,9 +232,9 @@ class _Comparison:
             return float("inf")
         return max((self._distance(a, b) for a, b in zip(one, two, strict=True)), default=0.0)
 
-    def _distance(self, one: Tensor, two: Tensor, largest: float = 0.0) -> float:
-        """Return the largest absolute difference beyond the tolerances, 0 if there is none. largest: value of
-        all tensors that are compared; what is a rounding error beside it is no difference."""
+    def _distance(self, one: Tensor, two: Tensor, largest: float = 1.0) -> float:
+        """Return the largest absolute difference beyond the tolerances, or 0. What is a rounding
+        error beside `largest` is no difference."""
         if one.shape != two.shape:
             return float("inf")
         if one.layout is not torch.strided or two.layout is not torch.strided:
