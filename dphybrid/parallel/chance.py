@@ -66,9 +66,9 @@ def _expected(func: Any, args: Any, kwargs: Any) -> Any:
         slope = (given.get("lower", 0.125) + given.get("upper", 1 / 3)) / 2
         given["noise"].copy_(torch.where(args[0] > 0, 1.0, slope))
         return args[0].mul_(given["noise"]) if name.endswith("_") else args[0] * given["noise"]
-    for key, value in (("dropout_p", 0.0), ("dropout", 0.0), ("training", False)):
+    for key, off in (("dropout_p", 0.0), ("dropout", 0.0), ("training", False)):
         if key in given:
-            return func(**(given | {key: value}))
+            return func(**(given | {key: off}))
     value = _VALUES[name](given) if name in _VALUES else None
     if value is None:  # compared nevertheless: then whether it differs from call to call is looked for
         return func(*args, **kwargs)

@@ -98,7 +98,7 @@ class _Comparison:
     def __init__(self, name: str, block: DataParallel, calls: list[Any], around: dict[int, Any]) -> None:
         self.name, self.module, self.calls, self.around = name, block.module, calls, around
         self.home, self.dim, self.count = block.devices.home, block.dim, max(2, len(block.devices))
-        self.rows = [batch_rows(*call, block.dim) or 0 for call in calls]
+        self.rows = [batch_rows(args, kwargs, block.dim) or 0 for args, kwargs in calls]
         self.sizes = [split_sizes(rows, self.count) if rows else [] for rows in self.rows]
         self.mode = ExpectedValues()
 
