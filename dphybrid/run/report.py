@@ -1,5 +1,6 @@
-"""The last part of a run: write its report - as JSON, as text for the terminal, as MLflow's description, as
-a page - and end its record."""
+"""The last part of a run: write its report, and end its record. The report is a few texts
+(`_texts`): the terminal shows the first, MLflow's description all of them, a page all of them with figures.
+"""
 
 import shlex
 import textwrap
@@ -16,7 +17,7 @@ from dphybrid.recipes.configs import given_values
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import attached
 from dphybrid.run.pages import MetricsPage, Report, ResultPage
-from dphybrid.tracking.html import REFERENCE, Cell, Section, Table, bars, html_of, lines, matrix, number
+from dphybrid.tracking.html import REFERENCE, bars, html_of, lines, matrix, number
 from dphybrid.tracking.system import balance_warnings
 from dphybrid.tracking.tracker import REPORT_PAGE
 from dphybrid.training.checkpoint import read_state
@@ -181,14 +182,9 @@ def _where(experiment: Experiment, report: Report) -> str:
     return f"{config.recipe} on {report.devices}, batch {config.train.batch_size}, seed {config.train.seed}"
 
 
-def _links(experiment: Experiment) -> dict[str, str]:
-    # Addresses may come from others, and `javascript:` in one would run on the page.
-    links = experiment.run.page.links.items()
-    return {name: to for name, to in links if to.startswith(("http://", "https://"))}
-
-
 def _texts(experiment: Experiment, report: Report) -> dict[str, str]:
-    """Return the data, how to load the best checkpoint and how to repeat the run, by title."""
+    """Return the report as texts by title: the words of the terminal, the splits, the data, how to load the
+    best checkpoint and how to repeat the run."""
     data, name, best = experiment.data, report.registered_as, report.best_checkpoint
     about = f"{data.path.name} from {experiment.source}, digest {report.digests['data'][:16]}"
     load = ["import dphybrid", "", f"model = dphybrid.load_model({best!r})  # a torch module"]
@@ -198,6 +194,8 @@ def _texts(experiment: Experiment, report: Report) -> dict[str, str]:
         load.append(f"predictor = dphybrid.load({best!r})  # with its preprocessing, for new rows")
     given = masked(f"dphybrid train {as_flags(flatten(given_values(experiment.config)))}")
     return {
+        _where(experiment, report): report.text.strip(),
+        "How batches were split": "\n".join(report.split_lines),
         "Data": f"{about}\n\n{data.describe()}",
         "Load the best checkpoint": "\n".join(load),
         "Reproduce": f"{given}\n\n# All values are in config.json, versions and commit in the run's tags.",
@@ -205,11 +203,11 @@ def _texts(experiment: Experiment, report: Report) -> dict[str, str]:
 
 
 def _description(experiment: Experiment, report: Report) -> str:
-    """Return the run's description in MLflow: the words of the terminal and more texts, as Markdown."""
-    split = {"How batches were split": "\n".join(report.split_lines)}
-    texts = {_where(experiment, report): report.text.strip(), **split, **_texts(experiment, report)}
-    parts = [f"{as_markdown(name)}: <{to}>" for name, to in _links(experiment).items()]
-    for title, text in texts.items():
+    """Return the report as Markdown, for the run's description in MLflow."""
+    # Addresses may come from others; MLflow's page would run `javascript:` in one.
+    links = experiment.run.page.links.items()
+    parts = [f"{as_markdown(name)}: <{to}>" for name, to in links if to.startswith(("http://", "https://"))]
+    for title, text in _texts(experiment, report).items():
         kept = text.splitlines()
         if title == "Data":  # where a column's values may be long
             kept = [line[:160] for line in kept]
@@ -217,23 +215,15 @@ def _description(experiment: Experiment, report: Report) -> str:
             kept[_MOST_LINES:] = [f"... {more} more lines in {REPORT_PAGE}"]
         # Three backticks in a column's name would end the code block.
         shown = printable("\n".join(kept)).replace("```", "` ` `")
-        parts.append(f"### {as_markdown(title)}\n\n```\n{shown}\n```")
+        parts += [f"### {as_markdown(title)}\n\n```\n{shown}\n```"] if shown else []
     return "\n\n".join(parts)
 
 
 def report_page(experiment: Experiment, report: Report) -> str:
-    """Return the report of a finished run as one HTML page."""
+    """Return the report of a finished run as one HTML page: the same texts, and figures."""
     folder, metric = experiment.run.folder, experiment.task.metric
     history = ResultPage.read(folder / "result.json").history
     evaluated = MetricsPage.read(folder / "metrics.json")
-    hidden = ("Valid", "Test", "Columns", "Note")  # which the page shows in another way
-    measured = (
-        "validation; test rows, once, at the end" if report.test else "validation, which chose the epoch"
-    )
-    facts = {"Measured on": measured}
-    facts |= {name: text for name, text in _facts(report).items() if not name.startswith(hidden)}
-    big = report.metrics | {f"test {name}": value for name, value in report.test.items()}
-    big |= {"ms a step": report.step_ms["p50"]} if report.step_ms else {}
     curves = []
     for name in history[0] if history else ():
         points = [(row["step"], row[name]) for row in history if isfinite(row.get(name, nan))]
@@ -242,40 +232,19 @@ def report_page(experiment: Experiment, report: Report) -> str:
             xs, ys = zip(*points, strict=True)
             curves.append(lines([(xs, ys, {})], title, "step"))
     total = sum(report.stages.values()) or 1.0
-    times = [
-        (f"{name}  {seconds:.2f} s, {seconds / total:.0%}", {"seconds": seconds})
+    times = {
+        f"{name}  {seconds:.2f} s, {seconds / total:.0%}": seconds
         for name, seconds in sorted(report.stages.items(), key=lambda stage: -stage[1])
         if seconds > 0.005 * total
-    ]
-    lost, what = evaluated.importance, f"{metric} lost"
-    most = [(name, {what: value}) for name, value in list(lost.items())[:_SHOWN_COLUMNS]]
-    recall = [
-        Table(
-            {
-                "class": [Cell(name) for name in chart.classes],
-                "validation rows": [sum(counts) for counts in chart.counts],
-                "recall, %": [each if each is None else 100 * each for each in chart.recall],
-            }
-        )
-        for chart in evaluated.charts
-        if isinstance(chart, Confusion)
-    ]
-    rows = [row.table_row() for row in report.splits]
-    splits = Table({name: [row[name] for row in rows] for name in ("where", "split", "device", "steps")})
-    matters = f"How much {metric} gets worse on validation rows when the column is shuffled."
-    importance = Table({"column": list(lost), what: list(lost.values())})
-    sections = [
-        Section("", _where(experiment, report), big, facts | _links(experiment), report.warnings),
-        Section("How it learned", figures=curves),
-        Section(
-            "What it predicts", figures=[chart_figure(chart) for chart in evaluated.charts], tables=recall
-        ),
-        Section("Which columns matter", matters, figures=[bars(most, what)], tables=[importance]),
-        Section("How batches were split", tables=[splits]),
-        Section("Where time went", figures=[bars(times, "seconds")]),
-        *(Section(title, text=text) for title, text in _texts(experiment, report).items()),
-    ]
-    return html_of(report.run_name, sections)
+    }
+    most = dict(list(evaluated.importance.items())[:_SHOWN_COLUMNS])
+    figures = {
+        "How it learned": curves,
+        "What it predicts": [chart_figure(chart) for chart in evaluated.charts],
+        "Which columns matter": [bars(most, f"{metric} lost when a column is shuffled")],
+        "Where time went": [bars(times, "seconds")],
+    }
+    return html_of(report.run_name, _texts(experiment, report), figures)
 
 
 def chart_figure(chart: Chart | Confusion) -> str:

@@ -4,7 +4,7 @@ the predicted class at each threshold, each class, and how much each column matt
 Letters: B rows, R bootstrap samples, C classes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from dphybrid.data.table.frames import as_frame
 from dphybrid.data.table.rows import Rejected
 from dphybrid.run.report import chart_figure
 from dphybrid.serving.predict import Predictor
-from dphybrid.tracking.html import Cell, Section, Table, html_of
+from dphybrid.tracking.html import html_of
 from dphybrid.training.importance import SECONDS, in_memory
 from dphybrid.training.importance import importance as permuted
 from dphybrid.training.loop import validation_outputs
@@ -80,26 +80,9 @@ class Evaluation:
         return "\n".join(lines)
 
     def page(self, title: str) -> str:
-        """Return the result as an HTML page with its figures."""
-        low, high = zip(*self.intervals.values(), strict=True)
-        measured: dict[str, Sequence[object]] = {"metric": [*self.metrics], "value": [*self.metrics.values()]}
-        left_out = [f"Left out: {counted(self.left_out, 'row')} without a label"] if self.left_out else []
-        rows, drawn = counted(self.num_rows, "row"), "Percentiles over rows drawn again with replacement"
-        sections = [
-            Section("", f"Evaluated on {rows}", self.metrics, warnings=[*self.notes, *left_out]),
-            Section("Intervals", drawn, tables=[Table({**measured, "95% from": low, "to": high})]),
-            Section("What it predicts", figures=[chart_figure(chart) for chart in self.charts]),
-            *(Section(name, tables=[Table(_columns(frame))]) for name, frame in self.tables),
-        ]
-        return html_of(title, sections)
-
-
-def _columns(frame: pl.DataFrame) -> dict[str, list[object]]:
-    """Return a table by columns; an empty text stays empty."""
-    return {
-        name: [Cell("") if value == "" else value for value in values]
-        for name, values in frame.to_dict(as_series=False).items()
-    }
+        """Return the result as an HTML page: the lines for the console, and figures."""
+        figures = {"What it predicts": [chart_figure(chart) for chart in self.charts]}
+        return html_of(title, {"Evaluation": self.text()}, figures)
 
 
 def _cells(frame: pl.DataFrame) -> list[list[str]]:

@@ -15,7 +15,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from mlflow.utils import get_results_from_paginated_fn
 
-from dphybrid.tracking.html import cell, number
+from dphybrid.tracking.html import number
 from dphybrid.tracking.tracker import CHANGED_TAG, SWEEP_TAG, run_path
 from dphybrid.tracking.writer import experiments_named
 from dphybrid.util.errors import UserError, suggestion
@@ -165,7 +165,7 @@ def table_of(runs: Sequence[RunFacts], param: str) -> str:
     facts, unequal = runs[0].params, _differing(runs)
     common = [n for n in ("recipe", _DEVICES, "train.batch_size") if n in facts and n not in unequal]
     if common:
-        notes += [f"the same in all: {', '.join(f'{n} {printable(cell(facts[n]).text)}' for n in common)}"]
+        notes += [f"the same in all: {', '.join(f'{n} {printable(_shown(facts[n]))}' for n in common)}"]
     if "speed-up" in rows:
         notes += [f"speed-up: relative to the first value of {param}, other params equal except the seed"]
     if "measured on" in rows:
@@ -204,9 +204,24 @@ def _ordered(runs: Sequence[RunFacts], param: str) -> list[RunFacts]:
 
     def order(run: RunFacts) -> tuple[int, float, str, datetime]:
         value = run.value(param)
-        return run.replicas if param == _DEVICES else 0, cell(value).number or 0.0, value, run.started
+        return run.replicas if param == _DEVICES else 0, _number(value) or 0.0, value, run.started
 
     return sorted(runs, key=order)
+
+
+def _number(value: str) -> float | None:
+    try:
+        return float(value)
+    except ValueError:
+        return None
+
+
+def _shown(value: str) -> str:
+    """Return a param's value for the table: long numbers shortened, `-` for none."""
+    if value in ("", "None"):
+        return "-"
+    parsed = _number(value)
+    return value if parsed is None or len(value) < 8 else number(parsed)
 
 
 def _differing(runs: Sequence[RunFacts]) -> list[str]:
@@ -263,7 +278,7 @@ def _rows(runs: Sequence[RunFacts], param: str) -> dict[str, list[str]]:
         "step p50, ms": measured("summary_step_ms_p50"),
         "step p95, ms": measured("summary_step_ms_p95"),
         "training, s": measured("summary_train_s"),
-        **{name: [cell(run.value(name)).text for run in runs] for name in _differing(runs)},
+        **{name: [_shown(run.value(name)) for run in runs] for name in _differing(runs)},
         "measured on": [run.measured or "-" for run in runs] if not all(same) else [],
         "status": [r.status.lower() for r in runs] if any(r.status != "FINISHED" for r in runs) else [],
     }

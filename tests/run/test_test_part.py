@@ -14,7 +14,6 @@ from dphybrid.config import DataConfig
 from dphybrid.recipes.kge import KgeDataConfig
 from dphybrid.recipes.retrieval import RetrievalDataConfig
 from dphybrid.recipes.text import TextDataConfig
-from dphybrid.tracking.html import number
 from dphybrid.training import loop
 from tests.preparing import from_file, prepare, table_of
 from tests.refusing import refused
@@ -51,16 +50,12 @@ def test_the_test_rows_are_measured_once_and_shown_beside_validation(
     first, second = run.report().text.splitlines()[:2]
     assert first == f"Validation:  auc {run.metrics['auc']:.4f}, log_loss {run.metrics['log_loss']:.4f}"
     assert second.startswith(f"Test:        auc {expected:.4f}, log_loss ")
-    page = run.report().page()
-    assert "test auc" in page
-    assert number(expected) in page
-    assert "validation; test rows, once, at the end" in page
+    assert second in run.report().page()
     assert '"test/auc"' in (run.folder / "record.jsonl").read_text()
 
     without = dphybrid.train(rows, label="y", epochs=1, devices="cpu", quiet=True)
     assert without.test_metrics == {}
     assert "(validation, which chose the epoch)" in without.report().text.replace("\n" + " " * 13, " ")
-    assert "validation, which chose the epoch" in without.report().page()
 
 
 def test_a_column_names_the_parts(tmp_path: Path) -> None:

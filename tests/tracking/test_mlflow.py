@@ -6,17 +6,12 @@ import resource
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from mlflow.tracking import MlflowClient
 
-from dphybrid.config.settings import load_settings
-from dphybrid.run.experiment import Experiment
-from dphybrid.run.folder import read_run
-from dphybrid.run.report import report_page
 from dphybrid.run.train import Report
 from dphybrid.serving.load import model_from_checkpoint
 from dphybrid.tracking import open_tracker
@@ -95,11 +90,8 @@ def test_the_report_is_text_whatever_columns_are_called(data_dir: Path, tmp_path
     assert "<script>" not in "".join(blocks[::2])
     assert odd in "".join(blocks[1::2])
     page = (data_dir / "runs" / report.run_name / "record" / "Report.html").read_text()
-    assert page.count("<script") == 1  # the page's own, which sorts
+    assert "<script" not in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt; | `x` $y^" in page
-    run = read_run(data_dir / "runs" / report.run_name, load_settings())
-    bad = replace(run, page=run.page.model_copy(update={"links": {"bad": "javascript:alert(1)"}}))
-    assert "javascript:" not in report_page(Experiment.of(bad), report)
 
 
 def test_splits_figures_config_and_report_are_artifacts(
