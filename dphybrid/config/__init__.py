@@ -17,9 +17,7 @@ from pydantic import (
     ConfigDict,
     Field,
     SerializeAsAny,
-    SerializerFunctionWrapHandler,
     field_validator,
-    model_serializer,
     model_validator,
 )
 from pydantic.fields import FieldInfo
@@ -235,14 +233,6 @@ class ExperimentConfig(Section):
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     cluster: ClusterConfig = ClusterConfig()
-
-    @model_serializer(mode="wrap")
-    def _without_an_unused_cluster(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
-        values: dict[str, object] = dump(self)
-        if not self.cluster.several:
-            # Keeps the saved config of a single process equal to those written before `cluster` existed.
-            values.pop("cluster", None)
-        return values
 
     @model_validator(mode="after")
     def _formats_agree(self) -> Self:

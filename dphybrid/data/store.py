@@ -63,14 +63,12 @@ Progress = Callable[[str, int, int], None]
 
 
 class _ArrayFacts(BaseModel):
-    """What the manifest records of an array's file. sha256: of data prepared by earlier versions, instead of
-    crc32."""
+    """What the manifest records of an array's file."""
 
     shape: tuple[int, ...]
     dtype: str
     bytes: int
-    crc32: str = ""
-    sha256: str = ""
+    crc32: str
 
 
 class Manifest(Page):
@@ -100,9 +98,8 @@ class Manifest(Page):
     @property
     def sums(self) -> dict[str, dict[str, str]]:
         """The checksums of the folder's files: kind (a key of `digests.SUMS`) -> name -> checksum."""
-        crc32 = {f"{name}.npy": facts.crc32 for name, facts in self.arrays.items() if facts.crc32}
-        sha256 = {f"{name}.npy": facts.sha256 for name, facts in self.arrays.items() if facts.sha256}
-        return {"crc32": crc32, "sha256": {**sha256, **self.files}}
+        crc32 = {f"{name}.npy": facts.crc32 for name, facts in self.arrays.items()}
+        return {"crc32": crc32, "sha256": self.files}
 
 
 @dataclass(frozen=True)
@@ -125,9 +122,7 @@ class Prepared:
         """A digest of the validation rows: equal for data prepared from the same files with the same rows
         held out, whatever else is read from them and however."""
         arrays = self.manifest.arrays
-        rows = {
-            name: facts.sha256 or facts.crc32 for name, facts in arrays.items() if name.startswith("valid_")
-        }
+        rows = {name: facts.crc32 for name, facts in arrays.items() if name.startswith("valid_")}
         return value_digest([self.manifest.source_digest or self.digest, rows])
 
     @property

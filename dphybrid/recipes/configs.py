@@ -8,7 +8,6 @@ path.
 import difflib
 import json
 import os
-import sys
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
@@ -183,15 +182,6 @@ def stored_config(
     for a page that somebody else wrote and that names code of a package that is not allowed.
     """
     _check_code(values, page, settings, given.model_dump() if given else {})
-    if isinstance(train := values.get("train"), dict):
-        if train.get("on_nonfinite") == "skip":  # pages from when training could skip such steps
-            print(
-                f"Note: {page.parent.name}: train.on_nonfinite=skip is gone; training stops", file=sys.stderr
-            )
-        train = {name: value for name, value in train.items() if name != "on_nonfinite"}
-        if train.get("schedule") == "auto":  # pages from when a recipe could choose it: it was constant
-            train["schedule"] = "constant"
-        values = {**values, "train": train}
     try:
         return build_config(values)
     except UserError as error:

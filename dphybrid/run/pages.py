@@ -30,9 +30,8 @@ class ResultPage(Page):
     stages: dict[str, float]
     steps_per_epoch: int
     saving: SavingCosts = SavingCosts()
-    # With defaults, because pages of earlier versions lack them and must remain readable.
-    splits: list[SplitRow] = Field(default_factory=list)
-    split_lines: list[str] = Field(default_factory=list)
+    splits: list[SplitRow]
+    split_lines: list[str]
 
 
 class MetricsPage(Page):

@@ -107,7 +107,6 @@ class _LeftOut(BaseModel):
     bytes: int
     sha256: str = ""
     crc32: str = ""
-    block_sums: str = ""
 
     def check(self) -> None:
         """Raise UserError when the file no longer exists or has changed since."""

@@ -15,7 +15,6 @@ from dphybrid.tracking.opening import embedded_uri, recorded_in
 from dphybrid.tracking.record import RecordFile, records
 from dphybrid.tracking.sender import Sender
 from dphybrid.tracking.writer import HEARTBEAT_TAG, PID_TAG, MlflowWriter, experiments_named
-from dphybrid.util.errors import counted
 from dphybrid.util.locks import is_held
 from dphybrid.util.text import shown_address
 
@@ -57,7 +56,6 @@ def sync(
                     waiting.add(there["run_id"])
         except OSError as error:  # an unreadable record must not hold up the others
             yield f"{name}: records kept ({type(error).__name__}: {error})", False
-    yield from _earlier_format(store)
     if uri is None:  # there is no database yet, and MLflow's client would make one
         return
     try:
@@ -71,16 +69,6 @@ def _address(noted: str, own: str) -> str:
     """Return the address to send to: as a record notes it, or the user's own if that is the same one with a
     password."""
     return own if "***" in noted and shown_address(own) == noted else noted
-
-
-def _earlier_format(store: Path) -> Iterator[tuple[str, bool]]:
-    """Say how to send records that an earlier version left in its outboxes."""
-    if count := len(list((store / "spool").glob("*.db"))):
-        yield (
-            f"{store / 'spool'}: {counted(count, 'file')} of an earlier version; only that version's "
-            "`dphybrid sync` sends what waits in them (it then says that nothing waits: remove the folder)",
-            True,
-        )
 
 
 def _send(

@@ -30,15 +30,13 @@ from dphybrid.training.tensor_file import (
     table_file,
     tensor_shapes,
 )
-from dphybrid.util.digests import refuse_foreign_files, value_digest, verify_files
+from dphybrid.util.digests import refuse_foreign_files, verify_files
 from dphybrid.util.errors import UserError
 from dphybrid.util.memory import is_out_of_memory
 from dphybrid.util.pages import Page
 
 # Raise it with each change of what the files hold: an older checkpoint is then refused instead of misread.
 _FORMAT = 4
-_READS = (3, 4)
-"""Format 3 has one checksum for each 256 KiB of a tensor file (`block_sums`)."""
 _LARGEST_PAGE = 2**28
 """Bytes of a `state.json`: a thousand times those of an ordinary one."""
 
@@ -127,7 +125,7 @@ class CheckpointState(Page):
     since_full: how many checkpoints ago the last full one was; 0 for a full one. record: the states of
     `Session.stateful` by name (splits, the current window of metrics, seconds by stage), with which a resumed
     run's record continues without a gap. crc32: checksums of the tensor files, by their name in the
-    folder; in earlier checkpoints, block_sums. sha256: checksums of the other files.
+    folder. sha256: checksums of the other files.
     """
 
     format: int = _FORMAT
@@ -143,19 +141,17 @@ class CheckpointState(Page):
     generators: GeneratorStates
     sha256: dict[str, str] = Field(default_factory=dict)
     crc32: dict[str, str] = Field(default_factory=dict)
-    block_sums: dict[str, str] = Field(default_factory=dict)
     record: dict[str, Any] = Field(default_factory=dict)
 
     @property
     def digests(self) -> dict[str, str]:
         """One checksum for each file: the CRC-32 of a tensor file, the sha256 of another one."""
-        earlier = {name: value_digest(sums) for name, sums in self.block_sums.items()}
-        return {**self.sha256, **earlier, **self.crc32}
+        return {**self.sha256, **self.crc32}
 
     @property
     def sums(self) -> dict[str, dict[str, str]]:
         """The checksums by kind, as `verify_files` takes them."""
-        return {"sha256": self.sha256, "crc32": self.crc32, "block_sums": self.block_sums}
+        return {"sha256": self.sha256, "crc32": self.crc32}
 
 
 @dataclass(frozen=True)
@@ -325,10 +321,10 @@ def read_state(path: Path) -> CheckpointState:
     if (size := (path / "state.json").stat().st_size) > _LARGEST_PAGE:
         raise UserError(f"{path / 'state.json'}: is damaged (it has {size:,} bytes); {REMEDY}")
     page = CheckpointState.read(path / "state.json")
-    if page.format not in _READS:
+    if page.format != _FORMAT:
         raise UserError(
-            f"{path}: has checkpoint format {page.format}, this dphybrid reads formats {_READS[0]} to "
-            f"{_READS[-1]}; train again or use the version that wrote it"
+            f"{path}: has checkpoint format {page.format}, this dphybrid reads format "
+            f"{_FORMAT}; train again or use the version that wrote it"
         )
     return page
 

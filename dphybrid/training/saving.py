@@ -132,9 +132,7 @@ class CheckpointWriter:
     def resumed(self, path: Path, page: CheckpointState) -> None:
         """Continue after the checkpoint `path` was loaded: its changed rows still count as changed since the
         last full one."""
-        # An earlier format has other checksums, so its files are not linked: the next checkpoint is a full
-        # one.
-        self._latest, self._since_full = path if page.crc32 else None, page.since_full
+        self._latest, self._since_full = path, page.since_full
         if self._changes is not None:
             found = {name: changed_rows(path, name) for name in find_tables(self._trained.model)}
             self._changes.restore({name: ids_U for name, ids_U in found.items() if ids_U is not None})

@@ -141,10 +141,7 @@ def changed_file(checkpoint: Path, table: str) -> Path:
 
 def _file(folder: Path, table: str) -> Path:
     # Modules of an nn.ModuleDict may be called after a user's columns, such as "price/unit".
-    file = folder / f"{table.replace('%', '%25').replace('/', '%2F')}.safetensors"
-    earlier = folder / f"{table.replace('/', '%2F')}.safetensors"
-    # Earlier checkpoints have "%" as it is: "a/b" and "a%2Fb" had one file.
-    return earlier if "%" in table and not file.exists() and earlier.exists() else file
+    return folder / f"{table.replace('%', '%25').replace('/', '%2F')}.safetensors"
 
 
 def changed_rows(checkpoint: Path, table: str) -> Tensor | None:

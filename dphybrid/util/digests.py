@@ -97,13 +97,7 @@ def file_crc(path: Path) -> str:
     return f"{crc:08x}"
 
 
-def _file_block_sums(path: Path) -> str:
-    """Return the CRC-32 of each 256 KiB of a file in hex, as earlier checkpoints have them."""
-    with path.open("rb", buffering=0) as file:
-        return "".join(f"{zlib.crc32(block):08x}" for block in iter(lambda: file.read(2**18), b""))
-
-
-SUMS = {"sha256": file_digest, "crc32": file_crc, "block_sums": _file_block_sums}
+SUMS = {"sha256": file_digest, "crc32": file_crc}
 """Kinds of file checksums, by the names of the page fields that hold them."""
 
 _LINKED: set[Path] = set()

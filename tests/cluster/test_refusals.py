@@ -10,10 +10,10 @@ from torch import nn
 
 from dphybrid.cluster import engine
 from dphybrid.cluster.engine import ClusterEngine, check_installed
-from dphybrid.config import ExperimentConfig, flatten
+from dphybrid.config import ExperimentConfig
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.embedding import HostEmbedding, HostEmbeddingCollection
-from dphybrid.recipes.configs import apply_overrides, build_config, given_values, load_config
+from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import prepare_data
 from dphybrid.util.errors import UserError
 from tests.cluster.launching import settings_in
@@ -98,16 +98,6 @@ def test_labels_and_weights_that_were_not_tried_are_refused(
     told = refused(f"^cluster.ranks=2: {words} was not tried .* use cluster.ranks=0")
     with told if words else nullcontext():
         ClusterEngine(config("train.batch_size=32")).check_data(prepared, tabular=True)
-
-
-def test_a_config_of_one_process_is_what_it_was() -> None:
-    alone = load_config(None, ["recipe=ctr"])
-    assert not any(name.startswith("cluster") for name in flatten(alone.model_dump()))
-    assert build_config(alone.model_dump(mode="json")) == alone
-    two = apply_overrides(alone, ["cluster.ranks=2"])
-    assert given_values(two) == {"recipe": "ctr", "cluster": {"ranks": 2}}
-    assert build_config(two.model_dump(mode="json")).cluster.ranks == 2
-    assert apply_overrides(two, ["train.epochs=1"]).cluster.ranks == 2
 
 
 def test_parts_of_a_table_start_with_the_bits_of_the_whole() -> None:

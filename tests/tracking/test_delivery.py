@@ -236,9 +236,6 @@ def test_sync_tells_of_damage_with_its_exit_code_and_sends_the_others(data_dir: 
     (settings.runs_dir / "unreadable" / "record.sent").rmdir()
     assert "unreadable: everything sent" in command("sync")
     assert "Nothing to do" in command("sync")
-    (settings.mlflow_dir / "spool").mkdir()
-    (settings.mlflow_dir / "spool" / "7.db").touch()
-    assert "1 file of an earlier version" in command("sync")
 
 
 def test_a_moved_data_folder_sends_its_records_and_checkpoints(data_dir: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from dphybrid.config.settings import load_settings
 from dphybrid.embedding import HostEmbedding, clip_grad_norm_, row_optimizer
 from dphybrid.parallel import DataParallel
 from dphybrid.recipes import DataConfig, ModelConfig, ModelContext, Recipe
-from dphybrid.recipes.configs import build_config, load_config, stored_config
+from dphybrid.recipes.configs import load_config
 from dphybrid.run.pages import Report
 from dphybrid.run.train import run_job
 from dphybrid.serving.load import model_from_checkpoint
@@ -113,24 +113,6 @@ def test_a_step_that_is_no_number_stops_before_its_update_and_names_place_and_ch
     good = complete_checkpoints(data_dir / "runs/run/checkpoints")[-1]
     assert f"last good checkpoint, {good}, with --resume" in str(told.value)
     assert "of parameter norm.weight is nan" in str(told.value)
-
-
-def test_a_page_with_values_of_earlier_versions_is_read(
-    data_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    values = load_config(None, [f"recipe={__name__}:Users"]).model_dump(mode="json")
-    page = data_dir / "runs/run/run.json"
-    page.parent.mkdir(parents=True)
-    page.touch()
-    for former, said in (("stop", ""), ("skip", "train.on_nonfinite=skip is gone")):
-        values["train"] |= {"on_nonfinite": former, "schedule": "auto"}
-        config = stored_config(values, page, load_settings(), build_config({}))
-        assert (config.train.epochs, config.train.schedule) == (2, "constant")
-        assert said in capsys.readouterr().err
-    with refused("on_nonfinite"):
-        load_config(None, ["recipe=toy", "train.on_nonfinite=skip"])
-    with refused("train.schedule"):
-        load_config(None, ["recipe=toy", "train.schedule=auto"])
 
 
 @pytest.mark.parametrize("clip", ["1", "0"])

@@ -79,9 +79,6 @@ def test_a_table_is_read_in_slices_and_mapped(
 def test_tables_of_other_names_have_other_files(tmp_path: Path) -> None:
     names = ["a/b", "a%2Fb", "a%252Fb", "50%", "50%25"]
     assert len({table_file(tmp_path, name) for name in names}) == len(names)
-    (tmp_path / "tables").mkdir()
-    (tmp_path / "tables/share%.safetensors").touch()  # as earlier versions wrote it
-    assert table_file(tmp_path, "share%").exists()
 
 
 SMALL = ["recipe=hybrid", "train.epochs=1"]
@@ -113,23 +110,6 @@ def test_rot_that_keeps_times_is_found_by_all_that_open_a_checkpoint(checkpoint:
     ):
         with refused(r"safetensors: is damaged \(its checksum differs\)"):
             opens(checkpoint)
-
-
-def test_a_checkpoint_of_format_3_opens_and_goes_on(checkpoint: Path) -> None:
-    names = json.loads((checkpoint / "state.json").read_bytes())["crc32"]
-    sums = {
-        name: "".join(f"{zlib.crc32(whole[at : at + 2**18]):08x}" for at in range(0, len(whole), 2**18))
-        for name, whole in ((name, (checkpoint / name).read_bytes()) for name in names)
-    }
-    whole = run_with(*SMALL, "train.epochs=2")
-    rewrite(checkpoint, format=3, crc32={}, block_sums=sums)
-    model_from_checkpoint(checkpoint)
-    resumed = run_with(*SMALL, "train.epochs=2", resume=checkpoint.parents[1].name)
-    assert resumed.digests == whole.digests
-    (file,) = checkpoint.glob("tables/*.safetensors")
-    damage(file, file.read_bytes()[:-1] + b"x")
-    with refused("is damaged"):
-        verify_checkpoint(checkpoint)
 
 
 def pipe(file: Path) -> None:
