@@ -1,21 +1,28 @@
 """Files, flags and overrides compose, and every mistake is told with its place and remedy."""
 
+import shlex
 from pathlib import Path
 
 import pytest
 
 from dphybrid.cli.flags import ConfigCommand
+from dphybrid.cli.main import make_parser
 from dphybrid.cli.parser import Parser
-from dphybrid.config import flatten, nest
+from dphybrid.config import ModelConfig, flatten, nest
+from dphybrid.config.settings import load_settings
+from dphybrid.lifecycle.sweep import Sweep
 from dphybrid.recipes.configs import (
     Values,
     apply_overrides,
     build_config,
     field_types,
+    given_flags,
     given_values,
     load_config,
 )
 from dphybrid.recipes.registry import BUILT_IN, find_recipe
+from dphybrid.recipes.tutorial import Toy
+from dphybrid.util.text import as_flags
 from tests.refusing import refused, refused_with
 
 
@@ -130,3 +137,38 @@ def test_a_given_value_that_the_new_recipe_does_not_have_is_told() -> None:
     config = build_config({"recipe": "ctr", "data": {"label": "y"}})
     with refused(r"data\.label.*recipe toy does not use it"):
         apply_overrides(config, ["recipe=toy"])
+
+
+class ListsModel(ModelConfig):
+    bottom: tuple[int, ...] = (8,)
+    rates: list[float] | None = None
+    widths: dict[str, int] = {"a": 1}
+
+
+class Lists(Toy):
+    name = "lists"
+    model = ListsModel
+
+
+@pytest.mark.parametrize(
+    ("field", "text", "value"),
+    [
+        ("bottom", "64,32", (64, 32)),
+        ("bottom", "[]", ()),
+        ("rates", "0.1,2", [0.1, 2.0]),
+        ("rates", "none", None),
+        ("widths", '{"b": 2, "a": 1}', {"b": 2, "a": 1}),
+    ],
+)
+def test_lists_and_mappings_are_the_same_as_flag_override_grid_and_keyword(
+    field: str, text: str, value: object, data_dir: Path
+) -> None:
+    recipe, name = f"{__name__}:Lists", f"model.{field}"
+    wanted = build_config({"recipe": recipe, "model": {field: value}})
+    assert getattr(wanted.model, field) == value
+    assert load_config(None, [f"recipe={recipe}", f"{name}={text}"]) == wanted
+    assert make_parser().parse(["train", "--recipe", recipe, f"--{name}", text]).given_config() == wanted
+    printed = as_flags(given_flags(wanted))
+    assert make_parser().parse(["train", *shlex.split(printed)]).given_config() == wanted
+    sweep = Sweep("s", build_config({"recipe": recipe, "devices": "cpu"}), {name: [value]})
+    assert getattr(sweep.cells(load_settings())[0].config.model, field) == value

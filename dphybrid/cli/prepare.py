@@ -11,10 +11,9 @@ exist yet is written with the columns' roles, to be edited; one that exists is r
 from pathlib import Path
 
 from dphybrid.cli.flags import ConfigCommand, check_data
-from dphybrid.config import flatten
 from dphybrid.config.settings import load_settings
 from dphybrid.config.tables import TableDataConfig
-from dphybrid.recipes.configs import given_values
+from dphybrid.recipes.configs import given_flags
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.util.files import check_target, write_bytes
 from dphybrid.util.text import as_flags
@@ -39,5 +38,5 @@ class Flags(ConfigCommand):
         if new is not None:
             write_bytes(new, (prepared.path / "schema.toml").read_bytes())
             print(f"Roles: {new}; edit it, and give it again with --data.schema-file {new}")
-        print(f"Train on it:\n  dphybrid train {as_flags(flatten(given_values(given)))}")
+        print(f"Train on it:\n  dphybrid train {as_flags(given_flags(given))}")
         return 0

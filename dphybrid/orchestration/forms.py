@@ -14,8 +14,8 @@ from prefect import Flow
 from prefect.utilities.callables import ParameterSchema
 from pydantic import BaseModel
 
-from dphybrid.config import ExperimentConfig, Section, fields_of
-from dphybrid.recipes.configs import apply_overrides, as_config, build_config, field_types
+from dphybrid.config import ExperimentConfig, Section, fields_of, flatten, merge, nest
+from dphybrid.recipes.configs import as_config, build_config, field_types, parse_overrides
 from dphybrid.recipes.registry import DEFAULT, find_recipe, infer_recipe, recipe_names
 
 FEW = {
@@ -40,20 +40,16 @@ def experiment(parameters: Mapping[str, Any]) -> ExperimentConfig:
     A value of `FEW` that is None or "" leaves the config's. Raises UserError for values that are wrong, or
     that the recipe does not use.
     """
-    few = [
-        f"{field}={parameters[name]}" for name, field in FEW.items() if parameters.get(name) not in (None, "")
-    ]
-    config = as_config(parameters.get("config") or {})
-    recipe = parameters.get("recipe")
-    if not recipe and "recipe" in parameters and config == build_config({}):
-        data = {"path": parameters.get("data_path"), "label": parameters.get("label")}
-        recipe, reason = infer_recipe({"data": {name: value for name, value in data.items() if value}})
+    few = {field: parameters.get(name) for name, field in {**FEW, "recipe": "recipe"}.items()}
+    given = {field: value for field, value in few.items() if value not in (None, "")}
+    overrides = parse_overrides(parameters.get("overrides") or [])
+    values = as_config(parameters.get("config") or {}).model_dump(exclude_unset=True)
+    values = merge(merge(values, nest(given)), overrides)
+    if "recipe" not in values:
+        values["recipe"], reason = infer_recipe(values)
         if reason:
-            print(f"Recipe {recipe}: {reason}", flush=True)
-    if recipe and recipe != config.recipe:
-        values = config.model_dump(exclude_unset=True, exclude={"recipe"})
-        config = build_config(values | {"recipe": recipe})
-    return apply_overrides(config, [*few, *(parameters.get("overrides") or [])])
+            print(f"Recipe {values['recipe']}: {reason}", flush=True)
+    return build_config(values, dict.fromkeys([*given, *flatten(overrides)], "overrides"))
 
 
 def form_of(flow: Flow[..., object], recipe: str | None) -> ParameterSchema:

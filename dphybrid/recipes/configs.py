@@ -9,10 +9,13 @@ import difflib
 import json
 import os
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache, reduce
+from operator import getitem
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ValidationError, WithJsonSchema
 
@@ -22,6 +25,7 @@ from dphybrid.recipes.registry import BUILT_IN, DEFAULT, find_recipe, infer_reci
 from dphybrid.util.errors import UserError, plain_words, type_text
 from dphybrid.util.files import read_small_text
 from dphybrid.util.importing import check_import
+from dphybrid.util.text import split_items
 
 Values = dict[str, Any]
 """Values of a config by name; sections are nested mappings."""
@@ -132,31 +136,37 @@ def build_config(values: Values, places: dict[str, str] | None = None) -> Experi
     value came from.
     """
     places = places or {}
-    name = values.get("recipe")
+    given = {field: value for field, value in values.items() if field != "recipe" or value is not None}
     # For Python and forms; for the command line `load_config` has inferred it and printed the reason.
-    if name is None:
-        name = infer_recipe(values)[0]
+    name = given.get("recipe", infer_recipe(given)[0])
     if not isinstance(name, str):
         raise UserError(f"recipe = {name!r}: expected a name such as {', '.join(recipe_names())}")
     recipe = find_recipe(name)
-    # TOML has no null, and flags and overrides are texts: there "" and "none" mean None.
-    optional = {name for name, (kind, _, _) in field_types(name).items() if type(None) in get_args(kind)}
+    kinds = {field: kind for field, (kind, _, _) in field_types(name).items()}
     try:
-        return recipe.config_class.model_validate({**_nones(values, optional), "recipe": name})
+        return recipe.config_class.model_validate(_parsed(given, kinds))
     except ValidationError as error:
         raise UserError("\n".join(_explain(item, places, name) for item in error.errors())) from error
 
 
-def _nones(values: Values, optional: Collection[str], prefix: str = "") -> Values:
-    """Return the values with the texts "" and "none" as None in the fields that may be None."""
+def _parsed(values: Values, kinds: Mapping[str, object], prefix: str = "") -> Values:
+    """Return the values with texts as their fields take them: flags and overrides are texts, and TOML has no
+    null. "" and "none" are None in the fields that may be None; a list is `a,b`, a mapping JSON."""
     out: Values = {}
     for key, value in values.items():
         if isinstance(value, Section):
             value = value.model_dump(exclude_unset=True)
-        if isinstance(value, dict):
-            value = _nones(value, optional, f"{prefix}{key}.")
-        elif f"{prefix}{key}" in optional and str(value).strip().lower() in ("", "none"):
+        kind = kinds.get(name := f"{prefix}{key}")
+        forms = get_args(kind) if isinstance(kind, UnionType) or get_origin(kind) is Union else (kind,)
+        if kind is None and isinstance(value, dict):
+            value = _parsed(value, kinds, f"{name}.")
+        elif isinstance(value, str) and NoneType in forms and value.strip().lower() in ("", "none"):
             value = None
+        elif isinstance(value, str) and {list, tuple} & set(map(get_origin, forms)):
+            value = split_items(value)
+        elif isinstance(value, str) and dict in map(get_origin, forms):
+            with suppress(ValueError, RecursionError):  # pydantic says what is wrong with the text
+                value = json.loads(value)
         out[key] = value
     return out
 
@@ -223,21 +233,20 @@ def _named(config: Mapping[str, object], field: str) -> list[str]:
     return [text for text in values if isinstance(text, str) and ":" in text]
 
 
+def given_flags(config: ExperimentConfig) -> Values:
+    """Return the values in which `config` differs from its recipe, by dotted name, as flags set them."""
+
+    def by_field(values: Values) -> Values:
+        return {name: reduce(getitem, name.split("."), values) for name in field_types(config.recipe)}
+
+    own = by_field(type(config)().model_dump())
+    differing = {name: value for name, value in by_field(config.model_dump()).items() if value != own[name]}
+    return {"recipe": config.recipe} | differing
+
+
 def given_values(config: ExperimentConfig) -> Values:
     """Return the nested values in which `config` differs from its recipe."""
-
-    def differing(values: Values, base: Values) -> Values:
-        out: Values = {}
-        for key, value in values.items():
-            if isinstance(value, dict):
-                if inner := differing(value, base.get(key, {})):
-                    out[key] = inner
-            elif key not in base or value != base[key]:
-                out[key] = value
-        return out
-
-    recipe_only = type(config)().model_dump()
-    return {"recipe": config.recipe} | differing(config.model_dump(), recipe_only)
+    return nest(given_flags(config))
 
 
 def load_config(

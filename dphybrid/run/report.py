@@ -10,10 +10,10 @@ from math import isfinite, nan
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from dphybrid.config import ExperimentConfig, fields_of, flatten
+from dphybrid.config import ExperimentConfig, fields_of
 from dphybrid.data import rows_of_batch
 from dphybrid.data.table.numbers import LISTS
-from dphybrid.recipes.configs import given_values
+from dphybrid.recipes.configs import given_flags
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import attached
 from dphybrid.run.pages import MetricsPage, Report, ResultPage
@@ -192,7 +192,7 @@ def _texts(experiment: Experiment, report: Report) -> dict[str, str]:
         load.append(f'model = dphybrid.load_model("models:/{name}@challenger")  # or, from the registry')
     if experiment.recipe.tabular:
         load.append(f"predictor = dphybrid.load({best!r})  # with its preprocessing, for new rows")
-    given = masked(f"dphybrid train {as_flags(flatten(given_values(experiment.config)))}")
+    given = masked(f"dphybrid train {as_flags(given_flags(experiment.config))}")
     return {
         _where(experiment, report): report.text.strip(),
         "How batches were split": "\n".join(report.split_lines),
@@ -289,16 +289,18 @@ def _about_columns(facts: Mapping[str, Any], importance: Mapping[str, float]) ->
     needless = [name for name, lost in importance.items() if lost <= 0]
     lists = [str(column["name"]) for column in columns if LISTS in str(column.get("reason", ""))]
     if lists:
-        names = ",".join(lists[:4])
-        return f"columns: cells of {names} look like lists of values; try --data.bags {names}"
+        names = ", ".join(lists[:4])
+        return (
+            f"columns: cells of {names} look like lists of values; try {as_flags({'data.bags': lists[:4]})}"
+        )
     if unseen[1] >= _MANY_UNSEEN:
         return (
             f"columns: {unseen[1]:.0%} of the validation values of {unseen[0]} have no training row; try "
-            f"--data.ignore {unseen[0]}"
+            + as_flags({"data.ignore": [unseen[0]]})
         )
     if needless:
-        names = ",".join(needless[:4])
-        return f"columns: shuffling these does not harm validation; try --data.ignore {names}"
+        without = as_flags({"data.ignore": needless[:4]})
+        return f"columns: shuffling these does not harm validation; try {without}"
     return "columns: dphybrid prepare shows how each is read; --data.bags, --data.categorical, ... change it"
 
 

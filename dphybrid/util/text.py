@@ -101,7 +101,9 @@ def as_flags(values: Mapping[str, object]) -> str:
 
 def flag_text(value: object) -> str:
     """Return a value as its flag takes it: None as an empty text, a list as `a,b`, or as JSON if it would be
-    read as other items."""
+    read as other items, a mapping as JSON."""
+    if isinstance(value, Mapping):
+        return json.dumps(value, ensure_ascii=False)
     if not isinstance(value, list | tuple):
         return "" if value is None else str(value)
     items = [str(item) for item in value]

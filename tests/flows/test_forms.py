@@ -100,6 +100,8 @@ def test_the_form_of_any_recipe_begins_with_data_recipe_and_devices() -> None:
         ({"recipe": "kge", "config": {"train": {"seed": 3}}}, "kge"),
         ({"config": {"recipe": "ctr"}, "data_path": "triples"}, "ctr"),
         ({"recipe": "toy", "overrides": ["recipe=hybrid"]}, "hybrid"),
+        ({"label": "y", "config": {"train": {"seed": 3}}}, "ctr"),
+        ({"overrides": ["data.label=y"]}, "ctr"),
     ],
 )
 def test_a_run_without_a_recipe_has_that_of_its_data(given: dict[str, Any], recipe: str) -> None:

@@ -12,6 +12,7 @@ from dphybrid.data.store import Prepared
 from dphybrid.data.table.cells import FIRST_ID, MISSING_ID
 from dphybrid.data.table.labels import Label
 from dphybrid.util.roc import area_under_roc
+from dphybrid.util.text import as_flags
 
 _CHECKED = 2**16
 """Columns are checked on at most this many evenly spaced rows."""
@@ -56,9 +57,10 @@ def _leaks(data: Prepared) -> list[str]:
         if kind != "multiclass" and np.ptp(numbers_B):
             # A column may be read both as values and as a number: the better predictor counts.
             found[name] = max(found.get(name, (0.0, "")), _score(numbers_B, labels_B, kind))
-    remedy = "if it is not known at prediction time, leave it out: --data.ignore"
+    remedy = "if it is not known at prediction time, leave it out:"
     warned = {
-        name: f"column {name!r} alone predicts the label ({metric} {value:.4f}); {remedy} {name}"
+        name: f"column {name!r} alone predicts the label ({metric} {value:.4f}); {remedy} "
+        + as_flags({"data.ignore": [name]})
         for name, (value, metric) in found.items()
         if value > _LEAK
     }
@@ -66,7 +68,7 @@ def _leaks(data: Prepared) -> list[str]:
         classes = data.info["label"]["classes"]
         for name, ids_B in zip(names, ids_BF.T, strict=False):
             if name not in warned and (what := _pure_rows(ids_B, labels_B.astype(np.int64), classes)):
-                warned[name] = f"column {name!r}: {what}; {remedy} {name}"
+                warned[name] = f"column {name!r}: {what}; {remedy} {as_flags({'data.ignore': [name]})}"
     return list(warned.values())
 
 
