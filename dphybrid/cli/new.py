@@ -99,8 +99,8 @@ class Flags(Command):
 
 def _sample(file: str, name: str, title: str) -> str:
     """Return the text of a sample file, with the names of the new package and recipe class."""
-    # Located, not imported: importing the sample's recipe would import torch.
-    spec = importlib.util.find_spec(f"dphybrid.recipes.{_PACKAGE}")
+    # examples/newrecipe of the sources. Located, not imported: importing its recipe would import torch.
+    spec = importlib.util.find_spec(f"dphybrid.{_PACKAGE}")
     assert spec is not None
     assert spec.origin is not None
     text = Path(spec.origin).with_name(file).read_text(encoding="utf-8")

@@ -10,12 +10,12 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
+from dphybrid.newrecipe.model import Network, compute
+from dphybrid.newrecipe.recipe import NewRecipe
 from torch import Tensor
 
 from dphybrid.cli.main import main
 from dphybrid.recipes import Recipe, Task
-from dphybrid.recipes.newrecipe.model import Network, compute
-from dphybrid.recipes.newrecipe.recipe import NewRecipe
 from tests.commands import command
 
 

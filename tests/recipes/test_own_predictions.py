@@ -6,11 +6,11 @@ from typing import Any
 import polars as pl
 import pytest
 import torch
+from dphybrid.newrecipe.recipe import NewRecipe
 from torch import Tensor
 
 import dphybrid
 from dphybrid.recipes import Recipe, Task
-from dphybrid.recipes.newrecipe.recipe import NewRecipe
 from dphybrid.run.pages import MetricsPage
 from dphybrid.training.metrics import constant_prediction
 from tests.commands import command, run_with
