@@ -158,13 +158,14 @@ def _parsed(values: Values, kinds: Mapping[str, object], prefix: str = "") -> Va
             value = value.model_dump(exclude_unset=True)
         kind = kinds.get(name := f"{prefix}{key}")
         forms = get_args(kind) if isinstance(kind, UnionType) or get_origin(kind) is Union else (kind,)
+        containers = {get_origin(form) for form in forms}
         if kind is None and isinstance(value, dict):
             value = _parsed(value, kinds, f"{name}.")
         elif isinstance(value, str) and NoneType in forms and value.strip().lower() in ("", "none"):
             value = None
-        elif isinstance(value, str) and {list, tuple} & set(map(get_origin, forms)):
+        elif isinstance(value, str) and containers & {list, tuple}:
             value = split_items(value)
-        elif isinstance(value, str) and dict in map(get_origin, forms):
+        elif isinstance(value, str) and dict in containers:
             with suppress(ValueError, RecursionError):  # pydantic says what is wrong with the text
                 value = json.loads(value)
         out[key] = value
