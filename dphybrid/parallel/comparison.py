@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from dphybrid.parallel.applying import as_replica
 from dphybrid.parallel.chance import ExpectedValues, own_random_state
@@ -46,8 +47,10 @@ def compare_split(
     block take two steps on its first device, with the memory of a whole batch; one with a single device is
     compared in two shares. BatchNorm, which normalises each share by itself, is compared with its running
     statistics. rtol, atol: tolerances for float32, relative to a value and to the largest one of its tensor;
-    float64 is held to 1e-9.
+    float64 is held to 1e-9. Raises UserError for a model with parameters that have no size yet.
     """
+    if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
+        raise UserError(f"compare_split: {lazy[0]} has no size yet; call the model with a sample first")
     blocks = find_data_parallel(model)
     calls: dict[str, list[Any]] = {name: [] for name in blocks}
     with torch.inference_mode(False), torch.enable_grad():

@@ -1,7 +1,9 @@
 """The comparison of a batch unsplit with itself split names the module that computes across the batch."""
 
 import copy
+import dataclasses
 import random
+import re
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -481,13 +483,13 @@ WRITES: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", WRITES)
 def test_state_is_found_in_whatever_holds_it(name: str, devices: str) -> None:
     torch.manual_seed(0)
-    region, x = DataParallel(WRITES[name](), devices), torch.randn(7, 6) * torch.arange(1, 8)[:, None]
-    before = copy.deepcopy(region.module.held)
-    (found,) = compare_split(region, x)
-    where = ("self.0", "self.1") if name == "modules" else ("self.held",)
-    assert found.breaks
-    assert found.where in where
-    assert same(region.module.held, before)
+    module = WRITES[name]()
+    region = DataParallel(nn.Sequential(nn.Tanh(), module), devices)
+    before = copy.deepcopy(module.held)
+    (found,) = compare_split(region, torch.randn(7, 6) * torch.arange(1, 8)[:, None])
+    where = r"1\.held \[self\.[01]" if name == "modules" else r"1 \[self\.held"
+    assert re.match(rf"BREAKS  {where}\]: forward (writes|makes) .* replicas .*lose ", found.text())
+    assert same(module.held, before)
 
 
 class BuiltLate(nn.Module):
@@ -508,6 +510,14 @@ def test_a_layer_that_the_first_forward_builds_is_found() -> None:
     assert region.module.last is None
     region.module(x)
     check_split(region, x)
+
+
+def test_a_model_with_parameters_without_a_size_is_refused_and_left_alone() -> None:
+    model, x = nn.Sequential(nn.LazyLinear(6), DataParallel(nn.Linear(6, 2), "cpu*2")), torch.randn(7, 6)
+    with pytest.raises(UserError, match="0.weight has no size yet; call the model with a sample first"):
+        check_split(model, x)
+    model(x)
+    check_split(model, x)
 
 
 def test_weights_that_follow_others_are_compared_after_a_step() -> None:
@@ -604,3 +614,104 @@ def test_gradients_are_compared_as_exactly_as_their_type_is(dtype: torch.dtype) 
     assert (
         compare_split(DataParallel(Trains(lambda x: x / 0 * 0), "cpu*2").to(dtype), x) == []
     )  # NaN both ways
+
+
+SAMPLES = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+
+
+@dataclasses.dataclass
+class Meter:
+    count: int = 0
+
+
+class Remembers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.seen: list[int] = []
+        self.held = {"last": deque[int](), "nested": [[0]]}
+        self.meter = Meter()
+        self.sums = torch.zeros(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(len(x))
+        self.held["last"].append(len(x))
+        self.held["nested"][0].append(len(x))  # type: ignore[union-attr]
+        self.meter.count += 1
+        self.sums += 1
+        return self.layer(x)
+
+
+def test_a_comparison_changes_no_list_no_buffer_and_no_tensor() -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("steps", torch.zeros(()))
+            self.log: list[int] = []
+            self.region = DataParallel(Remembers(), "cpu*2")
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.steps += 1
+            self.log.append(len(x))
+            return self.region(x)
+
+    model, before = Around(), Remembers()
+    found = compare_split(model, torch.randn(6, 3))
+    assert [one.where for one in found] == ["self.seen"]  # the first of what every replica writes
+    assert (float(model.steps), model.log) == (0, [])
+    module = model.region.module
+    assert (module.seen, module.held, module.meter, module.sums) == (
+        before.seen, before.held, before.meter, before.sums,
+    )  # fmt: skip
+
+
+def weighted(x: Tensor, weight: Tensor) -> Tensor:
+    return x * weight.sum()
+
+
+def masked(x: Tensor, mask: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+
+SHARED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor, Tensor]] = {
+    "weights that are summed": (weighted, SAMPLES, torch.rand(8)),
+    "weights of the features": (torch.mul, torch.randn(2, 2), torch.rand(2)),
+    "normalised weights": (lambda x, w: x * w.softmax(0)[:, None], SAMPLES, torch.rand(8)),
+    "weights of the classes": (
+        lambda x, w: F.cross_entropy(x, x.argmax(1), w, reduction="none"),
+        torch.randn(8, 8),
+        torch.rand(8),
+    ),
+    "a matrix": (lambda x, w: x @ w, torch.randn(3, 3), torch.rand(3, 3)),
+    "a mask of as many steps": (masked, torch.randn(4, 4, 6), torch.ones(4, 4).tril().bool()),
+    "a mask that would be broadcast": (masked, torch.randn(2, 2, 6), torch.ones(2, 2).tril().bool()),
+}
+
+
+@pytest.mark.parametrize("devices", ["cpu", "cpu*2", "cpu*8"])
+@pytest.mark.parametrize("name", SHARED)
+def test_a_shared_tensor_is_found_or_fails_in_the_module(name: str, devices: str) -> None:
+    function, x, shared = SHARED[name]
+    fails = ["weights of the classes", "a matrix"] + ["a mask of as many steps"] * (devices == "cpu*2")
+    if devices != "cpu" and name in fails:
+        with pytest.raises((RuntimeError, IndexError)):  # as its share has fewer weights than classes
+            compare_split(DataParallel(Does(function), devices), x, shared)
+    else:
+        found = compare_split(DataParallel(Does(function), devices), x, shared)
+        assert [one.breaks for one in found] == [True]
+        assert "Whole(...)" in found[0].remedy
+    if name != "normalised weights":  # whose gradient is a matter of all samples
+        region = DataParallel(Does(function), devices)
+        torch.testing.assert_close(region(x, Whole(shared)), function(x, shared))
+        assert compare_split(region, x, Whole(shared)) == []
+
+
+def test_a_tensor_of_the_samples_passes() -> None:
+    def loss(x: Tensor, weight: Tensor, labels: Tensor, flags: Tensor) -> Tensor:
+        return F.cross_entropy(x, labels, reduction="none") * weight * flags
+
+    region = DataParallel(nn.Sequential(nn.BatchNorm1d(3)), "cpu*2")
+    assert region(SAMPLES).shape == SAMPLES.shape
+    given = SAMPLES, torch.rand(8), torch.arange(8) % 3, torch.rand(8) > 0.5
+    torch.testing.assert_close(DataParallel(Does(loss), "cpu*2")(*given), loss(*given))
+    assert compare_split(region, SAMPLES) == compare_split(DataParallel(Does(loss), "cpu*2"), *given) == []

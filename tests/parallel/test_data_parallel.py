@@ -9,11 +9,13 @@ from torch import nn
 
 from dphybrid.parallel import (
     DataParallel,
+    device_count,
     parallel_apply,
     resolve_devices,
     split_plan,
     split_sizes,
 )
+from dphybrid.util.errors import UserError
 
 
 @pytest.mark.parametrize(
@@ -76,3 +78,13 @@ def test_the_plan_names_idle_devices_and_a_better_batch_size() -> None:
     assert "Every device is used" in split_plan(64, 16, ["cpu[0]", "cpu[1]"])
     # Fewer rows than a batch: another batch size would change nothing.
     assert split_plan(6, 16, ["a", "b", "c"]).endswith("2,2,2\n\nEvery device is used by every batch.")
+
+
+def test_devices_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DPHYBRID_DEVICES", "cpu*3")
+    assert device_count() == 3
+    assert len(DataParallel(nn.Linear(3, 3)).devices) == 3
+    assert len(DataParallel(nn.Linear(3, 3), "cpu*2").devices) == 2
+    monkeypatch.setenv("DPHYBRID_DEVICES", "gpu7")
+    with pytest.raises(UserError, match="cannot read 'gpu7'"):
+        DataParallel(nn.Linear(3, 3))

@@ -12,6 +12,7 @@ import polars as pl
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pack_sequence
 
 from dphybrid.embedding import HostEmbedding
@@ -208,3 +209,106 @@ def test_nothing_is_put_beside_the_module() -> None:
             register("more", None)
     with pytest.raises(UserError, match="mode='thread'"):
         parallel_apply([nn.Linear(3, 3)], [X], mode="thread")  # type: ignore[arg-type]
+
+
+SAMPLES = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("module", "given"),
+    [
+        (nn.Linear(8, 3), (torch.ones(8),)),
+        (nn.Conv2d(1, 2, 3), (torch.ones(1, 9, 9),)),
+        (nn.LSTM(3, 4, batch_first=True), (torch.ones(6, 3),)),
+        (Does(lambda x, ids: x[ids]), (SAMPLES, torch.arange(8))),
+    ],
+)
+def test_an_error_in_a_replica_says_what_was_split_and_what_may_be_meant(
+    module: nn.Module, given: tuple[Tensor, ...]
+) -> None:
+    region = DataParallel(module, "cpu*2")
+    try:
+        out = region(*given)
+    except (RuntimeError, ValueError, IndexError, UserError) as error:
+        told = f"{error} {' '.join(error.__notes__) if hasattr(error, '__notes__') else ''}"
+        assert "batch dim" in told or "return the batch on dim" in told
+    else:
+        torch.testing.assert_close(out, module(*given))
+
+
+ROWS = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(2, 4))])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scripted_and_traced_modules_run_on_one_device_and_are_refused_on_several(make: Any) -> None:
+    linear = nn.Linear(4, 2)
+    torch.testing.assert_close(DataParallel(make(linear), "cpu")(ROWS), linear(ROWS))
+    with pytest.raises(UserError, match="module '0' is scripted or traced.*wrap the module"):
+        DataParallel(nn.Sequential(make(linear)), "cpu*2")
+
+
+def test_max_norm_works_on_one_device_and_is_refused_on_several() -> None:
+    ids = torch.arange(4)
+    assert DataParallel(nn.Embedding(8, 8, max_norm=1.0), "cpu")(ids).norm(dim=1).max() < 1.001
+    for kind in (nn.Embedding, nn.EmbeddingBag):
+        with pytest.raises(UserError, match="module '0' has max_norm"):
+            DataParallel(nn.Sequential(kind(8, 8, max_norm=1.0)), "cpu*2")
+
+
+OPERATIONS = {
+    "add": lambda rows: rows + 1,
+    "rmul": lambda rows: 2 * rows,
+    "matmul": lambda rows: rows @ torch.ones(4, 1),
+    "getitem": lambda rows: rows[0],
+    "len": len,
+    "eq": lambda rows: rows == 0,
+    "neg": lambda rows: -rows,
+    "iter": list,
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operations_on_rows_that_are_on_several_devices_say_where_they_belong(name: str) -> None:
+    rows = DataParallel(nn.Linear(4, 1), "cpu*2").rows(HostEmbedding(9, 4), torch.tensor([1, 2]))
+    with pytest.raises(UserError, match=rf"{name}: these rows are .* inside the region's module"):
+        OPERATIONS[name](rows)
+
+
+def test_a_table_in_distributed_data_parallel_refuses_before_torchs_backward(tmp_path: Any) -> None:
+    """One process that believes to be one of two: the forward refuses before anything is sent."""
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    try:
+        wrapped = DistributedDataParallel(nn.Sequential(HostEmbedding(9, 4), nn.Linear(4, 1)))
+        assert wrapped(torch.arange(4)).shape == (4, 1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.distributed, "get_world_size", lambda *_: 2)
+            with pytest.raises(UserError, match="each of 2 processes would train its own copy"):
+                wrapped(torch.arange(4))
+            with torch.no_grad():
+                wrapped.module(torch.arange(4))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: DataParallel(nn.Linear(3, 3), "cpu"), "module '1' is data-parallel itself"),
+        (lambda: torch.compile(nn.Linear(3, 3), backend="eager"), "module '1' is compiled"),
+        (lambda: nn.SyncBatchNorm(3), "module '1' is a SyncBatchNorm, which synchronises processes"),
+        (lambda: nn.LazyLinear(3), "module '1' has parameters without a size"),
+        (lambda: nn.Linear(3, 3, device="meta"), "weight of module '1' is on meta"),
+    ],
+)
+def test_a_module_replaced_after_wrapping_by_one_that_replicas_cannot_run(
+    make: Callable[[], nn.Module], words: str
+) -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    wrapped, x = DataParallel(net, "cpu*2"), torch.randn(5, 3)
+    wrapped(x)
+    net[1] = nn.Linear(3, 4)
+    torch.testing.assert_close(wrapped(x), net(x))
+    net[1] = make()
+    with pytest.raises(UserError, match=words):
+        wrapped(torch.randn(5, 3))
