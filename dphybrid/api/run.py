@@ -210,7 +210,7 @@ class RunReport:
         from dphybrid.run.pages import Report
 
         self._run = run
-        self.values: Report = Report.read(file, run.data_dir)
+        self.values: Report = Report.read(file)
 
     @property
     def text(self) -> str:

@@ -138,7 +138,7 @@ def _with_frames(
                 raise UserError(f"{field}={column!r}: {names[place]} has no such column{near}")
     with naming(settings.data_dir):
         make_folder(settings.data_dir, mode=0o700)
-    folder, saved = settings.data_dir / "frames", {}
+    folder, saved = settings.frames_dir, {}
     for place, frame in frames.items():
         saved[place] = str(save_frame(frame, folder, names[place], ignored[place]))
     # Ignored columns were not written, and a name that no file has would be an error.

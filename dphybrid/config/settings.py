@@ -19,6 +19,8 @@ from dphybrid.util.files import given_path, read_own_text
 from dphybrid.util.hours import parse_training_hours
 
 _PREFIX = "DPHYBRID_"
+EXPERIMENT = "dphybrid"
+"""What the names of the recipes' experiments in MLflow begin with."""
 _ALMOST = 0.85
 """Similarity (difflib's ratio) from which on a variable counts as a misspelt setting."""
 _CENTURY_S = 100 * 365 * 86_400.0
@@ -106,8 +108,8 @@ class Settings(BaseSettings):
     """How often the ranks of a run are restarted from its newest checkpoint after one has died."""
     profile: str | None = None
     """Steps to record with torch's profiler, FIRST-LAST, such as 20-24; the trace opens in Perfetto."""
-    experiment: str = Field(default="dphybrid", min_length=1)
-    """MLflow experiment that holds the runs. If not set: dphybrid/RECIPE, an experiment for each recipe."""
+    experiment: str = Field(default=EXPERIMENT, min_length=1)
+    """MLflow experiment that holds the runs. dphybrid: an experiment for each recipe, dphybrid/RECIPE."""
     lease_dir: Path = Path("/var/lock/dphybrid")
     """Folder of the lock files that record which run holds which GPU; the same for all users of the
     machine."""
@@ -193,6 +195,11 @@ class Settings(BaseSettings):
     @property
     def runs_dir(self) -> Path:
         return self.data_dir / "runs"
+
+    @property
+    def frames_dir(self) -> Path:
+        """Folder of the frames that were trained on, each in a folder named by its digest."""
+        return self.data_dir / "frames"
 
     @property
     def mlflow_dir(self) -> Path:

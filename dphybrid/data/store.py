@@ -33,9 +33,7 @@ from dphybrid.util.files import (
     make_folder,
     making,
     naming,
-    read_json,
     sync,
-    write_json,
 )
 from dphybrid.util.locks import locked
 from dphybrid.util.pages import Page
@@ -54,6 +52,7 @@ _CHUNK_BYTES = 2**24
 """Bytes of a file that are digested at a time."""
 
 _REMEDY = "delete the folder and run the preparation again"
+_FACTS = "facts"
 
 THREADS = min(4, os.cpu_count() or 1)
 """Default number of threads of `mapped`."""
@@ -102,6 +101,14 @@ class Manifest(Page):
         return {"crc32": crc32, "sha256": self.files}
 
 
+class _Fact(Page):
+    """A value that was computed from prepared data. data: the digest of that."""
+
+    name: str
+    data: str
+    value: Any
+
+
 @dataclass(frozen=True)
 class Prepared:
     """A prepared folder. reused: it existed before this call. view: the recipe's function that returns a part
@@ -134,17 +141,20 @@ class Prepared:
         """Return a value that depends on this data alone: computed once, then kept in the folder as
         `facts/NAME.json`.
 
-        name: changes with the code that computes the value. The value: what JSON holds (lists, not tuples). A
-        file that cannot be read is computed anew; a folder that cannot be written keeps nothing.
+        name: changes with the code that computes the value. The value: what JSON holds (lists, not tuples).
+        The value of a file that is damaged, or of other data, is computed anew; a folder that cannot be
+        written keeps nothing.
         """
-        file = self.path / "facts" / f"{name}.json"
-        with suppress(OSError, ValueError):
-            kept: T = read_json(file)
-            return kept
+        file = self.path / _FACTS / f"{name}.json"
+        with suppress(UserError):
+            kept = _Fact.read(file)
+            if (kept.name, kept.data) == (name, self.digest):
+                value: T = kept.value
+                return value
         value = compute()
         with suppress(OSError):
             make_folder(file.parent)
-            write_json(file, value)
+            _Fact(name=name, data=self.digest, value=value).write(file)
         return value
 
     def describe(self) -> str:
@@ -285,7 +295,7 @@ def verify_prepared(path: Path) -> Prepared:
     """Open a prepared folder and check every byte against its manifest. Raises UserError that names the first
     damaged file."""
     prepared = open_prepared(path)
-    verify_files(path, prepared.manifest.sums, _REMEDY)
+    verify_files(path, "manifest.json", prepared.manifest.sums, _REMEDY, beside=_FACTS)
     return prepared
 
 

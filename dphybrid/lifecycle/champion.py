@@ -31,6 +31,7 @@ from dphybrid.run.trainer import fill_from
 from dphybrid.tracking.loader import checkpoint_folder
 from dphybrid.tracking.models import Registry, Version
 from dphybrid.tracking.opening import store_to_write
+from dphybrid.tracking.tracker import FOLDER_TAG
 from dphybrid.training.checkpoint import CheckpointState, load_weights, read_state, verify_checkpoint
 from dphybrid.training.loop import validation_outputs
 from dphybrid.training.metrics import Task
@@ -262,7 +263,7 @@ def kept_checkpoint(version: Version, registry: Registry, settings: Settings) ->
         return copy
     found = checkpoint_folder(version.uri, registry.uri)
     step = f"step-{read_state(found).progress.step:06d}"
-    run = Path(version.run_tags.get("dphybrid.run_folder", "none"))
+    run = Path(version.run_tags.get(FOLDER_TAG, "none"))
     for kept in (settings.runs_dir / run.name / "checkpoints" / step, run / "checkpoints" / step):
         # Same page, same checkpoint: it holds a checksum of each of the checkpoint's files.
         page = kept / "state.json"

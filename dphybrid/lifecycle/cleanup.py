@@ -7,14 +7,17 @@ them, or a rollback would.
 """
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from functools import cache
 from pathlib import Path
 
 from dphybrid.config.settings import Settings
 from dphybrid.run.folder import LOCK, Run, all_runs
 from dphybrid.run.pages import Report
+from dphybrid.tracking.opening import noted_store
+from dphybrid.tracking.record import RecordFile
 from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.files import remove_folder
 from dphybrid.util.locks import FileLock, is_held
@@ -54,7 +57,7 @@ def size_of(paths: Iterable[Path]) -> int:
 def row_of(run: Run) -> dict[str, object]:
     """Return what a list of runs shows of a run."""
     page = run.folder / "report.json"
-    metrics = Report.read(page, run.data_dir).metrics if page.is_file() else {}
+    metrics = Report.read(page).metrics if page.is_file() else {}
     name, value = next(iter(metrics.items()), ("", ""))
     return {
         "run": run.folder.name,
@@ -78,7 +81,8 @@ def plan_removal(
     """Find what to remove: the named runs, or all that were created more than `older_than_days` days ago,
     with data that no run has used since.
 
-    Raises UserError for a name that no run has, and when MLflow, which knows the champions, does not answer.
+    A run stays if MLflow, which knows the champions, cannot be asked about it where its record says that it
+    is. Raises UserError for a name that no run has.
     """
     runs = all_runs(settings)
     known = {run.folder.name: run for run in runs}
@@ -90,9 +94,14 @@ def plan_removal(
     if older_than_days is not None:
         limit = (datetime.now(UTC) - timedelta(days=older_than_days)).isoformat()
         chosen += [run for run in runs if run.page.created < limit and run not in chosen]
-    protected, kept, removed = _protected(settings, chosen), dict[str, str](), list[Run]()
+    kept, removed = dict[str, str](), list[Run]()
+    in_use = cache(_runs_in_use)
     for run in chosen:
-        if why := _reason_to_keep(run, settings, protected):
+        try:
+            why = _reason_to_keep(run, settings, in_use)
+        except UserError as error:
+            why = f"it is not known whether its model is in use: {error}"
+        if why:
             kept[run.folder.name] = why
         else:
             removed.append(run)
@@ -114,14 +123,15 @@ def remove(removal: Removal, settings: Settings) -> Iterator[str]:
             yield f"{run.folder.name}: stays, it is running"
             continue
         try:
-            if run.page.run_id and _recorded(settings):
+            uri, owner = _recorded_in(run, settings)
+            if uri and not owner:
                 from dphybrid.tracking.removing import forget_run
 
-                forget_run(_uri(settings), run.page.run_id)
+                forget_run(uri, run.page.run_id)
             remove_folder(run.folder)
         finally:
             lock.release()
-        yield f"{run.folder.name}: removed"
+        yield f"{run.folder.name}: removed" + (f"; its run in MLflow is that of {owner}" if owner else "")
     needed = _used_by(all_runs(settings), settings)
     for path in removal.needless:
         if path in needed or _is_fresh(path, settings):
@@ -133,38 +143,35 @@ def remove(removal: Removal, settings: Settings) -> Iterator[str]:
         yield f"{path}: removed"
 
 
-def _reason_to_keep(run: Run, settings: Settings, protected: Mapping[str, str]) -> str:
+def _reason_to_keep(run: Run, settings: Settings, in_use: Callable[[str], Mapping[str, str]]) -> str:
     if is_held(run.folder / LOCK):
         return "it is running"
-    if run.page.run_id in protected:
-        return protected[run.page.run_id]
-    if run.page.run_id and _recorded(settings):
-        from dphybrid.tracking.record import RecordFile
+    uri, owner = _recorded_in(run, settings)
+    if uri is None or owner:
+        return ""
+    if why := in_use(uri).get(run.page.run_id):
+        return why
+    waits = RecordFile(run.folder).waits()
+    return "its records are not in MLflow yet; `dphybrid sync` sends them" if waits else ""
 
-        if RecordFile(run.folder).waits():
-            return "its records are not in MLflow yet; `dphybrid sync` sends them"
-    return ""
+
+def _recorded_in(run: Run, settings: Settings) -> tuple[str | None, str]:
+    """Return where MLflow has a run, None if nowhere, and the folder that MLflow's run belongs to if this one
+    is a copy of that. Raises UserError if that cannot be asked."""
+    if not run.page.run_id:
+        return None, ""
+    uri = noted_store(run.folder, settings.mlflow_uri, settings.mlflow_dir)
+    if uri is None:
+        return None, ""
+    from dphybrid.tracking.removing import owner_of
+
+    return uri, owner_of(uri, run.page.run_id, run.folder)
 
 
-def _protected(settings: Settings, runs: Sequence[Run]) -> dict[str, str]:
-    """Return the ids of runs that registered models need -> why."""
-    if not _recorded(settings) or not any(run.page.run_id for run in runs):
-        return {}
+def _runs_in_use(uri: str) -> Mapping[str, str]:
     from dphybrid.tracking.removing import runs_in_use
 
-    return runs_in_use(_uri(settings))
-
-
-def _recorded(settings: Settings) -> bool:
-    """Return whether runs are recorded in MLflow, as far as known without asking it."""
-    made = settings.mlflow_uri or (settings.mlflow_dir / "mlflow.db").is_file()
-    return settings.mlflow_uri not in ("none", "files") and bool(made)
-
-
-def _uri(settings: Settings) -> str:
-    from dphybrid.tracking.opening import store_to_read
-
-    return store_to_read(settings.mlflow_uri, settings.mlflow_dir)
+    return runs_in_use(uri)
 
 
 def _used_by(runs: Iterable[Run], settings: Settings, ended: bool = True) -> set[Path]:
@@ -184,7 +191,7 @@ def _used_by(runs: Iterable[Run], settings: Settings, ended: bool = True) -> set
 def _own_paths(settings: Settings) -> set[Path]:
     """Return the prepared data, frames and copies of champions of the data folder: what dphybrid made itself,
     never the user's files."""
-    folders = (settings.prepared_dir, settings.data_dir / "frames", settings.champions_dir)
+    folders = (settings.prepared_dir, settings.frames_dir, settings.champions_dir)
     found = (path for folder in folders if folder.is_dir() for path in folder.iterdir())
     return {path for path in found if not path.name.startswith(".")}
 

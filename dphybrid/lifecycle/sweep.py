@@ -10,6 +10,7 @@ import contextvars
 import itertools
 import json
 import math
+import os
 import re
 import signal
 import threading
@@ -23,7 +24,7 @@ from typing import Any
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
+from optuna.storages.journal import BaseJournalBackend
 from optuna.trial import FrozenTrial, TrialState
 
 from dphybrid.config import ExperimentConfig, flatten
@@ -34,6 +35,7 @@ from dphybrid.recipes.configs import apply_overrides
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.run.folder import check_run_name
 from dphybrid.run.train import Report
+from dphybrid.tracking.record import as_line, of_line
 from dphybrid.tracking.tracker import SWEEP_TAG
 from dphybrid.training.checkpoint import VALIDATION, complete_checkpoints, read_state
 from dphybrid.training.metrics import Task
@@ -195,11 +197,10 @@ def _opened(sweep: Sweep, first: ExperimentConfig, settings: Settings) -> Iterat
         data = recipe.prepare(first.data, settings.prepared_dir, first.train.seed)
         task = recipe.task_of(first, data.info)
         begun = _begun(sweep, data.digest)
-        _cut_torn_line(journal)
         optuna.logging.set_verbosity(optuna.logging.ERROR)  # the results show which trials failed
         study = optuna.create_study(
             study_name=sweep.name,
-            storage=JournalStorage(JournalFileBackend(str(journal), lock_obj=_ThreadLock())),
+            storage=JournalStorage(_Journal(journal)),
             # A median of fewer than three runs means nothing, and a first epoch says little about a run.
             pruner=optuna.pruners.MedianPruner(n_startup_trials=3, n_warmup_steps=1),
             direction="maximize" if task.higher_is_better else "minimize",
@@ -233,25 +234,36 @@ def _begun(sweep: Sweep, data_digest: str) -> dict[str, str]:
     return {**found, "kind": "search" if sweep.trials else "grid", "data digest": data_digest}
 
 
-class _ThreadLock(JournalFileOpenLock):
-    """Keeps this process's threads apart. The sweep's own lock keeps other processes out, and a killed one
-    leaves no file behind."""
+class _Journal(BaseJournalBackend):
+    """Optuna's journal in a file whose lines have checksums, as those of a run's record. Only one process
+    uses it: the sweep's lock keeps others out. Raises UserError for a damaged line."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, file: Path) -> None:
+        self._file, self._lock = file, threading.Lock()
+        content = file.read_bytes() if file.is_file() else b""
+        *lines, torn = content.splitlines(keepends=True) or [b""]
+        if torn.endswith(b"\n"):
+            lines.append(torn)
+        elif torn:  # a killed process was writing it: the next line would be added to it
+            os.truncate(file, len(content) - len(torn))
+        self._logs = list[dict[str, Any]]()
+        for number, line in enumerate(lines, start=1):
+            if (found := of_line(line)) is None:
+                raise UserError(
+                    f"{file}: line {number} is damaged, so the sweep cannot go on; give it another name, or "
+                    "put an undamaged copy there"
+                )
+            self._logs.append(found)
 
-    def acquire(self) -> bool:
-        return self._lock.acquire()
+    def read_logs(self, log_number_from: int) -> list[dict[str, Any]]:
+        return self._logs[log_number_from:]
 
-    def release(self) -> None:
-        self._lock.release()
-
-
-def _cut_torn_line(journal: Path) -> None:
-    """Remove the end of a line that a killed process was writing: the next line would be added to it."""
-    if journal.is_file() and (content := journal.read_bytes()) and not content.endswith(b"\n"):
-        with journal.open("rb+") as stream:
-            stream.truncate(content.rfind(b"\n") + 1)
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        with self._lock, self._file.open("ab") as stream:
+            stream.writelines(as_line(json.dumps(log, separators=(",", ":")).encode()) for log in logs)
+            stream.flush()
+            os.fsync(stream.fileno())
+            self._logs += logs
 
 
 @dataclass

@@ -26,6 +26,7 @@ from dphybrid.run.experiment import Experiment, choose_engine
 from dphybrid.run.folder import (
     Run,
     RunPage,
+    attached,
     changed_values,
     check_run_name,
     new_run_folder,
@@ -35,7 +36,7 @@ from dphybrid.run.folder import (
 from dphybrid.run.prepare import prepare
 from dphybrid.run.trainer import build_trained, set_up_process
 from dphybrid.tracking import CHANGED_TAG, Tracker, waiting
-from dphybrid.tracking.tracker import FILES
+from dphybrid.tracking.tracker import FILES, FOLDER_TAG
 from dphybrid.training.callbacks import Callback, find_callbacks
 from dphybrid.training.checkpoint import complete_checkpoints
 from dphybrid.training.label_tasks import LabelTask
@@ -108,7 +109,8 @@ def build_run(
         given |= {f"{CHANGED_TAG}{name}": both for name, both in changed.items()}
     # A new run gets its id from the server, so that must answer. A resumed run has an id and a record, which
     # is sent once the server is back.
-    tracker = open_run_tracker(settings, config.recipe, must_answer=not (previous and previous.page.run_id))
+    resumed = previous is not None and previous.page.run_id
+    tracker = attached(previous) if previous and resumed else open_run_tracker(settings, config.recipe)
     if count := waiting(settings.runs_dir):
         print(
             f"Records of {counted(count, 'earlier run')} are not in MLflow yet; `dphybrid sync` sends them",
@@ -200,7 +202,7 @@ def _recorded(
         "dphybrid.devices": shown,
         "dphybrid.replicas": str(experiment.engine.num_parts(page.devices)),
         "dphybrid.attempt": str(page.attempt),
-        "dphybrid.run_folder": str(run.folder),
+        FOLDER_TAG: str(run.folder.absolute()),
         "dphybrid.source_digest": data.manifest.source_digest,
     }
     if run_id := page.run_id:

@@ -14,9 +14,10 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from dphybrid.config import ExperimentConfig, flatten
-from dphybrid.config.settings import Settings
+from dphybrid.config.settings import EXPERIMENT, Settings
 from dphybrid.recipes.configs import stored_config
 from dphybrid.tracking import Tracker, open_tracker
+from dphybrid.tracking.opening import tracker_of
 from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.files import make_folder, sync, write_text
@@ -80,11 +81,6 @@ class Run:
     @property
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
-
-    @property
-    def data_dir(self) -> Path:
-        """The data folder that the run's folder is in."""
-        return self.folder.absolute().parent.parent
 
     @property
     def status(self) -> str:
@@ -240,12 +236,13 @@ def new_run_folder(settings: Settings, name: str) -> Path:
     raise UserError(f"run name {name!r}: taken a thousand times in {settings.runs_dir}; choose another")
 
 
-def open_run_tracker(settings: Settings, recipe: str, must_answer: bool) -> Tracker:
-    """Return the tracker that the settings name. must_answer: raise UserError if its server does not answer
+def open_run_tracker(settings: Settings, recipe: str) -> Tracker:
+    """Return the tracker for a new run that the settings name. Raises UserError if its server does not answer
     now."""
     # An experiment for each recipe, as other recipes have other metrics; unless the user chose one.
+    # By the value, not by whether it was given: a settings object that was copied has every field.
     experiment = settings.experiment
-    if "experiment" not in settings.model_fields_set:
+    if experiment == EXPERIMENT:
         experiment += "/" + re.sub(r"\W+", "-", recipe)
     return open_tracker(
         settings.mlflow_uri,
@@ -253,12 +250,11 @@ def open_run_tracker(settings: Settings, recipe: str, must_answer: bool) -> Trac
         settings.mlflow_dir,
         runs=settings.runs_dir,
         upload_limit=settings.upload_limit_mib * 2**20,
-        must_answer=must_answer,
     )
 
 
 def attached(run: Run) -> Tracker:
-    """Return a tracker that continues the record of a run; its server need not answer now."""
-    tracker = open_run_tracker(run.settings, run.page.recipe, must_answer=False)
-    tracker.attach(run.folder.name)
-    return tracker
+    """Return a tracker that continues the record of a run where it is recorded; its server need not answer
+    now."""
+    settings = run.settings
+    return tracker_of(run.folder, settings.mlflow_uri, settings.mlflow_dir, settings.upload_limit_mib * 2**20)

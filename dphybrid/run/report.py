@@ -85,7 +85,7 @@ def report_run(experiment: Experiment) -> Report:
             text="",
         )
         report = report.model_copy(update={"text": _closing_words(report)})
-        report.write(folder / "report.json", run.data_dir)
+        report.write(folder / "report.json", ResultPage.DEPTH)
         tracker.log_summary(_summary(report, experiment))
         if run.page.run_id:  # without a record, nobody would see the page: do not draw it
             tracker.log_file(folder / "report.json", "")

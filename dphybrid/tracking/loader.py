@@ -13,7 +13,7 @@ from urllib.parse import urlparse
 from pydantic import BaseModel, TypeAdapter
 
 from dphybrid.tracking.tracker import LEFT_OUT
-from dphybrid.util.digests import SUMS, allow_links
+from dphybrid.util.digests import SUMS, allow_links, own_files
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import scratch_folder
 
@@ -48,6 +48,8 @@ def checkpoint_folder(uri: str, tracking_uri: str | None = None) -> Path:
         root = _fetched(_location(uri, tracking_uri), tracking_uri)
     except (MlflowException, OSError) as error:
         raise UserError(f"{uri}: cannot be fetched from MLflow: {error}") from error
+    # A link, or a folder that is one, may lead to somebody's file.
+    own_files(root, "this model is not loaded")
     return _with_left_out(root) / "checkpoint"
 
 

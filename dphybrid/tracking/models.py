@@ -183,28 +183,22 @@ class CheckpointModels:
             self._client.log_model_artifacts(model.model_id, str(scratch))
 
     def _copy(self, folder: Path, target: Path, uploads: bool) -> None:
-        """Link or copy the checkpoint's files into `target`. A file above the upload limit that would have to
-        be copied or uploaded is listed in `LEFT_OUT` instead."""
+        """Link or copy the files that the checkpoint's page lists into `target`. A file above the upload
+        limit that would have to be copied or uploaded is listed in `LEFT_OUT` instead."""
         page = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         sums = {kind: page.get(kind, {}) for kind in SUMS}
         left_out: list[dict[str, object]] = []
-
-        def put(source: str, wanted: str) -> str:
-            size = os.path.getsize(source)
+        for name in ["state.json", *(name for found in sums.values() for name in found)]:
+            source, wanted = folder / name, target / "checkpoint" / name
+            wanted.parent.mkdir(parents=True, exist_ok=True)
+            size = source.stat().st_size
             if (size <= self._limit or not uploads) and _linked(source, wanted):
-                return wanted
+                continue
             if size <= self._limit:
                 shutil.copy2(source, wanted)
-            else:
-                name = str(Path(source).relative_to(folder))
-                known = {kind: found[name] for kind, found in sums.items() if name in found}
-                left_out.append({"name": name, "path": source, "bytes": size, **known})
-            return wanted
-
-        try:
-            shutil.copytree(folder, target / "checkpoint", copy_function=put)
-        except shutil.Error as error:  # copytree raises one error for all files
-            raise FileNotFoundError(str(error)) from error
+                continue
+            known = {kind: found[name] for kind, found in sums.items() if name in found}
+            left_out.append({"name": name, "path": str(source), "bytes": size, **known})
         if left_out:
             (target / LEFT_OUT).write_text(json.dumps(left_out, indent=1), encoding="utf-8")
 
@@ -236,7 +230,7 @@ def _description(run_name: str, model: LoggedModel) -> str:
     return f"{shown or 'not evaluated'} ({run_name}, step {model.tags[_STEP_TAG]})"
 
 
-def _linked(source: str, target: str) -> bool:
+def _linked(source: Path, target: Path) -> bool:
     try:
         os.link(source, target)
     except OSError:  # another disk, or a file system without links

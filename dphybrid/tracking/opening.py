@@ -12,7 +12,8 @@ from http.client import HTTPException
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from dphybrid.tracking.tracker import FILES, Server, Tracker
+from dphybrid.tracking.record import RecordFile
+from dphybrid.tracking.tracker import EMBEDDED, FILES, Server, Tracker, embedded_uri
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import scratch_folder
 from dphybrid.util.importing import kept_from_gc
@@ -70,6 +71,56 @@ def open_tracker(
         _check(tracking_uri)
     import_mlflow(tracking_uri)
     return Tracker(runs, Server(store_to_write(tracking_uri, store), experiment, store, upload_limit))
+
+
+def tracker_of(run_folder: Path, tracking_uri: str | None, store: Path, upload_limit: int) -> Tracker:
+    """Return the tracker that continues the record of a run, at the address that the record notes; the server
+    need not answer now. tracking_uri: the user's, see `noted_uri`; with "none" and "files" this process sends
+    nothing. Raises UserError if the address cannot be used."""
+    found = RecordFile(run_folder)
+    there = found.destination() if found.path.is_file() else {}
+    uri: str | None = FILES
+    if tracking_uri == "none":
+        uri = tracking_uri
+    elif there and tracking_uri != FILES and importlib.util.find_spec("mlflow") is not None:
+        uri = noted_uri(there["tracking_uri"], tracking_uri, store)
+        uri = None if uri == embedded_uri(store) else uri
+    tracker = open_tracker(
+        uri, "", store, runs=run_folder.parent, upload_limit=upload_limit, must_answer=False
+    )
+    tracker.attach(run_folder.name)
+    return tracker
+
+
+def noted_uri(noted: str, tracking_uri: str | None, store: Path) -> str:
+    """Return the URI of the server or database that a run's record notes. tracking_uri: the user's own, which
+    may be the same one with its password. Raises UserError for an address whose password is not known, and
+    for a database that does not exist."""
+    if noted == EMBEDDED:
+        return embedded_uri(store)
+    file = noted.partition("sqlite:///")[2]
+    if file and "?" not in file and not Path(file).is_file():  # MLflow's client would make an empty one
+        raise UserError(f"{noted}: there is no such database, although the run's record names it")
+    if "***" not in noted:
+        return noted
+    if tracking_uri and shown_address(tracking_uri) == noted:
+        return tracking_uri
+    raise UserError(f"set MLFLOW_TRACKING_URI to {noted} with its password")
+
+
+def noted_store(run_folder: Path, tracking_uri: str | None, store: Path) -> str | None:
+    """Return the URI to ask about a run: the one that its record notes; None if it is not recorded in MLflow.
+    Raises UserError when that cannot be asked: the server does not answer, its password is not known, or the
+    address is damaged."""
+    found = RecordFile(run_folder)
+    there = found.destination() if found.path.is_file() else {}
+    if not there:
+        return None
+    uri = noted_uri(there["tracking_uri"], tracking_uri, store)
+    if uri == embedded_uri(store):
+        return recorded_in(None, store)
+    _check(uri)
+    return uri
 
 
 # Cached, because `kept_from_gc` exempts every object alive at its end from garbage collection. A second call
@@ -165,11 +216,6 @@ def follow_move(store: Path) -> None:
             return
 
 
-def embedded_uri(store: Path) -> str:
-    """Return the URI of the database that is used when no server is named."""
-    return f"sqlite:///{store / 'mlflow.db'}"
-
-
 def make_database(uri: str, store: Path) -> None:
     """Make MLflow's tables in a new SQLite database, under a lock: processes that make them at the same time
     would break the file. Raises UserError when they cannot be made."""
@@ -179,16 +225,17 @@ def make_database(uri: str, store: Path) -> None:
 
     store.mkdir(parents=True, exist_ok=True)
     url = make_url(uri)
-    file = Path(url.database or "")
+    own = uri == embedded_uri(store)
+    file = store / "mlflow.db" if own else Path(url.database or "")
     with locked(store / "mlflow.lock"):
         if file.name and not file.exists():
             # In a scratch folder, renamed when complete: MLflow makes its tables one by one, and cannot
             # finish a file that has only some of them, as a crash would leave it. A new folder each time:
             # MLflow keeps its connections by path, even to files that no longer exist.
             with scratch_folder(file.absolute().parent, ".mlflow-") as folder:
-                scratch = url.set(database=str(folder / file.name))
+                scratch = embedded_uri(folder) if own else str(url.set(database=str(folder / file.name)))
                 try:
-                    MlflowClient(tracking_uri=str(scratch)).get_experiment_by_name("Default")
+                    MlflowClient(tracking_uri=scratch).get_experiment_by_name("Default")
                 except DBAPIError as error:
                     raise UserError(
                         f"{file}: MLflow's tables cannot be made ({error.orig}); make room on its disk"

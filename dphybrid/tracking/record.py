@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import ConfigDict, Field
 
-from dphybrid.util.errors import counted
-from dphybrid.util.files import write_text
+from dphybrid.util.errors import UserError, counted
 from dphybrid.util.locks import FileLock, is_held
+from dphybrid.util.pages import Page
 
 Record = dict[str, Any]
 """op: the kind of record; the other keys depend on it. A record that was read also has n, where its line
@@ -68,10 +68,12 @@ class Losses:
         return "; ".join(f"{counted(n, 'record')} {what}" for what, n in counts.items() if n)
 
 
-class Sent(BaseModel):
+class Sent(Page):
     """`record.sent`: how much of a record MLflow has. offset: of the first byte that has not arrived.
     refused: offset -> the server's reason; more_refused: further ones. told: the losses that the run's page
     names. closed: the run has ended, and everything has arrived."""
+
+    model_config = ConfigDict(frozen=False)
 
     offset: int = Field(default=0, ge=0)
     refused: dict[int, str] = Field(default_factory=dict)
@@ -136,7 +138,7 @@ class RecordFile:
         with self.path.open("rb") as file:
             file.seek(offset)
             while len(found) < limit and (line := file.readline()).endswith(b"\n"):
-                found.append({**_decoded(line), "n": offset, "end": offset + len(line)})
+                found.append({**(of_line(line) or {"op": DAMAGED}), "n": offset, "end": offset + len(line)})
                 offset += len(line)
         return found
 
@@ -165,32 +167,43 @@ class RecordFile:
         return found
 
     def destination(self) -> Record:
-        """Return what the run noted about itself in MLflow: run_id, experiment_id, tracking_uri. Empty if the
-        run is not recorded there, or no readable line says so."""
-        found = next((record for record in self.all() if record["op"] == "run"), {})
-        return found if found.get("experiment_id") else {}
+        """Return the run's address in MLflow: run_id, experiment_id, tracking_uri. Empty if the run is not
+        recorded there. Raises UserError if the lines with the address are damaged."""
+        damaged = False
+        for record in self.all():
+            if record["op"] == "run":
+                return record if record.get("experiment_id") else {}
+            damaged |= record["op"] == DAMAGED
+        if damaged:
+            raise UserError(f"{self.path}: is damaged, and no other line says where MLflow has the run")
+        return {}
 
     @property
     def size(self) -> int:
         return self.path.stat().st_size
 
     def sent(self) -> Sent:
-        """Return how much has arrived; nothing, if the page is missing or damaged: a record that MLflow gets
-        twice counts once."""
-        with suppress(OSError, ValueError, ValidationError):
-            return Sent.model_validate_json((self.folder / SENT).read_bytes())
+        """Return how much has arrived; nothing, if the page is missing, damaged or of a longer record: a
+        record that MLflow gets twice counts once."""
+        with suppress(UserError, OSError):
+            sent = Sent.read(self.folder / SENT)
+            if sent.offset <= self.size:
+                return sent
         return Sent()
 
     def waits(self) -> bool:
-        """Return whether MLflow still lacks records that it should get."""
-        with suppress(OSError):
+        """Return whether MLflow still lacks records that it should get, as far as the record can be read."""
+        try:
             offset = self.sent().offset
             return offset < self.size and (offset > 0 or bool(self.destination()))
-        return False
+        except UserError:
+            return True
+        except OSError:  # removed meanwhile
+            return False
 
     def save(self, sent: Sent) -> None:
         """Note how much has arrived."""
-        write_text(self.folder / SENT, sent.model_dump_json())
+        sent.write(self.folder / SENT)
 
     def hold(self) -> bool:
         """Take the right to send; return whether this process has it now. The kernel releases it when the
@@ -229,7 +242,7 @@ class RecordFile:
     def _write_line(self, body: bytes) -> int:
         handle = self._opened()
         begin = os.fstat(handle).st_size
-        line = body[:-1] + _SUM % zlib.crc32(body)
+        line = as_line(body)
         try:
             # In one call: a process that is killed leaves the whole line or nothing.
             if os.write(handle, line) < len(line):
@@ -241,17 +254,24 @@ class RecordFile:
         return begin
 
 
-def _decoded(line: bytes) -> Record:
+def as_line(body: bytes) -> bytes:
+    """Return the line of a JSON object, with its checksum."""
+    return body[:-1] + _SUM % zlib.crc32(body)
+
+
+def of_line(line: bytes) -> Record | None:
+    """Return the object of a line, without its checksum; None if the line is damaged."""
     body = line[:-_SUM_BYTES] + b"}"
-    if line[-_SUM_BYTES:] != _SUM % zlib.crc32(body):
-        return {"op": DAMAGED}
-    return dict(json.loads(body))
+    return dict(json.loads(body)) if line[-_SUM_BYTES:] == _SUM % zlib.crc32(body) else None
 
 
 def records(runs: Path) -> list[RecordFile]:
     """Return the records of the runs in a folder, oldest first."""
-    found = sorted(runs.glob(f"*/{RECORD}"), key=lambda path: path.stat().st_mtime)
-    return [RecordFile(path.parent) for path in found]
+    found = []
+    for path in runs.glob(f"*/{RECORD}"):
+        with suppress(FileNotFoundError):  # the run was removed meanwhile
+            found.append((path.stat().st_mtime, path.parent))
+    return [RecordFile(folder) for _, folder in sorted(found)]
 
 
 def waiting(runs: Path) -> int:

@@ -1,15 +1,29 @@
-"""Removes runs from MLflow, and says which are still in use."""
+"""Removes runs from MLflow, and says which are still in use and to which folder a run belongs."""
 
-from contextlib import suppress
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from mlflow.utils import get_results_from_paginated_fn
 
 from dphybrid.tracking.models import CheckpointModels, former_champions
+from dphybrid.tracking.tracker import FOLDER_TAG
 from dphybrid.util.errors import UserError
+from dphybrid.util.files import read_json
 
 _PAGE = 100
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Raise UserError for an error of MLflow's."""
+    try:
+        yield
+    except MlflowException as error:
+        raise UserError(f"{what}: {str(error).splitlines()[0][:200]}") from error
 
 
 def runs_in_use(uri: str) -> dict[str, str]:
@@ -17,7 +31,7 @@ def runs_in_use(uri: str) -> dict[str, str]:
     the present one -> what they are. Raises UserError when the server does not answer."""
     client = MlflowClient(tracking_uri=uri, registry_uri=uri)
     found: dict[str, str] = {}
-    try:
+    with _explained(f"MLflow at {uri} does not say which models are in use"):
         for model in get_results_from_paginated_fn(
             lambda count, token: client.search_registered_models(max_results=count, page_token=token), _PAGE
         ):
@@ -29,10 +43,23 @@ def runs_in_use(uri: str) -> dict[str, str]:
                 with suppress(MlflowException):  # deleted in MLflow
                     version = client.get_model_version(model.name, number)
                     found[str(version.run_id)] = f"version {number} of its model is {what}"
-    except MlflowException as error:
-        reason = str(error).splitlines()[0][:200]
-        raise UserError(f"MLflow at {uri} does not say which models are in use: {reason}") from error
     return found
+
+
+def owner_of(uri: str, run_id: str, folder: Path) -> str:
+    """Return the folder that a run in MLflow belongs to, if `folder` is only a copy of that; "" if the run
+    belongs to `folder`, which may have been renamed. Raises UserError when the server does not answer."""
+    client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+    with _explained(f"MLflow at {uri} does not say whose run {run_id} is"):
+        tags = client.get_run(run_id).data.tags if _exists(client, run_id) else {}
+    if FOLDER_TAG not in tags or (named := Path(tags[FOLDER_TAG])) == folder.absolute():
+        return ""
+    if tags["host.name"] != platform.node():
+        return f"{tags['host.name']}:{named}"
+    with suppress(UserError):  # no page, or a damaged one
+        if read_json(named / "run.json")["run_id"] == run_id:
+            return str(named)
+    return ""
 
 
 def forget_run(uri: str, run_id: str) -> None:
@@ -40,16 +67,21 @@ def forget_run(uri: str, run_id: str) -> None:
     MLflow's trash until `mlflow gc`. Does nothing if MLflow has no such run. Raises UserError when the server
     refuses it."""
     client = MlflowClient(tracking_uri=uri, registry_uri=uri)
-    try:
-        run = client.get_run(run_id)
+    with _explained(f"MLflow at {uri} does not delete run {run_id}"):
+        if not _exists(client, run_id):
+            return
         for version in client.search_model_versions(f"run_id = '{run_id}'", max_results=1000):
             client.delete_model_version(version.name, str(version.version))
-        models = CheckpointModels(client, uri, run_id, upload_limit=0)
-        models.remove_all()
-        if run.info.lifecycle_stage == "active":
+        CheckpointModels(client, uri, run_id, upload_limit=0).remove_all()
+        if client.get_run(run_id).info.lifecycle_stage == "active":
             client.delete_run(run_id)
+
+
+def _exists(client: MlflowClient, run_id: str) -> bool:
+    try:
+        client.get_run(run_id)
     except MlflowException as error:
         if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-            return
-        reason = str(error).splitlines()[0][:200]
-        raise UserError(f"MLflow at {uri} does not delete run {run_id}: {reason}") from error
+            return False
+        raise
+    return True

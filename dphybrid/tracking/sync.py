@@ -2,6 +2,7 @@
 
 import platform
 import time
+from collections import defaultdict
 from collections.abc import Generator, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -11,12 +12,12 @@ from mlflow.entities import ViewType
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from dphybrid.tracking.opening import embedded_uri, recorded_in
+from dphybrid.tracking.opening import noted_uri, recorded_in
 from dphybrid.tracking.record import RecordFile, records
 from dphybrid.tracking.sender import Sender
 from dphybrid.tracking.writer import HEARTBEAT_TAG, PID_TAG, MlflowWriter, experiments_named
+from dphybrid.util.errors import UserError
 from dphybrid.util.locks import is_held
-from dphybrid.util.text import shown_address
 
 _SILENT_S = 600.0
 """A run of another machine counts as dead after so long without a heartbeat."""
@@ -34,14 +35,17 @@ def sync(
     *,
     wait_s: float = 60.0,
 ) -> Iterator[tuple[str, bool]]:
-    """Send the records of the runs in `runs` and end orphaned runs of `experiment`; yield lines to print,
-    each with whether all records of that run have arrived.
+    """Send the records of the runs in `runs` to the addresses that they note, and end orphaned runs of their
+    experiments and of `experiment`; yield lines to print, each with whether all records of that run have
+    arrived.
 
     tracking_uri, store: as `open_tracker` takes them. wait_s: how long each run may take. Raises UserError if
     runs are not recorded in MLflow."""
     uri = recorded_in(tracking_uri, store)
     known = dict[str, RecordFile]()
-    waiting = set[str]()
+    waiting, experiments = set[str](), defaultdict[str, set[str]](set)
+    if uri is not None:
+        experiments[uri] = set()
     for record in records(runs):
         name = record.folder.name
         try:
@@ -49,26 +53,20 @@ def sync(
             if not there:
                 continue
             known[there["run_id"]] = record
+            where = noted_uri(there["tracking_uri"], tracking_uri, store)
+            experiments[where].add(there["experiment_id"])
             if record.sent().refused or record.waits():
-                where = _address(there["tracking_uri"], uri or embedded_uri(store))
                 arrived = yield from _send(record, there["run_id"], where, upload_limit, wait_s)
                 if not arrived:
                     waiting.add(there["run_id"])
-        except OSError as error:  # an unreadable record must not hold up the others
-            yield f"{name}: records kept ({type(error).__name__}: {error})", False
-    if uri is None:  # there is no database yet, and MLflow's client would make one
-        return
-    try:
-        for run_id in _end_orphans(known, waiting, uri, experiment):
-            yield f"{run_id}: its process no longer exists; ended as KILLED", True
-    except (MlflowException, OSError) as error:
-        yield f"orphaned runs: not ended ({str(error).splitlines()[0][:200]})", False
-
-
-def _address(noted: str, own: str) -> str:
-    """Return the address to send to: as a record notes it, or the user's own if that is the same one with a
-    password."""
-    return own if "***" in noted and shown_address(own) == noted else noted
+        except (UserError, OSError) as error:  # one record must not hold up the others
+            yield f"{name}: records kept ({error})", False
+    for where, noted in experiments.items():
+        try:
+            for run_id in _end_orphans(known, waiting, where, experiment, noted):
+                yield f"{run_id}: its process no longer exists; ended as KILLED", True
+        except (MlflowException, OSError) as error:
+            yield f"orphaned runs: not ended ({str(error).splitlines()[0][:200]})", False
 
 
 def _send(
@@ -76,9 +74,6 @@ def _send(
 ) -> Generator[tuple[str, bool], None, bool]:
     """Send a record; yield as `sync` does, and return whether none of it waits any more."""
     name = record.folder.name
-    if "***" in tracking_uri:
-        yield f"{name}: records kept: set MLFLOW_TRACKING_URI to {tracking_uri} with its password", False
-        return False
     if not record.hold():
         yield f"{name}: still running; it sends its records itself", True
         return True
@@ -101,12 +96,13 @@ def _send(
 
 
 def _end_orphans(
-    known: Mapping[str, RecordFile], waiting: set[str], tracking_uri: str, experiment: str
+    known: Mapping[str, RecordFile], waiting: set[str], tracking_uri: str, experiment: str, noted: set[str]
 ) -> Iterator[str]:
     """End the runs whose process no longer exists; yield their ids. known: MLflow's id -> record of the runs
-    here. waiting: runs to leave alone, as their record may hold their real end."""
+    here. waiting: runs to leave alone, as their record may hold their real end. noted: ids of the experiments
+    of the runs here, besides those of `experiment`."""
     client = MlflowClient(tracking_uri=tracking_uri)
-    found = [each.experiment_id for each in experiments_named(client, experiment)]
+    found = sorted(noted | {str(each.experiment_id) for each in experiments_named(client, experiment)})
     if not found:
         return
     running = client.search_runs(

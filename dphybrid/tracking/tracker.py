@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import quote
 
 from dphybrid.tracking.record import Record, RecordFile, of_metrics
 from dphybrid.util.files import make_folder, write_bytes
@@ -26,9 +27,11 @@ LEFT_OUT = "left_out.json"
 """Page in a model's folder that lists the files that were too large to upload: path, bytes, sha256."""
 CHANGED_TAG = "dphybrid.changed."
 """Prefix of the tag for a value that a resumed run changed, `0.1 -> 0.2`: MLflow never changes a param."""
-SWEEP_TAG = "dphybrid.sweep"
+SWEEP_TAG, FOLDER_TAG = "dphybrid.sweep", "dphybrid.run_folder"
 FILES = "files"
 """The tracking URI that records runs in their folders only."""
+EMBEDDED = "embedded"
+"""The address that a record notes of the database in its own data folder, which may be moved."""
 REPORT_PAGE = "Report.html"
 """The capital letter sorts it before the other artifacts."""
 _FINISH_WAIT_S, _CLOSE_WAIT_S = 30.0, 5.0
@@ -48,6 +51,18 @@ class Server:
     store: Path
     upload_limit: int
 
+    @property
+    def noted(self) -> str:
+        """The address that a run's record notes, without secrets."""
+        return EMBEDDED if self.uri == embedded_uri(self.store) else shown_address(self.uri)
+
+
+def embedded_uri(store: Path) -> str:
+    """Return the URI of the database that is used when no server is named."""
+    file = f"{store / 'mlflow.db'}"
+    # SQLAlchemy ends the file's name at a question mark, unless it is written as SQLite's own URI.
+    return f"sqlite:///file:{quote(file)}?uri=true" if "?" in file else f"sqlite:///{file}"
+
 
 class Tracker:
     """The record of one run, in its folder below `runs`.
@@ -64,6 +79,7 @@ class Tracker:
         self._sender: Sender | None = None
         self._opening = threading.Lock()
         self._earlier: dict[str, int] | None = None
+        self._addressed = False
 
     @property
     def tracking_uri(self) -> str:
@@ -94,9 +110,7 @@ class Tracker:
             self._experiment_id, self.run_id = create_run(self._server, run_name, description)
         self._file = RecordFile(self._runs / run_name)
         make_folder(self._file.folder)
-        where = {"run_id": self.run_id, "experiment_id": self._experiment_id}
-        self.record({"op": "run", "name": run_name, **where, "tracking_uri": self.tracking_uri}, sync=True)
-        self.record({"op": "params", "values": as_shown(params)})
+        self.record({"op": "params", "values": as_shown(params)}, sync=True)
         self.set_tags(tags)
         return self.run_id
 
@@ -114,7 +128,7 @@ class Tracker:
             return
         file = RecordFile(self._runs / run_name)
         if file.path.is_file():
-            self._file = file
+            self._file, self._addressed = file, False
             there = file.destination()
             self.run_id = there.get("run_id", run_name)
             self._experiment_id = there.get("experiment_id", "")
@@ -124,6 +138,12 @@ class Tracker:
         must survive a power loss."""
         if self._file is None:
             return 0
+        if not self._addressed and (self._experiment_id or not self._file.path.exists()):
+            # By each part of the run once more: one damaged line must not cost the address.
+            where = {"run_id": self.run_id, "experiment_id": self._experiment_id}
+            noted = FILES if self._server is None else self._server.noted
+            self._file.append({"op": "run", "name": self._file.folder.name, **where, "tracking_uri": noted})
+        self._addressed = True
         number = self._file.append(record, sync=sync)
         self._sending()
         return number

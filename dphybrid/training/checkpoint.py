@@ -30,13 +30,14 @@ from dphybrid.training.tensor_file import (
     table_file,
     tensor_shapes,
 )
-from dphybrid.util.digests import refuse_foreign_files, verify_files
+from dphybrid.util.digests import own_files, verify_files
 from dphybrid.util.errors import UserError
 from dphybrid.util.memory import is_out_of_memory
 from dphybrid.util.pages import Page
 
 # Raise it with each change of what the files hold: an older checkpoint is then refused instead of misread.
 _FORMAT = 4
+STATE = "state.json"
 _LARGEST_PAGE = 2**28
 """Bytes of a `state.json`: a thousand times those of an ordinary one."""
 
@@ -214,10 +215,10 @@ def load_checkpoint(path: Path, trained: Trained) -> CheckpointState:
 
 def verify_checkpoint(path: Path) -> CheckpointState:
     """Check every file of a checkpoint against the checksums of its page; return the page. Raises UserError
-    that names the first damaged file, and for links, pipes and devices in the folder."""
-    refuse_foreign_files(path, REMEDY)
+    that names the first damaged file, and for links, pipes, devices and files that the page does not list."""
+    own_files(path, REMEDY)  # before the page is opened
     page = read_state(path)
-    verify_files(path, page.sums, REMEDY)
+    verify_files(path, STATE, page.sums, REMEDY)
     return page
 
 

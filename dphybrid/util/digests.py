@@ -108,27 +108,40 @@ def allow_links(folder: Path) -> None:
     _LINKED.add(folder.resolve())
 
 
-def refuse_foreign_files(folder: Path, remedy: str) -> None:
-    """Raise UserError unless everything in `folder` is a regular file or a folder of its own: opening a pipe
-    or a device may wait forever, and a link may lead to somebody's file. Opens nothing."""
-    links = folder.resolve() in _LINKED
+def own_files(folder: Path, remedy: str) -> list[str]:
+    """Return the names of all files in `folder` and below, except hidden ones. Opens nothing. Raises
+    UserError unless everything there is a regular file or a folder: opening a pipe or a device may wait
+    forever, and a link may lead to somebody's file."""
+    links, found = folder.resolve() in _LINKED, list[str]()
     try:
         for entry in sorted(folder.rglob("*")):
             mode = (entry.stat() if links else entry.lstat()).st_mode
             if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
                 kind = "a link" if stat.S_ISLNK(mode) else "neither a file nor a folder"
                 raise UserError(f"{entry}: is {kind}, which this folder must not have; {remedy}")
+            if stat.S_ISREG(mode) and not entry.name.startswith("."):
+                found.append(entry.relative_to(folder).as_posix())
     except OSError as error:
         raise UserError(f"{error.filename or folder}: cannot be read ({error.strerror}); {remedy}") from error
+    return found
 
 
-def verify_files(folder: Path, sums: Mapping[str, Mapping[str, str]], remedy: str) -> None:
-    """Check files of `folder` against their checksums, in parallel. sums: kind (a key of `SUMS`) -> name in
-    the folder -> checksum. Raises UserError that names the first file that differs, and for a name that leads
-    out of the folder."""
-    for name in (name for files in sums.values() for name in files):
+def verify_files(
+    folder: Path, page: str, sums: Mapping[str, Mapping[str, str]], remedy: str, beside: str = "/"
+) -> None:
+    """Check that `folder` holds the files that its page lists, with their checksums, and no other ones.
+
+    page: name of the page. sums: kind (a key of `SUMS`) -> name in the folder -> checksum. beside: a folder
+    in it whose files have checksums of their own. Raises UserError that names the first file that differs or
+    is not listed, and for a name that leads out of the folder.
+    """
+    listed = {name for files in sums.values() for name in files}
+    for name in listed:
         if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
             raise UserError(f"{folder}: names the file {name!r}, which is outside of this folder; {remedy}")
+    for name in own_files(folder, remedy):
+        if name not in listed and name != page and not name.startswith(f"{beside}/"):
+            raise UserError(f"{folder / name}: is not listed in {page}, so nobody vouches for it; remove it")
     # Threads use all cores, because hashing releases the interpreter lock.
     with ThreadPoolExecutor() as pool:
         for done in [

@@ -1,6 +1,9 @@
 """Pages: JSON files with a version and a checksum. They are written atomically, and reading a damaged one
-raises an error. Paths inside the data folder are written relative to it, so that the folder may be moved."""
+raises an error. Paths inside the data folder are written relative to the page's own folder, so that a run's
+folder may be renamed or copied, and the data folder moved."""
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -11,8 +14,8 @@ from dphybrid.util.errors import UserError, plain_words
 from dphybrid.util.files import read_json, write_json
 
 _SUM = "page_sha256"
-_DATA_DIR = "$DPHYBRID_DATA_DIR/"
-"""What a path inside the data folder begins with on a page."""
+_HERE = "$HERE/"
+"""What a path relative to the page's folder begins with."""
 
 
 class Page(BaseModel):
@@ -27,9 +30,8 @@ class Page(BaseModel):
     version: int = VERSION
 
     @classmethod
-    def read(cls, path: Path, data_dir: Path | None = None) -> Self:
-        """Read a page. data_dir: the data folder of a page without DEPTH. Raises UserError if it is missing,
-        damaged, or of a later version."""
+    def read(cls, path: Path) -> Self:
+        """Read a page. Raises UserError if it is missing, damaged, or of a later version."""
         values = read_json(path)
         if not isinstance(values, dict) or values.pop(_SUM, None) != value_digest(values):
             raise UserError(f"{path}: is damaged or was changed by hand (its values do not have its {_SUM})")
@@ -37,29 +39,33 @@ class Page(BaseModel):
         if isinstance(version := values.get("version", 1), int) and version > cls.VERSION:
             later = f"has version {version}, this dphybrid reads up to {cls.VERSION}"
             raise UserError(f"{path}: {later}; update dphybrid")
-        if root := data_dir or (path.absolute().parents[cls.DEPTH] if cls.DEPTH else None):
-            values = _replaced(values, _DATA_DIR, f"{root}/")
+        here = os.path.abspath(path.parent)
+
+        def found(text: str) -> str:
+            return os.path.normpath(f"{here}/{text.removeprefix(_HERE)}") if text.startswith(_HERE) else text
+
         try:
-            return cls.model_validate(values)
+            return cls.model_validate(_mapped(found, values))
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"])) or "the page"
             raise UserError(f"{path}: does not fit {cls.__name__}: {place}: {plain_words(first)}") from error
 
-    def write(self, path: Path, data_dir: Path | None = None) -> None:
-        """Write the page atomically and durably. data_dir: as `read` takes it."""
-        values = self.model_dump(mode="json")
-        if root := data_dir or (path.absolute().parents[self.DEPTH] if self.DEPTH else None):
-            values = _replaced(values, f"{root}/", _DATA_DIR)
+    def write(self, path: Path, depth: int | None = None) -> None:
+        """Write the page atomically and durably. depth: instead of the class's DEPTH."""
+        values, here = self.model_dump(mode="json"), path.absolute().parent
+        if depth := self.DEPTH if depth is None else depth:
+            root = f"{here.parents[depth - 1]}/"
+            values = _mapped(
+                lambda text: _HERE + os.path.relpath(text, here) if text.startswith(root) else text, values
+            )
         write_json(path, {**values, _SUM: value_digest(values)})
 
 
-def _replaced(value: Any, before: str, after: str) -> Any:
-    """Return a JSON value with another beginning of all texts in it that begin with `before`."""
+def _mapped(change: Callable[[str], str], value: Any) -> Any:
+    """Return a JSON value with each text in it, except keys, changed."""
     if isinstance(value, dict):
-        return {key: _replaced(each, before, after) for key, each in value.items()}
+        return {key: _mapped(change, each) for key, each in value.items()}
     if isinstance(value, list):
-        return [_replaced(each, before, after) for each in value]
-    return (
-        after + value.removeprefix(before) if isinstance(value, str) and value.startswith(before) else value
-    )
+        return [_mapped(change, each) for each in value]
+    return change(value) if isinstance(value, str) else value

@@ -13,9 +13,9 @@ from dphybrid.config.settings import load_settings
 from dphybrid.lifecycle.cleanup import plan_removal
 from dphybrid.run.folder import all_runs, running
 from dphybrid.tracking.models import Registry
+from dphybrid.tracking.record import RecordFile
 from dphybrid.tracking.removing import runs_in_use
 from tests.commands import command, models_of, run_with
-from tests.refusing import refused
 
 TABLE = [
     "recipe=ctr",
@@ -147,11 +147,21 @@ def test_wrong_words_are_told(data_dir: Path) -> None:
     assert "mine: removed" in command("runs", "remove", "mine", "--yes")
 
 
-def test_a_server_that_does_not_answer_keeps_everything(
-    rows: None, data_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_whose_server_cannot_be_asked_stays(rows: None, data_dir: Path) -> None:
     run_with(*TABLE, run_name="mine")
-    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "http://127.0.0.1:9")
-    with refused("does not answer"):
-        plan_removal(load_settings(), ["mine"])
-    assert (data_dir / "runs" / "mine").is_dir()
+    record = data_dir / "runs" / "mine" / "record.jsonl"
+    whole = record.read_bytes()
+    for noted, told in (
+        ("http://127.0.0.1:9", "does not answer"),
+        (f"sqlite:///{data_dir}/gone.db", "there is no such database"),
+        ("postgresql://me:***@db/mlflow", "set MLFLOW_TRACKING_URI to postgresql"),
+    ):
+        record.unlink()
+        file = RecordFile(record.parent)
+        file.append({"op": "run", "run_id": "7", "experiment_id": "1", "tracking_uri": noted})
+        file.release()
+        assert told in plan_removal(load_settings(), ["mine"]).kept["mine"]
+        assert "mine: stays" in command("runs", "remove", "mine", "--yes")
+    record.write_bytes(b"x" + whole.splitlines(keepends=True)[0])
+    assert "no other line says where MLflow has the run" in command("runs", "remove", "mine", "--yes")
+    assert record.is_file()

@@ -150,10 +150,17 @@ def test_facts_of_the_data_are_computed_once_and_a_damaged_one_again(tmp_path: P
         return [len(calls)]
 
     assert data.fact("calls", compute) == data.fact("calls", compute) == [1]
-    (data.path / "facts" / "calls.json").write_text("{")
-    assert data.fact("calls", compute) == [2]
+    file = data.path / "facts" / "calls.json"
+    page = file.read_text()
+    for damaged in ("{", page.replace("1\n", "7\n"), '{"value": [7]}', page.replace('"calls"', '"others"')):
+        assert damaged != page
+        file.write_text(damaged)
+        assert data.fact("calls", compute) == [len(calls)], "computed again"
+    assert len(calls) == 5
+    file.rename(file.with_name("other.json"))
+    assert data.fact("other", compute) == [6], "it is of another name"
     assert find_recipe("ctr").baselines(data) == find_recipe("ctr").baselines(data)
-    assert sorted(file.name for file in (data.path / "facts").iterdir()) == ["baselines-4.json", "calls.json"]
+    assert sorted(file.name for file in (data.path / "facts").iterdir()) == ["baselines-4.json", "other.json"]
     assert (
         find_recipe("ctr").open(data.path, verified=True).digest == data.digest
     )  # no file of the data itself

@@ -163,10 +163,19 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "x").write_text("one")
     sums = {"x": "7692c3ad3540bb803c020b3aee66cd8887123234ea0c6e7143c0add73ff431ed"}
-    verify_files(folder, {"sha256": sums}, "")
+    verify_files(folder, "page.json", {"sha256": sums}, "")
     damage(folder / "x", b"two")
     with refused(r"x: is damaged \(its checksum differs\); do this"):
-        verify_files(folder, {"sha256": sums}, "do this")
+        verify_files(folder, "page.json", {"sha256": sums}, "do this")
+    damage(folder / "x", b"one")
+    for free in (".hidden", "page.json", "own/y"):
+        (folder / free).parent.mkdir(exist_ok=True)
+        (folder / free).touch()
+    verify_files(folder, "page.json", {"sha256": sums}, "", beside="own")
+    (folder / "y").touch()
+    with refused("y: is not listed in page.json, so nobody vouches for it; remove it"):
+        verify_files(folder, "page.json", {"sha256": sums}, "", beside="own")
+    (folder / "y").unlink()
     (folder / "x").unlink()
     with refused("x: is missing"):
-        verify_files(folder, {"sha256": sums}, "do this")
+        verify_files(folder, "page.json", {"sha256": sums}, "do this")

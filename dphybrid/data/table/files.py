@@ -1,8 +1,10 @@
 """The files that a path names, and their rows, chunk by chunk."""
 
+import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +26,7 @@ from dphybrid.data.table.rows import (
     check_rejected,
     check_types,
 )
+from dphybrid.util.digests import file_digest
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path, no_such_file
 
@@ -33,6 +36,8 @@ _SUFFIXES = (
     *(".parquet", ".pq", ".arrow", ".feather", ".ipc"),
 )
 """Endings of the files that are read in a folder."""
+FRAMES, _FRAME = "frames", re.compile("[0-9a-f]{16}")
+"""Folder of the saved frames in the data folder, and the names of their own folders."""
 BLOCK_ROWS = 2**16
 """Rows per chunk of a Parquet file."""
 
@@ -56,6 +61,11 @@ def find_files(path: str, field: str) -> tuple[Path, ...]:
                 f"{field}={path}: is a folder without tables ({endings}, also packed as "
                 f"{', '.join(PACKED[1:])}); name a table, or a folder that has some"
             )
+        if root.parent.name == FRAMES and _FRAME.fullmatch(root.name) and frame_digest(files) != root.name:
+            raise UserError(
+                f"{field}={path}: this saved frame is damaged, or has other files now; remove the folder and "
+                "train the frame again"
+            )
     else:
         # Path.glob rejects absolute patterns.
         anchor = Path(root.anchor) if root.anchor else Path()
@@ -72,6 +82,12 @@ def find_files(path: str, field: str) -> tuple[Path, ...]:
         if not given_path(str(file), field).stat().st_size:
             raise UserError(f"{field}={file}: is empty; give a file with rows")
     return tuple(sorted(files))
+
+
+def frame_digest(files: Iterable[Path]) -> str:
+    """Return the digest of a saved frame's files, which names their folder."""
+    parts = (bytes.fromhex(file_digest(file)) for file in sorted(files))
+    return hashlib.blake2b(b"".join(parts), digest_size=8).hexdigest()
 
 
 def partitions(file: Path) -> list[str]:

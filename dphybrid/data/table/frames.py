@@ -1,7 +1,6 @@
 """Tables from memory (polars, pandas, Arrow, columns, records) as polars frames, and as files named by their
 digest; and frames of predictions, written chunk by chunk to the user's file."""
 
-import hashlib
 import json
 import os
 import shutil
@@ -17,10 +16,10 @@ from polars.selectors import by_name  # takes names literally; select() reads `*
 
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.table.cells import FEW, as_texts, by_column, of_objects
-from dphybrid.data.table.files import read_files
+from dphybrid.data.table.files import frame_digest, read_files
 from dphybrid.data.table.rows import Rejected, Rows, check_types
 from dphybrid.util.errors import UserError, counted, type_text
-from dphybrid.util.files import check_target, make_folder, sync, temporary, write_text
+from dphybrid.util.files import check_target, make_folder, remove_folder, sync, temporary, write_text
 
 PART_ROWS = 2**20
 """Rows per file when a frame is saved."""
@@ -131,7 +130,7 @@ def save_frame(
     names = check_frame(frame, where, ignored)
     keep = [name for name in names if name not in ignored] or names
     make_folder(folder)
-    written, digest, num_rows = temporary(folder / "frame"), hashlib.blake2b(digest_size=8), 0
+    written, num_rows = temporary(folder / "frame"), 0
     try:
         written.mkdir()
         # Parts of a fixed size, however the rows were computed: otherwise equal frames would be written as
@@ -140,15 +139,13 @@ def save_frame(
         for number, part in enumerate(parts):
             file = written / f"part-{number:05d}.parquet"
             _compact(part).write_parquet(file, row_group_size=_ROW_GROUP)
-            with file.open("rb") as stream:
-                digest.update(hashlib.file_digest(stream, "sha256").digest())
             sync(file)
             num_rows += len(part)
         if num_rows < 2:
             raise UserError(
                 f"{where}: has {counted(num_rows, 'row')}; at least 2 are needed, one for validation"
             )
-        target = folder / digest.hexdigest()
+        target = folder / (digest := frame_digest(written.iterdir()))
         # Not asked first whether it exists: another process may save an equal frame at this moment.
         try:
             written.rename(target)
@@ -157,6 +154,10 @@ def save_frame(
             if not target.is_dir():
                 raise
             os.utime(target)  # the time of its last use, by which `dphybrid runs remove` keeps it
+            if frame_digest(target.iterdir()) != digest:  # it is damaged, and the same frame is at hand
+                remove_folder(target)
+                written.rename(target)
+                sync(folder)
         return target
     except (pl.exceptions.PolarsError, OSError) as error:
         raise UserError(f"{where}: cannot be written to {folder}: {error}") from error

@@ -1,0 +1,49 @@
+"""A run's folder is whole by itself: a copied or renamed one uses its own files, and leaves the run of the
+original in MLflow alone."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from mlflow.tracking import MlflowClient
+
+from dphybrid.config.settings import load_settings
+from dphybrid.run.folder import read_run
+from dphybrid.serving.load import find_checkpoint
+from tests.commands import command, run_with
+
+TOY = ["recipe=toy", "devices=cpu", "train.print_splits=new"]
+
+
+@pytest.mark.usefixtures("embedded_store")
+def test_a_copied_run_is_another_folder_of_the_same_run(data_dir: Path) -> None:
+    report = run_with(*TOY, run_name="first")
+    settings, client = load_settings(), MlflowClient(report.tracking_uri)
+    runs = settings.runs_dir
+    for copy in ("copy", "outside"):
+        shutil.copytree(runs / "first", {"copy": runs, "outside": Path.cwd()}[copy] / copy)
+    run_with(*TOY, "train.epochs=3", resume="first")
+    for which, folder in (("copy", runs / "copy"), (str(Path("outside").absolute()), Path("outside"))):
+        assert find_checkpoint(which, settings).is_relative_to(folder.absolute())
+    assert "copy: removed; its run in MLflow is that of" in command("runs", "remove", "copy", "--yes")
+    assert client.get_run(report.run_id).info.lifecycle_stage == "active"
+
+    (runs / "first").rename(runs / "renamed")
+    run_with(*TOY, run_name="first")  # another run of the old name
+    assert find_checkpoint("renamed", settings).is_relative_to(runs / "renamed")
+    renamed = read_run(runs / "renamed", settings)
+    assert Path(renamed.page.prepared).is_dir()
+    command("train", "--recipe", "toy", "--train.epochs", "4", "--devices", "cpu", "--resume", "renamed")
+    for page in (runs / "renamed").glob("r*.json"):
+        assert page.name == "report.json" or f"{data_dir}" not in page.read_text()
+    command("runs", "remove", "renamed", "--yes")
+    assert client.get_run(report.run_id).info.lifecycle_stage == "deleted"
+
+
+@pytest.mark.usefixtures("embedded_store")
+def test_a_run_that_was_renamed_takes_its_run_in_mlflow_along(data_dir: Path) -> None:
+    report = run_with(*TOY, run_name="first")
+    (data_dir / "runs" / "first").rename(data_dir / "runs" / "renamed")
+    run_with(*TOY, run_name="first")
+    assert command("runs", "remove", "renamed", "--yes") == "renamed: removed\n"
+    assert MlflowClient(report.tracking_uri).get_run(report.run_id).info.lifecycle_stage == "deleted"

@@ -1,0 +1,128 @@
+"""A run's record says where MLflow has the run: commands without the variables of that time ask there."""
+
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+from mlflow.tracking import MlflowClient
+
+import dphybrid
+from dphybrid.config.settings import load_settings
+from dphybrid.tracking import open_tracker
+from dphybrid.tracking.record import RecordFile
+from tests.commands import command, run_with
+from tests.stores import put_database
+
+TOY = ["recipe=toy", "devices=cpu", "train.print_splits=new"]
+
+
+@pytest.fixture
+def uri(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The address of a team's database, in the variable that MLflow's own programs read, too."""
+    put_database("mlflow", tmp_path / "team.db")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/team.db")
+    return f"sqlite:///{tmp_path}/team.db"
+
+
+def test_without_variables_the_champion_stays_and_an_old_run_goes(
+    uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = (
+        run_with(*TOY, f"train.seed={n}", "checkpoint.register_as=m", run_name=f"r{n}") for n in (1, 2)
+    )
+    plain = run_with(*TOY, run_name="plain")
+    for own in ("", "none", "files"):
+        monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        monkeypatch.setenv("DPHYBRID_TRACKING_URI", own)
+        told = command("runs", "remove", "r1", "r2", "--yes")
+        assert "r1: stays, version 1 of its model is m@champion" in told
+        assert "r2: stays, version 2 of its model is m@challenger" in told
+    assert command("runs", "remove", "plain", "--yes") == "plain: removed\n"
+    stages = [MlflowClient(uri).get_run(each.run_id).info.lifecycle_stage for each in (one, two, plain)]
+    assert stages == ["active", "active", "deleted"]
+
+
+def test_without_variables_a_resumed_run_is_recorded_where_it_began(
+    uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = run_with(*TOY, run_name="run")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    again = run_with(*TOY, "train.epochs=4", resume="run")
+    assert (again.run_id, again.tracking_uri) == (first.run_id, first.tracking_uri)
+    points = MlflowClient(uri).get_metric_history(first.run_id, "train/loss")
+    assert max(point.step for point in points) == 16, "four epochs of four steps"
+
+
+def test_sync_ends_a_dead_run_of_any_experiment(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = load_settings()
+    tracker = open_tracker(uri, "elsewhere", settings.mlflow_dir, runs=settings.runs_dir)
+    run_id = tracker.start("run", {}, {"host.name": "gone"}, "")
+    tracker.set_tags({"dphybrid.heartbeat": "2020-01-01T00:00:00+00:00"})
+    assert tracker.flush()
+    tracker.close()
+    client = MlflowClient(uri)
+    for name, value in (("heartbeat", "2020-01-01T00:00:00+00:00"), ("pid", "4194999"), ("process", "")):
+        client.set_tag(run_id, f"dphybrid.{name}", value)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    assert f"{run_id}: its process no longer exists; ended as KILLED" in command("sync")
+    assert client.get_run(run_id).info.status == "KILLED"
+
+
+@pytest.mark.parametrize("lines", [1, 99])
+def test_damaged_lines_with_the_address_are_told_unless_another_has_it(data_dir: Path, lines: int) -> None:
+    settings = load_settings()
+    for _ in range(2):
+        tracker = open_tracker(None, "dphybrid", settings.mlflow_dir, runs=settings.runs_dir)
+        if not (settings.runs_dir / "run").exists():
+            run_id = tracker.start("run", {}, {}, "")
+        else:
+            tracker.attach("run")
+        tracker.log_metrics({"train/loss": 1.0}, 0)
+        tracker.close()
+    record = RecordFile(settings.runs_dir / "run")
+    record.append({"op": "summary", "step": 0, "late": 2.0})
+    record.release()
+    written = record.path.read_bytes().splitlines(keepends=True)
+    named = [number for number, line in enumerate(written) if b'"op":"run"' in line]
+    assert len(named) == 2
+    for number in named[:lines]:
+        written[number] = written[number].replace(b"run_id", b"run_ix")
+    record.path.write_bytes(b"".join(written))
+    (record.folder / "record.sent").write_bytes(b"{}")  # damaged, too: all of it is sent again
+    told = command("sync", ends=1)
+    metrics = MlflowClient(f"sqlite:///{settings.mlflow_dir}/mlflow.db").get_run(run_id).data.metrics
+    if lines == 1:
+        assert "run: not everything was recorded: 1 record damaged on the disk" in told
+        assert metrics == {"train/loss": 1.0, "late": 2.0}
+    else:
+        assert f"run: records kept ({record.path}: is damaged, and no other line says where" in told
+
+
+def test_the_page_of_what_has_arrived_is_not_believed_when_damaged(data_dir: Path) -> None:
+    settings = load_settings()
+    tracker = open_tracker(None, "dphybrid", settings.mlflow_dir, runs=settings.runs_dir)
+    run_id = tracker.start("run", {}, {}, "")
+    tracker.finish("FINISHED")
+    record = RecordFile(settings.runs_dir / "run")
+    record.append({"op": "summary", "step": 0, "late": 2.0})
+    record.release()
+    page = record.folder / "record.sent"
+    text = page.read_text()
+    page.write_text(text.replace(f'"offset": {record.sent().offset}', f'"offset": {record.size}'))
+    assert text != page.read_text()
+    assert "run: everything sent" in command("sync")
+    assert MlflowClient(f"sqlite:///{settings.mlflow_dir}/mlflow.db").get_run(run_id).data.metrics == {
+        "late": 2.0
+    }
+
+
+def test_python_and_the_command_record_into_the_same_experiment(uri: str, data_dir: Path) -> None:
+    random = np.random.default_rng(0)
+    frame = pl.DataFrame({"a": random.integers(0, 5, 60), "y": random.integers(0, 2, 60)})
+    frame.write_csv("rows.csv")
+    python = dphybrid.train(frame, label="y", epochs=1, devices="cpu", tracking=uri, quiet=True)
+    report = run_with("recipe=ctr", "devices=cpu", "data.path=rows.csv", "data.label=y", "train.epochs=1")
+    client = MlflowClient(uri)
+    found = {client.get_run(each.run_id).info.experiment_id for each in (python, report)}
+    assert [client.get_experiment(number).name for number in found] == ["dphybrid/ctr"]
