@@ -27,7 +27,8 @@ from dphybrid.orchestration.steps import FLOW_RUN_TAG, prepare, step, trained
 from dphybrid.orchestration.supervised import supervised, watched_flow_run
 from dphybrid.recipes.configs import AnyExperiment, build_config
 from dphybrid.recipes.registry import OF_TABLES
-from dphybrid.run.folder import CHAMPION_TAG, find_tagged_run, read_run
+from dphybrid.run.folder import find_tagged_run, read_run
+from dphybrid.tracking.tracker import CHAMPION_TAG
 from dphybrid.util.stop import StopRequest
 
 

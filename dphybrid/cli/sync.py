@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from dphybrid.cli.parser import Command
 from dphybrid.config.settings import load_settings
-from dphybrid.run.folder import undecided_runs
+from dphybrid.run.folder import retrainings
 from dphybrid.util.text import masked
 
 
@@ -30,14 +30,11 @@ class Flags(Command):
         for line, is_whole in sync(*where, settings.upload_limit_mib * 2**20, wait_s=self.wait):
             print(masked(line), flush=True)
             arrived.append(is_whole)
-        if settings.mlflow_uri not in ("none", "files") and undecided_runs(settings):
+        if retrainings(settings):
             from dphybrid.lifecycle.champion import Decision, decide_waiting  # imports torch
 
             for run, decision in decide_waiting(settings):
-                if isinstance(decision, Decision):
-                    line = f"{'promoted' if decision.promoted else 'kept'}: {decision.why}"
-                else:
-                    line = f"not decided: {decision}"
+                line = decision.text if isinstance(decision, Decision) else f"not decided: {decision}"
                 print(masked(f"{run.folder.name}: {line}"))
                 arrived.append(isinstance(decision, Decision))
         if not arrived:

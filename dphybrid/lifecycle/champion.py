@@ -1,8 +1,8 @@
 """Champion and challenger: compare them on rows that neither was trained on, and move the alias `champion`
 in the same step.
 
-A decision is written into the run's folder before it is carried out (`deciding.json`) and after it
-(`decision.json`), so that the next retraining, or `dphybrid sync`, completes what a process that died began.
+MLflow's registry alone says which versions are undecided, and what was decided before the alias moves, so
+that the next retraining, or `dphybrid sync`, completes what a process that died began.
 """
 
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from dphybrid.config import ExperimentConfig
@@ -25,13 +25,13 @@ from dphybrid.data.table.encoder import Encoder, open_base
 from dphybrid.data.table.splits import unseen_rows
 from dphybrid.recipes.configs import stored_config
 from dphybrid.run.experiment import Experiment
-from dphybrid.run.folder import CHAMPION_TAG, DECISION, Run, read_run, undecided_runs
+from dphybrid.run.folder import Run, read_run, retrainings
 from dphybrid.run.pages import ResultPage
 from dphybrid.run.trainer import fill_from
 from dphybrid.tracking.loader import checkpoint_folder
 from dphybrid.tracking.models import Registry, Version
-from dphybrid.tracking.opening import store_to_write
-from dphybrid.tracking.tracker import FOLDER_TAG
+from dphybrid.tracking.opening import noted_store, store_to_write
+from dphybrid.tracking.tracker import CHAMPION_TAG, FOLDER_TAG
 from dphybrid.training.checkpoint import CheckpointState, load_weights, read_state, verify_checkpoint
 from dphybrid.training.loop import validation_outputs
 from dphybrid.training.metrics import Task
@@ -39,7 +39,6 @@ from dphybrid.util.digests import file_digest
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.files import clear_leftovers, making
 from dphybrid.util.locks import locked
-from dphybrid.util.pages import Page
 
 MIN_GAIN_TAG = "dphybrid.min_gain"
 """Tag of a retraining's run: the gain that it must have."""
@@ -48,10 +47,13 @@ NOT_COMPARED = "not compared"
 _NUM_RESAMPLES = 300
 
 
-class Decision(Page):
+class Decision(BaseModel):
     """The comparison of champion and challenger on the same rows. against: the champion's version, "" if
     there was none. data: digest of the validation split that the rows are from. gain: positive if the
-    challenger is better; low, high: the ends of its 95 % interval."""
+    challenger is better; low, high: the ends of its 95 % interval. Of an earlier decision, which the registry
+    has as `text`, only the first three are known."""
+
+    model_config = ConfigDict(frozen=True)
 
     promoted: bool
     why: str
@@ -64,6 +66,16 @@ class Decision(Page):
     gain: float = 0.0
     low: float = 0.0
     high: float = 0.0
+
+    @property
+    def text(self) -> str:
+        """The decision as the registry has it: `promoted: REASON` or `kept: REASON`."""
+        return f"{'promoted' if self.promoted else 'kept'}: {self.why}"
+
+    @classmethod
+    def of(cls, text: str, against: str = "") -> "Decision":
+        """Return the decision that the registry has."""
+        return cls(promoted=text.startswith("promoted: "), why=text.partition(": ")[2], against=against)
 
 
 def open_registry(settings: Settings) -> Registry:
@@ -85,28 +97,32 @@ def judge(run_folder: str | Path, settings: Settings, min_gain: float = 0.0) -> 
     when MLflow does not answer, or does not have the challenger yet.
     """
     run = read_run(run_folder, settings)
-    done, begun = run.folder / DECISION, run.folder / "deciding.json"
-    registry, model = open_registry(settings), retrained_model(run.config)
+    registry, model = _registry_of(run), retrained_model(run.config)
     with registry.deciding(model):
-        if done.is_file():
-            return Decision.read(done)
         challenger = registry.newest(model, run.page.run_id)
         if challenger is None:
             raise UserError(
                 f"the model of run {run.folder.name} is not registered as {model!r} yet; `dphybrid sync` "
                 "registers it and compares it with the champion when MLflow answers"
             )
-        decision = Decision.read(begun) if begun.is_file() else None
-        while decision is None or not registry.decide(
-            challenger, decision.against, decision.promoted, decision.why
-        ):
+        begun = registry.begun(challenger)
+        if challenger.decision and begun is None:
+            return Decision.of(challenger.decision)
+        decision = Decision.of(begun[1], begun[0]) if begun else None
+        while decision is None or not registry.decide(challenger, decision.against, decision.text):
             if decision is not None:
                 print(f"The champion of {model} has changed meanwhile; comparing again", flush=True)
             decision = _compare(run, challenger, registry.champion(model), registry, min_gain)
-            decision.write(begun)
-        decision.write(done)
-        begun.unlink()
         return decision
+
+
+def _registry_of(run: Run) -> Registry:
+    """Return the model registry where a run's record says that the run is. Raises UserError if it is nowhere,
+    or cannot be asked."""
+    uri = noted_store(run.folder, run.settings.mlflow_uri, run.settings.mlflow_dir)
+    if uri is None:
+        raise UserError(f"run {run.folder.name} is not recorded in MLflow, so its model is in no registry")
+    return Registry(uri, run.settings.champions_dir)
 
 
 def retrained_model(config: ExperimentConfig) -> str:
@@ -122,12 +138,19 @@ def decide_waiting(
     """Decide about the challengers of this data folder whose process died before it had decided; yield each
     with its decision, or with the reason why there is still none. model: only those of this registered
     model."""
-    for run in undecided_runs(settings):
-        if model in (None, run.config.checkpoint.register_as):
-            try:
+    asked = dict[tuple[str, str], set[str]]()
+    for run in retrainings(settings, model):
+        name = retrained_model(run.config)
+        try:
+            if run.status == "running":  # it will decide itself
+                continue
+            registry = _registry_of(run)
+            if (where := (registry.uri, name)) not in asked:
+                asked[where] = {version.run_id for version in registry.undecided(name)}
+            if run.page.run_id in asked[where]:
                 yield run, judge(run.folder, settings, float(run.page.tags.get(MIN_GAIN_TAG, 0.0)))
-            except UserError as error:
-                yield run, error
+        except UserError as error:
+            yield run, error
 
 
 @dataclass(frozen=True)

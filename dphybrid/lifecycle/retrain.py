@@ -99,9 +99,9 @@ def plan_retraining(config: ExperimentConfig, settings: Settings, event: str = "
     digest = source_digest(recipe.source(config.data, config.train.seed))
     nothing_new = not event and newest.run_tags.get("dphybrid.source_digest") == digest
     # The data of a challenger that was not compared has not been used yet.
-    nothing_new &= not newest.decision.startswith(NOT_COMPARED)
+    nothing_new &= not newest.decision.startswith(f"kept: {NOT_COMPARED}")
     if champion is None:
-        stop = f"no new data since version {newest.number}, which was not promoted: {newest.decision}"
+        stop = f"no new data since version {newest.number}, which was not promoted ({newest.decision})"
         return plan.model_copy(update={"stop": stop if nothing_new and newest.decision else ""})
     if nothing_new:
         return plan.model_copy(update={"stop": f"no new data since version {newest.number} was made"})

@@ -18,6 +18,7 @@ from dphybrid.config.settings import EXPERIMENT, Settings
 from dphybrid.recipes.configs import stored_config
 from dphybrid.tracking import Tracker, open_tracker
 from dphybrid.tracking.opening import tracker_of
+from dphybrid.tracking.tracker import CHAMPION_TAG
 from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.files import make_folder, sync, write_text
@@ -26,10 +27,6 @@ from dphybrid.util.pages import Page
 from dphybrid.util.stop import watching
 
 LOCK = ".lock"
-DECISION = "decision.json"
-"""Page of a retraining's run: whether its model became the champion."""
-CHAMPION_TAG = "dphybrid.champion"
-"""Tag of a retraining's run: the version that it continued from, "none" for a first model."""
 _BEAT_EVERY_S = 60.0
 RUNNING = "run {} is running in another process; wait for its end, or stop it first"
 
@@ -150,16 +147,12 @@ def next_number(settings: Settings) -> int:
     return last + 1
 
 
-def undecided_runs(settings: Settings) -> list[Run]:
-    """Return the retrainings that have reported and whose model was not compared with the champion yet."""
-    return [
-        run
-        for run in all_runs(settings)
-        if CHAMPION_TAG in run.page.tags
-        and run.page.config["checkpoint"].get("register_as")
-        and (run.folder / "report.json").is_file()
-        and not (run.folder / DECISION).is_file()
-    ]
+def retrainings(settings: Settings, model: str | None = None) -> list[Run]:
+    """Return the runs that retrained a registered model, which may have been the first of its name. model:
+    only those of this one."""
+    found = [run for run in all_runs(settings) if CHAMPION_TAG in run.page.tags]
+    names = [run.page.config["checkpoint"].get("register_as") for run in found]
+    return [run for run, name in zip(found, names, strict=True) if name and model in (None, name)]
 
 
 @contextmanager

@@ -26,7 +26,8 @@ from mlflow.types.schema import AnyType, ColSpec, DataType, ParamSchema, ParamSp
 from mlflow.utils import get_results_from_paginated_fn
 
 from dphybrid.tracking.record import Record
-from dphybrid.tracking.tracker import LEFT_OUT, safe_name
+from dphybrid.tracking.tracker import CHAMPION_TAG, LEFT_OUT, safe_name
+from dphybrid.util.alive import lives, process_name
 from dphybrid.util.digests import SUMS
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import make_folder, scratch_folder
@@ -34,8 +35,12 @@ from dphybrid.util.locks import locked
 
 _CHAMPION = "champion"
 _DECISION_TAG = "dphybrid.decision"
+"""Tag of a version: `promoted: REASON` or `kept: REASON`, then later moves; see `Version`."""
+_DECIDING = re.compile(r"deciding against (\d+|none): ((?:promoted|kept): .*)", re.DOTALL)
+"""What the tag holds from the decision until the alias has moved."""
 _FORMER_TAG = "dphybrid.former_champions"
-"""Tag of a registered model: the numbers of earlier champions, oldest first."""
+"""Tag of a registered model: the numbers of the last earlier champions, oldest first."""
+_MOST_FORMER = 10
 _PAGE = 100
 _CHECKPOINT_TYPE = "dphybrid-checkpoint"
 _UID_TAG, _ROLE_TAG, _STEP_TAG = "dphybrid.uid", "dphybrid.role", "dphybrid.step"
@@ -95,13 +100,18 @@ class CheckpointModels:
                 run_id=self._run_id,
                 model_id=model.model_id,
                 description=_description(run.info.run_name, model),
+                # With its creation, so that a version which waits for a decision is never without it.
+                tags={k: v for k, v in run.data.tags.items() if k == CHAMPION_TAG},
                 # Otherwise the client polls for up to five minutes until the version is ready.
                 await_creation_for=0,
             )
+            versions.append(version)
             self._client.set_logged_model_tags(
                 model.model_id, {"dphybrid.registered": f"{name}/{version.version}"}
             )
-        aliases = [record["alias"]]
+        # A record that comes late, or once more, must not take the alias from a later version.
+        newest = max(int(each.version) for each in versions) == int(version.version)
+        aliases = [record["alias"]] if newest else []
         # A first version has no champion to be compared with. An earlier attempt may have made it and failed
         # before the aliases; after a decision about it, the alias is not given again.
         if all(v.version == version.version and _DECISION_TAG not in v.tags for v in versions):
@@ -222,6 +232,11 @@ def _versions_of(client: MlflowClient, name: str) -> list[ModelVersion]:
     return [version for version in found if version.name == name]
 
 
+def _is_undecided(version: ModelVersion) -> bool:
+    decision = version.tags.get(_DECISION_TAG, "")
+    return CHAMPION_TAG in version.tags and (not decision or _DECIDING.fullmatch(decision) is not None)
+
+
 def _description(run_name: str, model: LoggedModel) -> str:
     """Return the description of a version on the registry's page: its validation metrics, first because the
     column is narrow, and the run and step that it comes from."""
@@ -257,14 +272,16 @@ def _signature(folder: Path) -> ModelSignature | None:
 
 @dataclass(frozen=True)
 class Version:
-    """A version of a registered model. run_tags: the tags of the run that trained it; decision: why it was
-    promoted or not, and all later decisions; "" before the first."""
+    """A version of a registered model. run_tags: the tags of the run that trained it. decision: `promoted:`
+    or `kept:` and why, and all later decisions; "" before the first. undecided: it was trained as a
+    challenger, and is not compared with the champion yet, or the alias was not moved then."""
 
     name: str
     number: str
     run_id: str
     run_tags: Mapping[str, str]
     decision: str
+    undecided: bool = False
 
     @property
     def uri(self) -> str:
@@ -272,13 +289,16 @@ class Version:
 
 
 def former_champions(model: RegisteredModel) -> list[str]:
-    """Return the numbers of the versions that were the champion, oldest first."""
-    return [number for number in model.tags.get(_FORMER_TAG, "").split(",") if number]
+    """Return the numbers of the last versions that were the champion before the present one, oldest first."""
+    # Without the present one, which a process that died may have noted just before it moved the alias.
+    now = str(model.aliases.get(_CHAMPION))
+    return [number for number in model.tags.get(_FORMER_TAG, "").split(",") if number not in ("", now)]
 
 
 _CLAIM_TAG = "dphybrid.deciding."
 _CLAIM_S = 60.0
-"""Much longer than the few requests that move an alias."""
+"""How long a claim of another machine's process may stay unchanged: much longer than the few requests that
+move an alias. By the clock of the process that waits, from when it first saw the claim."""
 _NO_CHAMPION = (
     "registered model {!r} has no champion; `dphybrid rollback` needs a name from MLflow's model registry"
 )
@@ -316,17 +336,21 @@ class Registry:
     def _alone(self, name: str) -> Iterator[None]:
         """Keep other machines from moving the champion's alias during the block, by a tag of the model.
 
-        Each sets its tag before it looks for others, so of two at once at least one sees the other, and
-        waits. A tag that is older than `_CLAIM_S` is of a process that has died.
+        Each sets its tag, with the name of its process, before it looks for others, so of two at once at
+        least one sees the other, and waits.
         """
-        own = f"{_CLAIM_TAG}{secrets.token_hex(8)}"
+        own, seen = f"{_CLAIM_TAG}{secrets.token_hex(8)}", dict[str, float]()
         try:
             while True:
-                self._client.set_registered_model_tag(name, own, f"{time.time():.0f}")
-                model = self._model(name)
+                self._client.set_registered_model_tag(name, own, process_name())
+                model, now = self._model(name), time.monotonic()
                 claims = {t: v for t, v in (model.tags if model else {}).items() if t.startswith(_CLAIM_TAG)}
-                dead = {tag for tag, since in claims.items() if time.time() - float(since) > _CLAIM_S}
-                for tag in dead - {own}:
+                dead = {
+                    tag
+                    for tag, process in claims.items()
+                    if lives(process) is False or now - seen.setdefault(tag, now) > _CLAIM_S
+                } - {own}
+                for tag in dead:
                     self._client.delete_registered_model_tag(name, tag)
                 if not claims.keys() - dead - {own}:
                     break
@@ -366,32 +390,53 @@ class Registry:
             tags: dict[str, str] = dict(self._client.get_run(str(found.run_id)).data.tags)
         except MlflowException:  # the run was deleted; the version can be used all the same
             tags = {}
-        return Version(name, str(found.version), str(found.run_id), tags, found.tags.get(_DECISION_TAG, ""))
+        return Version(
+            name,
+            str(found.version),
+            str(found.run_id),
+            tags,
+            found.tags.get(_DECISION_TAG, ""),
+            _is_undecided(found),
+        )
 
-    def decide(self, version: Version, against: str, promote: bool, why: str) -> bool:
-        """Carry out a decision: make the version the champion, or leave the one that it was compared with;
-        write down why. Return False, without a change, if the champion is another one by now.
+    def undecided(self, name: str) -> list[Version]:
+        """Return the challengers that still have to be compared with the champion, oldest first."""
+        versions = self._asked(lambda: _versions_of(self._client, name)) or []
+        numbers = sorted(int(each.version) for each in versions if _is_undecided(each))
+        return [self.version(name, str(number)) for number in numbers]
+
+    def begun(self, version: Version) -> tuple[str, str] | None:
+        """Return the decision that a process which died had begun to carry out: the champion's number that
+        the version was compared with, "" for none, and the decision; None if there is none."""
+        found = _DECIDING.fullmatch(version.decision)
+        return (found[1].removeprefix("none"), found[2]) if found else None
+
+    def decide(self, version: Version, against: str, decision: str) -> bool:
+        """Carry out a decision, `promoted: REASON` or `kept: REASON`: make the version the champion, or leave
+        the one that it was compared with. Return False, without a change, if the champion is another one by
+        now.
 
         against: number of the champion that the version was compared with; "" for none. A version that is
-        the champion already, as the first one is from its registration, loses the alias if not promoted. May
-        be repeated after a crash.
+        the champion already, as the first one is from its registration, loses the alias if it is not
+        promoted. After a crash at any point `begun` returns the decision, and this method completes it.
         """
         with self._alone(version.name):
-            return self._decided(version, against, promote, why)
+            return self._decided(version, against, decision)
 
-    def _decided(self, version: Version, against: str, promote: bool, why: str) -> bool:
-        now, name = self._champion_number(version.name), version.name
-        if now not in (against, version.number):
+    def _decided(self, version: Version, against: str, decision: str) -> bool:
+        name, number, promote = version.name, version.number, decision.startswith("promoted: ")
+        now = self._champion_number(name)
+        if now not in (against, number):
             return False
-        if promote and now != version.number:
-            former = self._former(name)
-            if against and former[-1:] != [against]:
-                self._set_former(name, [*former, against])
-            self._client.set_registered_model_alias(name, _CHAMPION, version.number)
-        elif not promote and now == version.number != against:
+        # The decision first: from here on it is known, whichever of these requests is the last one.
+        self._tag(name, number, f"deciding against {against or 'none'}: {decision}")
+        if promote and against not in ("", number):
+            self._set_former(name, [*(n for n in self._former(name) if n != against), against])
+        if promote and now != number:
+            self._client.set_registered_model_alias(name, _CHAMPION, number)
+        elif not promote and now == number != against:
             self._client.delete_registered_model_alias(name, _CHAMPION)
-        if not self.version(name, version.number).decision.endswith(why):
-            self._add_decision(version, why)
+        self._tag(name, number, decision)
         return True
 
     def _champion_number(self, name: str) -> str:
@@ -400,9 +445,9 @@ class Registry:
 
     def roll_back(self, name: str, to: str | None = None) -> tuple[Version, Version]:
         """Make the previous champion, or version `to`, the champion again; return (the replaced version, the
-        new champion).
+        new champion). A rollback after one to a named version returns to what that replaced.
 
-        Raises UserError if there is no champion, or no previous one.
+        Raises UserError if there is no champion, or no previous one, or if `to` is the champion.
         """
         if self._model(name) is None:
             raise UserError(_NO_CHAMPION.format(name))
@@ -419,18 +464,28 @@ class Registry:
                 f"name one with --to ({self._numbers(name)})"
             )
         target = self.version(name, to or former[-1])
-        self._set_former(name, former[: former.index(target.number)] if target.number in former else former)
+        if target.number == now.number:
+            raise UserError(f"registered model {name!r}: version {now.number} is the champion already")
+        # In this order a crash in between loses no number; `former_champions` leaves out the present one.
+        before = [number for number in former if number != target.number]
+        if to is not None:
+            self._set_former(name, [*before, now.number])
         self._client.set_registered_model_alias(name, _CHAMPION, target.number)
+        if to is None:
+            self._set_former(name, before)
         today = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-        self._add_decision(now, f"rolled back to version {target.number}, {today}")
-        self._add_decision(target, f"champion again after version {now.number}, {today}")
+        self._add(now, f"rolled back to version {target.number}, {today}")
+        self._add(target, f"champion again after version {now.number}, {today}")
         return now, target
 
-    def _add_decision(self, version: Version, why: str) -> None:
-        """Append to the decisions about a version."""
-        # MLflow limits a tag's length; the oldest decisions are cut off.
-        decisions = f"{version.decision}; {why}" if version.decision else why
-        self._client.set_model_version_tag(version.name, version.number, _DECISION_TAG, decisions[-5000:])
+    def _add(self, version: Version, move: str) -> None:
+        """Append a move of the alias to the decisions about a version."""
+        self._tag(version.name, version.number, "; ".join(filter(None, (version.decision, move))))
+
+    def _tag(self, name: str, number: str, decision: str) -> None:
+        # MLflow limits a tag's length: the beginning, which says whether it was promoted, stays.
+        head, tail = decision[:2000], decision[2000:][-2900:]
+        self._client.set_model_version_tag(name, number, _DECISION_TAG, head + tail)
 
     def _model(self, name: str) -> RegisteredModel | None:
         return self._asked(lambda: self._client.get_registered_model(name))
@@ -440,7 +495,8 @@ class Registry:
         return former_champions(model) if model is not None else []
 
     def _set_former(self, name: str, numbers: list[str]) -> None:
-        self._client.set_registered_model_tag(name, _FORMER_TAG, ",".join(numbers))
+        # The last ones: MLflow limits a tag's length, and nobody goes back further.
+        self._client.set_registered_model_tag(name, _FORMER_TAG, ",".join(numbers[-_MOST_FORMER:]))
 
     def _asked(self, ask: Callable[[], _T]) -> _T | None:
         """Return the result of `ask`; None if MLflow has no such model or version. Raises UserError when the

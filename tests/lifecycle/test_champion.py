@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
+from mlflow.tracking import MlflowClient
 
 import dphybrid
 from dphybrid.config import ExperimentConfig
@@ -24,11 +25,12 @@ from dphybrid.lifecycle import champion
 from dphybrid.lifecycle.champion import MIN_GAIN_TAG, Decision, decide_waiting, judge, open_registry
 from dphybrid.lifecycle.retrain import plan_retraining, retraining
 from dphybrid.recipes.configs import apply_overrides, build_config
-from dphybrid.run.folder import CHAMPION_TAG, DECISION, Run, attached, read_run
+from dphybrid.run.folder import Run, attached, read_run
 from dphybrid.run.pages import ResultPage
 from dphybrid.run.train import run_job
 from dphybrid.serving.load import find_checkpoint
 from dphybrid.tracking.models import Registry
+from dphybrid.tracking.tracker import CHAMPION_TAG
 from dphybrid.training.saving import checkpoint_uid
 from dphybrid.util.stop import Interrupted, StopRequest
 from tests import stores
@@ -101,7 +103,7 @@ class Shop:
         run = self.trained[how, start]
         self._register(run, name)
         copy = self.settings.runs_dir / f"{run.folder.name}-{name}"
-        shutil.copytree(run.folder, copy, ignore=shutil.ignore_patterns("deci*.json", ".lock"))
+        shutil.copytree(run.folder, copy, ignore=shutil.ignore_patterns(".lock"))
         page = run.page.model_dump() | {"tags": {CHAMPION_TAG: plan.champion, MIN_GAIN_TAG: "0"}}
         page["config"]["checkpoint"]["register_as"] = name
         type(run.page).model_validate(page).write(copy / "run.json")
@@ -172,7 +174,7 @@ def in_this_order(shop: Shop, order: tuple[str, ...], name: str = "") -> None:
             number = shop.registry.newest(name, before.page.run_id).number
             champions += [number] if decided[who].promoted else []
             assert shop.registry.champion(name).number == champions[-1]
-            assert shop.registry.version(name, number).decision == decided[who].why
+            assert shop.registry.version(name, number).decision == decided[who].text
     apart = "".join(order) not in ("AAABBB", "BBBAAA")  # else the second continued from the first
     if apart:
         assert decided["A"].data == decided["B"].data, "all are measured on the same rows"
@@ -228,36 +230,44 @@ def test_another_machine_decides_during_the_comparison(shop: Shop, monkeypatch: 
     assert not decision.promoted
     assert decision.against == "3"
     assert shop.registry.champion("elsewhere").number == "3"
-    assert shop.registry.version("elsewhere", "2").decision == decision.why
+    assert shop.registry.version("elsewhere", "2").decision == decision.text
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["before the move", "after the move", "after the reason"])
-def test_a_decision_that_was_interrupted_is_completed(
-    shop: Shop, end: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("at", range(5))
+def test_a_retraining_that_dies_at_any_request_after_its_registration_is_decided(
+    shop: Shop, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = end.replace(" ", "-")
+    """The requests: what is decided, the former champion, the alias, the decision. 4: after all of them."""
+    name, requests = f"killed-{at}", list[str]()
     shop.begin(name)
     run = shop.train(name, shop.plan(name, GOOD))
-    decide = Registry.decide
+    (run.folder / "report.json").unlink(missing_ok=True)  # as of a run that had not got further yet
 
-    def dies(self: Registry, *given: Any) -> bool:
-        with monkeypatch.context() as inner:
-            if end == "after the move":
-                inner.setattr(Registry, "_add_decision", lambda *_: sys.exit("killed"))
-            if end != "before the move":
-                decide(self, *given)
-        raise SystemExit("killed")
+    def dying(method: str) -> Any:
+        real = getattr(MlflowClient, method)
+
+        def called(self: MlflowClient, *given: str) -> None:
+            if method != "set_registered_model_tag" or given[1] == "dphybrid.former_champions":
+                requests.append(method)
+                if len(requests) > at:
+                    raise SystemExit("killed")
+            real(self, *given)
+
+        return called
 
     with monkeypatch.context() as patch:
-        patch.setattr(Registry, "decide", dies)
-        with pytest.raises(SystemExit):
+        for method in ("set_model_version_tag", "set_registered_model_tag", "set_registered_model_alias"):
+            patch.setattr(MlflowClient, method, dying(method))
+        with pytest.raises(SystemExit) if at < 4 else nullcontext():
             shop.decide(run)
-    assert not (run.folder / DECISION).exists()
-    monkeypatch.setattr(champion, "_compare", lambda *_: pytest.fail("it was compared already"))
-    assert f"{run.folder.name}: promoted: better: validation auc" in command("sync")
+    if at:
+        monkeypatch.setattr(champion, "_compare", lambda *_: pytest.fail("it was compared already"))
+    told = command("sync")
+    assert ("Nothing to do" in told) == (at == 4)
+    assert (f"{run.folder.name}: promoted: better: validation auc" in told) == (at < 4)
     assert shop.registry.champion(name).number == "2"
-    assert shop.registry.version(name, "2").decision == Decision.read(run.folder / DECISION).why
+    assert shop.registry.version(name, "2").decision.startswith("promoted: better: validation auc")
     assert "Nothing to do" in command("sync")
     command("rollback", name)
     with refused("no version was the champion before version 1"):
@@ -272,11 +282,14 @@ def test_a_challenger_that_is_registered_later_is_decided_by_sync(
     with monkeypatch.context() as patch:
         patch.setattr(shop, "_register", lambda *_: None)
         run = shop.train("late", shop.plan("late", GOOD))
+    run_of_first = shop.registry.champion("late").run_id
     shop.decide(shop.train("late", shop.plan("late", FAIR)))
     with refused("is not registered as 'late' yet; `dphybrid sync` registers it and compares it"):
         shop.decide(run)
-    assert "not decided: the model of run" in command("sync", ends=1)
     shop._register(run, "late")
+    shop._register(shop.trained[FAIR, run_of_first], "late")  # its record comes once more
+    challenger = shop.registry._client.get_model_version_by_alias("late", "challenger")
+    assert (challenger.version, challenger.run_id) == ("3", run.page.run_id)
     ((waiting, decision),) = decide_waiting(shop.settings, "late")
     assert waiting.folder == run.folder
     assert isinstance(decision, Decision)

@@ -93,7 +93,7 @@ def test_what_is_in_use_stays(rows: None, data_dir: Path) -> None:
     registry = Registry(reports[0].tracking_uri, data_dir / "champions")
     for number in ("2", "3"):
         before = registry.champion("m")
-        assert registry.decide(registry.version("m", number), before.number, True, "better")
+        assert registry.decide(registry.version("m", number), before.number, "promoted: better")
     assert runs_in_use(registry.uri) == {
         reports[1].run_id: "version 2 of its model is the former champion of m, to which a rollback returns",
         reports[2].run_id: "version 3 of its model is m@champion",

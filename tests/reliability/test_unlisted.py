@@ -12,6 +12,7 @@ import torch
 from mlflow.tracking import MlflowClient
 
 import dphybrid
+from dphybrid.api.run import TrainedRun
 from dphybrid.config.settings import load_settings
 from dphybrid.serving.load import find_checkpoint
 from dphybrid.training.checkpoint import verify_checkpoint
@@ -26,7 +27,7 @@ def frame(rows: int = 300) -> pl.DataFrame:
     return pl.DataFrame({"number": number, "shop": [f"s{n}" for n in shop], "y": (shop % 3 == 0).astype(int)})
 
 
-def trained(name: str, **values: object) -> dphybrid.api.run.TrainedRun:
+def trained(name: str, **values: object) -> TrainedRun:
     more = {"epochs": 1, "devices": "cpu", "tracking": "none", "quiet": True, **values}
     return dphybrid.train(frame(), label="y", run_name=name, **more)
 

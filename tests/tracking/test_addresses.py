@@ -72,13 +72,13 @@ def test_sync_ends_a_dead_run_of_any_experiment(uri: str, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("lines", [1, 99])
 def test_damaged_lines_with_the_address_are_told_unless_another_has_it(data_dir: Path, lines: int) -> None:
     settings = load_settings()
-    for _ in range(2):
+    for part in (1, 2):
         tracker = open_tracker(None, "dphybrid", settings.mlflow_dir, runs=settings.runs_dir)
         if not (settings.runs_dir / "run").exists():
             run_id = tracker.start("run", {}, {}, "")
         else:
             tracker.attach("run")
-        tracker.log_metrics({"train/loss": 1.0}, 0)
+        tracker.log_metrics({"train/loss": 1.0}, part)
         tracker.close()
     record = RecordFile(settings.runs_dir / "run")
     record.append({"op": "summary", "step": 0, "late": 2.0})

@@ -1,6 +1,7 @@
 """What was not recorded is told where people look, and what was refused is offered again."""
 
 import json
+import os
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from dphybrid.tracking import open_tracker
 from dphybrid.tracking.models import Registry
 from dphybrid.tracking.record import RecordFile, of_metrics
 from dphybrid.tracking.sync import sync
+from dphybrid.util.alive import process_name
 from dphybrid.util.locks import FileLock
 from tests.commands import command, python
 from tests.stores import put_database
@@ -109,7 +111,7 @@ def test_a_first_version_is_the_champion_even_if_its_registration_was_interrupte
     registry = Registry(tracker.tracking_uri, tmp_path / "champions")
     champion = registry.champion("clicks")
     assert champion is not None
-    assert registry.decide(champion, "", False, "worse")
+    assert registry.decide(champion, "", "kept: worse")
     assert tracker.register("clicks", "uid-1", "challenger") == ""  # as a resumed run does
     assert registry.champion("clicks") is None
     tracker.finish("FINISHED")
@@ -125,8 +127,13 @@ def test_two_machines_that_share_only_the_server_do_not_move_the_champion_at_onc
     for _ in range(3):
         client.create_model_version("m", str(tmp_path), run_id=None)
     client.set_registered_model_alias("m", "champion", "1")
-    # A machine that died while it decided.
-    client.set_registered_model_tag("m", "dphybrid.deciding.dead", f"{time.time() - 3600:.0f}")
+    # A process of this machine, and one of another machine, that died while they decided.
+    for name, process in (
+        ("here", process_name().replace(f"{os.getpid()}", "4194305")),
+        ("far", "7:7:7:7:far"),
+    ):
+        client.set_registered_model_tag("m", f"dphybrid.deciding.{name}", process)
+    monkeypatch.setattr("dphybrid.tracking.models._CLAIM_S", 1.0)
     set_alias = MlflowClient.set_registered_model_alias
 
     def slowly(self: MlflowClient, *given: str) -> None:
@@ -137,7 +144,7 @@ def test_two_machines_that_share_only_the_server_do_not_move_the_champion_at_onc
 
     def decides(number: str) -> bool:
         registry = Registry(uri, tmp_path / f"locks-{number}")
-        return registry.decide(registry.version("m", number), "1", True, "better")
+        return registry.decide(registry.version("m", number), "1", "promoted: better")
 
     with ThreadPoolExecutor() as machines:
         moved = dict(zip("23", machines.map(decides, "23"), strict=True))

@@ -166,7 +166,7 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
     verify_files(folder, "page.json", {"sha256": sums}, "")
     damage(folder / "x", b"two")
     with refused(r"x: is damaged \(its checksum differs\); do this"):
-        verify_files(folder, "page.json", {"sha256": sums}, "do this")
+        verify_files(folder, "page.json", {"sha256": sums}, "do this", beside="own")
     damage(folder / "x", b"one")
     for free in (".hidden", "page.json", "own/y"):
         (folder / free).parent.mkdir(exist_ok=True)
@@ -178,4 +178,4 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
     (folder / "y").unlink()
     (folder / "x").unlink()
     with refused("x: is missing"):
-        verify_files(folder, "page.json", {"sha256": sums}, "do this")
+        verify_files(folder, "page.json", {"sha256": sums}, "do this", beside="own")
