@@ -69,10 +69,7 @@ def train(
     Raises UserError for wrong values before any work. When stopped, writes a checkpoint, from which `resume`
     continues, and raises Interrupted, a KeyboardInterrupt.
     """
-    settings = load_settings()
-    if tracking is not None:
-        # Not model_copy, which does not validate.
-        settings = Settings.model_validate({**settings.model_dump(), "tracking_uri": tracking})
+    settings = load_settings(**({} if tracking is None else {"tracking_uri": tracking}))
     given_tables = {"path": data, "valid_path": valid, "test_path": test}
     tables = {place: table for place, table in given_tables.items() if table is not None}
     framed = {place: table for place, table in tables.items() if not isinstance(table, str | Path)}
@@ -137,7 +134,7 @@ def _with_frames(
                 near = suggestion(column, columns)
                 raise UserError(f"{field}={column!r}: {names[place]} has no such column{near}")
     with naming(settings.data_dir):
-        make_folder(settings.data_dir, mode=0o700)
+        make_folder(settings.data_dir)
     folder, saved = settings.frames_dir, {}
     for place, frame in frames.items():
         saved[place] = str(save_frame(frame, folder, names[place], ignored[place]))

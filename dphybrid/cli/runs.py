@@ -85,8 +85,6 @@ def _remove(names: list[str], older_than: float | None, sure: bool) -> int:
 
     if not names and older_than is None:
         raise UserError("runs remove: name the runs, or give --older-than DAYS")
-    if older_than is not None and older_than < 0:
-        raise UserError(f"--older-than {older_than:g}: give days, 0 or more")
     settings = load_settings()
     removal = plan_removal(settings, names, older_than)
     for name, why in removal.kept.items():

@@ -72,8 +72,8 @@ def _new_name() -> str:
 def _grid(text: str) -> dict[str, Any]:
     try:
         grid = json.loads(text)
-    except ValueError as error:
-        raise UserError(f"--grid {text}: not valid JSON ({error}); write {_EXAMPLE}") from error
+    except (ValueError, RecursionError) as error:  # brackets by the thousand
+        raise UserError(f"--grid {text[:200]}: not valid JSON ({error}); write {_EXAMPLE}") from error
     if not isinstance(grid, dict):
         raise UserError(f"--grid {text}: not a JSON object; write {_EXAMPLE}")
     return grid

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dotenv import dotenv_values
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, PrivateAttr, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError, plain_words
-from dphybrid.util.files import given_path, read_own_text
+from dphybrid.util.files import given_path, keep_private, read_own_text
 from dphybrid.util.hours import parse_training_hours
 
 _PREFIX = "DPHYBRID_"
@@ -30,15 +30,21 @@ _NAMING_CODE = ("nvml", "factory_packages")
 folder, or unpacking it, must not be enough to run its code."""
 
 
+ENV_FILE = "DPHYBRID_ENV_FILE"
+"""Variable with the path of the file that is read instead of the working folder's `.env`: a worker's runs
+read that of the worker, wherever they work."""
+_PATHS = ("data_dir", "lease_dir")
+
+
 class _EnvFile(PydanticBaseSettingsSource):
     """The settings in the working folder's `.env`, if it is a file of the user's or root's that nobody else
-    may write. notes: why lines, or all of them, are left out."""
+    may write. Paths in it are relative to its folder. notes: why lines, or all of them, are left out."""
 
     def __init__(self, settings_cls: type[BaseSettings]) -> None:
         super().__init__(settings_cls)
         self.values: dict[str, str | None] = {}
         self.notes: list[str] = []
-        file = Path(".env")
+        file = env_file()
         # Some people have a folder of this name, with a virtual environment in it.
         if file.is_dir() or not os.path.lexists(file):
             return
@@ -56,6 +62,8 @@ class _EnvFile(PydanticBaseSettingsSource):
                     f"{file.absolute()}: {name.upper()} is ignored, because it names code to import; set it "
                     "in the environment"
                 )
+            elif setting in _PATHS and value and value[0] != "~":
+                self.values[setting] = str(file.absolute().parent / value)
             else:
                 self.values[setting] = value
 
@@ -64,6 +72,11 @@ class _EnvFile(PydanticBaseSettingsSource):
 
     def __call__(self) -> dict[str, Any]:
         return {name: text for name, text in self.values.items() if text is not None}
+
+
+def env_file() -> Path:
+    """Return the path of the file with settings, which need not exist."""
+    return Path(os.environ.get(ENV_FILE) or ".env")
 
 
 class Settings(BaseSettings):
@@ -80,6 +93,8 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Read the arguments, then the environment, then `.env`."""
         return named["init_settings"], named["env_settings"], _EnvFile(settings_cls)
+
+    _of_env_file: bool = PrivateAttr(default=False)
 
     data_dir: Path = Path("~/.dphybrid")
     """Folder for prepared data, checkpoints and the default MLflow store."""
@@ -146,7 +161,9 @@ class Settings(BaseSettings):
     @field_validator("data_dir")
     @classmethod
     def _absolute(cls, value: Path) -> Path:
-        return given_path(str(value), "data_dir").absolute()
+        path = given_path(str(value), "data_dir").absolute()
+        keep_private(path)
+        return path
 
     @field_validator("devices")
     @classmethod
@@ -156,8 +173,9 @@ class Settings(BaseSettings):
     @field_validator("profile")
     @classmethod
     def _steps(cls, value: str | None) -> str | None:
-        # None, the default, profiles nothing; "1-1" only takes it through the check below.
-        first, dash, last = (value or "1-1").partition("-")
+        if not value:  # an empty variable counts as unset
+            return None
+        first, dash, last = value.partition("-")
         if not (first.isdigit() and (last.isdigit() or not dash) and 1 <= int(first) <= int(last or first)):
             raise ValueError("give steps as FIRST-LAST, counted from 1, such as 20-24")
         return value
@@ -176,6 +194,18 @@ class Settings(BaseSettings):
         # Parsed only to check it; a Settings object keeps the text.
         parse_training_hours(value)
         return value
+
+    def model_post_init(self, _: object) -> None:
+        """Note whether `.env` chose the data folder."""
+        named = _EnvFile(type(self)).values.get("data_dir")
+        if named is not None and f"{_PREFIX}DATA_DIR" not in map(str.upper, os.environ):
+            self._of_env_file = given_path(named, "data_dir").absolute() == self.data_dir
+
+    @property
+    def trusts_data_dir(self) -> bool:
+        """Whether pages in the data folder may name code of any package: not if a `.env` chose the folder, as
+        both may have been unpacked together."""
+        return not self._of_env_file
 
     @property
     def mlflow_uri(self) -> str | None:
@@ -211,18 +241,18 @@ class Settings(BaseSettings):
         return self.data_dir / "champions"
 
 
-def load_settings() -> Settings:
-    """Read the settings. Raises UserError that names the wrong variable."""
+def load_settings(**given: object) -> Settings:
+    """Read the settings. given: values that override them. Raises UserError that names the wrong variable."""
     # Not cached: a command may set variables between two calls.
     try:
-        settings = Settings()
+        settings = Settings.model_validate(given)
     except ValidationError as error:
         lines = [
             f"{_PREFIX}{str(e['loc'][0]).upper()} = {e['input']!r}: {plain_words(e)}" for e in error.errors()
         ]
         raise UserError("\n".join(lines)) from error
     except UnicodeDecodeError as error:
-        place = Path(".env").absolute()
+        place = env_file().absolute()
         raise UserError(f"{place}: is not UTF-8 text ({error}); save it as UTF-8") from error
     except OSError as error:
         raise UserError(

@@ -37,7 +37,7 @@ from dphybrid.training.loop import validation_outputs
 from dphybrid.training.metrics import Task
 from dphybrid.util.digests import file_digest
 from dphybrid.util.errors import UserError, counted
-from dphybrid.util.files import clear_leftovers, making
+from dphybrid.util.files import clear_leftovers, make_folder, making
 from dphybrid.util.locks import locked
 
 MIN_GAIN_TAG = "dphybrid.min_gain"
@@ -292,7 +292,7 @@ def kept_checkpoint(version: Version, registry: Registry, settings: Settings) ->
         page = kept / "state.json"
         if page.is_file() and file_digest(page) == file_digest(found / "state.json"):
             return kept
-    copy.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(copy.parent)
     with locked(copy.with_name(f".{copy.name}.lock")):
         if not (copy / "state.json").is_file():  # otherwise another process has just made the copy
             clear_leftovers(copy.parent, copy.name)

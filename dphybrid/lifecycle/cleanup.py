@@ -6,6 +6,7 @@ Runs stay while they are running, while records of them wait, and if a registere
 them, or a rollback would.
 """
 
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.files import remove_folder
 from dphybrid.util.locks import FileLock, is_held
 
+_MOST_DAYS = 36_500
 _FRESH_S = 3600.0
 """Prepared data, frames and copies of champions stay for this long after their last use, and as long as a run
 may wait for GPUs: a run that begins may have chosen them, and has no page yet."""
@@ -55,18 +57,24 @@ def size_of(paths: Iterable[Path]) -> int:
 
 
 def row_of(run: Run) -> dict[str, object]:
-    """Return what a list of runs shows of a run."""
-    page = run.folder / "report.json"
-    metrics = Report.read(page).metrics if page.is_file() else {}
-    name, value = next(iter(metrics.items()), ("", ""))
+    """Return what a list of runs shows of a run; of one whose files cannot be read, the reason."""
+    try:
+        page = run.folder / "report.json"
+        metrics = Report.read(page).metrics if page.is_file() else {}
+        name, value = next(iter(metrics.items()), ("", ""))
+        metric, status = f"{name} {value:.4f}" if name else "", run.status
+        size = round(size_of([run.folder]) / 2**20, 1)
+    except (UserError, OSError) as error:
+        print(f"Note: {run.folder.name}: {error}", file=sys.stderr, flush=True)
+        metric, status, size = "", "unreadable", 0.0
     return {
         "run": run.folder.name,
         "recipe": run.page.recipe,
-        "status": run.status,
+        "status": status,
         "created": run.page.created[:10],
-        "metric": f"{name} {value:.4f}" if name else "",
-        "registered": run.config.checkpoint.register_as or "",
-        "MiB": round(size_of([run.folder]) / 2**20, 1),
+        "metric": metric,
+        "registered": run.page.config["checkpoint"]["register_as"] or "",
+        "MiB": size,
     }
 
 
@@ -82,8 +90,11 @@ def plan_removal(
     with data that no run has used since.
 
     A run stays if MLflow, which knows the champions, cannot be asked about it where its record says that it
-    is. Raises UserError for a name that no run has.
+    is. Raises UserError for a name that no run has, and for days below 0 or
+    beyond a century.
     """
+    if older_than_days is not None and not 0 <= older_than_days <= _MOST_DAYS:
+        raise UserError(f"older than {older_than_days:g} days: give days, from 0 to {_MOST_DAYS}")
     runs = all_runs(settings)
     known = {run.folder.name: run for run in runs}
     if unknown := [name for name in names if name not in known]:

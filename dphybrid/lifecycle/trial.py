@@ -110,7 +110,7 @@ def trial_of(recipe: str | ExperimentConfig) -> Iterator[Trial]:
     make_folder(settings.runs_dir)
     with scratch_folder(settings.runs_dir, ".check-") as folder:
         apart = {"data_dir": folder, "tracking_uri": "none", "table_storage": "memory"}
-        yield Trial(config, settings.model_copy(update=apart))
+        yield Trial(config, load_settings(**{**settings.model_dump(), **apart}))
 
 
 def prepare(trial: Trial) -> str:

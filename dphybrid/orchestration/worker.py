@@ -31,7 +31,7 @@ from prefect.settings import (
 from prefect.states import Failed
 from prefect.workers.process import ProcessWorker, ProcessWorkerResult
 
-from dphybrid.config.settings import Settings, load_settings
+from dphybrid.config.settings import ENV_FILE, Settings, env_file, load_settings
 from dphybrid.gpus.inventory import Inventory
 from dphybrid.gpus.waiting import free_now
 from dphybrid.orchestration.queueing import (
@@ -317,6 +317,8 @@ def run(pool: str, name: str, limit: int, queues: Sequence[str] | None, wait: bo
             )
         # With 9 retries, a finished run can still report its state after an outage of a quarter of an hour.
         os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "9")
+        # The runs work in folders of their own.
+        os.environ[ENV_FILE] = str(env_file().absolute())
         settings = load_settings()
         free_now(Inventory(settings.nvml), settings)  # or the lease folder's fault would end the worker later
         wanted = list(queues or [name, *SHARED_QUEUES])

@@ -44,6 +44,7 @@ _ELSEWHERE = {
     "gradient_clip_val": "clip_norm",
 }
 """Names of fields in other libraries -> the name here."""
+_UNPACKED = "its data folder was chosen by a .env, not by DPHYBRID_DATA_DIR in the environment"
 _CODE_FIELDS = ("recipe", "model.factory", "train.callbacks")
 """Fields of a config that name code as package.module:NAME."""
 
@@ -200,7 +201,10 @@ def stored_config(
 
 
 def written_here(page: Path, settings: Settings) -> bool:
-    """Return whether this user's runs wrote a page here, or recorded it in the embedded MLflow store."""
+    """Return whether this user's runs wrote a page here, or recorded it in the embedded MLflow store, in a
+    data folder that the user chose."""
+    if not settings.trusts_data_dir:
+        return False
     # Follow links first: one in the user's own folder may lead to somebody else's page.
     place, roots = page.resolve(), (settings.runs_dir, settings.mlflow_dir)
     return any(place.is_relative_to(root.resolve()) for root in roots) and place.stat().st_uid == os.getuid()
@@ -221,7 +225,8 @@ def _check_code(
     for field in _CODE_FIELDS:
         for path in _named(config, field):
             if path not in chosen:
-                where = f"{page}: none of your own runs wrote it; {field}"
+                why = "none of your own runs wrote it" if settings.trusts_data_dir else _UNPACKED
+                where = f"{page}: {why}; {field}"
                 check_import(path, where, settings.factory_packages)
 
 

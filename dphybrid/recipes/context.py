@@ -12,6 +12,7 @@ from dphybrid.data.batches import Dataset
 from dphybrid.embedding import HostEmbedding
 from dphybrid.parallel import Devices
 from dphybrid.util.errors import UserError, suggestion
+from dphybrid.util.files import make_folder
 
 Options = TypeVar("Options", bound=ModelConfig)
 
@@ -48,7 +49,7 @@ class ModelContext(Generic[Options]):
     ) -> "ModelContext[Any]":
         """Return the context of an experiment. table_folder: created if it does not exist."""
         if table_folder is not None:
-            table_folder.mkdir(parents=True, exist_ok=True)
+            make_folder(table_folder)
         dtype, seed = config.table.dtype, config.train.seed
         return ModelContext(devices, info, config.model, seed, dtype, table_folder, rows, config.data)
 

@@ -128,7 +128,7 @@ def all_runs(settings: Settings) -> list[Run]:
     for path in settings.runs_dir.glob("*/run.json"):
         try:
             runs.append(read_run(path.parent, settings))
-        except UserError as error:
+        except (UserError, OSError) as error:
             print(f"Note: left out a run: {error}", file=sys.stderr, flush=True)
     # By number: the clock may have been set back. Runs of earlier versions have none, and come first.
     return sorted(runs, key=lambda run: (run.page.number, run.page.created, run.folder.name))

@@ -15,8 +15,7 @@ def prepare(
     """Prepare the data, or reuse prepared data; print what it holds. Return it, and the config with the
     values that depend on it. Raises UserError for data that cannot be used."""
     with naming(settings.data_dir):
-        # Only its owner can read the data, runs and records. An existing folder keeps its mode.
-        make_folder(settings.data_dir, mode=0o700)
+        make_folder(settings.data_dir)
     with preparation_progress() as progress:
         data = recipe.prepare(config.data, settings.prepared_dir, config.train.seed, progress)
     print(f"{'Reusing prepared data' if data.reused else 'Prepared data'}: {data.path}", flush=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from dphybrid.tracking.record import RecordFile
 from dphybrid.tracking.tracker import EMBEDDED, FILES, Server, Tracker, embedded_uri
 from dphybrid.util.errors import UserError
-from dphybrid.util.files import scratch_folder
+from dphybrid.util.files import make_folder, scratch_folder
 from dphybrid.util.importing import kept_from_gc
 from dphybrid.util.locks import locked
 from dphybrid.util.text import shown_address, without_credentials, without_secrets_of
@@ -223,7 +223,7 @@ def make_database(uri: str, store: Path) -> None:
     from sqlalchemy.engine import make_url
     from sqlalchemy.exc import DBAPIError
 
-    store.mkdir(parents=True, exist_ok=True)
+    make_folder(store)
     url = make_url(uri)
     own = uri == embedded_uri(store)
     file = store / "mlflow.db" if own else Path(url.database or "")

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, ClassVar, Protocol
 
 import torch
 from pydantic import Field
@@ -33,7 +33,7 @@ from dphybrid.training.tensor_file import (
 from dphybrid.util.digests import own_files, verify_files
 from dphybrid.util.errors import UserError
 from dphybrid.util.memory import is_out_of_memory
-from dphybrid.util.pages import Page
+from dphybrid.util.pages import LaterVersion, Page
 
 # Raise it with each change of what the files hold: an older checkpoint is then refused instead of misread.
 _FORMAT = 4
@@ -128,6 +128,9 @@ class CheckpointState(Page):
     run's record continues without a gap. crc32: checksums of the tensor files, by their name in the
     folder. sha256: checksums of the other files.
     """
+
+    VERSION: ClassVar[int] = _FORMAT
+    COUNTER: ClassVar[str] = "format"
 
     format: int = _FORMAT
     since_full: int = 0
@@ -233,6 +236,8 @@ def newest_whole_checkpoint(folder: Path) -> Path | None:
     for path in reversed(complete_checkpoints(folder)):
         try:
             verify_checkpoint(path)
+        except LaterVersion:
+            raise
         except UserError as error:
             damaged[path] = error
             continue

@@ -217,13 +217,20 @@ def making(final: Path, replace: bool = False) -> Iterator[Path]:
     shutil.rmtree(before, ignore_errors=True)
 
 
-def make_folder(folder: Path, mode: int = 0o777) -> None:
-    """Make a folder and its missing parents, durably. An existing folder is left as it is. mode: permissions
-    of the folder itself."""
+_PRIVATE = set[Path]()
+
+
+def keep_private(folder: Path) -> None:
+    """Let only its owner enter `folder`, whoever makes it later. An existing one keeps its permissions."""
+    _PRIVATE.add(folder)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and its missing parents, durably. An existing folder is left as it is."""
     # Parents one by one: `mkdir(parents=True)` would leave their directory entries unsynced.
     if not folder.is_dir():
         make_folder(folder.parent)
-        folder.mkdir(mode, exist_ok=True)
+        folder.mkdir(0o700 if folder in _PRIVATE else 0o777, exist_ok=True)
         sync(folder.parent)
 
 
@@ -256,7 +263,7 @@ def scratch_folder(parent: Path, prefix: str) -> Iterator[Path]:
     """
     try:
         with naming(parent):
-            make_folder(parent, mode=0o700)
+            make_folder(parent)
         # With the machine's name: in a shared folder, other machines' processes may be alive.
         prefix = f"{prefix}{platform.node()}-"
         for left in parent.glob(f"{glob.escape(prefix)}*"):

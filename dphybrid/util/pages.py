@@ -18,11 +18,17 @@ _HERE = "$HERE/"
 """What a path relative to the page's folder begins with."""
 
 
+class LaterVersion(UserError):
+    """A page that a later version of dphybrid wrote: it is not damaged."""
+
+
 class Page(BaseModel):
-    """A file whose values are the fields of a subclass. DEPTH: how many folders above its own the data folder
-    is; 0 for a page without paths, or one that may be elsewhere."""
+    """A file whose values are the fields of a subclass. VERSION: of the class, in the field COUNTER. DEPTH:
+    how many folders above its own the data folder is; 0 for a page without paths, or one that may be
+    elsewhere."""
 
     VERSION: ClassVar[int] = 1
+    COUNTER: ClassVar[str] = "version"
     DEPTH: ClassVar[int] = 0
     # Metrics may be NaN or infinite, which standard JSON cannot represent: write Python's constants.
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
@@ -31,14 +37,14 @@ class Page(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a page. Raises UserError if it is missing, damaged, or of a later version."""
+        """Read a page. Raises UserError if it is missing or damaged, and LaterVersion."""
         values = read_json(path)
         if not isinstance(values, dict) or values.pop(_SUM, None) != value_digest(values):
             raise UserError(f"{path}: is damaged or was changed by hand (its values do not have its {_SUM})")
         # Before the fields, so that the message names the version and not a field that it has changed.
-        if isinstance(version := values.get("version", 1), int) and version > cls.VERSION:
-            later = f"has version {version}, this dphybrid reads up to {cls.VERSION}"
-            raise UserError(f"{path}: {later}; update dphybrid")
+        if isinstance(version := values.get(cls.COUNTER, 1), int) and version > cls.VERSION:
+            later = f"has {cls.COUNTER} {version}, this dphybrid reads up to {cls.VERSION}"
+            raise LaterVersion(f"{path}: {later}; update dphybrid")
         here = os.path.abspath(path.parent)
 
         def found(text: str) -> str:

@@ -138,7 +138,10 @@ def test_wrong_words_are_told(data_dir: Path) -> None:
     for words, told in (
         (["remove"], "name the runs, or give --older-than DAYS"),
         (["remove", "mime"], "mime: there is no such run; did you mean 'mine'"),
-        (["remove", "--older-than", "-1"], "--older-than -1: give days, 0 or more"),
+        *(
+            (["remove", "--older-than", days], f"older than {days} days: give days, from 0 to 36500")
+            for days in ("-1", "nan", "inf", "1e+09")
+        ),
         (["show"], "runs show: name the runs"),
         (["list", "mine"], "takes no names"),
         (["list", "--yes"], "only for `dphybrid runs remove`"),
