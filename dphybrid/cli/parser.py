@@ -11,6 +11,7 @@ import signal
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
+from tempfile import gettempdir
 from types import ModuleType
 from typing import Any, ClassVar, NoReturn, cast
 
@@ -22,7 +23,7 @@ from dphybrid.config import nest
 from dphybrid.config.settings import load_settings, notes_on_settings
 from dphybrid.recipes.registry import recipe_names
 from dphybrid.util.errors import UserError, plain_words, suggestion
-from dphybrid.util.files import disk_text
+from dphybrid.util.files import clear_scratch, disk_text
 from dphybrid.util.importing import missing_extra
 from dphybrid.util.terminal import guarded_output, tell
 from dphybrid.util.text import masked, printable
@@ -224,6 +225,7 @@ def run_cli(function: Callable[[], int | None]) -> int:
     try:
         with guarded_output():
             try:
+                clear_scratch(Path(gettempdir()))
                 _check_working_folder()
                 for note in notes_on_settings():
                     tell(f"Note: {note}")

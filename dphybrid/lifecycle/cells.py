@@ -89,20 +89,24 @@ def run_cell(
     # Append: keep the output of earlier attempts.
     with log.open("ab") as stream:
         child = subprocess.Popen(argv, stdout=stream, stderr=stream)
-        _wait(child, lambda: stop.pending or enough())
+        asked = _wait(child, lambda: stop.pending or enough())
     if code := child.returncode:
         # The last lines are the cell's error message, or the end of its traceback.
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         text = f"{cell.name} ended with {code}: {' | '.join(lines[-3:])} ({log})"
-        # 2 is the exit code for wrong values: another attempt would fail in the same way.
-        raise CellFailed(text, final=code == 2 or stop.pending)
+        # 2 is the exit code for wrong values: another attempt would fail in the same way. One that was asked
+        # to end, by a signal or because the search has pruned it, has not failed.
+        raise CellFailed(text, final=code == 2 or asked)
     return Report.read(report)
 
 
-def _wait(child: "subprocess.Popen[bytes]", ends: Callable[[], bool]) -> None:
-    """Wait for a process. When `ends` returns True, ask it to stop; kill it if it does not stop in time."""
-    while child.poll() is None and not ends():
-        time.sleep(0.2)
+def _wait(child: "subprocess.Popen[bytes]", ends: Callable[[], bool]) -> bool:
+    """Wait for a process. When `ends` returns True, ask it to stop; kill it if it does not stop in time.
+    Return whether it was asked."""
+    asked = False
+    while child.poll() is None and not asked:
+        asked = ends()
+        time.sleep(0 if asked else 0.2)
     if child.poll() is None:
         child.terminate()
     try:
@@ -110,6 +114,7 @@ def _wait(child: "subprocess.Popen[bytes]", ends: Callable[[], bool]) -> None:
     except subprocess.TimeoutExpired:
         child.kill()
         child.wait()
+    return asked
 
 
 def in_mlflow(results: Sequence[Result]) -> list[str]:

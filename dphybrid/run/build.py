@@ -252,7 +252,11 @@ def _environment_tags() -> dict[str, str]:
     tags |= {"host.name": platform.node(), "host.cpus": str(os.cpu_count())}
     if torch.cuda.is_available():
         tags["host.gpus"] = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    package = Path(__file__).parents[1]
     try:
+        # An installed package may lie in somebody else's repository, as that of its virtual environment.
+        if Path(_git("rev-parse", "--show-toplevel")) != package.parent:
+            return tags
         commit, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain")
     except (OSError, subprocess.SubprocessError):
         return tags  # installed without its repository

@@ -91,20 +91,26 @@ class Run:
 def named_run(settings: Settings, which: str, recipe: str) -> Run:
     """Return the newest run of a recipe ("latest"), or the run with a name or MLflow id. Raises UserError if
     there is none."""
-    # By name, read no other run's page: `all_runs` would print a note about each damaged one.
-    folder, newest = settings.runs_dir / which, which == "latest"
-    if folder.name == which and not newest and (folder / "run.json").is_file():
-        return read_run(folder, settings)
-    runs = all_runs(settings)
-    # `which and`: "", an unset variable of a script, is the id of every run that is not recorded.
-    found = [
-        run for run in runs if (run.page.recipe == recipe if newest else which and run.page.run_id == which)
-    ]
-    if not found:
-        known = suggestion(which, [run.folder.name for run in runs] or ["none yet"])
-        what = f"recipe {recipe} has no run" if newest else "there is no such run"
+    if which != "latest":
+        found = find_run(settings, which)
+    else:
+        found = next((run for run in reversed(all_runs(settings)) if run.page.recipe == recipe), None)
+    if found is None:
+        known = suggestion(which, [run.folder.name for run in all_runs(settings)] or ["none yet"])
+        what = f"recipe {recipe} has no run" if which == "latest" else "there is no such run"
         raise UserError(f"--resume {which}: {what} in {settings.runs_dir}{known}")
-    return found[-1]
+    return found
+
+
+def find_run(settings: Settings, which: str) -> Run | None:
+    """Return the run of the data folder with a name or MLflow id, or None. An empty name names no run."""
+    # By name, read no other run's page: `all_runs` would print a note about each damaged one.
+    folder = settings.runs_dir / which
+    if folder.name == which and (folder / "run.json").is_file():
+        return read_run(folder, settings)
+    # `which and`: "", an unset variable of a script, is the id of every run that is not recorded.
+    found = [run for run in (all_runs(settings) if which else ()) if run.page.run_id == which]
+    return found[-1] if found else None
 
 
 def changed_values(before: dict[str, Any], config: ExperimentConfig) -> dict[str, str]:

@@ -11,7 +11,7 @@ from dphybrid.parallel import resolve_devices
 from dphybrid.recipes.configs import stored_config, written_here
 from dphybrid.recipes.context import ModelContext
 from dphybrid.recipes.registry import find_recipe
-from dphybrid.run.folder import all_runs, read_run
+from dphybrid.run.folder import all_runs, find_run, read_run
 from dphybrid.run.pages import ResultPage
 from dphybrid.tracking.loader import checkpoint_folder
 from dphybrid.tracking.opening import store_to_read
@@ -63,17 +63,15 @@ def find_checkpoint(which: str, settings: Settings) -> Path:
     if which.startswith("models:/"):
         return checkpoint_folder(which, store_to_read(settings.mlflow_uri, settings.mlflow_dir))
     folder = given_path(which, "run or checkpoint")
-    if (folder / "state.json").is_file():
+    if which and (folder / "state.json").is_file():
         return folder
     # A path from the current folder wins over a run of the same name, as in other programs.
-    places = [place for place in (folder, settings.runs_dir / which) if (place / "run.json").is_file()]
-    runs = [] if places else all_runs(settings)
-    named = [read_run(place, settings) for place in places]
-    named += [run for run in runs if run.page.run_id == which]
-    if not named:
+    there = which and (folder / "run.json").is_file()
+    run = read_run(folder, settings) if there else find_run(settings, which)
+    if run is None:
+        names = [run.folder.name for run in all_runs(settings)]
         what = "no run, checkpoint folder or models:/ address of that name"
-        raise UserError(f"{which}: {what}{suggestion(which, [run.folder.name for run in runs])}")
-    run = named[0]
+        raise UserError(f"{which or repr(which)}: {what}{suggestion(which, names)}")
     if not (run.folder / "result.json").is_file():
         raise UserError(
             f"{which}: the training of run {run.folder.name} has not ended; wait for it, continue it with "

@@ -123,6 +123,8 @@ def own_files(folder: Path, remedy: str) -> list[str]:
                 found.append(entry.relative_to(folder).as_posix())
     except OSError as error:
         raise UserError(f"{error.filename or folder}: cannot be read ({error.strerror}); {remedy}") from error
+    except ValueError as error:  # a NUL in the folder's name
+        raise UserError(f"{str(folder)!r}: cannot be looked up ({error}); {remedy}") from error
     return found
 
 

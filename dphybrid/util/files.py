@@ -15,6 +15,7 @@ import re
 import shutil
 import stat
 import threading
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
@@ -43,8 +44,12 @@ _OTHER_REMEDIES = {
     errno.EPERM: "name a folder that you may write",
 }
 _SMALL_BYTES = 2**24
-# What `temporary` gives: .NAME.KIND-PID-THREAD
-_LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<kind>partial|removed|replaced)-\d+-[0-9a-f]+")
+# What `temporary` gives: .NAME.KIND-PID-THREAD-MACHINE
+_LEFTOVER = re.compile(
+    r"\.(?P<name>.+)\.(?P<kind>partial|removed|replaced)-(?P<pid>\d+)-[0-9a-f]+-(?P<machine>[0-9a-f]{8})"
+)
+_SCRATCH = "dphybrid-"
+"""Begins the names of this program's scratch folders in the system's folder of temporary files."""
 
 
 def given_path(text: str, name: str) -> Path:
@@ -82,13 +87,15 @@ def no_such_file(path: str, place: str) -> UserError:
 
 
 def check_target(file: Path, what: str) -> None:
-    """Raise UserError if `file` is a folder, or its parent folder does not exist or cannot be written. what:
-    the flag and its value, as given."""
-    folder = file.absolute().parent
+    """Raise UserError if `file` is a folder, or its parent folder does not exist or cannot be written. Remove
+    what killed processes left there. what: the flag and its value, as given."""
+    folder = given_path(str(file), what.partition(" ")[0]).absolute().parent
     if file.is_dir() or not folder.is_dir():
         raise UserError(f"{what}: cannot be written there; name a file in a folder that exists")
     if not os.access(folder, os.W_OK):
         raise UserError(f"{what}: you may not write in {folder}; name a file in another folder")
+    with suppress(OSError):  # of another user
+        clear_leftovers(folder, locked=False)
 
 
 def fault_of(found: os.stat_result) -> str | None:
@@ -141,8 +148,12 @@ def _small(stream: IO[bytes], path: Path) -> bytes:
 
 
 def temporary(path: Path, kind: str = "partial") -> Path:
-    """Return a hidden path in the same folder that no other process or thread of this machine uses."""
-    return path.with_name(f".{path.name}.{kind}-{os.getpid()}-{threading.get_ident():x}")
+    """Return a hidden path in the same folder that no other process or thread uses."""
+    return path.with_name(f".{path.name}.{kind}-{os.getpid()}-{threading.get_ident():x}-{_machine()}")
+
+
+def _machine() -> str:
+    return f"{zlib.crc32(platform.node().encode()):08x}"
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -264,27 +275,37 @@ def scratch_folder(parent: Path, prefix: str) -> Iterator[Path]:
     try:
         with naming(parent):
             make_folder(parent)
+        clear_scratch(parent, prefix)
         # With the machine's name: in a shared folder, other machines' processes may be alive.
-        prefix = f"{prefix}{platform.node()}-"
-        for left in parent.glob(f"{glob.escape(prefix)}*"):
-            pid = left.name.removeprefix(prefix).partition("-")[0]
-            if pid.isdigit() and not Path("/proc", pid).exists():
-                shutil.rmtree(left, ignore_errors=True)
-        folder = TemporaryDirectory(prefix=f"{prefix}{os.getpid()}-", dir=parent, ignore_cleanup_errors=True)
+        prefix = f"{prefix}{platform.node()}-{os.getpid()}-"
+        folder = TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True)
     except OSError as error:
         raise UserError(f"{disk_text(error)}; or set DPHYBRID_DATA_DIR to another folder") from error
     with folder as name:
         yield Path(name).resolve()
 
 
-def clear_leftovers(folder: Path, name: str | None = None) -> None:
+def clear_scratch(parent: Path, prefix: str = _SCRATCH) -> None:
+    """Remove the scratch folders in `parent` that killed processes of this machine left. prefix: start of
+    their names."""
+    node = f"{platform.node()}-"
+    for left in parent.glob(f"{glob.escape(prefix)}*{glob.escape(node)}*"):
+        pid = left.name.rpartition(node)[2].partition("-")[0]
+        if pid.isdigit() and not Path("/proc", pid).exists():
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def clear_leftovers(folder: Path, name: str | None = None, locked: bool = True) -> None:
     """Remove temporary files and folders that killed processes left in `folder`, and restore a folder whose
-    replacement was interrupted. name: only those of this file or folder. The caller must hold the lock of
-    what is written there, so that no process is still writing.
+    replacement was interrupted. name: only those of this file or folder. locked: the caller holds the lock of
+    what is written there, so that no process is still writing; if not, only what processes of this machine
+    left that no longer exist.
     """
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         match = _LEFTOVER.fullmatch(path.name)
         if match is None or name not in (None, match["name"]):
+            continue
+        if not locked and (match["machine"] != _machine() or Path("/proc", match["pid"]).exists()):
             continue
         with naming(path):
             if match["kind"] == "replaced" and not path.with_name(match["name"]).exists():

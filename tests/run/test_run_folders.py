@@ -66,6 +66,9 @@ def test_an_empty_name_resumes_no_run(data_dir: Path) -> None:
     command("train", "--recipe", "toy", "--run-name", "one", "--tracking", "none")
     told = command("train", "--recipe", "toy", "--tracking", "none", "--resume", "", ends=2)
     assert "--resume : there is no such run" in told
+    for name in ("", " "):
+        with refused("no run, checkpoint folder or models:/ address of that name"):
+            find_checkpoint(name, load_settings())
 
 
 def test_the_latest_run_is_the_last_one_whatever_the_clock_said(

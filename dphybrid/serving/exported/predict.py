@@ -80,9 +80,12 @@ class Encoder:
         schema = frame.schema  # made anew by each access
         if missing := [name for name in names if name not in schema]:
             raise ValueError(f"the rows have no column {missing[0]!r}; columns: {', '.join(schema)}")
-        for name in names:
-            if is_odd(schema[name]):
-                raise ValueError(f"column {name!r} holds {schema[name]}; write it as text")
+        for column in self.columns:
+            name, kind = column["name"], schema[column["name"]]
+            if is_odd(kind):
+                raise ValueError(f"column {name!r} holds {kind}; write it as text")
+            if kind.is_nested() and column["role"] not in _GROUPS[-1]:
+                raise ValueError(f"column {name!r} holds {kind}; write one value in each row")
         dense: list[np.ndarray] = []
         ids: list[np.ndarray] = []
         bags: list[np.ndarray] = []
