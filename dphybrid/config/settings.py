@@ -165,6 +165,13 @@ class Settings(BaseSettings):
         keep_private(path)
         return path
 
+    @field_validator("tracking_uri")
+    @classmethod
+    def _address(cls, value: str | None) -> str | None:
+        if value and not value.isprintable():
+            raise ValueError("has a character that no address has; correct it")
+        return value
+
     @field_validator("devices")
     @classmethod
     def _parse(cls, value: str) -> str:

@@ -112,8 +112,9 @@ def own_files(folder: Path, remedy: str) -> list[str]:
     """Return the names of all files in `folder` and below, except hidden ones. Opens nothing. Raises
     UserError unless everything there is a regular file or a folder: opening a pipe or a device may wait
     forever, and a link may lead to somebody's file."""
-    links, found = folder.resolve() in _LINKED, list[str]()
+    found = list[str]()
     try:
+        links = folder.resolve() in _LINKED
         for entry in sorted(folder.rglob("*")):
             mode = (entry.stat() if links else entry.lstat()).st_mode
             if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):

@@ -289,7 +289,7 @@ def test_a_challenger_that_is_registered_later_is_decided_by_sync(
     shop._register(run, "late")
     shop._register(shop.trained[FAIR, run_of_first], "late")  # its record comes once more
     challenger = shop.registry._client.get_model_version_by_alias("late", "challenger")
-    assert (challenger.version, challenger.run_id) == ("3", run.page.run_id)
+    assert (str(challenger.version), challenger.run_id) == ("3", run.page.run_id)
     ((waiting, decision),) = decide_waiting(shop.settings, "late")
     assert waiting.folder == run.folder
     assert isinstance(decision, Decision)

@@ -9,6 +9,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 import dphybrid
+from dphybrid.cli.main import main
 from dphybrid.config.settings import load_settings
 from dphybrid.lifecycle.cleanup import plan_removal
 from dphybrid.run.folder import all_runs, running
@@ -168,3 +169,21 @@ def test_a_run_whose_server_cannot_be_asked_stays(rows: None, data_dir: Path) ->
     record.write_bytes(b"x" + whole.splitlines(keepends=True)[0])
     assert "no other line says where MLflow has the run" in command("runs", "remove", "mine", "--yes")
     assert record.is_file()
+
+
+@pytest.mark.usefixtures("unrecorded")
+def test_one_run_that_cannot_be_read_hides_no_other(
+    data_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("one", "two", "three"):
+        run_with("recipe=toy", "devices=cpu", run_name=name)
+    (data_dir / "runs" / "one" / "report.json").write_text("{")
+    (data_dir / "runs" / "two" / "run.json").write_text("[")
+    assert main(["runs"]) == 0
+    told = capsys.readouterr()
+    assert [line.split()[:3] for line in told.out.splitlines()[-2:]] == [
+        ["one", "toy", "unreadable"],
+        ["three", "toy", "finished"],
+    ]
+    assert "one/report.json: is damaged" in told.err
+    assert "left out a run: " in told.err

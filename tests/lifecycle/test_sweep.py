@@ -12,9 +12,9 @@ import pytest
 from dphybrid.cli.sweep import _new_name
 from dphybrid.config.settings import load_settings
 from dphybrid.lifecycle import sweep as sweeping
-from dphybrid.lifecycle.cells import Cell, CellFailed, Result, failures
+from dphybrid.lifecycle.cells import Cell, CellFailed, Result, failures, run_cell
 from dphybrid.lifecycle.sweep import Sweep, run_sweep
-from dphybrid.recipes.configs import load_config
+from dphybrid.recipes.configs import build_config, load_config
 from dphybrid.run.pages import Report
 from dphybrid.util.stop import StopRequest
 from tests.refusing import refused
@@ -199,3 +199,10 @@ def test_what_a_field_does_not_allow_is_refused(sweeps: Sweeps) -> None:
 def test_sweeps_that_begin_in_the_same_second_have_names_of_their_own() -> None:
     names = [_new_name() for _ in range(8)]
     assert len(set(names)) == len(names)
+
+
+def test_a_pruned_run_is_not_tried_again(data_dir: Path, tmp_path: Path) -> None:
+    cell = Cell(name="c", values={}, config=build_config({"recipe": "toy"}))
+    with pytest.raises(CellFailed) as failure:
+        run_cell(cell, tmp_path, load_settings(), {}, StopRequest(), enough=lambda: True)
+    assert failure.value.final

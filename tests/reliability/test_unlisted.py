@@ -3,6 +3,7 @@ into a registered model, and damaged lines of a sweep's journal."""
 
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,8 @@ from dphybrid.config.settings import load_settings
 from dphybrid.serving.load import find_checkpoint
 from dphybrid.training.checkpoint import verify_checkpoint
 from dphybrid.training.tensor_file import read_tensors, write_tensors
-from tests.commands import command, run_with
+from dphybrid.util.files import clear_scratch, temporary
+from tests.commands import command, python, run_with
 from tests.refusing import refused
 
 
@@ -106,3 +108,25 @@ def test_a_damaged_line_of_a_sweeps_journal_is_told(data_dir: Path) -> None:
         damaged = lines[number].replace(b":", b";", 1)
         journal.write_bytes(b"".join([*lines[:number], damaged, *lines[number + 1 :]]))
         assert f"study.journal: line {number + 1} is damaged, so the sweep" in command(*sweep, ends=2)
+
+
+def test_what_killed_programs_left_goes_with_the_next_command(data_dir: Path, tmp_path: Path) -> None:
+    trained("run")
+    frame().write_csv("rows.csv")
+    killed = (
+        "import os, signal; from pathlib import Path\n"
+        "from dphybrid.util.files import making, scratch_folder, temporary\n"
+        "temporary(Path('out.csv').absolute()).touch()\n"
+        "with making(Path('exported').absolute()) as folder, scratch_folder(Path('tmp'), 'dphybrid-x-'):\n"
+        "    (folder / 'file').touch(); os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    python("-c", killed, ends=-signal.SIGKILL)
+    own = temporary(Path("alive.csv").absolute())
+    own.touch()  # of a process that lives
+    left = {path.name for path in Path().iterdir() if ".partial-" in path.name}
+    assert len(left) == 3
+    command("predict", "run", "rows.csv", "--out", "out.csv")
+    assert {path.name for path in Path().iterdir() if ".partial-" in path.name} == {own.name}
+    assert len(list(Path("tmp").iterdir())) == 1
+    clear_scratch(Path("tmp"))
+    assert list(Path("tmp").iterdir()) == []

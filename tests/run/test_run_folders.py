@@ -1,5 +1,6 @@
 """Damaged neighbours are left out, a running run is not run twice."""
 
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
@@ -12,6 +13,7 @@ from dphybrid.config.settings import load_settings
 from dphybrid.recipes.recipe import Recipe
 from dphybrid.run.folder import all_runs, find_tagged_run, named_run, next_number, running
 from dphybrid.serving.load import find_checkpoint
+from dphybrid.tracking.record import RecordFile
 from tests.commands import command, run_with
 from tests.refusing import refused
 
@@ -115,3 +117,24 @@ def test_a_misspelt_run_is_answered_with_the_nearest_one(data_dir: Path, unrecor
         find_checkpoint("secnd", load_settings())
     with refused("--resume secnd: there is no such run in .*; did you mean 'second'?"):
         named_run(load_settings(), "secnd", "")
+
+
+def test_an_installed_package_takes_no_commit_of_the_repository_around_it(
+    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = tmp_path / "work" / "venv" / "dphybrid" / "run"
+    installed.mkdir(parents=True)
+    git = ("git", "-C", str(tmp_path / "work"), "-c", "user.name=me", "-c", "user.email=me@here")
+    for words in (("init", "-q"), ("commit", "-q", "--allow-empty", "-m", "of the user")):
+        subprocess.run([*git, *words], check=True)
+    monkeypatch.setenv("DPHYBRID_TRACKING_URI", "files")
+    for place in ("installed", "checkout"):
+        if place == "installed":
+            monkeypatch.setattr("dphybrid.run.build.__file__", str(installed / "build.py"))
+        else:
+            (tmp_path / "work" / "venv").rename(tmp_path / "venv")
+            (tmp_path / "venv" / "dphybrid").rename(tmp_path / "work" / "dphybrid")
+            monkeypatch.setattr("dphybrid.run.build.__file__", str(tmp_path / "work/dphybrid/run/build.py"))
+        run_with(*TOY, run_name=place)
+        tags = [r["values"] for r in RecordFile(data_dir / "runs" / place).all() if r["op"] == "tags"]
+        assert any("mlflow.source.git.commit" in values for values in tags) == (place == "checkout")
