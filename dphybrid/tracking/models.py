@@ -345,11 +345,14 @@ class Registry:
                 self._client.set_registered_model_tag(name, own, process_name())
                 model, now = self._model(name), time.monotonic()
                 claims = {t: v for t, v in (model.tags if model else {}).items() if t.startswith(_CLAIM_TAG)}
+                alive = {tag: lives(process) for tag, process in claims.items()}
+                # None: only its own machine can say.
                 dead = {
                     tag
-                    for tag, process in claims.items()
-                    if lives(process) is False or now - seen.setdefault(tag, now) > _CLAIM_S
-                } - {own}
+                    for tag in claims.keys() - {own}
+                    if alive[tag] is False
+                    or (alive[tag] is None and now - seen.setdefault(tag, now) > _CLAIM_S)
+                }
                 for tag in dead:
                     self._client.delete_registered_model_tag(name, tag)
                 if not claims.keys() - dead - {own}:

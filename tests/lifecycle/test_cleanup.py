@@ -185,5 +185,5 @@ def test_one_run_that_cannot_be_read_hides_no_other(
         ["one", "toy", "unreadable"],
         ["three", "toy", "finished"],
     ]
-    assert "one/report.json: is damaged" in told.err
+    assert "one/report.json: cannot be read as JSON" in told.err
     assert "left out a run: " in told.err
