@@ -77,16 +77,19 @@ def tracker_of(run_folder: Path, tracking_uri: str | None, store: Path, upload_l
     """Return the tracker that continues the record of a run, at the address that the record notes; the server
     need not answer now. tracking_uri: the user's, see `noted_uri`; with "none" and "files" this process sends
     nothing. Raises UserError if the address cannot be used."""
-    found = RecordFile(run_folder)
-    there = found.destination() if found.path.is_file() else {}
-    uri: str | None = FILES
     if tracking_uri == "none":
-        uri = tracking_uri
-    elif there and tracking_uri != FILES and importlib.util.find_spec("mlflow") is not None:
+        return Tracker()
+    found, uri = RecordFile(run_folder), FILES
+    there = found.destination() if found.path.is_file() else {}
+    if there and tracking_uri != FILES and importlib.util.find_spec("mlflow") is not None:
         uri = noted_uri(there["tracking_uri"], tracking_uri, store)
-        uri = None if uri == embedded_uri(store) else uri
     tracker = open_tracker(
-        uri, "", store, runs=run_folder.parent, upload_limit=upload_limit, must_answer=False
+        None if uri == embedded_uri(store) else uri,
+        "",
+        store,
+        runs=run_folder.parent,
+        upload_limit=upload_limit,
+        must_answer=False,
     )
     tracker.attach(run_folder.name)
     return tracker

@@ -175,7 +175,10 @@ class RecordFile:
                 return record if record.get("experiment_id") else {}
             damaged |= record["op"] == DAMAGED
         if damaged:
-            raise UserError(f"{self.path}: is damaged, and no other line says where MLflow has the run")
+            raise UserError(
+                f"{self.path}: is damaged, and no other line says where MLflow has the run; restore it, or "
+                "continue the run with --tracking none"
+            )
         return {}
 
     @property

@@ -1,0 +1,94 @@
+"""Whether a run, or a process, is alive: the one place that decides it.
+
+A run is alive if the lock of its folder is held, which the kernel releases however its process ends; else if
+its process exists: its number and its start, as the kernel gives numbers again. No clock is asked.
+"""
+
+import os
+import platform
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dphybrid.util.errors import UserError
+from dphybrid.util.locks import FileLock, is_held
+
+LOCK = ".lock"
+"""The file in a run's folder that its process holds locked, from the making of the folder to the report."""
+RUNNING = "run {} is running in another process; wait for its end, or stop it first"
+_NAME = re.compile(r"(\d+):(\d+):(\d+):([0-9a-f-]+):(.+)")
+
+
+def process_name(pid: int | None = None) -> str:
+    """Return a name that no other process has, on whatever machine: `PID:START:NAMESPACE:BOOT:HOST`, without
+    spaces. pid: None for this process. Raises ProcessLookupError if it does not exist.
+
+    START is in ticks since the boot, so setting the clock does not change it.
+    """
+    pid = pid or os.getpid()
+    try:
+        started = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError as error:
+        raise ProcessLookupError(pid) from error
+    fields = started.rpartition(")")[2].split()  # a program's name may hold spaces
+    if fields[0] in "ZX":  # it has ended, and its parent has not asked for its exit code
+        raise ProcessLookupError(pid)
+    return f"{pid}:{fields[19]}:{_place()}"
+
+
+def _place() -> str:
+    """Return the process ids' namespace, this boot and the machine: where a process id means something."""
+    namespace = os.stat("/proc/self/ns/pid").st_ino
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{namespace}:{boot}:{platform.node()}"
+
+
+def lives(name: str) -> bool | None:
+    """Return whether a process that `process_name` named exists. None: it is of another machine or container,
+    which alone can say, or nobody's name."""
+    match, (namespace, boot, host) = _NAME.fullmatch(name), _place().split(":", 2)
+    if match is None or match[5] != host:
+        return None
+    if match[4] != boot:
+        return False
+    if match[3] != namespace:
+        return None
+    try:
+        return process_name(int(match[1])) == name
+    except ProcessLookupError:
+        return False
+
+
+def alive(folder: Path | None, process: str = "") -> bool:
+    """Return whether a run is alive: the lock of its folder is held, else its process exists on this machine.
+
+    folder: None for a run whose folder is not here. process: its name, as far as known.
+    """
+    return (folder is not None and is_held(folder / LOCK)) or bool(lives(process))
+
+
+@contextmanager
+def holding(folder: Path) -> Iterator[None]:
+    """Hold the lock of a run's folder during the block. Raises UserError when another process holds it."""
+    lock = FileLock(folder / LOCK)
+    with permission_explained(folder):
+        acquired = lock.acquire()
+    if not acquired:
+        raise UserError(RUNNING.format(folder.name))
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def permission_explained(folder: Path) -> Iterator[None]:
+    """Turn a PermissionError on another user's run into a UserError that says what to do."""
+    try:
+        yield
+    except PermissionError as error:
+        raise UserError(
+            f"run {folder.name} belongs to user {folder.stat().st_uid}, and you may not open "
+            f"{error.filename}; resume a copy in your own DPHYBRID_DATA_DIR, or ask its owner to resume it"
+        ) from error
