@@ -78,6 +78,7 @@ def test_a_new_data_folder_is_its_owner_s_alone(
     who: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "made" / "data"
+    monkeypatch.delenv("DPHYBRID_TRACKING_URI", raising=False)
     monkeypatch.setenv("DPHYBRID_DATA_DIR", str(folder))
     before = os.umask(0o022)
     try:
@@ -91,6 +92,7 @@ def test_a_new_data_folder_is_its_owner_s_alone(
 def test_any_name_of_the_data_folder_names_its_database(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("DPHYBRID_TRACKING_URI", raising=False)
     monkeypatch.setenv("DPHYBRID_DATA_DIR", str(tmp_path / name))
     monkeypatch.chdir(tmp_path)
     report = run_with("recipe=toy", "devices=cpu", "checkpoint.register_as=m", run_name="run")

@@ -125,7 +125,7 @@ def test_what_killed_programs_left_goes_with_the_next_command(data_dir: Path, tm
     own.touch()  # of a process that lives
     left = {path.name for path in Path().iterdir() if ".partial-" in path.name}
     assert len(left) == 3
-    command("predict", "run", "rows.csv", "--out", "out.csv")
+    command("predict", "run", "--data.path", "rows.csv", "--out", "out.csv")
     assert {path.name for path in Path().iterdir() if ".partial-" in path.name} == {own.name}
     assert len(list(Path("tmp").iterdir())) == 1
     clear_scratch(Path("tmp"))
