@@ -87,18 +87,18 @@ def test_bytes_of_no_sure_encoding_are_refused_with_their_line(tmp_path: Path) -
         ("1::x y::a\n2::z::b\n", {}, None, ("1", "x y", "a"), "'::'"),
         ("1::x y::a\n2::z::b\n", {"delimiter": "::"}, None, ("1", "x y", "a"), None),
         ('n::w\n1::"a::b"\n2::c\n', {"delimiter": "::"}, ["n", "w"], ("1", "a::b"), None),
-        ("1 22  x\n3  4 y\n", {}, None, ("1", "22", "x"), "blanks"),
+        ("1 22  x\n3  4 y\n", {"delimiter": "blank"}, None, ("1", "22", "x"), "blanks"),
         (" 1\t2\n33  4\n", {"delimiter": "blank"}, None, ("1", "2"), "blanks"),
-        ('"n" "w"\n"1" 5 "a b"\n"2" 6 "c"\n', {}, ["0", "n", "w"], ("1", "5", "a b"), "names of rows"),
+        ('"n" "w"\n"1" 5 "a  b"\n2 6 c\n', {"delimiter": "blank"}, ["0", "n", "w"], ("1", "5", "a  b"), "R"),
         ("sep=;\nn;w\n1,5;a\n2,5;b\n", {}, ["n", "w"], ("1,5", "a"), "sep=;"),
         ("# made by hand\n#\nn,w\n1,a\n2,b\n# the end\n", {}, ["n", "w"], ("1", "a"), "comments"),
         ("#n,w\n1,a\n2,b\n", {}, ["#n", "w"], ("1", "a"), None),
         ("# n,w\n1,a\n2,b\n", {}, ["n", "w"], ("1", "a"), None),
-        ("# one, two\nn,w\n1,a\n2,b\n", {}, ["n", "w"], ("1", "a"), "comments"),
+        ("# one, two, three\nn,w\n1,a\n2,b\n", {}, ["n", "w"], ("1", "a"), "comments"),
         ("sep=\t\nn\tw\n1\ta\n2\tb\n", {}, ["n", "w"], ("1", "a"), "sep="),
         ("n||w\n1||a\n2||b\n", {}, ["n", "w"], ("1", "a"), "'||'"),
-        ("n,w\n1,a,\n2,b,\n", {}, ["n", "w", "2"], ("1", "a", None), None),
-        ('"shop","y"\n"1","s1",1\n"2","s0",0\n', {}, ["0", "shop", "y"], ("1", "s1", "1"), "names of rows"),
+        ("n,w\n1,a,\n2,b,\n", {}, ["n", "w"], ("1", "a"), None),
+        ('"shop","y"\n"1","s1",1\n"2","s0",0\n', {}, ["0", "shop", "y"], ("1", "s1", "1"), "names the rows"),
         ("0,1,2\n.5,a,1\n.7,b,0\n", {}, ["0", "1", "2"], (".5", "a", "1"), "names the columns"),
         (",0,1,2\n0,.5,a,1\n1,.7,b,0\n", {}, ["index", "0", "1", "2"], ("0", ".5", "a", "1"), "names the"),
         ("who,2019,2020\nann,5,6\nbob,7,8\n", {}, ["who", "2019", "2020"], ("ann", "5", "6"), "names the"),
@@ -107,7 +107,6 @@ def test_bytes_of_no_sure_encoding_are_refused_with_their_line(tmp_path: Path) -
         ("n,w\n1,'a,b'\n2,'c'\n", {"quote": "'"}, ["n", "w"], ("1", "a,b"), None),
         ('n,w\n1,"a\\"b,c"\n2,"d"\n', {}, ["n", "w"], ("1", 'a"b,c'), "backslash"),
         ('n,w\n1,"C:\\"\n2,"d"\n', {}, ["n", "w"], ("1", "C:\\"), None),
-        ('n\tw\n1\t"a" film\n2\tb\n', {}, ["n", "w"], ("1", '"a" film'), "plain text"),
         ('n\tw\n1\t"a" film\n2\tb\n', {"quote": "none"}, ["n", "w"], ("1", '"a" film'), None),
     ],
 )  # fmt: skip
@@ -126,17 +125,46 @@ def test_what_is_unusual_is_read_and_said(
     assert [said for said in chunks[0].notes if note and note in said] or not (note or chunks[0].notes)
 
 
+@pytest.mark.parametrize(
+    ("text", "option"),
+    [
+        ("1 22  x\n3  4 y\n5 6 z\n", r"3 between blanks; set data\.delimiter=blank"),
+        ('"n" "w"\n"1" 5 "a b"\n"2" 6 "c"\n', r"3 between blanks; set data\.delimiter=blank"),
+        ('n\tw\n1\t"a" film\n2\tb\n', r"in line 2; set data\.quote=none"),
+        ('n\tw\n1\ta\n2\t"Seven\n3\tsamurai"\n', r"in line 3; set data\.quote=none"),
+        ("n,w\n" + '1,"a" film\n' * 3 + "1,b\n" * 9, r"in line 2; set data\.quote=none"),
+        ("n,w\n1,'a,b'\n2,'c,d'\n3,e\n", r"single quotes seem to enclose cells; set data\.quote=\"'\""),
+    ],
+)  # fmt: skip
+def test_what_a_file_only_looks_like_is_refused_with_its_option(
+    tmp_path: Path, text: str, option: str
+) -> None:
+    with refused(option):
+        read(tmp_path, text)
+
+
 def test_plain_quotes_do_not_join_the_lines_between_them(tmp_path: Path) -> None:
     lines = [f"{i % 2}\tfilm {i}" for i in range(3000)]
     lines[100], lines[120], lines[500] = '0\t"Seven', '1\tsamurai"', '1\t"Up" again'
-    chunks = read(tmp_path, "\n".join(["y\ttext", *lines, ""]))
+    text = "\n".join(["y\ttext", *lines, ""])
+    chunks = read(tmp_path, text, quote="none")
     assert table(chunks)["text"].to_list() == [line.split("\t")[1] for line in lines]
-    # Three lines of a CSV file rule quotes out; a single one may be a mistake, and is rejected.
+    with refused(r"in line 102; set data\.quote=none if quotes are plain text"):
+        read(tmp_path, text)
+    # Three lines of a CSV file make quotes look plain; a single one may be a mistake, and is rejected.
     few = [f"{i % 2},film {i}" for i in range(300)]
     few[100] = '1,"Up" again'
     (chunk,) = read(tmp_path, "\n".join(["y,text", *few, ""]), max_rejected=0.01)
-    assert [(row["line"], row["reason"]) for row in chunk.rejected] == [(102, "misplaced quote")]
+    assert [(row["line"], row["reason"].split(";")[0]) for row in chunk.rejected] == [
+        (102, "misplaced quote")
+    ]
     assert len(chunk) == 299
+
+
+def test_a_bad_row_below_empty_lines_is_counted_with_its_own_line(tmp_path: Path) -> None:
+    (chunk,) = read(tmp_path, "a,b,c\n1,2,3\n\n\n4,5\n\n6,7,8\n", max_rejected=0.5)
+    assert [row["line"] for row in chunk.rejected] == [5]
+    assert chunk.lines.tolist() == [2, 7]
 
 
 def test_a_quoted_cell_of_many_lines_is_one_cell(tmp_path: Path) -> None:
@@ -154,13 +182,13 @@ def test_quotes_that_never_close_reject_their_lines_alone(tmp_path: Path) -> Non
         lines[number] = f'{number},"open,1'
     (chunk,) = read(tmp_path, "\n".join(["n,w,y", *lines, ""]), max_rejected=0.01)
     assert [row["line"] for row in chunk.rejected] == [52, 53, 702, 2001]
-    assert {row["reason"] for row in chunk.rejected} == {"a quote is opened and not closed"}
+    assert {row["reason"].split(";")[0] for row in chunk.rejected} == {"a quote is opened and not closed"}
     assert table([chunk])["n"].to_list() == [str(i) for i in range(2000) if i not in (50, 51, 700, 1999)]
 
 
 def test_many_quotes_that_do_not_close_are_told_with_the_remedy(tmp_path: Path) -> None:
     rows = [f'{i},"{i} inches,{i % 2}' for i in range(120)] + ["1,2,3,4"]
-    with refused(r"the quotes of 100 lines do not enclose cells.*line \d+; .* set data\.quote=none"):
+    with refused(r"has quotes that do not enclose cells, such as in line 2; set data\.quote=none"):
         read(tmp_path, "\n".join(["n,w,y", *rows, ""]))
     (chunk,) = read(tmp_path, "\n".join(["n,w,y", *rows, ""]), quote="none", max_rejected=0.1)
     assert (len(chunk), [row["line"] for row in chunk.rejected]) == (120, [122])
@@ -248,7 +276,7 @@ def test_odd_tables_are_read(tmp_path: Path) -> None:
         assert table(chunks).row(0) == ("1", "2")
     with refused("cannot be read, more than"):
         read(tmp_path, "a,b\n1,2\n3\n4,5,6\n")
-    with pytest.raises(UserError, match="give up to 8 characters"):
+    with pytest.raises(UserError, match="give up to 4 characters"):
         read(tmp_path, "a,b\n", delimiter='"')
 
 

@@ -1,43 +1,32 @@
-"""Delimited text (CSV, TSV and relatives): how a file is written, inferred from its first lines, and its
-rows, block by block.
+"""Delimited text (CSV, TSV and relatives), read by DuckDB: its sniffer infers from the first lines how a file
+is written, its parser reads block by block, and its reject store names the bad rows.
 
-What is inferred is said, unless it is usual. `blocks` parses; the csv module splits the first lines.
+What is unusual is said. What a file only looks like is refused with the option that says it.
 """
 
-import csv
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
 from dphybrid.config.tables import TableDataConfig
-from dphybrid.data.table.blocks import (
-    JOINT,
-    MOST_OPEN,
-    Dialect,
-    Parsed,
-    parse_plain,
-    parse_quoted,
-    quoted_separators,
-)
+from dphybrid.data.table.duck import MOST_OPEN, Dialect, Parsed, parse, sniff
 from dphybrid.data.table.lines import count_sign, line_ends, whole_lines
 from dphybrid.data.table.numbers import is_number
-from dphybrid.data.table.rows import Job, Rejected, Rows, as_job, check_columns
+from dphybrid.data.table.rows import Cells, Job, Rejected, Rows, as_job, check_columns
 from dphybrid.util.errors import UserError
 
-_SEPARATORS = (",", "\t", ";", "|", "||", "\x01", "::", " ")
-"""Separators that can be inferred; an earlier one wins a tie. \\x01: Hive's. " ": any number of blanks."""
+_UNUSUAL = ("::", "||", "\x01")
+"""Separators that DuckDB's sniffer does not try by itself. \\x01: Hive's."""
 _NAMED = {"tab": "\t", "\\t": "\t", "blank": " ", "blanks": " ", "space": " "}
-_SAMPLE = 50
-"""Number of rows from which separator, header and width are inferred."""
-_PLAIN_QUOTES = 3
-"""With as many lines that quotes would break, quotes are plain text; one is enough if tabs separate cells."""
-_EXCEL_LINE = re.compile(r'^"?sep=(.|\\t)"?$', re.I)
+_HEAD_BYTES, _HEAD_LINES = 2**16, 50
+"""The first lines, from which a file's form is inferred: at least this much."""
+_REMARKS = re.compile(rb"(?:#.*\n|[^\S\n]*\n)+")
+_EXCEL_LINE = re.compile(rb'"?sep=(.|\\t)"?\n', re.I)
 
 
 @dataclass(frozen=True)
@@ -53,6 +42,39 @@ class _Layout:
     comments: bool
 
 
+@dataclass(frozen=True)
+class _Block:
+    """A block of whole lines. line: number of lines before it. bytes_read: of the file, up to its end."""
+
+    file: Path
+    layout: _Layout
+    no_value: tuple[str, ...]
+    line: int
+    bytes_read: int
+    notes: tuple[str, ...]
+
+    def parsed(self, text: bytes, last: bool = True) -> Parsed:
+        return parse(text, self.layout.dialect, len(self.layout.names), last)
+
+    def read(self, text: bytes) -> Rows:
+        """Return the rows of a text that ends with its last row."""
+        return self.rows(self.parsed(text))
+
+    def rows(self, parsed: Parsed) -> Rows:
+        """Return the rows that were parsed from the block."""
+        layout = self.layout
+        rejected = [
+            Rejected(file=str(self.file), line=self.line + bad.line + 1, reason=bad.why, text=bad.text)
+            for bad in parsed.bad
+            if not (layout.comments and bad.text.startswith("#"))
+        ]
+        cells = Cells(dict(zip(layout.names, parsed.columns, strict=True)), self.no_value)
+        lines = parsed.lines + self.line + 1
+        return Rows(
+            cells, lines, rejected, self.file, layout.header, self.bytes_read, self.notes, layout.index
+        )
+
+
 def csv_jobs(file: Path, data: TableDataConfig) -> Iterator[Job]:
     """Yield a job for each block of a file, in order, that returns its rows. Raises UserError if the file
     cannot be read, is empty, or is not text."""
@@ -60,149 +82,89 @@ def csv_jobs(file: Path, data: TableDataConfig) -> Iterator[Job]:
     notes: list[str] = []
     line, unread, num_blocks = 0, b"", 0
     for new_text, bytes_read, last in whole_lines(file, data.encoding, notes):
-        text, unread = unread + new_text, b""
+        text, unread = unread + _single_blanks(new_text, data), b""
         if layout is None:
             layout = _layout(file, text, data, notes)
             skipped = layout.body if layout else text.count(b"\n")  # without a layout all lines are blank
             line, text = line + skipped, text.split(b"\n", skipped)[-1]
         if layout is None or not (text or (last and not num_blocks)):
             continue
-        block = _Block(file, text, layout, data.no_value, line, bytes_read, tuple(notes))
         num_blocks += 1
-        # A quoted value may continue in the next block, so these blocks are read here, in order, and not by
-        # a job in another thread.
-        quoted: int | None = 0
-        joined = text
-        if with_quotes := layout.dialect.quote != "" and layout.dialect.quote.encode() in text:
-            joined = layout.dialect.joined(text)
-            quoted = quoted_separators(joined, layout.dialect)
-        if quoted is None:
-            parsed = parse_quoted(joined, layout.dialect, len(layout.names), data.no_value, last)
-            if parsed.num_open == MOST_OPEN:
-                raise UserError(
-                    f"data.path={file}: the quotes of {MOST_OPEN} lines do not enclose cells, the last "
-                    f"one is line {line + parsed.num_lines}; if they are plain text, set data.quote=none"
-                )
+        block, quote = _Block(file, layout, data.no_value, line, bytes_read, tuple(notes)), _quote(data)
+        if quote and quote.encode() in text:
+            # A quoted value may go on in the next block, so these blocks are parsed here, in order.
+            parsed = block.parsed(text, last)
+            _check_quotes(block, text, parsed, data)
             yield as_job(block.rows(parsed))
             line += parsed.num_lines
             unread = text.split(b"\n", parsed.num_lines)[-1]
         else:
-            yield partial(block.plain_rows, quoted if with_quotes else None)
+            yield partial(block.read, text)
             line += count_sign(text, b"\n")
     if layout is None:
         raise UserError(f"data.path={file}: is empty; give a file with rows")
 
 
-@dataclass(frozen=True)
-class _Block:
-    """Whole lines of a file. line: number of lines before them. bytes_read: of the file, up to their end."""
-
-    file: Path
-    text: bytes
-    layout: _Layout
-    no_value: tuple[str, ...]
-    line: int
-    bytes_read: int
-    notes: tuple[str, ...]
-
-    def plain_rows(self, quoted: int | None) -> Rows:
-        """Return the rows of a block without quotes that enclose others or line ends. quoted: the number of
-        separators within quotes; None for a block in which no quote has a meaning."""
-        dialect = self.layout.dialect if quoted is not None else replace(self.layout.dialect, quote="")
-        text, width = dialect.joined(self.text), len(self.layout.names)
-        parsed = parse_plain(text, dialect, width, self.no_value, quoted or 0)
-        return self.rows(parsed or parse_quoted(text, dialect, width, self.no_value, last=True))
-
-    def rows(self, parsed: Parsed) -> Rows:
-        """Return the rows that were parsed from the block."""
-        layout, separator = self.layout, self.layout.dialect.separator
-        rejected = [
-            Rejected(
-                file=str(self.file),
-                line=self.line + position + 1,
-                reason=why,
-                text=shown.replace(JOINT, separator),
-            )
-            for position, why, shown in parsed.bad
-            if not (layout.comments and shown.startswith("#"))
-        ]
-        columns = dict(zip(layout.names, parsed.columns, strict=True))
-        return Rows(
-            columns,
-            parsed.lines + self.line + 1,
-            rejected,
-            self.file,
-            layout.header,
-            self.bytes_read,
-            self.notes,
-            layout.index,
-        )
-
-
-def _layout(file: Path, block: bytes, data: TableDataConfig, notes: list[str]) -> _Layout | None:
+def _layout(file: Path, text: bytes, data: TableDataConfig, notes: list[str]) -> _Layout | None:
     """Infer the layout from the first lines; return None if all are blank. Unusual facts go to `notes`."""
-    # Decode a mebibyte of whole lines, or the whole block if its first line is longer.
-    head = block if len(block) <= 2**20 else block[: block.rfind(b"\n", 0, 2**20) + 1] or block
-    lines = head.decode().split("\n")[:-1]
-    start = next((i for i, line in enumerate(lines) if line.strip()), None)
-    if start is None:
+    if (filled := re.search(rb"\S", text)) is None:
         return None
+    start = text.rfind(b"\n", 0, filled.start()) + 1
     wanted = _wanted(data.delimiter)
-    if (excel := _EXCEL_LINE.match(lines[start])) and any(line.strip() for line in lines[start + 1 :]):
-        notes.append(f"the first line, {lines[start]!r}, names the separator")
-        wanted, start = wanted or excel[1].replace("\\t", "\t"), start + 1
-    remarks = start
-    while remarks < len(lines) and (not lines[remarks].strip() or lines[remarks].startswith("#")):
-        remarks += 1
-    sample = list(islice((line for line in lines[remarks:] if line.strip()), _SAMPLE)) or lines[start:]
-    quote = {"auto": '"', "none": ""}.get(data.quote, data.quote)
-    separator = wanted or _separator(sample, quote)
-    dialect = Dialect(separator, quote, quote)
-    width = _usual(len(_split(line, dialect)) for line in sample)
-    # A comment has another number of cells than a row, or stands above the header; other lines that start
-    # with # are headers.
-    comments, above = False, _first_rows(lines[remarks:], dialect) if start < remarks < len(lines) else []
-    headed = bool(above) and _header(above[0][1], [row for _, row in above[1:]], data) is not None
-    while start < remarks < len(lines) and width > 1:
-        if len(_split(lines[start], dialect)) == width and not headed:
-            break
-        comments, start = comments or bool(lines[start].strip()), start + 1
-    if comments:
-        notes.append("lines that start with # are comments")
-    if quote:
-        dialect = _quoting(block, dialect, data.quote == "auto", width, notes)
-    if (not wanted and len(separator) > 1) or separator == " ":
-        notes.append(f"cells are separated by {'blanks' if separator == ' ' else repr(separator)}")
-    rows = _first_rows(lines[start:], dialect)
-    (after, first), others = rows[0], [row for _, row in rows[1:]]
-    check_columns(file, len(first))
-    usual = _usual(map(len, others))
-    named = first
-    if (
-        len(first) + 1 == usual
-    ):  # R writes no name above the names of rows, others a separator behind each row
-        ended = all(len(row) < usual or not row[-1] for row in others)
-        named = [*first, ""] if ended else ["", *first]
+    if (excel := _EXCEL_LINE.match(text, start)) and text[excel.end() :].strip():
+        notes.append(f"the first line, {excel[0].decode().strip()!r}, names the separator")
+        wanted, start = wanted or excel[1].decode().replace("\\t", "\t"), excel.end()
+    head = _first_lines(text[start:])
+    found = _REMARKS.match(head)
+    remarks = found[0] if found and found.end() < len(head) else b""
+    dialect = _sniffed(file, head[len(remarks) :], wanted, data)
+    rows = _first_rows(head[len(remarks) :], dialect)
+    if remarks.strip():
+        # The last remark is the header, if it has a row's number of cells and no header stands below.
+        above = b"\n".join(remarks.rstrip().split(b"\n")[:-1])
+        with_it = _first_rows(head[len(above) :], dialect)
+        is_header = (
+            len(with_it[0][1]) == _usual(rows)
+            and _header(rows[0][1], [row for _, row in rows[1:]], data) is None
+        )
+        rows, remarks = (with_it, above) if is_header else (rows, remarks)
+    start += len(remarks)
+    comments = remarks.strip() != b""
+    notes += ["lines that start with # are comments"] * comments
+    notes += ["a backslash stands before quotes within quotes"] * (dialect.escape == "\\")
+    if (wanted is None and dialect.separator in _UNUSUAL) or wanted == " ":
+        notes.append(f"cells are separated by {'blanks' if wanted == ' ' else repr(dialect.separator)}")
+    (length, first), others = rows[0], [cells for _, cells in rows[1:]]
+    usual = _usual(rows)
+    # A separator behind the last cell of each row means nothing.
+    if all(len(row) != usual or not row[-1] for row in others):
+        usual = min(usual, len(first))
+    named = ["", *first] if len(first) + 1 == usual else first  # R writes no name above the names of rows
     if len(named) > 1 and re.match(r"#\s", named[0]):  # as numpy writes headers
         named = [named[0][1:].strip(), *named[1:]]
+    body = text.count(b"\n", 0, start)
     why = _header(named, others, data)
     if why is None:
         # The first row of a file without a header may be a broken one.
-        width = _usual(len(row) for _, row in rows)
-        return _Layout(dialect, [str(i) for i in range(width)], False, start, (), comments)
-    if why:
-        notes.append(why)
-    names = _column_names(named)
-    if len(named) > len(first) and not named[0]:
+        return _Layout(dialect, [str(i) for i in range(usual)], False, body, (), comments)
+    notes += [why] * (why != "")
+    if named[1:] == first:
         notes.append(
-            f"the first line names {len(first)} of {usual} columns: the first column has the names of rows"
+            f"the first line names {len(first)} of {usual} columns: the first one names the rows, as R's do"
         )
-    return _Layout(dialect, names, True, start + after, () if named[0] else (names[0],), comments)
+    names = _column_names(named)
+    return _Layout(dialect, names, True, body + length, () if named[0] else (names[0],), comments)
 
 
-def _usual(counts: Iterator[int] | Sequence[int]) -> int:
-    """Return the most frequent count; 0 if there is none."""
-    return next((count for count, _ in Counter(counts).most_common(1)), 0)
+def _usual(rows: Sequence[tuple[int, list[str]]]) -> int:
+    """Return the most frequent number of cells of the rows below the first one."""
+    first, *others = (len(cells) for _, cells in rows)
+    counts = Counter(others)
+    return max(counts, key=lambda found: (counts[found], found == first), default=first)
+
+
+def _quote(data: TableDataConfig) -> str:
+    return {"auto": '"', "none": ""}.get(data.quote, data.quote)
 
 
 def _wanted(delimiter: str) -> str | None:
@@ -210,122 +172,102 @@ def _wanted(delimiter: str) -> str | None:
     if delimiter == "auto":
         return None
     separator = _NAMED.get(delimiter, delimiter)
-    if separator.strip(" ") == "":
-        separator = " "
-    if not 0 < len(separator) <= 8 or any(sign in '"\r\n' for sign in separator):
+    if not 0 < len(separator.encode()) <= 4 or any(sign in '"\r\n' for sign in separator):
         raise UserError(
-            f"data.delimiter={delimiter!r}: give up to 8 characters other than quotes and line ends, or tab, "
+            f"data.delimiter={delimiter!r}: give up to 4 characters other than quotes and line ends, or tab, "
             "or blank for any number of blanks"
         )
-    return separator
+    return separator if separator.strip(" ") else " "
 
 
-def _split(line: str, dialect: Dialect) -> list[str]:
-    """Return the cells of a line, even if its quotes are misplaced."""
-    line = dialect.joined(line.encode()).decode()
-    if not dialect.quote or dialect.quote not in line:
-        return [cell.strip() for cell in line.split(dialect.joint)]
-    try:
-        (cells,) = csv.reader([line], delimiter=dialect.joint, quotechar=dialect.quote, skipinitialspace=True)
-    except csv.Error:
-        cells = line.split(dialect.joint)
-    return [cell.strip() for cell in cells]
+def _single_blanks(text: bytes, data: TableDataConfig) -> bytes:
+    """Return a text in which single blanks separate cells, if data.delimiter says that blanks do."""
+    if _wanted(data.delimiter) != " ":
+        return text
+    quote = re.escape(_quote(data).encode())
+    quoted = rb"(?<!\S)" + quote + rb"[^\n" + quote + rb"]*" + quote if quote else rb"(?!)"
+    text = re.sub(rb"(?m)^[ \t]+|[ \t]+$", b"", text)  # blanks around a line separate nothing
+    return re.sub(rb"(" + quoted + rb")|[ \t]+", lambda found: found[1] or b" ", text)
 
 
-def _separator(sample: Sequence[str], quote: str) -> str:
-    """Return the separator that splits most lines into the same number of cells and, among equals, into the
-    most cells. Blanks separate cells only where nothing else does."""
-    twice = all(line.count("|") == 2 * line.count("||") for line in sample)
-
-    def score(separator: str) -> tuple[bool, float, int]:
-        if separator == ("|" if twice else "||"):
-            return False, 0.0, 0
-        dialect = Dialect(separator, quote, quote)
-        cells, lines = Counter(len(_split(line, dialect)) for line in sample).most_common(1)[0]
-        # R names one column fewer than there are.
-        splits = cells > 1 and (separator != " " or lines >= max(2, len(sample) - 1))
-        return (splits and separator != " ", lines / len(sample), cells) if splits else (False, 0.0, 0)
-
-    return max(_SEPARATORS, key=score)
-
-
-def _quoting(block: bytes, dialect: Dialect, free: bool, width: int, notes: list[str]) -> Dialect:
-    """Return the dialect with its meaning of quotes. free: the user has not set the quote. width: the number
-    of cells of most lines.
-
-    Quotes are plain text if all lines have their number of cells without them and some would not with them.
-    """
-    quote, separator = dialect.quote.encode(), dialect.joint.encode()
-    if quote not in block:
-        return dialect
-    text = dialect.joined(block)
-    head = text[: text.rfind(b"\n", 0, 2**20) + 1]
-    if free and width > 1 and _is_even(text, separator, width):
-        # Most files have two quotes a cell, one at each end; the patterns of `_num_odd` take longer.
-        odd = 0 if quoted_separators(text, dialect) == 0 else _num_odd(text, separator, quote)
-        # Among tabs, quotes mostly are plain text, and two of them do not enclose the lines between them.
-        if odd and dialect.separator != "\t":
-            odd = _num_bad(head, dialect)
-        if odd >= (1 if dialect.separator == "\t" else _PLAIN_QUOTES):
-            notes.append(
-                f"quotes are plain text: {odd:,} of the first cells begin with one that does not enclose "
-                f"them; --data.quote '{dialect.quote}' overrides this"
-            )
-            return replace(dialect, quote="", escape="")
-    slashed = replace(dialect, escape="\\")
-    if b"\\" + quote in head and _num_bad(head, slashed) < _num_bad(head, dialect):
-        notes.append("a backslash stands before quotes within quotes")
-        return slashed
-    return dialect
-
-
-def _num_bad(text: bytes, dialect: Dialect) -> int:
-    """Return the number of rows of a text that cannot be read."""
-    width = _usual(len(row) for _, row in _first_rows(text.decode().split("\n")[:-1], dialect))
-    return len(parse_quoted(text, dialect, width, (), last=True).bad)
-
-
-def _is_even(text: bytes, separator: bytes, width: int) -> bool:
-    """Return whether each line that is not empty has the separators of `width` cells."""
+def _first_lines(text: bytes) -> bytes:
     ends = line_ends(text)
-    positions = np.flatnonzero(np.frombuffer(text, np.uint8) == separator[0])
-    counts = np.diff(np.searchsorted(positions, ends), prepend=0)
-    return bool((counts[np.diff(ends, prepend=0) > 1] == width - 1).all())
+    return text[: ends[min(len(ends) - 1, max(_HEAD_LINES - 1, int(np.searchsorted(ends, _HEAD_BYTES))))]]
 
 
-def _num_odd(text: bytes, separator: bytes, quote: bytes) -> int:
-    """Return the number of cells that begin with a quote and do not end with its own. text: without
-    separators within cells."""
-    sign, mark = re.escape(separator), re.escape(quote)
-    start = rb"(?:^|" + sign + rb")[ ]*" + mark
-    inside = rb"(?:[^" + sign + mark + rb"\n]|" + mark * 2 + rb")*"
-    whole = start + inside + mark + rb"[ ]*(?=" + sign + rb"|$)"
-    return len(re.findall(start, text, re.M)) - len(re.findall(whole, text, re.M))
+def _sniffed(file: Path, head: bytes, wanted: str | None, data: TableDataConfig) -> Dialect:
+    """Return the dialect that DuckDB finds in the first lines. Raises UserError
+    for too many columns, and where blanks may separate cells or other quotes enclose them."""
+    first = head.split(b"\n", 1)[0]
+    check_columns(file, 1 + max(map(first.count, (b",", b"\t", b";", b"|"))))  # DuckDB takes long for many
+    found = None
+    quote = {} if data.quote == "auto" else {"quote": _quote(data)}
+    if wanted is None:  # an unusual separator must split every line; of a usual one, some rows may be broken
+        tries = (sniff(head, delim=separator, **quote) for separator in _UNUSUAL)
+        found = next((one for one in tries if one and one.width > 1 and not one.num_skipped), None)
+    else:
+        quote["delim"] = wanted
+    if (found := found or sniff(head, ignore_errors=True, **quote)) is None:
+        raise UserError(f"data.path={file}: no separator splits its lines; set data.delimiter")
+    if found.width == 1 and not wanted:
+        _check_blanks(file, head)
+    if found.quote == "'" and data.quote == "auto":
+        raise UserError(
+            f'data.path={file}: single quotes seem to enclose cells; set data.quote="\'" if they do, else '
+            "data.quote='\"'"
+        )
+    escape = found.escape if found.escape == "\\" and found.quote == _quote(data) else _quote(data)
+    return Dialect(found.separator, _quote(data), escape)
 
 
-def _first_rows(lines: Sequence[str], dialect: Dialect) -> list[tuple[int, list[str]]]:
-    """Return the first rows that are not blank, each with the number of lines up to its end."""
-    texts = (dialect.joined(line.encode()).decode() + "\n" for line in lines)
-    reader = csv.reader(
-        texts,
-        delimiter=dialect.joint,
-        quotechar=dialect.quote or None,
-        quoting=csv.QUOTE_MINIMAL if dialect.quote else csv.QUOTE_NONE,
-        doublequote=dialect.escape != "\\",
-        escapechar="\\" if dialect.escape == "\\" else None,
-        skipinitialspace=True,
+def _check_blanks(file: Path, head: bytes) -> None:
+    """Raise UserError if blanks split the lines of a file with a single column evenly."""
+    lines = [line for line in head.split(b"\n")[:_HEAD_LINES] if line.strip()]
+    first, *others = (len(re.findall(rb'"[^"]*"|\S+', line)) for line in lines)
+    if others and {*others} <= {first, first + 1} and len({*others}) == 1 and others[0] > 1:
+        raise UserError(
+            f"data.path={file}: its lines have one cell, or {others[0]} between blanks; set "
+            "data.delimiter=blank for the latter, else data.delimiter=,"
+        )
+
+
+def _check_quotes(block: _Block, text: bytes, parsed: Parsed, data: TableDataConfig) -> None:
+    """Raise UserError if quotes seem to be plain text: every line has its number of cells without them, and
+    they break rows or join lines; or very many do not close."""
+    filled = np.diff(line_ends(text), prepend=0)[: parsed.num_lines] > 1
+    num_joined = int(filled.sum()) - len(parsed.lines) - len(parsed.bad)
+    wrong = [bad.line for bad in parsed.bad if not bad.num_values]
+    if parsed.num_open < MOST_OPEN:
+        separator, width = block.layout.dialect.separator, len(block.layout.names)
+        # Among tabs, quotes mostly are plain text; in other files, a few may be mistakes.
+        if data.quote != "auto" or len(wrong) + num_joined < (1 if separator == "\t" else 3):
+            return
+        if not all(line.count(separator.encode()) == width - 1 for line in text.split(b"\n") if line):
+            return
+    long = np.diff(parsed.lines, append=parsed.num_lines) > 1
+    first = min([*wrong, *parsed.lines[long][:1].tolist()])
+    raise UserError(
+        f"data.path={block.file}: has quotes that do not enclose cells, such as in line "
+        f"{block.line + first + 1}; set data.quote=none if quotes are plain text, else "
+        f"data.quote='{_quote(data)}', which rejects such rows"
     )
+
+
+def _first_rows(head: bytes, dialect: Dialect) -> list[tuple[int, list[str]]]:
+    """Return the cells of the first rows, each with the number of lines up to its end."""
+    lines = head.split(b"\n")
+    separator, quote = dialect.separator.encode(), dialect.quote.encode()
+    most = max(line.count(separator) for line in lines)
+    if quote and quote in head:  # a row may have several lines
+        most = min(head.count(separator), max(4 * most, 64))
+    parsed = parse(head, dialect, 1 + most, ragged=True)
     rows = list[tuple[int, list[str]]]()
-    try:
-        for row in reader:
-            if len(row) > 1 or any(cell.strip() for cell in row):  # not a blank line
-                rows.append((reader.line_num, [cell.strip() for cell in row]))
-            if len(rows) == _SAMPLE:
-                break
-    except csv.Error:  # a huge cell: a quote that is not closed
-        pass
-    first = next(i for i, line in enumerate(lines) if line.strip())
-    return rows or [(first + 1, _split(lines[first], dialect))]
+    for line, row in zip(parsed.lines.tolist(), zip(*parsed.columns, strict=True), strict=True):
+        cells = [cell.strip() for cell in row if cell is not None]
+        rows.append((line + 1 + sum(cell.count("\n") for cell in row if cell), cells))
+    # Without any row, the first line has a quote that is not closed.
+    first = next(number for number, line in enumerate(lines) if line.strip())
+    return rows[:_HEAD_LINES] or [(first + 1, lines[first].decode().split(dialect.separator))]
 
 
 def _header(first: list[str], others: list[list[str]], data: TableDataConfig) -> str | None:
