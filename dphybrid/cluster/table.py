@@ -43,7 +43,13 @@ class _SpreadTable(HostEmbedding):
         nn.Module.__init__(self)
         self.name = table.name
         self.padding_idx, self.start = table.padding_idx, table.start
-        self._info, self._gates, self._placed = table._info, table._gates, None
+        self.counters, self.ahead, self._padding, self._frozen = (
+            table.counters,
+            table.ahead,
+            table._padding,
+            table._frozen,
+        )
+        self._gates, self._placed = table._gates, None
         self._path, self.out_dtype = None, torch.float32
         self.ahead.place_on([torch.device("cpu")], lambda rows: [rows])  # no rows are prefetched to a GPU
         self._ranks, self.lr, self._num_rows = ranks, config.lr, table.num_rows
@@ -56,7 +62,7 @@ class _SpreadTable(HostEmbedding):
         whole = self.spread.tensors()
         self._rows: object = whole[0]
         self.weight = nn.Parameter(torch.empty(0, table.dim), requires_grad=False)
-        self._info.make_states, self._info.synchronized = self._fbgemm_states, True
+        self.info.make_states, self.info.synchronized = self._fbgemm_states, True
         self._states: dict[str, Any] = {"sum": whole[1]} if len(whole) > 1 else {}
         self.bytes_sent = self.look_up_ms = 0.0
 
@@ -144,8 +150,8 @@ class _SpreadTable(HostEmbedding):
         # Zeros instead of skipping: the backward is a joint operation, for which the other ranks wait.
         if grads_UD is None:
             grads_UD = torch.zeros_like(lookup.leaf_UD)
-        if self.frozen_rows:
-            frozen_U = torch.isin(lookup.where.unique_U, torch.tensor(self.frozen_rows))
+        if self._frozen.rows:
+            frozen_U = self._frozen.has(lookup.where.unique_U)
             grads_UD = grads_UD.masked_fill(frozen_U.to(grads_UD.device)[:, None], 0.0)
         self._shards.update(lookup.rows_UD, grads_UD, on_gradient)
 

@@ -4,15 +4,15 @@ rows since.
 Letters: N ids of one replica's share, U unique ids among them, C rows changed meanwhile, D width of a row, V
 rows of the table.
 
-Why a prepared lookup is exact: every tensor of torch has a version that each in-place write raises. An update
-records the rows it changed, with the weight's version before and after. A lookup stores the version that it
-read before it began to gather, so an update that may have run during the gathering has a later version, and
-its rows are read again. After a change without a record (a loaded state dict, an edit by hand) all rows are
-read again. Writes through `.data` or numpy do not raise the version, so a prepared lookup does not see them.
+Why a prepared lookup is exact: it holds the weight that it was made from, and serves no other one. Every
+tensor of torch has a version that each in-place write raises. An update records the rows it changed, with the
+weight's version before and after. A lookup stores the version that it read before it began to gather, so an
+update that may have run during the gathering has a later version, and its rows are read again. After a change
+without a record (a loaded state dict, an edit by hand) all rows are read again. Writes through `.data` or
+numpy do not raise the version, so a prepared lookup does not see them.
 """
 
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,14 +24,17 @@ from dphybrid.embedding import native
 from dphybrid.embedding.lookup import Counters, row_numbers, sort_ids
 from dphybrid.embedding.replicas import Channel, Share, SizesOf
 from dphybrid.embedding.storage import zero_rows
+from dphybrid.embedding.weights import info_of
 from dphybrid.util.errors import UserError
 
 
 @dataclass
 class Lookup:
     """The ids that one batch looks up in one table (any shape), and each replica's rows as of `version` of
-    the weight."""
+    `weight`. memory: the weight's, as of then; `weight.data = ...` gives it another."""
 
+    weight: Tensor
+    memory: Tensor
     ids: Tensor
     shares: list[Share]
     version: int
@@ -42,12 +45,21 @@ class Lookup:
         """Number of unique ids, summed over the replicas' shares."""
         return sum(len(share.where.unique_U) for share in self.shares)
 
+    def is_of(self, weight: Tensor, ids: Tensor) -> bool:
+        """Return whether the lookup was made from this weight, for these ids."""
+        # Ids by value, not by identity: a batch may have been copied or moved on its way to `forward`.
+        return (
+            self.weight is weight
+            and self.memory.data_ptr() == weight.data_ptr()
+            and self.memory.shape == weight.shape
+            and ids.shape == self.ids.shape
+            and ids.dtype == torch.int64
+            and torch.equal(ids.cpu(), self.ids)
+        )
+
 
 class LookupsAhead:
     """Prepares, hands out and repairs a table's lookups for the replicas of a region.
-
-    changes: (version before, version after, changed rows) of the latest updates; None: updates are not
-    recorded.
 
     Methods take the weight as an argument. A reference to the table would be a cycle (the table holds this
     object), and only the garbage collector would free its memory.
@@ -58,7 +70,6 @@ class LookupsAhead:
         self._channels: list[Channel] = []
         self._sizes_of: SizesOf | None = None
         self._expected: list[Lookup] = []
-        self.changes: deque[tuple[int, int, Tensor]] | None = None
         self._changed_V: Tensor | None = None
 
     def place_on(self, devices: Sequence[torch.device], sizes_of: SizesOf) -> None:
@@ -66,6 +77,7 @@ class LookupsAhead:
         if len(devices) == 1 and devices[0].type == "cpu":  # the rows are on this device already
             self._channels, self._sizes_of = [], None
             return
+        self._counters.by_replica = True
         self._channels = [Channel(device, self._counters) for device in devices]
         self._sizes_of = sizes_of
 
@@ -102,7 +114,7 @@ class LookupsAhead:
             # a short batch has fewer shares than there are replicas
             for channel, where, ids_BX in zip(self._channels, occurrences, ids_of_shares, strict=False)
         ]
-        return Lookup(ids, shares, version, dedup_ms)
+        return Lookup(weight, weight.detach(), ids, shares, version, dedup_ms)
 
     def expect(self, lookups: Sequence[Lookup]) -> None:
         """Use each of these prepared lookups once, for the next call with equal ids. Drops those set
@@ -112,16 +124,11 @@ class LookupsAhead:
     def lookup_of(self, weight: Tensor, ids: Tensor) -> Lookup:
         """Return a lookup of `ids` with the table's present rows: a prepared one if there is one, else one
         made now."""
-        # Compared by value, not by identity: a batch may have been copied or moved on its way to `forward`.
         for index, lookup in enumerate(self._expected):
-            if (
-                ids.shape == lookup.ids.shape
-                and ids.dtype == torch.int64
-                and torch.equal(ids.cpu(), lookup.ids)
-            ):
+            if lookup.is_of(weight, ids):
                 self._counters.prepared += lookup.num_unique
                 del self._expected[index]
-                self.repair(weight, lookup)
+                self.repair(lookup)
                 return lookup
         made = self.prepare(weight, ids, threads=None)
         assert made is not None
@@ -132,23 +139,19 @@ class LookupsAhead:
         for channel in self._channels:
             channel.settle_times()
 
-    def record_changes(self, updates: int) -> None:
-        """Record the rows that each of the latest `updates` updates changed, so that `repair` need not read
-        all rows again. 0: stop recording."""
-        self.changes = deque(maxlen=updates) if updates else None
-
-    def repair(self, weight: Tensor, lookup: Lookup) -> None:
-        """Update a prepared lookup to the table's present rows. Sends only the changed rows again, if all
+    def repair(self, lookup: Lookup) -> None:
+        """Update a prepared lookup to its weight's present rows. Sends only the changed rows again, if all
         changes since are recorded.
 
         A row that was read while an update wrote it may be torn (half old, half new). That update has a
         later version than the lookup, so the row is read again.
         """
-        now = weight._version
+        weight, now = lookup.weight, lookup.weight._version
         if now == lookup.version:
             return
-        start = time.perf_counter()
-        changes = [change for change in list(self.changes or ()) if lookup.version < change[1] <= now]
+        start, info = time.perf_counter(), info_of(weight)
+        recorded = [] if info is None or info.changes is None else list(info.changes)
+        changes = [change for change in recorded if lookup.version < change[1] <= now]
         # Recorded changes must follow each other without a gap, from the lookup's version (or earlier) to
         # now. A gap is a write that is not in the record: then any row may have changed.
         befores, afters = [before for before, _, _ in changes], [after for _, after, _ in changes]

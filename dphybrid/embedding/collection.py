@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from dphybrid.embedding import native
-from dphybrid.embedding.gradients import info_of
 from dphybrid.embedding.lookup import whole_numbers
 from dphybrid.embedding.replicas import SizesOf
 from dphybrid.embedding.table import HostEmbedding
+from dphybrid.embedding.weights import info_of
 from dphybrid.kernels import may_read
 from dphybrid.util.errors import UserError, suggestion
 
@@ -66,7 +66,7 @@ class HostEmbeddingCollection(nn.Module):
             scales += [(start, start + tables[table], std[table]) for table, start in self.starts.items()]
             std = 1.0
         self.flat = make(starts[-1], dim, std=std, scales=scales, name=name, **options)
-        self.flat.freeze_rows(padding_rows)
+        self.flat.mark_padding(padding_rows)
 
     def _known(self, table: str, row: int) -> int:
         if not 0 <= row < self.num_rows.get(table, 0):

@@ -11,54 +11,21 @@ import itertools
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from dphybrid.embedding import native
-from dphybrid.embedding.ahead import LookupsAhead
-from dphybrid.embedding.lookup import Counters
 from dphybrid.embedding.replicas import Channel
+from dphybrid.embedding.weights import FrozenRows, RowsInfo, info_of
 from dphybrid.kernels import is_batched
 from dphybrid.util.errors import UserError
 
 if not torch.sparse.check_sparse_tensor_invariants.is_enabled():
     # Already off, but torch 2.11 warns in each process that makes a sparse tensor without having set it.
     torch.sparse.check_sparse_tensor_invariants.disable()
-
-
-@dataclass
-class RowsInfo:
-    """What optimizers and gradients need to know about the tables that own a weight.
-
-    padding: rows that stay zero. frozen: ascending rows that row optimizers do not change, with these.
-    synchronized: see `HostEmbedding.synchronized`.
-    make_states: allocates an optimizer's states in the same kind of storage as the rows (such as files).
-    """
-
-    name: str
-    frozen: list[int] = field(default_factory=list)
-    padding: list[int] = field(default_factory=list)
-    counters: Counters = field(default_factory=Counters)
-    synchronized: bool = False
-    make_states: Callable[[Mapping[str, tuple[tuple[int, ...], torch.dtype]]], dict[str, Tensor]] | None = (
-        None
-    )
-
-    def __post_init__(self) -> None:
-        self.ahead = LookupsAhead(self.name, self.counters)
-
-    # A copy gets new counters and no `make_states`, which refers to the original's file.
-    def __reduce__(self) -> Any:
-        return RowsInfo, (self.name, self.frozen, self.padding)
-
-
-def info_of(weight: Tensor) -> RowsInfo | None:
-    """Return the info of the table that owns a weight, or None for the weight of another module."""
-    return getattr(weight, "rows_info", None)
 
 
 class _LookupGradients(NamedTuple):
@@ -141,18 +108,18 @@ def _summed(grad: _RowGradients, info: RowsInfo | None, accumulates: bool) -> Te
     # torch adds sparse gradients row by row if their values are contiguous, but concatenates them if there
     # are
     # gaps between rows.
-    frozen = [] if info is None else info.frozen
-    ids_U, grads_UD, _ = native.sum_rows(segments, frozen, gap=int(accumulates))
+    ids_U, grads_UD, _ = native.sum_rows(segments, gap=int(accumulates))
     return sparse(ids_U, grads_UD, grad.shape)
 
 
 class _Rows(torch.autograd.Function):
-    """(gate, (looked-up rows, number, ids_N, channel from a device)) -> the rows, which pass through
-    unchanged
-    and depend on the gate, for autograd."""
+    """(gate, (looked-up rows, number, ids_N, channel from a device, rows without a gradient)) -> the rows,
+    which pass through unchanged and depend on the gate, for autograd."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, given: tuple[Tensor, int, Tensor, Channel | None]) -> Tensor:
+    def forward(
+        ctx: Any, gate: Tensor, given: tuple[Tensor, int, Tensor, Channel | None, FrozenRows]
+    ) -> Tensor:
         rows, *ctx.noted = given
         ctx.shape = gate.shape
         # So backward gets None, not zeros, for rows that the loss does not use. Zeros would count as a
@@ -164,8 +131,9 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, grads: Tensor | None) -> tuple[Tensor | None, None]:
         if grads is None:
             return None, None
-        number, ids_N, via = ctx.noted
-        grads_ND, done = grads.reshape(-1, grads.shape[-1]), None
+        number, ids_N, via, frozen = ctx.noted
+        done = None
+        ids_N, grads_ND = frozen.left_out(ids_N, grads.reshape(-1, grads.shape[-1]))
         if is_batched(
             grads
         ):  # is_grads_batched, jacobian(vectorize=True): torch has no batches of sparse ones
@@ -196,10 +164,11 @@ class Gates:
         self._gate: tuple[weakref.ref[Tensor], Tensor] | None = None
         self._numbers = itertools.count()
 
-    def rows(self, weight: Tensor, rows: Tensor, ids_N: Tensor, via: Channel | None = None) -> Tensor:
-        """Return looked-up rows as a function of the weight. via: the channel that brings their gradients
-        back
-        from a device."""
+    def rows(
+        self, weight: Tensor, rows: Tensor, ids_N: Tensor, frozen: FrozenRows, via: Channel | None = None
+    ) -> Tensor:
+        """Return looked-up rows as a function of the weight. frozen: rows that get no gradient. via: the
+        channel that brings the gradients back from a device."""
         kept = self._gate  # read once: another thread may look up meanwhile
         if kept is None or kept[0]() is not weight or kept[1].shape != weight.shape or not weight.is_leaf:
             # Dropped first: a gate keeps autograd's note of the weight's shape alive.
@@ -207,7 +176,7 @@ class Gates:
             kept = weakref.ref(weight), cast(Tensor, _Gate.apply(weight))
             if weight.is_leaf:  # else its graph would stay, too
                 self._gate = kept
-        return cast(Tensor, _Rows.apply(kept[1], (rows, next(self._numbers), ids_N, via)))
+        return cast(Tensor, _Rows.apply(kept[1], (rows, next(self._numbers), ids_N, via, frozen)))
 
 
 def sparse(ids_N: Tensor, grads_ND: Tensor, shape: torch.Size) -> Tensor:
@@ -220,13 +189,15 @@ def sparse(ids_N: Tensor, grads_ND: Tensor, shape: torch.Size) -> Tensor:
 
 def segment_of(grad: Tensor, weight: Tensor, first_key: int = 0) -> native.Segment:
     """Return a weight's gradient in the form that the kernels read. A dense gradient, of a weight used as a
-    whole, has all rows."""
+    whole, has all rows but the frozen ones."""
     real = native.real_dtype(weight.dtype)
     num_rows, dim = weight.shape
     if grad.layout is torch.sparse_coo and grad.sparse_dim() == 1:
         ids_N, grads_ND = grad._indices().select(0, 0), grad._values()
     else:
-        ids_N, grads_ND = torch.arange(num_rows, device=native.CPU), grad.to_dense()
+        ids_N, grads_ND, info = torch.arange(num_rows, device=native.CPU), grad.to_dense(), info_of(weight)
+        if info is not None:
+            ids_N, grads_ND = info.frozen.left_out(ids_N, grads_ND)
     if grads_ND.dtype is not real or not grads_ND.is_cpu:
         grads_ND = grads_ND.to("cpu", real)
     if dim > 1 and grads_ND.stride(1) != 1:
@@ -235,35 +206,35 @@ def segment_of(grad: Tensor, weight: Tensor, first_key: int = 0) -> native.Segme
 
 
 def merged(weight: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return (ids_U sorted and unique, grads_UD, squared norms squares_U) of a weight's gradient, without
-    frozen rows; None if it has no gradient."""
-    if weight.grad is None:
-        return None
-    info = info_of(weight)
-    frozen = [] if info is None else info.frozen
-    return native.sum_rows([segment_of(weight.grad, weight)], frozen, squares=True)
+    """Return (ids_U sorted and unique, grads_UD, squared norms squares_U) of a weight's gradient, or None if
+    it has no gradient."""
+    return None if weight.grad is None else native.sum_rows([segment_of(weight.grad, weight)], squares=True)
 
 
 @torch.library.custom_op("dphybrid::rows", mutates_args=())
-def rows_op(weight: Tensor, ids: Tensor) -> Tensor:
+def rows_op(weight: Tensor, ids: Tensor, frozen: Tensor | None = None) -> Tensor:  # noqa: ARG001
     """Return the rows of `ids`, as an operator. Graphs that torch captures cannot hold a Python function such
-    as `_Rows`."""
+    as `_Rows`. frozen: which of the ids, in the same shape, give their rows no gradient."""
     return native.look_up(weight.detach(), ids.to("cpu", torch.int64))[0]
 
 
 @rows_op.register_fake
-def _fake_rows(weight: Tensor, ids: Tensor) -> Tensor:
+def _fake_rows(weight: Tensor, ids: Tensor, frozen: Tensor | None = None) -> Tensor:  # noqa: ARG001
     return weight.new_empty((*ids.shape, weight.shape[1]), dtype=native.real_dtype(weight.dtype))
 
 
-def _keep_for_backward(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:  # noqa: ARG001
-    ctx.save_for_backward(inputs[1])
+def _keep_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:  # noqa: ARG001
+    ctx.save_for_backward(*inputs[1:])
     ctx.shape = inputs[0].shape
 
 
-def _rows_backward(ctx: Any, grads: Tensor) -> tuple[Tensor, None]:
-    (ids,) = ctx.saved_tensors
-    return sparse(ids.reshape(-1).long(), grads.reshape(-1, grads.shape[-1]), ctx.shape), None
+def _rows_backward(ctx: Any, grads: Tensor) -> tuple[Tensor, None, None]:
+    ids, frozen = ctx.saved_tensors
+    ids_N, grads_ND = ids.reshape(-1).long(), grads.reshape(-1, grads.shape[-1])
+    if frozen is not None:
+        kept_N = ~frozen.reshape(-1)
+        ids_N, grads_ND = ids_N[kept_N], grads_ND[kept_N]
+    return sparse(ids_N, grads_ND, ctx.shape), None, None
 
 
 rows_op.register_autograd(_rows_backward, setup_context=_keep_for_backward)
@@ -285,8 +256,8 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float) -> T
     dense = [p.grad for p in found if p.grad is not None and not p.grad.is_sparse]
     for weight in found:
         info = info_of(weight)
-        if info is not None and info.frozen and weight.grad is not None and not weight.grad.is_sparse:
-            weight.grad[info.frozen] = 0.0
+        if info is not None and weight.grad is not None and not weight.grad.is_sparse:
+            weight.grad[info.frozen.below(len(weight))] = 0.0
     # Started before the rows are summed, so that a GPU computes meanwhile; read below, with one wait for all.
     norms = [norm.to(dense[0].device) for norm in torch._foreach_norm(dense)] if dense else []
     squares = []

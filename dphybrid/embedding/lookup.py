@@ -47,6 +47,9 @@ class Counters:
     update_ms: float = 0.0
     repair_ms: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.by_replica = False  # whether lookups count unique rows; else updates do
+
 
 @dataclass(frozen=True)
 class Occurrences:

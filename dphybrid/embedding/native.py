@@ -138,11 +138,8 @@ def _gradients(rows_ND: Tensor, count: int) -> tuple[int | None, int]:
     return rows_ND.data_ptr(), rows_ND.stride(0) * rows_ND.element_size()
 
 
-def _arrange_arguments(
-    segments: Sequence[Segment], num_keys: int, frozen: Sequence[int] = (), *, inverse: bool = False
-) -> _Arranged:
-    """Return the arguments of a stable sort of the segments' ids, and memory for its results. frozen:
-    ascending keys to leave out."""
+def _arrange_arguments(segments: Sequence[Segment], num_keys: int, *, inverse: bool = False) -> _Arranged:
+    """Return the arguments of a stable sort of the segments' ids, and memory for its results."""
     lines, held, count = (kernels.Segment * len(segments))(), [], 0
     for line, (ids, rows_ND, num_rows, first_key) in zip(lines, segments, strict=True):
         ids_N = ids.contiguous()
@@ -160,13 +157,11 @@ def _arrange_arguments(
     keys = memory.data_ptr()
     bounds, positions, words, unsorted = (keys + n * 8 * count for n in (1, 2, 3, 5))
     inverse_N = torch.empty(count, dtype=torch.int32, device=CPU) if inverse else None
-    frozen_F = torch.tensor(frozen, dtype=torch.int64, device=CPU) if frozen else None
     call = kernels.Arrange(
-        c.addressof(lines), len(segments), count, num_keys, None if frozen_F is None else frozen_F.data_ptr(),
-        len(frozen), words, None if direct else unsorted, keys, bounds, positions,
-        None if inverse_N is None else inverse_N.data_ptr(),
+        c.addressof(lines), len(segments), count, num_keys, words, None if direct else unsorted, keys, bounds,
+        positions, None if inverse_N is None else inverse_N.data_ptr(),
     )  # fmt: skip
-    return _Arranged(call, memory, inverse_N, (lines, held, frozen_F))
+    return _Arranged(call, memory, inverse_N, (lines, held))
 
 
 def _refusal(arranged: _Arranged, segments: Sequence[Segment]) -> Exception:
@@ -180,11 +175,9 @@ def _refusal(arranged: _Arranged, segments: Sequence[Segment]) -> Exception:
     return IndexError(f"the gradient of row {int(wrong)}, which its table lacks")
 
 
-def _arrange(
-    segments: Sequence[Segment], num_keys: int, frozen: Sequence[int] = (), *, inverse: bool = False
-) -> _Arranged:
+def _arrange(segments: Sequence[Segment], num_keys: int, *, inverse: bool = False) -> _Arranged:
     """Sort the ids of segments; see `_arrange_arguments`."""
-    arranged = _arrange_arguments(segments, num_keys, frozen, inverse=inverse)
+    arranged = _arrange_arguments(segments, num_keys, inverse=inverse)
     if not kernels.call("arrange", arranged.call):
         raise _refusal(arranged, segments)
     return arranged
@@ -205,17 +198,17 @@ def occurrences(ids_N: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor, T
 
 
 def sum_rows(
-    segments: Sequence[Segment], frozen: Sequence[int] = (), *, gap: int = 0, squares: bool = False
+    segments: Sequence[Segment], *, gap: int = 0, squares: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sum the gradients of each row. Return (keys_U, sums_UD, squares_U): the unique ids of segments of one
     table, ascending, the sums of their gradients, and the sums' squared 2-norms (float64).
 
-    frozen: ascending ids to leave out. gap: unused values between one sum and the next in memory. squares:
+    gap: unused values between one sum and the next in memory. squares:
     whether to compute squares_U, which is empty otherwise. Raises UserError if an id and its position do not
     fit into 64 bits together, IndexError for an id that is not a row.
     """
     first = segments[0].rows_ND
-    arranged = _arrange(segments, segments[0].num_rows, frozen)
+    arranged = _arrange(segments, segments[0].num_rows)
     keys_U, dim, dtype = arranged.keys_U, first.shape[1], first.dtype
     count = len(keys_U)
     out_UX = torch.empty((count, dim + gap), dtype=dtype, device=CPU)
@@ -282,12 +275,10 @@ class Tables:
                     setattr(line, f"{name}_values", self.dim if len(shape) > 1 else 1)
 
 
-def update(rule: Rule, tables: Tables, segments: Sequence[Segment], frozen: Sequence[int]) -> Tensor:
+def update(rule: Rule, tables: Tables, segments: Sequence[Segment]) -> Tensor:
     """Update the rows and states for which the segments have gradients; return their keys (see `_Arranged`).
-
-    frozen: ascending keys to leave out. Raises what `sum_rows` raises.
-    """
-    arranged = _arrange_arguments(segments, tables.first_keys[-1], frozen)
+    Raises what `sum_rows` raises."""
+    arranged = _arrange_arguments(segments, tables.first_keys[-1])
     fix1, fix2 = corrections(*rule.betas)
     # The team is chosen by the number of ids: how many are unique is known only within the call.
     call = kernels.Update(

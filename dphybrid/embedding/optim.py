@@ -23,12 +23,13 @@ from torch.optim import optimizer as of_torch
 from dphybrid.embedding import native
 from dphybrid.embedding.changed import ChangedRows
 from dphybrid.embedding.collection import as_list, find_tables, named_weights
-from dphybrid.embedding.gradients import info_of, segment_of
+from dphybrid.embedding.gradients import segment_of
 from dphybrid.embedding.lookup import copies_drift_apart
 from dphybrid.embedding.native import Rule
 from dphybrid.embedding.snapshot import Snapshot
 from dphybrid.embedding.storage import zero_rows
 from dphybrid.embedding.table import HostEmbedding
+from dphybrid.embedding.weights import info_of
 from dphybrid.kernels import RULE_NUMBERS
 from dphybrid.util.compiling import EagerOptimizer, profiler_looks_on
 from dphybrid.util.errors import UserError, suggestion
@@ -140,11 +141,10 @@ class RowOptimizer(EagerOptimizer):
             wanted = {name: of_kind[kind] for name, (_, kind) in self.row_rule.states.items()}
             if self.row_rule.counts_updates or weight.dtype == torch.bfloat16:
                 wanted[_UPDATES] = (1,), torch.int64
-            make = None if info is None else info.make_states
             states.update(
                 {key: zero_rows(shape, dtype) for key, (shape, dtype) in wanted.items()}
-                if make is None
-                else make(wanted)
+                if info is None
+                else info.make_states(wanted)
             )
         # In each step, as a trainer may replace states at any time; some move them to the model's device.
         for key, state in states.items():
@@ -207,20 +207,19 @@ class RowOptimizer(EagerOptimizer):
         start = time.perf_counter()
         infos = [info_of(weight) for weight in weights]
         tables, changed = self._tables(weights)
-        segments, frozen = [], list[int]()
-        for info, weight, first_key in zip(infos, weights, tables.first_keys, strict=False):
-            if weight.grad is not None:
-                segments.append(segment_of(weight.grad, weight, first_key))
-            if info is not None and info.frozen:
-                frozen += [first_key + row for row in info.frozen]
+        segments = [
+            segment_of(weight.grad, weight, first_key)
+            for weight, first_key in zip(weights, tables.first_keys, strict=False)
+            if weight.grad is not None
+        ]
         versions, snapshot = [weight._version for weight in weights], self.snapshot
         with nullcontext() if snapshot is None else snapshot.changing(_rows_of(names, weights)):
-            keys_U = native.update(rule, tables, segments, frozen)
+            keys_U = native.update(rule, tables, segments)
             torch.autograd.graph.increment_version(changed)  # torch does not see the kernel's writes
         if _UPDATES in self.state[weights[0]]:  # counted only now: the kernel may refuse an update
             for weight in weights:
                 self.state[weight][_UPDATES] += 1
-        recorded = [None if info is None else info.ahead.changes for info in infos]
+        recorded = [None if info is None else info.changes for info in infos]
         if self.changes is not None or any(record is not None for record in recorded):
             # numpy, not torch: on a few hundred rows its calls cost less.
             keys = keys_U.numpy()
@@ -232,7 +231,7 @@ class RowOptimizer(EagerOptimizer):
                 if record is not None:
                     record.append((versions[n], weight._version, torch.from_numpy(rows_U)))
         if infos[0] is not None:
-            if not infos[0].ahead.is_placed:  # a lookup for replicas has counted its unique rows already
+            if not infos[0].counters.by_replica:
                 infos[0].counters.unique += len(keys_U)
             infos[0].counters.update_ms += 1e3 * (time.perf_counter() - start)
 

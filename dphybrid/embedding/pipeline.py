@@ -28,6 +28,7 @@ import queue
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -36,7 +37,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from dphybrid.embedding.ahead import Lookup, LookupsAhead
+from dphybrid.embedding.ahead import Lookup
 from dphybrid.embedding.collection import find_tables
 from dphybrid.embedding.lookup import each_lookup
 from dphybrid.embedding.replicas import pinned
@@ -116,8 +117,8 @@ class RowPipeline:
         The first forward places the tables (see `DataParallel.rows`), so its rows are looked up on the spot;
         those of all later batches are prepared ahead. Warns once, with the reason, if rows cannot be fetched
         ahead; what forward looks up is compared with what was announced in the first batch, without a GPU,
-        too. An exception in the batch source or in `ids_of`, or an id that is not a row, is raised when the
-        loop asks for that batch, with the worker's traceback. Leaving the loop early, by `break` or an
+        too. An exception in the batch source or in `ids_of` is raised when the loop asks for that batch, with
+        the worker's traceback. Leaving the loop early, by `break` or an
         exception, stops the worker.
         """
         ids_of = ids_of or self._table_ids
@@ -205,21 +206,19 @@ class RowPipeline:
         self._workers.append(worker)
         # Between a lookup's gathering and its use come one update for the batch ahead, and the one that was
         # running. If fewer were recorded, `repair` would read all rows again.
-        for table in self.tables.values():
-            table.ahead.record_changes(_BATCHES_IN_TRANSIT + 1)
+        recording = [table.info for table in self.tables.values()]
+        for info in recording:
+            info.changes = deque(maxlen=_BATCHES_IN_TRANSIT + 1)
         try:
             while (item := worker.next()) is not None:
                 batch, ids, lookups = item
-                expected: dict[LookupsAhead, list[Lookup]] = {}  # tied tables share one
                 for name, table in self.tables.items():
-                    expected.setdefault(table.ahead, []).extend(lookups.get(name, []))
-                for ahead, prepared in expected.items():
-                    ahead.expect(prepared)
+                    table.ahead.expect(lookups.get(name, []))
                 watching: AbstractContextManager[None] = (
                     nullcontext() if self._watched else self._watching(ids)
                 )
                 # Or this frame would keep them alive while the loop's body runs.
-                del item, ids, lookups, expected, prepared
+                del item, ids, lookups
                 with watching:
                     yield batch
         finally:
@@ -227,7 +226,8 @@ class RowPipeline:
             self._workers.remove(worker)
             for table in self.tables.values():
                 table.ahead.expect([])
-                table.ahead.record_changes(0)
+            for info in recording:
+                info.changes = None
 
     def counters(self, steps: int = 1) -> dict[str, float]:
         """Return the counts since the last call, summed over tables and divided by `steps`.
@@ -288,14 +288,16 @@ class _Worker(Generic[Batch]):
         self._done.put(UserError("RowPipeline: closed while a loop draws its batches; leave the loop first"))
 
     def _lookups(self, ids: Ids) -> dict[str, list[Lookup]]:
-        """Prepare a batch's lookups. Returns none if a device runs out of memory: the step then looks up by
-        itself, and its own error names what did not fit."""
+        """Prepare a batch's lookups. Returns none if one fails: the step then looks up by itself, and raises
+        its own error, unless the step before has made the table longer or freed memory."""
         lookups: dict[str, list[Lookup]] = {}
         try:
             for name, wanted in ids.items():
                 table = self._tables[name]
                 made = [table.ahead.prepare(table.weight, each) for each in each_lookup(wanted)]
                 lookups[name] = [lookup for lookup in made if lookup is not None]
+        except UserError:
+            return {}
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise

@@ -20,10 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dphybrid.embedding import native
 from dphybrid.embedding.ahead import LookupsAhead
-from dphybrid.embedding.gradients import Gates, RowsInfo, info_of, merged, rows_op
+from dphybrid.embedding.gradients import Gates, merged, rows_op, sparse
 from dphybrid.embedding.lookup import Counters, copies_drift_apart, not_a_row, whole_numbers
 from dphybrid.embedding.replicas import DeviceRows, SizesOf
 from dphybrid.embedding.storage import StartValues, deferred_rows, open_rows, open_states, zero_rows
+from dphybrid.embedding.weights import FrozenRows, RowsInfo, info_of
 from dphybrid.kernels import may_read
 from dphybrid.util.compiling import is_transformed
 from dphybrid.util.errors import UserError
@@ -38,7 +39,7 @@ class HostEmbedding(nn.Module):
     give them `dense_parameters(model)`.
 
     num_embeddings, embedding_dim: shape of the table, also its `num_rows` and `dim`. padding_idx: a row that
-    stays zero and that row optimizers do not train; negative values count from the end. std: standard
+    starts as zeros and gets no gradient; negative values count from the end. std: standard
     deviation of the normal start values. scales: (first, last, factor)s that scale the start values of the
     rows from first to below last. seed: of the start values; None: drawn from torch's generator, which
     torch.manual_seed sets. name: for messages. dtype: float32, float64, or bfloat16 (looked-up rows and
@@ -93,9 +94,10 @@ class HostEmbedding(nn.Module):
         self._path = None if path is None else Path(path).absolute()
         self.start = StartValues(std, seed, list(scales))
         self.out_dtype = native.real_dtype(dtype)
-        self._gates = Gates()
-        padding = [] if padding_idx is None else [padding_idx]
-        self._info = RowsInfo(name, padding, padding)
+        self._gates, self.counters = Gates(), Counters()
+        self.ahead = LookupsAhead(name, self.counters)
+        self._padding = [] if padding_idx is None else [padding_idx]
+        self._frozen = FrozenRows(self._padding)
         self._placed: tuple[Sequence[torch.device], SizesOf] | None = None
         if padding_idx is not None:
             self.start.scales.append((padding_idx, padding_idx + 1, 0.0))
@@ -123,22 +125,36 @@ class HostEmbedding(nn.Module):
         return table
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a parameter. The one called `weight` gets this table's info (`rows_info`), or the table
-        that of another one's weight, to which it is tied.
+        """Register a parameter. The one called `weight` gets a `RowsInfo`, if it has none of another table to
+        which this one is tied.
 
         torch calls this for every new weight: an assignment, `from_pretrained`.
         """
+        before = self._parameters.get("weight")
         super().register_parameter(name, param)
-        if name == "weight" and param is not None:
-            own, self._info = self._info, info_of(param) or self._info
-            frozen, padding = {*self._info.frozen, *own.frozen}, {*self._info.padding, *own.padding}
-            if param.dim() == 2:  # a shorter weight: frozen rows behind it would be rows of the next table
-                frozen, padding = ({row for row in rows if row < len(param)} for rows in (frozen, padding))
-            self._info.frozen, self._info.padding = sorted(frozen), sorted(padding)
-            self._info.make_states = partial(open_states, folder=self._path, name=self.name)
-            param.rows_info = self._info  # type: ignore[attr-defined]
-            if param.dtype == torch.bfloat16:  # a bfloat16 sum of many small gradients stops growing
-                param.grad_dtype = torch.float32
+        if name == "weight":
+            former = None if before is None or before is param else info_of(before)
+            if former is not None:
+                former.thaw(self._frozen)
+            if param is not None:
+                self._own(param, former)
+
+    def _own(self, weight: nn.Parameter, former: RowsInfo | None = None) -> None:
+        """Note on the weight that it is this table's, too. former: info of the weight before."""
+        if (info := info_of(weight)) is None:
+            make_states = partial(open_states, folder=self._path, name=self.name)
+            synchronized = former is not None and former.synchronized
+            info = RowsInfo(self.name, self.counters, make_states, synchronized)
+            weight.rows_info = info  # type: ignore[attr-defined]
+        info.freeze(self._frozen)
+        if weight.dtype == torch.bfloat16:  # a bfloat16 sum of many small gradients stops growing
+            weight.grad_dtype = torch.float32
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        # torch may exchange what the weight is, with its attributes, unless it has weak references.
+        former, self._gates = info_of(self.weight), Gates()
+        super()._load_from_state_dict(*args)
+        self._own(self.weight, former)
 
     def __copy__(self) -> Self:
         """Return a shallow copy, which shares weight and settings, as of any module."""
@@ -151,18 +167,17 @@ class HostEmbedding(nn.Module):
         # Without the path: two tables that write to the same file would overwrite each other.
         if get_spawning_popen() is not None:  # pickled for another process, which is to see these rows
             self._refuse_to_send_a_file()
-        return self.__dict__ | {"_path": None, "_info": self._info.frozen, "_gates": None}
+        return self.__dict__ | {"_path": None, "_gates": None, "counters": None, "ahead": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        frozen = state["_info"]
         super().__setstate__(state)
-        padding = [] if self.padding_idx is None else [self.padding_idx]
-        self._info, self._gates = RowsInfo(self.name, frozen, padding), Gates()
+        self._gates, self.counters = Gates(), Counters()
+        self.ahead = LookupsAhead(self.name, self.counters)
         if not self.weight.is_shared():  # else another process sent it, and both are to see the same rows
             # huge pages, unlike pickle's copy
             rows_VD = zero_rows(tuple(self.weight.shape), self.weight.dtype)
             self.weight.data = rows_VD.copy_(self.weight.detach())
-        self.register_parameter("weight", self._parameters["weight"])
+        self._own(self.weight)
         if self._placed is not None:
             self.place_on(*self._placed)
 
@@ -187,24 +202,22 @@ class HostEmbedding(nn.Module):
         return self.dim
 
     @property
-    def counters(self) -> Counters:
-        """Counts and times of lookups and updates; see `Counters`."""
-        return self._info.counters
-
-    @property
-    def ahead(self) -> LookupsAhead:
-        """Prepares the table's lookups for replicas; see `LookupsAhead`."""
-        return self._info.ahead
+    def info(self) -> RowsInfo:
+        """The info of the present weight."""
+        if (info := info_of(self.weight)) is None:  # torch.utils.swap_tensors took it away
+            self._own(self.weight)
+            return self.info
+        return info
 
     @property
     def synchronized(self) -> bool:
         """Whether all processes of a group share these rows, or make their gradients equal. If False, a row
         optimizer refuses to train in one of several processes."""
-        return self._info.synchronized
+        return self.info.synchronized
 
     @synchronized.setter
     def synchronized(self, value: bool) -> None:
-        self._info.synchronized = value
+        self.info.synchronized = value
 
     def settled(self) -> Tensor:
         """Return all rows as a plain tensor, without autograd."""
@@ -215,20 +228,29 @@ class HostEmbedding(nn.Module):
         self.weight = nn.Parameter(rows_VD, requires_grad=False)
 
     def freeze_rows(self, rows: Sequence[int]) -> None:
-        """Make row optimizers leave these rows unchanged, and the padding row as before. Raises UserError for
-        a number that is not a row."""
+        """Give these rows no gradient from now on, and padding rows as before; rows that were frozen by an
+        earlier call get gradients again. Raises UserError for a number that is not a row."""
         # In an update of several tables, -1 would be the last row of the table before.
         if isinstance(rows, Tensor):
             rows = rows.tolist()
         for row in rows:  # a mask, of bool, would freeze the rows 0 and 1
             if isinstance(row, bool) or not isinstance(row, Integral) or not 0 <= row < self.num_rows:
                 raise UserError(f"table {self.name!r}: {row!r} is not a row; use 0 to {self.num_rows - 1}")
-        self._info.frozen = sorted({*self._info.padding, *map(int, rows)})
+        self._frozen.set({*self._padding, *map(int, rows)})
+        self.info.freeze(self._frozen)
+        if (grad := self.weight.grad) is not None and grad.is_sparse:
+            kept = self.info.frozen.left_out(grad._indices()[0], grad._values())
+            self.weight.grad = sparse(*kept, grad.shape)
+
+    def mark_padding(self, rows: Sequence[int]) -> None:
+        """Add padding rows to that of `padding_idx`, as a collection does for its tables."""
+        self._padding = [*self._padding, *rows]
+        self.freeze_rows(self._frozen.rows)
 
     @property
     def frozen_rows(self) -> Sequence[int]:
-        """Rows, ascending, that row optimizers leave unchanged."""
-        return self._info.frozen
+        """Rows, ascending, that get no gradient."""
+        return self.info.frozen.below(self.num_rows)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # nn.Module calls this for .to(), .half(), .share_memory() and the like. The table stays as it is;
@@ -282,6 +304,8 @@ class HostEmbedding(nn.Module):
             ids = whole_numbers(ids, self.name)
             if is_transformed():  # torch's own operation has the rules for batches and tangents
                 rows = torch.embedding(weight, ids, sparse=type(weight) is nn.Parameter)
+                if (frozen := self._frozen_of(weight)).rows:
+                    rows = torch.where(frozen.has(ids).unsqueeze(-1), rows.detach(), rows)
                 return self.as_model(rows.to(native.real_dtype(rows.dtype)))
             if not may_read(weight, ids):
                 return self._in_graph(ids)
@@ -302,15 +326,21 @@ class HostEmbedding(nn.Module):
                 counters.bytes_gathered += rows.nbytes
                 counters.ids += len(flat_N)
                 if weight.requires_grad:
-                    rows = self._gates.rows(weight, rows, flat_N)
+                    rows = self._gates.rows(weight, rows, flat_N, self._frozen_of(weight))
             return self.as_model(rows)
+
+    def _frozen_of(self, weight: Tensor) -> FrozenRows:
+        # A weight given by functional_call is no table's.
+        return self._frozen if (info := info_of(weight)) is None else info.frozen
 
     def _in_graph(self, ids: Tensor) -> Tensor:
         """Look up as one operator of a captured graph. In torch.compile, a lookup that trains breaks the
         graph and runs in Python, because a compiled backward does not support sparse gradients."""
         if torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled() and self.weight.requires_grad:
             torch._dynamo.graph_break()
-        rows: Tensor = rows_op(self.weight, ids)
+        weight, frozen = self.weight, self._frozen_of(self.weight)
+        trains = frozen.rows and torch.is_grad_enabled() and weight.requires_grad
+        rows: Tensor = rows_op(weight, ids, frozen.has(ids) if trains else None)
         return self.as_model(rows)
 
     def as_model(self, rows: Tensor) -> Tensor:
@@ -346,6 +376,7 @@ class HostEmbedding(nn.Module):
     def _rows_by_replica(self, weight: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
         lookup = self.ahead.lookup_of(weight, ids)
         counted, counters = torch.is_grad_enabled(), self.counters
+        frozen = self._frozen_of(weight)
         if counted:
             counters.ids += lookup.ids.numel()
             counters.unique += lookup.num_unique
@@ -355,7 +386,7 @@ class HostEmbedding(nn.Module):
             share.channel.wait_for(share, counted=counted)
             rows_UD = share.rows_UD
             if counted and weight.requires_grad:
-                rows_UD = self._gates.rows(weight, rows_UD, share.where.unique_U, via=share.channel)
+                rows_UD = self._gates.rows(weight, rows_UD, share.where.unique_U, frozen, share.channel)
             rows_ND = DeviceRows.apply(rows_UD, *share.indices)
             rows.append(self.as_model(rows_ND.view(*share.shape, self.dim)))
         return tuple(rows)  # not a list, for whose tensors torch calls no backward hooks

@@ -66,14 +66,12 @@ struct segment { /* ids of one table; the gradient of ids[n] is row n of `rows` 
 struct arrange {
     const struct segment *segments;
     int64_t num_segments, count, num_keys;
-    const int64_t *frozen; /* ascending keys to leave out */
-    int64_t num_frozen;
-    uint64_t *words;         /* scratch, 2 x count */
-    int64_t *unsorted;       /* scratch, count: addresses of gradients; NULL if there is one segment */
-    int64_t *keys;           /* out, room for count: unique, ascending */
-    int32_t *bounds;         /* out, room for 2 x count: first and end of each key's occurrences in `places` */
-    int64_t *places;         /* out, count: address of each occurrence's gradient, sorted by key */
-    int32_t *inverse;        /* out, count: index of each id in `keys`; may be NULL */
+    uint64_t *words;   /* scratch, 2 x count */
+    int64_t *unsorted; /* scratch, count: addresses of gradients; NULL if there is one segment */
+    int64_t *keys;     /* out, room for count: unique, ascending */
+    int32_t *bounds;   /* out, room for 2 x count: first and end of each key's occurrences in `places` */
+    int64_t *places;   /* out, count: address of each occurrence's gradient, sorted by key */
+    int32_t *inverse;  /* out, count: index of each id in `keys`; may be NULL */
     int64_t num_unique, wrong_segment, wrong_place; /* out */
 };
 struct sums { /* sums of gradients by row, for arranged ids */
@@ -313,21 +311,6 @@ static int bits_of(int64_t value)
     return 64 - __builtin_clzll((uint64_t)value | 1);
 }
 
-/* Remove the frozen keys from the unique ones. Both ascend, so one pass is enough. */
-static void leave_out(struct arrange *a)
-{
-    int64_t f = 0, kept = 0;
-    for (int64_t u = 0; a->num_frozen && u < a->num_unique; u++) {
-        while (f < a->num_frozen && a->frozen[f] < a->keys[u])
-            f++;
-        if (f < a->num_frozen && a->frozen[f] == a->keys[u])
-            continue;
-        a->keys[kept] = a->keys[u];
-        memcpy(a->bounds + 2 * kept++, a->bounds + 2 * u, 2 * sizeof *a->bounds);
-    }
-    a->num_unique = a->num_frozen ? kept : a->num_unique;
-}
-
 /* Find the unique keys of all ids, and the addresses of each key's gradients in order of occurrence. Returns 0 if an id
  * is not a row (wrong_segment >= 0), or if a key and a position do not fit into 64 bits together (-1). */
 int arrange(struct arrange *a)
@@ -361,7 +344,6 @@ int arrange(struct arrange *a)
         a->places[n] = a->unsorted ? a->unsorted[place] : (int64_t)(intptr_t)rows + row_bytes * (int64_t)place;
     }
     a->num_unique = unique + 1;
-    leave_out(a);
     return 1;
 }
 

@@ -42,7 +42,7 @@ def same_bits(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
 
 
 class NeverRepaired(LookupsAhead):
-    def repair(self, weight: torch.Tensor, lookup: Lookup) -> None:
+    def repair(self, lookup: Lookup) -> None:
         return
 
 
@@ -51,7 +51,7 @@ class Unmended(HostEmbedding):
 
     def __init__(self, *sizes: int, **options: Any) -> None:
         super().__init__(*sizes, **options)
-        self._info.ahead = NeverRepaired(self.name, self.counters)
+        self.ahead = NeverRepaired(self.name, self.counters)
 
 
 class Plant:

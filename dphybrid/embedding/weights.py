@@ -1,0 +1,94 @@
+"""What is known of a table's weight beside its values: whose it is, and which rows are not trained.
+
+Letters: N ids of a lookup, D width of a row, R frozen rows.
+"""
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dphybrid.embedding.lookup import Counters
+from dphybrid.embedding.storage import zero_rows
+
+
+class FrozenRows:
+    """Rows that get no gradient. rows: ascending. To ask for ids takes as long for many rows as for a few."""
+
+    def __init__(self, rows: Iterable[int] = ()) -> None:
+        self.set(rows)
+
+    def __reduce__(self) -> Any:
+        return FrozenRows, (self.rows,)
+
+    def set(self, rows: Iterable[int]) -> None:
+        """Replace the rows."""
+        self.rows = sorted(set(rows))
+        self._mask_R: Tensor | None = None
+
+    def below(self, num_rows: int) -> list[int]:
+        """Return the rows below `num_rows`: a weight may be shorter than the one before it."""
+        return self.rows[: bisect_left(self.rows, num_rows)]
+
+    def has(self, ids: Tensor) -> Tensor:
+        """Return, for each id, whether it is one of the rows, of which there is at least one."""
+        if len(self.rows) == 1:
+            return ids == self.rows[0]
+        behind = self.rows[-1] + 1
+        if self._mask_R is None:
+            mask_R = zero_rows((behind + 1,), torch.bool)
+            self._mask_R = mask_R.index_fill_(0, torch.tensor(self.rows, device="cpu"), True)
+        return self._mask_R[ids.clamp(max=behind)]
+
+    def left_out(self, ids_N: Tensor, grads_ND: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ids (on the CPU) and gradients (on any device) without those of these rows."""
+        if not self.rows or not bool((frozen_N := self.has(ids_N)).any()):
+            return ids_N, grads_ND
+        kept = (~frozen_N).nonzero().squeeze(1)
+        return ids_N[kept], grads_ND.index_select(0, kept.to(grads_ND.device))
+
+
+@dataclass
+class RowsInfo:
+    """What optimizers and gradients need to know about one weight; no two weights share one.
+
+    name, counters: of the table that had the weight first. synchronized: see `HostEmbedding.synchronized`.
+    make_states: allocates an optimizer's states in the same kind of storage as the rows (such as files).
+    changes: (version before, version after, changed rows) of the latest updates; None: not recorded.
+    """
+
+    name: str
+    counters: Counters
+    make_states: Callable[[Mapping[str, tuple[tuple[int, ...], torch.dtype]]], dict[str, Tensor]]
+    synchronized: bool = False
+    changes: deque[tuple[int, int, Tensor]] | None = None
+    _frozen_by: list[FrozenRows] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.frozen = FrozenRows()
+
+    def freeze(self, rows: FrozenRows) -> None:
+        """Freeze the rows of a table that has this weight, beside those of others that have it."""
+        self.thaw(rows)
+        self._unite([*self._frozen_by, rows])
+
+    def thaw(self, rows: FrozenRows) -> None:
+        """Forget the rows of a table that has another weight now."""
+        self._unite([each for each in self._frozen_by if each is not rows])
+
+    def _unite(self, of_tables: list[FrozenRows]) -> None:
+        self._frozen_by = of_tables
+        alone = len(of_tables) == 1
+        self.frozen = of_tables[0] if alone else FrozenRows(row for each in of_tables for row in each.rows)
+
+    def __reduce__(self) -> Any:  # a copied or loaded weight gets its info from its table
+        return type(None), ()
+
+
+def info_of(weight: Tensor) -> RowsInfo | None:
+    """Return the info of the table that owns a weight, or None for the weight of another module."""
+    return getattr(weight, "rows_info", None)
