@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -41,11 +42,16 @@ class DeviceRows(torch.autograd.Function):
     def forward(ctx: Any, rows_UD: Tensor, inverse_N: Tensor, *occurrences: Tensor) -> Tensor:
         ctx.save_for_backward(inverse_N, *occurrences)
         ctx.shape = rows_UD.shape
+        # So backward gets None, not zeros, for rows that the loss does not use. Zeros would count as a
+        # gradient: the row optimizer would touch these rows.
+        ctx.set_materialize_grads(False)
         return rows_UD.index_select(0, inverse_N)
 
     @staticmethod
-    def backward(ctx: Any, grads_ND: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grads_ND: Tensor | None) -> tuple[Tensor | None, ...]:
         inverse_N, *occurrences = ctx.saved_tensors
+        if grads_ND is None:
+            return None, None, None, None, None
         if grads_ND.requires_grad:  # create_graph: an operation that can be differentiated again
             return grads_ND.new_zeros(ctx.shape).index_add(0, inverse_N, grads_ND), None, None, None, None
         # Not index_add_: on a GPU its atomic adds come in any order. embedding_bag sums each bag in order, by
@@ -191,18 +197,23 @@ class Channel:
         return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
-def pinned(batch: object, *, always: bool = False) -> Any:
-    """Return a batch with its CPU tensors in pinned memory, from which a forward copies them to its devices
-    without waiting. always: copy also tensors that are pinned already."""
+def copied(batch: object, *, pin: bool) -> Any:
+    """Return a batch with copies of its CPU tensors and numpy arrays. pin: in pinned memory, from which a
+    forward copies tensors to its devices without waiting."""
+    copies: dict[int, object] = {}  # what occurs twice stays one
 
-    def pin(value: object) -> object:
-        if not isinstance(value, Tensor) or value.device.type != "cpu" or value.layout is not torch.strided:
+    def copy(value: object) -> object:
+        if isinstance(value, np.ndarray):
+            return value.copy()
+        if not isinstance(value, Tensor) or not value.is_cpu or value.layout is not torch.strided:
             return value
-        if not always and value.is_pinned():
+        if value.requires_grad:  # its gradient belongs to the source's tensor
             return value
-        return (value.clone() if always else value).pin_memory()
+        if not pin:
+            return value.clone()
+        return (value.clone() if value.is_pinned() else value).pin_memory()
 
-    return tree_map(pin, batch)
+    return tree_map(lambda value: copies.setdefault(id(value), copy(value)), batch)
 
 
 def _layout(

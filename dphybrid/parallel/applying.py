@@ -27,6 +27,8 @@ def parallel_apply(
     kwargs: Sequence[dict[str, object]] | None = None,
     devices: DeviceNames | None = None,
     mode: Literal["inline", "threads"] | None = None,
+    sizes: Sequence[int] | None = None,
+    dim: int = 0,
 ) -> list[object]:
     """Call each replica on its inputs (a tuple or list of arguments, or one argument); return the outputs in
     device order.
@@ -34,6 +36,8 @@ def parallel_apply(
     devices: None for the devices of the replicas' first inputs. mode: `inline` calls one after the other in
     this thread (deterministic, works in a debugger), `threads` calls all at once; None: threads if each
     replica has its own GPU. Always inline inside a transform of torch.func, which other threads do not see.
+    sizes: the samples of each replica's share, on `dim`, by which `Dropout` draws; None: the rows of the
+    first tensor of each replica's inputs.
     After all replicas have ended, raises the exception of the first one that failed, with a note that names
     it. Raises UserError if the numbers of replicas, inputs and devices do not match.
     """
@@ -49,13 +53,13 @@ def parallel_apply(
         )
 
     named = [{}] * count if kwargs is None else kwargs
-    shares = [(*first_size(each), 0)[0] for each in zip(inputs, named, strict=True)]
+    shares = sizes or [(*first_size(each), 0)[0] for each in zip(inputs, named, strict=True)]
     dropout_seeds: list[int] = []  # shared by all replicas of this call
 
     def call(index: int) -> object:
         given = inputs[index]
         arguments = given if isinstance(given, tuple | list) else (given,)
-        before, _local.replica = running(), Replica(index, count, shares, dropout_seeds)
+        before, _local.replica = running(), Replica(index, count, shares, dropout_seeds, dim=dim)
         try:
             return replicas[index](*arguments, **named[index])
         except Exception as error:
@@ -166,8 +170,9 @@ _local = threading.local()
 class Replica:
     """The replica that a thread computes: `index` of `count`.
 
-    shares: rows of each replica's inputs, empty if unknown. seeds: seeds drawn for dropout so far; all
-    replicas use seeds[k] in their k-th call of dropout. calls: this replica's calls of dropout so far.
+    shares: samples of each replica's inputs, empty if unknown. seeds: seeds drawn for dropout so far; all
+    replicas use seeds[k] in their k-th call of dropout. calls: this replica's calls of dropout so far. dim:
+    that of the samples.
     """
 
     index: int = 0
@@ -175,6 +180,7 @@ class Replica:
     shares: Sequence[int] = ()
     seeds: list[int] = field(default_factory=list)
     calls: int = 0
+    dim: int = 0
 
 
 @contextmanager

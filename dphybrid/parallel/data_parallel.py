@@ -30,7 +30,7 @@ from dphybrid.parallel.nests import (
 )
 from dphybrid.parallel.replication import refuse_unsuitable, replicate, replicate_modules
 from dphybrid.parallel.scattering import DeviceNames, RowSource, connect, scatter_kwargs, split
-from dphybrid.parallel.splits import Key, Record, Split, first_size, shares, split_sizes
+from dphybrid.parallel.splits import Key, Record, Split, first_size, shares, sizes_of_shares, split_sizes
 from dphybrid.util.compiling import outside_of_graphs
 from dphybrid.util.errors import UserError, suggestion, type_text
 from dphybrid.util.memory import is_out_of_memory
@@ -117,14 +117,23 @@ class DataParallel(nn.DataParallel):
                 replica_inputs, replica_kwargs = map(list, zip(*shares_of_both, strict=True))
         with stage("replicate"):
             replicas = self.replicate(self.module, self.device_ids[: len(replica_inputs)])
+        apply = (
+            self.parallel_apply
+            if "parallel_apply" in self._overridden
+            else partial(parallel_apply, devices=self.devices, sizes=sizes, dim=self.dim)
+        )
         try:
-            outputs = self.parallel_apply(replicas, replica_inputs, replica_kwargs)
+            outputs = apply(replicas, replica_inputs, replica_kwargs)
         except Exception as error:
             if sizes is not None and len(sizes) > 1 and not is_out_of_memory(error):
                 # The traceback shows only the inside of the module; users can change what they pass to it.
                 _note_shares(error, inputs, kwargs, self.dim, sizes)
             raise
-        given_sizes = tuple(first_size(given) for given in zip(replica_inputs, replica_kwargs, strict=True))
+        given_sizes = (
+            tuple(first_size(given) for given in zip(replica_inputs, replica_kwargs, strict=True))
+            if sizes is None
+            else sizes_of_shares((inputs, kwargs), sizes, self.dim)
+        )
         self._record.note((given_sizes, tuple(map(first_size, outputs))))
         with stage("gather"):
             if "gather" in self._overridden:
@@ -200,6 +209,7 @@ class DataParallel(nn.DataParallel):
     def _on_first_device(self, inputs: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Call the module on the first device."""
         home = self.devices.home
+        size = first_size((inputs, kwargs))
         # Plain tensors on the CPU, the usual case, need no copy and no walk through the nest.
         given = (*inputs, *kwargs.values())
         if home.type != "cpu" or any(
@@ -211,7 +221,7 @@ class DataParallel(nn.DataParallel):
         module: Any = self._modules["module"]  # `self.module` goes through __getattr__: a microsecond
         output = module(*inputs, **kwargs)
         if not torch.compiler.is_exporting():  # torch.export runs no real batch
-            self._record.note(((first_size(inputs) or first_size(kwargs),), (first_size(output),)))
+            self._record.note(((size,), (first_size(output),)))
         return output if self._target == home else map_tensors(lambda t: t.to(self._target), output)
 
     @property
@@ -279,7 +289,18 @@ class DataParallel(nn.DataParallel):
 
     def state_dict(self, *args: object, **kwargs: object) -> Any:
         """Return the module's own state dict, with keys without `module.`."""
-        return self.module.state_dict(*args, **kwargs)
+        # torch's own method would add the prefix; the rest of it is to call the hooks.
+        named: dict[str, Any] = {
+            **dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)),
+            **kwargs,
+        }
+        prefix, keep_vars = named.get("prefix", ""), named.get("keep_vars", False)
+        for before in self._state_dict_pre_hooks.values():
+            before(self, prefix, keep_vars)
+        found = self.module.state_dict(**named)
+        for after in self._state_dict_hooks.values():
+            found = after(self, found, prefix, found._metadata.get(prefix[:-1], {})) or found
+        return found
 
     def _load_from_state_dict(
         self,

@@ -18,9 +18,9 @@ class Dropout(nn.Dropout):
     """`nn.Dropout` with the same masks on `cpu` and `cpu*8`, in a half to a seventh of its time there.
 
     p: probability of a zero, 0 to 1. On the CPU, a hash of three numbers decides whether a value is dropped:
-    a seed that each call draws from torch's CPU generator, the value's row in the whole batch (dim 0; rows
-    may be flattened with further dims), and its place in the row. Backward computes the mask again, so no
-    mask is stored.
+    a seed that each call draws from torch's CPU generator, the value's row (dim 0) in the whole batch, and
+    its place in the row. Samples are on the region's `dim`, maybe flattened with further dims. Backward
+    computes the mask again, so no mask is stored.
 
     On GPUs, in torch.compile and inside transforms of torch.func, this is torch's own dropout. If a forward
     may be computed again, as in activation checkpointing, each replica draws its own seed.
@@ -36,7 +36,13 @@ class Dropout(nn.Dropout):
         if not self.training or self.p in (0, 1) or not hashed:
             return F.dropout(input, self.p, self.training)
         values = input if input.dtype is torch.float64 else input.float()
-        dropped: Tensor = _Dropped.apply(values, self.p, *_draw(len(input) if input.dim() else 1))
+        seed, first, rows, dim = _draw(input)
+        if dim == 0:
+            dropped: Tensor = _Dropped.apply(values, self.p, seed, first)
+        else:  # the share's part of the whole batch's mask
+            shape = [rows if at == dim else size for at, size in enumerate(values.shape)]
+            mask = _kernel(torch.ones(shape, dtype=values.dtype, device="cpu"), self.p, seed, 0)
+            dropped = values * mask.narrow(dim, first, values.shape[dim])
         return dropped.to(input.dtype)
 
 
@@ -62,21 +68,23 @@ class _Dropped(torch.autograd.Function):
         return _Dropped.apply(tangent, *ctx.given)
 
 
-def _draw(rows: int) -> tuple[int, int]:
-    """Return (seed, number of the first of these rows in the whole batch)."""
+def _draw(input: Tensor) -> tuple[int, int, int, int]:
+    """Return (seed, number of the first of these rows in the whole batch, its rows, dim of the rows)."""
     # All replicas use the same seed in their k-th call; the first one to get there draws it.
     replica = running()
     if not any(replica.shares) or _may_be_computed_again():
-        return _seed(), 0
+        return _seed(), 0, 0, 0
     with _DRAWING:
         if replica.calls == len(replica.seeds):
             replica.seeds.append(_seed())
     seed = replica.seeds[replica.calls]
     replica.calls += 1
     own, before = replica.shares[replica.index], sum(replica.shares[: replica.index])
-    if own and rows % own == 0:
-        return seed, before * (rows // own)
-    return seed ^ replica.index << 48, 0  # not the batch's rows: a separate mask per replica
+    rank, dim = input.dim(), replica.dim
+    each, rest = divmod(input.shape[dim], own) if own and -rank <= dim < rank else (0, 1)
+    if not rest:
+        return seed, before * each, sum(replica.shares) * each, dim % rank
+    return seed ^ replica.index << 48, 0, 0, 0  # not the batch's rows: a separate mask per replica
 
 
 def _may_be_computed_again() -> bool:

@@ -208,6 +208,20 @@ def map_tensors(function: Callable[[Tensor], object], value: object) -> Any:
 # Rows
 
 
+def batch_tensor(value: object) -> Tensor | Parts | None:
+    """Return the first tensor with dims, or `Parts`, of a value: the one whose split is recorded. What is
+    `Whole` has no batch."""
+    if isinstance(value, Parts):
+        return value
+    if isinstance(value, Tensor):
+        return value if value.is_nested or value.dim() else None
+    if isinstance(value, (tuple, list, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            if (found := batch_tensor(item)) is not None:
+                return found
+    return None
+
+
 def named_inputs(args: tuple[object, ...], kwargs: dict[str, object]) -> Iterator[tuple[str, Any]]:
     """Yield (path used in messages, leaf) for a call's arguments: `input 0`, or the keyword."""
     for index, value in enumerate(args):

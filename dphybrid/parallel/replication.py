@@ -17,17 +17,6 @@ from dphybrid.util.compiling import is_transformed
 from dphybrid.util.errors import UserError
 
 
-def _copy(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of a tensor without its graph. On the same device it is lazy: both share memory until one
-    is written."""
-    if tensor.device == device:
-        try:
-            return torch._lazy_clone(tensor.detach())
-        except RuntimeError:  # memory that torch did not allocate as usual: shared, pinned, numpy's
-            pass
-    return tensor.detach().to(device, copy=True)
-
-
 class _Broadcast(torch.autograd.Function):
     """Gives all parameters to all replicas in one autograd node. Replica 0 gets the originals, the others
     copies; backward sums gradients in device order."""
@@ -72,7 +61,7 @@ def _copies(tensors: Sequence[Tensor], devices: tuple[torch.device, ...]) -> lis
         # A few large messages instead of one for each parameter.
         sent = comm.broadcast_coalesced([t.detach() for t in tensors], list(devices))
         return [copy for of_place in sent[1:] for copy in of_place]
-    return [_copy(tensor, device) for device in devices[1:] for tensor in tensors]
+    return [tensor.detach().to(device, copy=True) for device in devices[1:] for tensor in tensors]
 
 
 def distinct_gpus(devices: tuple[torch.device, ...]) -> bool:

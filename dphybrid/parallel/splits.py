@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
+from dphybrid.parallel.nests import Parts, batch_tensor
 from dphybrid.util.errors import UserError, counted
 
 Size = tuple[int, ...]
@@ -43,14 +45,22 @@ class Record:
 
 
 def first_size(value: object) -> Size:
-    """Return the size of the first tensor in a value that has dims; () if there is none."""
-    if isinstance(value, Tensor):
-        return (value.size(0),) if value.is_nested else value.shape
-    if isinstance(value, (tuple, list, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            if size := first_size(item):
-                return size
-    return ()
+    """Return the size of a value's `batch_tensor`; () if there is none."""
+    found = batch_tensor(value)
+    if not isinstance(found, Tensor):
+        return ()
+    return (found.size(0),) if found.is_nested else found.shape
+
+
+def sizes_of_shares(value: object, sizes: Sequence[int], dim: int) -> tuple[Size, ...]:
+    """Return the size of a value's `batch_tensor` in each share, given the shares' rows."""
+    found = batch_tensor(value)
+    if found is None:
+        return ((),) * len(sizes)
+    if isinstance(found, Parts):
+        return tuple(part.shape for part in found.tensors)
+    shape, dim = found.shape, dim % found.dim()
+    return tuple(torch.Size((*shape[:dim], size, *shape[dim + 1 :])) for size in sizes)
 
 
 @dataclass(frozen=True)

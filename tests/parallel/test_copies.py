@@ -27,9 +27,11 @@ class Writer(nn.Module):
 
 
 @pytest.mark.parametrize("detach", [False, True])
-def test_replicas_on_one_device_share_the_memory_of_what_they_only_read(detach: bool) -> None:
-    replicas = replicate(nn.Linear(64, 64), "cpu*3", detach)
-    assert all(torch._C._is_cow_tensor(dict(r.named_parameters())["weight"]) for r in replicas[1:])
+def test_replicas_on_one_device_have_memory_of_their_own(detach: bool) -> None:
+    linear = nn.Linear(64, 64)
+    held = [dict(replica.named_parameters())["weight"] for replica in replicate(linear, "cpu*3", detach)]
+    assert held[0].data_ptr() == linear.weight.data_ptr()
+    assert len({weight.data_ptr() for weight in held}) == 3
 
 
 def test_what_a_replica_writes_to_a_parameter_reaches_no_other_replica() -> None:
@@ -65,3 +67,19 @@ def test_the_optimizer_writes_to_a_parameter_where_it_lies() -> None:
             linear.weight -= 0.1 * linear.weight.grad
         places.append(linear.weight.data_ptr())
     assert len(set(places)) == 1
+
+
+@pytest.mark.parametrize("devices", ["cpu", "cpu*2", "cpu*3"])
+def test_numpy_sees_a_buffer_and_a_parameter_as_long_as_they_live(devices: str) -> None:
+    norm, linear = nn.BatchNorm1d(6, momentum=0.5), nn.Linear(6, 1, bias=False)
+    mean, weight = norm.running_mean.numpy(), linear.weight.detach().numpy()
+    region = DataParallel(nn.Sequential(norm, linear), devices)
+    optimizer, kept = torch.optim.SGD(region.parameters(), 0.1), []
+    for _ in range(3):
+        kept.append(region(torch.randn(8, 6) + 5))
+        kept[-1].sum().backward()
+        optimizer.step()
+    kept.clear()
+    assert mean.tolist() == norm.running_mean.tolist()
+    assert weight.tolist() == linear.weight.tolist()
+    assert mean.min() > 1

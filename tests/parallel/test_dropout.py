@@ -9,7 +9,7 @@ from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint
 
 from dphybrid import kernels
-from dphybrid.parallel import DataParallel, Dropout, parallel_apply
+from dphybrid.parallel import DataParallel, Dropout, Whole, parallel_apply
 
 SPLITS = ["cpu", "cpu*2", "cpu*3", "cpu*8", "cpu*16"]
 
@@ -179,3 +179,38 @@ def test_a_compiled_module_drops() -> None:
     net = torch.compile(nn.Sequential(nn.Linear(4, 300), Dropout(0.5)), backend="aot_eager", fullgraph=True)
     y = net(torch.ones(6, 4))
     assert 0.3 < float(zeros(y).double().mean()) < 0.7
+
+
+class Second(nn.Module):
+    """Drops its second input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = Dropout(0.5)
+
+    def forward(self, first: Tensor, x: Tensor) -> Tensor:
+        dropped: Tensor = self.drop(x) * first.sum()
+        return dropped
+
+
+@pytest.mark.parametrize("dim", [0, 1, -2])
+@pytest.mark.parametrize("devices", SPLITS[1:4])
+def test_masks_and_record_are_of_the_batch_whatever_comes_first(devices: str, dim: int) -> None:
+    x, found = torch.ones(9, 9, 4, dtype=torch.float64), []
+    for where in ("cpu", devices):
+        region = DataParallel(Second(), where, dim=dim)
+        torch.manual_seed(0)
+        found.append([region(Whole(torch.ones(3, 3)), x), region(torch.ones(()), x)])
+        rows = [size[dim] for split in region.splits() for size in split.input_sizes]
+        assert sum(rows) == 9
+        assert len(region.splits()) == 1
+        assert {tuple(size) for split in region.splits() for size in split.output_sizes} == {
+            tuple(size) for split in region.splits() for size in split.input_sizes
+        }
+    for one, split in zip(*found, strict=True):
+        assert torch.equal(one, split)
+        assert 0 < int((one == 0).sum()) < one.numel()
+    given = x.clone().requires_grad_()
+    out = DataParallel(Second(), devices, dim=dim)(torch.ones(()), given)
+    out.sum().backward()
+    assert torch.equal(given.grad, out.detach())
