@@ -2,8 +2,10 @@
 
 import math
 import mmap
+import os
 import shutil
 import tempfile
+import weakref
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -17,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dphybrid.kernels import resident_bytes
 from dphybrid.util.errors import UserError
 
 GIB = 2**30
@@ -44,17 +47,33 @@ def available_memory_bytes() -> int:
     try:
         limit = (group / "memory.max").read_text(encoding="ascii").strip()
         used = int((group / "memory.current").read_text(encoding="ascii"))
+        parts = dict(
+            line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines()
+        )
     except OSError:
         return pages
+    # The kernel takes the page cache back before it kills.
+    used -= sum(int(parts.get(name, 0)) for name in ("active_file", "inactive_file"))
     # In a container, the kernel kills a process that exceeds the limit, however much memory the machine has.
     return pages if limit == "max" else max(0, min(pages, int(limit) - used))
 
 
-def zero_rows(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+_reserved: "list[tuple[weakref.ref[mmap.mmap], int, int]]" = []
+"""Memory of tables' rows and states, with address and size."""
+
+
+def _unwritten_bytes() -> int:
+    """Return the bytes of tables' rows and states that have not been written yet: the system counts them as
+    free."""
+    _reserved[:] = [each for each in _reserved if each[0]() is not None]
+    return sum(size - resident_bytes(address, size) for _, address, size in _reserved)
+
+
+def zero_rows(shape: tuple[int, ...], dtype: torch.dtype, *, reserve: bool = False) -> Tensor:
     """Return zeros, in huge pages if the system has them, so that access to random rows of a large table
     misses the TLB less often.
 
-    A page takes memory only once it is written.
+    A page takes memory only once it is written. reserve: later tables and states leave room for all pages.
     """
     size = math.prod(shape) * dtype.itemsize
     if size < 2 * _HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
@@ -63,14 +82,18 @@ def zero_rows(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     pages = mmap.mmap(-1, size + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without huge pages: small ones work, only slower
         pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=dtype, count=math.prod(shape)).view(shape)
+    rows = torch.frombuffer(pages, dtype=dtype, count=math.prod(shape)).view(shape)
+    if reserve:
+        _reserved.append((weakref.ref(pages), rows.data_ptr(), size))
+    return rows
 
 
 def _check_fits(num_bytes: int, what: str, folder: Path | None) -> None:
     """Raise UserError, with the numbers, if `num_bytes` do not fit into memory or, given a folder, onto its
     disk. what: beginning of the message."""
     if folder is None:
-        free, remedy = available_memory_bytes(), "use fewer or narrower rows, bfloat16, or storage mmap"
+        free = max(0, available_memory_bytes() - _unwritten_bytes())
+        remedy = "use fewer or narrower rows, bfloat16, or storage mmap"
         room = f"{free / GIB:.3g} GiB of memory are free"
     else:
         free, remedy = shutil.disk_usage(folder).free, "choose another folder or a smaller table"
@@ -189,8 +212,16 @@ def _zeros(folder: Path | None, shape: tuple[int, ...], dtype: torch.dtype) -> T
     """Return zeros in memory or, given a folder, in an unnamed file there, which disappears with the process
     however it ends."""
     if folder is None:
-        return zero_rows(shape, dtype)
+        return zero_rows(shape, dtype, reserve=True)
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".rows-") as file:
         # Mapped before the name is deleted: the mapping keeps the file's contents until the process ends.
         size = math.prod(shape)
+        if hasattr(os, "posix_fallocate"):  # or a full disk would kill the process at a write to the mapping
+            try:
+                os.posix_fallocate(file.fileno(), 0, max(1, size * dtype.itemsize))
+            except OSError as error:
+                raise UserError(
+                    f"{folder}: {size * dtype.itemsize / GIB:.3g} GiB for rows: {error.strerror}; choose "
+                    "another folder or a smaller table"
+                ) from error
         return torch.from_file(file.name, shared=True, size=size, dtype=dtype, device="cpu").view(shape)

@@ -5,6 +5,7 @@ The caller of a kernel must check length and range of its arguments, and keep th
 """
 
 import ctypes as c
+import mmap
 import os
 import re
 from functools import cache
@@ -28,6 +29,8 @@ _PLAIN_KEYS = frozenset(
     (_INFERENCE.raw_repr(), _INFERENCE.add(_key.ADInplaceOrView).add(_key.AutogradCPU).raw_repr())
 )
 """Dispatch keys of a dense tensor in host memory, made in inference mode or outside of it."""
+
+_C_LIBRARY = c.CDLL(None)
 
 _ONE_THREAD_BYTES = 2**18
 """Bytes of rows below which one thread is as fast as a team."""
@@ -166,6 +169,15 @@ def may_train(*tensors: Tensor) -> bool:
         and not is_transformed()
         and not torch._C._is_any_autocast_enabled()
     )
+
+
+def resident_bytes(start: int, size: int) -> int:
+    """Return how many bytes of private memory at an address, of `size` bytes, have been written; all of them
+    if the system does not tell."""
+    flags = (c.c_ubyte * -(-size // mmap.PAGESIZE))()
+    if not hasattr(_C_LIBRARY, "mincore") or _C_LIBRARY.mincore(c.c_void_p(start), c.c_size_t(size), flags):
+        return size
+    return min(size, sum(bytes(flags)) * mmap.PAGESIZE)
 
 
 def is_batched(tensor: Tensor) -> bool:

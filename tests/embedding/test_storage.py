@@ -1,6 +1,9 @@
 """Storage in memory and in files, pooled lookups, collections of tables, and what the package imports."""
 
+import errno
 import json
+import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +17,14 @@ from benchmarks.racing import plain
 from dphybrid.embedding import (
     HostEmbedding,
     HostEmbeddingCollection,
+    LazyAdam,
     RowAdam,
     RowSGD,
     find_tables,
+    storage,
 )
 from dphybrid.embedding.storage import open_states
+from tests.refusing import refused
 
 
 def test_empty_lookups() -> None:
@@ -138,3 +144,46 @@ def test_the_overlap_is_of_parts_that_were_measured_alone() -> None:
     assert found["prepared_ratio"] == 1
     without = pipeline_costs(500, 4, 16, 3, steps=4, devices="cpu*2", repeats=1, hidden=8)
     assert not [name for name in without if "alone" in name or "part" in name]
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_tables_and_states_are_reserved_together(monkeypatch: pytest.MonkeyPatch, filled: bool) -> None:
+    rows = 2**19  # 32 MiB at a width of 16
+    monkeypatch.setattr(storage, "_reserved", [])
+    monkeypatch.setattr(storage, "available_memory_bytes", lambda: 96 * 2**20)
+    with nullcontext() if filled else storage.unfilled_rows():
+        first = HostEmbedding(rows, 16, seed=0)
+    if filled:  # the system counts these as used
+        monkeypatch.setattr(storage, "available_memory_bytes", lambda: 64 * 2**20)
+    with refused("the optimizer's states of its rows are 0.0645 GiB, but 0.0625 GiB of memory are free"):
+        LazyAdam(first, lr=0.1)
+    with storage.unfilled_rows():
+        second = HostEmbedding(rows, 16, seed=0)
+    with refused("but 0.0312 GiB of memory are free"), storage.unfilled_rows():
+        HostEmbedding(rows + 2**18, 16, seed=0)
+    del second
+    with storage.unfilled_rows():
+        HostEmbedding(rows + 2**18, 16, seed=0)
+
+
+def test_a_container_may_use_the_memory_of_its_page_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {
+        "/proc/meminfo": "MemAvailable: 8388608 kB\n",
+        "/sys/fs/cgroup/memory.max": "4294967296\n",
+        "/sys/fs/cgroup/memory.current": "4000000000\n",
+        "/sys/fs/cgroup/memory.stat": "anon 900000000\nactive_file 1000000000\ninactive_file 2000000000\n",
+    }
+    monkeypatch.setattr(Path, "read_text", lambda path, **_: files[str(path)])
+    assert storage.available_memory_bytes() == 2**32 - 10**9
+
+
+def test_a_full_disk_is_an_error_before_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    table = HostEmbedding(1000, 8, storage="mmap", path=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 0
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    for build in (lambda: HostEmbedding(1000, 8, storage="mmap", path=tmp_path), lambda: LazyAdam(table)):
+        with refused("GiB for rows: No space left on device; choose another folder"):
+            build()
