@@ -19,8 +19,9 @@ two cores: steps of 3 ms took a tenth longer, on two virtual devices up to three
 
 The worker never writes to a table, so an evaluation or a checkpoint between steps need not wait for it. (Rows
 that change after they were gathered are also the hazard of FBGEMM's prefetch, with the same remedy; see the
-comment on outdated caches in its table-batched embeddings.) The worker draws batches before they are used, so
-their source must not depend on torch's global generator or on the effects of a step.
+comment on outdated caches in its table-batched embeddings.) The worker draws a batch while the step before
+computes, and copies its tensors and arrays. A source that draws random numbers from a global generator would
+get others; one that does so for the second batch is not drawn ahead, with a warning.
 """
 
 import itertools
@@ -30,7 +31,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, Generic, Protocol, Self, TypeVar, runtime_checkable
 
@@ -40,7 +41,8 @@ from torch import Tensor, nn
 from dphybrid.embedding.ahead import Lookup
 from dphybrid.embedding.collection import find_tables
 from dphybrid.embedding.lookup import each_lookup
-from dphybrid.embedding.replicas import pinned
+from dphybrid.embedding.replicas import copied
+from dphybrid.embedding.sources import Source, generators
 from dphybrid.embedding.table import HostEmbedding
 from dphybrid.util.compiling import labelled
 from dphybrid.util.errors import UserError, type_text
@@ -95,6 +97,7 @@ class RowPipeline:
             self._table_ids = model.table_ids
         self._warned: set[str] = set()
         self._watched = False
+        self.draws: bool | None = None  # whether batches draw from a global generator, once it is known
         self._workers: list[_Worker] = []
         self.times_ms = {"prepare_ms": 0.0, "wait_ms": 0.0}
         self._last_totals = self._totals()
@@ -111,28 +114,38 @@ class RowPipeline:
             worker.stop()
 
     def prefetch(self, batches: Iterable[Batch], ids_of: _IdsOf[Batch] | None = None) -> Iterator[Batch]:
-        """Yield the batches in order. ids_of: function from a batch to the ids that the model will look up,
-        by table (one tensor, or a list of one tensor per lookup); None: the model's own `table_ids`.
+        """Yield the batches in order, as a plain loop does: a generator goes on where another loop left it.
+
+        ids_of: function from a batch to the ids that the model will look up, by table (one tensor, or a list
+        of one tensor per lookup); None: the model's own `table_ids`.
 
         The first forward places the tables (see `DataParallel.rows`), so its rows are looked up on the spot;
         those of all later batches are prepared ahead. Warns once, with the reason, if rows cannot be fetched
         ahead; what forward looks up is compared with what was announced in the first batch, without a GPU,
         too. An exception in the batch source or in `ids_of` is raised when the loop asks for that batch, with
         the worker's traceback. Leaving the loop early, by `break` or an
-        exception, stops the worker.
+        exception, stops the worker; the next loop over the same generator begins with what it had drawn.
         """
-        ids_of = ids_of or self._table_ids
-        if self.mode == "off" or not self.tables:
-            yield from batches
-            return
-        if ids_of is None:
+        ids_of, source = ids_of or self._table_ids, Source(batches)
+        if self.mode == "exact" and self.tables and ids_of is None:
             self._warn_once(
                 "the ids are not known ahead; give prefetch a function from a batch to {table: ids}, or the "
                 "model a method table_ids(batch)"
             )
-            yield from batches
-            return
-        source, uses_worker = iter(batches), self.on_cpu or torch.cuda.is_initialized()
+        if self.mode == "exact" and self.tables and ids_of is not None:
+            yield from self._ahead(source, ids_of)
+        yield from source  # a `Source` is not closed with this loop: others go on with its generator
+        if source.is_exhausted():
+            warnings.warn(
+                "RowPipeline: the iterator of batches had no batch left; give prefetch a list, a DataLoader, "
+                "or a new generator for each epoch",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _ahead(self, source: "Source[Batch]", ids_of: _IdsOf[Batch]) -> Iterator[Batch]:
+        """Yield batches as long as there is something to watch or to prepare."""
+        uses_worker = self.on_cpu or torch.cuda.is_initialized()
         # Without a worker: `forward` must run once before it is known where rows are sent.
         if any(not table.is_placed for table in self.tables.values()) or not (uses_worker or self._watched):
             for batch in itertools.islice(source, 1):
@@ -141,8 +154,6 @@ class RowPipeline:
         # One replica on the CPU reads rows from the table itself: there is nothing to prepare.
         if uses_worker and any(table.ahead.is_placed for table in self.tables.values()):
             yield from self._prefetched(source, ids_of)
-        else:
-            yield from source
 
     @contextmanager
     def _watching(self, announced: Ids) -> Iterator[None]:
@@ -201,7 +212,7 @@ class RowPipeline:
             self._warned.add(why)
             warnings.warn(f"RowPipeline: rows are not fetched ahead: {why}", RuntimeWarning, stacklevel=3)
 
-    def _prefetched(self, batches: Iterator[Batch], ids_of: _IdsOf[Batch]) -> Iterator[Batch]:
+    def _prefetched(self, batches: "Source[Batch]", ids_of: _IdsOf[Batch]) -> Iterator[Batch]:
         worker = _Worker(batches, lambda batch: self._checked_ids(ids_of(batch)), self)
         self._workers.append(worker)
         # Between a lookup's gathering and its use come one update for the batch ahead, and the one that was
@@ -211,14 +222,19 @@ class RowPipeline:
             info.changes = deque(maxlen=_BATCHES_IN_TRANSIT + 1)
         try:
             while (item := worker.next()) is not None:
+                if self.draws:
+                    self._warn_once(
+                        "the batches draw random numbers from a global generator, which would be others "
+                        "ahead of the step; give the data set a generator of its own, or a DataLoader "
+                        "num_workers of at least 1"
+                    )
                 batch, ids, lookups = item
                 for name, table in self.tables.items():
                     table.ahead.expect(lookups.get(name, []))
                 watching: AbstractContextManager[None] = (
                     nullcontext() if self._watched else self._watching(ids)
                 )
-                # Or this frame would keep them alive while the loop's body runs.
-                del item, ids, lookups
+                del item, ids, lookups  # or this frame would keep them alive while the loop's body runs
                 with watching:
                     yield batch
         finally:
@@ -256,13 +272,14 @@ class RowPipeline:
 class _Worker(Generic[Batch]):
     """One worker thread over one iterable of batches."""
 
-    def __init__(self, batches: Iterator[Batch], ids_of: _IdsOf[Batch], pipeline: RowPipeline) -> None:
-        self._iterator, self._ids_of, self._tables = batches, ids_of, pipeline.tables
-        self._times_ms = pipeline.times_ms
+    def __init__(self, batches: Source[Batch], ids_of: _IdsOf[Batch], pipeline: RowPipeline) -> None:
+        self._source, self._ids_of, self._tables = batches, ids_of, pipeline.tables
+        self._pipeline, self._times_ms = pipeline, pipeline.times_ms
         self._pins = any(table.ahead.is_on_gpus for table in self._tables.values())
         # Items: (batch, its ids, lookups by table); last, the exception that ended the worker, or None.
         self._done: queue.Queue[_Prepared[Batch] | BaseException | None] = queue.Queue()
-        self._permits = threading.Semaphore(1)  # one batch is prepared ahead
+        self._permits = threading.Semaphore(0)
+        self._is_ahead = False  # whether one batch is prepared ahead
         self._stopping = threading.Event()
         # A daemon: a batch source that hangs must not keep the interpreter from exiting.
         self._thread = threading.Thread(target=self._work, name="dphybrid-rows", daemon=True)
@@ -270,11 +287,19 @@ class _Worker(Generic[Batch]):
 
     def next(self) -> "_Prepared[Batch] | None":
         start = time.perf_counter()
+        if not self._is_ahead:
+            self._permits.release()
         item = self._done.get()
         self._times_ms["wait_ms"] += 1e3 * (time.perf_counter() - start)
+        if self._stopping.is_set():
+            raise UserError("RowPipeline: closed while a loop draws its batches; leave the loop first")
         if isinstance(item, BaseException):
             raise item
-        self._permits.release()  # the worker may prepare one more batch
+        # Only once the second batch, drawn while this thread waits, has shown that none draws random numbers.
+        # (For the first one, a shuffle may draw its seed.)
+        self._is_ahead = self._pipeline.draws is False
+        if self._is_ahead:
+            self._permits.release()
         return item
 
     def stop(self) -> None:
@@ -282,10 +307,18 @@ class _Worker(Generic[Batch]):
         self._permits.release()  # wakes a worker that waits until a batch has been taken
         if self._thread is not threading.current_thread():
             self._thread.join(_JOIN_S)
-        while not self._done.empty():
-            self._done.get_nowait()
-        # Without this, a loop that continues would wait forever for the stopped worker.
-        self._done.put(UserError("RowPipeline: closed while a loop draws its batches; leave the loop first"))
+        self._hand_back()
+        self._done.put(None)  # else a loop that continues would wait forever for the stopped worker
+
+    def _hand_back(self) -> None:
+        """Give what was drawn and not used back to the source."""
+        left = []
+        with suppress(queue.Empty):
+            while True:
+                left.append(self._done.get_nowait())
+        self._source.put_back(
+            [item[0] if isinstance(item, tuple) else item for item in left if item is not None]
+        )
 
     def _lookups(self, ids: Ids) -> dict[str, list[Lookup]]:
         """Prepare a batch's lookups. Returns none if one fails: the step then looks up by itself, and raises
@@ -310,7 +343,7 @@ class _Worker(Generic[Batch]):
         if self._pins:
             # Allocated all together, then freed to torch's allocator, which reuses the memory for later
             # batches.
-            held = [pinned(batch, always=True) for _ in range(_BATCHES_IN_TRANSIT)]
+            held = [copied(batch, pin=True) for _ in range(_BATCHES_IN_TRANSIT)]
             del held
         for lookup in itertools.chain(*lookups.values()):
             for share in lookup.shares:
@@ -322,18 +355,21 @@ class _Worker(Generic[Batch]):
                 self._permits.acquire()
                 if self._stopping.is_set():
                     return
+                looks = self._pipeline.draws is None and self._source.num_drawn > 0
+                before = generators() if looks else ()
                 try:
-                    batch = next(self._iterator)
+                    batch = next(self._source)
                 except StopIteration:
                     self._done.put(None)
                     return
+                if looks:
+                    self._pipeline.draws = generators() != before
                 start = time.perf_counter()
-                ids = self._ids_of(batch)
+                with labelled("copy batch"):  # the source may refill its memory for the next batch
+                    batch = copied(batch, pin=self._pins)
                 with labelled("prepare rows"):
+                    ids = self._ids_of(batch)
                     lookups = self._lookups(ids)
-                if self._pins:
-                    with labelled("pin batch"):
-                        batch = pinned(batch)
                 if number == 0:
                     self._reserve(lookups, batch)
                 self._times_ms["prepare_ms"] += 1e3 * (time.perf_counter() - start)
@@ -341,3 +377,6 @@ class _Worker(Generic[Batch]):
                 del batch, ids, lookups  # or this frame would keep them alive while it waits for a permit
         except BaseException as error:  # noqa: BLE001 - the waiting loop must get it, whatever it is
             self._done.put(error)
+        finally:
+            if self._stopping.is_set():  # `stop` may not have waited so long
+                self._hand_back()

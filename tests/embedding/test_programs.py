@@ -32,7 +32,8 @@ ROWS, PLACES, COLUMNS = 60, 12, 3
 DEEDS = {
     "evaluate": 2, "save": 1, "edit": 1, "load": 1, "lr": 2, "freeze": 1, "thaw": 2, "freeze rows": 1,
     "deepcopy": 1, "raise early": 1, "raise late": 1, "skip": 1, "accumulate": 3, "clip": 4, "penalty": 1,
-    "two backwards": 1, "unannounced": 1, "clear": 1,
+    "two backwards": 1, "unannounced": 1, "clear": 1, "leave": 1, "average": 2, "exchange": 1, "grow": 1,
+    "tie": 1, "untie": 1,
 }  # fmt: skip
 """What may happen at a step, and how often beside the others."""
 
@@ -74,15 +75,22 @@ class Model(nn.Module):
         options: dict[str, Any] = {"dtype": program.dtype, "seed": seed}
         self.words = HostEmbedding(ROWS, program.dim, padding_idx=program.seed % ROWS, **options)
         self.places = HostEmbedding(PLACES, program.dim, name="places", **options)
+        self.others = HostEmbedding(ROWS, program.dim, padding_idx=(program.seed + 1) % ROWS, **options)
         layers = nn.Sequential(nn.Linear(COLUMNS * program.dim, 5), nn.Tanh(), nn.Linear(5, 1))
         self.region = DataParallel(Summed(layers.to(self.words.out_dtype)), devices)
         self.lookups = program.lookups
 
     def table_ids(self, ids_BF: Tensor) -> dict[str, Any]:
-        return {"words": [ids_BF] * self.lookups, "places": ids_BF % PLACES}
+        words = [self.of_words(ids_BF)] * self.lookups
+        return {"words": words, "places": ids_BF % PLACES, "others": ids_BF}
+
+    def of_words(self, ids_BF: Tensor) -> Tensor:
+        """Ids over all rows, of which there may be more since."""
+        return ids_BF * self.words.num_rows // ROWS
 
     def forward(self, ids_BF: Tensor) -> Tensor:
-        words = [self.region.rows(self.words, ids_BF) for _ in range(self.lookups)]
+        words = [self.region.rows(self.words, self.of_words(ids_BF)) for _ in range(self.lookups)]
+        words.append(self.region.rows(self.others, ids_BF))
         losses_B: Tensor = self.region(self.region.rows(self.places, ids_BF % PLACES), *words)
         return losses_B.mean()
 
@@ -120,6 +128,7 @@ class Trained:
         torch.save(page | {"rows": [t.frozen_rows for t in (self.model.words, self.model.places)]}, file)
         file.seek(0)
         saved, new = torch.load(file), Trained(self.program, self.devices, seed=2)
+        new.exchange(nn.Parameter(saved["model"]["words.weight"].clone()))
         new.model.load_state_dict(saved["model"])
         new.both.load_state_dict(saved["both"])
         for name, parameter in new.model.named_parameters():
@@ -134,6 +143,16 @@ class Trained:
         new._optimize()
         new.both.load_state_dict(self.both.state_dict())
         return new
+
+    def exchange(self, weight: nn.Parameter) -> None:
+        """Train another weight from now on, by new optimizers."""
+        self.both.zero_grad()
+        self.model.words.weight = weight
+        self._optimize()
+
+    @property
+    def is_tied(self) -> bool:
+        return self.model.words.weight is self.model.others.weight
 
     def tensors(self) -> list[Tensor]:
         held = [*self.model.state_dict().values(), *self.rows.states().values()]
@@ -153,14 +172,16 @@ def run(
 ) -> list[Tensor]:
     """Return all that a program shows. restarts: steps before which everything is saved and made anew."""
     trained, seen, step = Trained(program, devices), list[Tensor](), 0
+    batches = (program.ids(number) for number in range(len(program.deeds)))  # one for all loops
     left: list[tuple[Tensor, Tensor]] = []
     while step < len(program.deeds):
-        if step in restarts and all(p.grad is None for p in trained.model.parameters()):
+        clear = all(p.grad is None for p in trained.model.parameters())
+        if step in restarts and clear and not trained.is_tied:
             trained = trained.restarted()
         try:
             with RowPipeline(trained.model, mode=mode, on_cpu=True) as pipeline:
-                batches = (program.ids(number) for number in range(step, len(program.deeds)))
                 for ids_BF in pipeline.prefetch(batches, trained.model.table_ids):
+                    assert torch.equal(ids_BF, program.ids(step)), f"{program}: another batch at {step}"
                     deeds, step = program.deeds[step], step + 1
                     take(trained, ids_BF, deeds, seen, step)
                     if "deepcopy" in deeds:
@@ -168,7 +189,7 @@ def run(
                         trained.both.zero_grad()
                         trained = trained.copied()
                         break
-                    if step in restarts:
+                    if step in restarts or "leave" in deeds:
                         break
         except Planned:
             trained.both.zero_grad()
@@ -212,8 +233,19 @@ def take(trained: Trained, ids_BF: Tensor, deeds: dict[str, float], seen: list[T
             words.weight[int(ROWS * deeds["edit"])] = 0.25
         if "evaluate" in deeds:
             seen.append(model(trained.program.ids(step if deeds["evaluate"] < 0.5 else 500 + step)))
+        if "average" in deeds:
+            live, words.weight = words.weight, nn.Parameter(words.settled() * 0.5)
+            seen.append(model(trained.program.ids(step if deeds["average"] < 0.5 else 500 + step)))
+            words.weight = live
     if "load" in deeds:
         model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
+    rows_VD = words.settled().clone()
+    if "exchange" in deeds or ("untie" in deeds and trained.is_tied):
+        trained.exchange(nn.Parameter(rows_VD * 0.5))
+    if "grow" in deeds:
+        trained.exchange(nn.Parameter(torch.cat([rows_VD, rows_VD[:7]])))
+    if "tie" in deeds:
+        trained.exchange(model.others.weight)
     if "save" in deeds:
         seen += trained.tensors()
 
