@@ -1,7 +1,7 @@
 """Several optimizers as one, such as a dense and a row optimizer, for trainers that accept only one."""
 
-from collections import defaultdict
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,38 @@ from torch.optim import Optimizer
 
 from dphybrid.util.compiling import EagerOptimizer
 from dphybrid.util.errors import UserError
+
+
+class _States(MutableMapping[torch.Tensor, Any]):
+    """The states of several optimizers; an edit is one of the optimizer that has the parameter."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+
+    def _of(self, parameter: torch.Tensor) -> Any:
+        for optimizer in self._optimizers:
+            owned = (each for group in optimizer.param_groups for each in group["params"])
+            if parameter in optimizer.state or any(parameter is each for each in owned):
+                return optimizer.state
+        raise KeyError(parameter)
+
+    def __getitem__(self, parameter: torch.Tensor) -> Any:
+        return self._of(parameter)[parameter]
+
+    def __setitem__(self, parameter: torch.Tensor, state: Any) -> None:
+        self._of(parameter)[parameter] = state
+
+    def __delitem__(self, parameter: torch.Tensor) -> None:
+        del self._of(parameter)[parameter]
+
+    def __contains__(self, parameter: object) -> bool:
+        return any(parameter in optimizer.state for optimizer in self._optimizers)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return itertools.chain(*(list(optimizer.state) for optimizer in self._optimizers))
+
+    def __len__(self) -> int:
+        return sum(len(optimizer.state) for optimizer in self._optimizers)
 
 
 class CombinedOptimizer(EagerOptimizer):
@@ -37,15 +69,15 @@ class CombinedOptimizer(EagerOptimizer):
         self.__setstate__({"optimizers": optimizers})
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override] # a plain attribute of torch's
+    def param_groups(self) -> tuple[dict[str, Any], ...]:  # type: ignore[override] # torch: a list
         """The parameter groups of all optimizers, in order."""
         # A property, not a list made once: load_state_dict replaces an optimizer's groups.
-        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        return tuple(group for optimizer in self.optimizers for group in optimizer.param_groups)
 
     @property
-    def state(self) -> defaultdict[torch.Tensor, Any]:  # type: ignore[override]
-        """The states of all optimizers, for reading: a new dict each time."""
-        return defaultdict(dict, {k: v for optimizer in self.optimizers for k, v in optimizer.state.items()})
+    def state(self) -> "_States":  # type: ignore[override]
+        """The optimizers' own states, by parameter."""
+        return _States(self.optimizers)
 
     def add_param_group(self, param_group: dict[str, object]) -> None:
         """Raise UserError: it is unclear which optimizer should train the group."""

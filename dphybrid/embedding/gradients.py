@@ -120,19 +120,17 @@ class _Rows(torch.autograd.Function):
     def forward(
         ctx: Any, gate: Tensor, given: tuple[Tensor, int, Tensor, Channel | None, FrozenRows]
     ) -> Tensor:
-        rows, *ctx.noted = given
-        ctx.shape = gate.shape
-        # So backward gets None, not zeros, for rows that the loss does not use. Zeros would count as a
-        # gradient: the row optimizer would touch these rows.
-        ctx.set_materialize_grads(False)
+        rows, number, ids_N, *noted = given
+        ctx.save_for_backward(ids_N)  # freed by the first backward, so that a second one raises
+        ctx.shape, ctx.noted = gate.shape, (number, *noted)
+        ctx.set_materialize_grads(False)  # as `DeviceRows`
         return rows
 
     @staticmethod
     def backward(ctx: Any, grads: Tensor | None) -> tuple[Tensor | None, None]:
         if grads is None:
             return None, None
-        number, ids_N, via, frozen = ctx.noted
-        done = None
+        (ids_N,), (number, via, frozen), done = ctx.saved_tensors, ctx.noted, None
         ids_N, grads_ND = frozen.left_out(ids_N, grads.reshape(-1, grads.shape[-1]))
         if is_batched(
             grads
@@ -272,8 +270,8 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float) -> T
         squares = [*torch.stack(norms).double().cpu().square(), *squares]
     # Not torch.sqrt, which is not always correctly rounded and differs between processors.
     total = math.sqrt(float(torch.stack(squares).sum())) if squares else 0.0
-    factor = min(1.0, max_norm / (total + 1e-6))
-    if factor < 1:
+    factor = max_norm / (total + 1e-6)
+    if not factor >= 1:  # NaN, too, goes to all gradients, as in torch
         values = dense + [weight.grad._values() for weight in sparse_ones if weight.grad is not None]
         if values:
             torch._foreach_mul_(values, factor)

@@ -369,7 +369,14 @@ class HostEmbedding(nn.Module):
         region takes the result as `parts(...)` of `dphybrid.parallel`. Before `place_on`: one share, on the
         CPU. Raises UserError like `forward`.
         """
-        # Through __call__, so that the table's hooks see every lookup.
+        if self._placed is not None and (self._forward_hooks or self._backward_hooks):
+            devices, sizes_of = self._placed
+            rows_BXD = self(ids)  # hooks get and return one tensor, as without a split
+            return [
+                part.to(device, copy=True)
+                for part, device in zip(rows_BXD.split(list(sizes_of(len(ids)))), devices, strict=False)
+            ]
+        # Through __call__, so that hooks before the lookup see every one.
         rows: Tensor | tuple[Tensor, ...] = self(ids, by_replica=True)
         return [rows] if isinstance(rows, Tensor) else list(rows)  # a captured graph is not split
 

@@ -3,6 +3,7 @@
 Letters: N ids of a lookup, D width of a row, R frozen rows.
 """
 
+import weakref
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from dphybrid.embedding.lookup import Counters
 from dphybrid.embedding.storage import zero_rows
+from dphybrid.util.errors import UserError
 
 
 class FrozenRows:
@@ -66,10 +68,22 @@ class RowsInfo:
     make_states: Callable[[Mapping[str, tuple[tuple[int, ...], torch.dtype]]], dict[str, Tensor]]
     synchronized: bool = False
     changes: deque[tuple[int, int, Tensor]] | None = None
+    _applied: tuple[weakref.ref[Tensor], int] | None = None
     _frozen_by: list[FrozenRows] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.frozen = FrozenRows()
+
+    def refuse_twice(self, weight: Tensor, optimizer: object) -> None:
+        """Note that an optimizer applies the weight's gradient. Raises UserError if another one has applied
+        it already."""
+        grad, before = weight.grad, self._applied
+        if before is not None and before[0]() is grad and before[1] != id(optimizer):
+            raise UserError(
+                f"table {self.name!r}: two row optimizers apply the same gradient, so each step would change "
+                "its rows twice; give the table to one of them"
+            )
+        self._applied = None if grad is None else (weakref.ref(grad), id(optimizer))
 
     def freeze(self, rows: FrozenRows) -> None:
         """Freeze the rows of a table that has this weight, beside those of others that have it."""

@@ -1,10 +1,11 @@
 """A row optimizer is a torch.optim.Optimizer: groups, schedulers, closures, hooks, and states."""
 
+import io
 import math
 import pickle
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,8 +19,10 @@ from dphybrid.embedding import (
     LazyAdam,
     RowAdam,
     RowSGD,
+    clip_grad_norm_,
     row_optimizer,
 )
+from dphybrid.parallel import DataParallel
 from dphybrid.util.row_rules import RULES
 from tests.refusing import refused
 
@@ -196,3 +199,117 @@ def test_frozen_rows_are_those_of_their_own_table() -> None:
     RowSGD([one, two], lr=1.0).step()
     changed = [(table.weight != old).any(1).tolist() for table, old in zip((one, two), before, strict=True)]
     assert changed == [[True] * 4, [False, True, False, False]]
+
+
+@pytest.mark.parametrize("width", [8, 6])
+def test_adamw_counts_the_updates_of_each_table_by_itself(width: int) -> None:
+    one, two = HostEmbedding(4, 8, name="one"), HostEmbedding(4, width, name="two")
+    rows = row_optimizer("adamw", {"one": one, "two": two}, lr=0.1, weight_decay=0.1)
+    weight = nn.Parameter(two.settled().clone())
+    of_torch = torch.optim.AdamW([weight], lr=0.1, betas=(0.0, 0.999), weight_decay=0.1)
+    for step in range(20):
+        loss = one(torch.tensor([0, 1])).square().sum()
+        if step in (0, 4, 19):  # else the other table is not used
+            loss = loss + two(torch.arange(4)).square().sum()
+            weight.square().sum().backward()
+        loss.backward()
+        for optimizer in (rows, of_torch):
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(two.settled(), weight.detach())
+    assert [int(rows.states()[f"{name}.updates"]) for name in ("one", "two")] == [20, 3]
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_every_optimizer_is_pickled(kind: str) -> None:
+    table = HostEmbedding(4, 2, seed=0)
+    rows = row_optimizer(kind, table, lr=0.1)
+    table(torch.arange(3)).square().sum().backward()
+    rows.step()
+    file = io.BytesIO()
+    torch.save(rows, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert type(loaded) is type(rows)
+    for name, state in rows.states().items():
+        assert torch.equal(loaded.states()[name], state)
+
+
+def test_a_gradient_that_two_row_optimizers_apply_is_refused() -> None:
+    table = HostEmbedding(4, 2)
+    one, two = RowSGD(table, lr=0.1), row_optimizer("adam", table, lr=0.1)
+    for each in (one, two):  # in turns, as two losses may be trained
+        table(torch.arange(3)).sum().backward()
+        each.step()
+        each.zero_grad()
+    table(torch.arange(3)).sum().backward()
+    one.step()
+    with refused("two row optimizers apply the same gradient"):
+        two.step()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_clipping_spreads_a_bad_gradient_as_torch_does(value: float) -> None:
+    found = []
+    for clip in (nn.utils.clip_grad_norm_, clip_grad_norm_):
+        parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+        parameters[0].grad, parameters[1].grad = torch.tensor([value, 0.0]), torch.tensor([1e3, 1e3])
+        clip(parameters, 1.0)
+        found.append([parameter.grad for parameter in parameters])
+    torch.testing.assert_close(found[0], found[1], equal_nan=True)
+
+
+@pytest.mark.parametrize("devices", ["cpu", "cpu*2", "cpu*3"])
+def test_a_second_backward_needs_a_retained_graph(devices: str) -> None:
+    table, region = HostEmbedding(3, 2), DataParallel(nn.Linear(2, 1), devices)
+    loss = region.rows(table, torch.arange(3))
+    loss = (loss if isinstance(loss, Tensor) else region(loss)).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+class Unused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, used: Tensor, unused: Tensor) -> Tensor:
+        return used + unused
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+class Both(nn.Module):
+    def forward(self, used: Tensor, unused: Tensor) -> Tensor:
+        return cast(Tensor, Unused.apply(used, unused)).sum(1)
+
+
+@pytest.mark.parametrize("devices", ["cpu", "cpu*2", "cpu*3"])
+def test_rows_to_which_autograd_gives_no_gradient_are_not_trained(devices: str) -> None:
+    tables, ids = {name: HostEmbedding(6, 4, name=name) for name in "ab"}, torch.arange(6)
+    region, rows = DataParallel(Both(), devices), row_optimizer("adam", tables, lr=0.1)
+    tables["b"](ids).sum().backward()
+    rows.step()  # a mean, which would move the rows at a gradient of zeros
+    rows.zero_grad()
+    before = tables["b"].settled().clone()
+    region(*(region.rows(table, ids) for table in tables.values())).sum().backward()
+    assert tables["b"].weight.grad is None
+    rows.step()
+    assert torch.equal(tables["b"].settled(), before)
+
+
+@pytest.mark.parametrize("devices", ["cpu", "cpu*2", "cpu*3"])
+def test_hooks_on_a_table_get_one_tensor(devices: str) -> None:
+    table, region = HostEmbedding(5, 2, seed=0), DataParallel(nn.Linear(2, 1), devices)
+    seen = []
+    table.register_forward_hook(lambda _, __, rows: rows + torch.rand(rows.shape[-1]))
+    table.register_full_backward_hook(lambda _, __, grads: seen.append(grads[0].shape))
+    torch.manual_seed(0)
+    rows = region.rows(table, torch.arange(4))
+    joined = rows if isinstance(rows, Tensor) else rows.joined(torch.device("cpu"), 0)
+    torch.manual_seed(0)
+    assert torch.equal(joined, table.settled()[:4] + torch.rand(2))
+    region(rows).sum().backward()
+    assert seen == [(4, 2)]
+    assert table.weight.grad is not None

@@ -268,3 +268,19 @@ def test_transformers(plain: Any, accumulated: torch.Tensor, tmp_path: Path) -> 
         unclipped = make_trainer(str(tmp_path), max_steps=1, save_strategy="no")
     with pytest.raises(NotImplementedError, match="SparseCPU"):
         unclipped.train()
+
+
+def test_an_edit_of_the_states_of_several_is_one_of_their_own() -> None:
+    table, linear = HostEmbedding(3, 2), nn.Linear(2, 1)
+    dense, rows = torch.optim.Adam(linear.parameters()), row_optimizer("adam", table, lr=0.1)
+    both = CombinedOptimizer(dense, rows)
+    linear(table(torch.tensor([1]))).sum().backward()
+    both.step()
+    assert set(both.state) == {*linear.parameters(), table.weight}
+    assert both.state[table.weight] is rows.state[table.weight]
+    both.state[linear.bias] = {"step": torch.tensor(7.0)}
+    assert dense.state[linear.bias] == {"step": torch.tensor(7.0)}
+    both.state.clear()
+    assert not dense.state
+    assert not rows.state
+    assert not hasattr(both.param_groups, "append"), "a group belongs to one of the optimizers"

@@ -39,6 +39,8 @@ def layers() -> nn.Linear:
 
 
 class Model(nn.Module):
+    table: Any
+
     def __init__(self, table: nn.Module, devices: str | None) -> None:
         super().__init__()
         self.table, self.other = table, copy.deepcopy(table)
