@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
-from dphybrid.data import Prepared, open_prepared
+from dphybrid.data import Prepared, open_prepared, verify_prepared
 from dphybrid.data.foreign import check_memory
 from dphybrid.data.table.encoder import Encoder, open_base
 from dphybrid.data.table.splits import unseen_rows
@@ -31,6 +31,7 @@ from dphybrid.run.trainer import fill_from
 from dphybrid.tracking.loader import checkpoint_folder
 from dphybrid.tracking.models import Registry, Version
 from dphybrid.tracking.opening import noted_store, store_to_write
+from dphybrid.tracking.record import RecordFile
 from dphybrid.tracking.tracker import CHAMPION_TAG, FOLDER_TAG
 from dphybrid.training.checkpoint import CheckpointState, load_weights, read_state, verify_checkpoint
 from dphybrid.training.loop import validation_outputs
@@ -138,19 +139,32 @@ def decide_waiting(
     """Decide about the challengers of this data folder whose process died before it had decided; yield each
     with its decision, or with the reason why there is still none. model: only those of this registered
     model."""
-    asked = dict[tuple[str, str], set[str]]()
+    asked = dict[tuple[str, str], set[str] | UserError]()
     for run in retrainings(settings, model):
         name = retrained_model(run.config)
+        if run.status == "running":  # it will decide itself
+            continue
         try:
-            if run.status == "running":  # it will decide itself
-                continue
-            registry = _registry_of(run)
-            if (where := (registry.uri, name)) not in asked:
-                asked[where] = {version.run_id for version in registry.undecided(name)}
-            if run.page.run_id in asked[where]:
+            # Each registry once: one that does not answer takes its time.
+            where = RecordFile(run.folder).destination().get("tracking_uri", ""), name
+            if where not in asked:
+                asked[where] = _undecided(run, name)
+            found = asked[where]
+            if isinstance(found, UserError):
+                yield run, found
+            elif run.page.run_id in found:
                 yield run, judge(run.folder, settings, float(run.page.tags.get(MIN_GAIN_TAG, 0.0)))
         except UserError as error:
             yield run, error
+
+
+def _undecided(run: Run, model: str) -> set[str] | UserError:
+    """Return the ids of the runs whose versions of a model are undecided, in the registry of a run; or why
+    that cannot be asked."""
+    try:
+        return {version.run_id for version in _registry_of(run).undecided(model)}
+    except UserError as error:
+        return error
 
 
 @dataclass(frozen=True)
@@ -216,6 +230,7 @@ def _compare(
     prediction."""
     experiment, settings = Experiment.of(run), run.settings
     task, data, kept = experiment.task, experiment.data, None
+    verify_prepared(data.path)  # damaged rows must not decide
     best = Path(ResultPage.read(run.folder / "result.json").best_checkpoint)
     challenger = _Contender.of(best, settings, experiment.config)
     if against is not None and against.number == version.number:

@@ -79,8 +79,7 @@ def tracker_of(run_folder: Path, tracking_uri: str | None, store: Path, upload_l
     nothing. Raises UserError if the address cannot be used."""
     if tracking_uri == "none":
         return Tracker()
-    found, uri = RecordFile(run_folder), FILES
-    there = found.destination() if found.path.is_file() else {}
+    there, uri = RecordFile(run_folder).destination(), FILES
     if there and tracking_uri != FILES and importlib.util.find_spec("mlflow") is not None:
         uri = noted_uri(there["tracking_uri"], tracking_uri, store)
     tracker = open_tracker(
@@ -115,8 +114,7 @@ def noted_store(run_folder: Path, tracking_uri: str | None, store: Path) -> str 
     """Return the URI to ask about a run: the one that its record notes; None if it is not recorded in MLflow.
     Raises UserError when that cannot be asked: the server does not answer, its password is not known, or the
     address is damaged."""
-    found = RecordFile(run_folder)
-    there = found.destination() if found.path.is_file() else {}
+    there = RecordFile(run_folder).destination()
     if not there:
         return None
     uri = noted_uri(there["tracking_uri"], tracking_uri, store)

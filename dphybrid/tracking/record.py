@@ -170,7 +170,7 @@ class RecordFile:
         """Return the run's address in MLflow: run_id, experiment_id, tracking_uri. Empty if the run is not
         recorded there. Raises UserError if the lines with the address are damaged."""
         damaged = False
-        for record in self.all():
+        for record in self.all() if self.path.is_file() else ():
             if record["op"] == "run":
                 return record if record.get("experiment_id") else {}
             damaged |= record["op"] == DAMAGED
