@@ -260,7 +260,7 @@ def test_records(folder: Path, tmp_path_factory: pytest.TempPathFactory, data: s
     record.release()
     record.path.write_bytes(data.draw(broken(record.path.read_bytes())))
     arrived: list[Any] = []
-    record.destination()
+    told_or_done(record.destination)
     record.append(of_metrics({"train/loss": 9.0}, 99))
     Sender(record, arrived.extend).deliver(20)
     assert any(found.get("step") == 99 for found in arrived)
