@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from dphybrid.tracking import opening
+from dphybrid.util.files import make_folder
 from dphybrid.util.locks import locked
 
 PROGRAMS = {
@@ -48,7 +49,7 @@ def put_database(kind: str, file: Path) -> None:
                 env=environment,
             )
             work.rename(made.parent)
-    file.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(file.parent)
     shutil.copyfile(made, file)
 
 

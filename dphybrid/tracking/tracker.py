@@ -63,8 +63,9 @@ class Server:
 def embedded_uri(store: Path) -> str:
     """Return the URI of the database that is used when no server is named."""
     file = f"{store / 'mlflow.db'}"
-    # SQLAlchemy ends the file's name at a question mark, unless it is written as SQLite's own URI.
-    return f"sqlite:///file:{quote(file)}?uri=true" if "?" in file else f"sqlite:///{file}"
+    # SQLAlchemy ends the file's name at a question mark, unless it is written as SQLite's own URI. With the
+    # driver's name, as MLflow would make a folder of what follows sqlite:///.
+    return f"sqlite+pysqlite:///file:{quote(file)}?uri=true" if "?" in file else f"sqlite:///{file}"
 
 
 class Tracker:
