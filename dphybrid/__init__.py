@@ -15,6 +15,9 @@ if any(name.partition(".")[0] == __name__ for name in _MODULE) and not sys.flags
 # Where other processes compute, too, OpenMP's threads must sleep while they wait for one another, not spin:
 # spinning made steps of some milliseconds 4 to 20 times as long. Read by torch when it is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Without this, a product's last bits depend on where its inputs lie in memory: MKL takes other instructions
+# for addresses that are no multiple of 64. Read by MKL at its first product.
+os.environ.setdefault("MKL_CBWR", "AUTO")
 
 if TYPE_CHECKING:
     from dphybrid.api.estimator import HybridClassifier, HybridRegressor

@@ -45,12 +45,16 @@ def test_an_import_brings_no_more_than_allowed(chain: list[tuple[str, set[str]]]
         assert set(shown.split()) <= allowed, module
 
 
-@pytest.mark.parametrize("given", [None, "ACTIVE"])
-def test_threads_that_wait_sleep_unless_the_user_chose_otherwise(given: str | None) -> None:
-    env = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    env |= {"OMP_WAIT_POLICY": given} if given else {}
-    found = python("-c", "import os, dphybrid; print(os.environ['OMP_WAIT_POLICY'])", env=env)
-    assert found.stdout.strip() == (given or "PASSIVE")
+@pytest.mark.parametrize(
+    ("variable", "own", "given"), [("OMP_WAIT_POLICY", "PASSIVE", "ACTIVE"), ("MKL_CBWR", "AUTO", "AVX2")]
+)
+def test_an_import_sets_what_libraries_read_once_unless_the_user_chose_otherwise(
+    variable: str, own: str, given: str
+) -> None:
+    env = {name: value for name, value in os.environ.items() if name != variable}
+    show = f"import os, dphybrid; print(os.environ[{variable!r}])"
+    for more, wanted in (({}, own), ({variable: given}, given)):
+        assert python("-c", show, env=env | more).stdout.strip() == wanted
 
 
 def test_arrows_between_the_rooms_run_downwards_only() -> None:

@@ -44,6 +44,7 @@ class Flags(Command):
 
 def _checks(settings: Settings) -> Iterator[_Check]:
     yield from _gpus(settings)
+    yield from _products()
     yield _leases(settings)
     yield from _prefect()
     yield _mlflow_server(settings)
@@ -77,6 +78,26 @@ def _gpus(settings: Settings) -> Iterator[_Check]:
         seen = {str(torch.cuda.get_device_properties(number).uuid) for number in numbers}
         missing = [unit.label for unit in units if unit.uuid.removeprefix("GPU-") not in seen]
         yield not missing, f"torch does not see {', '.join(missing)}" if missing else "torch sees all of them"
+
+
+def _products() -> Iterator[_Check]:
+    """Compare products of the same numbers at other addresses."""
+    import torch
+
+    if not torch.backends.mkl.is_available():
+        return
+    found = set()
+    for first in range(16):
+        values_MK, weights_KN = torch.arange(10.0).double().sin(), torch.arange(100.0).double().cos()
+        held = torch.empty(26, dtype=torch.float64)[first : first + 10].copy_(values_MK)
+        found.add((held.view(2, 5) @ weights_KN.view(5, 20)).numpy().tobytes())
+    if len(found) == 1:
+        yield True, "products: the same bits wherever their inputs lie in memory"
+        return
+    given = os.environ.get("MKL_CBWR", "")
+    why = "was set after the first product" if given == "AUTO" else f"is {given or 'empty'}"
+    remedy = "set it to AUTO in the environment, or import dphybrid before anything computes"
+    yield False, f"products: their last bits depend on where inputs lie in memory: MKL_CBWR {why}; {remedy}"
 
 
 def _leases(settings: Settings) -> _Check:

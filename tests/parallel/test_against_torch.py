@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dphybrid.parallel import DataParallel, data_parallel
 from tests.parallel.zoo import MODES, SHAPES, Running, mlp_batchnorm, spectral_norm
+from tests.shifting import shifted
 
 
 @pytest.mark.parametrize("make", SHAPES, ids=lambda f: f.__name__)
@@ -24,7 +25,9 @@ def test_a_step_is_that_of_a_copy_a_share_whose_first_keeps_its_buffers(
     split = make().double()
     x = torch.randn(16, *SHAPES[make], dtype=torch.float64)
     copies = [copy.deepcopy(split) for _ in x.chunk(devices)]
-    wanted = torch.cat([one(share) for one, share in zip(copies, x.chunk(devices), strict=True)])
+    # The shares of a split lie elsewhere in memory than these.
+    shares = [shifted(share, 8) for share in x.chunk(devices)]
+    wanted = torch.cat([one(share) for one, share in zip(copies, shares, strict=True)])
     wanted.square().sum().backward()
     found = Running(split, f"cpu*{devices}", mode)(x)
     assert torch.equal(found, wanted)

@@ -6,6 +6,7 @@ Letters: B rows.
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +19,8 @@ import torch
 from safetensors import safe_open
 
 HERE = Path(__file__).absolute().parent
+# Read by MKL at its first product: without it, bits depend on where inputs lie in memory.
+os.environ.setdefault("MKL_CBWR", "AUTO")
 # The folder is not a package, so that Python can import it from any place, `cells` included.
 sys.path.insert(0, str(HERE))
 from cells import (  # type: ignore[import-not-found]  # noqa: E402

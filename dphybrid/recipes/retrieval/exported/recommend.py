@@ -4,6 +4,7 @@ python recommend.py USER [USER ...]
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 from safetensors import safe_open
 
 HERE = Path(__file__).absolute().parent
+# Read by MKL at its first product: without it, bits depend on where inputs lie in memory.
+os.environ.setdefault("MKL_CBWR", "AUTO")
 SCORES = 2**24  # maximum number of scores in memory
 
 

@@ -5,6 +5,7 @@ python recommend.py --history ITEM [ITEM ...]
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from networks import NETWORKS, Sizes, vectors_of  # type: ignore[import-not-foun
 from safetensors import safe_open
 
 HERE = Path(__file__).absolute().parent
+# Read by MKL at its first product: without it, bits depend on where inputs lie in memory.
+os.environ.setdefault("MKL_CBWR", "AUTO")
 BLOCK = 256  # number of users scored at a time
 
 
