@@ -246,9 +246,10 @@ def _label_of(experiment: Experiment) -> str | None:
 
 def _environment_tags() -> dict[str, str]:
     """Return tags for what a result may depend on: versions, machine, commit."""
-    packages = ("dphybrid", "torch", "mlflow", "polars")
-    tags = {f"version.{name}": version(name) for name in packages if find_spec(name)}
-    tags |= {"version.python": platform.python_version(), "torch.threads": str(torch.get_num_threads())}
+    tags = {f"version.{name}": version(name) for name in ("dphybrid", "mlflow", "polars") if find_spec(name)}
+    # With the build, such as +cu130, which the name of the package from PyPI lacks.
+    tags |= {"version.torch": str(torch.__version__), "torch.threads": str(torch.get_num_threads())}
+    tags |= {"version.python": platform.python_version()}
     tags |= {"host.name": platform.node(), "host.cpus": str(os.cpu_count())}
     if torch.cuda.is_available():
         tags["host.gpus"] = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from mlflow.tracking import MlflowClient
 
+from dphybrid.run import build
 from dphybrid.run.train import Report
 from dphybrid.serving.load import model_from_checkpoint
 from dphybrid.tracking import open_tracker
@@ -31,6 +32,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, MlflowCl
         patch.chdir(folder)
         report = run_with("recipe=hybrid", "devices=cpu*3", "train.epochs=2")
     return report, MlflowClient(report.tracking_uri)
+
+
+def test_the_version_of_torch_names_its_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package on PyPI is called 2.13.0, and its build 2.13.0+cu130."""
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
+    assert build._environment_tags()["version.torch"] == "2.13.0+cu130"
 
 
 def test_the_run_holds_config_metrics_and_environment(finished: tuple[Report, MlflowClient]) -> None:
