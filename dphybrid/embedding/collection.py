@@ -17,6 +17,7 @@ from dphybrid.embedding.replicas import SizesOf
 from dphybrid.embedding.table import HostEmbedding
 from dphybrid.embedding.weights import info_of
 from dphybrid.kernels import may_read
+from dphybrid.util.compiling import is_exporting
 from dphybrid.util.errors import UserError, suggestion
 
 
@@ -91,7 +92,7 @@ class HostEmbeddingCollection(nn.Module):
         starts_F, num_rows_F = self._starts_F[tables], self._num_rows_F[tables]
         # torch.export cannot record a check that raises. An exported model gets its ids from an encoder,
         # whose ids are rows.
-        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+        if torch.compiler.is_compiling() and not is_exporting():
             self._check_ids(ids_BF, num_rows_F, names)
         if not may_read(starts_F, ids_BF):
             return ids_BF + starts_F

@@ -31,7 +31,7 @@ from dphybrid.parallel.nests import (
 from dphybrid.parallel.replication import refuse_unsuitable, replicate, replicate_modules
 from dphybrid.parallel.scattering import DeviceNames, RowSource, connect, scatter_kwargs, split
 from dphybrid.parallel.splits import Key, Record, Split, first_size, shares, sizes_of_shares, split_sizes
-from dphybrid.util.compiling import outside_of_graphs
+from dphybrid.util.compiling import is_exporting, outside_of_graphs
 from dphybrid.util.errors import UserError, suggestion, type_text
 from dphybrid.util.memory import is_out_of_memory
 from dphybrid.util.stages import stage
@@ -220,7 +220,7 @@ class DataParallel(nn.DataParallel):
                 inputs, kwargs = map_tensors(lambda t: t.to(home, non_blocking=True), (inputs, kwargs))
         module: Any = self._modules["module"]  # `self.module` goes through __getattr__: a microsecond
         output = module(*inputs, **kwargs)
-        if not torch.compiler.is_exporting():  # torch.export runs no real batch
+        if not is_exporting():  # torch.export runs no real batch
             self._record.note(((size,), (first_size(output),)))
         return output if self._target == home else map_tensors(lambda t: t.to(self._target), output)
 

@@ -15,6 +15,7 @@ from torch.nn.functional import embedding
 
 import dphybrid.kernels as kernels
 from dphybrid.data.batches import Array, Dataset
+from dphybrid.util.compiling import is_exporting
 
 BIN_ROWS = 8
 """Fewest training rows for each bin."""
@@ -92,7 +93,7 @@ def _by_torch(values_BN: Tensor, edges_NE: Tensor, of_itself_N1D: Tensor, table_
     values_NB, bins = values_BN.T.contiguous(), edges_NE.shape[1] - 1
     inner_NE = edges_NE[:, 1:-1].contiguous()
     # ONNX has no searchsorted: count the edges instead, in int32, which takes two thirds of the time.
-    if torch.compiler.is_exporting():
+    if is_exporting():
         bin_NB = (values_NB[:, :, None] >= inner_NE[:, None]).sum(2, dtype=torch.int32).long()
     else:
         bin_NB = torch.searchsorted(inner_NE, values_NB, right=True)
