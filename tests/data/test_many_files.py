@@ -72,16 +72,41 @@ def test_files_whose_columns_stand_in_another_order_are_put_in_order(tmp_path: P
         ctr(tmp_path, tmp_path / "two")
 
 
-def test_partitions_of_a_parquet_folder_are_columns(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["parquet", "csv", "jsonl"])
+def test_folders_of_partitions_are_columns_of_any_format(tmp_path: Path, kind: str) -> None:
     frame = pl.read_csv("\n".join([HEADER, *lines()]).encode(), infer_schema=False)
     for word in "abcde":
-        folder = tmp_path / "lake" / f"word={word}"
+        folder = tmp_path / "lake" / f"word={'a%20z' if word == 'a' else word}"
         folder.mkdir(parents=True)
-        frame.filter(pl.col("word") == word).drop("word").write_parquet(folder / "0.parquet")
+        part = frame.filter(pl.col("word") == word).drop("word")
+        write_to = {"parquet": part.write_parquet, "csv": part.write_csv, "jsonl": part.write_ndjson}[kind]
+        write_to(folder / f"0.{kind}")
     prepared = ctr(tmp_path, tmp_path / "lake")
     assert {c["name"]: c["role"] for c in prepared.manifest.facts["columns"]}["word"] == "categorical"
-    assert sorted(vocabulary(prepared, "word")) == list("abcde")
+    assert sorted(vocabulary(prepared, "word")) == ["a z", *"bcde"]
     assert len(prepared.arrays["labels_B"]) == NUM_ROWS
+
+
+@pytest.mark.parametrize(
+    ("place", "line", "why"),
+    [
+        (100, HEADER, "the header once more"),
+        (0, "cm,,no.,,", "the units of the columns"),
+        (240, ",Total,42,,80", "a total"),
+        (120, "Total,,,,80", "a total"),
+    ],
+)
+def test_lines_that_are_no_rows_are_left_out_and_said(
+    tmp_path: Path, place: int, line: str, why: str
+) -> None:
+    """Also among few rows, as they do not count towards data.max_rejected."""
+    body = [line.replace(",u", ",") for line in lines()]
+    plain = ctr(tmp_path, write(tmp_path, "plain.csv", body))
+    prepared = ctr(tmp_path, write(tmp_path, "x.csv", [*body[:place], line, *body[place:]]))
+    assert same(prepared, plain)
+    assert f"reading: x.csv, line {place + 2}, no row: {why}, is left out" in prepared.describe()
+    (rejected,) = map(json.loads, (prepared.path / "rejected.jsonl").read_text().splitlines())
+    assert (rejected["line"], rejected["reason"]) == (place + 2, f"no row: {why}")
 
 
 def test_folders_further_up_are_no_partitions_and_brackets_no_patterns(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dphybrid.data.table import lines as text_lines
 from dphybrid.data.table.files import read_files
-from dphybrid.data.table.rows import Rows, check_enough, check_rejected
+from dphybrid.data.table.rows import Cells, Rows, check_enough, check_rejected
 from dphybrid.util.errors import UserError
 from tests.preparing import TableDataConfig, prepare
 from tests.refusing import refused
@@ -40,7 +40,7 @@ def read(folder: Path, text: str | bytes, **values: object) -> Rows:
     lines = np.concatenate([chunk.lines for chunk in chunks])
     return replace(
         chunks[0],
-        cells=dict(zip(whole.columns, whole.get_columns(), strict=True)),
+        cells=Cells(dict(zip(whole.columns, whole.get_columns(), strict=True)), ()),
         lines=lines,
         rejected=rejected,
     )

@@ -4,8 +4,11 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from urllib.parse import unquote
 
 import numpy as np
 import polars as pl
@@ -26,6 +29,7 @@ from dphybrid.data.table.rows import (
     check_rejected,
     check_types,
 )
+from dphybrid.data.table.strays import without_strays
 from dphybrid.util.digests import file_digest
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path, no_such_file
@@ -38,6 +42,7 @@ _SUFFIXES = (
 """Endings of the files that are read in a folder."""
 FRAMES, _FRAME = "frames", re.compile("[0-9a-f]{16}")
 """Folder of the saved frames in the data folder, and the names of their own folders."""
+_NO_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 BLOCK_ROWS = 2**16
 """Rows per chunk of a Parquet file."""
 
@@ -91,7 +96,7 @@ def frame_digest(files: Iterable[Path]) -> str:
 
 
 def partitions(file: Path) -> list[str]:
-    """Return the folders named key=value right above a file; Parquet files have them as columns."""
+    """Return the folders named key=value right above a file, which are columns."""
     # Not those further up: below `seed=3`, a data folder would add a column to every saved frame.
     return [*itertools.takewhile(lambda part: "=" in part, reversed(file.parent.parts))][::-1]
 
@@ -134,19 +139,37 @@ class ReadProgress:
 
 
 def read_jobs(files: Sequence[Path], data: TableDataConfig) -> Iterator[Job]:
-    """Yield a job for each chunk of the files, in order; jobs may run in any thread."""
+    """Yield a job for each chunk of the files, in order; jobs may run in any thread. The folders of
+    partitions are columns."""
     for file in files:
-        found = format_of(file)
-        if found in ("parquet", "arrow", "arrow stream"):
-            yield from map(as_job, _frame_chunks(file, found, data))
-        elif found != "text":
-            raise UserError(
-                f"data.path={file}: is {found}, which is not supported; save the table as CSV or Parquet"
-            )
-        elif is_json(file):
-            yield from map(as_job, json_chunks(file, data))
-        else:
-            yield from csv_jobs(file, data)
+        folders = dict(part.split("=", 1) for part in partitions(file))
+        for number, job in enumerate(_jobs(file, data)):
+            yield partial(_completed, job, number == 0, folders, data)
+
+
+def _completed(job: Job, first: bool, folders: Mapping[str, str], data: TableDataConfig) -> Rows:
+    """Return a job's rows without stray lines, and with the columns of its file's folders."""
+    rows = without_strays(job(), first)
+    if not folders.keys() - {*rows.names}:
+        return rows
+    # Spark's name of no value; a column of the file itself counts.
+    values = {name: None if text == _NO_PARTITION else unquote(text) for name, text in folders.items()}
+    added = {name: pl.Series([value] * len(rows), dtype=pl.String) for name, value in values.items()}
+    return replace(rows, cells=Cells(added | dict(rows.cells.given), data.no_value))
+
+
+def _jobs(file: Path, data: TableDataConfig) -> Iterator[Job]:
+    found = format_of(file)
+    if found in ("parquet", "arrow", "arrow stream"):
+        yield from map(as_job, _frame_chunks(file, found, data))
+    elif found != "text":
+        raise UserError(
+            f"data.path={file}: is {found}, which is not supported; save the table as CSV or Parquet"
+        )
+    elif is_json(file):
+        yield from map(as_job, json_chunks(file, data))
+    else:
+        yield from csv_jobs(file, data)
 
 
 def _frame_chunks(file: Path, kind: str, data: TableDataConfig) -> Iterator[Rows]:
@@ -169,13 +192,9 @@ def _frame_chunks(file: Path, kind: str, data: TableDataConfig) -> Iterator[Rows
 def _scan(file: Path, kind: str) -> pl.LazyFrame:
     """Return a file's rows, lazily where the format allows it, as the file may be larger than memory."""
     if kind == "parquet":
-        return pl.scan_parquet(
-            file, hive_partitioning=bool(partitions(file)), try_parse_hive_dates=False, glob=False
-        )
+        return pl.scan_parquet(file, hive_partitioning=False, glob=False)
     if kind == "arrow":
-        return pl.scan_ipc(
-            file, hive_partitioning=bool(partitions(file)), try_parse_hive_dates=False, glob=False
-        )
+        return pl.scan_ipc(file, hive_partitioning=False, glob=False)
     return pl.read_ipc_stream(file).lazy()
 
 

@@ -14,6 +14,8 @@ from dphybrid.util.errors import UserError
 
 SHOWN = 500
 """How many characters of a rejected row are kept."""
+STRAY = "no row: "
+"""Begins the reason of a line that is no row, such as a total; such lines do not count as unreadable."""
 _MAX_COLUMNS = 32_768
 """With more columns, a file is taken to be damaged or read with the wrong delimiter."""
 
@@ -48,6 +50,12 @@ class Cells(Mapping[str, pl.Series]):
     def __len__(self) -> int:
         return len(self.given)
 
+    def kept(self, keep_B: Array) -> "Cells":
+        """Return the cells of the rows of a mask (B,)."""
+        return Cells(
+            {name: cells.filter(pl.Series(keep_B)) for name, cells in self.given.items()}, self._no_value
+        )
+
     def cleaned(self, cells: pl.Series) -> pl.Series:
         """Return cells cleaned as this mapping cleans its columns."""
         return clean([cells], self._no_value)[0]
@@ -63,7 +71,7 @@ class Rows:
     written. index: the columns that only number or name the rows.
     """
 
-    cells: Mapping[str, pl.Series]
+    cells: Cells
     lines: Array
     rejected: list[Rejected]
     file: Path
@@ -115,6 +123,7 @@ def check_rejected(
     file: Path | str, rejected: Sequence[Rejected], num_rows: int, max_rejected: float
 ) -> None:
     """Raise UserError if more than the share `max_rejected` of `num_rows` rows was rejected."""
+    rejected = [row for row in rejected if not row["reason"].startswith(STRAY)]
     if len(rejected) > max_rejected * num_rows:
         first = rejected[0]
         where = "" if str(file) == first["file"] else f" of {first['file']}"

@@ -19,7 +19,7 @@ from torch import Tensor
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array, ArrayDataset, Dataset, Draw, DrawnDataset, Draws, lists_of
 from dphybrid.data.store import Content, Prepared, Progress, Source, mapped
-from dphybrid.data.table.files import read_jobs
+from dphybrid.data.table.files import partitions, read_jobs
 from dphybrid.data.table.lines import format_of, read_text, whole_lines
 from dphybrid.data.table.rows import Rejected, check_rejected
 from dphybrid.data.table.schema import names_column
@@ -174,7 +174,9 @@ class _TripleSource(Source):
             notes |= dict.fromkeys(rows.notes)
             if not len(rows):
                 continue
-            texts = pl.DataFrame({name: rows.texts(name).cast(pl.String) for name in rows.names})
+            folders = {part.partition("=")[0] for part in partitions(file)}
+            own = [name for name in rows.names if name not in folders]
+            texts = pl.DataFrame({name: rows.texts(name).cast(pl.String) for name in own})
             if not order:
                 names = texts.columns if rows.header else [text or "" for text in texts.row(0)]
                 order = self._order(file, names)

@@ -25,7 +25,7 @@ from dphybrid.data.store import Content, Prepared, Progress, source_digests
 from dphybrid.data.table.files import find_files, partitions, read_files
 from dphybrid.data.table.kinds import Category
 from dphybrid.data.table.order import positions_in_time
-from dphybrid.data.table.rows import Rejected, Rows, check_rejected
+from dphybrid.data.table.rows import Cells, Rejected, Rows, check_rejected
 from dphybrid.data.table.schema import names_column
 from dphybrid.data.vocabulary import Vocabulary
 from dphybrid.recipes.retrieval import RetrievalDataConfig
@@ -361,7 +361,7 @@ def sample(seed: int) -> Rows:
     names = {"user": [f"u{n}" for n in users_N], "item": [f"i{n}" for n in items_N]}
     columns = {name: pl.Series(texts) for name, texts in names.items()}
     lines = np.arange(1, _SAMPLE_ROWS + 1)
-    return Rows(columns, lines, [], Path("the generated sample"))
+    return Rows(Cells(columns, ()), lines, [], Path("the generated sample"))
 
 
 def open_source(data: RetrievalDataConfig, seed: int) -> _InteractionSource:
