@@ -14,6 +14,7 @@ from pathlib import Path, PurePath
 from types import CodeType
 
 from dphybrid.util.errors import UserError
+from dphybrid.util.files import given_path
 
 _CHUNK_BYTES = 2**20
 
@@ -114,7 +115,7 @@ def own_files(folder: Path, remedy: str) -> list[str]:
     forever, and a link may lead to somebody's file."""
     found = list[str]()
     try:
-        links = folder.resolve() in _LINKED
+        links = given_path(str(folder), "folder").resolve() in _LINKED
         for entry in sorted(folder.rglob("*")):
             mode = (entry.stat() if links else entry.lstat()).st_mode
             if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
@@ -124,8 +125,6 @@ def own_files(folder: Path, remedy: str) -> list[str]:
                 found.append(entry.relative_to(folder).as_posix())
     except OSError as error:
         raise UserError(f"{error.filename or folder}: cannot be read ({error.strerror}); {remedy}") from error
-    except ValueError as error:  # a NUL in the folder's name
-        raise UserError(f"{str(folder)!r}: cannot be looked up ({error}); {remedy}") from error
     return found
 
 
