@@ -9,7 +9,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
@@ -51,9 +51,10 @@ _PIECE_ROWS = 2**16
 @dataclass
 class Predicted(Written):
     """Counts of a file's predictions. wrong_numbers: values of numeric columns that are not numbers and
-    counted as missing."""
+    counted as missing. doubts: what is to say of columns that may mean something else than in training."""
 
     wrong_numbers: int = 0
+    doubts: dict[str, None] = field(default_factory=dict)
 
 
 class Predictor:
@@ -136,12 +137,13 @@ class Predictor:
             wanted = frame.select(by_name(*self.encoder.names))
             pieces = wanted.collect_batches(chunk_size=_PIECE_ROWS, maintain_order=True)
         # A frame without rows still gets a result of the right type and width: `nothing`.
-        scores, wrong = [self.task.nothing], 0
+        scores, wrong, doubts = [self.task.nothing], 0, dict[str, None]()
         for piece in pieces:
             scores_B, odd = self._scores(self._cells(piece), self.encoder)
             scores.append(scores_B)
             wrong += odd
-        _warn(wrong)
+            doubts |= dict.fromkeys(self.encoder.doubts(piece))
+        _warn(wrong, doubts)
         return np.concatenate(scores)
 
     def predict_classes(self, rows: object) -> np.ndarray:
@@ -180,7 +182,7 @@ class Predictor:
                     "writes line numbers"
                 )
             scores.append(self._predicted(chunk, done, encoder))
-        _warn(done.wrong_numbers)
+        _warn(done.wrong_numbers, done.doubts)
         return np.concatenate(scores)
 
     def predict_file(
@@ -244,7 +246,7 @@ class Predictor:
         lines += done.told()
         if done.wrong_numbers:
             lines.append(_MISSING.format(counted(done.wrong_numbers, "value")))
-        return lines
+        return [*lines, *done.doubts]
 
     def reading(self, path: str, values: Mapping[str, object]) -> TableDataConfig:
         """Return the config for reading new files: in the format of the training files, changed by
@@ -263,6 +265,7 @@ class Predictor:
         self.check_columns(chunk.names, str(chunk.file))
         predicted, wrong = self._scores(chunk.cells, encoder)
         done.wrong_numbers += wrong
+        done.doubts |= dict.fromkeys(encoder.doubts(chunk.cells))
         return predicted
 
     def check_columns(self, names: Collection[str], where: str, remedy: str = "") -> None:
@@ -300,9 +303,9 @@ def tensors_of(arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
     return batch | {"labels_B": torch.zeros(len(batch["ids_BF"]))}
 
 
-def _warn(wrong: int) -> None:
-    if wrong:
-        warnings.warn(_MISSING.format(counted(wrong, "value")), stacklevel=3)
+def _warn(wrong: int, doubts: Iterable[str]) -> None:
+    for told in [*([_MISSING.format(counted(wrong, "value"))] if wrong else []), *doubts]:
+        warnings.warn(told, stacklevel=3)
 
 
 def open_predictor(

@@ -17,9 +17,11 @@ from dphybrid.data.table.encoder import Encoder
 from dphybrid.data.table.files import read_files
 from dphybrid.data.table.frames import as_frame
 from dphybrid.data.table.kinds import Time
+from dphybrid.data.table.order import positions_in_time
 from dphybrid.data.table.schema import names_column
 from dphybrid.recipes import find_recipe
 from tests.preparing import TableDataConfig, from_file, prepare, table_of
+from tests.refusing import refused
 
 _FORMS: dict[str, tuple[Callable[[int], object], list[Callable[[int], object]]]] = {
     "whole": (
@@ -204,3 +206,77 @@ def test_a_missing_number_is_missing_in_every_notation(mark: str, tmp_path: Path
         (column,) = Encoder.load(prepared.path / "encoder").numbers
         assert column.learned.mean == pytest.approx(7.5), texts
         assert column.learned.indicator
+
+
+@pytest.mark.parametrize(
+    ("cells", "given", "said"),
+    [
+        (
+            ["02134", "10001"],
+            pl.Series([2134, 10001]),
+            "'x' holds numbers, but training had texts such as '02134'",
+        ),
+        (["02134", "10001"], pl.Series(["02134"]), ""),
+        (['["a", "b"]', '["c"]'], pl.Series(["a;b", "c"]), "'x' holds 'a;b', but training had lists"),
+        (['["a", "b"]', '["c"]'], pl.Series(["['a']", "c"]), ""),
+        (['["a", "b"]', '["c"]'], pl.Series([["a", "b"]]), ""),
+        (['["a;b", "b"]', '["c"]'], pl.Series(["a;b", "c"]), ""),
+    ],
+)
+def test_what_may_mean_something_else_is_said(
+    cells: list[str], given: pl.Series, said: str, tmp_path: Path
+) -> None:
+    prepared = table_of(tmp_path, {"x": cells * 20, "y": [0, 1, 1, 0] * 10})
+    doubts = Encoder.load(prepared.path / "encoder").doubts({"x": given})
+    assert len(doubts) == bool(said)
+    assert said in "".join(doubts)
+
+
+def test_validation_rows_that_are_training_rows_are_said(tmp_path: Path) -> None:
+    rows = {"x": [f"a{n}" for n in range(90)], "y": [n % 2 for n in range(90)]}
+    assert "check the split" not in table_of(tmp_path, rows).describe()
+    for name, last in (("valid", 90), ("other", 95)):
+        text = "x,y\n" + "".join(f"a{n},{n % 2}\n" for n in range(last - 10, last))
+        (tmp_path / f"{name}.csv").write_text(text)
+    for name, number in (("valid", 10), ("other", 5)):
+        described = table_of(tmp_path, rows, valid_path=str(tmp_path / f"{name}.csv")).describe()
+        assert f"check the split: {number} of 10 validation rows equal a training row" in described
+
+
+@pytest.mark.parametrize(
+    ("texts", "in_order"),
+    [
+        (["25042003", "01052003", "13122004"], True),
+        (["04252003", "12132004"], True),
+        (["2010.2", "2010.10"], True),
+        (["2024-01-02T01:00:00+09:00", "2024-01-01T23:00:00-08:00", "2024-01-02 08:00Z"], True),
+        (["20240131", "20240201"], True),
+        (["1", "2", "10"], True),
+        (["2024-01-01 08:00 XYZ", "2024-01-02 08:00 XYZ"], False),
+        (["01022003", "02012003"], False),
+    ],
+)
+def test_times_are_ordered_by_instant(texts: list[str], in_order: bool) -> None:
+    if not in_order:
+        with refused("data.time"):
+            positions_in_time(pl.Series(texts), "data.time", TableDataConfig())
+        return
+    places, _ = positions_in_time(pl.Series(texts), "data.time", TableDataConfig())
+    assert (np.diff(places) > 0).all()
+
+
+def test_a_comma_in_one_column_decides_for_the_others_and_the_label(tmp_path: Path) -> None:
+    cells = {
+        "big": ["1.500", "870", "12.000"],
+        "cost": ["31,97", "4,5", "8"],
+        "y": ["0,567", "2,527", "1,25"],
+    }
+    prepared = table_of(tmp_path, {name: texts * 50 for name, texts in cells.items()})
+    encoder = Encoder.load(prepared.path / "encoder")
+    assert encoder.label.offset == pytest.approx(np.mean([0.567, 2.527, 1.25]), abs=0.2)
+    assert encoder.answers(pl.Series(["0,567", "1,25"])).tolist() == [0.567, 1.25]
+    assert encoder.answers(pl.Series([0.567])).tolist() == [0.567]
+    numbers = {
+        column.name: column.values(pl.Series(cells[column.name])).to_list() for column in encoder.numbers
+    }
+    assert numbers == {"big": [1500, 870, 12000], "cost": [31.97, 4.5, 8]}

@@ -110,6 +110,10 @@ class Column(Section):
         """Return a mask (B,) of the cells whose rows are to be rejected. values: `read` of the cells."""
         return cells.is_not_null() & values.is_null()
 
+    def doubt(self, cells: pl.Series) -> str:
+        """Return what is to say of cells that may mean something else than in training; empty if nothing."""
+        return ""
+
     def fitted(self, training: TrainingValues) -> Self:
         """Return the column fitted to the training rows, with its vocabulary or statistics in `learned`."""
         return self

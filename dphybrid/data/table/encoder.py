@@ -115,6 +115,11 @@ class Encoder:
         odd = (values[c.name].null_count() - cells[c.name].null_count() for c in self.numbers)
         return self.arrays(values, known=known), sum(odd)
 
+    def doubts(self, cells: Mapping[str, pl.Series] | pl.DataFrame) -> list[str]:
+        """Return what is to say of columns whose cells may mean something else than in training."""
+        given = cells.given if isinstance(cells, Cells) else cells  # cleaning is not needed here
+        return [said for column in self.columns if (said := column.doubt(given[column.name]))]
+
     def answers(self, cells: pl.Series) -> Array:
         """Return the label's numbers, or the numbers of its classes (B,), of stripped cells that have a
         value. Raises UserError that names a cell that is neither."""

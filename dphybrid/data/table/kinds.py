@@ -21,6 +21,7 @@ from dphybrid.data.table.cells import (
     DASHES,
     FEW,
     FIRST_ID,
+    IS_LIST,
     MISSING_ID,
     UNKNOWN_ID,
     bag_ids,
@@ -358,6 +359,18 @@ class Category(Notated):
         texts = texts_of(cells, self.type)
         return texts.str.to_lowercase() if self.ignore_case else texts
 
+    @cached_property
+    def _with_zeros(self) -> str:
+        """A learned text that is a number with a leading zero; empty if there is none."""
+        found = self.learned.filter(self.learned.str.contains(r"^0\d+$")).head(1)
+        return "".join(found.to_list())
+
+    def doubt(self, cells: pl.Series) -> str:
+        if not (cells.dtype.is_numeric() and self._with_zeros):
+            return ""
+        texts = f"texts such as {self._with_zeros!r}"
+        return f"Column {self.name!r} holds numbers, but training had {texts}; write them as such texts"
+
     def fitted(self, training: TrainingValues) -> Self:
         texts, counts = training.texts()
         return self.kept(texts, counts, training.data.min_count if self.min_count is None else self.min_count)
@@ -530,6 +543,19 @@ class Bag(Category):
 
     def read(self, cells: pl.Series) -> pl.Series:
         return self.items(cells, self.max_items)
+
+    def doubt(self, cells: pl.Series) -> str:
+        if cells.dtype != pl.String or type(self) is not Bag:
+            return ""
+        for mark in (";", "|", ","):
+            with_mark = cells.head(_SOME).drop_nulls()
+            with_mark = with_mark.filter(with_mark.str.contains(mark, literal=True))
+            if not len(with_mark) or mark == self.separator or with_mark.str.contains(IS_LIST).all():
+                continue
+            if not self.knows(self.items(with_mark).explode().drop_nulls().to_list()):
+                how = f"lists or items between {self.separator!r}"
+                return f"Column {self.name!r} holds {with_mark[0]!r}, but training had {how}; write them so"
+        return ""
 
     def left_out(self, cells: pl.Series, values: pl.Series) -> int:
         """Return how many cells hold more items than are looked up. values: `read` of the cells."""

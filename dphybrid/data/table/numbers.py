@@ -66,7 +66,7 @@ _UNLIKE = (
 """Two notations in one column that may mean different amounts, and what is said of them."""
 _WITH_UNIT = r"^[+-]?\d[\d.,]*\s?([A-Za-zµ°][A-Za-z0-9²³/]*)$"
 # The look of a date, in any order; `read_times` then decides whether it is one.
-_MONTH_NAME = r"(?i:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\.?"
+_MONTH_NAME = r"(?i:(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*)\.?"
 _DATE = (
     r"^\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}(?:[T ,]|$)|^\d{8}T\d{4}"
     rf"|^(?:(?i:[a-z]{{3,9}}),? +)?\d{{1,4}}(?:st|nd|rd|th)?[-/ ]{_MONTH_NAME},?[-/ ]\d"

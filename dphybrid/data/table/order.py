@@ -17,7 +17,8 @@ def positions_in_time(texts: pl.Series, field: str, data: TableDataConfig) -> tu
     Raises UserError for texts that are neither, for numbers among dates, and for dates whose order of day and
     month is unknown: texts are never sorted as such.
     """
-    texts, day_first = _with_dates(texts, data), is_day_first(texts, data)
+    texts = _with_dates(texts, data)
+    day_first = is_day_first(texts, data)
     numbers = texts.cast(pl.Float64, strict=False)
     if not numbers.null_count() and numbers.is_finite().all():
         return numbers.to_numpy(), ""

@@ -141,6 +141,11 @@ class Table:
         frame = pl.scan_ipc(self._file(number), glob=False).select(by_name(*names)).collect()
         return {names[c.name]: c for c in frame.get_columns()}
 
+    def block(self, number: int) -> pl.DataFrame:
+        """Return the features and the labels of a block, as they are stored."""
+        names = ["label", *(f"column {column.name}" for column in self.plan.columns)]
+        return pl.scan_ipc(self._file(number), glob=False).select(by_name(*names)).collect()
+
     def column(self, name: str) -> pl.Series:
         """Return a whole stored column."""
         files = [self._file(number) for number in range(len(self.lengths))]

@@ -23,7 +23,7 @@ from dphybrid.data.table.kinds import KINDS, Category
 from dphybrid.data.table.labels import Label, class_weights, label_of_numbers, label_of_texts
 from dphybrid.data.table.reading import Plan, Table, read_table
 from dphybrid.data.table.schema import SchemaFile, read_schema, schema_text
-from dphybrid.data.table.splits import TEST, TRAIN, VALID, RowSplit, extended_split, split_rows
+from dphybrid.data.table.splits import TEST, TRAIN, VALID, RowSplit, extended_split, rows_in_both, split_rows
 from dphybrid.util.digests import code_digest
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path
@@ -134,7 +134,10 @@ class TableSource(Source):
         encoder, unseen = _fitted(table, label, answer, split, progress)
         if self.base:
             encoder = self.base.encoder.extended(encoder)
-        return self._content(table, encoder, split.text, unseen, parts, label.encoded(answers_B), weights_B)
+        text = split.text
+        if said := rows_in_both(table, split):
+            text += f"\n  check the split: {said}, so metrics on them say little about new rows"
+        return self._content(table, encoder, text, unseen, parts, label.encoded(answers_B), weights_B)
 
     def _content(
         self,

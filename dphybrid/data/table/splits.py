@@ -142,6 +142,22 @@ def _by_value(data: TableDataConfig, seed: int, codes_B: Array, texts: list[str]
     return is_held[codes_B], text
 
 
+def rows_in_both(table: Table, split: RowSplit) -> str:
+    """Return what is to say of validation rows that are training rows, too, label included; empty if there
+    are none. Looks at the first `_BLOCK` rows."""
+    keys, start = list[pl.Series](), 0
+    for number, length in enumerate(table.lengths):
+        if start < _BLOCK:
+            keys.append(table.block(number).hash_rows())
+        start += length
+    keys_B = pl.concat(keys)
+    train, valid = (keys_B.filter(pl.Series(split.part_B[: len(keys_B)] == part)) for part in (TRAIN, VALID))
+    both = int(valid.is_in(train.unique().implode()).sum())
+    if not both:
+        return ""
+    return f"{both:,} of {len(valid):,} validation rows equal a training row, label included"
+
+
 def _row_keys(blocks: Iterable[Mapping[str, Array]], max_items: int) -> Array:
     """Return hashes (B,) uint64 of the rows' ids, numbers, labels and bags: equal rows have equal keys.
     blocks: arrays of the rows by name. max_items: most items of a bag's cell."""
