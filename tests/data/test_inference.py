@@ -126,6 +126,7 @@ def _column(folder: Path, cells: list[str], **values: object) -> Prepared:
         ([f"film {n} was a fine one" for n in range(190)], "text", "free text, read as its words; --"),
         (["bad good fine " * 2 + str(n % 90) for n in range(190)], "text", "free text, read as its words"),
         (['["a", "b"]', '["c"]', "[]"], "bag", "items between '[]'"),
+        (["Tue, 05 Mar 2024 08:30:00 GMT", "Wed, 06 Mar 2024 09:30:00 GMT"], "time", "dates or times"),
         (["5m", "3k", "1.2m"], "numeric", "'m' is read as minutes beside 'k' for thousands"),
         (["$5", "¥700"], "numeric", "amounts in $ and ¥ are read as if of one currency"),
         (["41%", "0.41", "7%"], "numeric", "percents are read without their sign, beside numbers"),

@@ -170,12 +170,16 @@ def test_lists_are_one_as_text_and_as_values(trained: str, tmp_path: Path) -> No
         assert [items or [] for items in read] == _LISTS
 
 
-def test_declared_categories_keep_their_texts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("writer", ["pandas", "polars"])
+def test_declared_categories_keep_their_texts(writer: str, tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     versions = random.choice(["1.1", "1.10", "1.2"], 100)
     frame = pd.DataFrame({"x": pd.Categorical(versions), "n": pd.Categorical(random.integers(0, 5, 100))})
-    polars = as_frame(frame.assign(y=random.integers(0, 2, 100)), "x").lazy().collect()
-    polars.write_parquet(tmp_path / "x.parquet")
+    frame["y"] = random.integers(0, 2, 100)
+    if writer == "pandas":
+        frame.to_parquet(tmp_path / "x.parquet")
+    else:
+        as_frame(frame, "x").lazy().collect().write_parquet(tmp_path / "x.parquet")
     encoder = Encoder.load(from_file(tmp_path / "x.parquet").path / "encoder")
     assert [column.role for column in encoder.columns] == ["categorical", "categorical"]
     assert sorted(encoder.categories[0].learned) == ["1.1", "1.10", "1.2"]

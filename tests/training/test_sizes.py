@@ -81,7 +81,7 @@ def test_many_rows_and_values_take_one_pass_in_which_rows_learn_fast(
     # What is set stays, and so do the rules for fewer rows or values, other networks and learned rows.
     of_user = {"batch_size": 64, "epochs": 1, "patience": 0}
     table = {"optimizer": "adam", "lr": 0.5}
-    of_model = {"unknown": 0.1, "dropout": 0.2, "numbers": "plain"}
+    of_model = {"unknown": 0.1, "dropout": 0.2, "numbers": "squashed"}
     given = build_config({"recipe": "ctr", "train": of_user, "table": table, "model": of_model})
     assert recipe.sized(given, 160_000, info) == (given, [])
     deepfm = build_config({"recipe": "ctr", "model": {"kind": "deepfm"}})

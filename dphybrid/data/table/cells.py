@@ -218,9 +218,8 @@ def texts_of(cells: pl.Series, form: str = "text") -> pl.Series:
     if form == "number":
         return numbers
     no, yes = form.split("/")
-    return as_texts(
-        numbers.str.to_lowercase().replace({**dict.fromkeys(FALSE, no), **dict.fromkeys(TRUE, yes)})
-    )
+    words = dict.fromkeys(FALSE, no) | dict.fromkeys(TRUE, yes)
+    return numbers.str.to_lowercase().replace_strict(words, default=None).fill_null(numbers)
 
 
 def numbers_of(cells: pl.Series, decimal: str = ".", thousands: str = "", marks: bool = False) -> pl.Series:

@@ -15,7 +15,7 @@ import polars as pl
 
 from dphybrid.config.tables import PACKED, TableDataConfig
 from dphybrid.data.store import mapped
-from dphybrid.data.table.cells import is_odd
+from dphybrid.data.table.cells import as_texts, is_odd
 from dphybrid.data.table.delimited import csv_jobs
 from dphybrid.data.table.jsonl import is_json, json_chunks
 from dphybrid.data.table.lines import format_of
@@ -179,14 +179,14 @@ def _frame_chunks(file: Path, kind: str, data: TableDataConfig) -> Iterator[Rows
         schema = lazy.collect_schema()
         check_columns(file, len(schema))
         check_types(schema, f"data.path={file}", "data.ignore", data.left_out(schema.names()))
-        index = _pandas_index(file, schema) if kind == "parquet" else ()
+        index, declared = _by_pandas(file, schema) if kind == "parquet" else ((), ())
         for frame in lazy.collect_batches(chunk_size=BLOCK_ROWS, maintain_order=True):
-            yield _frame_rows(frame, file, data, start, index)
+            yield _frame_rows(frame, file, data, start, index, declared)
             start += len(frame)
     except (pl.exceptions.PolarsError, OSError) as error:
         raise UserError(f"data.path={file}: cannot be read as {kind.title()}: {error}") from error
     if start == 1:  # no rows: the empty chunk still has the columns' names
-        yield _frame_rows(schema.to_frame(), file, data, start, index)
+        yield _frame_rows(schema.to_frame(), file, data, start, index, declared)
 
 
 def _scan(file: Path, kind: str) -> pl.LazyFrame:
@@ -198,22 +198,35 @@ def _scan(file: Path, kind: str) -> pl.LazyFrame:
     return pl.read_ipc_stream(file).lazy()
 
 
-def _pandas_index(file: Path, schema: pl.Schema) -> tuple[str, ...]:
-    """Return the columns that are the index of a data frame that pandas wrote."""
+def _by_pandas(file: Path, schema: pl.Schema) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the columns that are the index of a data frame that pandas wrote, and those that it declared as
+    categories, which polars forgets where they are numbers."""
     about = pl.read_parquet_metadata(file).get("pandas")
     try:
-        names = json.loads(about)["index_columns"] if about else []
+        page = json.loads(about) if about else {"index_columns": [], "columns": []}
+        index = page["index_columns"]
+        declared = [each["field_name"] for each in page["columns"] if each["pandas_type"] == "categorical"]
     except (ValueError, KeyError, TypeError):  # not written by pandas
-        return ()
-    return tuple(name for name in names if isinstance(name, str) and name in schema)
+        return (), ()
+    index, declared = (
+        tuple(name for name in names if isinstance(name, str) and name in schema)
+        for names in (index, declared)
+    )
+    return index, declared
 
 
 def _frame_rows(
-    frame: pl.DataFrame, file: Path, data: TableDataConfig, start: int, index: tuple[str, ...]
+    frame: pl.DataFrame,
+    file: Path,
+    data: TableDataConfig,
+    start: int,
+    index: tuple[str, ...],
+    declared: tuple[str, ...],
 ) -> Rows:
     nothing = pl.Series([None] * len(frame), dtype=pl.String)
     # Series get an empty name, as their methods read a name such as `*` as a pattern. A column of an odd type
     # is one that the user ignores, or `check_types` would have raised; its cells count as empty.
     given = {c.name: nothing if is_odd(c.dtype) else c.alias("") for c in frame.get_columns()}
+    given |= {name: as_texts(given[name]).cast(pl.Categorical) for name in declared}
     lines = np.arange(start, start + len(frame))
     return Rows(Cells(given, data.no_value), lines, [], file, index=index)

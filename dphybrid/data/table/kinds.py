@@ -186,14 +186,14 @@ class Numeric(Notated, Numbers):
 
 
 class Whole(Numeric):
-    """A whole number whose values repeat: the number, and a row for each value."""
+    """A whole number whose values repeat: the number, and a row for each value. A fraction among them has the
+    row of unknown values."""
 
     role = "whole"
     flag = "whole"
     flag_help = (
         "Columns to read as whole numbers that also have an embedding for each value, separated by commas."
     )
-    noun = "whole number"
 
     @classmethod
     def claims(cls, sample: Sample) -> str | None:
@@ -204,11 +204,9 @@ class Whole(Numeric):
             ["whole numbers that repeat: a row for each value, and the number", *([said] if said else [])]
         )
 
-    def wrong(self, cells: pl.Series, values: pl.Series) -> pl.Series:
-        return super().wrong(cells, values) | (values != values.floor()).fill_null(False)
-
     def fitted(self, training: TrainingValues) -> Self:
-        counts = training.every().drop_nulls().rename("value").value_counts(name="rows")
+        values = training.every().drop_nulls().rename("value")
+        counts = values.filter(values == values.floor()).value_counts(name="rows")
         known = counts.filter(pl.col("rows") >= training.data.min_count)["value"].cast(pl.Int64).sort()
         found = self.model_copy(update={"buckets": 0})._fitted_to(
             training.numbers().to_numpy(), training.data
@@ -595,7 +593,7 @@ class Text(Bag):
         return words_of(cells, most)
 
 
-KINDS: list[type[Column]] = [Bag, Text, Time, Ignore, Whole, Numeric, Category]
+KINDS: list[type[Column]] = [Bag, Time, Ignore, Whole, Numeric, Text, Category]
 """All kinds, in the order in which they may claim a column; the last one claims every column."""
 
 

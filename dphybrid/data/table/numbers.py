@@ -215,7 +215,9 @@ def why_not_numeric(sample: Sample) -> str | None:
 
 
 def whole_numbers(cells: pl.Series, signs: Notation) -> pl.Series | None:
-    """Return numbers as Int128; None if some are fractions."""
+    """Return numbers as whole ones; None if some are fractions."""
+    if cells.dtype.is_integer():
+        return cells
     texts = number_texts(plain_numbers(cells, *signs)).drop_nulls()
     whole = texts.cast(pl.Int128, strict=False)
     return None if whole.null_count() else whole

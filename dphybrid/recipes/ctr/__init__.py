@@ -81,9 +81,9 @@ class CtrModelConfig(ModelConfig):
     """Share of the ids that training replaces by the unknown one (a number's bucket: by the missing one),
     drawn anew in each epoch, so that the network learns to handle new values. Bags keep theirs. auto: 0.3; in
     one pass over many rows 0.02."""
-    numbers: Literal["auto", "plain", "squashed", "embedded"] = "auto"
-    """Encoding of numbers, besides their buckets in the table: plain, the number itself; squashed, with
-    outliers limited to 3 standard deviations; embedded, also its position in each quantile bin of the
+    numbers: Literal["auto", "squashed", "embedded"] = "auto"
+    """Encoding of numbers, besides their buckets in the table: squashed, the number itself, with outliers
+    limited to 3 standard deviations; embedded, also its position in each quantile bin of the
     training rows, through a linear layer for each column (Gorishniy et al. 2022). auto: embedded; squashed in
     one pass over many rows, if numbers have buckets; after a warm start as before."""
     bins: int = Field(default=128, ge=1, le=1024)

@@ -354,7 +354,7 @@ def build_ctr(context: ModelContext[CtrModelConfig]) -> _ClickModel:
     network = _NETWORKS[o.kind](sizes)
     if embeds:
         network = OnNumbers(network, EmbeddedBins(bins_of(context.rows, values, o.bins), o.bin_width, flags))
-    elif num_dense and o.numbers == "squashed":
+    elif num_dense:
         network = OnNumbers(network, Squashed())
     # dlrm multiplies rows: products of tiny ones would stay near 0 for long. The rows of mlp learn slowly
     # (see `Ctr.sized`), so they differ from the start.
