@@ -204,15 +204,11 @@ def _by_pandas(file: Path, schema: pl.Schema) -> tuple[tuple[str, ...], tuple[st
     about = pl.read_parquet_metadata(file).get("pandas")
     try:
         page = json.loads(about) if about else {"index_columns": [], "columns": []}
-        index = page["index_columns"]
         declared = [each["field_name"] for each in page["columns"] if each["pandas_type"] == "categorical"]
+        index = [name for name in page["index_columns"] if isinstance(name, str)]
     except (ValueError, KeyError, TypeError):  # not written by pandas
         return (), ()
-    index, declared = (
-        tuple(name for name in names if isinstance(name, str) and name in schema)
-        for names in (index, declared)
-    )
-    return index, declared
+    return tuple(name for name in index if name in schema), tuple(n for n in declared if n in schema)
 
 
 def _frame_rows(
