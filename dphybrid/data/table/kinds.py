@@ -155,15 +155,16 @@ class Numeric(Notated, Numbers):
         if not len(sample.cells) or why_not_numeric(sample) is not None:
             return None
         column = cls(name=sample.name, **cls.inferred(sample))
-        infinite = column.read(sample.cells).null_count()
-        notes = [f"{infinite:,} infinite numbers count as no value"] if infinite else []
+        none = sample.cells.filter(column.read(sample.cells).is_null())
+        notes = [f"{dash!r} counts as no value" for dash in DASHES if (none == dash).any()]
+        infinite = len(none) - int(none.is_in(DASHES).sum())
+        notes += [f"{infinite:,} infinite numbers count as no value"] if infinite else []
         notes += [f"thousands separator {column.thousands!r}"] if column.thousands else []
         notes += [f"decimal mark {column.decimal!r}"] if column.decimal != "." else []
         if column.marks:
             lengths = sample.cells.head(_SOME).str.contains("[hms:]").any()
             notes.append("durations in seconds" if lengths else "numbers without their marks")
             notes += unlike(sample.cells)
-        notes += [f"{dash!r} counts as no value" for dash in DASHES if (sample.cells == dash).any()]
         usual = (column.decimal, column.thousands, column.marks) == USUAL
         return ", ".join(notes) + "; --data.decimal and --data.thousands override this" * (not usual)
 
@@ -197,11 +198,11 @@ class Whole(Numeric):
 
     @classmethod
     def claims(cls, sample: Sample) -> str | None:
-        said = super().claims(sample)
-        if said is None or not repeat(sample):
+        if not len(sample.cells) or why_not_numeric(sample) is not None or not repeat(sample):
             return None
-        return ", ".join(
-            ["whole numbers that repeat: a row for each value, and the number", *([said] if said else [])]
+        said = super().claims(sample)
+        return "whole numbers that repeat: a row for each value, and the number" + (
+            f", {said}" if said else ""
         )
 
     def fitted(self, training: TrainingValues) -> Self:

@@ -216,11 +216,15 @@ def why_not_numeric(sample: Sample) -> str | None:
 
 def whole_numbers(cells: pl.Series, signs: Notation) -> pl.Series | None:
     """Return numbers as whole ones; None if some are fractions."""
-    if cells.dtype.is_integer():
-        return cells
-    texts = number_texts(plain_numbers(cells, *signs)).drop_nulls()
-    whole = texts.cast(pl.Int128, strict=False)
-    return None if whole.null_count() else whole
+    plain = plain_numbers(cells, *signs).drop_nulls()
+    numbers = plain.cast(pl.Float64, strict=False)
+    # First what takes no regular expressions: fractions, and digits alone.
+    if plain.dtype.is_integer() or (numbers != numbers.floor()).any():
+        return plain if plain.dtype.is_integer() else None
+    for whole in (plain.cast(pl.Int64, strict=False), number_texts(plain).cast(pl.Int128, strict=False)):
+        if not whole.null_count():
+            return whole
+    return None
 
 
 def repeat(sample: Sample) -> bool:
