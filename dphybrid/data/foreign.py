@@ -22,7 +22,7 @@ def misread(what: object) -> Iterator[None]:
     forms = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, StopIteration, OSError)
     try:
         yield
-    except (*forms, pl.exceptions.PolarsError) as error:
+    except (*forms, pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(

@@ -5,7 +5,7 @@ from pathlib import Path
 from torch import nn
 
 from dphybrid.config.settings import Settings, load_settings
-from dphybrid.data.foreign import check_memory
+from dphybrid.data.foreign import check_memory, misread
 from dphybrid.embedding.storage import deferred_rows, unfilled_rows
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes.configs import stored_config, written_here
@@ -16,7 +16,6 @@ from dphybrid.run.pages import ResultPage
 from dphybrid.tracking.loader import checkpoint_folder
 from dphybrid.tracking.opening import store_to_read
 from dphybrid.training.checkpoint import load_weights, verify_checkpoint
-from dphybrid.training.tensor_file import REMEDY
 from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.files import given_path
 
@@ -39,17 +38,9 @@ def model_from_checkpoint(
         check_memory(Path(folder))
     # Without drawing the tables' initial values, which are overwritten at once.
     resolved = resolve_devices(devices)
-    try:
-        with deferred_rows() if mapped else unfilled_rows():
-            model = find_recipe(config.recipe).new_model(ModelContext.of(config, state.info, resolved))
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        if isinstance(error, UserError):
-            raise
-        # A page's `info` has what the recipe put there; a page that somebody else wrote may have anything.
-        raise UserError(
-            f"{Path(folder) / 'state.json'}: recipe {config.recipe} cannot build its model from this info "
-            f"({type(error).__name__}: {error}); {REMEDY}"
-        ) from error
+    # A page's `info` has what the recipe put there; a page that somebody else wrote may have anything.
+    with misread(page), deferred_rows() if mapped else unfilled_rows():
+        model = find_recipe(config.recipe).new_model(ModelContext.of(config, state.info, resolved))
     load_weights(Path(folder), model, mapped)
     return model.eval()
 

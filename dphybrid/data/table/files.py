@@ -183,7 +183,7 @@ def _frame_chunks(file: Path, kind: str, data: TableDataConfig) -> Iterator[Rows
         for frame in lazy.collect_batches(chunk_size=BLOCK_ROWS, maintain_order=True):
             yield _frame_rows(frame, file, data, start, index, declared)
             start += len(frame)
-    except (pl.exceptions.PolarsError, OSError) as error:
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
         raise UserError(f"data.path={file}: cannot be read as {kind.title()}: {error}") from error
     if start == 1:  # no rows: the empty chunk still has the columns' names
         yield _frame_rows(schema.to_frame(), file, data, start, index, declared)
