@@ -21,7 +21,7 @@ PAGE = {
     "version": 1,
     "run_id": "",
     "attempt": 1,
-    "config": {"recipe": "evil:R", "checkpoint": {"register_as": None}},
+    "config": {"recipe": "evil:R"},
     "prepared": "",
     "data_digest": "",
     "created": "2026-01-01T00:00:00+00:00",

@@ -73,7 +73,7 @@ def row_of(run: Run) -> dict[str, object]:
         "status": status,
         "created": run.page.created[:10],
         "metric": metric,
-        "registered": run.page.config["checkpoint"]["register_as"] or "",
+        "registered": run.page.register_as,
         "MiB": size,
     }
 
@@ -191,7 +191,7 @@ def _used_by(runs: Iterable[Run], settings: Settings, ended: bool = True) -> set
     for the end."""
     found = set[Path]()
     for run in runs:
-        data, train = (run.page.config.get(section, {}) for section in ("data", "train"))
+        data, train = map(run.page.section, ("data", "train"))
         found |= {Path(str(data[name])) for name in ("path", "valid_path", "test_path") if data.get(name)}
         found.add(Path(run.page.prepared))
         if not (ended and (run.folder / "report.json").is_file()):

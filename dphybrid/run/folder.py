@@ -50,7 +50,17 @@ class RunPage(Page):
 
     @property
     def recipe(self) -> str:
-        return str(self.config["recipe"])
+        return str(self.config.get("recipe", ""))
+
+    @property
+    def register_as(self) -> str:
+        """The name of the registered model that the run makes a version of, or ""."""
+        return str(self.section("checkpoint").get("register_as") or "")
+
+    def section(self, name: str) -> dict[str, Any]:
+        """Return the values of a section; none of a page that has no such section."""
+        found = self.config.get(name)
+        return found if isinstance(found, dict) else {}
 
 
 @dataclass(frozen=True)
@@ -156,9 +166,8 @@ def next_number(settings: Settings) -> int:
 def retrainings(settings: Settings, model: str | None = None) -> list[Run]:
     """Return the runs that retrained a registered model, which may have been the first of its name. model:
     only those of this one."""
-    found = [run for run in all_runs(settings) if CHAMPION_TAG in run.page.tags]
-    names = [run.page.config["checkpoint"].get("register_as") for run in found]
-    return [run for run, name in zip(found, names, strict=True) if name and model in (None, name)]
+    found = [run for run in all_runs(settings) if CHAMPION_TAG in run.page.tags and run.page.register_as]
+    return [run for run in found if model in (None, run.page.register_as)]
 
 
 @contextmanager
