@@ -21,7 +21,6 @@ NIGHTLY = [
     "tests/cluster/test_launching.py",
     "tests/cluster/test_same_numbers.py::test_four_ranks_are_as_four_virtual_devices",
     "tests/cluster/test_same_numbers.py::test_from_two_ranks_to_four_to_one",
-    "tests/embedding/test_order_of_accesses.py",
     "tests/embedding/test_sanitized.py",
     "tests/embedding/test_trainers.py::test_accelerate",
     "tests/embedding/test_trainers.py::test_lightning",

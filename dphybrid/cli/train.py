@@ -15,6 +15,8 @@ then sections like [train] with `batch_size = 512`.
 Data, checkpoints and the MLflow store are in DPHYBRID_DATA_DIR (~/.dphybrid).
 """
 
+import secrets
+from collections.abc import Callable
 from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, Field
@@ -52,7 +54,7 @@ class Flags(RunCommand):
     """Tag for the MLflow run; may be repeated."""
 
     fast_dev_run: bool = False
-    """Try everything out: train and validate one batch, report it, record nothing and keep nothing."""
+    """Try everything out: train and validate one batch and report it; record nothing, keep only the data."""
 
     def experiment(self) -> tuple[ExperimentConfig, Settings]:
         """Return config and settings. Raises UserError."""
@@ -74,6 +76,8 @@ class Flags(RunCommand):
             from dphybrid.run.train import run_job
             from dphybrid.util.stop import Interrupted
 
+        if self.fast_dev_run:
+            return self._try_everything(lambda name: run_job(config, settings, run_name=name), settings)
         try:
             report = run_job(config, settings, run_name=self.run_name, resume=self.resume, tags=tags)
         except Interrupted as interruption:
@@ -81,11 +85,18 @@ class Flags(RunCommand):
             if interruption.requeue:
                 go_on_later(interruption, settings)
             raise
-        if self.fast_dev_run:
-            remove_folder(settings.runs_dir / report.run_name)
-            print("Everything works: one batch was trained, validated and reported. Nothing was kept")
-            return 0
         print(report.text)
         if self.report:
             report.write(self.report)
+        return 0
+
+    @staticmethod
+    def _try_everything(train: Callable[[str], object], settings: Settings) -> int:
+        name = f"fast-dev-run-{secrets.token_hex(4)}"
+        try:
+            train(name)
+        finally:
+            if (settings.runs_dir / name).exists():
+                remove_folder(settings.runs_dir / name)
+        print("Everything works: one batch was trained, validated and reported. Only prepared data was kept")
         return 0

@@ -101,7 +101,5 @@ def _show(address: str, browser: bool) -> None:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     page = folder / "open.html"
     page.write_text(f'<meta http-equiv="refresh" content="0; url={html.escape(address)}">', encoding="utf-8")
-    try:
-        webbrowser.open(page.as_uri())
-    except webbrowser.Error:
+    if not webbrowser.open(page.as_uri()):
         print("No browser was found; open the address in your own.", file=sys.stderr)

@@ -15,7 +15,7 @@ PAGE = ROOT / "docs" / "proven.md"
 HEAD = """# What is proven on which hardware
 
 The table lists the tests that have shown each claim, by kind of hardware. Tests on virtual devices compute on
-the CPU what several devices would compute. Tests on stand-ins check the order of calls to a simulated CUDA or
+the CPU what several devices would compute. Tests on stand-ins check calls to a stand-in for CUDA or
 NVML. Neither proves that a GPU behaves the same, and none of them measures speed on a GPU.
 
 """

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dphybrid.cli.main import make_parser
 from dphybrid.run.pages import ResultPage
 from dphybrid.training.tensor_file import read_tensors
 from tests.commands import command, run_with
@@ -55,10 +56,15 @@ def test_a_model_learns_one_batch_by_heart(data_dir: Path, unrecorded: None) -> 
     assert (page.steps, page.steps_per_epoch) == (60, 1)
 
 
-def test_a_fast_run_tries_everything_and_keeps_nothing(data_dir: Path) -> None:
+def test_a_fast_run_tries_everything_and_keeps_no_run(data_dir: Path) -> None:
     told = command("train", "--recipe", "hybrid", "--devices", "cpu*2", "--fast-dev-run")
-    assert told.endswith("Nothing was kept\n")
+    assert told.endswith("Only prepared data was kept\n")
     assert list((data_dir / "runs").iterdir()) == []
     assert not (data_dir / "mlflow").exists()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dphybrid.run.train.evaluate_run", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            make_parser().parse(["train", "--recipe", "toy", "--devices", "cpu", "--fast-dev-run"]).run()
+    assert list((data_dir / "runs").iterdir()) == []
     words = command("train", "--recipe", "toy", "--fast-dev-run", "--resume", "x", ends=2)
     assert "takes no --resume x" in words

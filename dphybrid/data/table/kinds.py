@@ -56,6 +56,7 @@ from dphybrid.data.table.numbers import (
     why_not_numeric,
 )
 from dphybrid.util.errors import UserError
+from dphybrid.util.text import as_flags
 
 _ROW_NUMBERS = 20
 """Fewest rows for which a column of increasing numbers is taken for a row number."""
@@ -580,7 +581,8 @@ class Text(Bag):
     def claims(cls, sample: Sample) -> str | None:
         if sample.declared or not is_free_text(sample.cells):
             return None
-        return f"free text, read as its words; --data.categorical {sample.name} reads each text as one value"
+        flag = as_flags({"data.categorical": [sample.name]})
+        return f"free text, read as its words; {flag} reads each text as one value"
 
     @classmethod
     def inferred(cls, sample: Sample) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from dphybrid.data.table.cells import (
     without_marks,
 )
 from dphybrid.data.table.column import Array, Sample
+from dphybrid.util.text import as_flags
 
 _INFINITE = ("inf", "infinity", "+inf", "-inf", "+infinity", "-infinity", "nan")
 """Lower-cased texts of numbers that are not finite; they count as no value."""
@@ -50,6 +51,7 @@ _NUMBERS_ROWS = re.compile(
     r"|num|seq|sequence|serial|obs|case))$",
     re.IGNORECASE,
 )
+
 _KNOTS = 128
 """Knots of a number (model.bins): with more different whole numbers, they do not tell all apart."""
 _REPEATED = 0.25
@@ -314,9 +316,8 @@ def _suggestion(odd: pl.Series, cells: pl.Series, sample: Sample) -> str:
         # A few items in many combinations are lists, too, although most cells may hold a single item.
         few_items = mark != " " and 2 * items_of(cells, mark).explode().n_unique() <= cells.n_unique()
         if few_items or 2 * with_mark > len(cells):
-            return (
-                f"{with_mark / len(cells):.0%} of the cells hold {mark!r}; --data.bags {sample.name} {LISTS}"
-            )
+            flag = as_flags({"data.bags": [sample.name]})
+            return f"{with_mark / len(cells):.0%} of the cells hold {mark!r}; {flag} {LISTS}"
     return ""
 
 

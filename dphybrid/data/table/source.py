@@ -27,6 +27,7 @@ from dphybrid.data.table.splits import TEST, TRAIN, VALID, RowSplit, extended_sp
 from dphybrid.util.digests import code_digest
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path
+from dphybrid.util.text import as_flags
 
 _FIT_ROWS = 2**18
 """Maximum number of training rows, evenly spaced, from which the statistics of numbers are computed."""
@@ -395,8 +396,8 @@ def _column_lines(table: Table, encoder: Encoder) -> list[str]:
 def _left_out_lines(table: Table, encoder: Encoder) -> list[str]:
     data = table.plan.data
     lines = [
-        f"  {column.name}: hardly any value occurs twice, so all values share one embedding; --data.ignore "
-        f"{column.name} leaves the column out"
+        f"  {column.name}: hardly any value occurs twice, so all values share one embedding; "
+        f"{as_flags({'data.ignore': [column.name]})} leaves the column out"
         for column in encoder.categories
         if not len(column.learned) and not column.hash_buckets
     ]
