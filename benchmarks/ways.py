@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.embedding import fbgemm_tables
-from dphybrid.embedding import HostEmbeddingCollection, row_optimizer, sampled_softmax
+from dphybrid.embedding import HostEmbeddingCollection, row_optimizer
 from dphybrid.embedding.softmax import IGNORED
 from dphybrid.parallel import Dropout, resolve_devices
 from dphybrid.recipes.ctr.numbers import EmbeddedBins
@@ -184,28 +184,6 @@ def plain_text(experiment: Experiment) -> Way:
     return Way(losses, blocks, _stock(experiment, words))
 
 
-def plain_retrieval(experiment: Experiment) -> Way:
-    """Return the two towers over sparse nn.Embeddings, with the recipe's sampled softmax."""
-    model = _built(experiment)
-    sides = (model.users, model.items)
-    tables = nn.ModuleList(_embedding(side.table) for side in sides)
-    towers = nn.ModuleList(side.tower.module for side in sides)
-    starts = [torch.tensor(list(side.table.starts.values())) for side in sides]
-
-    def losses(batch: Batch) -> Mapping[str, Tensor]:
-        ids = (batch["users_BF"], batch["candidates_CF"])
-        users_BE, items_CE = (
-            tower(table(ids_BF + starts_F))
-            for tower, table, ids_BF, starts_F in zip(towers, tables, ids, starts, strict=True)
-        )
-        loss_B = sampled_softmax(
-            users_BE @ items_CE.T, batch["places_B"], batch["log_q_C"], batch["counts_C"]
-        )
-        return {"loss": loss_B, "weight": torch.ones_like(loss_B)}
-
-    return Way(losses, towers, [_stock(experiment, table)[0] for table in tables])
-
-
 CLICKS: dict[str, Make] = {
     "sparse nn.Embedding": partial(_clicks, _of_sparse),
     "an EmbeddingBag a column, as in DLRM": partial(_clicks, _of_bags),
@@ -216,6 +194,5 @@ CLICKS: dict[str, Make] = {
 
 
 TEXTS: dict[str, Make] = {"nn.Embedding, nn.LSTM, nn.Linear": plain_text}
-PAIRS: dict[str, Make] = {"sparse nn.Embedding": plain_retrieval}
 TOKENS = 64
 """Tokens in a sample of recipe text."""

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from benchmarks.clicks import write_clicks
 from benchmarks.command import at_least_one, flags, processor, show
 from benchmarks.racing import Taken, plain, table_text, taken, timing
-from benchmarks.ways import CLICKS, LIBRARIES, PAIRS, TEXTS, TOKENS, Batch, Make, own
+from benchmarks.ways import CLICKS, LIBRARIES, TEXTS, TOKENS, Batch, Make, own
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.data import batches, num_batches
 from dphybrid.embedding import RowPipeline, clip_grad_norm_
@@ -153,9 +153,7 @@ class Case:
     tokens: int = 0
 
 
-def cases(
-    clicks: Path, click_batches: Sequence[int], text_batches: Sequence[int], pair_batches: Sequence[int]
-) -> dict[str, Case]:
+def cases(clicks: Path, click_batches: Sequence[int], text_batches: Sequence[int]) -> dict[str, Case]:
     """Return name -> case, one for each batch size. clicks: the CSV file for recipe ctr."""
     # `_Ended` ends a race before its epochs do. The other loops have no schedule and no decay of rows.
     every = ["train.epochs=1000", "train.schedule=constant", "table.weight_decay=0"]
@@ -163,7 +161,6 @@ def cases(
     kinds: list[tuple[str, str, list[str], Mapping[str, Make], Sequence[int], int]] = [
         ("ctr", "DLRM, 26 columns", dlrm, CLICKS, click_batches, 4096),
         ("text", "text", ["table.optimizer=adam"], TEXTS, text_batches, 32),
-        ("retrieval", "retrieval", ["table.optimizer=adam", "model.kind=rows"], PAIRS, pair_batches, 4096),
     ]
     return {
         f"{name}, batch {size}": Case(
@@ -226,7 +223,6 @@ def run(
     rows: int = 400_000,
     click_batches: Sequence[int] = (128, 2048, 8192),
     text_batches: Sequence[int] = (16,),
-    pair_batches: Sequence[int] = (256, 2048),
     log: Callable[[str], object] = lambda line: None,
 ) -> dict[str, Any]:
     """Measure all cases; return nested dicts of timings and ratios. rows: of the file of clicks. log: called
@@ -242,7 +238,7 @@ def run(
             write_clicks(clicks, rows)
             values = {"data_dir": Path(folder), "tracking_uri": "none"}
             settings = load_settings().model_copy(update=values)
-            for name, case in cases(clicks, click_batches, text_batches, pair_batches).items():
+            for name, case in cases(clicks, click_batches, text_batches).items():
                 log(name)
                 with redirect_stdout(StringIO()):  # hides what the trainings print
                     found[name] = measured(case, settings, rounds)

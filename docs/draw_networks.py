@@ -39,7 +39,6 @@ NETWORKS: dict[str, list[Sequence[str]]] = {
         ["vector after each"],
         ["x output vectors"],
     ],
-    "rows": [["*row of the user", "*row of the item"], ["features, towers"], ["product"]],
     "complex": [["*head", "*tail", "relation"], ["complex product"], ["score"]],
     "transe": [["*head", "*tail", "relation"], ["head + relation - tail"], ["score: - length"]],
     "text": [["*rows of the words"], ["LSTM, GRU, attention"], ["softmax over words"]],

@@ -98,15 +98,14 @@ def small_runs(tmp_path: Path) -> dict[str, list[str]]:
     pairs = [f"data.path={tmp_path / 'pairs.csv'}", "data.negatives=20", "data.item_features=genre"]
     pairs.append("data.valid_fraction=0.1")
     return {
-        "retrieval": ["recipe=retrieval", *pairs, "model.kind=rows", "train.epochs=2", "train.batch_size=50"],
-        "histories": ["recipe=retrieval", *pairs, "model.kind=bag", "train.epochs=2", "train.batch_size=2"],
+        "retrieval": ["recipe=retrieval", *pairs, "model.kind=bag", "train.epochs=2", "train.batch_size=2"],
         "text": ["recipe=text", *text, "model.dropout=0.2", "table.optimizer=lazy-adam", "train.epochs=2"],
         "kge": ["recipe=kge", *kge, "train.epochs=2"],
         "hybrid": ["recipe=hybrid", "train.batch_size=700", "train.epochs=1"],
     }
 
 
-@pytest.mark.parametrize("recipe", ["kge", "hybrid", "text", "retrieval", "histories"])
+@pytest.mark.parametrize("recipe", ["kge", "hybrid", "text", "retrieval"])
 def test_rows_of_all_lookups_are_prepared_and_train_to_the_same_bits(
     recipe: str, small_runs: dict[str, list[str]], data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

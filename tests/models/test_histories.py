@@ -162,25 +162,17 @@ def test_dropped_items_differ_by_epoch_and_are_the_same_for_a_resumed_one(tmp_pa
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("softmax", "tied"), [("sampled", False), ("sampled", True), ("full", True)])
-def test_a_softmax_over_candidates_is_its_definition(
-    kind: str, softmax: str, tied: bool, tmp_path: Path
-) -> None:
-    """A sampled candidate counts as often as it was drawn, and less the more probable that was. Tied output
-    vectors are the input rows."""
-    data, o = small(tmp_path, negatives=20), options(kind, softmax=softmax, tied=tied)
+def test_a_softmax_over_candidates_is_its_definition(kind: str, tmp_path: Path) -> None:
+    """A sampled candidate counts as often as it was drawn, and less the more probable that was."""
+    data, o = small(tmp_path, negatives=20), options(kind, softmax="sampled")
     model = model_for(data, o)
     assert model.region.module.output is None
     (batch, *_) = training(data, o)
     items_C = batch["candidates_CF"][:, 0]
     log_q_C = torch.tensor(data.arrays["log_q_V"]).double()[items_C]
-    if softmax == "sampled":
-        assert items_C.unique().tolist() == items_C.tolist()
-        drawn = batch["weight_C"].double() + log_q_C
-        assert int(drawn.exp().round().sum()) == 20 + int((batch["targets_BT"] != IGNORED).sum())
-    else:
-        assert items_C.tolist() == list(range(len(data.arrays["items_VF"])))
-        assert not batch["weight_C"].any()
+    assert items_C.unique().tolist() == items_C.tolist()
+    drawn = batch["weight_C"].double() + log_q_C
+    assert int(drawn.exp().round().sum()) == 20 + int((batch["targets_BT"] != IGNORED).sum())
     assert model.items is not None
     weights = {"inputs": model.inputs.flat.weight, "items": model.items.flat.weight}
     dense = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
@@ -190,12 +182,8 @@ def test_a_softmax_over_candidates_is_its_definition(
         return F.embedding(ids + starts[: ids.shape[-1]], dense[table]).sum(-2)
 
     candidates = batch["candidates_CF"]
-    if tied:
-        bias_C = summed("items", candidates[:, :1])[:, 0]
-        vectors_CD = summed("inputs", candidates)
-    else:
-        vectors_CD, bias_C = summed("items", candidates).split([4, 1], dim=1)
-        bias_C = bias_C[:, 0]
+    vectors_CD, bias_C = summed("items", candidates).split([4, 1], dim=1)
+    bias_C = bias_C[:, 0]
     region = model.region.module
     users_BD = 0 if model.users is None else model.users(batch["features_BG"]).sum(1).detach()
     given = [batch["targets_BT"], *([batch["scale_B"]] if kind == "bag" else [])]
@@ -224,12 +212,9 @@ def test_a_softmax_over_candidates_is_its_definition(
     torch.testing.assert_close(catalog, torch.cat([vectors_CD, bias_C[:, None]], 1).float())
 
 
-@pytest.mark.parametrize(
-    ("kind", "softmax", "tied"),
-    [("bag", "full", False), ("gru", "sampled", False), ("transformer", "full", True)],
-)
-def test_prefetching_changes_no_bit(kind: str, softmax: str, tied: bool, tmp_path: Path) -> None:
-    data, o = small(tmp_path), options(kind, softmax=softmax, tied=tied, dropout=0.3)
+@pytest.mark.parametrize(("kind", "softmax"), [("bag", "full"), ("gru", "sampled"), ("transformer", "full")])
+def test_prefetching_changes_no_bit(kind: str, softmax: str, tmp_path: Path) -> None:
+    data, o = small(tmp_path), options(kind, softmax=softmax, dropout=0.3)
     found = []
     for mode in ("off", "exact"):
         torch.manual_seed(0)
@@ -277,15 +262,12 @@ def test_seen_items_may_be_found_again(tmp_path: Path) -> None:
     assert seen.list.len().to_list() == [0] * len(seen)
 
 
-@pytest.mark.parametrize(
-    ("kind", "softmax", "tied"),
-    [("bag", "full", False), ("gru", "full", True), ("transformer", "sampled", True)],
-)
+@pytest.mark.parametrize(("kind", "softmax"), [("bag", "full"), ("gru", "full"), ("transformer", "sampled")])
 def test_a_broken_run_comes_to_the_same_bits_and_eight_devices_to_the_same_loss(
-    kind: str, softmax: str, tied: bool, unrecorded: None, data_dir: Path
+    kind: str, softmax: str, unrecorded: None, data_dir: Path
 ) -> None:
     values = ["recipe=retrieval", f"model.kind={kind}", "model.dim=16", "devices=cpu", "train.epochs=2"]
-    values += ["train.batch_size=250", f"model.softmax={softmax}", f"model.tied={tied}"]
+    values += ["train.batch_size=250", f"model.softmax={softmax}"]
     whole = run_with(*values, run_name="whole")
     assert stopped_and_resumed(*values, at=6).metrics == whole.metrics
     first, broken = (dphybrid.load_model(name).state_dict() for name in ("whole", "broken"))
@@ -372,29 +354,10 @@ def test_the_exported_program_recommends_the_same(trained: TrainedRun, tmp_path:
     assert one[0]["items"] == trained.recommend(history=history)["item"].to_list()
 
 
-def test_rows_of_users_are_chosen_where_users_have_one_row(unrecorded: None, tmp_path: Path) -> None:
+def test_what_cannot_be_learned_is_refused(unrecorded: None) -> None:
     once = pl.DataFrame({"user": [f"u{i}" for i in range(150)], "item": [f"i{i % 7}" for i in range(150)]})
-    more = once.with_columns(item=pl.lit("i7"))
-    twice = pl.concat([once, more, once.with_columns(item=pl.lit("i8"))])
-    kinds = []
-    for rows in (pl.concat([once, more.head(60)]), twice):
-        run = dphybrid.train(
-            rows, recipe="retrieval", epochs=1, devices="cpu", valid_fraction=0.2, quiet=True
-        )
-        kinds.append(run.config.model.kind)
-    assert kinds == ["rows", "bag"]
-    with refused("history: this model has a row for each user"):
-        dphybrid.train(twice, recipe="retrieval", kind="rows", epochs=1, devices="cpu", quiet=True).recommend(
-            history=["i1"]
-        )
-    with refused("model.kind=rows was chosen, which has neither"):
-        dphybrid.train(
-            pl.concat([once, more.head(60)]), recipe="retrieval", tied=True, valid_fraction=0.2, quiet=True
-        )
-    with pytest.raises(
-        ValueError, match="softmax=full: only for kind=bag, gru or transformer; here kind=rows"
-    ):
-        RetrievalModelConfig(kind="rows", softmax="full")
+    with refused("no user has two training rows|nothing to find"):
+        dphybrid.train(once, recipe="retrieval", epochs=1, devices="cpu", valid_fraction=0.2, quiet=True)
     with pytest.raises(ValueError, match="heads=3: does not divide dim=64"):
         RetrievalModelConfig(kind="transformer", heads=3)
 

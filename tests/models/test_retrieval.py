@@ -1,4 +1,4 @@
-"""Two-tower retrieval against plain PyTorch and naive references, on any devices."""
+"""Interactions: what is read, evaluated and recommended, against naive references, on any devices."""
 
 import json
 import math
@@ -10,17 +10,15 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dphybrid
 from dphybrid.api.run import TrainedRun
 from dphybrid.data import Prepared, batches
-from dphybrid.embedding import row_optimizer, sampled_softmax
+from dphybrid.embedding import sampled_softmax
 from dphybrid.parallel import resolve_devices
 from dphybrid.recipes import ModelContext, find_recipe
 from dphybrid.recipes.retrieval import RetrievalDataConfig, RetrievalModelConfig
-from dphybrid.recipes.retrieval.model import RetrievalModel
 from dphybrid.recipes.retrieval.ranking import recall_and_ndcg
 from dphybrid.run.pages import ResultPage
 from dphybrid.run.train import Report
@@ -51,83 +49,6 @@ def small(folder: Path, **values: object) -> Prepared:
     return prepare("retrieval", data, folder / "prepared", 0)
 
 
-def model_for(data: Prepared, devices: str = "cpu", **values: object) -> RetrievalModel:
-    sizes = {"kind": "rows", "dim": 4, "hidden": 6, "layers": 1, "dtype": "float64"} | values
-    options = RetrievalModelConfig(**sizes)  # type: ignore[arg-type]
-    return find_recipe("retrieval").new_model(ModelContext(resolve_devices(devices), data.info, options, 1))
-
-
-class PlainTower(nn.Module):
-    """As a tower is written without this project: nn.Embedding a column."""
-
-    def __init__(self, num_ids: list[int], dim: int, hidden: int) -> None:
-        super().__init__()
-        self.tables = nn.ModuleList(nn.Embedding(count, dim) for count in num_ids)
-        self.first, self.last = nn.Linear(dim * len(num_ids), hidden), nn.Linear(hidden, dim)
-
-    def forward(self, ids_BF: Tensor) -> Tensor:
-        rows = torch.cat([table(ids_BF[:, f]) for f, table in enumerate(self.tables)], 1)
-        vectors: Tensor = self.last(F.relu(self.first(rows)))
-        return vectors
-
-
-def plain_of(model: RetrievalModel, name: str) -> PlainTower:
-    side = {"user": model.users, "item": model.items}[name]
-    plain = PlainTower(list(side.table.num_rows.values()), 4, 6).double()
-    network = side.tower.module.network
-    with torch.no_grad():
-        for table, column in zip(plain.tables, side.table.num_rows, strict=True):
-            table.weight.copy_(side.table.weight_of(column))
-    plain.first.load_state_dict(network[0].state_dict())
-    plain.last.load_state_dict(network[2].state_dict())
-    return plain
-
-
-def plain_loss(users: PlainTower, items: PlainTower, batch: dict[str, Tensor]) -> Tensor:
-    """A cross entropy a row, over its own item and every draw of another item."""
-    scores = users(batch["users_BF"]) @ items(batch["candidates_CF"]).T - batch["log_q_C"]
-    draws, losses = torch.arange(len(batch["counts_C"])).repeat_interleave(batch["counts_C"]), []
-    for row, own in enumerate(batch["places_B"]):
-        chosen = torch.cat([own.view(1), draws[draws != own]])
-        losses.append(F.cross_entropy(scores[row, chosen], torch.tensor(0)))
-    return torch.stack(losses)
-
-
-@pytest.mark.parametrize("devices", ["cpu", "cpu*8"])
-@pytest.mark.parametrize("negatives", [0, 20])
-def test_steps_are_those_of_a_plain_two_tower(devices: str, negatives: int, tmp_path: Path) -> None:
-    """Losses, gradients and weights of four steps with SGD; the last batch is a short one."""
-    data = small(tmp_path, negatives=negatives, valid_fraction=0.1)
-    model = model_for(data, devices)
-    users, items = plain_of(model, "user"), plain_of(model, "item")
-    dense = torch.optim.SGD((p for n, p in model.named_parameters() if "tower" in n), lr=0.5)
-    rows = row_optimizer("sgd", model, lr=0.5, weight_decay=0.0)
-    plain = torch.optim.SGD([*users.parameters(), *items.parameters()], lr=0.5)
-    chosen = list(batches(data.dataset("train"), 100, seed=0, epoch=0, shuffle=True))
-    assert len(chosen) == 4
-    assert len(chosen[-1]["users_BF"]) == 60
-    for batch in chosen:
-        for optimizer in (dense, rows, plain):
-            optimizer.zero_grad()
-        found_B, expected_B = model(batch)["loss"], plain_loss(users, items, batch)
-        torch.testing.assert_close(found_B, expected_B, rtol=1e-11, atol=1e-11)
-        found_B.mean().backward()
-        expected_B.mean().backward()
-        for side, other in ((model.users, users), (model.items, items)):
-            for name, parameter in side.tower.module.network.named_parameters():
-                reference = {"0": other.first, "2": other.last}[name[0]].get_parameter(name[2:])
-                torch.testing.assert_close(parameter.grad, reference.grad, rtol=1e-10, atol=1e-12)
-            gradients = side.table.flat.row_gradients()
-            whole = torch.cat([table.weight.grad for table in other.tables])  # type: ignore[misc]
-            torch.testing.assert_close(gradients[1], whole[gradients[0]], rtol=1e-10, atol=1e-12)
-            assert not whole.index_fill(0, gradients[0], 0.0).any()
-        for optimizer in (dense, rows, plain):
-            optimizer.step()
-    for side, other in ((model.users, users), (model.items, items)):
-        whole = torch.cat([table.weight.detach() for table in other.tables])
-        torch.testing.assert_close(side.table.flat.weight, whole, rtol=1e-9, atol=1e-11)
-
-
 def test_an_item_counts_as_often_as_drawn_but_once_as_the_own_one_and_frequent_ones_less() -> None:
     scores_BC = torch.tensor([[2.0, 1.0], [0.0, 3.0]], dtype=torch.float64)
     q_C = torch.tensor([0.5, 0.1], dtype=torch.float64)
@@ -141,37 +62,24 @@ def test_an_item_counts_as_often_as_drawn_but_once_as_the_own_one_and_frequent_o
     )
 
 
-def test_candidates_are_a_function_of_seed_epoch_and_batch_and_drawn_by_frequency(tmp_path: Path) -> None:
-    data = small(tmp_path, negatives=1000, valid_fraction=0.1)
-
-    def drawn(epoch: int, start: int = 0) -> list[list[int]]:
-        found = batches(data.dataset("train"), 100, seed=0, epoch=epoch, shuffle=True, start_batch=start)
-        items = [batch["candidates_CF"][:, 0].repeat_interleave(batch["counts_C"]) for batch in found]
-        return [drawn.tolist() for drawn in items]
-
-    assert drawn(1) == drawn(1)
-    assert drawn(1, start=2) == drawn(1)[2:]
-    assert drawn(1) != drawn(2)
-    counts = np.bincount(data.arrays["train_pairs"][:, 1])
-    np.testing.assert_allclose(np.exp(data.arrays["log_q_V"]), counts / counts.sum(), rtol=1e-6)
-    share = np.bincount(np.concatenate(drawn(1)), minlength=len(counts)) / (4000 + len(data.dataset("train")))
-    np.testing.assert_allclose(share, counts / counts.sum(), atol=0.03)
-    assert (np.diff(counts) <= 0).all()  # items are numbered by frequency
-
-
-@pytest.mark.parametrize("layers", [0, 1])
 @pytest.mark.parametrize("devices", ["cpu", "cpu*3"])
 def test_evaluation_is_that_of_a_naive_reference(
-    layers: int, devices: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    devices: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dphybrid.embedding.ranking.SCORES", 7 * 7)  # blocks of items, a short one last
-    monkeypatch.setattr("dphybrid.recipes.retrieval.model.CATALOG_ROWS", 10)
     data = small(tmp_path, valid_fraction=0.1)
-    model, arrays = model_for(data, devices, layers=layers).eval(), data.arrays
+    options = RetrievalModelConfig(dim=4, dtype="float64")
+    context = ModelContext(resolve_devices(devices), data.info, options, 1)
+    model, arrays = find_recipe("retrieval").new_model(context).eval(), data.arrays
+    scores_UV = {}
     with torch.no_grad():
-        found = [model(batch) for batch in batches(data.dataset("valid"), 7, seed=0, epoch=0, shuffle=False)]
-        vectors_VE = model.items(torch.from_numpy(arrays["items_VF"].astype(np.int64)))
-        scores_UV = model.users(torch.from_numpy(arrays["users_UF"].astype(np.int64))) @ vectors_VE.T
+        found = list(batches(data.dataset("valid"), 7, seed=0, epoch=0, shuffle=False))
+        vectors_VE = model.catalog(torch.from_numpy(arrays["items_VF"].astype(np.int64)))
+        for batch in found:
+            vectors = model.vectors(batch["history_BLF"], batch["lengths_B"], batch["features_BG"])
+            for user in range(len(vectors)):
+                scores_UV[len(scores_UV)] = vectors[user] @ vectors_VE.T
+        found = [model(batch) for batch in found]
     outputs = {name: torch.cat([part[name] for part in found]) for name in found[0]}
     met = {user: set() for user in range(30)}
     for user, item in arrays["train_pairs"].tolist():
@@ -181,12 +89,12 @@ def test_evaluation_is_that_of_a_naive_reference(
         assert held
         assert not met[user] & set(held)
         open_items = [item for item in range(len(vectors_VE)) if item not in met[user]]
-        ranked = sorted(open_items, key=lambda item: -float(scores_UV[user, item]))[:8]
+        ranked = sorted(open_items, key=lambda item: -float(scores_UV[row][item]))[:8]
         expected = [item in held for item in ranked] + [False] * (8 - len(ranked))
         assert outputs["found_BK"][row].tolist() == expected
         popular = [item in held for item in open_items[:8]] + [False] * (8 - len(open_items[:8]))
         assert outputs["popular_BK"][row].tolist() == popular
-        logs = F.log_softmax(scores_UV[user, open_items], 0)
+        logs = F.log_softmax(scores_UV[row][open_items], 0)
         loss = -sum(float(logs[open_items.index(item)]) for item in held)
         assert float(outputs["loss"][row]) == pytest.approx(loss)
         assert outputs["held_B"][row] == outputs["weight"][row] == len(held)
@@ -261,7 +169,7 @@ def test_columns_that_are_not_used_are_named(tmp_path: Path) -> None:
 
 
 OPTIONS = ["recipe=retrieval", "data.negatives=64", "devices=cpu", "train.epochs=2"]
-OPTIONS += ["train.batch_size=500", "model.kind=rows", "data.valid_fraction=0.1"]
+OPTIONS += ["train.batch_size=32", "model.softmax=sampled", "data.valid_fraction=0.1"]
 
 
 @pytest.fixture(scope="module")
@@ -290,7 +198,7 @@ def test_eight_devices_and_a_broken_run_come_to_the_same(
     assert all(torch.equal(whole[name], broken[name]) for name in whole)
     eight = [*OPTIONS, "train.epochs=1", "devices=cpu*8"]
     report = run_with(*eight, run_name="eight")
-    assert {row.block for row in report.splits} == {"users.tower", "items.tower"}
+    assert {row.block for row in report.splits} == {"region", "outputs"}
     runs = [trained[1] / "runs" / name for name in ("sample", "eight")]
     first, other = (ResultPage.read(run / "result.json").history[0] for run in runs)
     for name in ("train loss", "validation loss"):
@@ -306,9 +214,13 @@ def test_recommendations_are_the_best_items_that_a_user_has_not_met(
     users, items = (pl.read_parquet(encoder / f"{name}.parquet") for name in ("users", "items"))
     model = dphybrid.load_model("sample").eval()
     with torch.no_grad():
-        vectors_VE = model.items(torch.from_numpy(items["ids"].to_numpy().astype(np.int64)))
-        vectors_UE = model.users(torch.from_numpy(users["ids"].to_numpy().astype(np.int64)))
-        scores_UV = (vectors_UE @ vectors_VE.T).numpy()
+        ids_VF = torch.from_numpy(items["ids"].to_numpy().astype(np.int64))
+        vectors_VE, no_features = model.catalog(ids_VF), torch.zeros(1, 0, dtype=torch.int64)
+        vectors = [
+            model.vectors(ids_VF[met.to_list()][None], torch.tensor([len(met)]), no_features)
+            for met in users["history"]
+        ]
+        scores_UV = (torch.cat(vectors) @ vectors_VE.T).numpy()
     asked = users["name"][5:15].to_list()
     frame = found.recommend(asked, k=7)
     assert frame.columns == ["user", "rank", "item", "score"]
@@ -347,7 +259,7 @@ def test_a_frame_trains_and_its_other_columns_are_left_out(data_dir: Path) -> No
     with refused("2 of 200 rows cannot be read"):
         lacking = pl.when(pl.int_range(pl.len()) >= 2).then("user").alias("user")
         dphybrid.train(frame.with_columns(lacking), **given)
-    run = dphybrid.train(frame, time="day", kind="rows", epochs=1, devices="cpu*2", **given)
+    run = dphybrid.train(frame, time="day", epochs=1, devices="cpu*2", **given)
     assert len(run.recommend("u1", k=3)) == 3
     assert pl.read_parquet(run.config.data.path).columns == ["user", "item", "country", "day"]
 
@@ -357,7 +269,7 @@ def test_columns_of_users_and_items_are_found_by_their_names(
 ) -> None:
     write_rows(tmp_path / "rows.csv", num_rows=200)
     plain = pl.read_csv(tmp_path / "rows.csv").select("user", "item", rating="day", user_agent="country")
-    given = {"recipe": "retrieval", "kind": "rows", "epochs": 1, "devices": "cpu"}
+    given = {"recipe": "retrieval", "epochs": 1, "devices": "cpu"}
     wanted = dphybrid.train(plain, **given, quiet=True).recommend(["u1", "nobody"], k=3)
     frame = plain.rename({"user": "userId", "item": "Movie_ID"})
     frame.write_csv(tmp_path / "named.csv")
@@ -385,7 +297,7 @@ def test_columns_of_users_and_items_are_found_by_their_names(
 def test_a_user_is_found_by_a_number_of_any_type(unrecorded: None, tmp_path: Path) -> None:
     """As numpy has it in a frame's cells, and pandas beside a missing one."""
     frame = pl.DataFrame({"user": [i % 9 for i in range(200)], "item": [i * i % 31 for i in range(200)]})
-    run = dphybrid.train(frame, recipe="retrieval", kind="rows", epochs=1, devices="cpu", quiet=True)
+    run = dphybrid.train(frame, recipe="retrieval", epochs=1, devices="cpu", quiet=True)
     wanted = run.recommend("7", k=2)
     assert wanted["score"].null_count() == 0
     for user in (7, np.int64(7), 7.0):
@@ -407,7 +319,7 @@ def test_unknown_users_get_the_popular_items(trained: tuple[Report, Path], tmp_p
     for ending in ("csv", "parquet"):
         told = command(*predict, "--out", str(tmp_path / f"top.{ending}"))
         assert "The 3 best items for 2 users" in told
-        assert "Without a training row: 1 user," in told
+        assert "Without a known item: 1 user," in told
         (rejected,) = (tmp_path / f"top.{ending}.rejected.jsonl").read_text().splitlines()
         assert json.loads(rejected)["line"] == 4
         assert f"top.{ending}.rejected.jsonl lists them with the reasons" in told

@@ -9,7 +9,7 @@ TEXT = ["recipe=text", "data.window=8", "data.min_count=1", "model.dim=4", "mode
 TEXT += ["model.layers=1", "train.batch_size=8", "data.path={folder}/text.txt"]
 TRIPLES = ["recipe=kge", "model.dim=4", "data.negatives=8", "train.batch_size=32"]
 TRIPLES += ["data.path={folder}/triples.txt"]
-PAIRS = ["recipe=retrieval", "model.dim=4", "model.hidden=4", "model.layers=1", "data.negatives=8"]
+PAIRS = ["recipe=retrieval", "model.dim=4", "model.softmax=sampled", "data.negatives=8"]
 PAIRS += ["data.cutoffs=3", "train.batch_size=32", "data.path={folder}/pairs.csv"]
 CLICKS = [*TABLE, "data.path={folder}/clicks.csv"]
 
@@ -21,7 +21,7 @@ OTHERS: dict[str, list[str]] = {
     "kge, cpu": [*TRIPLES, "devices=cpu"],
     "kge, cpu*8": [*TRIPLES, "devices=cpu*8"],
     "retrieval, cpu": [*PAIRS, "devices=cpu"],
-    "retrieval, cpu*8": [*PAIRS, "model.kind=rows", "devices=cpu*8"],
+    "retrieval, cpu*8": [*PAIRS, "devices=cpu*8"],
     "digits, cpu*8": ["recipe=digits", "train.batch_size=600", "devices=cpu*8"],
     "blocks, cpu*2": ["recipe=blocks", "devices=cpu*2"],
     "convnet, cpu*2": ["recipe=convnet", "train.batch_size=200", "devices=cpu*2"],

@@ -1,4 +1,4 @@
-"""Recipe retrieval: predicts which items a user will want next, by a vector for each user and item."""
+"""Recipe retrieval: predicts which items a user will want next, by the items met so far."""
 
 import math
 import re
@@ -11,7 +11,6 @@ from pydantic import BeforeValidator, Field, model_validator
 from dphybrid.config import DataConfig, ExperimentConfig, ModelConfig, Names
 from dphybrid.config.tables import Encoding, Quote, TableDataConfig
 from dphybrid.recipes.recipe import Recipe, imported
-from dphybrid.util.errors import UserError
 
 if TYPE_CHECKING:
     from dphybrid.training.metrics import Task
@@ -72,7 +71,8 @@ class RetrievalDataConfig(DataConfig):
     exclude_seen: bool = True
     """Leave out the items that a user has met, in evaluation and in recommendations."""
     negatives: int = Field(default=0, ge=0, le=2**20)
-    """Items drawn by frequency that compete in addition to those of the batch; 0: only those of the batch."""
+    """Items drawn by frequency that compete in addition to those of the batch, with model.softmax=sampled; 0:
+    2,048."""
     cutoffs: _Numbers = (10, 50)
     """Lengths k of the lists for recall@k and NDCG@k, separated by commas; NDCG at the first one decides."""
     header: Literal["auto", "yes", "no"] = "auto"
@@ -153,38 +153,25 @@ class RetrievalDataConfig(DataConfig):
 class RetrievalModelConfig(ModelConfig):
     """The network of a user, and its sizes. A score is the dot product of a user's and an item's vector."""
 
-    kind: Literal["auto", "bag", "gru", "transformer", "rows"] = "auto"
-    """What a user is. bag, gru, transformer: the items met so far, as a sum or as a sequence (GRU4Rec,
-    SASRec); new users get recommendations by their items. rows: a row of the user's own. auto: bag if half of
-    the users have two training rows or more, else rows."""
+    kind: Literal["bag", "gru", "transformer"] = "bag"
+    """How the items that a user has met become a vector: bag, their sum; gru, transformer: a sequence
+    (GRU4Rec, SASRec). New users get recommendations by their items."""
     dim: int = Field(default=64, ge=1, le=65536)
     """Width of an embedding row, and of a vector."""
     history: int = Field(default=0, ge=0, le=100_000)
     """How many of a user's latest items are read; 0: 1,000 by a bag, 200 by gru and transformer."""
-    tied: bool = False
-    """bag, gru, transformer: one table of items instead of two; input rows are the output vectors, too."""
     softmax: Literal["auto", "full", "sampled"] = "auto"
-    """bag, gru, transformer: what competes with a user's item in training. full: all items. sampled: the
-    items of the batch and drawn ones, corrected by how often each is drawn, so that a step's memory depends
-    on the batch. auto: full up to 100,000 items."""
+    """What competes with a user's item in training. full: all items. sampled: the items of the batch and
+    drawn ones, corrected by how often each is drawn, so that a step's memory depends on the batch. auto: full
+    up to 100,000 items."""
     dropped: float = Field(default=0.7, ge=0.0, lt=1.0)
     """bag: share of a history's items that are left out at random in training."""
     dropout: float = Field(default=0.2, ge=0.0, lt=1.0)
     """gru, transformer: share of the numbers set to zero in training."""
     layers: int = Field(default=0, ge=0, le=64)
-    """rows: hidden layers of a tower; 0: no tower, a vector is the sum of the embedding rows. gru,
-    transformer: layers; 0: 1 of a gru, 2 of a transformer."""
+    """gru, transformer: layers; 0: 1 of a gru, 2 of a transformer."""
     heads: int = Field(default=2, ge=1, le=64)
     """transformer: attention heads; model.dim must be a multiple."""
-    hidden: int = Field(default=64, ge=1, le=65536)
-    """rows: width of a tower's hidden layers."""
-
-    @model_validator(mode="after")
-    def _rows_have_no_history(self) -> Self:
-        if self.kind == "rows" and (self.tied or self.softmax != "auto"):
-            named = "tied=true" if self.tied else f"softmax={self.softmax}"
-            raise ValueError(f"{named}: only for kind=bag, gru or transformer; here kind=rows")
-        return self
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -194,12 +181,10 @@ class RetrievalModelConfig(ModelConfig):
 
 
 class Retrieval(Recipe):
-    """Retrieval by histories, or by two towers."""
+    """Retrieval by histories."""
 
     name = "retrieval"
-    summary = (
-        "Interactions of users with items: recommendations by a user's history (also for new users) or row."
-    )
+    summary = "Interactions of users with items: recommendations by a user's history, also for new users."
     data = RetrievalDataConfig
     model = RetrievalModelConfig
     one_process = True
@@ -218,7 +203,7 @@ class Retrieval(Recipe):
     }
     source = imported("dphybrid.recipes.retrieval.data:open_source")
     dataset = imported("dphybrid.recipes.retrieval.data:part_of")
-    build = imported("dphybrid.recipes.retrieval.model:build_retrieval")
+    build = imported("dphybrid.recipes.retrieval.histories:build_histories")
     training_rows = imported("dphybrid.recipes.retrieval.histories:training_histories")
     optimizers = imported("dphybrid.recipes.retrieval.histories:optimizers")
     task = imported("dphybrid.recipes.retrieval.ranking:recommending")
@@ -236,28 +221,18 @@ class Retrieval(Recipe):
     ) -> tuple[ExperimentConfig, list[str]]:
         model: Any = config.model
         kind, lines, train = model.kind, [], config.train
-        if kind == "auto":
-            median = info["median_history"]
-            kind = "bag" if median > 1 else "rows"
-            lines.append(f"model.kind={kind}: half of the users have {median} training rows or more")
-            if kind == "rows" and (model.tied or model.softmax != "auto"):
-                raise UserError(
-                    "model.tied, model.softmax: half of the users have one training row, so model.kind=rows "
-                    "was chosen, which has neither; set model.kind=bag, or leave both out"
-                )
         if not train.batch_size:
             # A network of next items has as many targets a user as a bag, but needs more steps.
             share, least = (16, 32) if kind == "bag" else (64, 16)
             users = 2 ** round(math.log2(max(1.0, info["num_users"] / share)))
-            size = 512 if kind == "rows" else min(max(users, least), 512)
-            batch = "training rows" if kind == "rows" else f"users, of {info['num_users']:,}"
-            lines.append(f"train.batch_size={size}: {batch}")
+            size = min(max(users, least), 512)
+            lines.append(f"train.batch_size={size}: users, of {info['num_users']:,}")
             train = train.model_copy(update={"batch_size": size})
         softmax = model.softmax
-        if kind != "rows" and softmax == "auto":
+        if softmax == "auto":
             items = next(iter(info["item_ids"].values()))
             softmax = softmax_for(items)
             lines.append(f"model.softmax={softmax}: {items:,} items, full up to {FULL_ITEMS:,}")
-        chosen = {"model": model.model_copy(update={"kind": kind, "softmax": softmax}), "train": train}
+        chosen = {"model": model.model_copy(update={"softmax": softmax}), "train": train}
         found, more = super().sized(config.model_copy(update=chosen), num_rows, info)
         return found, lines + more

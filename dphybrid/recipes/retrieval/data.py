@@ -3,9 +3,9 @@
 Users and items that have training rows are numbered, the most frequent first, so that the most popular items
 have the smallest numbers. Validation ranks the items that a user has not met in training and looks for the
 user's held-out ones.
-Letters: B rows of a chunk or a batch (pairs in training, users in validation), C candidates (the batch's
-items, then the drawn ones), K drawn items, N rows or pairs, R users or items, U users, V items, F id columns
-of a tower (the id itself, then its features), H held-out items of a user, S items that a user has met.
+Letters: B rows of a chunk or a batch (pairs in training, users in validation), N rows or pairs, R users or
+items, U users, V items, F id columns (the id itself, then its features), H held-out items of a user, S items
+that a user has met.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ import torch
 from polars.selectors import by_name
 from torch import Tensor
 
-from dphybrid.data.batches import Array, Dataset, Draw, DrawnDataset, Draws, lists_of
+from dphybrid.data.batches import Array, Dataset, lists_of
 from dphybrid.data.store import Content, Prepared, Progress, source_digests
 from dphybrid.data.table.files import find_files, partitions, read_files
 from dphybrid.data.table.kinds import Category
@@ -70,8 +70,8 @@ def _in_form(rows: pl.DataFrame, forms: Mapping[str, Category]) -> pl.DataFrame:
 
 @dataclass(frozen=True)
 class _Side:
-    """All users, or all items, in the order of their numbers. ids_RF: the inputs of the tower; num_ids: rows
-    of the tower's tables, by column."""
+    """All users, or all items, in the order of their numbers. ids_RF: their ids, by column; num_ids: rows
+    of the tables, by column."""
 
     names: pl.Series
     ids_RF: Array
@@ -156,6 +156,11 @@ class _InteractionSource:
         users, items = _Side.of(d.user, d.user_features, train), _Side.of(d.item, d.item_features, train)
         pairs_N2 = np.stack([users.numbers(rows[d.user]), items.numbers(rows[d.item])], 1)
         train_N2, valid_N2 = pairs_N2[~held_N], pairs_N2[held_N]
+        if np.bincount(train_N2[:, 0]).max() < 2:
+            raise UserError(
+                f"data.path={d.path}: no user has two training rows, so there is no history to learn from; "
+                "give more rows for each user"
+            )
         seen_starts, seen_items = _by_user(train_N2 if d.exclude_seen else train_N2[:0], len(users))
         history_starts, history_items = _in_order(train_N2, times_N if times_N is None else times_N[~held_N])
         # Only known users and items have vectors, and the ranking leaves out what a user met in training.
@@ -206,7 +211,6 @@ class _InteractionSource:
             "item_ids": items.num_ids,
             "negatives": d.negatives,
             "cutoffs": list(d.cutoffs),
-            "median_history": int(np.median(np.bincount(train_N2[:, 0]))),
             "num_users": len(users),
             "forms": {name: forms[name].model_dump(mode="json") for name in (d.user, d.item)},
         }
@@ -379,7 +383,7 @@ def open_source(data: RetrievalDataConfig, seed: int) -> _InteractionSource:
 
 
 class _PairDataset(Dataset):
-    """The training pairs."""
+    """The training pairs (user, item). `histories.training_histories` makes batches of users of them."""
 
     def __init__(self, arrays: Mapping[str, Array]) -> None:
         self.arrays = arrays
@@ -388,34 +392,7 @@ class _PairDataset(Dataset):
         return len(self.arrays["train_pairs"])
 
     def fetch(self, index_B: Array) -> dict[str, Tensor]:
-        users_B, items_B = self.arrays["train_pairs"][index_B].T
-        return {
-            "users_BF": _long(self.arrays["users_UF"][users_B]),
-            "items_B": _long(items_B),
-        }
-
-
-def _candidates(arrays: Mapping[str, Array], num_negatives: int) -> Draw:
-    """Return the draw of a batch's candidates: its own items, and `num_negatives` drawn by frequency, each
-    once with its count.
-
-    The tensors' names carry no B, so that a batch computed in parts has all candidates in each part.
-    """
-
-    def draw(batch: dict[str, Tensor], draws: Draws) -> dict[str, Tensor]:
-        pairs_N2 = arrays["train_pairs"]
-        # The items of random training rows are drawn by frequency.
-        drawn_K = draws.of_batch().integers(0, len(pairs_N2), num_negatives)
-        own_B = batch["items_B"].numpy()
-        items_C, counts_C = np.unique(np.concatenate([own_B, pairs_N2[drawn_K, 1]]), return_counts=True)
-        return {
-            "places_B": torch.from_numpy(np.searchsorted(items_C, own_B)),
-            "candidates_CF": _long(arrays["items_VF"][items_C]),
-            "log_q_C": torch.from_numpy(arrays["log_q_V"][items_C]),
-            "counts_C": torch.from_numpy(counts_C),
-        }
-
-    return draw
+        return {"pairs_B2": _long(self.arrays["train_pairs"][index_B])}
 
 
 class _HeldDataset(Dataset):
@@ -438,7 +415,6 @@ class _HeldDataset(Dataset):
         a, none = self.arrays, len(self.catalog_VF)
         users_B = self.users[index_B]
         return {
-            "users_BF": _long(a["users_UF"][users_B]),
             **histories(a["history_starts"], a["history_items"], users_B, a["inputs_PF"]),
             "features_BG": _long(a["users_UF"][users_B, 1:]),
             "held_BH": lists_of(a["held_starts"], a["held_items"], users_B, none),
@@ -452,8 +428,5 @@ def _long(array: Array) -> Tensor:
 
 
 def part_of(prepared: Prepared, name: str) -> Dataset:
-    """Return a split of prepared interactions: "train" as pairs with candidates, the others as users."""
-    arrays = prepared.arrays
-    if name == "train":
-        return DrawnDataset(_PairDataset(arrays), _candidates(arrays, prepared.info["negatives"]))
-    return _HeldDataset(arrays, name)
+    """Return a split of prepared interactions: "train" as pairs, the others as users."""
+    return _PairDataset(prepared.arrays) if name == "train" else _HeldDataset(prepared.arrays, name)

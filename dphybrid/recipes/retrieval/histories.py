@@ -5,13 +5,11 @@ and the score of an item is the product of that vector with the item's output ve
 learns to give back all items of a history from a random part of them (Liang et al. 2018, "Variational
 Autoencoders for Collaborative Filtering", without the variational part); gru and transformer predict each
 next item.
- Where the output vectors are depends on model.softmax and model.tied:
+ Where the output vectors are depends on model.softmax:
 
 - full: a dense layer in the region, with a softmax over all items;
 - sampled: a second table; the softmax is over candidates, which are the batch's items and drawn ones,
-  corrected by how often an item is drawn;
-- tied: the input rows are the output vectors, and a table of one column holds the biases. The candidates of
-  a full softmax are all items.
+  corrected by how often an item is drawn.
 
  Letters: B users, L items of a history (padded at the end), F id columns of an item, G feature columns of a
 user, D width of a row and of a vector, V items, E width of a vector and its 1 for the bias, T targets of a
@@ -98,23 +96,15 @@ class _HistoryDataset(Dataset):
 def training_histories(rows: Dataset, info: Mapping[str, Any], options: RetrievalModelConfig) -> Dataset:
     """Return the training split for a kind of network, with what is drawn anew in each epoch: the items of a
     bag that are dropped, and the candidates of a softmax outside of the region. rows: the prepared pairs."""
-    if options.kind in ("auto", "rows"):
-        return rows
-    assert isinstance(rows, DrawnDataset)
-    pairs = rows.samples
-    arrays: Mapping[str, Array] = pairs.arrays  # type: ignore[attr-defined]
+    arrays: Mapping[str, Array] = rows.arrays  # type: ignore[attr-defined]
     padding_F = torch.from_numpy(arrays["inputs_PF"][-1].astype(np.int64))
     num_items = len(arrays["items_VF"])
     sampled, num_drawn = is_sampled(options, num_items), int(info["negatives"]) or DRAWN
-    everything = {}
-    if options.tied and not sampled:
-        ids_CF = torch.from_numpy(arrays["items_VF"].astype(np.int64))
-        everything = {"candidates_CF": ids_CF, "weight_C": torch.zeros(num_items)}
     longest, share = longest_of(options), options.dropped
     drops = not NETWORKS[options.kind].next_item
 
     def draw(batch: dict[str, Tensor], draws: Draws) -> dict[str, Tensor]:
-        drawn = dict(everything)
+        drawn = dict[str, Tensor]()
         lengths_B, ids_BLF = batch["lengths_B"], batch["history_BLF"]
         if drops:
             kept_BL = ~draws.chance(longest, share)[:, : ids_BLF.shape[1]]
@@ -194,9 +184,8 @@ class HistoryModel(nn.Module):
     """Trains a network over histories; in evaluation ranks all items for each user.
 
     inputs: rows of a history's items. users: rows of users' features. items: output vectors of candidates
-    with the bias in the last column, or, if that is the only one, biases beside the rows of `inputs`; None
-    where the region has an output layer. depth: length of the longest list that is evaluated. sizes: kind
-    and sizes of the network.
+    with the bias in the last column; None where the region has an output layer. depth: length of the longest
+    list that is evaluated. sizes: kind and sizes of the network.
     """
 
     def __init__(
@@ -220,33 +209,20 @@ class HistoryModel(nn.Module):
         self._catalog_VE = None
         return super().train(mode)
 
-    def table_ids(self, batch: dict[str, Tensor]) -> dict[str, list[Tensor]]:
+    def table_ids(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the ids that `forward` looks up in training, so that their rows can be prefetched."""
-        inputs = [self.inputs.flat_ids(batch["history_BLF"])]
-        ids = {"inputs": inputs}
+        ids = {"inputs": self.inputs.flat_ids(batch["history_BLF"])}
         if self.users is not None:
-            ids["users"] = [self.users.flat_ids(batch["features_BG"])]
+            ids["users"] = self.users.flat_ids(batch["features_BG"])
         if self.items is not None:
-            ids_CF = batch["candidates_CF"]
-            if self.tied:
-                inputs.append(self.inputs.flat_ids(ids_CF))
-                ids_CF = ids_CF[:, :1]
-            ids["items"] = [self.items.flat_ids(ids_CF)]
+            ids["items"] = self.items.flat_ids(batch["candidates_CF"])
         return ids
-
-    @property
-    def tied(self) -> bool:
-        """Whether the rows of `inputs` are the items' output vectors, too."""
-        return self.items is not None and self.items.dim == 1
 
     def _candidates(self, ids_CF: Tensor) -> Tensor:
         """Return vectors_CE of items by their ids, with the bias in the last column."""
         assert self.items is not None
         assert self.outputs is not None
-        outputs, own_CF = self.outputs, ids_CF[:, :1] if self.tied else ids_CF
-        vectors_CE: Tensor = outputs(outputs.rows(self.items, own_CF))
-        if self.tied:
-            return torch.cat([outputs(outputs.rows(self.inputs, ids_CF)), vectors_CE], 1)
+        vectors_CE: Tensor = self.outputs(self.outputs.rows(self.items, ids_CF))
         return vectors_CE
 
     def _through_region(
@@ -313,7 +289,7 @@ def build_histories(context: ModelContext[RetrievalModelConfig]) -> HistoryModel
             with_padding, o.dim, padding=sizes, std=0.05, name=name, make=context.table
         )
 
-    name, num_items = next(iter(item_ids.items()))
+    num_items = next(iter(item_ids.values()))
     sizes: dict[str, Any] = {
         "dim": o.dim,
         "layers": o.layers,
@@ -322,9 +298,7 @@ def build_histories(context: ModelContext[RetrievalModelConfig]) -> HistoryModel
         "dropout": o.dropout,
     }
     output = items = None
-    if o.tied:
-        items = HostEmbeddingCollection({name: num_items}, 1, std=0.0, name="items", make=context.table)
-    elif is_sampled(o, num_items):
+    if is_sampled(o, num_items):
         items = HostEmbeddingCollection(item_ids, o.dim + 1, std=0.05, name="items", make=context.table)
     else:
         output = nn.Linear(o.dim, num_items)

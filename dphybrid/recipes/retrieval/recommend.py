@@ -1,6 +1,6 @@
 """Recommends items with a trained model: for each user the items with the highest scores, without those that
-the user has met in the training or the validation split. A model over histories also recommends to people who
-were not in training, by the items that they have met.
+the user has met in the training or the validation split; also to people who were not in training, by the
+items that they have met.
 
 The search is exact, not approximate. It goes block by block over users and items, so memory holds only the
 items' vectors and one block of scores. Letters: B users, S items that a user has met, K places of a list, V
@@ -31,7 +31,6 @@ from dphybrid.embedding import rank_rows
 from dphybrid.recipes.configs import build_config
 from dphybrid.recipes.retrieval import RetrievalDataConfig
 from dphybrid.recipes.retrieval.histories import HistoryModel, histories
-from dphybrid.recipes.retrieval.model import RetrievalModel
 from dphybrid.training.checkpoint import read_state
 from dphybrid.training.tensor_file import write_tensors
 from dphybrid.util.errors import UserError, counted, type_text
@@ -44,7 +43,8 @@ _EXPORTED = Path(__file__).parent / "exported"
 _README = """# {model}
 
     python recommend.py USER [USER ...]
-{by_items}
+    python recommend.py --history ITEM [ITEM ...]
+
 This needs torch, safetensors and polars. In Python:
 
     import sys; sys.path.append("this/folder")
@@ -55,14 +55,12 @@ This needs torch, safetensors and polars. In Python:
 | file | what it holds |
 | --- | --- |
 | recommend.py | the program: an exact search over all items, without those that the user has met |
-{files}
+| networks.py | the network that makes a vector of a history |
+| vectors.safetensors | the network's weights, and for each item a vector in `inputs` and one in `items` |
+| model.json | the network's sizes |
 | users.parquet | names of users, numbers of the items that each has met |
 | items.parquet | names of items in the order of the vectors, the most popular first |
 """
-_ROWS = "| vectors.safetensors | `users` and `items`, one vector each; a score is their dot product |"
-_HISTORIES = """| networks.py | the network that makes a vector of a history |
-| vectors.safetensors | the network's weights, and for each item a vector in `inputs` and one in `items` |
-| model.json | the network's sizes |"""
 
 
 @dataclass
@@ -74,7 +72,7 @@ class _Recommended(Written):
 
 
 class Recommender:
-    """A trained two-tower model, with the names of its users and items and the items that each user has
+    """A trained model, with the names of its users and items and the items that each user has
     met."""
 
     def __init__(
@@ -83,7 +81,7 @@ class Recommender:
         """checkpoint: its folder. build: returns the model with the checkpoint's weights. Raises UserError
         for a model of another class."""
         model = build()
-        if not isinstance(model, RetrievalModel | HistoryModel):
+        if not isinstance(model, HistoryModel):
             raise UserError(
                 f"{checkpoint}: model.factory made {type_text(model)}, which cannot recommend; "
                 "dphybrid.load_model gives the module"
@@ -92,7 +90,7 @@ class Recommender:
         with misread(checkpoint / "encoder"):
             self._read(config, model)
 
-    def _read(self, config: ExperimentConfig, model: "RetrievalModel | HistoryModel") -> None:
+    def _read(self, config: ExperimentConfig, model: HistoryModel) -> None:
         """Read the names and features of users and items from the checkpoint."""
         users, items = (
             pl.read_parquet(self.checkpoint / "encoder" / f"{name}.parquet", glob=False)
@@ -117,25 +115,19 @@ class Recommender:
         self._excludes_seen = config.data.exclude_seen
         self._items_VE: torch.Tensor | None = None
         self._seen = _Lists.of(users["seen"])
-        if isinstance(model, HistoryModel):
-            self._history = _Lists.of(users["history"])
-            padding_F = [count - 1 for count in model.inputs.num_rows.values()]
-            self._inputs_PF = np.vstack([self._catalog_VF.numpy(), padding_F])
-            # A last row for users whom training does not know, whose number is -1.
-            features = model.users.num_rows.values() if model.users else ()
-            unknown_G = torch.tensor([[count - 1 for count in features]], dtype=torch.int64)
-            self._features_RG = torch.cat([self._users_UF[:, 1:], unknown_G])
+        self._history = _Lists.of(users["history"])
+        padding_F = [count - 1 for count in model.inputs.num_rows.values()]
+        self._inputs_PF = np.vstack([self._catalog_VF.numpy(), padding_F])
+        # A last row for users whom training does not know, whose number is -1.
+        features = model.users.num_rows.values() if model.users else ()
+        unknown_G = torch.tensor([[count - 1 for count in features]], dtype=torch.int64)
+        self._features_RG = torch.cat([self._users_UF[:, 1:], unknown_G])
 
     def __repr__(self) -> str:
         return (
             f"<Recommender of {len(self.items):,} items to {len(self._users):,} users, "
             f"{self.checkpoint.parent.parent.name or '.'}/{self.checkpoint.name}>"
         )
-
-    @property
-    def by_histories(self) -> bool:
-        """Whether the model recommends by the items that a user has met, so that users may be new."""
-        return isinstance(self._model, HistoryModel)
 
     def recommend(self, users: Any = None, k: int = 10, *, history: Any = None) -> pl.DataFrame:
         """Return user, rank (1 to k), item and score: for each user the k best of the items that the user has
@@ -144,8 +136,7 @@ class Recommender:
         users: one, or a list, array or Series of them; None: all users that have training rows. history: the
         items that a user has met, in their order, or a list of such lists, one for each of `users` (None: one
         list of a nameless user); they come behind those that training knows. A user without a known item gets
-        the most popular items, without a score, and so does any unknown user of a model with a row for each
-        user. Raises UserError for a k below 1, and for a history where the model has no use for it.
+        the most popular items, without a score. Raises UserError for a k below 1.
         """
         if k < 1:
             raise UserError(f"k={k}: give 1 or more items per user")
@@ -160,11 +151,6 @@ class Recommender:
 
     def _given_histories(self, num_users: int, history: Any) -> "_Lists":
         """Return the known items of each of `num_users` users."""
-        if not self.by_histories:
-            raise UserError(
-                "history: this model has a row for each user and cannot recommend by items; train with "
-                "model.kind=bag, gru or transformer"
-            )
         lists = [
             list(items) if isinstance(items, Iterable) and not isinstance(items, str) else items
             for items in history
@@ -183,12 +169,12 @@ class Recommender:
     def predict(self, rows: object) -> pl.DataFrame:
         """Return recommendations for the users in a table. rows: a frame or a dict of columns; the column of
         users must have the same name as in training. If the table has the column of items, too, its rows are
-        events, in their order, which a model over histories adds to what it knows of a user. Raises UserError
+        events, in their order, which are added to what the model knows of a user. Raises UserError
         if the column of users is missing."""
         frame = as_frame(rows, "the rows").lazy().collect()
         if self._user not in frame.columns:
             raise UserError(f"the rows have no column {self._user!r} with users; add it")
-        if self.by_histories and self._item in frame.columns:
+        if self._item in frame.columns:
             return self._table(self._from_events([self._events(frame[self._user], frame[self._item])]), 10)
         return self.recommend(frame[self._user].drop_nulls())
 
@@ -253,39 +239,26 @@ class Recommender:
 
     @torch.inference_mode()
     def export(self, folder: Path) -> None:
-        """Write vectors and names of all users and items, and recommend.py, which works without dphybrid. A
-        model over histories also brings its network, for users who were not in training."""
-        model, catalog_VE = self._model, self._model.catalog(self._catalog_VF)
-        columns, by_items = ["name", "seen"], ""
-        if isinstance(model, HistoryModel):
-            tensors = {
-                f"network.{name}": tensor for name, tensor in model.region.module.network.state_dict().items()
-            }
-            tensors |= {"items": catalog_VE, "inputs": model.inputs(self._catalog_VF).sum(1)}
-            if model.users is not None:
-                tensors["features"] = model.users(self._users_UF[:, 1:]).sum(1)
-            facts = {
-                "network": model.sizes,
-                "features": model.users is not None,
-                "exclude_seen": self._excludes_seen,
-            }
-            write_text(folder / "model.json", json.dumps(facts, indent=1))
-            shutil.copyfile(_EXPORTED / "recommend_histories.py", folder / "recommend.py")
-            shutil.copyfile(Path(__file__).parent / "networks.py", folder / "networks.py")
-            columns.append("history")
-            by_items = "    python recommend.py --history ITEM [ITEM ...]\n"
-        else:
-            blocks = self._users_UF.split(self.batch_size)
-            users = torch.cat([model.users(block).cpu() for block in blocks])
-            tensors = {"users": users, "items": catalog_VE}
-            shutil.copyfile(_EXPORTED / "recommend.py", folder / "recommend.py")
+        """Write vectors and names of all users and items, the network, and recommend.py, which works without
+        dphybrid."""
+        model, network = self._model, self._model.region.module.network.state_dict()
+        tensors = {f"network.{name}": tensor for name, tensor in network.items()}
+        tensors["items"] = model.catalog(self._catalog_VF)
+        tensors["inputs"] = model.inputs(self._catalog_VF).sum(1)
+        if model.users is not None:
+            tensors["features"] = model.users(self._users_UF[:, 1:]).sum(1)
         write_tensors(
             folder / "vectors.safetensors", {name: tensor.cpu() for name, tensor in tensors.items()}
         )
-        self._users.select(columns).write_parquet(folder / "users.parquet")
+        facts = {"network": model.sizes, "features": model.users is not None}
+        write_text(
+            folder / "model.json", json.dumps({**facts, "exclude_seen": self._excludes_seen}, indent=1)
+        )
+        shutil.copyfile(_EXPORTED / "recommend.py", folder / "recommend.py")
+        shutil.copyfile(Path(__file__).parent / "networks.py", folder / "networks.py")
+        self._users.select("name", "seen", "history").write_parquet(folder / "users.parquet")
         self.items.to_frame().write_parquet(folder / "items.parquet")
-        files = _HISTORIES if self.by_histories else _ROWS
-        write_text(folder / "README.md", _README.format(model=self, by_items=by_items, files=files))
+        write_text(folder / "README.md", _README.format(model=self))
 
     def told(self, done: _Recommended) -> list[str]:
         """Return lines for the console: how many users got recommendations, and how many of them are
@@ -294,18 +267,19 @@ class Recommender:
             f"The {counted(done.top, 'best item')} for {counted(done.num_rows, 'user')}: {done.out}",
         ]
         if self._excludes_seen:
-            more = ", or in the file" if self.by_histories else ""
-            lines.append(f"Hidden: the items that a user has in the training or the validation split{more}")
+            lines.append(
+                "Hidden: the items that a user has in the training or the validation split, or in the file"
+            )
         if done.unknown:
-            what, users = "known item" if self.by_histories else "training row", counted(done.unknown, "user")
-            lines.append(f"Without a {what}: {users}, given the most popular items without a score")
+            users = counted(done.unknown, "user")
+            lines.append(f"Without a known item: {users}, given the most popular items without a score")
         return lines + done.told()
 
     def _people_of(
         self, path: str, files: Sequence[Path], values: dict[str, object]
     ) -> "tuple[_People, list[Rejected]]":
         """Return the users in the files, each once, with the items of their rows (none where the files have
-        no column of items, or the model no use for it), and the rows that cannot be read."""
+        no column of items), and the rows that cannot be read."""
         known = self._config.data.model_dump() | {"path": path, "user": self._user, "item": self._item}
         data = build_config({"recipe": self._config.recipe, "data": known | values}).data
         assert isinstance(data, RetrievalDataConfig)
@@ -316,7 +290,7 @@ class Recommender:
                 raise UserError(
                     f"{rows.file}: has no column {data.user!r} with users; columns: {', '.join(rows.names)}"
                 )
-            reads_items = self.by_histories and data.item in rows.names
+            reads_items = data.item in rows.names
             found.append(self._events(rows.cells[data.user], rows.cells[data.item] if reads_items else None))
         return self._from_events(found), rejected
 
@@ -347,8 +321,6 @@ class Recommender:
 
     def _vectors(self, people: "_People") -> torch.Tensor:
         """Return the users' vectors."""
-        if isinstance(self._model, RetrievalModel):
-            return self._model.users(self._users_UF[people.numbers_B])
         met = self._history.rows(people.numbers_B) + people.new
         batch = histories(met.starts, met.items, np.arange(len(met)), self._inputs_PF, self._model.longest)
         features_BG = self._features_RG[people.numbers_B]
