@@ -16,35 +16,6 @@ SHARED = REPOSITORY.parent / "shared"
 LONG = bool(os.environ.get("DPHYBRID_LONG_TESTS"))
 """Whether the nightly tests run, too."""
 
-NIGHTLY = [
-    "tests/benchmarks/test_whole_step.py::test_all_ways_are_measured_and_named",
-    "tests/cluster/test_launching.py",
-    "tests/cluster/test_same_numbers.py::test_four_ranks_are_as_four_virtual_devices",
-    "tests/cluster/test_same_numbers.py::test_from_two_ranks_to_four_to_one",
-    "tests/embedding/test_sanitized.py",
-    "tests/embedding/test_trainers.py::test_accelerate",
-    "tests/embedding/test_trainers.py::test_lightning",
-    "tests/embedding/test_trainers.py::test_transformers",
-    "tests/cluster/test_launch.py::test_a_link_that_is_cut_is_waited_for_or_both_machines_start_again[30-10]",
-    "tests/embedding/test_memory.py::test_a_run_takes_its_table_its_states_and_a_gigabyte",
-    "tests/flows/test_embedded.py::test_a_server_that_cannot_start_is_told",
-    "tests/flows/test_train_hybrid.py::test_a_signal_ends_a_run_soon_with_a_checkpoint_and_no_noise",
-    "tests/flows/test_gone.py",
-    "tests/flows/test_taken.py",
-    "tests/flows/test_workers.py",
-    "tests/gpu/test_training.py",
-    "tests/lifecycle/test_champion.py::test_two_retrainings_in_every_order",
-    "tests/lifecycle/test_many_retrainings.py::test_as_much_is_there_after_all_retrainings_as_after_half[40]",
-    "tests/reliability/test_fuzz.py::test_config_and_schema_files",
-    "tests/reliability/test_fuzz.py::test_triples_pairs_and_texts",
-    "tests/reliability/test_soak.py",
-    "tests/tracking/test_browser.py::test_the_report_opens_among_the_artifacts",
-    "tests/tracking/test_outage.py::test_a_server_that_dies_in_mid_run_and_comes_back_has_every_point_once[postgres]",
-    "tests/training/test_training.py::test_an_interrupted_command_checkpoints_and_goes_on[2-130]",
-    "tests/test_packaging.py::test_a_machine_without_a_compiler_installs_it",
-]
-"""Files and tests that take minutes and guard code that few changes touch. Shorter ones always run."""
-
 SERVERS = {"team": "prefect", "prefect_server": "flows", "postgres_uri": "mlflow"}
 """Session fixture -> group of the tests that share its servers. One process runs the whole group, so the
 servers start once."""
@@ -68,22 +39,19 @@ for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.S
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the nightly tests, and put each test into a group: that of its server, else that of its file.
+    """Skip the nightly tests, and put each test into a group: that of its server, else that of its file.
 
     Groups with slow tests come first, so that the processes end at about the same time.
     """
     groups: dict[pytest.Item, str] = {}
     for item in items:
-        path, _, name = item.nodeid.partition("::")
+        path = item.nodeid.partition("::")[0]
         fixtures = getattr(item, "fixturenames", ())
         server = next((group for fixture, group in SERVERS.items() if fixture in fixtures), path)
         item.add_marker(pytest.mark.xdist_group(server))
         groups[item] = server
-        names = (path, f"{path}::{name.partition('[')[0]}", item.nodeid)
-        if any(name in NIGHTLY for name in names):
-            item.add_marker(pytest.mark.nightly)
-            if not LONG:
-                item.add_marker(pytest.mark.skip(reason="nightly: set DPHYBRID_LONG_TESTS=1"))
+        if item.get_closest_marker("nightly") and not LONG:
+            item.add_marker(pytest.mark.skip(reason="nightly: set DPHYBRID_LONG_TESTS=1"))
     slow = {group for item, group in groups.items() if item.get_closest_marker("slow")}
     items.sort(key=lambda item: groups[item] not in slow)
 

@@ -50,6 +50,7 @@ def trained(folder: Path, **variables: str) -> list[str]:
     return python("-c", TRAINS, env=gone | variables, cwd=folder).stdout.split()
 
 
+@pytest.mark.nightly
 def test_a_machine_without_a_compiler_installs_it(tmp_path: Path) -> None:
     """ziglang comes from the package index, into the build's own environment."""
     source, site, empty = tmp_path / "source", tmp_path / "site", tmp_path / "bin"

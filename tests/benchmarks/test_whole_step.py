@@ -10,6 +10,7 @@ from benchmarks.racing import plain
 from benchmarks.whole_step import OWN, RECIPE, run, text
 
 
+@pytest.mark.nightly
 def test_all_ways_are_measured_and_named() -> None:
     results = run(rounds=1, rows=1000, click_batches=(200,), text_batches=(16,))
     clicks = results["DLRM, 26 columns, batch 200"]

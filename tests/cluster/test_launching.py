@@ -1,6 +1,5 @@
 """Ranks that a run starts itself: deaths, requests to stop, one record for all."""
 
-import os
 import threading
 import time
 from pathlib import Path
@@ -23,7 +22,7 @@ from tests.cluster.launching import (
 from tests.conftest import REPOSITORY
 from tests.refusing import refused
 
-pytestmark = [needs_torchrec, pytest.mark.slow]
+pytestmark = [pytest.mark.nightly, needs_torchrec, pytest.mark.slow]
 
 
 @pytest.fixture
@@ -76,7 +75,6 @@ def test_what_the_ranks_refuse_is_told_once_and_not_tried_again(
     assert "Resuming from" not in capfd.readouterr().out
 
 
-@pytest.mark.skipif("DPHYBRID_LONG_TESTS" not in os.environ, reason="takes a minute: DPHYBRID_LONG_TESTS=1")
 def test_a_rank_that_stands_still_is_ended_after_the_limit(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

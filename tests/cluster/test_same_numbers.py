@@ -172,11 +172,13 @@ def test_a_killed_rank_goes_on_with_the_same_bits_and_all_is_one_record(
     assert [row.device for row in killed.splits][:2] == ["rank 0", "rank 1"]
 
 
+@pytest.mark.nightly
 def test_four_ranks_are_as_four_virtual_devices(four: Launched) -> None:
     for alone, ranks in four.pairs:
         assert_same(alone, ranks)
 
 
+@pytest.mark.nightly
 def test_from_two_ranks_to_four_to_one(four: Launched) -> None:
     settings = four.settings
     alone = built(settings, "alone", [*FLAT, "devices=cpu*4"])

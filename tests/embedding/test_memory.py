@@ -63,6 +63,7 @@ def peak_bytes(folder: Path, rows: int, short: bool) -> int:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
 @pytest.mark.parametrize("short", [False, True])
+@pytest.mark.nightly
 def test_a_run_takes_its_table_its_states_and_a_gigabyte(tmp_path: Path, short: bool) -> None:
     rows = 2_000_000
     table_and_state = rows * 64 * 4 + rows * 4

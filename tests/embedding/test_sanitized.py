@@ -15,6 +15,8 @@ import pytest
 from dphybrid.kernels.compile_rows import HERE, compile_library, levels
 from tests.commands import python
 
+pytestmark = pytest.mark.nightly
+
 THREADS = Path(__file__).with_name("rows_in_threads.c")
 FLAGS = ("-O2", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
 ZIG = [sys.executable, "-m", "ziglang", "cc"]

@@ -187,6 +187,7 @@ def accumulated() -> torch.Tensor:
     return rows_of(clicks.main(accumulate=2)[1])
 
 
+@pytest.mark.nightly
 def test_lightning(plain: Any, accumulated: torch.Tensor, tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     from examples.trainers import with_lightning
@@ -210,6 +211,7 @@ def test_lightning(plain: Any, accumulated: torch.Tensor, tmp_path: Path) -> Non
         with_lightning.main(module=Two())
 
 
+@pytest.mark.nightly
 def test_accelerate(plain: Any, accumulated: torch.Tensor, tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate")
     from examples.trainers import with_accelerate
@@ -240,6 +242,7 @@ def test_accelerate(plain: Any, accumulated: torch.Tensor, tmp_path: Path) -> No
     rows.step()
 
 
+@pytest.mark.nightly
 def test_transformers(plain: Any, accumulated: torch.Tensor, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")

@@ -85,6 +85,7 @@ def test_the_server_ends_with_its_starter(tmp_path: Path) -> None:
         wait_until(lambda: not server.is_running() or server.status() == "zombie", "the server has ended", 30)
 
 
+@pytest.mark.nightly
 def test_a_server_that_cannot_start_is_told(tmp_path: Path) -> None:
     environment(tmp_path)  # which puts a database in place
     (tmp_path / "prefect" / "prefect.db").write_bytes(b"this is not a database")

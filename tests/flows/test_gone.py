@@ -14,6 +14,8 @@ from tests.flows.servers import Team, kill_tree
 from tests.flows.test_workers import LONG, SHORT, mlflow_run
 from tests.waiting import patience, wait_until
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.fixture(autouse=True)
 def no_workers_left(team: Team) -> Iterator[None]:

@@ -18,6 +18,8 @@ from tests.flows.servers import Team
 from tests.flows.test_workers import LONG, SHORT, engines
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.fixture(autouse=True)
 def no_workers_left(team: Team) -> Iterator[None]:

@@ -148,6 +148,7 @@ def test_a_full_disk_is_told_without_a_traceback_of_its_task(
     [(signal.SIGHUP, os.killpg), (signal.SIGTERM, os.killpg), (signal.SIGTERM, os.kill)],
     ids=["closed", "service", "kill"],
 )
+@pytest.mark.nightly
 def test_a_signal_ends_a_run_soon_with_a_checkpoint_and_no_noise(
     number: int, signalled: Callable[[int, int], None], tmp_path: Path
 ) -> None:

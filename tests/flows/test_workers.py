@@ -18,6 +18,8 @@ from tests.fake_nvml import gpu, write_state
 from tests.flows.servers import Team, kill_tree
 from tests.waiting import patience, wait_until
 
+pytestmark = pytest.mark.nightly
+
 SHORT = ["recipe=hybrid", "model.factory=slowly:build", "train.epochs=1", "train.batch_size=256"]
 LONG = [*SHORT, "train.epochs=20", "train.patience=0", "devices=auto*1"]
 

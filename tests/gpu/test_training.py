@@ -12,6 +12,8 @@ import pytest
 from tests.conftest import REPOSITORY
 from tests.gpu.places import ONE, SEVERAL
 
+pytestmark = pytest.mark.nightly
+
 
 def ends(*options: str) -> dict[str, Any]:
     """What a training ends with."""

@@ -145,6 +145,7 @@ ORDERS = sorted(set(itertools.permutations("AAABBB")))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS, ids="".join)
+@pytest.mark.nightly
 def test_two_retrainings_in_every_order(shop: Shop, order: tuple[str, ...]) -> None:
     in_this_order(shop, order)
 

@@ -171,6 +171,7 @@ def test_tables(folder: Path, ending: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("recipe", ["kge", "retrieval", "text"])
 @given(data=st.data())
 @fuzzed(25)
+@pytest.mark.nightly
 def test_triples_pairs_and_texts(folder: Path, recipe: str, data: st.DataObject) -> None:
     files = {"kge": "triples.txt", "retrieval": "pairs.csv", "text": "text.txt"}
     good = (folder / files[recipe]).read_bytes()
@@ -193,6 +194,7 @@ def test_deeply_nested_files(folder: Path, name: str, content: bytes) -> None:
 @pytest.mark.slow
 @given(config=broken(CONFIG), schema=broken(SCHEMA))
 @fuzzed(40)
+@pytest.mark.nightly
 def test_config_and_schema_files(folder: Path, config: bytes, schema: bytes) -> None:
     (folder / "broken.toml").write_bytes(config)
     (folder / "schema.toml").write_bytes(schema)

@@ -18,6 +18,8 @@ import pytest
 
 from tests.waiting import patience, wait_until
 
+pytestmark = pytest.mark.nightly
+
 MINUTES = float(os.environ.get("DPHYBRID_SOAK_MINUTES", "0.1"))
 ROWS = 6400
 """Of the training split and more: 180 steps an epoch."""

@@ -102,6 +102,7 @@ def test_the_page_of_a_run_explains_it(seen: Seen) -> None:
         assert words in text, words
 
 
+@pytest.mark.nightly
 def test_the_report_opens_among_the_artifacts(seen: Seen) -> None:
     base = seen.reports[2].run_url.partition("?")[0]
     page = seen.open(f"{base}/artifacts/Report.html?workflowType=machine_learning", "report", "Report.html")

@@ -51,7 +51,7 @@ def history(client: MlflowClient, run_id: str, key: str) -> list[int]:
     return sorted(point.step for point in client.get_metric_history(run_id, key))
 
 
-@pytest.mark.parametrize("database", ["sqlite", "postgres"])
+@pytest.mark.parametrize("database", ["sqlite", pytest.param("postgres", marks=pytest.mark.nightly)])
 def test_a_server_that_dies_in_mid_run_and_comes_back_has_every_point_once(
     database: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -141,7 +141,9 @@ def test_schedules_end_at_a_hundredth() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.nightly), (signal.SIGTERM, 143)]
+)
 def test_an_interrupted_command_checkpoints_and_goes_on(
     number: int,
     code: int,
