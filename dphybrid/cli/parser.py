@@ -73,8 +73,8 @@ class Command(BaseModel):
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser for a `Command`, whose errors are one message that suggests what was meant.
 
-    load: returns the command's class. The flags are added when a command line is parsed: which ones there
-    are can depend on it. The parsed namespace holds the command under `command`.
+    load: returns the command's class. Flags are added while a command line is parsed, because `--recipe`
+    decides which flags exist. The parsed namespace holds the command under `command`.
     """
 
     def __init__(self, load: Callable[[], type[Command]] | None = None, **options: Any) -> None:

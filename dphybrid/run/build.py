@@ -54,8 +54,7 @@ def prepare_data(
     """Prepare the data, or reuse prepared data; return the experiment on it. Raises UserError for an
     experiment that cannot be trained, before any work starts.
 
-    callbacks: in addition to those of the config. here: how many of a cluster's processes run on this
-    machine; 0: all. run_name: the name that the run will get.
+    callbacks: in addition to those of the config. run_name: the name that the run will get.
     """
     check_run_name(run_name)
     recipe, engine = find_recipe(config.recipe), choose_engine(config)

@@ -69,9 +69,13 @@ class Losses:
 
 
 class Sent(Page):
-    """`record.sent`: how much of a record MLflow has. offset: of the first byte that has not arrived.
-    refused: offset -> the server's reason; more_refused: further ones. told: the losses that the run's page
-    names. closed: the run has ended, and everything has arrived."""
+    """`record.sent`: how much of a record MLflow has.
+
+    offset: of the first byte that has not arrived. refused: offset of a refused record -> the server's
+    reason; more_refused: the number of further ones. damaged: unreadable lines. unkept: lines that were not
+    written. told: the text about lost records on the run's page in MLflow. closed: the run has ended, and
+    everything has arrived.
+    """
 
     model_config = ConfigDict(frozen=False)
 

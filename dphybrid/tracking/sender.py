@@ -34,11 +34,15 @@ class Refused(Exception):
 
 
 class Sender:
-    """Passes the records of a file to `write`, and notes how far the server has them.
+    """Sends the records of a file in a background thread, and stores the offset up to which they arrived.
 
-    write: gets several records of metrics, or one of another kind. It raises Refused if the server refuses
-    them; after any other error they are sent again. beat: called about once a minute, to show that the
-    process is alive. again: kinds of refused records to send once more, before all others."""
+    Args:
+        record: The file of records.
+        write: Sends several records of metrics, or one of another kind. Raises Refused if the server refuses
+            them; after any other error they are sent again.
+        beat: Called about once a minute, as a heartbeat.
+        again: Kinds of refused records that are sent once more, before all others.
+    """
 
     def __init__(
         self,

@@ -113,7 +113,7 @@ def fault_of(found: os.stat_result) -> str | None:
 def read_own_text(path: Path) -> str:
     """Return the text of a file that is safe to obey. Raises UserError with the fault (see `fault_of`),
     OSError, UnicodeDecodeError."""
-    # Whoever makes a link chooses the file, so the link counts, too. The opened file is checked, not its
+    # A link's owner chooses its target, so the link is checked as well. The opened file is checked, not its
     # name: in a folder where others may write, the name can lead to another file a moment later.
     fault = fault_of(path.lstat())
     if fault is None:

@@ -25,7 +25,7 @@ class _Descriptor(io.FileIO):
 
     def __init__(self, number: int) -> None:
         super().__init__(number, "w", closefd=False)
-        # Asked now: a terminal that has closed is none any more.
+        # Stored now: isatty is false once the terminal has closed.
         self._of_terminal = os.isatty(number)
 
     def write(self, data: Any) -> int:
