@@ -103,8 +103,8 @@ def _trained(
     """Train with the recipe's loop until all rounds are over; return its engine."""
     engine = Turns(experiment, others, steps, rounds)
     mine = replace(experiment, engine=engine, devices="cpu")
-    with suppress(_Ended):
-        train_run(build_run(mine), StopRequest())
+    with suppress(_Ended), build_run(mine) as built:
+        train_run(built, StopRequest())
     return engine
 
 

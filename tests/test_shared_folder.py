@@ -21,8 +21,8 @@ from dphybrid.gpus.leases import (
 )
 from dphybrid.gpus.waiting import Wanted, acquire
 from dphybrid.recipes.configs import build_config
-from dphybrid.run.folder import LOCK, running
 from dphybrid.run.train import prepare_data
+from dphybrid.util.alive import LOCK, holding
 from dphybrid.util.files import check_target, own_folder
 from tests.fake_nvml import stand_in
 from tests.refusing import refused
@@ -256,7 +256,7 @@ def test_resuming_another_users_run_tells_what_to_do(open_folder: Path) -> None:
     (run / LOCK).chmod(0o600)
 
     def work() -> str:
-        with running(run):
+        with holding(run):
             return "taken"
 
     said = as_nobody(work)

@@ -20,6 +20,7 @@ from typing import IO, Literal, TextIO
 import psutil
 
 from dphybrid.config.settings import Settings
+from dphybrid.util.alive import lives, process_name
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import own_folder, write_text
 from dphybrid.util.pages import Page
@@ -56,7 +57,7 @@ def rank_environment(settings: Mapping[str, object]) -> dict[str, str]:
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(Path.cwd())])),
         "PYTHONSAFEPATH": "1",
-        _STARTER: _identity_of(os.getpid()),
+        _STARTER: process_name(),
         # Otherwise torchrun listens on all interfaces, and restarted ranks hang at addresses of the last
         # start (pytorch#135712).
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -179,11 +180,6 @@ def _end(launcher: "subprocess.Popen[bytes]", ranks: list[psutil.Process]) -> No
             rank.kill()
 
 
-def _identity_of(pid: int) -> str:
-    # With the start time, because the kernel reuses process ids.
-    return f"{pid}:{psutil.Process(pid).create_time()}"
-
-
 def _stop_file(folder: Path) -> Path:
     return folder / "ranks" / "stop"
 
@@ -216,7 +212,7 @@ def asked_from_outside(stop: StopRequest, folder: Path) -> Iterator[None]:
     def look() -> bool:
         if reason := reason_outside(folder):
             stop.ask(reason)
-        if (starter is None or _is_alive(starter)) and os.getppid() == launcher:
+        if (starter is None or lives(starter) is not False) and os.getppid() == launcher:
             return False
         if not dist.is_initialized():
             os._exit(1)  # prints nothing, as nobody reads its pipe any more
@@ -226,10 +222,3 @@ def asked_from_outside(stop: StopRequest, folder: Path) -> Iterator[None]:
     with watching(look, _POLL_S, "dphybrid-stop"):
         yield
 
-
-def _is_alive(name: str) -> bool:
-    pid = int(name.partition(":")[0])
-    try:
-        return _identity_of(pid) == name
-    except psutil.NoSuchProcess:
-        return False

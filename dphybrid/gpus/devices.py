@@ -29,9 +29,11 @@ from dphybrid.gpus.inventory import (
 from dphybrid.gpus.leases import Lease, asked_by
 from dphybrid.gpus.waiting import Wanted, acquire
 from dphybrid.parallel import before_cuda_starts, resolve_devices
+from dphybrid.util.alive import LOCK
 from dphybrid.util.device_spec import DeviceSpec, parse_device_spec
 from dphybrid.util.errors import UserError
 from dphybrid.util.hours import parse_training_hours
+from dphybrid.util.locks import FileLock
 from dphybrid.util.stop import Interrupted, StopRequest, watching
 
 _SQUEEZE_SHARE = 0.02
@@ -259,7 +261,7 @@ def go_on_later(
     left on the GPUs.
 
     before: called first, to end other processes. The same command runs again, with `--resume RUN` if the run
-    has a folder.
+    has a folder. Meanwhile the run's lock is held, so that nobody removes the run.
     """
     print(
         f"{interruption}\nGiving way; asks for GPUs again in {settings.requeue_after_s:.0f} s (Ctrl-C ends "
@@ -271,12 +273,16 @@ def go_on_later(
     # SIG_DFL: Ctrl-C then ends it without a traceback.
     code = (
         "import os, signal, sys, time; signal.signal(signal.SIGINT, signal.SIG_DFL); "
-        "time.sleep(float(sys.argv[1])); os.execv(sys.argv[2], sys.argv[2:])"
+        "time.sleep(float(sys.argv[1])); sys.argv[2] and os.close(int(sys.argv[2])); "
+        "os.execv(sys.argv[3], sys.argv[3:])"
     )
-    resume = ["--resume", interruption.run] if interruption.run else []
+    resume, held = list[str](), None
+    if interruption.run:
+        resume = ["--resume", interruption.run]
+        held = FileLock(settings.runs_dir / interruption.run / LOCK).acquire_for_exec()
     # orig_argv, not argv: it still has `-m dphybrid` and the interpreter's own flags.
     again = [sys.executable, *sys.orig_argv[1:], *resume]
     # exec, not a sleep in this process: CUDA frees its memory only when the process image is replaced
     os.execv(  # noqa: S606 - this program again, with its own arguments
-        sys.executable, [sys.executable, "-c", code, str(settings.requeue_after_s), *again]
+        sys.executable, [sys.executable, "-c", code, str(settings.requeue_after_s), str(held or ""), *again]
     )

@@ -15,13 +15,14 @@ from functools import cache
 from pathlib import Path
 
 from dphybrid.config.settings import Settings
-from dphybrid.run.folder import LOCK, Run, all_runs
+from dphybrid.run.folder import Run, all_runs
 from dphybrid.run.pages import Report
 from dphybrid.tracking.opening import noted_store
 from dphybrid.tracking.record import RecordFile
+from dphybrid.util.alive import LOCK, alive
 from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.files import remove_folder
-from dphybrid.util.locks import FileLock, is_held
+from dphybrid.util.locks import FileLock
 
 _MOST_DAYS = 36_500
 _FRESH_S = 3600.0
@@ -155,7 +156,7 @@ def remove(removal: Removal, settings: Settings) -> Iterator[str]:
 
 
 def _reason_to_keep(run: Run, settings: Settings, in_use: Callable[[str], Mapping[str, str]]) -> str:
-    if is_held(run.folder / LOCK):
+    if alive(run.folder):
         return "it is running"
     uri, owner = _recorded_in(run, settings)
     if uri is None or owner:

@@ -28,7 +28,7 @@ from dphybrid.parallel import resolve_devices
 from dphybrid.recipes.configs import build_config
 from dphybrid.run.build import build_run, prepare_data
 from dphybrid.run.experiment import Built, Experiment
-from dphybrid.run.train import closing_run, train_run
+from dphybrid.run.train import train_run
 from dphybrid.serving.predict import open_predictor
 from dphybrid.training.checkpoint import read_state
 from dphybrid.training.engine import Engine
@@ -67,11 +67,10 @@ class Trial:
         experiment = replace(self.experiment, config=config, engine=engine, devices="cpu*2", built=Built())
         if (self.settings.runs_dir / name).is_dir():
             experiment = experiment.resuming(name)
-        experiment = build_run(experiment, run_name=name)
         # RowPipeline gives the reason why it prefetches nothing in a warning.
-        with closing_run(experiment.run), warnings.catch_warnings(record=True) as caught:
+        with build_run(experiment, run_name=name) as built, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            result = train_run(experiment, StopRequest())
+            result = train_run(built, StopRequest())
         weights = dict(read_state(Path(result.checkpoint)).digests)
         if not self.weights:
             reasons = [str(one.message) for one in caught if str(one.message).startswith("RowPipeline: ")]

@@ -6,15 +6,15 @@ once Prefect's automation misses its heartbeats.
 """
 
 import os
-import platform
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime, timedelta
+from typing import TypeVar
 from uuid import UUID
 
 import httpx
-import psutil
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import (
     FlowRunFilter,
@@ -32,14 +32,19 @@ from prefect.settings import PREFECT_API_URL
 from prefect.states import AwaitingRetry, Cancelled, Completed, Crashed, Running
 
 from dphybrid.config.settings import Settings
+from dphybrid.util.alive import lives
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import StopRequest
+
+_T = TypeVar("_T")
 
 STARTED_BY = "DPHYBRID_STARTED_BY"
 """Environment variable of a run's process: this start of the run, as in `OWNER_LABEL`."""
 OWNER_LABEL = "dphybrid.home"
-"""Label of a flow run: the last start of it (`PID TOKEN HOST`, with the worker's PID). A process that reads
-a different value no longer owns the run."""
+"""Label of a flow run: the last start of it: the name of its worker's process and a token. A process that
+reads a different value no longer owns the run."""
+PROCESS_LABEL = "dphybrid.process"
+"""Label of a flow run: the name of the process that runs it."""
 WORKER = "DPHYBRID_WORKER"
 """Environment variable of a run's process: the name of its worker, which is also the name of a queue."""
 WORKER_LABEL = "dphybrid.worker"
@@ -54,11 +59,13 @@ SILENT = "no heartbeat: its machine died"
 """Message of the state that the automation of `dphybrid.orchestration.setup` gives to a run."""
 SILENT_FOR = timedelta(seconds=200)
 """How long a run may send no heartbeat before the automation marks it. At least three heartbeat intervals."""
-_OBJECTION = timedelta(seconds=45)
+_OBJECTION_S = 45.0
 """How long a run that the automation has marked may say that it lives (`alive_again`) before a worker queues
 it again. After a long outage of the server, the automation also marks runs that have trained on."""
-_STUCK = timedelta(seconds=120)
+_STUCK_S = 120.0
 """How long a run may be pending while its process starts; after that it is queued again."""
+_PAGE = 200
+"""Prefect's server returns at most so many at once."""
 
 UNREACHABLE = (httpx.HTTPError, RuntimeError)
 """What a call to Prefect's server raises when the server is unreachable. ObjectNotFound is not among them:
@@ -106,6 +113,16 @@ def client_for_threads() -> Callable[[], AbstractContextManager[SyncPrefectClien
             yield client
 
     return opened
+
+
+def every_page(read: Callable[[int], list[_T]]) -> list[_T]:
+    """Return all that `read` returns in pages, each of at most 200, from an offset on."""
+    found = list[_T]()
+    while page := read(len(found)):
+        found += page
+        if len(page) < _PAGE:
+            break
+    return found
 
 
 def ended(name: str, text: str) -> State:
@@ -218,69 +235,68 @@ def alive_again(run: FlowRun) -> State | None:
     return Running(message="it had sent no heartbeat, and it lives")
 
 
-def own_label(token: str) -> str:
-    """Return the `OWNER_LABEL` of a run that this process, a worker, starts. token: differs for each
-    start."""
-    return f"{os.getpid()} {token} {platform.node()}"
-
-
 def _died_here(run: FlowRun) -> bool:
     """Return whether a worker of this machine started the run, and neither it nor the run's process lives."""
-    owner = str(run.labels.get(OWNER_LABEL, ""))
-    pid, _, rest = owner.partition(" ")
-    if not pid.isdigit() or rest.partition(" ")[2] != platform.node() or run.state is None:
-        return False
-    with suppress(psutil.NoSuchProcess):
-        # A process that began after the run is another one, which has got the worker's number.
-        if psutil.Process(int(pid)).create_time() <= run.state.timestamp.timestamp():
-            return False
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.environ().get(STARTED_BY) == owner:
-                return False  # it writes its checkpoint, and queues itself
-    return True
+    worker = str(run.labels.get(OWNER_LABEL, "")).partition(" ")[0]
+    # The run's process outlives its worker while it writes its checkpoint, and queues itself.
+    return lives(worker) is False and not lives(str(run.labels.get(PROCESS_LABEL, "")))
 
 
-def queue_lost_runs(pool: str, worker: str) -> list[str]:
-    """Queue those runs of a pool again whose machine died, or whose worker died before it started them;
-    return a line for each. Does nothing while the server is unreachable.
+class LostRuns:
+    """Finds the runs of a pool whose machine died, or whose worker died before it started them: those of
+    whatever machine, if Prefect's automation has marked them; and those that carry the name of this `worker`
+    but whose processes no longer exist, as after a power cut.
 
-    Runs of whatever machine, if Prefect's automation has marked them; and runs that carry the name of this
-    `worker` but whose processes no longer exist, as after a power cut.
+    How long a run has been in a state, this object measures from its first look: the server's and this
+    machine's clocks may differ.
     """
-    kinds = [StateType.PENDING, StateType.CRASHED, StateType.RUNNING, StateType.CANCELLING]
-    lines = []
-    try:
-        with get_client(sync_client=True) as client:
-            for run in client.read_flow_runs(
-                work_pool_filter=WorkPoolFilter(name=WorkPoolFilterName(any_=[pool])),
-                flow_run_filter=FlowRunFilter(
+
+    def __init__(self, pool: str, worker: str) -> None:
+        self._pool, self._worker = pool, worker
+        self._seen: dict[UUID, float] = {}
+
+    def queue(self) -> list[str]:
+        """Queue the lost runs again; return a line for each. Does nothing while the server is unreachable."""
+        kinds = [StateType.PENDING, StateType.CRASHED, StateType.RUNNING, StateType.CANCELLING]
+        lines, now, before = [], time.monotonic(), self._seen
+        try:
+            with get_client(sync_client=True) as client:
+                of_these = FlowRunFilter(
                     state=FlowRunFilterState(type=FlowRunFilterStateType(any_=kinds)),
                     tags=FlowRunFilterTags(all_=["dphybrid"]),
-                ),
-                sort=FlowRunSort.EXPECTED_START_TIME_DESC,
-            ):
-                state = _state_if_lost(client, run, worker)
-                if state is not None:
-                    client.set_flow_run_state(run.id, state, force=True)
-                    lines.append(f"flow run {run.name}: {state.message}")
-    except REFUSED:
-        pass
-    return lines
+                )
+                pool = WorkPoolFilter(name=WorkPoolFilterName(any_=[self._pool]))
+                found = every_page(
+                    lambda offset: client.read_flow_runs(
+                        work_pool_filter=pool,
+                        flow_run_filter=of_these,
+                        sort=FlowRunSort.ID_DESC,
+                        offset=offset,
+                    )
+                )
+                states = [run.state.id for run in found if run.state is not None]
+                self._seen = {state: before.get(state, now) for state in states}
+                for run in found:
+                    state = self._state_if_lost(client, run, now)
+                    if state is not None:
+                        client.set_flow_run_state(run.id, state, force=True)
+                        lines.append(f"flow run {run.name}: {state.message}")
+        except REFUSED:
+            pass
+        return lines
 
-
-def _state_if_lost(client: SyncPrefectClient, run: FlowRun, worker: str) -> State | None:
-    """Return the new state of a run that nobody else will continue or end, else None."""
-    assert run.state is not None  # the caller asks for certain states
-    since = datetime.now(UTC) - run.state.timestamp
-    if run.state.type == StateType.PENDING:
-        return state_after_death(run, "its process did not start") if since >= _STUCK else None
-    if run.state.type != StateType.CRASHED:
-        lost = run.labels.get(WORKER_LABEL) == worker and _died_here(run)
-        return state_after_death(run, "its worker died with it") if lost else None
-    if run.state.message != SILENT or since < _OBJECTION:
-        return None  # the run itself crashed, or was queued too often; or it may live
-    return _queued_before(client, run) or state_after_death(run, SILENT)
+    def _state_if_lost(self, client: SyncPrefectClient, run: FlowRun, now: float) -> State | None:
+        """Return the new state of a run that nobody else will continue or end, else None."""
+        assert run.state is not None  # the caller asks for certain states
+        since_s = now - self._seen[run.state.id]
+        if run.state.type == StateType.PENDING:
+            return state_after_death(run, "its process did not start") if since_s >= _STUCK_S else None
+        if run.state.type != StateType.CRASHED:
+            lost = run.labels.get(WORKER_LABEL) == self._worker and _died_here(run)
+            return state_after_death(run, "its worker died with it") if lost else None
+        if run.state.message != SILENT or since_s < _OBJECTION_S:
+            return None  # the run itself crashed, or was queued too often; or it may live
+        return _queued_before(client, run) or state_after_death(run, SILENT)
 
 
 def _queued_before(client: SyncPrefectClient, run: FlowRun) -> State | None:

@@ -79,7 +79,7 @@ class _InFlow(job.Around):
         done: list[_R] = []
 
         @step(name)
-        # Inside the task, although `closing_run` does the same around it: Prefect logs the traceback of any
+        # Inside the task, although `build_run` does the same around it: Prefect logs the traceback of any
         # exception but a UserError that leaves a task.
         @disk_errors_told("then continue with --resume")
         def run() -> None:

@@ -11,7 +11,6 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID
 
-import psutil
 from prefect import runtime
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State, StateType
@@ -21,6 +20,7 @@ from prefect.states import AwaitingRetry, Cancelled, Completed
 from dphybrid.config.settings import load_settings
 from dphybrid.orchestration.queueing import (
     DELETED,
+    PROCESS_LABEL,
     STARTED_BY,
     STARTS_LABEL,
     UNREACHABLE,
@@ -29,6 +29,7 @@ from dphybrid.orchestration.queueing import (
     num_starts,
     owned_elsewhere,
 )
+from dphybrid.util.alive import lives, process_name
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import Interrupted, StopRequest, stop_signals, watching
 
@@ -49,7 +50,7 @@ def supervised(ending: str | None = None) -> Iterator[StopRequest]:
     stop = StopRequest()
     with ExitStack() as held:
         if flow_run_id is not None:  # a worker started it
-            _exit_if_owned_elsewhere(flow_run_id)
+            _own(flow_run_id)
             held.enter_context(watching_worker(stop))
         try:
             with stop_signals(stop, at_once=True):
@@ -104,14 +105,17 @@ def watched_flow_run(flow_run_id: str, stop: StopRequest, every_s: float = _ASK_
         yield
 
 
-def _exit_if_owned_elsewhere(flow_run_id: str) -> None:
-    """Exit if the flow run was deleted, or if another worker has started it: a process that starts too slowly
-    counts as dead."""
+def _own(flow_run_id: str) -> None:
+    """Note that this process runs the flow run. Exit if it was deleted, or if another worker has started it:
+    a process that starts too slowly counts as dead."""
     why = ""
     try:
         with get_client(sync_client=True) as client:
             if owned_elsewhere(client.read_flow_run(UUID(flow_run_id))):
                 why = "Another worker has started this flow run meanwhile"
+            else:
+                own: Any = {PROCESS_LABEL: process_name()}
+                client.update_flow_run_labels(UUID(flow_run_id), own)
     except ObjectNotFound:
         why = DELETED.capitalize()
     except UNREACHABLE:
@@ -125,17 +129,15 @@ def _exit_if_owned_elsewhere(flow_run_id: str) -> None:
 def watching_worker(stop: StopRequest, every_s: float = 0.5) -> Iterator[None]:
     """While the block runs, stop its run as SIGTERM does when the worker that started it dies, or has died:
     nobody would supervise the run."""
-    # A worker may die while this process still imports. Then another process is the parent from the first
-    # look on, so a change of parent would not show; the ancestors' pids do.
-    worker, parent = os.environ.get(STARTED_BY, "").partition(" ")[0], os.getppid()
-    orphaned = bool(worker) and worker not in {str(above.pid) for above in psutil.Process().parents()}
+    # Not the parent's: a worker may die while this process still imports, and another one is the parent then.
+    worker = os.environ.get(STARTED_BY, "").partition(" ")[0] or process_name(os.getppid())
 
     def look() -> bool:
-        died = orphaned or os.getppid() != parent
-        if died:
-            stop.ask("the death of its worker", signal.SIGTERM)
-            os.kill(os.getpid(), signal.SIGTERM)
-        return died
+        if lives(worker) is not False:
+            return False
+        stop.ask("the death of its worker", signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return True
 
     with watching(look, every_s, "dphybrid-parent-guard"):
         yield

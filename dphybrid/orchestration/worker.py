@@ -43,13 +43,13 @@ from dphybrid.orchestration.queueing import (
     UNREACHABLE,
     WORKER,
     WORKER_LABEL,
+    LostRuns,
     num_starts,
-    own_label,
-    queue_lost_runs,
     reaching_server,
     state_after_death,
     wants_gpu,
 )
+from dphybrid.util.alive import process_name
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.stop import watching
 
@@ -151,7 +151,7 @@ with warnings.catch_warnings():
         async def run(
             self, flow_run: "FlowRun", configuration: Any, task_status: Any = None
         ) -> ProcessWorkerResult:
-            started_by = own_label(str(uuid4()))
+            started_by = f"{process_name()} {uuid4()}"
             configuration.env |= {STARTED_BY: started_by, WORKER: self.name}
             labels: Any = {
                 OWNER_LABEL: started_by,
@@ -263,9 +263,8 @@ async def work(worker: DrainingWorker, pool: str, wait: bool) -> int:
     working = asyncio.create_task(worker.start())
     try:
         # end_s=0: a thread that waits for an unreachable server must not hold up the worker's end.
-        with watching(
-            partial(_look_for_lost, pool, worker.name), _LOOK_FOR_LOST_EVERY_S, "dphybrid-lost-runs", end_s=0
-        ):
+        look = partial(_look_for_lost, LostRuns(pool, worker.name))
+        with watching(look, _LOOK_FOR_LOST_EVERY_S, "dphybrid-lost-runs", end_s=0):
             while not working.done():
                 await asyncio.sleep(_LOOK_EVERY_S)
                 # At every turn, not once: the process of a run that was just taken may start after the
@@ -282,8 +281,8 @@ async def work(worker: DrainingWorker, pool: str, wait: bool) -> int:
     return 0
 
 
-def _look_for_lost(pool: str, worker: str) -> bool:
-    for line in queue_lost_runs(pool, worker):
+def _look_for_lost(lost: LostRuns) -> bool:
+    for line in lost.queue():
         _log.warning(line)
     return False
 

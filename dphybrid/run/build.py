@@ -4,7 +4,8 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -40,8 +41,10 @@ from dphybrid.tracking.tracker import FILES, FOLDER_TAG
 from dphybrid.training.callbacks import Callback, find_callbacks
 from dphybrid.training.checkpoint import complete_checkpoints
 from dphybrid.training.label_tasks import LabelTask
+from dphybrid.util.alive import holding
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.files import disk_errors_told
+from dphybrid.util.stop import Interrupted
 from dphybrid.util.text import flag_text
 
 
@@ -84,19 +87,43 @@ def _note_idle_devices(config: ExperimentConfig, devices: str) -> None:
         )
 
 
-@disk_errors_told()
+@contextmanager
 def build_run(
     experiment: Experiment,
     *,
     run_name: str | None = None,
     tags: dict[str, str] | None = None,
     links: dict[str, str] | None = None,
-) -> Experiment:
+) -> Iterator[Experiment]:
     """Build the model once; create the run folder and its MLflow run, or reopen those of the run to resume.
-    Return the experiment with its run.
+    Yield the experiment with its run, whose lock is held from its folder on to the end of the block.
 
-    tags: more tags for the MLflow run. links: name -> address, shown on the run's page (the flow run, say).
+    If the block is interrupted, the MLflow run ends as KILLED, and the Interrupted gets the run's name; if it
+    fails, as FAILED. tags: more tags for the MLflow run. links: name -> address, shown on the run's page (the
+    flow run, say). Raises UserError when another process runs the run, or when the disk is full.
     """
+    with ExitStack() as held:
+        with disk_errors_told():
+            run = _begun(experiment, held, run_name, tags, links)
+        try:
+            with disk_errors_told("then continue with --resume"):
+                yield replace(experiment, found=run)
+        except BaseException as error:
+            if isinstance(error, Interrupted):
+                error.run = run.folder.name  # `go_on_later` resumes the run by it
+            # Interrupted is a KeyboardInterrupt, not an Exception: the run was asked to end and did not fail.
+            attached(run).finish("FAILED" if isinstance(error, Exception) else "KILLED")
+            raise
+
+
+def _begun(
+    experiment: Experiment,
+    held: ExitStack,
+    run_name: str | None,
+    tags: dict[str, str] | None,
+    links: dict[str, str] | None,
+) -> Run:
+    """Begin a run, or continue it; `held` gets its lock."""
     settings, config, data = experiment.settings, experiment.config, experiment.data
     devices, given = resolve_devices(experiment.devices), experiment.engine.tags(tags or {})
     previous = experiment.found
@@ -119,11 +146,13 @@ def build_run(
     now = datetime.now(UTC)
     if previous:
         folder, before = previous.folder, previous.page
+        held.enter_context(holding(folder))
     else:
         # `cpu*8` becomes `cpux8`: a shell would expand a `*` in a folder's name.
         where = devices.text.translate(str.maketrans("*,", "x+", ":"))
         name = f"{experiment.recipe.name}-{where}-{now.astimezone():%m%d-%H%M%S}"
         folder = new_run_folder(settings, run_name or name)
+        held.enter_context(holding(folder))
         number, created = next_number(settings), now.isoformat()
         before = RunPage(
             run_id="", attempt=0, config={}, prepared="", data_digest="", created=created, number=number
@@ -153,7 +182,7 @@ def build_run(
     if tracker.tracking_uri == FILES:
         print(f"Recorded in {folder / 'record.jsonl'}; pip install 'dphybrid[mlflow]' adds MLflow")
     print(f"Run: {folder.name}" + (f" ({run_id})" if run_id else ", not recorded"), flush=True)
-    return replace(experiment, found=run)
+    return run
 
 
 def _facts_of_model(experiment: Experiment, devices: Devices, filled: bool) -> dict[str, Any]:

@@ -17,12 +17,12 @@ from dphybrid.parallel import Devices, resolve_devices
 from dphybrid.recipes.context import ModelContext
 from dphybrid.recipes.recipe import Recipe
 from dphybrid.recipes.registry import find_recipe
-from dphybrid.run.folder import LOCK, RUNNING, Run, changed_values, named_run, permission_explained
+from dphybrid.run.folder import Run, changed_values, named_run
 from dphybrid.training.checkpoint import Trained
 from dphybrid.training.engine import Engine
 from dphybrid.training.metrics import Task
+from dphybrid.util.alive import RUNNING, alive, permission_explained
 from dphybrid.util.errors import UserError
-from dphybrid.util.locks import is_held
 
 # With other values of these, the checkpoint would not fit the model, or training would continue on other rows
 # and batches.
@@ -90,10 +90,10 @@ class Experiment:
         from the config's, naming each difference.
         """
         run = named_run(self.settings, which, self.config.recipe)
-        # Only for an error before the run waits for GPUs; the lock in `running` keeps two processes apart.
+        # Only for an error before the run waits for GPUs; the lock that `build_run` takes keeps two apart.
         with permission_explained(run.folder):
-            held = is_held(run.folder / LOCK)
-        if held:
+            running = alive(run.folder)
+        if running:
             raise UserError(f"--resume: {RUNNING.format(run.folder.name)}")
         differing = changed_values(run.config.model_dump(mode="json"), self.config)
         changed = {name: both for name, both in differing.items() if name.startswith(_FIXED)}

@@ -1,11 +1,8 @@
 """Run folders: each run has one, with a page that describes the run, and its record. Imports no torch."""
 
-import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,16 +16,12 @@ from dphybrid.recipes.configs import stored_config
 from dphybrid.tracking import Tracker, open_tracker
 from dphybrid.tracking.opening import tracker_of
 from dphybrid.tracking.tracker import CHAMPION_TAG
+from dphybrid.util.alive import alive
 from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.files import make_folder, sync, write_text
-from dphybrid.util.locks import FileLock, is_held, locked
+from dphybrid.util.locks import locked
 from dphybrid.util.pages import Page
-from dphybrid.util.stop import watching
-
-LOCK = ".lock"
-_BEAT_EVERY_S = 60.0
-RUNNING = "run {} is running in another process; wait for its end, or stop it first"
 
 
 class RunPage(Page):
@@ -92,8 +85,8 @@ class Run:
     @property
     def status(self) -> str:
         """finished, running or stopped."""
-        # The lock, not a page, shows that a run is alive: a killed process cannot write that it stopped.
-        if is_held(self.folder / LOCK):
+        # No page shows that a run is alive: a killed process cannot write that it stopped.
+        if alive(self.folder):
             return "running"
         return "finished" if (self.folder / "report.json").is_file() else "stopped"
 
@@ -168,41 +161,6 @@ def retrainings(settings: Settings, model: str | None = None) -> list[Run]:
     only those of this one."""
     found = [run for run in all_runs(settings) if CHAMPION_TAG in run.page.tags and run.page.register_as]
     return [run for run in found if model in (None, run.page.register_as)]
-
-
-@contextmanager
-def running(folder: Path) -> Iterator[None]:
-    """Hold the run's lock during the block; the kernel releases it with the process. Touch it each minute:
-    machines without common locks see by its time that the run is alive. Raises UserError when another process
-    holds it."""
-    lock = FileLock(folder / LOCK)
-    with permission_explained(folder):
-        acquired = lock.acquire()
-    if not acquired:
-        raise UserError(RUNNING.format(folder.name))
-
-    def beat() -> bool:
-        os.utime(lock.path)
-        return False
-
-    try:
-        beat()
-        with watching(beat, _BEAT_EVERY_S, "dphybrid-heartbeat", end_s=1.0):
-            yield
-    finally:
-        lock.release()
-
-
-@contextmanager
-def permission_explained(folder: Path) -> Iterator[None]:
-    """Turn a PermissionError on another user's run into a UserError that says what to do."""
-    try:
-        yield
-    except PermissionError as error:
-        raise UserError(
-            f"run {folder.name} belongs to user {folder.stat().st_uid}, and you may not open "
-            f"{error.filename}; resume a copy in your own DPHYBRID_DATA_DIR, or ask its owner to resume it"
-        ) from error
 
 
 def find_tagged_run(settings: Settings, tag: str, value: str | None) -> str | None:

@@ -21,7 +21,7 @@ from dphybrid.data.table.encoder import Encoder
 from dphybrid.gpus.devices import giving_way, leased_devices
 from dphybrid.run.build import build_run, prepare_data
 from dphybrid.run.experiment import Experiment
-from dphybrid.run.folder import Run, attached, running
+from dphybrid.run.folder import Run, attached
 from dphybrid.run.pages import MetricsPage, Report, ResultPage
 from dphybrid.run.report import report_run
 from dphybrid.run.trainer import train_here
@@ -32,8 +32,7 @@ from dphybrid.training.importance import importance
 from dphybrid.training.loop import validation_outputs
 from dphybrid.training.metrics import constant_prediction
 from dphybrid.util.errors import UserError
-from dphybrid.util.files import disk_errors_told
-from dphybrid.util.stop import Interrupted, StopRequest, stop_signals
+from dphybrid.util.stop import StopRequest, stop_signals
 
 T = TypeVar("T")
 
@@ -117,7 +116,7 @@ def run_job(
 
         def build() -> Experiment:
             every = devices.tags | (tags or {})
-            built = build_run(experiment, run_name=run_name, tags=every, links=links)
+            built = held.enter_context(build_run(experiment, run_name=run_name, tags=every, links=links))
             around.built(built.run)
             return built
 
@@ -132,32 +131,11 @@ def run_job(
 
         with giving_way(devices, settings, stop), stop_signals(stop):
             built = around.step("build", build)
-            with closing_run(built.run):
-                around.step("train", train)
+            around.step("train", train)
         # Outside the inner signal handler: an evaluation has no step to finish, so a signal ends it at once.
-        with closing_run(built.run):
-            around.step("evaluate", lambda: evaluate_run(built))
-            stop.obey("after its evaluation")
-            return around.step("report", report)
-
-
-@contextmanager
-def closing_run(run: Run) -> Iterator[None]:
-    """Hold the run's lock during the block; end the MLflow run as KILLED if the block is interrupted, and as
-    FAILED if it fails.
-
-    Writes the run's name into the Interrupted. Raises UserError when another process runs the run, or when
-    the disk is full.
-    """
-    with running(run.folder), disk_errors_told("then continue with --resume"):
-        try:
-            yield
-        except BaseException as error:
-            if isinstance(error, Interrupted):
-                error.run = run.folder.name  # `go_on_later` resumes the run by it
-            # Interrupted is a KeyboardInterrupt, not an Exception: the run was asked to end and did not fail.
-            attached(run).finish("FAILED" if isinstance(error, Exception) else "KILLED")
-            raise
+        around.step("evaluate", lambda: evaluate_run(built))
+        stop.obey("after its evaluation")
+        return around.step("report", report)
 
 
 def train_run(
@@ -241,7 +219,6 @@ def _importance(model: nn.Module, experiment: Experiment) -> dict[str, float]:
 __all__ = [
     "Report",
     "build_run",
-    "closing_run",
     "evaluate_run",
     "prepare_data",
     "report_run",

@@ -1,13 +1,10 @@
 """Completes records afterwards: sends those of ended runs, and ends runs in MLflow whose process died."""
 
-import platform
-import time
 from collections import defaultdict
 from collections.abc import Generator, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 
-import psutil
 from mlflow.entities import ViewType
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
@@ -15,12 +12,9 @@ from mlflow.tracking import MlflowClient
 from dphybrid.tracking.opening import noted_uri, recorded_in
 from dphybrid.tracking.record import RecordFile, records
 from dphybrid.tracking.sender import Sender
-from dphybrid.tracking.writer import HEARTBEAT_TAG, PID_TAG, MlflowWriter, experiments_named
+from dphybrid.tracking.writer import HEARTBEAT_TAG, PROCESS_TAG, MlflowWriter, experiments_named
+from dphybrid.util.alive import alive, lives
 from dphybrid.util.errors import UserError
-from dphybrid.util.locks import is_held
-
-_SILENT_S = 600.0
-"""A run of another machine counts as dead after so long without a heartbeat."""
 
 _MAY_COME_LATE = ("metrics", "summary", "params", "file", "table", "dataset", "register")
 """Kinds of records that can be sent late: no later record replaces them, as one does a status or a tag."""
@@ -112,27 +106,14 @@ def _end_orphans(
     )
     for run in running:
         run_id, tags = run.info.run_id, run.data.tags
-        if run_id in waiting or HEARTBEAT_TAG not in tags or _lives(known.get(run_id), tags):
+        record, process = known.get(run_id), tags.get(PROCESS_TAG, "")
+        if run_id in waiting or HEARTBEAT_TAG not in tags or alive(record and record.folder, process):
+            continue
+        # Only its own machine can say whether a process exists; no other one judges it by a clock.
+        if record is None and lives(process) is None:
             continue
         why = f"dphybrid sync: no heartbeat since {tags[HEARTBEAT_TAG]}"
         client.set_tag(run_id, "dphybrid.ended_by", why)
         beat_ms = int(1000 * datetime.fromisoformat(tags[HEARTBEAT_TAG]).timestamp())
         client.set_terminated(run_id, "KILLED", end_time=max(beat_ms, run.info.start_time))
         yield run_id
-
-
-def _lives(record: RecordFile | None, tags: dict[str, str]) -> bool:
-    """Return whether a run's process is alive: by the lock on its record and its process id on this machine,
-    by its heartbeat on another."""
-    # The run's own lock is held for as long as a part of it works.
-    if record is not None and (is_held(record.path) or is_held(record.folder / ".lock")):
-        return True
-    if tags.get("host.name") == platform.node() and record is not None:
-        # Between two parts of a run its process does not hold the lock.
-        pid = tags.get(PID_TAG, "")
-        return pid.isdigit() and psutil.pid_exists(int(pid))
-    beats = [datetime.fromisoformat(tags[HEARTBEAT_TAG]).timestamp()]
-    if record is not None and (record.folder / ".lock").exists():
-        # A run touches its lock: MLflow hears no heartbeat during an outage, and the host's name may change.
-        beats.append((record.folder / ".lock").stat().st_mtime)
-    return time.time() - max(beats) < _SILENT_S

@@ -21,9 +21,10 @@ from dphybrid.tracking.models import CheckpointModels
 from dphybrid.tracking.record import RECORD, Record, metrics_of
 from dphybrid.tracking.sender import METRICS, Refused
 from dphybrid.tracking.tracker import Server, safe_name
+from dphybrid.util.alive import process_name
 from dphybrid.util.errors import UserError
 
-HEARTBEAT_TAG, PID_TAG = "dphybrid.heartbeat", "dphybrid.pid"
+HEARTBEAT_TAG, PROCESS_TAG = "dphybrid.heartbeat", "dphybrid.process"
 # Limits of MLflow's server: entries of a call, characters of a value.
 _MAX_METRICS, _MAX_PAIRS, _MAX_PARAM, _MAX_TAG = 1000, 100, 6000, 8000
 _LOSSES_TAG = "dphybrid.lost_records"
@@ -152,9 +153,9 @@ class MlflowWriter:
             )
 
     def beat(self) -> None:
-        """Tag the run with the time and this process's id."""
+        """Tag the run with the time and this process's name."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        self.write([{"op": "tags", "values": {HEARTBEAT_TAG: now, PID_TAG: str(os.getpid())}}])
+        self.write([{"op": "tags", "values": {HEARTBEAT_TAG: now, PROCESS_TAG: process_name()}}])
 
     def _log(self, kind: str, entities: Sequence[object], at_once: int) -> None:
         log_batch: Any = self._client.log_batch

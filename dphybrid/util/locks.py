@@ -41,6 +41,13 @@ class FileLock:
                     os.close(handle)
         return True
 
+    def acquire_for_exec(self) -> int | None:
+        """Take the lock for the program that replaces this process; return its handle, or None if another
+        process holds the lock."""
+        if self.acquire() and self._handle is not None:
+            os.set_inheritable(self._handle, True)
+        return self._handle
+
     def release(self) -> None:
         """Release the lock."""
         if self._handle is not None:

@@ -72,7 +72,8 @@ def built(settings: Settings, name: str, values: list[str], resume: str | None =
     experiment = prepare_data(config, settings)
     if resume:
         experiment = experiment.resuming(resume)
-    return str(build_run(replace(experiment, devices=config.devices), run_name=name).run.folder)
+    with build_run(replace(experiment, devices=config.devices), run_name=name) as begun:
+        return str(begun.run.folder)
 
 
 def train_on_ranks(settings: Settings, ranks: int, folders: list[str]) -> None:

@@ -2,13 +2,14 @@
 
 import asyncio
 import platform
+import re
 import subprocess
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import Any
-from uuid import UUID, uuid4
+from uuid import uuid4
 
 import httpx
 import pytest
@@ -23,14 +24,16 @@ from dphybrid.orchestration.plugin import setup_environment
 from dphybrid.orchestration.queueing import (
     MAX_RUNS,
     OWNER_LABEL,
+    PROCESS_LABEL,
     SILENT,
     STARTED_BY,
     STARTS_LABEL,
     WORKER_LABEL,
+    LostRuns,
     owned_elsewhere,
-    queue_lost_runs,
     state_after_death,
 )
+from dphybrid.util.alive import process_name
 from dphybrid.util.stop import StopRequest
 from tests.waiting import wait_until
 
@@ -138,11 +141,12 @@ def test_a_run_that_waited_when_it_was_thought_dead_waits_on(monkeypatch: pytest
         set_flow_run_state=lambda _id, state, force: given.append(state),
     )
     monkeypatch.setattr(queueing, "get_client", lambda **_: nullcontext(client))
-    assert queue_lost_runs("gpu", "one") == [], "it may say that it lives"
-    run.state.timestamp -= timedelta(minutes=1)
-    assert queue_lost_runs("gpu", "one") == ["flow run run: GPU 0 is wanted"]
+    lost = LostRuns("gpu", "one")
+    assert lost.queue() == [], "it may say that it lives"
+    monkeypatch.setattr(queueing, "_OBJECTION_S", 0)
+    assert lost.queue() == ["flow run run: GPU 0 is wanted"]
     del states[1]
-    assert queue_lost_runs("gpu", "one") == [f"flow run run: {SILENT}; queued again"]
+    assert lost.queue() == [f"flow run run: {SILENT}; queued again"]
     assert given[0].state_details.scheduled_time == when
     assert [state.name for state in given] == ["AwaitingRetry"] * 2
 
@@ -187,31 +191,57 @@ def test_a_run_that_lives_is_running_again_after_it_was_thought_dead(monkeypatch
 
 
 def test_only_runs_whose_processes_no_longer_exist_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    with subprocess.Popen(["sleep", "100"], env={STARTED_BY: f"999999999 alive {platform.node()}"}) as living:
-        runs = []
-        for owner, name in [
-            ("999999999 token HOST", "one"),  # gone
-            ("999999999 token HOST", "two"),  # another worker's
-            ("999999999 token elsewhere", "one"),  # another machine's, whose worker has the same name
-            ("1 token HOST", "one"),  # process 1 lives
-            ("999999999 alive HOST", "one"),  # its process writes a checkpoint
-            ("77 token", "one"),  # of an earlier version
-        ]:
-            runs.append(dead_run(name=owner))
-            runs[-1].labels |= {
-                OWNER_LABEL: owner.replace("HOST", platform.node()),
-                WORKER_LABEL: name,
-            }
-        given: list[UUID] = []
-        client = SimpleNamespace(
-            read_flow_runs=lambda **_: runs,
-            set_flow_run_state=lambda run, state, force: given.append(run),
-        )
-        monkeypatch.setattr(queueing, "get_client", lambda **_: nullcontext(client))
-        told = queue_lost_runs("gpu", "one")
-        living.kill()
-    assert given == [runs[0].id]
-    assert told == ["flow run 999999999 token HOST: its worker died with it; queued again"]
+    with subprocess.Popen(["sleep", "100"]) as gone:
+        dead = process_name(gone.pid)
+        gone.kill()
+    own = process_name()
+    number, rest = own.split(":", 1)
+    earlier = re.sub("[0-9a-f]{8}-", "00000000-", own)
+    runs = []
+    for case, owner, name, process in [
+        ("gone", dead, "one", dead),
+        ("another worker's", dead, "two", dead),
+        ("another machine's of this name", dead.replace(platform.node(), "elsewhere"), "one", dead),
+        ("its worker lives", own, "one", dead),
+        ("it writes a checkpoint", dead, "one", own),
+        ("its number is another process's now", f"{number}:1{rest}", "one", dead),
+        ("before a reboot", earlier, "one", earlier),
+        ("of an earlier version", "77", "one", ""),
+    ]:
+        runs.append(dead_run(name=case))
+        runs[-1].labels |= {OWNER_LABEL: f"{owner} token", WORKER_LABEL: name, PROCESS_LABEL: process}
+    client = SimpleNamespace(read_flow_runs=lambda **_: runs, set_flow_run_state=lambda *_, **__: None)
+    monkeypatch.setattr(queueing, "get_client", lambda **_: nullcontext(client))
+    assert LostRuns("gpu", "one").queue() == [
+        f"flow run {case}: its worker died with it; queued again"
+        for case in ("gone", "its number is another process's now", "before a reboot")
+    ]
+
+
+@pytest.mark.parametrize("ahead_s", [-3600, 180, 3600])
+def test_no_clock_decides_which_runs_are_lost(ahead_s: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pending run and a marked one, on the second page, seen where the clock differs from the server's."""
+    pending, silent = dead_run(StateType.PENDING, name="pending"), dead_run(name="silent")
+    silent.state = Crashed(message=SILENT)
+    for run in (pending, silent):
+        run.state.timestamp = datetime.now(UTC) - timedelta(seconds=ahead_s)
+    every = [pending, *[dead_run(StateType.RUNNING) for _ in range(250)], silent]
+    client = SimpleNamespace(
+        read_flow_runs=lambda offset, **_: every[offset : offset + 200],
+        read_flow_run_states=lambda _: [],
+        set_flow_run_state=lambda *_, **__: None,
+    )
+    monkeypatch.setattr(queueing, "get_client", lambda **_: nullcontext(client))
+    now = 1000.0
+    monkeypatch.setattr(queueing, "time", SimpleNamespace(monotonic=lambda: now))
+    lost = LostRuns("gpu", "one")
+    assert lost.queue() == []
+    now += 40
+    assert lost.queue() == []
+    now += 10
+    assert [line.split(":")[0] for line in lost.queue()] == ["flow run silent"]
+    now += 100
+    assert "flow run pending: its process did not start; queued again" in lost.queue()
 
 
 def test_a_process_knows_when_its_run_lives_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from dphybrid.orchestration.checking import check_values
 from dphybrid.orchestration.merging import PACKAGED, read_page
 from dphybrid.orchestration.queueing import STARTED_BY, too_late
 from dphybrid.orchestration.setup import check
+from dphybrid.util.alive import process_name
 from tests.conftest import REPOSITORY
 from tests.refusing import refused
 from tests.waiting import patience, wait_until
@@ -63,22 +64,18 @@ os._exit(0)
 def test_a_run_ends_when_its_worker_dies_even_before_it_has_begun(
     dies: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with subprocess.Popen(["sleep", "60"]) as dead:
-        dead.kill()
-    worker = dead.pid if dies == "before" else os.getpid()
-    monkeypatch.setenv(STARTED_BY, f"{worker} token")
-    run = [sys.executable, "-c", _RUN, "2" if dies == "never" else "60"]
-    # A shell between worker and run, as some launchers are; it tells how the run ended, or is killed and
-    # leaves it alone.
-    shell = ["sh", "-c", '"$@" & echo $!; wait $!; echo $?', "sh", *run]
-    with subprocess.Popen(shell, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) as launcher:
-        process = psutil.Process(int(launcher.stdout.readline()))
-        if dies == "meanwhile":
-            wait_until(lambda: process.num_threads() > 1, "it watches", 60)
-            launcher.kill()
-            process.wait(patience(30))
-        else:
-            assert launcher.stdout.readline().strip() == {"before": "7", "never": "0"}[dies]
+    with subprocess.Popen(["sleep", "600"]) as worker:
+        monkeypatch.setenv(STARTED_BY, f"{process_name(worker.pid)} token")
+        if dies == "before":
+            worker.kill()
+            worker.wait()
+        run = [sys.executable, "-c", _RUN, "2" if dies == "never" else "60"]
+        with subprocess.Popen(run, cwd=REPOSITORY) as process:
+            if dies == "meanwhile":
+                wait_until(lambda: psutil.Process(process.pid).num_threads() > 1, "it watches", 60)
+                worker.kill()
+            assert process.wait(patience(30)) == (0 if dies == "never" else 7)
+        worker.kill()
 
 
 _CHILD = "trap 'exit 3' TERM; echo; while :; do sleep 0.05; done"

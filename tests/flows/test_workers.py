@@ -199,7 +199,8 @@ def test_runs_of_dead_machines_are_queued_again_and_ended_ones_stay_ended(team: 
     done = team.command(
         sys.executable,
         "-c",
-        "from dphybrid.orchestration.queueing import queue_lost_runs; print(queue_lost_runs('gpu', 'x'))",
+        "from dphybrid.orchestration import queueing; queueing._OBJECTION_S = 0; "
+        "print(queueing.LostRuns('gpu', 'x').queue())",
     )
     assert done.stdout.count(SILENT) == 1, done.stdout + done.stderr
     assert [team.state(run) for run in (lost, ended, starting)] == ["AwaitingRetry", "Completed", "Pending"]

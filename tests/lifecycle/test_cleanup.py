@@ -12,10 +12,11 @@ import dphybrid
 from dphybrid.cli.main import main
 from dphybrid.config.settings import load_settings
 from dphybrid.lifecycle.cleanup import plan_removal
-from dphybrid.run.folder import all_runs, running
+from dphybrid.run.folder import all_runs
 from dphybrid.tracking.models import Registry
 from dphybrid.tracking.record import RecordFile
 from dphybrid.tracking.removing import runs_in_use
+from dphybrid.util.alive import holding
 from tests.commands import command, models_of, run_with
 
 TABLE = [
@@ -101,7 +102,7 @@ def test_what_is_in_use_stays(rows: None, data_dir: Path) -> None:
         reports[3].run_id: "version 4 of its model is m@challenger",
     }
     run_with("recipe=toy", "devices=cpu", run_name="alive")
-    with running(data_dir / "runs" / "alive"):
+    with holding(data_dir / "runs" / "alive"):
         removal = plan_removal(load_settings(), older_than_days=0)
     assert [run.folder.name for run in removal.runs] == ["v1"]
     assert removal.kept.keys() == {"v2", "v3", "v4", "alive"}

@@ -11,9 +11,10 @@ import pytest
 from dphybrid.cli.main import main
 from dphybrid.config.settings import load_settings
 from dphybrid.recipes.recipe import Recipe
-from dphybrid.run.folder import all_runs, find_tagged_run, named_run, next_number, running
+from dphybrid.run.folder import all_runs, find_tagged_run, named_run, next_number
 from dphybrid.serving.load import find_checkpoint
 from dphybrid.tracking.record import RecordFile
+from dphybrid.util.alive import holding
 from tests.commands import command, run_with
 from tests.refusing import refused
 
@@ -56,7 +57,7 @@ def test_a_running_run_is_not_run_twice_and_a_wrong_name_is_told_before_all(data
     run_with(*TOY, run_name="mine")
     before = (data_dir / "runs/mine/run.json").read_bytes()
     with (
-        running(data_dir / "runs/mine"),
+        holding(data_dir / "runs/mine"),
         refused("run mine is running in another process; wait for its end"),
     ):
         run_with(*TOY, "train.epochs=2", resume="mine")

@@ -1,25 +1,122 @@
-"""Whether a run is alive is decided by its folder, wherever `dphybrid sync` runs."""
+"""Whether a run is alive: the lock of its folder says it, else its process; no clock, and no number alone."""
 
 import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from mlflow.tracking import MlflowClient
 
 from dphybrid.config.settings import load_settings
-from dphybrid.run.folder import LOCK, running
+from dphybrid.lifecycle.cleanup import plan_removal
+from dphybrid.run.folder import Run
+from dphybrid.run.train import Around
+from dphybrid.util.alive import LOCK, holding, lives, process_name
+from dphybrid.util.locks import FileLock, is_held
 from tests.commands import command, run_with
+from tests.conftest import REPOSITORY
 
 
-def test_a_run_of_another_machine_is_alive_while_its_folder_shows_it(data_dir: Path) -> None:
-    """Its heartbeats did not arrive, as in an outage, or the machine has another name by now."""
+def test_a_name_of_a_process_is_its_own_for_good() -> None:
+    own = process_name()
+    number, started, namespace, boot, host = own.split(":")
+    assert lives(own)
+    assert lives(f"{number}:1{started}:{namespace}:{boot}:{host}") is False, "another process has the number"
+    assert lives(f"{number}:{started}:{namespace}:0-0:{host}") is False, "before a reboot"
+    assert lives(f"{number}:{started}:1{namespace}:{boot}:{host}") is None, "in another container"
+    assert lives(f"{number}:{started}:{namespace}:{boot}:elsewhere") is None
+    assert [lives(odd) for odd in ("", "77", number, own + "\n")] == [None] * 4
+    with subprocess.Popen(["true"]) as ended:
+        other = process_name(ended.pid)
+        assert lives(other) is not None
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+        assert lives(other) is False, "it has ended, though its parent has not asked"
+
+
+DEAD = "77:1:2:0-0:"
+"""The start of a name of a process of an earlier boot."""
+
+
+@pytest.mark.parametrize(
+    ("process", "folder", "lives"),
+    [
+        ("own", True, True),
+        (f"{DEAD}HOST", True, False),
+        (f"{DEAD}HOST", False, False),
+        ("1:2:3:4:elsewhere", True, False),  # the folder is shared, and so is its lock
+        ("1:2:3:4:elsewhere", False, True),  # only that machine can say
+        ("4711", False, True),  # of an earlier version
+    ],
+)
+@pytest.mark.parametrize("beat", ["2001-01-01T00:00:00+00:00", "2099-01-01T00:00:00+00:00"])
+def test_sync_ends_runs_whose_process_is_gone_and_no_others(
+    process: str, folder: bool, lives: bool, beat: str, data_dir: Path
+) -> None:
     report = run_with("recipe=toy", "devices=cpu", "train.epochs=1")
-    client, folder = MlflowClient(report.tracking_uri), load_settings().runs_dir / report.run_name
+    client, run = MlflowClient(report.tracking_uri), load_settings().runs_dir / report.run_name
     client.update_run(report.run_id, status="RUNNING")
-    client.set_tag(report.run_id, "host.name", "elsewhere")
-    client.set_tag(report.run_id, "dphybrid.heartbeat", "2001-01-01T00:00:00+00:00")
-    held = folder / LOCK
-    assert "Nothing to do" in command("sync"), "it was touched a moment ago"
-    with running(folder):
-        os.utime(held, (0, 0))
-        assert "Nothing to do" in command("sync"), "it is held"
-    assert f"{report.run_id}: its process no longer exists; ended as KILLED" in command("sync")
+    name = process_name() if process == "own" else process.replace("HOST", os.uname().nodename)
+    client.set_tag(report.run_id, "dphybrid.process", name)
+    client.set_tag(report.run_id, "dphybrid.heartbeat", beat)
+    with holding(run):
+        if folder:
+            assert "Nothing to do" in command("sync")
+    if not folder:
+        run.rename(data_dir / "elsewhere")
+    told = command("sync")
+    assert ("Nothing to do" in told) == lives
+    assert (f"{report.run_id}: its process no longer exists; ended as KILLED" in told) != lives
+
+
+def test_a_run_is_running_from_its_folder_to_its_report(data_dir: Path, unrecorded: None) -> None:
+    settings, said = load_settings(), list[tuple[str, str, str]]()
+
+    class Looking(Around):
+        run: Run
+
+        def built(self, run: Run) -> None:
+            self.run = run
+            self.look("built")
+
+        def step(self, name: str, work: Callable[[], object]) -> object:
+            done = work()
+            if name in ("train", "evaluate"):
+                self.look(name)
+            return done
+
+        def reported(self, report: object) -> None:
+            self.look("reported")
+
+        def look(self, when: str) -> None:
+            kept = plan_removal(settings, [self.run.folder.name]).kept
+            said.append((when, self.run.status, kept[self.run.folder.name]))
+
+    run_with("recipe=toy", "devices=cpu", "train.epochs=1", run_name="run", around=Looking())
+    assert said == [(when, "running", "it is running") for when in ("built", "train", "evaluate", "reported")]
+    assert "run: removed" in command("runs", "remove", "run", "--yes")
+
+
+def test_a_run_that_gave_way_is_not_removed_until_it_goes_on(data_dir: Path, unrecorded: None) -> None:
+    run_with("recipe=toy", "devices=cpu", "train.epochs=1", run_name="run")
+    lock = data_dir / "runs" / "run" / LOCK
+    code = (
+        "from dphybrid.config.settings import load_settings; from dphybrid.gpus.devices import go_on_later; "
+        "from dphybrid.util.stop import Interrupted; i = Interrupted('x'); i.run = 'run'; "
+        "import sys; again = 'import sys, time; print(sys.argv, flush=True); time.sleep(60)'; "
+        "sys.orig_argv = [sys.executable, '-c', again]; "
+        "go_on_later(i, load_settings().model_copy(update={'requeue_after_s': 2}))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+    ) as waiting:
+        assert waiting.stdout is not None
+        assert [waiting.stdout.readline()[:10] for _ in range(2)] == ["x\n", "Giving way"]
+        while not is_held(lock):
+            assert waiting.poll() is None
+        assert "run: stays, it is running" in command("runs", "remove", "run", "--yes")
+        assert "--resume" in waiting.stdout.readline()
+        assert not is_held(lock), "the command that goes on takes it itself"
+        waiting.kill()
+    assert FileLock(lock).acquire()
