@@ -107,7 +107,8 @@ def _end_orphans(
     for run in running:
         run_id, tags = run.info.run_id, run.data.tags
         record, process = known.get(run_id), tags.get(PROCESS_TAG, "")
-        if run_id in waiting or HEARTBEAT_TAG not in tags or alive(record and record.folder, process):
+        folder = record.folder if record is not None else None
+        if run_id in waiting or HEARTBEAT_TAG not in tags or alive(folder, process):
             continue
         # Only its own machine can say whether a process exists; no other one judges it by a clock.
         if record is None and lives(process) is None:
