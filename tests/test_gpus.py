@@ -273,8 +273,8 @@ def test_a_worker_counts_the_gpus_that_nobody_uses_or_waits_for(
         assert free_now(fake, settings) == (2, {os.getpid()})
         with waiting._ticket(folder, fake.read(), 1):
             assert free_now(fake, settings) == (1, {os.getpid()})
-        with waiting._ticket(folder, fake.read(), 4):
-            assert free_now(fake, settings) == (0, {os.getpid()})
+        with waiting._ticket(folder, fake.read(), 4):  # one of the four is occupied, nobody knows how long
+            assert free_now(fake, settings) == (2, {os.getpid()})
     hour = datetime.now().hour
     later = f"{(hour + 2) % 24}:00-{(hour + 3) % 24}:00"
     assert free_now(fake, Settings(lease_dir=folder, training_hours=later)) == (0, set())

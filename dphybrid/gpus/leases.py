@@ -7,7 +7,6 @@ nobody can remove or replace the files of others. A file's text says which run h
 read.
 """
 
-import json
 import os
 import pwd
 import stat
@@ -18,11 +17,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Self, TypeVar
 
 from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
 from dphybrid.gpus.inventory import Gpu, clock_time
+from dphybrid.util.alive import lives, process_name
 from dphybrid.util.errors import UserError
 from dphybrid.util.locks import is_locked, lock, stands_at
 
@@ -45,17 +45,26 @@ _ShownText = Annotated[str, Field(max_length=300), AfterValidator(_printable)]
 
 
 class Holder(BaseModel):
-    """Who holds a lease. user: the file's owner."""
+    """Who holds a lease or waits for one: the text of a locked file. process: its name, "" in files of other
+    origin. uid: the file's owner."""
 
     model_config = ConfigDict(frozen=True)
 
     pid: int = Field(default=0, ge=0)
+    process: _ShownText = ""
     run: _ShownText = "that is starting"
     since: AwareDatetime = Field(default_factory=lambda: datetime.now().astimezone())
-    user: str = Field(default="somebody", exclude=True)
+    uid: int = Field(default=0, exclude=True)
+
+    @property
+    def user(self) -> str:
+        return _user_name(self.uid)
+
+    def name(self) -> str:
+        return f"{self.user}'s run {self.run} since {clock_time(self.since)} (pid {self.pid})"
 
     def text(self) -> str:
-        return f"leased to {self.user}'s run {self.run} since {clock_time(self.since)} (pid {self.pid})"
+        return f"leased to {self.name()}"
 
 
 class Lease:
@@ -94,6 +103,7 @@ class Lease:
         self.release()
 
 
+_H = TypeVar("_H", bound=Holder)
 _open_leases: "weakref.WeakSet[Lease]" = weakref.WeakSet()
 
 
@@ -148,14 +158,13 @@ def _fault(folder: Path) -> str | None:
 
 def try_lease(folder: Path, gpus: Sequence[Gpu], run: str) -> Lease | None:
     """Lease all of `gpus`, or none of them. Returns None when another run holds one."""
-    pid, since = os.getpid(), datetime.now().astimezone()
-    page = json.dumps({"pid": pid, "run": run, "since": since.isoformat()})
+    holder = Holder(pid=os.getpid(), process=process_name(), run=run)
     name = f"{new_number()}.lock"
     files: dict[Path, int] = {}
     for gpu in gpus:
         file = folder / f"{_prefix(gpu.uuid)}{name}"
-        files[file] = make_locked(file, page)
-    lease = Lease(gpus, folder, files, _mark(pid, since))
+        files[file] = make_locked(file, holder)
+    lease = Lease(gpus, folder, files, _mark(holder.pid, holder.since))
     deadline = time.monotonic() + _OTHERS_LEAVE_S
     # A run that has its lease made its files before ours. A run that makes its own just now sees ours, too:
     # then the younger one leaves.
@@ -172,25 +181,19 @@ def try_lease(folder: Path, gpus: Sequence[Gpu], run: str) -> Lease | None:
 
 def find_holder(folder: Path, uuid: str) -> Holder | None:
     """Return who holds the lease of a GPU, or None."""
-    for file, page in sorted(_locked_files(folder, uuid).items()):
-        with suppress(FileNotFoundError):
-            user = _user_name(file.lstat().st_uid)
-            try:
-                return Holder.model_validate_json(page).model_copy(update={"user": user})
-            except ValidationError:  # not written by dphybrid
-                return Holder(user=user)
-    return None
+    return next((holder for _, holder in sorted(_locked_files(folder, uuid).items())), None)
 
 
-def _locked_files(folder: Path, uuid: str) -> dict[Path, str]:
-    """Return the lock files of a GPU that living processes hold, with their texts. Removes those of dead
+def _locked_files(folder: Path, uuid: str) -> dict[Path, Holder]:
+    """Return the lock files of a GPU that living processes hold, with their holders. Removes those of dead
     processes."""
     found = {}
     for name in os.listdir(folder):
         if name.startswith(_prefix(uuid)) and name.endswith(".lock"):
-            page = locked_page(folder / name)
-            if page is not None:
-                found[folder / name] = page
+            # Another page was not written by dphybrid, and its file is locked all the same.
+            holder = held_by(folder / name, Holder, Holder())
+            if holder is not None:
+                found[folder / name] = holder
     return found
 
 
@@ -232,24 +235,34 @@ def new_number() -> str:
     return f"{time.monotonic_ns():020d}-{os.getpid()}"
 
 
-def make_locked(file: Path, page: str) -> int:
-    """Make a file with a text and hold it locked; return its handle. Others see it only once it is locked."""
+def make_locked(file: Path, page: Holder) -> int:
+    """Make a file with a page and hold it locked; return its handle. Others may open it only once it is
+    locked: else another account could lock it first."""
     hidden = file.with_name(f".{file.name}")
-    handle = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    handle = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    lock(handle)
+    os.write(handle, page.model_dump_json().encode())
     os.fchmod(handle, 0o644)  # whatever the umask: every user has to read it
-    lock(handle, wait=True)
-    os.write(handle, page.encode())
     hidden.rename(file)
     return handle
 
 
-def locked_page(file: Path) -> str | None:
-    """Return the text of a file that a living process holds locked. None for all else that may be in its
-    place; removes the file of a dead process, if it is this user's."""
+def held_by(file: Path, kind: type[_H], otherwise: _H | None = None) -> _H | None:
+    """Return the page of a file that the process which made it holds locked; `otherwise` if the page is of
+    another form. None for all else that may be in its place.
+
+    The lock alone does not tell: another account may lock the file of a dead process. Removes the file of a
+    dead process, if it is this user's.
+    """
     with suppress(OSError):
         with _opened(file) as handle:
             if is_locked(handle):
-                return os.pread(handle, _MAX_BYTES, 0).decode(errors="replace")
+                try:
+                    page = kind.model_validate_json(os.pread(handle, _MAX_BYTES, 0))
+                except ValidationError:
+                    return otherwise
+                if lives(page.process) is not False:
+                    return page.model_copy(update={"uid": os.fstat(handle).st_uid})
         file.unlink()
     return None
 

@@ -33,7 +33,7 @@ from prefect.workers.process import ProcessWorker, ProcessWorkerResult
 
 from dphybrid.config.settings import ENV_FILE, Settings, env_file, load_settings
 from dphybrid.gpus.inventory import Inventory
-from dphybrid.gpus.waiting import free_now
+from dphybrid.gpus.waiting import Turns, free_now
 from dphybrid.orchestration.queueing import (
     DELETED,
     OWNER_LABEL,
@@ -95,20 +95,23 @@ with warnings.catch_warnings():
         type = "process"
         draining = False
         inventory: Inventory | None = None
+        has_gpus = nvml_told = False
+        turns: Turns
         without_gpu: set[UUID]
         left = 0
         """How many runs the worker has left in the queue at its last look, because no GPU is free."""
 
         def __init__(self, *args: Any, **named: Any) -> None:
             super().__init__(*args, **named)
-            self.without_gpu = set()
+            self.without_gpu, self.turns = set(), Turns()
 
         async def _submit_scheduled_flow_runs(
             self, flow_run_response: "list[WorkerFlowRunResponse]"
         ) -> "list[FlowRun]":
             settings, taken = load_settings(), []
             try:
-                room = self._room(settings)
+                # In a thread: the GPUs' driver may take its time, and the loop sends heartbeats.
+                room = await asyncio.to_thread(self._room, settings)
             except UserError:
                 room = None  # the run will say what is wrong here
             for entry in flow_run_response:
@@ -128,9 +131,14 @@ with warnings.catch_warnings():
         def _room(self, settings: Settings) -> int | None:
             """Return how many GPUs are free for new runs; None on a machine without GPUs."""
             self.inventory = self.inventory or Inventory(settings.nvml)
-            free = free_now(self.inventory, settings)
+            free = free_now(self.inventory, settings, self.turns)
+            # After a reading that failed, no GPU is free; the machine has some all the same.
+            self.has_gpus |= free is not None
+            if self.inventory.broken and not self.nvml_told:
+                _log.warning(f"{self.inventory.reason}; runs that need a GPU stay in the queue")
+            self.nvml_told = self.inventory.broken
             if free is None:
-                return None
+                return 0 if self.has_gpus else None
             count, served = free
             own = {child.pid for child in psutil.Process().children(recursive=True)}
             # Runs that are still starting will want one of the free GPUs soon.

@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 
 from dphybrid.tracking.tracker import Tracker
+from dphybrid.util.limited import NVML_LIMIT_S, Limited
 from dphybrid.util.memory import page_faults
 from dphybrid.util.stop import watching
 
@@ -103,7 +104,14 @@ def _nvml_reader(gpus: Sequence[str]) -> Callable[[], list[_GpuReading]]:
                 reading[name] = question(pynvml.nvmlDeviceGetHandleByUUID(uuid))
         return reading
 
-    return lambda: [read_one(uuid) for uuid in gpus]
+    read = Limited(lambda: [read_one(uuid) for uuid in gpus], NVML_LIMIT_S)
+
+    def read_if_it_answers() -> list[_GpuReading]:
+        with suppress(TimeoutError):
+            return read()
+        return []
+
+    return read_if_it_answers
 
 
 def balance_warnings(

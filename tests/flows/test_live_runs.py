@@ -289,6 +289,7 @@ def test_a_worker_leaves_runs_in_the_queue_that_need_a_gpu_while_none_is_free(
         return given[-1]
 
     caplog.set_level("INFO")
+    monkeypatch.setattr(one, "inventory", SimpleNamespace(broken=False))
     assert submitted(None) == ["auto", "cpu", "two", "machine"], "a machine without GPUs"
     assert submitted((2, set())) == ["auto", "cpu", "two", "machine"]
     assert submitted((1, set())) == ["auto", "cpu", "machine"]
