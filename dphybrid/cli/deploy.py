@@ -1,7 +1,7 @@
 """Set up or update a Prefect server: work pool, queues, deployments, automation.
 
-What changed in prefect.yaml since the last time is applied. What was changed on Prefect's pages stays: a
-schedule that was switched on, parameters, a paused deployment. Differences are listed.
+A new deployment is made as prefect.yaml has it. Of one that exists, code, form and version are renewed;
+its parameters, schedules and pause stay, and differences are listed: --reset sets them as in the file.
 
 examples:
   PREFECT_API_URL=http://server:4200/api %(prog)s
@@ -33,7 +33,7 @@ class Flags(Command):
     check: bool = False
     """Only check the deployments: values, rules between them, schedules."""
     reset: bool = False
-    """Undo what was changed on Prefect's pages: parameters, schedules, pauses."""
+    """Set parameters, schedules and pauses as in the file, also of deployments that exist."""
 
     def run(self) -> int:
         """Set up the server, or write the files that describe its setup."""

@@ -1,10 +1,11 @@
-"""`dphybrid deploy --check`: what Prefect does not check in a prefect.yaml - values inside `overrides`, rules
-between fields, the parameters of schedules, and grids."""
+"""Read a prefect.yaml, and check what Prefect does not check in it: values inside `overrides`, rules between
+fields, the parameters of schedules, and grids (`dphybrid deploy --check`)."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
 from prefect import Flow
 from prefect.client.schemas.actions import DeploymentScheduleUpdate
 from prefect.client.schemas.schedules import CronSchedule
@@ -13,8 +14,56 @@ from pydantic import ValidationError
 from dphybrid.orchestration.forms import experiment
 from dphybrid.recipes.configs import apply_overrides
 from dphybrid.util.errors import UserError, plain_words
+from dphybrid.util.files import read_small_text
 from dphybrid.util.importing import import_module_of
 from dphybrid.util.text import flag_text
+
+PACKAGED = Path(__file__).with_name("prefect.yaml")
+"""The project's own deployments, installed with the package."""
+LOCAL = Path("prefect.local.yaml")
+"""What people change in them: no part of the project, so that an upgrade does not touch it."""
+
+
+def read_page(given: Path | None) -> tuple[dict[str, Any], Path]:
+    """Return the deployments to make, as a prefect.yaml has them, and the file that names them.
+
+    given: the file; None: the prefect.yaml of the current folder, or else the package's. Then each entry of a
+    `prefect.local.yaml` in the current folder is added, or laid over the entry of the same name. Raises
+    UserError for files that cannot be read.
+    """
+    here = Path("prefect.yaml")
+    file = given or (here if here.is_file() else PACKAGED)
+    page = _read(file)
+    if given is None and LOCAL.is_file():
+        entries = {entry["name"]: entry for entry in page["deployments"]}
+        for own in _read(LOCAL)["deployments"]:
+            entries[own["name"]] = _laid_over(entries.get(own["name"], {}), own)
+        page, file = page | {"deployments": [*entries.values()]}, LOCAL
+    for entry in page["deployments"]:
+        if not isinstance(entry.get("entrypoint"), str):
+            raise UserError(f"{file}: deployment {entry['name']} needs an entrypoint")
+    return page, file
+
+
+def _laid_over(below: Any, above: Any) -> Any:
+    """Return `below` with the values of `above`; lists are replaced, mappings merged."""
+    if not isinstance(below, dict) or not isinstance(above, dict):
+        return above
+    return below | {name: _laid_over(below.get(name), value) for name, value in above.items()}
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        page = yaml.safe_load(read_small_text(file))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise UserError(f"{file}: cannot be read: {error}") from error
+    entries = page.get("deployments") if isinstance(page, dict) else None
+    if not isinstance(entries, list) or not entries:
+        raise UserError(f"{file}: has no deployments; `dphybrid deploy --write` writes a file with some")
+    for entry in entries:
+        if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+            raise UserError(f"{file}: a deployment needs a name, and is {str(entry)[:80]!r}")
+    return dict(page)
 
 
 def load_flow(entrypoint: str) -> Flow[..., object]:

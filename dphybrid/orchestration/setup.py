@@ -1,15 +1,18 @@
 """`dphybrid deploy`: create or update everything that a Prefect server needs. It can be run any number of
 times.
 
-It makes the pool and its queues, the deployments of prefect.yaml (checked first, and merged with what people
-have set on Prefect's pages), and the automation that marks runs whose machine died.
+It makes the pool and its queues, the deployments of prefect.yaml (checked first), and the automation that
+marks runs whose machine died. Of a deployment that exists it renews the code, its form and its version; what
+people have set on Prefect's pages stays.
 """
 
 import asyncio
 import io
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
+from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,27 +22,20 @@ from prefect.automations import Automation
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolCreate
 from prefect.client.schemas.objects import StateType
+from prefect.client.schemas.responses import DeploymentResponse
 from prefect.events.actions import ChangeFlowRunState
 from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_CLI_WRAP_LINES, PREFECT_UI_URL, temporary_settings
+from pydantic import TypeAdapter
 
-from dphybrid.orchestration.checking import check_deployments, load_flow
+from dphybrid.orchestration.checking import LOCAL, PACKAGED, check_deployments, load_flow, read_page
 from dphybrid.orchestration.forms import form_of
-from dphybrid.orchestration.merging import (
-    LOCAL,
-    PACKAGED,
-    SAID,
-    as_in_file,
-    merge,
-    read_page,
-    said_by_file,
-    schedule_name,
-)
 from dphybrid.orchestration.queueing import ENDINGS, SILENT, SILENT_FOR, reaching_server
 from dphybrid.orchestration.worker import SHARED_QUEUES
 from dphybrid.recipes.registry import DEFAULT
 from dphybrid.util.errors import UserError
+from dphybrid.util.text import masked
 
 _AUTOMATION = "dphybrid: notice runs whose machine died"
 _HEARTBEAT = "prefect.flow-run.heartbeat"
@@ -82,43 +78,91 @@ async def _make_queues(client: PrefectClient, pool: str, hosts: Sequence[str]) -
     return wanted
 
 
-async def _merged(page: dict[str, Any], reset: bool) -> tuple[dict[str, Any], list[str]]:
-    """Return the page of a prefect.yaml that is to be deployed, and a line for each difference between file
-    and server."""
-    deployments, lines = [], list[str]()
+async def _on_server(page: dict[str, Any]) -> list[DeploymentResponse | None]:
+    """Return what the server has of each deployment of a prefect.yaml; None for a new one."""
+    found = list[DeploymentResponse | None]()
     async with get_client() as client:
-        for said in page["deployments"]:
+        for entry in page["deployments"]:
             try:
-                there = await client.read_deployment_by_name(_full_name(said))
+                found.append(await client.read_deployment_by_name(_full_name(entry)))
             except ObjectNotFound:
-                deployments.append(said)
-                continue
-            entry, told = await merge(client, said, there, reset)
-            deployments.append(entry)
-            lines += told
-    return page | {"deployments": deployments}, lines
+                found.append(None)
+    return found
 
 
-async def _finish(page: dict[str, Any], deployed: dict[str, Any]) -> None:
-    """Do what `prefect deploy` leaves undone: the form of a deployment's own recipe, the memory of what the
-    file `page` says, and the removal of schedules that `deployed` no longer has."""
+async def _renew(page: dict[str, Any]) -> None:
+    """Give each deployment the file's code, and the form and version of that code. All else is as
+    `prefect deploy` has made it, or as people have set it since."""
     async with get_client() as client:
-        for said, entry in zip(page["deployments"], deployed["deployments"], strict=True):
-            flow = load_flow(said["entrypoint"])
-            # `prefect deploy` gives each deployment its flow's form, the same for all recipes.
-            there = await client.read_deployment_by_name(_full_name(said))
-            form = there.parameter_openapi_schema or {}
-            if "config" in flow.parameters.properties:
+        for entry in page["deployments"]:
+            flow, there = (
+                load_flow(entry["entrypoint"]),
+                await client.read_deployment_by_name(_full_name(entry)),
+            )
+            form = flow.parameters
+            if "config" in form.properties:
                 recipe = (there.parameters.get("config") or {}).get("recipe")
-                if recipe is None and "recipe" not in flow.parameters.properties:
+                if recipe is None and "recipe" not in form.properties:
                     recipe = DEFAULT
-                form = form_of(flow, recipe).model_dump(exclude_unset=True)
-            form = form | {SAID: said_by_file(said)}
-            await client.update_deployment(there.id, DeploymentUpdate(parameter_openapi_schema=form))
-            wanted = said_by_file(entry)["schedules"]
+                # `prefect deploy` gives each deployment its flow's form, the same for all recipes.
+                form = form_of(flow, recipe)
+            new: dict[str, Any] = {
+                "entrypoint": entry["entrypoint"],
+                "version": entry.get("version") or flow.version,
+                "parameter_openapi_schema": form.model_dump(exclude_unset=True),
+                # Workers know kinds of runs by tags.
+                "tags": [*there.tags, *(tag for tag in entry.get("tags") or [] if tag not in there.tags)],
+            }
+            if entry.get("description"):
+                new["description"] = entry["description"]
+            if (pull := entry.get("pull", page.get("pull"))) is not None:
+                new["pull_steps"] = pull
+            await client.update_deployment(there.id, DeploymentUpdate(**new))
+
+
+async def _without_schedules(deployments: Iterable[DeploymentResponse]) -> None:
+    async with get_client() as client:
+        for there in deployments:
             for schedule in there.schedules:
-                if schedule_name(as_in_file(schedule)) not in wanted:
-                    await client.delete_deployment_schedule(there.id, schedule.id)
+                await client.delete_deployment_schedule(there.id, schedule.id)
+
+
+def _as_in_file(there: DeploymentResponse) -> dict[str, Any]:
+    """Return what people may have set on Prefect's pages, as prefect.yaml would describe it."""
+    schedules = [
+        each.schedule.model_dump(exclude_none=True)
+        | {"active": each.active, "slug": each.slug, "parameters": each.parameters or {}}
+        for each in there.schedules
+    ]
+    return {"parameters": there.parameters, "paused": there.paused, "schedules": schedules}
+
+
+def _values_of(entry: Mapping[str, Any]) -> dict[str, str]:
+    """Return parameters, schedules and the pause of a deployment, as text by name."""
+    found = {
+        f"parameters.{name}": masked(json.dumps(value, default=str))
+        for name, value in (entry.get("parameters") or {}).items()
+    }
+    for given in entry.get("schedules") or []:
+        when = next(str(given[kind]) for kind in ("cron", "rrule", "interval") if given.get(kind))
+        if given.get("interval"):
+            when = f"every {TypeAdapter(timedelta).validate_python(given['interval'])}"
+        zone = f" {given['timezone']}" if given.get("cron") else ""
+        state = "on" if given.get("active", True) else "off"
+        own = f" with {json.dumps(given['parameters'])}" if given.get("parameters") else ""
+        found[f"schedules.{given.get('slug') or when}"] = masked(f"{when}{zone}, {state}{own}")
+    return found | ({"paused": "true"} if entry.get("paused") else {})
+
+
+def _differences(entry: dict[str, Any], there: DeploymentResponse) -> list[str]:
+    """Return a line for each value that stays as it is on the server and differs from the file's."""
+    has, says = _values_of(_as_in_file(there)), _values_of(entry)
+    return [
+        f"{entry['name']}: {name}: {has.get(name, 'nothing')} on the server stays; the file has "
+        f"{says.get(name, 'nothing')}"
+        for name in {**says, **has}
+        if has.get(name) != says.get(name)
+    ]
 
 
 def _full_name(said: dict[str, Any]) -> str:
@@ -154,9 +198,16 @@ async def _upsert_automation() -> str:
     except ValueError:
         await automation.acreate()
         return "created"
-    automation.id, automation.enabled = there.id, there.enabled
+    automation.enabled = there.enabled
+    if _plain(there) == _plain(automation):
+        return "unchanged"  # a trigger that is written again forgets the runs that it watches
+    automation.id = there.id
     await automation.aupdate()
     return "updated" if there.enabled else "updated; it is paused on the server, so lost runs stay lost"
+
+
+def _plain(automation: Automation) -> dict[str, Any]:
+    return automation.model_dump(mode="json", exclude={"id": True, "trigger": {"id"}})
 
 
 def call_prefect(*argv: str) -> None:
@@ -216,10 +267,10 @@ def _what_next(page: dict[str, Any], api: str) -> str:
     return "\n".join([*lines, f"        With PREFECT_PLUGINS_ENABLED=true, the name {short} is enough."])
 
 
-def deploy(pool: str, hosts: Sequence[str], file: Path | None, reset: bool = False) -> None:
-    """Set the server up. hosts: workstations that get their own queues. file: as in `read_page`. reset: undo
-    what was changed on Prefect's pages."""
-    page, named = read_page(file)
+def deploy(pool: str, hosts: Sequence[str], given: Path | None, reset: bool = False) -> None:
+    """Set the server up. hosts: workstations that get their own queues. given: as in `read_page`. reset: set
+    the deployments that exist as in the file, too; else only their code, form and version are renewed."""
+    page, named = read_page(given)
     if named == PACKAGED:
         print("Deployments: those of the package; `dphybrid deploy --write` makes a file for your changes")
     check_deployments(page["deployments"], named)
@@ -232,18 +283,22 @@ def deploy(pool: str, hosts: Sequence[str], file: Path | None, reset: bool = Fal
 
     with reaching_server() as address:
         asyncio.run(make())
-        deployed, differences = asyncio.run(_merged(page, reset))
-        for line in differences:
-            print(line, flush=True)
-        if differences and not reset:
-            print(f"`dphybrid deploy --reset` sets all of them as in {named.name}", flush=True)
+        both = list(zip(page["deployments"], asyncio.run(_on_server(page)), strict=True))
+        kept = [(entry, there) for entry, there in both if there is not None and not reset]
         try:
-            check_deployments(deployed["deployments"], named)
+            check_deployments([entry | _as_in_file(there) for entry, there in kept], named)
         except UserError as error:  # a value of an earlier version, say
             raise UserError(f"with what was set on the server: {error}\nUse --reset to undo it") from error
-        with TemporaryDirectory() as folder:
-            merged = Path(folder) / "prefect.yaml"
-            merged.write_text(yaml.safe_dump(deployed, sort_keys=False), encoding="utf-8")
-            call_prefect("--no-prompt", "deploy", "--all", "--prefect-file", str(merged))
-        asyncio.run(_finish(page, deployed))
+        if lines := [line for entry, there in kept for line in _differences(entry, there)]:
+            print("\n".join(lines))
+            print(f"`dphybrid deploy --reset` sets all of them as in {named.name}", flush=True)
+        made = [entry for entry, there in both if there is None or reset]
+        if made:
+            asyncio.run(_without_schedules(there for _, there in both if there is not None and reset))
+            whole = [{"paused": False, "parameters": {}} | entry for entry in made]
+            with TemporaryDirectory() as folder:
+                file = Path(folder) / "prefect.yaml"
+                file.write_text(yaml.safe_dump(page | {"deployments": whole}, sort_keys=False), "utf-8")
+                call_prefect("--no-prompt", "deploy", "--all", "--prefect-file", str(file))
+        asyncio.run(_renew(page))
     print(_what_next(page, address))

@@ -15,8 +15,7 @@ import yaml
 from prefect.context import FlowRunContext
 
 from dphybrid.orchestration import setup, worker
-from dphybrid.orchestration.checking import check_values
-from dphybrid.orchestration.merging import PACKAGED, read_page
+from dphybrid.orchestration.checking import PACKAGED, check_values, read_page
 from dphybrid.orchestration.queueing import STARTED_BY, too_late
 from dphybrid.orchestration.setup import check
 from dphybrid.util.alive import process_name
@@ -135,7 +134,7 @@ def test_deployments_are_checked_with_their_schedules(
     assert capsys.readouterr().out.count(": valid\n") == len(deployments) + len(schedules)
     text = (REPOSITORY / "prefect.yaml").read_text()
     for before, after, words in (
-        ("skip_if_late_min: 120", "skip_if_late_min: soon", "schedule nightly.*skip_if_late_min"),
+        ("skip_if_late_min: 120", "skip_if_late_min: soon", "train-hybrid.*skip_if_late_min"),
         ("timezone: Etc/UTC", "timezone: Mars/Base", "schedule nightly: timezone: .*[Tt]ime ?zone"),
         (
             'cron: "30 3 * * *"',

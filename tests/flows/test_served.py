@@ -203,7 +203,7 @@ def changed(file: Path, **values: Any) -> None:
 
 
 @pytest.mark.slow
-def test_deploying_again_keeps_what_was_set_on_the_server_and_applies_what_changed_in_the_file(
+def test_deploying_again_renews_the_code_and_keeps_what_was_set_unless_it_is_reset(
     team: Team, terminal: Terminal, own_file: Path
 ) -> None:
     deploy = f"dphybrid deploy --file {own_file}"
@@ -215,11 +215,13 @@ def test_deploying_again_keeps_what_was_set_on_the_server_and_applies_what_chang
     def schedules() -> dict[str, Any]:
         return {page["slug"] or str(page["schedule"].get("interval")): page for page in own()["schedules"]}
 
-    def trigger() -> Any:
-        (found,) = team.post("/automations/filter", {"automations": {"name": {"any_": ["own-trigger"]}}})
+    def automation(name: str) -> Any:
+        (found,) = team.post("/automations/filter", {"automations": {"name": {"any_": [name]}}})
         return found
 
+    noticing = "dphybrid: notice runs whose machine died"
     assert "own:" not in terminal.types(own_file.parent, deploy)
+    trigger = automation(noticing)["trigger"]["id"]
     path = f"/deployments/{own()['id']}"
     # Somebody sets parameters, a schedule with parameters, another one on, a pause, a limit, and more.
     config = {"recipe": "ctr", "train": {"seed": 7}}
@@ -231,6 +233,9 @@ def test_deploying_again_keeps_what_was_set_on_the_server_and_applies_what_chang
             "concurrency_limit": 3,
             "work_queue_name": "night",
             "work_pool_name": "gpu",
+            "entrypoint": "dphybrid.flows.an_earlier_version:train",
+            "parameter_openapi_schema": {"type": "object", "properties": {}},
+            "version": "earlier",
         },
         method="PATCH",
     )
@@ -238,43 +243,35 @@ def test_deploying_again_keeps_what_was_set_on_the_server_and_applies_what_chang
     weekly = {"schedule": cron, "slug": "weekly", "active": True, "parameters": {"data_path": "/data/w"}}
     team.post(f"{path}/schedules", [weekly])
     team.post(f"{path}/schedules/{schedules()['nightly']['id']}", {"active": True}, method="PATCH")
-    team.post(f"/automations/{trigger()['id']}", {"enabled": False}, method="PATCH")
-    # Meanwhile the file gets another label and description, and loses a schedule.
-    page = yaml.safe_load(own_file.read_text())["deployments"][0]
-    page["parameters"]["label"] = "newest"
+    team.post(f"/automations/{automation('own-trigger')['id']}", {"enabled": False}, method="PATCH")
+    before, page = own(), yaml.safe_load(own_file.read_text())["deployments"][0]
     changed(own_file, **page | {"schedules": page["schedules"][:2], "description": "Ours, better."})
     told = terminal.types(own_file.parent, deploy)
     for line in (
         "own: parameters.epochs: 5 on the server stays; the file has 2",
         "own: parameters.lr: 0.01 on the server stays; the file has nothing",
-        'own: parameters.config.train: {"seed": 7} on the server stays; the file has nothing',
-        'own: parameters.label: "new" on the server, becomes "newest"',
-        "own: schedules.nightly.active: true on the server stays; the file has false",
+        "own: schedules.nightly: ",
+        "own: schedules.weekly: 0 5 * * * Europe/Berlin, on with ",
         "own: paused: true on the server stays; the file has nothing",
-        'own: work_pool.work_queue_name: "night" on the server stays; the file has "any"',
-        "own: triggers.own-trigger.enabled: false on the server stays; the file has true",
         "`dphybrid deploy --reset` sets all of them as in prefect.yaml",
+        f"Automation '{noticing}': unchanged",
     ):
         assert line in told
     now = own()
-    assert now["parameters"] == {"config": config, "epochs": 5, "label": "newest", "lr": 0.01}
-    assert (now["paused"], now["description"]) == (True, "Ours, better.")
-    assert now["global_concurrency_limit"]["limit"] == 3
-    assert now["work_queue_name"] == "night"
-    assert {name: page["active"] for name, page in schedules().items()} == {
-        "nightly": True,
-        "3600.0": False,
-        "weekly": True,
-    }
-    assert schedules()["weekly"]["parameters"] == {"data_path": "/data/w"}
-    assert not trigger()["enabled"]
-    assert terminal.types(own_file.parent, deploy).count("becomes") == 0, "nothing is left to change"
-    assert own()["parameters"] == now["parameters"]
+    renewed = {"entrypoint", "version", "parameter_openapi_schema", "description", "updated", "version_info"}
+    assert {name for name in now if now[name] != before[name]} <= renewed | {"version_id", "branch"}
+    assert now["entrypoint"] == page["entrypoint"]
+    assert now["description"] == "Ours, better."
+    assert "data_path" in now["parameter_openapi_schema"]["properties"]
+    assert now["version"] != "earlier"
+    assert not automation("own-trigger")["enabled"]
+    assert automation(noticing)["trigger"]["id"] == trigger, "it still knows the runs that it watches"
 
     told = terminal.types(own_file.parent, f"{deploy} --reset")
     assert "stays" not in told
     now = own()
-    assert now["parameters"] == {"config": {"recipe": "ctr"}, "epochs": 2, "label": "newest"}
+    assert now["id"] == before["id"]
+    assert now["parameters"] == page["parameters"]
     assert not now["paused"]
     assert now["global_concurrency_limit"] is None
     assert now["work_queue_name"] == "any"
@@ -282,7 +279,8 @@ def test_deploying_again_keeps_what_was_set_on_the_server_and_applies_what_chang
         "nightly": False,
         "3600.0": False,
     }
-    assert trigger()["enabled"]
+    assert automation("own-trigger")["enabled"]
+    assert "stays" not in terminal.types(own_file.parent, deploy)
     team.post(path, method="DELETE")
 
 
