@@ -221,4 +221,3 @@ def asked_from_outside(stop: StopRequest, folder: Path) -> Iterator[None]:
 
     with watching(look, _POLL_S, "dphybrid-stop"):
         yield
-
