@@ -4,18 +4,21 @@ The work is in `dphybrid.lifecycle.cleanup`; `dphybrid runs remove` does it with
 """
 
 import sys
+from typing import Annotated
 
 from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
+from pydantic import Field
 
 from dphybrid.config.settings import load_settings
 from dphybrid.lifecycle.cleanup import plan_removal, remove
+from dphybrid.orchestration.queueing import why_queued
 from dphybrid.orchestration.supervised import supervised
 
 
 @flow(name="clean-up", log_prints=True)
-def clean_up(keep_days: float = 30, dry_run: bool = False) -> State:
+def clean_up(keep_days: Annotated[float, Field(ge=0, le=36500)] = 30, dry_run: bool = False) -> State:
     """Remove old runs of this data folder, their prepared data and their models in MLflow.
 
     Args:
@@ -24,7 +27,7 @@ def clean_up(keep_days: float = 30, dry_run: bool = False) -> State:
     """
     with supervised():
         settings = load_settings()
-        removal = plan_removal(settings, older_than_days=keep_days)
+        removal = plan_removal(settings, older_than_days=keep_days, why_queued=why_queued)
         for name, why in removal.kept.items():
             print(f"{name}: stays, {why}", flush=True)
         size = f"{removal.num_bytes / 2**20:,.1f} MiB"

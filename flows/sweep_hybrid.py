@@ -19,7 +19,7 @@ from dphybrid.config.settings import load_settings
 from dphybrid.lifecycle.cells import Cell, CellFailed, Result, Train, failures
 from dphybrid.lifecycle.sweep import Sweep, run_sweep
 from dphybrid.orchestration.forms import experiment
-from dphybrid.orchestration.queueing import too_late
+from dphybrid.orchestration.queueing import tags_of_flow, too_late
 from dphybrid.orchestration.shown import show_run, tolerating_outage
 from dphybrid.orchestration.supervised import supervised, watched_flow_run
 from dphybrid.recipes.configs import AnyExperiment, build_config
@@ -96,7 +96,7 @@ def sweep_hybrid(
         def wrap(train: Train) -> Train:
             return lambda cell, enough: as_task(cell, lambda: train(cell, enough))
 
-        tags = {"prefect.flow_run_id": str(flow_run_id), "mlflow.source.name": "sweep-hybrid"}
+        tags = {**tags_of_flow(), "mlflow.source.name": "sweep-hybrid"}
         show_run(flow_run_id, chosen.name, [chosen.config.recipe], "")
         with watched_flow_run(flow_run_id, stop):
             results = run_sweep(chosen, settings, stop, at_once, tags, wrap)

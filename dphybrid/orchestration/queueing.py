@@ -8,13 +8,14 @@ once Prefect's automation misses its heartbeats.
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import TypeVar
 from uuid import UUID
 
 import httpx
+from prefect import runtime
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import (
     FlowRunFilter,
@@ -27,14 +28,16 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.context import FlowRunContext, SettingsContext, get_settings_context
-from prefect.exceptions import PrefectException
-from prefect.settings import PREFECT_API_URL
+from prefect.exceptions import ObjectNotFound, PrefectException
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import AwaitingRetry, Cancelled, Completed, Crashed, Running
 
 from dphybrid.config.settings import Settings
+from dphybrid.run.folder import API_TAG, FLOW_RUN_TAG
 from dphybrid.util.alive import lives
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import StopRequest
+from dphybrid.util.text import shown_address
 
 _T = TypeVar("_T")
 
@@ -53,6 +56,11 @@ STARTS_LABEL = "dphybrid.begun"
 """Label of a flow run: how often it was started, without the starts that ended by an orderly return to the
 queue. Prefect's own `run_count` also grows with each `Running` state that says why the run waits."""
 
+RUN_LABEL, BEGAN_LABEL = "dphybrid.run", "dphybrid.began_on"
+"""Labels of a flow run: its run's name, and the worker in whose data folder the run is."""
+
+NO_GPU_TAG = "without-gpu"
+"""Tag of a flow run that needs no GPU and obeys no training hours."""
 MAX_RUNS = 10
 """A flow run that has died this often is not queued again: the run itself may be what kills machines."""
 SILENT = "no heartbeat: its machine died"
@@ -68,8 +76,8 @@ _PAGE = 200
 """Prefect's server returns at most so many at once."""
 
 UNREACHABLE = (httpx.HTTPError, RuntimeError)
-"""What a call to Prefect's server raises when the server is unreachable. ObjectNotFound is not among them:
-then the server has answered, and somebody has deleted the flow run."""
+"""What a call to Prefect's server raises when the server is unreachable, or refuses (see `refusal`).
+ObjectNotFound is not among them: then somebody has deleted the flow run."""
 REFUSED = (*UNREACHABLE, PrefectException)
 """What a call raises that could not do its work, for whatever reason."""
 DELETED = "the flow run was deleted"
@@ -77,6 +85,17 @@ DELETED = "the flow run was deleted"
 ENDINGS = ("SkippedLate", "NothingNew", "NotEnoughNew", "Kept", "Promoted")
 """Names of the final states that dphybrid adds to Prefect's own. The automation for dead machines lists them
 all: a run that ended in an unlisted state would count as silent."""
+
+
+def refusal(error: BaseException) -> str:
+    """Return how Prefect's server has refused a request: an answer that asking again does not change, such as
+    one to a wrong password. "" if the server is unreachable, overloaded or restarting."""
+    if not isinstance(error, httpx.HTTPStatusError):
+        return ""
+    code, words = error.response.status_code, error.response.reason_phrase
+    if code >= 500 or code in (408, 425, 429):
+        return ""
+    return f"{code} {words}{'; check PREFECT_API_AUTH_STRING' if code in (401, 403) else ''}"
 
 
 @contextmanager
@@ -89,6 +108,8 @@ def reaching_server() -> Iterator[str]:
     try:
         yield address
     except httpx.HTTPError as error:
+        if (why := refusal(error)).endswith("AUTH_STRING"):
+            raise UserError(f"PREFECT_API_URL={address}: the server refuses: {why}") from error
         raise UserError(
             f"PREFECT_API_URL={address}: no Prefect server answers there ({str(error)[:200]}); start one "
             "(`prefect server start`: its first start takes a while), or set its address, which ends in /api"
@@ -170,7 +191,9 @@ def giving_back(stop: StopRequest, after_s: float, what: str = "GPUs") -> Iterat
 
 
 def wants_gpu(run: FlowRun, settings: Settings) -> bool:
-    """Return whether a flow run will wait for a GPU, as far as its parameters say."""
+    """Return whether a flow run will wait for a GPU, as far as its tags and parameters say."""
+    if NO_GPU_TAG in run.tags:
+        return False
     given, config = run.parameters, run.parameters.get("config")
     devices = (config.get("devices") if isinstance(config, dict) else None, given.get("devices"))
     text = str(next(filter(None, reversed(devices)), "auto"))
@@ -240,6 +263,33 @@ def _died_here(run: FlowRun) -> bool:
     worker = str(run.labels.get(OWNER_LABEL, "")).partition(" ")[0]
     # The run's process outlives its worker while it writes its checkpoint, and queues itself.
     return lives(worker) is False and not lives(str(run.labels.get(PROCESS_LABEL, "")))
+
+
+def tags_of_flow() -> dict[str, str]:
+    """Return the tags by which a run names its flow run, and the server that has it in its queue."""
+    found = {FLOW_RUN_TAG: str(runtime.flow_run.id)}
+    # Without a deployment nobody queues it again.
+    return found | ({API_TAG: shown_address(PREFECT_API_URL.value() or "")} if runtime.deployment.id else {})
+
+
+def why_queued(tags: Mapping[str, str]) -> str:
+    """Return why a run must stay whose flow run will continue it, as one that gave way and waits in the
+    queue; "" if none will, or if Prefect's server no longer knows it. tags: of the run."""
+    address = tags.get(API_TAG)
+    if address is None:
+        return ""
+    try:
+        there = temporary_settings({PREFECT_API_URL: address, PREFECT_CLIENT_MAX_RETRIES: 0})
+        with there, get_client(sync_client=True) as client:
+            run = client.read_flow_run(UUID(tags[FLOW_RUN_TAG]))
+    except ObjectNotFound:
+        return ""
+    except UNREACHABLE as error:
+        why = refusal(error) or "no answer"
+        return f"its flow run may continue it, and Prefect at {address} does not say ({why}); see it there"
+    if run.state is None or (run.state.is_final() and run.state.message != SILENT):
+        return ""
+    return f"flow run {run.name} ({run.state.name}) will continue it; cancel that one first"
 
 
 class LostRuns:

@@ -1,14 +1,16 @@
 """Shows a training on Prefect's pages: its name, tags, a link to its MLflow run, and its progress."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock, Thread
+from typing import Any
 from uuid import UUID
 
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 
-from dphybrid.orchestration.queueing import REFUSED, client_for_threads
+from dphybrid.orchestration.queueing import BEGAN_LABEL, REFUSED, RUN_LABEL, WORKER, client_for_threads
 from dphybrid.training.callbacks import EpochEnd
 from dphybrid.util.stop import watching
 from dphybrid.util.text import as_markdown, masked
@@ -34,6 +36,9 @@ def show_run(flow_run_id: str, name: str, tags: Sequence[str], address: str) -> 
         run = client.read_flow_run(UUID(flow_run_id))
         # An update replaces the whole list of tags, so keep the present ones.
         client.update_flow_run(run.id, name=name, tags=sorted({*run.tags, *tags}))
+        if worker := os.environ.get(WORKER):
+            labels: Any = {RUN_LABEL: name, BEGAN_LABEL: worker}
+            client.update_flow_run_labels(run.id, labels)
         if address:
             text = f"[MLflow run {as_markdown(name)}]({address})" if "://" in address else f"`{address}`"
             link = ArtifactCreate(

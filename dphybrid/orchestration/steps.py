@@ -1,5 +1,6 @@
 """Shared parts of the flows: `trained` is `dphybrid.run.train.run_job` with each step as a Prefect task."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import wraps
@@ -13,17 +14,17 @@ from prefect.states import Cancelled
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings, load_settings
-from dphybrid.orchestration.queueing import REFUSED, giving_back, shown_waiting
+from dphybrid.orchestration.queueing import REFUSED, giving_back, shown_waiting, tags_of_flow
 from dphybrid.orchestration.shown import show_run, shown_progress, tolerating_outage
 from dphybrid.orchestration.supervised import watched_flow_run
 from dphybrid.run import train as job
-from dphybrid.run.folder import Run, attached, find_tagged_run
+from dphybrid.run.folder import FLOW_RUN_TAG, Run, attached, find_tagged_run
 from dphybrid.training.callbacks import Callback
+from dphybrid.util.alive import alive
 from dphybrid.util.files import disk_errors_told
 from dphybrid.util.stop import Interrupted, StopRequest
 
-FLOW_RUN_TAG = "prefect.flow_run_id"
-
+_LOOK_EVERY_S = 0.5
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -149,8 +150,12 @@ def trained(
     """
     settings, flow_run_id = load_settings(), runtime.flow_run.id
     # A flow run that is started again finds its run only by this tag of the run.
-    resume = resume or find_tagged_run(settings, FLOW_RUN_TAG, flow_run_id)
+    own = find_tagged_run(settings, FLOW_RUN_TAG, flow_run_id)
+    resume = resume or own
     with watched_flow_run(flow_run_id, stop):
+        while own and alive(settings.runs_dir / own):
+            stop.obey("while its last start wrote a checkpoint")
+            time.sleep(_LOOK_EVERY_S)
         return job.run_job(
             config,
             settings,
@@ -167,7 +172,7 @@ def trained(
 def _tags() -> dict[str, str]:
     run, deployment = runtime.flow_run, runtime.deployment
     found = {
-        FLOW_RUN_TAG: run.id,
+        **tags_of_flow(),
         "prefect.flow_run_name": run.name,
         "prefect.deployment_id": deployment.id,
         "mlflow.source.name": "train-hybrid",

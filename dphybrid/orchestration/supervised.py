@@ -8,19 +8,22 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
 from prefect import runtime
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.objects import State, StateType
+from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.exceptions import ObjectNotFound, Pause, TerminationSignal
-from prefect.states import AwaitingRetry, Cancelled, Completed
+from prefect.states import AwaitingRetry, Cancelled
 
 from dphybrid.config.settings import load_settings
 from dphybrid.orchestration.queueing import (
+    BEGAN_LABEL,
     DELETED,
     PROCESS_LABEL,
+    RUN_LABEL,
     STARTED_BY,
     STARTS_LABEL,
     UNREACHABLE,
@@ -28,22 +31,23 @@ from dphybrid.orchestration.queueing import (
     client_for_threads,
     num_starts,
     owned_elsewhere,
+    refusal,
 )
 from dphybrid.util.alive import lives, process_name
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import Interrupted, StopRequest, stop_signals, watching
 
 _ASK_EVERY_S = 15.0
-_ENDED = {StateType.CANCELLING, StateType.CANCELLED, StateType.CRASHED}
+_ENDED = {StateType.CANCELLING, StateType.CANCELLED, StateType.CRASHED, StateType.PAUSED}
 
 
 @contextmanager
-def supervised(ending: str | None = None) -> Iterator[StopRequest]:
+def supervised() -> Iterator[StopRequest]:
     """Supervise the current flow run while the block runs. Yields its stop request, which signals and the
     death of its worker set off.
 
     A run that is interrupted (to give way, by SIGTERM, or because its worker died) and not cancelled is
-    queued again. With an `ending` of `queueing.ENDINGS` it ends in that state instead.
+    queued again.
     """
     without_tracebacks_of_user_errors()
     flow_run_id = runtime.flow_run.id if runtime.deployment.id else None
@@ -60,13 +64,13 @@ def supervised(ending: str | None = None) -> Iterator[StopRequest]:
                 raise  # no worker looks at how this process ends: its command reports the checkpoint
             asked_to_end = interruption.signal_number == signal.SIGTERM
             later = interruption.requeue or asked_to_end
-            _leave(flow_run_id, str(interruption), later, ending, interruption.orderly)
+            _leave(flow_run_id, str(interruption), later)
             if asked_to_end:
                 raise TerminationSignal(signal=signal.SIGTERM) from interruption
             raise
         except TerminationSignal as ended:  # Prefect's handler: the signal came while `stop_signals` was off
             if flow_run_id is not None:
-                _leave(flow_run_id, f"stopped by {ended!r}", True, ending)
+                _leave(flow_run_id, f"stopped by {ended!r}", True)
             raise
 
 
@@ -78,9 +82,10 @@ def watched_flow_run(flow_run_id: str, stop: StopRequest, every_s: float = _ASK_
     Prefect's own observer ends for good after an outage of half a minute; a run cancelled later would
     continue to train.
     """
-    opened = client_for_threads()
+    opened, told = client_for_threads(), False
 
     def look() -> bool:
+        nonlocal told
         try:
             with opened() as client:
                 run = client.read_flow_run(UUID(flow_run_id))
@@ -91,7 +96,10 @@ def watched_flow_run(flow_run_id: str, stop: StopRequest, every_s: float = _ASK_
         except ObjectNotFound:
             stop.ask(f"Prefect ({DELETED})")
             return True
-        except UNREACHABLE:
+        except UNREACHABLE as error:
+            if (why := refusal(error)) and not told:
+                print(f"Note: Prefect refuses to say whether this run is cancelled: {why}", flush=True)
+                told = True
             return False
         if run.state is not None and run.state.type in _ENDED:
             stop.ask(f"Prefect (flow run {run.state.name})")
@@ -111,18 +119,33 @@ def _own(flow_run_id: str) -> None:
     why = ""
     try:
         with get_client(sync_client=True) as client:
-            if owned_elsewhere(client.read_flow_run(UUID(flow_run_id))):
+            run = client.read_flow_run(UUID(flow_run_id))
+            if owned_elsewhere(run):
                 why = "Another worker has started this flow run meanwhile"
             else:
                 own: Any = {PROCESS_LABEL: process_name()}
-                client.update_flow_run_labels(UUID(flow_run_id), own)
+                client.update_flow_run_labels(run.id, own)
+                _note_new_beginning(run)
     except ObjectNotFound:
         why = DELETED.capitalize()
-    except UNREACHABLE:
+    except UNREACHABLE as error:
+        if refused := refusal(error):
+            print(f"Note: Prefect refuses: {refused}", flush=True)
         return  # `watched_flow_run` will notice later
     if why:
         print(f"{why}; this process ends", flush=True)
         os._exit(0)  # with another code, this process's worker would mark the other worker's run as crashed
+
+
+def _note_new_beginning(run: FlowRun) -> None:
+    """Say it when a flow run has a run on another workstation, which cannot be continued here."""
+    name, began = run.labels.get(RUN_LABEL), run.labels.get(BEGAN_LABEL)
+    if name and not (load_settings().runs_dir / Path(str(name)).name).is_dir():
+        print(
+            f"Note: run {name} is in the data folder of workstation {began}, which does not take it now; it "
+            "starts anew here. Workstations that share DPHYBRID_DATA_DIR continue each other's runs",
+            flush=True,
+        )
 
 
 @contextmanager
@@ -157,13 +180,12 @@ def _adds_to_the_state(record: logging.LogRecord) -> bool:
     return not isinstance(error, UserError | KeyboardInterrupt)
 
 
-def _leave(flow_run_id: str, reason: str, later: bool, ending: str | None, orderly: bool = True) -> None:
+def _leave(flow_run_id: str, reason: str, later: bool) -> None:
     """Set the final or queued state of an interrupted flow run, and raise Pause so that Prefect sets no other
     one; return without a change if Prefect should choose the state.
 
-    A cancelled or deleted run becomes Cancelled. A run with an `ending`, one of `ENDINGS`, becomes that. If
-    `later` and a worker can take it, it is queued again after a pause. A run that another process owns by now
-    is left as it is. orderly: this start does not count towards `MAX_RUNS`.
+    A cancelled or deleted run becomes Cancelled, and a paused one stays so. If `later` and a worker
+    can take it, it is queued again after some time. A run that another process owns by now is left as it is.
     """
     state: State[object] | None = None
     try:
@@ -173,17 +195,19 @@ def _leave(flow_run_id: str, reason: str, later: bool, ending: str | None, order
             if owned_elsewhere(run):
                 # Prefect sets no state after a Pause, and must not: another process owns the run.
                 raise Pause(state=run.state)
-            if now in (StateType.CANCELLING, StateType.CANCELLED):
+            if now == StateType.PAUSED:
+                # Its checkpoint is written and its GPUs are free; Resume queues it, and it continues.
+                state = run.state
+            elif now in (StateType.CANCELLING, StateType.CANCELLED):
                 state = Cancelled(message=reason)
-            elif ending is not None:
-                state = Completed(name=ending, message=reason)
             elif later and now == StateType.RUNNING and run.deployment_id and run.work_queue_id:
                 when = datetime.now(UTC) + timedelta(seconds=load_settings().requeue_after_s)
                 state = AwaitingRetry(scheduled_time=when, message=reason)
-                if orderly:
-                    starts: Any = {STARTS_LABEL: max(0, num_starts(run) - 1)}
-                    client.update_flow_run_labels(run.id, starts)
-            if state is not None:
+            if state is not None and not state.is_final():
+                # This start does not count towards `MAX_RUNS`.
+                starts: Any = {STARTS_LABEL: max(0, num_starts(run) - 1)}
+                client.update_flow_run_labels(run.id, starts)
+            if state is not None and state is not run.state:
                 client.set_flow_run_state(run.id, state, force=True)
     except Pause:
         raise
@@ -192,10 +216,10 @@ def _leave(flow_run_id: str, reason: str, later: bool, ending: str | None, order
     except UNREACHABLE as error:
         # Exit at once: Prefect would retry for long and then mark the run as crashed. The worker sees this
         # exit code and queues the run.
-        print(
-            f"{reason}\nPrefect's server is unreachable ({error}); the run is queued again when it answers",
-            flush=True,
-        )
+        why = f"Prefect's server is unreachable ({error}); the run is queued again when it answers"
+        if refused := refusal(error):
+            why = f"Prefect refuses: {refused}; the run is not queued again, its folder stays"
+        print(f"{reason}\n{why}", flush=True)
         os._exit(128 + signal.SIGTERM)
     if state is not None:
         raise Pause(state=state)  # Prefect then sets no state of its own, and the process exits with 0

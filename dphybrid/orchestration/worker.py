@@ -17,11 +17,14 @@ import warnings
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid4
 
 import psutil
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import WorkerFilter, WorkerFilterStatus
+from prefect.client.schemas.objects import WorkerStatus
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import (
     PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
@@ -35,8 +38,10 @@ from dphybrid.config.settings import ENV_FILE, Settings, env_file, load_settings
 from dphybrid.gpus.inventory import Inventory
 from dphybrid.gpus.waiting import Turns, free_now
 from dphybrid.orchestration.queueing import (
+    BEGAN_LABEL,
     DELETED,
     OWNER_LABEL,
+    RUN_LABEL,
     SILENT_FOR,
     STARTED_BY,
     STARTS_LABEL,
@@ -46,6 +51,7 @@ from dphybrid.orchestration.queueing import (
     LostRuns,
     num_starts,
     reaching_server,
+    refusal,
     state_after_death,
     wants_gpu,
 )
@@ -114,19 +120,40 @@ with warnings.catch_warnings():
                 room = await asyncio.to_thread(self._room, settings)
             except UserError:
                 room = None  # the run will say what is wrong here
+            elsewhere = await self._begun_elsewhere(flow_run_response, settings)
             for entry in flow_run_response:
+                if entry.flow_run.id in elsewhere:
+                    continue
                 if room is None or not wants_gpu(entry.flow_run, settings):
                     taken.append(entry)
                 elif room > 0:
                     taken.append(entry)
                     room -= 1
-            left = len(flow_run_response) - len(taken)
+            left = len(flow_run_response) - len(taken) - len(elsewhere)
             if left and not self.left:
                 _log.info(
                     f"no GPU is free here; left in the queue, for other workers: {counted(left, 'run')}"
                 )
             self.left = left
             return await super()._submit_scheduled_flow_runs(taken)
+
+        async def _begun_elsewhere(
+            self, entries: "list[WorkerFlowRunResponse]", settings: Settings
+        ) -> set[UUID]:
+            """Return the runs that another workstation has begun in a data folder of its own, and whose
+            worker is there to continue them."""
+            found = {
+                entry.flow_run.id: str(began)
+                for entry in entries
+                if (began := entry.flow_run.labels.get(BEGAN_LABEL)) not in (None, self.name)
+                and not (settings.runs_dir / Path(str(entry.flow_run.labels.get(RUN_LABEL))).name).is_dir()
+            }
+            if not found:
+                return set()
+            there = WorkerFilter(status=WorkerFilterStatus(any_=[WorkerStatus.ONLINE]))
+            workers = await self.client.read_workers_for_work_pool(self._work_pool_name, worker_filter=there)
+            online = {one.name for one in workers}
+            return {run for run, began in found.items() if began in online}
 
         def _room(self, settings: Settings) -> int | None:
             """Return how many GPUs are free for new runs; None on a machine without GPUs."""
@@ -178,7 +205,10 @@ with warnings.catch_warnings():
                     await self._settle(flow_run, started_by, result.status_code)
                 except ObjectNotFound:
                     _log.warning(f"flow run {flow_run.name}: {DELETED}; it has ended, its run folder stays")
-                except UNREACHABLE:
+                except UNREACHABLE as error:
+                    if why := refusal(error):
+                        _log.error(f"flow run {flow_run.name}: Prefect refuses its new state: {why}")
+                        break
                     # A process that ended with 0 has reported its run's state already.
                     if result.status_code != 0 and not self.draining:
                         await asyncio.sleep(_ASK_AGAIN_S)

@@ -23,6 +23,11 @@ from dphybrid.util.files import make_folder, sync, write_text
 from dphybrid.util.locks import locked
 from dphybrid.util.pages import Page
 
+FLOW_RUN_TAG = "prefect.flow_run_id"
+"""Tag of a run: the flow run that trains it."""
+API_TAG = "prefect.api_url"
+"""Tag of a run: the address of the Prefect server whose deployment made the flow run."""
+
 
 class RunPage(Page):
     """`run.json` describes a run. number: counts the data folder's runs. config: the experiment's values.

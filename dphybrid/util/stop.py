@@ -20,15 +20,12 @@ class Interrupted(KeyboardInterrupt):
     """A run stopped on request. Its progress is in its newest checkpoint.
 
     reason: text that says who asked. signal_number: the signal that asked, or None. requeue: whether the run
-    only gave way and wants to continue later. orderly: whether this run itself is sound; False if it stopped
-    because a part of it died. run: name of the run to continue; None if it stopped before it had one.
+    only gave way and wants to continue later. run: name of the run to continue; None if it stopped before it
+    had one.
     """
 
-    def __init__(
-        self, reason: str, signal_number: int | None = None, requeue: bool = False, orderly: bool = True
-    ) -> None:
+    def __init__(self, reason: str, signal_number: int | None = None, requeue: bool = False) -> None:
         super().__init__(reason)
-        self.orderly = orderly
         self.reason = reason
         self.signal_number = signal_number
         self.requeue = requeue

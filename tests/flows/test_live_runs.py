@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
@@ -22,9 +23,11 @@ from prefect.workers.process import ProcessWorker, ProcessWorkerResult
 from dphybrid.orchestration import queueing, supervised, worker
 from dphybrid.orchestration.plugin import setup_environment
 from dphybrid.orchestration.queueing import (
+    BEGAN_LABEL,
     MAX_RUNS,
     OWNER_LABEL,
     PROCESS_LABEL,
+    RUN_LABEL,
     SILENT,
     STARTED_BY,
     STARTS_LABEL,
@@ -56,7 +59,6 @@ def dead_run(kind: StateType = StateType.RUNNING, starts: int = 1, **facts: Any)
         (dead_run(StateType.FAILED), None),
         (dead_run(StateType.SCHEDULED), None),
         (dead_run(deployment_id=None), "Crashed"),
-        (dead_run(tags=["dphybrid", "machine"]), "Crashed"),  # the first machine asks anew
     ],
 )
 def test_a_run_whose_process_died_is_queued_again(run: FlowRun, name: str | None) -> None:
@@ -65,11 +67,12 @@ def test_a_run_whose_process_died_is_queued_again(run: FlowRun, name: str | None
     assert state is None or (state.message or "").startswith("its process died (-9)")
 
 
-@pytest.mark.parametrize(("orderly", "starts"), [(True, 9), (False, 10)])
+@pytest.mark.parametrize(("kind", "states"), [("RUNNING", ["AwaitingRetry"]), ("PAUSED", [])])
 def test_an_orderly_return_to_the_queue_does_not_count_as_a_start(
-    orderly: bool, starts: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, states: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, given = dead_run(starts=MAX_RUNS, work_queue_id=uuid4()), list[State]()
+    """A run that was paused on Prefect's pages stays so until it is resumed there."""
+    run, given = dead_run(StateType[kind], starts=MAX_RUNS, work_queue_id=uuid4()), list[State]()
     client = SimpleNamespace(
         read_flow_run=lambda _: run,
         update_flow_run_labels=lambda _, labels: run.labels.update(labels),
@@ -77,21 +80,28 @@ def test_an_orderly_return_to_the_queue_does_not_count_as_a_start(
     )
     monkeypatch.setattr(supervised, "get_client", lambda **_: nullcontext(client))
     with pytest.raises(Pause):
-        supervised._leave(str(run.id), "it gave way", True, None, orderly)
-    assert [state.name for state in given] == ["AwaitingRetry"]
-    assert run.labels[STARTS_LABEL] == starts
+        supervised._leave(str(run.id), "it gave way", True)
+    assert [state.name for state in given] == states
+    assert run.labels[STARTS_LABEL] == MAX_RUNS - 1
+
+
+def answer(code: int) -> httpx.HTTPStatusError:
+    """What a client raises when the server answers with a status."""
+    request = httpx.Request("GET", "http://prefect/api")
+    return httpx.HTTPStatusError(str(code), request=request, response=httpx.Response(code, request=request))
 
 
 class Client:
-    """Prefect's, with one run; its server is away at the first question."""
+    """Prefect's, with one run; its server is away at the first questions, or answers with a status."""
 
-    def __init__(self, run: FlowRun) -> None:
+    def __init__(self, run: FlowRun, *answers: Exception) -> None:
         self.run, self.asked, self.states, self.deleted = run, 0, list[State](), False
+        self.answers = answers or (httpx.ConnectError("no server here"),)
 
     async def read_flow_run(self, _id: object) -> FlowRun:
         self.asked += 1
-        if self.asked == 1:
-            raise httpx.ConnectError("no server here")
+        if self.asked <= len(self.answers):
+            raise self.answers[self.asked - 1]
         return deleted(None) if self.deleted else self.run
 
     async def update_flow_run_labels(self, _id: object, labels: dict[str, Any]) -> None:
@@ -130,6 +140,56 @@ def test_a_worker_queues_a_run_again_whose_process_died(
         assert "flow run run: the flow run was deleted" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("codes", "asked"), [([401], 1), ([409], 1), ([422], 1), ([503, 429, 500], 4), ([503, 401], 2)]
+)
+def test_a_worker_asks_again_while_the_server_is_away_and_not_when_it_refuses(
+    codes: list[int], asked: int, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """Else the worker would ask for ever, and its slot would stay taken."""
+
+    async def died(*_: object) -> ProcessWorkerResult:
+        return ProcessWorkerResult(status_code=-9, identifier="1")
+
+    run = dead_run(StateType.CRASHED)
+    monkeypatch.setattr(ProcessWorker, "run", died)
+    monkeypatch.setattr(worker, "_ASK_AGAIN_S", 0)
+    one, client = worker.DrainingWorker(work_pool_name="gpu", name="one"), Client(run, *map(answer, codes))
+    monkeypatch.setattr(one, "_client", client)
+    asyncio.run(asyncio.wait_for(one.run(run, SimpleNamespace(env={})), 20))
+    assert client.asked == asked
+    refused = 400 <= codes[-1] < 500
+    assert len(client.states) == (not refused)
+    assert ("Prefect refuses its new state: " in caplog.text) == refused
+
+
+def test_a_workstation_continues_what_it_began_while_its_worker_is_there(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """Another one would start at the first epoch, unless they share the data folder."""
+    runs = {name: dead_run(StateType.SCHEDULED, name=name) for name in ("new", "own", "here", "two", "three")}
+    for name, began in (("own", "one"), ("here", "two"), ("two", "two"), ("three", "three")):
+        runs[name].labels |= {RUN_LABEL: f"run-{name}", BEGAN_LABEL: began}
+    (data_dir / "runs" / "run-here").mkdir(parents=True)
+    taken: list[str] = []
+
+    async def submit(_worker: object, entries: list[Any]) -> list[Any]:
+        taken.extend(entry.flow_run.name for entry in entries)
+        return []
+
+    async def workers(_pool: str, worker_filter: Any) -> list[Any]:
+        assert worker_filter.status.any_ == ["ONLINE"]
+        return [SimpleNamespace(name="one"), SimpleNamespace(name="two")]
+
+    monkeypatch.setattr(ProcessWorker, "_submit_scheduled_flow_runs", submit)
+    monkeypatch.setattr(worker, "free_now", lambda *_: None)
+    one = worker.DrainingWorker(work_pool_name="gpu", name="one")
+    monkeypatch.setattr(one, "inventory", SimpleNamespace(broken=False))
+    monkeypatch.setattr(one, "_client", SimpleNamespace(read_workers_for_work_pool=workers))
+    asyncio.run(one._submit_scheduled_flow_runs([SimpleNamespace(flow_run=run) for run in runs.values()]))
+    assert taken == ["new", "own", "here", "three"]
+
+
 def test_a_run_that_waited_when_it_was_thought_dead_waits_on(monkeypatch: pytest.MonkeyPatch) -> None:
     run, when = dead_run(StateType.CRASHED), datetime(2030, 1, 1, tzinfo=UTC)
     run.state = Crashed(message=SILENT)
@@ -159,6 +219,7 @@ def deleted(_id: object) -> FlowRun:
     ("answer", "words"),
     [
         (lambda _: dead_run(StateType.CANCELLING), "Prefect (flow run "),
+        (lambda _: dead_run(StateType.PAUSED), "Prefect (flow run "),
         (deleted, "Prefect (the flow run was deleted)"),
     ],
 )
@@ -228,7 +289,7 @@ def test_no_clock_decides_which_runs_are_lost(ahead_s: int, monkeypatch: pytest.
     every = [pending, *[dead_run(StateType.RUNNING) for _ in range(250)], silent]
     client = SimpleNamespace(
         read_flow_runs=lambda offset, **_: every[offset : offset + 200],
-        read_flow_run_states=lambda _: [],
+        read_flow_run_states=lambda _: [Running(), silent.state],
         set_flow_run_state=lambda *_, **__: None,
     )
     monkeypatch.setattr(queueing, "get_client", lambda **_: nullcontext(client))
@@ -279,7 +340,7 @@ def test_a_worker_leaves_runs_in_the_queue_that_need_a_gpu_while_none_is_free(
             ("auto", {}, []),
             ("cpu", {"config": {"devices": "cuda:0"}, "overrides": ["devices = cpu*2"]}, []),
             ("two", {"devices": "auto*2", "config": {"devices": "cpu"}}, []),
-            ("machine", {}, ["machine"]),
+            ("clean-up", {}, ["without-gpu"]),
         )
     ]
 
@@ -290,18 +351,18 @@ def test_a_worker_leaves_runs_in_the_queue_that_need_a_gpu_while_none_is_free(
 
     caplog.set_level("INFO")
     monkeypatch.setattr(one, "inventory", SimpleNamespace(broken=False))
-    assert submitted(None) == ["auto", "cpu", "two", "machine"], "a machine without GPUs"
-    assert submitted((2, set())) == ["auto", "cpu", "two", "machine"]
-    assert submitted((1, set())) == ["auto", "cpu", "machine"]
+    assert submitted(None) == ["auto", "cpu", "two", "clean-up"], "a machine without GPUs"
+    assert submitted((2, set())) == ["auto", "cpu", "two", "clean-up"]
+    assert submitted((1, set())) == ["auto", "cpu", "clean-up"]
     running = 1  # it is still starting, and will take the free GPU
-    assert submitted((1, set())) == ["cpu", "machine"]
-    assert submitted((0, set())) == ["cpu", "machine"]
+    assert submitted((1, set())) == ["cpu", "clean-up"]
+    assert submitted((0, set())) == ["cpu", "clean-up"]
     assert caplog.text.count("no GPU is free here") == 1
     with subprocess.Popen(["sleep", "60"]) as child:
-        assert submitted((1, {child.pid})) == ["auto", "cpu", "machine"], "it has leased its GPU"
+        assert submitted((1, {child.pid})) == ["auto", "cpu", "clean-up"], "it has leased its GPU"
         child.kill()
     monkeypatch.setenv("DPHYBRID_DEVICES", "cpu")
-    assert submitted((0, set())) == ["auto", "cpu", "machine"]
+    assert submitted((0, set())) == ["auto", "cpu", "clean-up"]
 
 
 def test_a_run_that_waits_too_long_goes_back_to_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
