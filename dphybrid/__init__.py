@@ -19,6 +19,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # for addresses that are no multiple of 64. Read by MKL at its first product.
 os.environ.setdefault("MKL_CBWR", "AUTO")
 
+# Servers of this machine are reached directly, whatever proxy leads to others.
+if any(name.lower().endswith("_proxy") for name in os.environ):
+    _direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    for _name in ("no_proxy", "NO_PROXY"):
+        os.environ[_name] = ",".join(filter(None, [_direct, "127.0.0.1", "localhost"]))
+
 if TYPE_CHECKING:
     from dphybrid.api.estimator import HybridClassifier, HybridRegressor
     from dphybrid.api.run import runs, tracking_uri

@@ -3,27 +3,21 @@
 Each line is one check: ok, or BAD with the remedy. The exit code is 1 when a check failed.
 """
 
-import base64
 import os
 import shutil
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from http.client import HTTPException
 from importlib.util import find_spec
 
 from dphybrid.cli.parser import Command, prefect_part
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.gpus.inventory import REAL_NVML, Inventory, visible, why_cpu
 from dphybrid.gpus.leases import lease_folder
+from dphybrid.util.asking import ask, clock_check
 from dphybrid.util.errors import UserError, counted
-from dphybrid.util.text import masked, shown_address, without_credentials, without_secrets_of
+from dphybrid.util.text import masked, shown_address, without_secrets_of
 
 _PINS = "pip install 'prefect>=3.8.8,<3.10' 'fastapi>=0.139,<0.151' 'sqlalchemy>=2.0.16,<2.1'"
 """The remedy: the versions of the extra `flows` in pyproject.toml."""
-_TIMEOUT_S = 5.0
-"""How long a server may take to answer."""
-
 _Check = tuple[bool, str]
 """(whether the check passed, the finding with its remedy)"""
 
@@ -119,7 +113,7 @@ def _prefect() -> Iterator[_Check]:
         why = f"{type(error).__name__}: {error}"
         yield False, f"Prefect's server cannot be imported: {why}; remedy: {_PINS}"
     else:
-        yield from checks(_ask)
+        yield from checks(ask)
 
 
 def _mlflow_server(settings: Settings) -> _Check:
@@ -129,16 +123,17 @@ def _mlflow_server(settings: Settings) -> _Check:
     if not url.startswith("http"):
         # It is not opened: MLflow's client takes seconds to import.
         return True, f"MLflow: {shown_address(url)}, no server; `dphybrid ui` shows the runs"
-    user, password = (os.environ.get(f"MLFLOW_TRACKING_{name}") for name in ("USERNAME", "PASSWORD"))
+    user, password, token = (
+        os.environ.get(f"MLFLOW_TRACKING_{name}") for name in ("USERNAME", "PASSWORD", "TOKEN")
+    )
     page = f"{url.rstrip('/')}/api/2.0/mlflow/experiments/search?max_results=1"
-    answer = _ask(page, f"{user}:{password}" if user else None)
-    if isinstance(answer, str):
-        remedy = "correct MLFLOW_TRACKING_URI, _USERNAME or _PASSWORD, or start it"
-        return (
-            False,
-            f"MLflow server {shown_address(url)}: {without_secrets_of(url, answer)}; remedy: {remedy}",
-        )
-    return True, f"MLflow server {shown_address(url)}: answers"
+    # As MLflow's client does: user and password before the token.
+    answer = ask(page, f"{user}:{password}" if user else None, None if user else token)
+    server = f"MLflow server {shown_address(url)}"
+    if answer.wrong:
+        remedy = "correct MLFLOW_TRACKING_URI, _USERNAME, _PASSWORD, _TOKEN or _SERVER_CERT_PATH, or start it"
+        return False, f"{server}: {without_secrets_of(url, answer.wrong)}; remedy: {remedy}"
+    return clock_check(f"{server}: answers", answer)
 
 
 def _data_folder(settings: Settings) -> Iterator[_Check]:
@@ -156,24 +151,3 @@ def _data_folder(settings: Settings) -> Iterator[_Check]:
         yield False, f"data folder: others may enter {folder}; remedy: chmod 700, unless that is intended"
     else:
         yield True, f"data folder: {folder} is closed to others"
-
-
-def _ask(url: str, auth: str | None) -> bytes | str:
-    """Request `url`. Return the bytes of the answer, or a string that says what is wrong.
-
-    auth: USER:PASSWORD; None: the ones in `url`, if any.
-    """
-    # urllib would take USER:PASSWORD@ for a part of the host's name.
-    url, own = without_credentials(url)
-    auth = auth or own
-    if not url.startswith(("http://", "https://")):
-        return "is not an http address"
-    headers = {"Authorization": "Basic " + base64.b64encode(auth.encode()).decode()} if auth else {}
-    try:
-        request = urllib.request.Request(url, headers=headers)  # noqa: S310 - http, as just checked
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:  # noqa: S310 - the same
-            return answer.read()
-    except urllib.error.HTTPError as error:
-        return "refuses user and password" if error.code == 401 else f"answers {error.code}"
-    except (OSError, ValueError, HTTPException) as error:
-        return f"does not answer ({error})"

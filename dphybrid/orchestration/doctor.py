@@ -8,32 +8,34 @@ from importlib.metadata import version
 import prefect.server.api.server  # noqa: F401 - incompatible versions fail here, as the server's start would
 from prefect.settings.models.root import Settings
 
+from dphybrid.util.asking import Answer, clock_check
 
-def checks(ask: Callable[[str, str | None], bytes | str]) -> Iterator[tuple[bool, str]]:
-    """Yield for each check whether it passed, and its line. ask: returns the bytes of a server's
-    answer to (url, USER:PASSWORD), or a text that says what is wrong."""
+
+def checks(ask: Callable[[str, str | None], Answer]) -> Iterator[tuple[bool, str]]:
+    """Yield for each check whether it passed, and its line. ask: `dphybrid.util.asking.ask`."""
     here, sqlalchemy = version("prefect"), version("sqlalchemy")
     yield True, f"prefect {here} with fastapi {version('fastapi')}: the server can start"
     if tuple(int(part) for part in sqlalchemy.split(".")[:2]) >= (2, 1):
         remedy = "remedy: pip install 'sqlalchemy>=2.0.16,<2.1'"
         yield False, f"sqlalchemy {sqlalchemy}: with 2.1 Prefect 3.8 creates no scheduled runs; {remedy}"
     settings = Settings()
-    url, auth = settings.api.url, settings.api.auth_string
+    url, auth = (settings.api.url or "").rstrip("/"), settings.api.auth_string
     if not url:
         yield True, "Prefect server: PREFECT_API_URL is not set; flows start a temporary server"
         return
     answer = ask(f"{url}/admin/version", auth.get_secret_value() if auth else None)
+    wrong = answer.wrong
     # Without /api the address is that of Prefect's pages, which answer every request with HTML.
-    if not isinstance(answer, str) and not answer.startswith(b'"'):
-        answer = "does not answer as Prefect's API does, whose address ends in /api"
-    if isinstance(answer, str):
+    if not wrong and not answer.content.startswith(b'"'):
+        wrong = "does not answer as Prefect's API does, whose address ends in /api"
+    if wrong:
         remedy = "correct PREFECT_API_URL or PREFECT_API_AUTH_STRING, or start the server"
-        yield False, f"Prefect server {url}: {answer}; remedy: {remedy}"
-    elif (there := json.loads(answer)) != here:
+        yield False, f"Prefect server {url}: {wrong}; remedy: {remedy}"
+    elif (there := json.loads(answer.content)) != here:
         remedy = "remedy: install the same version on both"
         yield False, f"Prefect server {url} has version {there}, this machine {here}; {remedy}"
     else:
-        yield True, f"Prefect server {url}: the same version"
+        yield clock_check(f"Prefect server {url}: the same version", answer)
     # `dphybrid worker` sets these two if nobody else has, so being unset is no fault.
     client, flows = settings.client, settings.flows
     retries = client.max_retries if "max_retries" in client.model_fields_set else 9

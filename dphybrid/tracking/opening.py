@@ -4,21 +4,19 @@ import importlib.util
 import logging
 import os
 import sqlite3
-import urllib.error
-import urllib.request
 from contextlib import closing
 from functools import cache
-from http.client import HTTPException
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, version
 from pathlib import Path
 
 from dphybrid.tracking.record import RecordFile
 from dphybrid.tracking.tracker import EMBEDDED, FILES, Server, Tracker, embedded_uri
+from dphybrid.util.asking import ask
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import make_folder, scratch_folder
 from dphybrid.util.importing import kept_from_gc
 from dphybrid.util.locks import locked
-from dphybrid.util.text import shown_address, without_credentials, without_secrets_of
+from dphybrid.util.text import shown_address, without_secrets_of
 
 _SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks", "file")
 _DATABASES = ("postgresql", "mysql", "mssql")
@@ -158,6 +156,8 @@ def store_to_read(tracking_uri: str | None, store: Path) -> str:
         )
     if tracking_uri is not None:
         _check(tracking_uri)
+    if uri.startswith("sqlite"):
+        _check_version(uri)
     return uri
 
 
@@ -243,7 +243,24 @@ def make_database(uri: str, store: Path) -> None:
                     ) from error
                 (folder / file.name).replace(file)
         # For an existing file, too: if it is empty, this call makes the tables, which needs the lock.
+        _check_version(uri)
+
+
+def _check_version(uri: str) -> None:
+    """Raise UserError for an SQLite store that another version of MLflow has made."""
+    from alembic.util import CommandError
+    from mlflow.exceptions import MlflowException
+    from mlflow.tracking import MlflowClient
+    from sqlalchemy.exc import DBAPIError
+
+    try:
         MlflowClient(tracking_uri=uri).get_experiment_by_name("Default")
+    except (MlflowException, DBAPIError, CommandError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{shown_address(uri)}: MLflow {version('mlflow')} cannot use this store ({why}); if another "
+            f"version made it, install that one, or copy the file and run `mlflow db upgrade {uri}`"
+        ) from error
 
 
 def _check(uri: str) -> None:
@@ -273,20 +290,13 @@ def _given(uri: str) -> str:
 
 
 def _check_server(uri: str) -> None:
-    try:
-        # MLflow's /health answers without a login, and urllib does not understand user:password@.
-        address, _ = without_credentials(uri)
-        health = f"{address.rstrip('/')}/health"
-        with urllib.request.urlopen(health, timeout=_REACH_SECONDS):  # noqa: S310 - http, as just checked
-            return
-    except urllib.error.HTTPError:
-        return  # the server is up, although it refuses this request; MLflow's client will report why
-    except (OSError, ValueError, HTTPException) as error:
-        reason = without_secrets_of(uri, str(error))
+    answer = ask(f"{uri.rstrip('/')}/health", timeout_s=_REACH_SECONDS)
+    # With a status the server is up, although it may refuse this request; MLflow's client will report why.
+    if not answer.status:
         raise UserError(
-            f"MLflow server {shown_address(uri)}: does not answer ({reason}); start it, correct the "
-            "address, unset it for the embedded store, or record nothing with --tracking none"
-        ) from error
+            f"MLflow server {shown_address(uri)}: {without_secrets_of(uri, answer.wrong)}; start it, correct "
+            "the address, unset it for the embedded store, or record nothing with --tracking none"
+        )
 
 
 def _check_database(uri: str) -> None:

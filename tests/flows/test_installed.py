@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dphybrid.cli.doctor import _ask
+from dphybrid.util.asking import Answer, ask
 from tests.commands import python
 from tests.conftest import REPOSITORY
 from tests.flows.servers import environment
@@ -74,7 +74,7 @@ def test_the_doctor_tells_addresses_of_other_servers(monkeypatch: pytest.MonkeyP
     from dphybrid.orchestration.doctor import checks  # imports Prefect's server, which takes two seconds
 
     monkeypatch.setenv("PREFECT_API_URL", "http://here:4200")
-    page = {text: good for good, text in checks(lambda *_: b"<!doctype html>")}
+    page = {text: good for good, text in checks(lambda *_: Answer(b"<!doctype html>", 200))}
     assert [good for text, good in page.items() if "whose address ends in /api" in text] == [False]
 
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -86,6 +86,6 @@ def test_the_doctor_tells_addresses_of_other_servers(monkeypatch: pytest.MonkeyP
 
         thread = threading.Thread(target=answer)
         thread.start()
-        said = _ask(f"http://127.0.0.1:{other.getsockname()[1]}/api", None)
+        said = ask(f"http://127.0.0.1:{other.getsockname()[1]}/api", None)
         thread.join()
-    assert "does not answer (SSH-2.0-OpenSSH_9.6" in str(said)
+    assert "does not answer (SSH-2.0-OpenSSH_9.6" in said.wrong

@@ -129,7 +129,7 @@ def test_deployments_are_checked_with_their_schedules(
     check(REPOSITORY / "prefect.yaml")
     deployments = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text())["deployments"]
     schedules = [schedule for deployment in deployments for schedule in deployment.get("schedules", [])]
-    assert len(deployments) >= 9
+    assert len(deployments) >= 8
     assert len(schedules) >= 5
     assert capsys.readouterr().out.count(": valid\n") == len(deployments) + len(schedules)
     text = (REPOSITORY / "prefect.yaml").read_text()

@@ -28,9 +28,11 @@ def test_a_name_of_a_process_is_its_own_for_good() -> None:
     assert lives(f"{number}:{started}:1{namespace}:{boot}:{host}") is None, "in another container"
     assert lives(f"{number}:{started}:{namespace}:{boot}:elsewhere") is None
     assert [lives(odd) for odd in ("", "77", number, own + "\n")] == [None] * 4
-    with subprocess.Popen(["true"]) as ended:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as ended:
         other = process_name(ended.pid)
-        assert lives(other) is not None
+        assert lives(other)
+        assert ended.stdin is not None
+        ended.stdin.close()
         os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
         assert lives(other) is False, "it has ended, though its parent has not asked"
 

@@ -1,0 +1,90 @@
+"""Requests to servers: the token, an own certificate, a proxy for others, and the server's clock."""
+
+import os
+import ssl
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from time import time
+
+import pytest
+
+from dphybrid.cli.doctor import _mlflow_server
+from dphybrid.config.settings import Settings
+from dphybrid.util.asking import ask, clock_check
+from tests.commands import python
+
+
+@contextmanager
+def serving(behind_s: float = 0, certificate: Path | None = None) -> Iterator[tuple[str, list[str]]]:
+    """Yield a server's address and the Authorization of each request. behind_s: its clock's difference."""
+    asked = list[str]()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.headers.get("Authorization", ""))
+            self.send_response_only(200 if asked[-1] != "Bearer wrong" else 401)
+            self.send_header("Date", formatdate(time() - behind_s, usegmt=True))
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, *_: object) -> None: ...
+
+    server, scheme = HTTPServer(("127.0.0.1", 0), Handler), "http"
+    if certificate is not None:
+        context, scheme = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), "https"
+        context.load_cert_chain(certificate)
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        yield f"{scheme}://127.0.0.1:{server.server_port}", asked
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_the_doctor_sends_the_token_and_takes_a_slash(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving() as (address, asked):
+        for token, good in (("right", True), ("wrong", False)):
+            monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", token)
+            passed, told = _mlflow_server(Settings(tracking_uri=f"{address}/"))
+            assert (passed, asked[-1]) == (good, f"Bearer {token}")
+            assert ("_TOKEN" in told) != good
+
+
+@pytest.mark.parametrize(("behind_s", "words"), [(0, ""), (180, "180 s ahead of"), (-3600, "3600 s behind")])
+def test_clocks_that_differ_are_told(behind_s: float, words: str) -> None:
+    with serving(behind_s) as (address, _):
+        good, told = clock_check("answers", ask(address))
+    assert good == (not words)
+    assert words in told.replace("181 s", "180 s").replace("179 s", "180 s").replace("3599", "3600")
+
+
+def test_a_server_with_an_own_certificate_is_trusted_where_mlflow_trusts_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pem = tmp_path / "own.pem"
+    command = (
+        f"openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1 -keyout {pem} "
+        f"-addext subjectAltName=IP:127.0.0.1 -out {tmp_path / 'cert'}"
+    )
+    subprocess.run(command.split(), check=True, capture_output=True)
+    pem.write_text(pem.read_text() + (tmp_path / "cert").read_text())
+    with serving(certificate=pem) as (address, _):
+        assert "CERTIFICATE_VERIFY_FAILED" in ask(address).wrong
+        monkeypatch.setenv("MLFLOW_TRACKING_SERVER_CERT_PATH", str(tmp_path / "cert"))
+        assert ask(address).content == b"{}"
+
+
+@pytest.mark.parametrize("name", ["http_proxy", "HTTP_PROXY"])
+def test_servers_of_this_machine_are_asked_without_a_proxy(name: str) -> None:
+    code = "import sys, dphybrid; from dphybrid.util.asking import ask; print(ask(sys.argv[1]).content)"
+    with serving() as (address, _):
+        environment = {**os.environ, name: "http://127.0.0.1:9", "NO_PROXY": "example.org"}
+        assert python("-c", code, address, env=environment).stdout == "b'{}'\n"
