@@ -17,6 +17,7 @@ import pytest
 from prefect.client import orchestration
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.exceptions import ObjectNotFound, Pause
+from prefect.settings import PREFECT_API_URL
 from prefect.states import AwaitingRetry, Crashed, Running
 from prefect.workers.process import ProcessWorker, ProcessWorkerResult
 
@@ -36,8 +37,10 @@ from dphybrid.orchestration.queueing import (
     owned_elsewhere,
     state_after_death,
 )
+from dphybrid.run.folder import API_TAG, FLOW_RUN_TAG
 from dphybrid.util.alive import process_name
 from dphybrid.util.stop import StopRequest
+from tests.commands import command, run_with
 from tests.waiting import wait_until
 
 
@@ -215,6 +218,16 @@ def deleted(_id: object) -> FlowRun:
     raise ObjectNotFound(Exception("404"))
 
 
+def raising(error: Exception) -> FlowRun:
+    raise error
+
+
+def silent_run() -> FlowRun:
+    run = dead_run()
+    run.state = Crashed(message=SILENT)
+    return run
+
+
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
@@ -303,6 +316,49 @@ def test_no_clock_decides_which_runs_are_lost(ahead_s: int, monkeypatch: pytest.
     assert [line.split(":")[0] for line in lost.queue()] == ["flow run silent"]
     now += 100
     assert "flow run pending: its process did not start; queued again" in lost.queue()
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        (lambda _: dead_run(StateType.SCHEDULED), "flow run run (.*) will continue it"),
+        (lambda _: dead_run(StateType.PAUSED), "flow run run (.*) will continue it"),
+        (lambda _: silent_run(), "flow run run (.*) will continue it"),
+        (lambda _: dead_run(StateType.CANCELLED), None),
+        (lambda _: dead_run(StateType.FAILED), None),
+        (lambda _: deleted(None), None),
+        (
+            lambda _: raising(httpx.ConnectError("away")),
+            "Prefect at http://here/api does not say (no answer)",
+        ),
+        (lambda _: raising(answer(401)), "does not say (401 Unauthorized; check PREFECT_API_AUTH_STRING)"),
+    ],
+)
+def test_a_run_that_its_flow_run_will_continue_is_not_removed(
+    state: Callable[[object], FlowRun],
+    words: str | None,
+    data_dir: Path,
+    unrecorded: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = list[str]()
+
+    def get_client(**_: object) -> Any:
+        asked.append(PREFECT_API_URL.value())
+        return nullcontext(SimpleNamespace(read_flow_run=state))
+
+    monkeypatch.setattr(queueing, "get_client", get_client)
+    tags = {FLOW_RUN_TAG: str(uuid4()), API_TAG: "http://here/api"}
+    run_with("recipe=toy", "devices=cpu", "train.epochs=1", run_name="run", tags=tags)
+    assert "would be removed" in command("runs", "remove", "run"), "it has ended"
+    (data_dir / "runs" / "run" / "report.json").unlink()
+    told = command("runs", "remove", "run", "--yes")
+    assert asked == ["http://here/api"]
+    if words is None:
+        assert told == "run: removed\n"
+    else:
+        assert re.match(f"run: stays, .*{re.escape(words).replace(re.escape('.*'), '.*')}", told)
+        assert (data_dir / "runs" / "run").is_dir()
 
 
 def test_a_process_knows_when_its_run_lives_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
