@@ -1,9 +1,12 @@
 """What workers take from the queue, leave there for others, and give back; and runs that can never begin.
 Real servers and workers, on stand-in GPUs."""
 
+import json
 import os
 import signal
+import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -12,6 +15,8 @@ import pytest
 
 from dphybrid.config.settings import load_settings
 from dphybrid.lifecycle.retrain import retraining
+from dphybrid.util.alive import LOCK
+from dphybrid.util.locks import is_held
 from dphybrid.util.stop import StopRequest
 from tests.fake_nvml import gpu, write_state
 from tests.flows.servers import Team
@@ -114,5 +119,29 @@ def test_a_run_that_is_queued_again_is_not_shown_as_crashed(team: Team) -> None:
     states = [page["name"] for page in team.post(f"/flow_run_states/?flow_run_id={run}")]
     assert "Crashed" not in states
     assert "AwaitingRetry" in states
+    team.cancel(run)
+    team.wait_for(run, "Cancelled")
+
+
+@pytest.mark.slow
+def test_a_paused_run_frees_its_gpus_and_goes_on_where_it_began(team: Team) -> None:
+    """Two workstations without a shared folder; both would take it."""
+    team.start_machine("one", 1, "any", SLOW="0.1")
+    (run,) = team.run_many([("train-hybrid", {"overrides": LONG})])
+    folder = team.wait_for_checkpoint(run)
+    team.start_machine("two", 2, "any", DPHYBRID_DATA_DIR=str(team.folder / "data-two"))
+    until = (datetime.now(UTC) + timedelta(minutes=10)).isoformat()
+    paused = {"type": "PAUSED", "name": "Suspended"}
+    paused |= {"state_details": {"pause_timeout": until, "pause_reschedule": True}}
+    team.post(f"/flow_runs/{run}/set_state", {"state": paused, "force": True})
+    wait_until(lambda: not is_held(folder / LOCK) and not team.holders(), "it has left", 60)
+    assert team.state(run) == "Suspended"
+    told = team.command(sys.executable, "-m", "dphybrid", "runs", "remove", folder.name, "--yes").stdout
+    assert "(Suspended) will continue it; cancel that one first" in told
+    # The other workstation takes what is new meanwhile, and leaves the run to the one that began it.
+    team.post(f"/flow_runs/{run}/resume", {})
+    wait_until(lambda: is_held(folder / LOCK), "it goes on", 90)
+    assert json.loads((folder / "run.json").read_text())["attempt"] == 2
+    assert not (team.folder / "data-two" / "runs").exists()
     team.cancel(run)
     team.wait_for(run, "Cancelled")
