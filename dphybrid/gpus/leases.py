@@ -29,6 +29,7 @@ from dphybrid.util.locks import is_locked, lock, stands_at
 _FALLBACK = Path("/tmp/dphybrid-leases")  # noqa: S108 - its owner, mode and files are looked at before use
 """Used where only root may write to /var/lock. All users must share one folder, so it cannot be in a home."""
 _MAX_BYTES = 65536
+_SHOWN = 300
 _OTHERS_LEAVE_S = 1.0
 """How long the older of two processes that want the same GPU at the same moment waits for the younger one to
 leave it."""
@@ -40,7 +41,7 @@ def _printable(text: str) -> str:
     return text
 
 
-_ShownText = Annotated[str, Field(max_length=300), AfterValidator(_printable)]
+_ShownText = Annotated[str, Field(max_length=_SHOWN), AfterValidator(_printable)]
 """Text from another user's file that is printed on a terminal: no control characters, limited length."""
 
 
@@ -59,6 +60,12 @@ class Holder(BaseModel):
     @property
     def user(self) -> str:
         return _user_name(self.uid)
+
+    @classmethod
+    def own(cls, run: str, **more: object) -> Self:
+        """Return the page of this process for a run, whatever the run's name holds."""
+        shown = "".join(letter if letter.isprintable() else "?" for letter in run[:_SHOWN])
+        return cls.model_validate({"pid": os.getpid(), "process": process_name(), "run": shown} | more)
 
     def name(self) -> str:
         return f"{self.user}'s run {self.run} since {clock_time(self.since)} (pid {self.pid})"
@@ -158,7 +165,7 @@ def _fault(folder: Path) -> str | None:
 
 def try_lease(folder: Path, gpus: Sequence[Gpu], run: str) -> Lease | None:
     """Lease all of `gpus`, or none of them. Returns None when another run holds one."""
-    holder = Holder(pid=os.getpid(), process=process_name(), run=run)
+    holder = Holder.own(run)
     name = f"{new_number()}.lock"
     files: dict[Path, int] = {}
     for gpu in gpus:

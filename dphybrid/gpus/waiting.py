@@ -30,7 +30,6 @@ from dphybrid.gpus.leases import (
     new_number,
     try_lease,
 )
-from dphybrid.util.alive import process_name
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.hours import parse_training_hours
 from dphybrid.util.stop import StopRequest
@@ -236,7 +235,7 @@ def _eligible(wanted: Wanted, units: Sequence[Gpu]) -> list[Gpu]:
 @contextmanager
 def _ticket(folder: Path, eligible: Sequence[Gpu], least: int, run: str = "") -> Iterator[str]:
     name, uuids = f"{new_number()}.ticket", frozenset(gpu.uuid for gpu in eligible)
-    page = _Ticket(pid=os.getpid(), process=process_name(), run=run, uuids=uuids, least=least)
+    page = _Ticket.own(run, uuids=uuids, least=least)
     handle = make_locked(folder / name, page)
     try:
         yield name

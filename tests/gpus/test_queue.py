@@ -153,6 +153,16 @@ def test_what_others_lock_in_the_folder_stops_nobody(
     assert takes(fake, folder) == 2
 
 
+@pytest.mark.parametrize("run", ["", "x" * 5000, "a\n\x1b[2Jb"])
+def test_a_run_of_any_name_waits_and_leases(run: str, fake: Inventory, folder: Path) -> None:
+    with waiting._ticket(folder, fake.read(), 2, run):
+        assert free_now(fake, soon(folder)) == (0, {os.getpid()})
+    with try_lease(folder, fake.read(), run) or pytest.fail("not leased"):
+        holder = find_holder(folder, fake.read()[0].uuid)
+        assert holder is not None
+        assert holder.text().isprintable()
+
+
 def test_nobody_can_lock_a_file_before_its_maker(
     fake: Inventory, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
