@@ -97,7 +97,7 @@ def sweep_hybrid(
             return lambda cell, enough: as_task(cell, lambda: train(cell, enough))
 
         tags = {**tags_of_flow(), "mlflow.source.name": "sweep-hybrid"}
-        show_run(flow_run_id, chosen.name, [chosen.config.recipe], "")
+        show_run(str(flow_run_id), chosen.folder(settings), [chosen.config.recipe], "")
         with watched_flow_run(flow_run_id, stop):
             results = run_sweep(chosen, settings, stop, at_once, tags, wrap)
         stop.obey("with runs left; they continue when the sweep does")

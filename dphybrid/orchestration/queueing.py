@@ -56,8 +56,8 @@ STARTS_LABEL = "dphybrid.begun"
 """Label of a flow run: how often it was started, without the starts that ended by an orderly return to the
 queue. Prefect's own `run_count` also grows with each `Running` state that says why the run waits."""
 
-RUN_LABEL, BEGAN_LABEL = "dphybrid.run", "dphybrid.began_on"
-"""Labels of a flow run: its run's name, and the worker in whose data folder the run is."""
+FOLDER_LABEL, BEGAN_LABEL = "dphybrid.folder", "dphybrid.began_on"
+"""Labels of a flow run: its run's or sweep's folder in the data folder, and the worker that has begun it."""
 
 NO_GPU_TAG = "without-gpu"
 """Tag of a flow run that needs no GPU and obeys no training hours."""
@@ -263,6 +263,12 @@ def _died_here(run: FlowRun) -> bool:
     worker = str(run.labels.get(OWNER_LABEL, "")).partition(" ")[0]
     # The run's process outlives its worker while it writes its checkpoint, and queues itself.
     return lives(worker) is False and not lives(str(run.labels.get(PROCESS_LABEL, "")))
+
+
+def is_elsewhere(run: FlowRun, settings: Settings) -> bool:
+    """Return whether a flow run has begun a run or sweep that is not in this data folder."""
+    folder = run.labels.get(FOLDER_LABEL)
+    return folder is not None and not (settings.data_dir / str(folder)).is_dir()
 
 
 def tags_of_flow() -> dict[str, str]:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from threading import Lock, Thread
 from typing import Any
 from uuid import UUID
@@ -10,7 +11,7 @@ from uuid import UUID
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 
-from dphybrid.orchestration.queueing import BEGAN_LABEL, REFUSED, RUN_LABEL, WORKER, client_for_threads
+from dphybrid.orchestration.queueing import BEGAN_LABEL, FOLDER_LABEL, REFUSED, WORKER, client_for_threads
 from dphybrid.training.callbacks import EpochEnd
 from dphybrid.util.stop import watching
 from dphybrid.util.text import as_markdown, masked
@@ -29,15 +30,17 @@ def tolerating_outage(note: str) -> Iterator[None]:
 
 
 @tolerating_outage("Prefect does not show the run's name and link")
-def show_run(flow_run_id: str, name: str, tags: Sequence[str], address: str) -> None:
-    """Give a flow run the name of its run, more tags, and a link to its page in MLflow (address, or the
-    command that opens it; "" for none). If Prefect's server does not answer, print a note and continue."""
+def show_run(flow_run_id: str, folder: Path, tags: Sequence[str], address: str) -> None:
+    """Give a flow run the name of its run's or sweep's folder, more tags, and a link to its page in MLflow
+    (address, or the command that opens it; "" for none). If Prefect's server does not answer, print a note
+    and continue."""
+    name = folder.name
     with get_client(sync_client=True) as client:
         run = client.read_flow_run(UUID(flow_run_id))
         # An update replaces the whole list of tags, so keep the present ones.
         client.update_flow_run(run.id, name=name, tags=sorted({*run.tags, *tags}))
         if worker := os.environ.get(WORKER):
-            labels: Any = {RUN_LABEL: name, BEGAN_LABEL: worker}
+            labels: Any = {FOLDER_LABEL: f"{folder.parent.name}/{name}", BEGAN_LABEL: worker}
             client.update_flow_run_labels(run.id, labels)
         if address:
             text = f"[MLflow run {as_markdown(name)}]({address})" if "://" in address else f"`{address}`"

@@ -104,7 +104,7 @@ class _InFlow(job.Around):
                 address = tracker.run_url or run.ui_command
         register_as = run.config.checkpoint.register_as
         shown = [run.page.recipe, run.page.devices, *filter(None, [register_as])]
-        show_run(runtime.flow_run.id, run.folder.name, shown, address)
+        show_run(runtime.flow_run.id, run.folder, shown, address)
         if address and runtime.deployment.id:
             print(f"MLflow: {address}", flush=True)
 

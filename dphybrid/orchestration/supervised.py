@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -22,13 +21,14 @@ from dphybrid.config.settings import load_settings
 from dphybrid.orchestration.queueing import (
     BEGAN_LABEL,
     DELETED,
+    FOLDER_LABEL,
     PROCESS_LABEL,
-    RUN_LABEL,
     STARTED_BY,
     STARTS_LABEL,
     UNREACHABLE,
     alive_again,
     client_for_threads,
+    is_elsewhere,
     num_starts,
     owned_elsewhere,
     refusal,
@@ -139,11 +139,11 @@ def _own(flow_run_id: str) -> None:
 
 def _note_new_beginning(run: FlowRun) -> None:
     """Say it when a flow run has a run on another workstation, which cannot be continued here."""
-    name, began = run.labels.get(RUN_LABEL), run.labels.get(BEGAN_LABEL)
-    if name and not (load_settings().runs_dir / Path(str(name)).name).is_dir():
+    if is_elsewhere(run, load_settings()):
         print(
-            f"Note: run {name} is in the data folder of workstation {began}, which does not take it now; it "
-            "starts anew here. Workstations that share DPHYBRID_DATA_DIR continue each other's runs",
+            f"Note: {run.labels[FOLDER_LABEL]} is in the data folder of workstation "
+            f"{run.labels.get(BEGAN_LABEL)}, which does not take it now; it starts anew here. Workstations "
+            "that share DPHYBRID_DATA_DIR continue each other's runs",
             flush=True,
         )
 

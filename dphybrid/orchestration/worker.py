@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid4
 
@@ -41,7 +40,6 @@ from dphybrid.orchestration.queueing import (
     BEGAN_LABEL,
     DELETED,
     OWNER_LABEL,
-    RUN_LABEL,
     SILENT_FOR,
     STARTED_BY,
     STARTS_LABEL,
@@ -49,6 +47,7 @@ from dphybrid.orchestration.queueing import (
     WORKER,
     WORKER_LABEL,
     LostRuns,
+    is_elsewhere,
     num_starts,
     reaching_server,
     refusal,
@@ -146,7 +145,7 @@ with warnings.catch_warnings():
                 entry.flow_run.id: str(began)
                 for entry in entries
                 if (began := entry.flow_run.labels.get(BEGAN_LABEL)) not in (None, self.name)
-                and not (settings.runs_dir / Path(str(entry.flow_run.labels.get(RUN_LABEL))).name).is_dir()
+                and is_elsewhere(entry.flow_run, settings)
             }
             if not found:
                 return set()

@@ -25,10 +25,10 @@ from dphybrid.orchestration import queueing, supervised, worker
 from dphybrid.orchestration.plugin import setup_environment
 from dphybrid.orchestration.queueing import (
     BEGAN_LABEL,
+    FOLDER_LABEL,
     MAX_RUNS,
     OWNER_LABEL,
     PROCESS_LABEL,
-    RUN_LABEL,
     SILENT,
     STARTED_BY,
     STARTS_LABEL,
@@ -172,7 +172,7 @@ def test_a_workstation_continues_what_it_began_while_its_worker_is_there(
     """Another one would start at the first epoch, unless they share the data folder."""
     runs = {name: dead_run(StateType.SCHEDULED, name=name) for name in ("new", "own", "here", "two", "three")}
     for name, began in (("own", "one"), ("here", "two"), ("two", "two"), ("three", "three")):
-        runs[name].labels |= {RUN_LABEL: f"run-{name}", BEGAN_LABEL: began}
+        runs[name].labels |= {FOLDER_LABEL: f"runs/run-{name}", BEGAN_LABEL: began}
     (data_dir / "runs" / "run-here").mkdir(parents=True)
     taken: list[str] = []
 
