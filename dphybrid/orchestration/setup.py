@@ -95,10 +95,8 @@ async def _renew(page: dict[str, Any]) -> None:
     `prefect deploy` has made it, or as people have set it since."""
     async with get_client() as client:
         for entry in page["deployments"]:
-            flow, there = (
-                load_flow(entry["entrypoint"]),
-                await client.read_deployment_by_name(_full_name(entry)),
-            )
+            flow = load_flow(entry["entrypoint"])
+            there = await client.read_deployment_by_name(_full_name(entry))
             form = flow.parameters
             if "config" in form.properties:
                 recipe = (there.parameters.get("config") or {}).get("recipe")
@@ -149,7 +147,7 @@ def _values_of(entry: Mapping[str, Any]) -> dict[str, str]:
             when = f"every {TypeAdapter(timedelta).validate_python(given['interval'])}"
         zone = f" {given['timezone']}" if given.get("cron") else ""
         state = "on" if given.get("active", True) else "off"
-        own = f" with {json.dumps(given['parameters'])}" if given.get("parameters") else ""
+        own = f" with {json.dumps(given['parameters'], default=str)}" if given.get("parameters") else ""
         found[f"schedules.{given.get('slug') or when}"] = masked(f"{when}{zone}, {state}{own}")
     return found | ({"paused": "true"} if entry.get("paused") else {})
 
