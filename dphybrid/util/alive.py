@@ -22,15 +22,17 @@ _NAME = re.compile(r"(\d+):(\d+):(\d+):([0-9a-f-]+):(.+)")
 
 def process_name(pid: int | None = None) -> str:
     """Return a name that no other process has, on whatever machine: `PID:START:NAMESPACE:BOOT:HOST`, without
-    spaces. pid: None for this process. Raises ProcessLookupError if it does not exist.
+    spaces. pid: None for this process. Raises ProcessLookupError if it does not exist, and PermissionError if
+    this system hides it.
 
     START is in ticks since the boot, so setting the clock does not change it.
     """
     pid = pid or os.getpid()
     try:
         started = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError as error:
-        raise ProcessLookupError(pid) from error
+    except FileNotFoundError:
+        os.kill(pid, 0)  # tells a hidden process (hidepid) of another user from none
+        raise
     fields = started.rpartition(")")[2].split()  # a program's name may hold spaces
     if fields[0] in "ZX":  # it has ended, and its parent has not asked for its exit code
         raise ProcessLookupError(pid)
@@ -46,7 +48,7 @@ def _place() -> str:
 
 def lives(name: str) -> bool | None:
     """Return whether a process that `process_name` named exists. None: it is of another machine or container,
-    which alone can say, or nobody's name."""
+    which alone can say, or hidden, or nobody's name."""
     match, (namespace, boot, host) = _NAME.fullmatch(name), _place().split(":", 2)
     if match is None or match[5] != host:
         return None
@@ -58,6 +60,8 @@ def lives(name: str) -> bool | None:
         return process_name(int(match[1])) == name
     except ProcessLookupError:
         return False
+    except (PermissionError, FileNotFoundError):
+        return None
 
 
 def alive(folder: Path | None, process: str = "") -> bool:

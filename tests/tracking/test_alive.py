@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from mlflow.tracking import MlflowClient
@@ -19,7 +20,7 @@ from tests.commands import command, run_with
 from tests.conftest import REPOSITORY
 
 
-def test_a_name_of_a_process_is_its_own_for_good() -> None:
+def test_a_name_of_a_process_is_its_own_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     own = process_name()
     number, started, namespace, boot, host = own.split(":")
     assert lives(own)
@@ -28,6 +29,11 @@ def test_a_name_of_a_process_is_its_own_for_good() -> None:
     assert lives(f"{number}:{started}:1{namespace}:{boot}:{host}") is None, "in another container"
     assert lives(f"{number}:{started}:{namespace}:{boot}:elsewhere") is None
     assert [lives(odd) for odd in ("", "77", number, own + "\n")] == [None] * 4
+    with monkeypatch.context() as hidden:  # as with hidepid, for another user's process
+        hidden.setattr("dphybrid.util.alive._place", lambda: f"{namespace}:{boot}:{host}")
+        hidden.setattr(Path, "read_text", Mock(side_effect=FileNotFoundError))
+        hidden.setattr(os, "kill", Mock(side_effect=PermissionError))
+        assert lives(own) is None
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as ended:
         other = process_name(ended.pid)
         assert lives(other)
