@@ -256,7 +256,7 @@ def _check_version(uri: str) -> None:
     try:
         MlflowClient(tracking_uri=uri).get_experiment_by_name("Default")
     except (MlflowException, DBAPIError, CommandError) as error:
-        why = " ".join(str(error).split())[:200]
+        why = " ".join(str(error).split()).partition(". ")[0][:200]
         raise UserError(
             f"{shown_address(uri)}: MLflow {version('mlflow')} cannot use this store ({why}); if another "
             f"version made it, install that one, or copy the file and run `mlflow db upgrade {uri}`"

@@ -3,6 +3,7 @@
 import json
 import re
 import resource
+import sqlite3
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -17,8 +18,8 @@ from dphybrid.run.train import Report
 from dphybrid.serving.load import model_from_checkpoint
 from dphybrid.tracking import open_tracker
 from dphybrid.tracking.loader import checkpoint_folder
-from dphybrid.tracking.opening import embedded_uri, make_database
-from tests.commands import models_of, run_with
+from dphybrid.tracking.opening import embedded_uri, make_database, store_to_write
+from tests.commands import models_of, python, run_with
 from tests.conftest import own_settings
 from tests.refusing import refused
 
@@ -208,3 +209,17 @@ def test_a_database_whose_tables_did_not_fit_is_made_by_the_next_run(tmp_path: P
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     make_database(uri, tmp_path)
     assert [one.name for one in MlflowClient(uri).search_experiments()] == ["Default"]
+
+
+def test_a_store_that_another_mlflow_made_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    store_to_write(None, tmp_path)
+    with sqlite3.connect(tmp_path / "mlflow.db") as database:
+        database.execute("UPDATE alembic_version SET version_num = '0123456789ab'")
+    code = (
+        "import sys; from pathlib import Path; from dphybrid.tracking import opening; "
+        "opening.store_to_read(None, Path(sys.argv[1]))"
+    )
+    told = python("-c", code, str(tmp_path), ends=1).stderr.splitlines()[-1]
+    assert "mlflow.db: MLflow " in told
+    assert "found version 0123456789ab" in told
+    assert told.endswith(f"run `mlflow db upgrade {embedded_uri(tmp_path)}`")
