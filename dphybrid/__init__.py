@@ -21,9 +21,9 @@ os.environ.setdefault("MKL_CBWR", "AUTO")
 
 # Servers of this machine are reached directly, whatever proxy leads to others.
 if any(name.lower().endswith("_proxy") for name in os.environ):
-    _direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
-    for _name in ("no_proxy", "NO_PROXY"):
-        os.environ[_name] = ",".join(filter(None, [_direct, "127.0.0.1", "localhost"]))
+    _direct = (os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "").split(",")
+    _direct += [host for host in ("127.0.0.1", "localhost") if host not in _direct]
+    os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(filter(None, _direct))
 
 if TYPE_CHECKING:
     from dphybrid.api.estimator import HybridClassifier, HybridRegressor
