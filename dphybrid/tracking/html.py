@@ -40,9 +40,9 @@ def number(value: float) -> str:
 
 
 def html_of(title: str, texts: Mapping[str, str], figures: Mapping[str, Sequence[str]]) -> str:
-    """Return the page: texts by title, each followed by its figures (SVG), which may stand without a text."""
+    """Return the page: the first text, the figures (SVG) by title, and the other texts by title."""
     parts = []
-    for name in dict.fromkeys([*texts, *figures]):
+    for name in dict.fromkeys([*list(texts)[:1], *figures, *texts]):
         text, drawn = texts.get(name, ""), "".join(figures.get(name, ()))
         if text or drawn:
             parts.append(f"<h2>{html.escape(name)}</h2>\n<pre>{html.escape(text)}</pre>\n<div>{drawn}</div>")
