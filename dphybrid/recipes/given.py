@@ -134,13 +134,24 @@ def _as_arrays(given: Given, where: str) -> dict[str, Array]:
                 "on dim 0 (recipe ctr reads texts)"
             )
         arrays[str(name)] = np.ascontiguousarray(
-            # float64 is only numpy's default, seldom meant; a model in float64 converts back.
-            array.astype(np.float32) if array.dtype == np.float64 else array
+            # float64 is mostly numpy's default, and not meant.
+            array.astype(np.float32) if array.dtype == np.float64 and _fits_float32(array) else array
         )
     lengths = {name: len(array) for name, array in arrays.items()}
     if not lengths or len(set(lengths.values())) > 1 or not min(lengths.values()):
         raise UserError(f"{where}: {lengths or 'no'} samples; give each array the same number, one or more")
     return arrays
+
+
+def _fits_float32(array: Array) -> bool:
+    """Return whether the differences between numbers survive in float32, unlike those of times in seconds or
+    of large whole numbers."""
+    known = array[np.isfinite(array)]
+    if not known.size or (known == known.flat[0]).all():
+        return True
+    step = float(np.spacing(np.abs(known).max().astype(np.float32)))
+    merges_whole = step > 1.0 and bool((known == np.floor(known)).all())
+    return not merges_whole and step < 1e-3 * float(known.std())
 
 
 def _items(dataset: object, where: str) -> dict[str, Array]:

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from dphybrid.data import batches, open_prepared
+from dphybrid.data.table.encoder import open_base
+from dphybrid.data.table.splits import unseen_rows
 from dphybrid.recipes import find_recipe
 from dphybrid.recipes.text import TextDataConfig
 from dphybrid.recipes.text.data import tokenize
@@ -170,3 +172,24 @@ def test_a_schema_file_is_written_once_and_then_read(data_dir: Path, tmp_path: P
     assert "Roles:" not in again
     assert re.search(r"s +categorical", again)
     assert "--data.schema-file" in again.splitlines()[-1]
+
+
+def test_equal_rows_are_counted_when_a_base_is_extended(tmp_path: Path) -> None:
+    """With few columns, most new rows equal known ones, and are new all the same."""
+
+    def rows(num: int, seed: int) -> list[str]:
+        random = np.random.default_rng(seed)
+        return [f"p{random.integers(4)},r{random.integers(4)},{random.integers(2)}" for _ in range(num)]
+
+    first, later = rows(400, 0), rows(1000, 1)
+    (tmp_path / "1.csv").write_text("\n".join(["plan,region,y", *first]))
+    base = from_file(tmp_path / "1.csv")
+    (tmp_path / "2.csv").write_text("\n".join(["plan,region,y", *first, *later]))
+    extended = from_file(tmp_path / "2.csv", base=str(base.path))
+    assert len(extended.arrays["new_rows"]) == 1000
+    assert len(extended.arrays["train_rows"]) + len(extended.arrays["valid_rows"]) == 1400
+    assert len(extended.arrays["valid_rows"]) == pytest.approx(280, abs=40)
+    earlier, now = (open_base(prepared.path) for prepared in (base, extended))
+    assert unseen_rows(now, earlier).all()
+    # The rows on which the later one was trained include those that the first one held out.
+    assert (~unseen_rows(earlier, now)).sum() <= len(base.arrays["valid_rows"])

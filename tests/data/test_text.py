@@ -80,3 +80,17 @@ def test_words_keep_their_marks_and_signs_stay_whole(tmp_path: Path) -> None:
     prepared = prepare("text", TextDataConfig(path=str(file), window=8), tmp_path / "prepared", 0)
     assert {"naïve", "café"} <= {*prepared.manifest.facts["vocabulary"]}
     assert "read as Latin-1" in prepared.describe()
+
+
+def test_titles_that_hold_a_word_such_as_train_lose_no_document(tmp_path: Path) -> None:
+    for name in ("chapter 1", "chapter 2", "the night train", "a test of love", "chapter 3"):
+        (tmp_path / f"{name}.txt").write_text("one two three four " * 40)
+    prepared = prepare("text", TextDataConfig(path=str(tmp_path), window=4, min_count=1), tmp_path / "p", 0)
+    assert sum(len(prepared.arrays[f"{part}_tokens"]) for part in prepared.parts) == 5 * 161
+    assert prepared.parts == ["train", "valid"]
+
+
+def test_a_blank_last_line_makes_no_paragraph(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_text("".join(f"line {i} of some\n" for i in range(60)) + "\n")
+    prepared = prepare("text", TextDataConfig(path=str(tmp_path / "x.txt"), window=4), tmp_path / "p", 0)
+    assert "whole documents" in prepared.describe()

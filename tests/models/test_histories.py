@@ -331,6 +331,25 @@ def test_a_new_user_gets_the_list_of_a_known_one_with_the_same_history(
         trained.recommend(["a", "b"], history=["i1", "i2"])
 
 
+def test_events_that_training_has_are_not_added_and_times_order_the_others(trained: TrainedRun) -> None:
+    users, items = (
+        pl.read_parquet(trained.checkpoint / "encoder" / f"{n}.parquet") for n in ("users", "items")
+    )
+    name, met = users["name"][0], items["name"].gather(users["history"][0])
+    known = pl.DataFrame({"user": [name] * len(met), "item": met})
+    wanted = trained.recommend(name, k=10)
+    assert trained.predict(known).equals(wanted)
+    assert trained.predict(known[:0].extend(known[2:5])).equals(wanted)
+    day, later = "day", items["name"].gather([5, 3, 1])
+    events = pl.DataFrame({"user": ["somebody"] * 3, "item": later, day: ["900", "800", "700"]})
+    in_time = trained.recommend("somebody", k=10, history=later.to_list()[::-1])
+    for rows in (events, events.reverse(), events.with_columns(pl.col(day).cast(pl.Int64))):
+        assert trained.predict(rows).equals(in_time)
+    assert trained.predict(events.drop(day)).equals(
+        trained.recommend("somebody", k=10, history=later.to_list())
+    )
+
+
 def test_the_exported_program_recommends_the_same(trained: TrainedRun, tmp_path: Path) -> None:
     folder = tmp_path / "exported"
     folder.mkdir()

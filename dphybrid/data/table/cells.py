@@ -406,8 +406,8 @@ def items_of(cells: pl.Series, separator: str, most: int | None = None) -> pl.Se
     """Return the items of cells as lists, stripped and without empty ones. Lists as JSON or Python write them
     are read as such, with the text of their items as it is.
 
-    separator: between the items of other texts; []: these are read like lists. most: keep only the first ones
-    (None: all)."""
+    separator: between the items of other texts; []: these are read like lists. most: keep only the last ones,
+    which are the newest of a history (None: all)."""
     if cells.dtype == pl.List:
         # The items of lists may be whole numbers or categories, hence the cast to texts.
         items = cells.cast(pl.List(pl.String))
@@ -419,7 +419,7 @@ def items_of(cells: pl.Series, separator: str, most: int | None = None) -> pl.Se
             items = _listed(texts.set(~is_list, None)).zip_with(is_list.fill_null(False), items)
     item = pl.element().str.strip_chars()
     items = items.list.eval(item.filter(item != ""))
-    return items if most is None else items.list.head(most)
+    return items if most is None else items.list.tail(most)
 
 
 def _listed(texts: pl.Series) -> pl.Series:

@@ -19,7 +19,7 @@ from dphybrid.data.store import Content, Progress, Source, check_unchanged, file
 from dphybrid.data.table.column import Column, TrainingValues
 from dphybrid.data.table.encoder import Base, Encoder, open_base
 from dphybrid.data.table.files import find_files, partitions, read_jobs
-from dphybrid.data.table.kinds import KINDS, Category
+from dphybrid.data.table.kinds import KINDS, Category, Text
 from dphybrid.data.table.labels import Label, class_weights, label_of_numbers, label_of_texts
 from dphybrid.data.table.reading import Plan, Table, read_table
 from dphybrid.data.table.schema import SchemaFile, read_schema, schema_text
@@ -402,8 +402,8 @@ def _left_out_lines(table: Table, encoder: Encoder) -> list[str]:
         if not len(column.learned) and not column.hash_buckets
     ]
     lines += [
-        f"  {bag.name}: {count:,} cells hold more than {bag.max_items} items; only the first "
-        f"{bag.max_items} are used (max_items in schema.toml)"
+        f"  {bag.name}: {count:,} cells hold more than {bag.max_items} items; only the "
+        f"{'first' if isinstance(bag, Text) else 'last'} {bag.max_items} are used (max_items in schema.toml)"
         for bag in encoder.bags
         if (count := table.counts[f"column {bag.name}"])
     ]

@@ -11,7 +11,7 @@ import polars as pl
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array
 from dphybrid.data.table.cells import PADDING_ID
-from dphybrid.data.table.encoder import Base, old_ids
+from dphybrid.data.table.encoder import Base, Encoder, old_ids
 from dphybrid.data.table.order import positions_in_time
 from dphybrid.data.table.reading import Table
 from dphybrid.util.errors import UserError
@@ -190,11 +190,14 @@ def extended_split(
     blocks: the rows' arrays in the base's encoding. Raises UserError if no row is left to hold out.
     """
     keys_B = _row_keys(blocks, base.encoder.max_items)
-    trained_B, kept_B = (np.isin(keys_B, _base_keys(base, part)) for part in ("train", "valid"))
-    # A row that occurred twice, in both splits of the base, is for training: the model has seen it.
-    is_test_B, seen_B = split.part_B == TEST, trained_B | kept_B
+    num_trained_B, num_kept_B = (_counts(keys_B, _part_keys(base, part)) for part in ("train", "valid"))
+    # Of equal rows, the first ones are those that the base trained on, the next ones those that it held out.
+    before_B = _equal_before(keys_B)
+    seen_B = before_B < num_trained_B + num_kept_B
+    kept_B = seen_B & (before_B >= num_trained_B)
+    is_test_B = split.part_B == TEST
     new_B = ~seen_B & ~is_test_B
-    held_B = ((split.part_B == VALID) & new_B) | (kept_B & ~trained_B & ~is_test_B)
+    held_B = ((split.part_B == VALID) & new_B) | (kept_B & ~is_test_B)
     part_B = np.where(is_test_B, np.where(seen_B, LEFT_OUT, TEST), np.where(held_B, VALID, TRAIN))
     if not held_B.any() or not (part_B == TRAIN).any():
         raise UserError(
@@ -209,35 +212,45 @@ def extended_split(
     return RowSplit(part_B, text), np.flatnonzero(new_B)
 
 
-def _base_keys(base: Base, part: str) -> Array:
-    """Return the keys of the rows of a part of the base."""
-    arrays = base.prepared.arrays
-    rows_B = arrays[f"{part}_rows"]
+def _equal_before(keys_B: Array) -> Array:
+    """Return how many earlier rows equal each row (B,)."""
+    before = pl.DataFrame({"key": keys_B}).select(pl.int_range(pl.len()).over("key"))
+    return before.to_series().to_numpy()
+
+
+def _counts(keys_B: Array, among: Array) -> Array:
+    """Return how many rows of `among` equal each row (B,)."""
+    values, counts = np.unique(among, return_counts=True)
+    place_B = np.searchsorted(values, keys_B).clip(max=len(values) - 1)
+    found_B: Array = np.where(values[place_B] == keys_B, counts[place_B], 0)
+    return found_B
+
+
+def _part_keys(base: Base, part: str, within: Encoder | None = None) -> Array:
+    """Return the keys of the rows of a part of the base. within: an earlier encoder, in whose encoding the
+    rows are compared (None: the base's own)."""
+    arrays, rows_B = base.prepared.arrays, base.prepared.arrays[f"{part}_rows"]
+    ids_of = old_ids(within, base.encoder) if within else []
+    num_singles = len(ids_of) - len(base.encoder.bags)
 
     def blocks() -> Iterator[dict[str, Array]]:
         for start in range(0, len(rows_B), _BLOCK):
             rows = rows_B[start : start + _BLOCK]
-            yield {name: arrays[name][rows] for name in base.prepared.manifest.batch_arrays}
+            found = {name: arrays[name][rows] for name in base.prepared.manifest.batch_arrays}
+            for position, ids in enumerate(ids_of):
+                name, place = (
+                    ("ids_BF", position) if position < num_singles else ("bags_BFL", position - num_singles)
+                )
+                found[name][:, place] = ids[found[name][:, place]]
+            yield found
 
-    return _row_keys(blocks(), base.encoder.max_items)
+    return _row_keys(blocks(), max(base.encoder.max_items, within.max_items if within else 0))
 
 
 def unseen_rows(held: Base, trained: Base) -> Array:
     """Return the mask (B,) of the validation rows of `held` on which `trained` was not trained. The encoder
     of `held` must cover that of `trained`, in whose encoding the rows are compared."""
-    arrays, rows_B = held.prepared.arrays, held.prepared.arrays["valid_rows"]
-    ids_of = old_ids(trained.encoder, held.encoder)
-    num_singles = len(ids_of) - len(held.encoder.bags)
-
-    def blocks() -> Iterator[dict[str, Array]]:
-        for start in range(0, len(rows_B), _BLOCK):
-            rows = rows_B[start : start + _BLOCK]
-            found = {name: arrays[name][rows] for name in held.prepared.manifest.batch_arrays}
-            for position in range(num_singles):
-                found["ids_BF"][:, position] = ids_of[position][found["ids_BF"][:, position]]
-            for position, ids in enumerate(ids_of[num_singles:]):
-                found["bags_BFL"][:, position] = ids[found["bags_BFL"][:, position]]
-            yield found
-
-    keys_B = _row_keys(blocks(), max(held.encoder.max_items, trained.encoder.max_items))
-    return ~np.isin(keys_B, _base_keys(trained, "train"))
+    train_B, valid_B = (_part_keys(held, part, trained.encoder) for part in ("train", "valid"))
+    keys_B = np.concatenate([train_B, valid_B])
+    new_B = _equal_before(keys_B) >= _counts(keys_B, _part_keys(trained, "train"))
+    return new_B[len(train_B) :]

@@ -20,6 +20,7 @@ import torch
 from polars.selectors import by_name
 from torch import Tensor
 
+from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array, Dataset, lists_of
 from dphybrid.data.store import Content, Prepared, Progress, source_digests
 from dphybrid.data.table.files import find_files, partitions, read_files
@@ -40,6 +41,15 @@ def _by_user(pairs_N2: Array, num_users: int) -> tuple[Array, Array]:
     pairs_N2 = np.unique(pairs_N2, axis=0)
     counts_U = np.bincount(pairs_N2[:, 0], minlength=num_users)
     return np.concatenate([[0], np.cumsum(counts_U)]), np.ascontiguousarray(pairs_N2[:, 1])
+
+
+def times_of(texts: pl.Series, name: str | None, reading: TableDataConfig) -> tuple[Array, str]:
+    """Return times_N, the time of each row as a number (-inf, the earliest, for rows without one), and how
+    dates were read. name: of the column. Raises UserError for texts that have no order in time."""
+    found, how = positions_in_time(texts.drop_nulls(), f"data.time={name!r}", reading)
+    times_N = np.full(len(texts), -np.inf)
+    times_N[texts.is_not_null().to_numpy()] = found
+    return times_N, how
 
 
 def _in_order(pairs_N2: Array, times_N: Array | None) -> tuple[Array, Array]:
@@ -147,7 +157,7 @@ class _InteractionSource:
         rows, rejected = self._rows(chunks, notes)
         forms = {name: names_column(name, rows[name], d.reading) for name in rows.columns if name != d.time}
         rows = _in_form(rows, forms)
-        times_N, how = (None, "") if d.time is None else self._times(rows[d.time])
+        times_N, how = (None, "") if d.time is None else times_of(rows[d.time], d.time, d.reading)
         held_N = self._held_out(rows[d.user], times_N)
         train = rows.filter(~held_N)
         # The latest rows last, for the features; stable, so that rows of one time keep the file's order.
@@ -336,15 +346,6 @@ class _InteractionSource:
                 "it out to hold out random rows"
             )
         return held_N
-
-    def _times(self, texts: pl.Series) -> tuple[Array, str]:
-        """Return times_N, the time of each row as a number (-inf, the earliest, for rows without one), and
-        how dates were read."""
-        given = texts.drop_nulls()
-        found, how = positions_in_time(given, f"data.time={self.data.time!r}", self.data.reading)
-        times_N = np.full(len(texts), -np.inf)
-        times_N[texts.is_not_null().to_numpy()] = found
-        return times_N, how
 
 
 def sample(seed: int) -> Rows:

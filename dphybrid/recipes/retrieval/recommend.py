@@ -20,9 +20,10 @@ import torch
 from torch import nn
 
 from dphybrid.config import ExperimentConfig
+from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array, lists_of
 from dphybrid.data.foreign import misread
-from dphybrid.data.table.cells import clean, of_objects
+from dphybrid.data.table.cells import as_texts, clean, of_objects
 from dphybrid.data.table.files import find_files, read_files
 from dphybrid.data.table.frames import Written, as_frame, table_target, write_frames
 from dphybrid.data.table.kinds import Category
@@ -30,6 +31,7 @@ from dphybrid.data.table.rows import Rejected
 from dphybrid.embedding import rank_rows
 from dphybrid.recipes.configs import build_config
 from dphybrid.recipes.retrieval import RetrievalDataConfig
+from dphybrid.recipes.retrieval.data import times_of
 from dphybrid.recipes.retrieval.histories import HistoryModel, histories
 from dphybrid.training.checkpoint import read_state
 from dphybrid.training.tensor_file import write_tensors
@@ -108,7 +110,8 @@ class Recommender:
         info = read_state(self.checkpoint).info
         self._user, self._item = (str(next(iter(info[f"{side}_ids"]))) for side in ("user", "item"))
         self._forms = {name: Category(**form) for name, form in info["forms"].items()}
-        self._no_value = config.data.reading.no_value
+        self._reading, self._time = config.data.reading, config.data.time
+        self._no_value = self._reading.no_value
         self._users, self._numbers = users, {name: number for number, name in enumerate(users["name"])}
         self._item_numbers = {name: number for number, name in enumerate(self.items)}
         self._catalog_VF, self._users_UF = _ids(items), _ids(users)
@@ -169,31 +172,51 @@ class Recommender:
     def predict(self, rows: object) -> pl.DataFrame:
         """Return recommendations for the users in a table. rows: a frame or a dict of columns; the column of
         users must have the same name as in training. If the table has the column of items, too, its rows are
-        events, in their order, which are added to what the model knows of a user. Raises UserError
-        if the column of users is missing."""
+        events, in the order of data.time's column or else of the rows: those that training lacks
+        are added to what the model knows of a user. Raises UserError if the column of users is missing."""
         frame = as_frame(rows, "the rows").lazy().collect()
         if self._user not in frame.columns:
             raise UserError(f"the rows have no column {self._user!r} with users; add it")
         if self._item in frame.columns:
-            return self._table(self._from_events([self._events(frame[self._user], frame[self._item])]), 10)
+            times = frame[self._time] if self._time in frame.columns else None
+            events = self._events(frame[self._user], frame[self._item], times)
+            return self._table(self._from_events([events], self._reading), 10)
         return self.recommend(frame[self._user].drop_nulls())
 
-    def _events(self, users: pl.Series, items: pl.Series | None) -> pl.DataFrame:
-        """Return the rows that have a user: its name, and the item's number (-1: none that training
-        knows)."""
+    def _events(
+        self, users: pl.Series, items: pl.Series | None, times: pl.Series | None = None
+    ) -> pl.DataFrame:
+        """Return the rows that have a user: its name, the item's number (-1: none that training knows), and
+        the time as a text (None: unknown)."""
         known = self._names(users, self._user)
         numbers = np.full(len(users), -1)
         if items is not None:
             names = self._names(items, self._item)
             numbers = np.fromiter((self._item_numbers.get(name, -1) for name in names), np.int64, len(names))
-        rows = pl.DataFrame({"user": known, "item": numbers}).drop_nulls("user")
+        at = as_texts(clean([times], self._no_value)[0]) if times is not None else pl.lit(None, pl.String)
+        rows = pl.DataFrame({"user": known, "item": numbers}).with_columns(time=at).drop_nulls("user")
         return rows if items is not None else rows.unique("user", maintain_order=True)
 
-    def _from_events(self, parts: Sequence[pl.DataFrame]) -> "_People":
-        """Return the users of `_events`, each once, with their items in the order of the rows."""
-        rows = pl.concat([pl.DataFrame(schema={"user": pl.String, "item": pl.Int64}), *parts])
-        of_user = rows.group_by("user", maintain_order=True).agg("item")
-        return replace(self._people(of_user["user"]), new=_Lists.of(of_user["item"]).known)
+    def _from_events(self, parts: Sequence[pl.DataFrame], reading: TableDataConfig) -> "_People":
+        """Return the users of `_events`, each once, with the items of the events that training does not have,
+        in the order of their times, or of the rows. reading: how times are written."""
+        rows = pl.concat(
+            [pl.DataFrame(schema={"user": pl.String, "item": pl.Int64, "time": pl.String}), *parts]
+        )
+        people = self._people(rows["user"].unique(maintain_order=True))
+        if rows["time"].null_count() < len(rows):
+            times_N, _ = times_of(rows["time"], self._time, reading)
+            rows = rows[np.argsort(times_N, kind="stable")]
+        # Of equal events, training has the first ones.
+        known, both = self._history.rows(people.numbers_B), ["user", "item"]
+        of_user = people.names.gather(np.repeat(np.arange(len(known)), known.lengths))
+        has = pl.DataFrame({"user": of_user, "item": known.items}).group_by(both).len("known")
+        rows = rows.with_columns(before=pl.int_range(pl.len()).over(both))
+        rows = rows.join(has, both, "left", maintain_order="left")
+        rows = rows.filter(pl.col("before") >= pl.col("known").fill_null(0))
+        lists = rows.group_by("user", maintain_order=True).agg("item")
+        items = people.names.to_frame("user").join(lists, "user", "left", maintain_order="left")["item"]
+        return replace(people, new=_Lists.of(items.fill_null([])).known)
 
     def predict_file(
         self,
@@ -278,8 +301,8 @@ class Recommender:
     def _people_of(
         self, path: str, files: Sequence[Path], values: dict[str, object]
     ) -> "tuple[_People, list[Rejected]]":
-        """Return the users in the files, each once, with the items of their rows (none where the files have
-        no column of items), and the rows that cannot be read."""
+        """Return the users in the files, each once, with the items of their new events (none where the files
+        have no column of items), and the rows that cannot be read."""
         known = self._config.data.model_dump() | {"path": path, "user": self._user, "item": self._item}
         data = build_config({"recipe": self._config.recipe, "data": known | values}).data
         assert isinstance(data, RetrievalDataConfig)
@@ -291,8 +314,12 @@ class Recommender:
                     f"{rows.file}: has no column {data.user!r} with users; columns: {', '.join(rows.names)}"
                 )
             reads_items = data.item in rows.names
-            found.append(self._events(rows.cells[data.user], rows.cells[data.item] if reads_items else None))
-        return self._from_events(found), rejected
+            items, times = (
+                rows.cells[name] if reads_items and name in rows.names else None
+                for name in (data.item, data.time)
+            )
+            found.append(self._events(rows.cells[data.user], items, times))
+        return self._from_events(found, data.reading), rejected
 
     def _names(self, values: Any, side: str) -> pl.Series:
         """Return the names of users or items in the form that training settled; null for no value."""

@@ -125,7 +125,7 @@ class _TextSource:
             for file in files:
                 yield file.relative_to(self.root).as_posix(), read_text(file, self.data.encoding, found)
         else:
-            text = read_text(files[0], self.data.encoding, found)
+            text = read_text(files[0], self.data.encoding, found).strip()
             # Without blank lines each line is a document, so that there is something to hold out.
             paragraphs = re.split(r"\n\s*\n", text) if re.search(r"\n\s*\n", text) else text.splitlines()
             for number, paragraph in enumerate(paragraphs, start=1):
@@ -271,16 +271,32 @@ def _python_reference() -> dict[str, str]:
 
 
 def _parts_of(files: Sequence[Path], root: Path) -> dict[str, tuple[Path, ...]]:
-    """Return the files of the parts that their names, or those of their folders, name; none unless some are
-    for training and others are not."""
+    """Return the files of the parts that a folder's name or their own names; none unless some are for
+    training and others are not.
+
+    A word between dots names a part, as in wiki.train.tokens. Another word of a name does, if another part
+    has a file of the same name but for that word: otherwise it belongs to a title, such as The night train.
+    """
     found: dict[str, list[Path]] = {}
+    alike: dict[str, set[str]] = {}
+    named = list[tuple[Path, str, str]]()
     for file in files:
-        words = re.split(r"[^a-z]+", file.relative_to(root).as_posix().lower())
-        named = {_PART_WORDS[word] for word in words if word in _PART_WORDS}
-        if len(named) == 1:
-            found.setdefault(min(named), []).append(file)
-    parts = {name: tuple(found[name]) for name in _PARTS if name in found}
-    return parts if "train" in parts and len(parts) > 1 else {}
+        folder, name = file.relative_to(root).parent.as_posix().lower(), file.name.lower()
+        for words, is_title in (
+            (re.split(r"[/\W_]+", folder), False),
+            (re.sub(r"[-_]?\d+", "", name).split("."), False),
+            (re.split(r"[^a-z]+", name), True),
+        ):
+            if len(parts := {_PART_WORDS[word] for word in words if word in _PART_WORDS}) == 1:
+                rest = " ".join(word for word in words if word not in _PART_WORDS) if is_title else ""
+                named.append((file, min(parts), rest))
+                alike.setdefault(rest, set()).update(parts)
+                break
+    for file, part, rest in named:
+        if len(alike[rest]) > 1:
+            found.setdefault(part, []).append(file)
+    parts_found = {name: tuple(found[name]) for name in _PARTS if name in found}
+    return parts_found if "train" in parts_found and len(parts_found) > 1 else {}
 
 
 def open_source(data: TextDataConfig, seed: int) -> _TextSource:
