@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePath
-from types import CodeType
+from types import CodeType, ModuleType
 
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path
@@ -44,8 +44,8 @@ def code_digest(classes: Iterable[type]) -> str:
     """Return the sha256 in hex of the code of classes and of their base classes; empty without any outside of
     this package, whose code has a version. Comments and layout do not matter.
 
-    The code is the file of a class's module, as a class calls what stands beside it; of a class in the
-    running program its own lines, and of one without a file its compiled functions.
+    The code is the file of a class's module and those beside it that the module imports, however indirectly;
+    of a class in the running program its own lines, and of one without a file its compiled functions.
     """
     package = __name__.partition(".")[0]
     found: dict[str, str] = {}
@@ -59,12 +59,33 @@ def _code_of(cls: type) -> str:
     module = sys.modules.get(cls.__module__)
     try:
         known = module is not None and cls.__module__ != "__main__" and hasattr(module, "__file__")
-        source = inspect.getsource(module if known and module else cls)
-        return ast.dump(ast.parse(textwrap.dedent(source)))
+        if known and module:
+            return "\n".join(_with_imports(module, {}).values())
+        return ast.dump(ast.parse(textwrap.dedent(inspect.getsource(cls))))
     except (OSError, TypeError, SyntaxError):
         functions = (getattr(each, "__func__", each) for each in vars(cls).values())
         codes = [each.__code__ for each in functions if hasattr(each, "__code__")]
         return repr([_compiled(code) for code in codes])
+
+
+def _with_imports(module: ModuleType, found: dict[str, str]) -> dict[str, str]:
+    """Return the code of a module and of the modules of its package, or of its folder, that it imports."""
+    found[module.__name__] = ""
+    tree = ast.parse(Path(inspect.getfile(module)).read_bytes())
+    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            package = module.__package__ or ""
+            above = package.rsplit(".", node.level - 1)[0] if node.level else ""
+            start = ".".join(part for part in (above, node.module) if part)
+            names |= {start, *(f"{start}.{alias.name}" for alias in node.names)}
+    home = Path(inspect.getfile(sys.modules[module.__name__.partition(".")[0]])).parent
+    for name in sorted(names - found.keys()):
+        other = sys.modules.get(name)
+        if other is not None and home in Path(getattr(other, "__file__", None) or "/").parents:
+            _with_imports(other, found)
+    found[module.__name__] = ast.dump(tree)
+    return dict(sorted(found.items()))
 
 
 def _compiled(code: CodeType) -> tuple[object, ...]:

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import polars as pl
 import pytest
 
 from dphybrid.config.tables import TableDataConfig
@@ -141,9 +142,12 @@ def test_a_file_in_the_way_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize("limit", [2_000, 30_000])  # a column of numbers takes 24,000 bytes, the ids 48,000
 def test_a_table_that_finds_no_room_is_told_and_leaves_nothing(tmp_path: Path, limit: int) -> None:
     """A limit on file sizes stands for a full disk, while columns are read and while arrays are written."""
-    file = tmp_path / "x.csv"
-    rows = (f"{i * i},v{i % 900},w{i % 3},x{i % 4},{i % 2}" for i in range(3000))
-    file.write_text("\n".join(["n,a,b,c,y", *rows]))
+    file, span = (
+        tmp_path / "x.parquet",
+        range(3000),
+    )  # text is parsed in memory files, which have the limit, too
+    texts = {name: [f"{name}{i % size}" for i in span] for name, size in (("a", 900), ("b", 3), ("c", 4))}
+    pl.DataFrame({"n": [i * i for i in span], **texts, "y": [i % 2 for i in span]}).write_parquet(file)
     code = (
         "import resource, sys; from pathlib import Path; "
         "from tests.preparing import from_file;"
