@@ -214,12 +214,16 @@ def texts_of(cells: pl.Series, form: str = "text") -> pl.Series:
     where True, TRUE, 1, 1.0 and yes are one value."""
     if form == "text":
         return as_texts(cells)
-    numbers = number_texts(cells)
     if form == "number":
-        return numbers
+        return number_texts(cells)
     no, yes = form.split("/")
     words = dict.fromkeys(FALSE, no) | dict.fromkeys(TRUE, yes)
-    return numbers.str.to_lowercase().replace_strict(words, default=None).fill_null(numbers)
+    texts = as_texts(cells)
+    found = texts.replace_strict(words, default=None)
+    if found.null_count() == texts.null_count():
+        return found
+    low = texts.str.to_lowercase().str.replace(r"^([01])\.0*$", "$1")
+    return low.replace_strict(words, default=None).fill_null(texts)
 
 
 def numbers_of(cells: pl.Series, decimal: str = ".", thousands: str = "", marks: bool = False) -> pl.Series:
