@@ -93,12 +93,14 @@ class _SpreadTable(HostEmbedding):
     def is_placed(self) -> bool:
         return True
 
-    def forward(self, ids: Tensor, *, by_replica: bool = False) -> Any:
-        """Return the rows of `ids` (any shape, int64) as (*ids.shape, dim) on the rank's device.
+    def forward(self, ids: Tensor, *, by_replica: bool = False, to: torch.device | None = None) -> Any:
+        """Return the rows of `ids` (any shape, int64) as (*ids.shape, dim) on the rank's device, or on the
+        device `to`.
 
         Raises UserError for ids that are not rows, and for a second lookup in a step.
         """
         rows = self._look_up_here(ids)
+        rows = rows if to is None else rows.to(to)
         return [rows] if by_replica else rows
 
     def _look_up_here(self, ids: Tensor) -> Tensor:

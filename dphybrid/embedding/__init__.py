@@ -6,12 +6,14 @@ each replica the unique rows of its share, gets their summed gradients back, and
 Where to read: `table` (the module), `gradients` (from lookups to one sparse gradient), `optim` (the
 optimizers), `native` (the C kernels as functions of tensors), `replicas` (rows to the devices, gradients
 back), `ahead` and `pipeline` (exact prefetching), `collection` (many tables in one), `storage` (memory or
-files).
+files), `hosting` (embeddings of any model), `ngrams` (memory of a language model).
 """
 
 from dphybrid.embedding.collection import HostEmbeddingCollection, find_tables
 from dphybrid.embedding.combined import CombinedOptimizer
 from dphybrid.embedding.gradients import clip_grad_norm_
+from dphybrid.embedding.hosting import host_tables, mapped_tensor
+from dphybrid.embedding.ngrams import NgramMemory
 from dphybrid.embedding.optim import (
     LazyAdam,
     RowAdagrad,
@@ -32,6 +34,7 @@ __all__ = [
     "HostEmbedding",
     "HostEmbeddingCollection",
     "LazyAdam",
+    "NgramMemory",
     "Ranked",
     "RowAdagrad",
     "RowAdam",
@@ -42,7 +45,9 @@ __all__ = [
     "clip_grad_norm_",
     "dense_parameters",
     "find_tables",
+    "host_tables",
     "linear_cross_entropy",
+    "mapped_tensor",
     "rank_rows",
     "row_optimizer",
     "sampled_softmax",

@@ -12,6 +12,7 @@ without a record (a loaded state dict, an edit by hand) all rows are read again.
 numpy do not raise the version, so a prepared lookup does not see them.
 """
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,25 +37,29 @@ class Lookup:
     weight: Tensor
     memory: Tensor
     ids: Tensor
+    ids_of_shares: Sequence[Tensor]
     shares: list[Share]
     version: int
-    dedup_ms: float
 
     @property
     def num_unique(self) -> int:
         """Number of unique ids, summed over the replicas' shares."""
         return sum(len(share.where.unique_U) for share in self.shares)
 
-    def is_of(self, weight: Tensor, ids: Tensor) -> bool:
-        """Return whether the lookup was made from this weight, for these ids."""
+    def is_of(self, weight: Tensor, ids: Tensor, replica: int | None = None) -> bool:
+        """Return whether the lookup was made from this weight, for these ids. replica: whose share these are;
+        None: they are the whole batch's."""
+        if replica is not None and replica >= len(self.shares):
+            return False
+        prepared = self.ids if replica is None else self.ids_of_shares[replica]
         # Ids by value, not by identity: a batch may have been copied or moved on its way to `forward`.
         return (
             self.weight is weight
             and self.memory.data_ptr() == weight.data_ptr()
             and self.memory.shape == weight.shape
-            and ids.shape == self.ids.shape
+            and ids.shape == prepared.shape
             and ids.dtype == torch.int64
-            and torch.equal(ids.cpu(), self.ids)
+            and torch.equal(ids.cpu(), prepared)
         )
 
 
@@ -70,6 +75,8 @@ class LookupsAhead:
         self._channels: list[Channel] = []
         self._sizes_of: SizesOf | None = None
         self._expected: list[Lookup] = []
+        self._taken: set[tuple[int, int]] = set()
+        self._lock = threading.Lock()  # replicas on several GPUs look up in threads
         self._changed_V: Tensor | None = None
 
     def place_on(self, devices: Sequence[torch.device], sizes_of: SizesOf) -> None:
@@ -103,23 +110,19 @@ class LookupsAhead:
         ids = row_numbers(ids, len(weight), self._name)
         if not ids.dim():
             raise UserError(f"table {self._name!r}: one id, {int(ids)}, cannot be split; give ids (B, ...)")
-        like = torch.empty((0, weight.shape[1]), dtype=native.real_dtype(weight.dtype), device="cpu")
-        start = time.perf_counter()
         ids_of_shares = ids.split(list(self._sizes_of(len(ids))))
-        occurrences = [sort_ids(ids_BX.reshape(-1), len(weight)) for ids_BX in ids_of_shares]
-        dedup_ms = 1e3 * (time.perf_counter() - start)
         version = weight._version  # read before any row is: a later update must look later
         shares = [
-            channel.send(where, ids_BX.shape, partial(native.gather, weight.detach(), threads), like)
+            _sent(weight, ids_BX, channel, threads)
             # a short batch has fewer shares than there are replicas
-            for channel, where, ids_BX in zip(self._channels, occurrences, ids_of_shares, strict=False)
+            for channel, ids_BX in zip(self._channels, ids_of_shares, strict=False)
         ]
-        return Lookup(weight, weight.detach(), ids, shares, version, dedup_ms)
+        return Lookup(weight, weight.detach(), ids, ids_of_shares, shares, version)
 
     def expect(self, lookups: Sequence[Lookup]) -> None:
         """Use each of these prepared lookups once, for the next call with equal ids. Drops those set
         before."""
-        self._expected = list(lookups)
+        self._expected, self._taken = list(lookups), set()
 
     def lookup_of(self, weight: Tensor, ids: Tensor) -> Lookup:
         """Return a lookup of `ids` with the table's present rows: a prepared one if there is one, else one
@@ -133,6 +136,28 @@ class LookupsAhead:
         made = self.prepare(weight, ids, threads=None)
         assert made is not None
         return made
+
+    def share_of(self, weight: Tensor, ids: Tensor, replica: int) -> Share:
+        """Return a replica's share of a lookup, with the table's present rows: a prepared one if there is
+        one, else one made now. For a table inside a region. Raises UserError for ids that are not rows."""
+        with self._lock:
+            for lookup in self._expected:
+                if (id(lookup), replica) not in self._taken and lookup.is_of(weight, ids, replica):
+                    self._taken.add((id(lookup), replica))
+                    self.repair(lookup)  # all shares, the first time
+                    share = lookup.shares[replica]
+                    self._counters.prepared += len(share.where.unique_U)
+                    return share
+        return _sent(weight, row_numbers(ids, len(weight), self._name), self._channels[replica], None)
+
+    def channel_to(self, device: torch.device) -> int:
+        """Return the number of the channel to a device, which is made if there is none."""
+        with self._lock:
+            for number, channel in enumerate(self._channels):
+                if channel.device == device:
+                    return number
+            self._channels.append(Channel(device, self._counters))
+            return len(self._channels) - 1
 
     def settle_times(self) -> None:
         """Add the durations of finished copies to the counters."""
@@ -185,3 +210,14 @@ class LookupsAhead:
         for _, _, changed in changes:  # not zero_(): a pass over a large table takes longer than the step
             self._changed_V.index_fill_(0, changed, 0)
         return positions
+
+
+def _sent(weight: Tensor, ids: Tensor, channel: Channel, threads: int | None) -> Share:
+    """Start sending the unique rows of `ids`, which are rows, to a device."""
+    like = torch.empty((0, weight.shape[1]), dtype=native.real_dtype(weight.dtype), device="cpu")
+    start = time.perf_counter()
+    where = sort_ids(ids.reshape(-1), len(weight))
+    dedup_ms = 1e3 * (time.perf_counter() - start)
+    share = channel.send(where, ids.shape, partial(native.gather, weight.detach(), threads), like)
+    share.dedup_ms = dedup_ms
+    return share

@@ -6,7 +6,8 @@ Letters: B samples, F columns (one id column a table here), D width of a row.
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from copy import copy
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -121,6 +122,12 @@ class HostEmbeddingCollection(nn.Module):
     def place_on(self, devices: Sequence[torch.device], sizes_of: SizesOf) -> None:
         """Set the devices that `replica_rows` sends rows to; see `HostEmbedding.place_on`."""
         self.flat.place_on(devices, sizes_of)
+
+    def for_replica(self, index: int) -> Self:
+        """Return this collection as a replica of a region sees it; see `HostEmbedding.for_replica`."""
+        proxy = copy(self)
+        proxy._modules = {**self._modules, "flat": self.flat.for_replica(index)}
+        return proxy
 
     def replica_rows(self, ids_BF: Tensor) -> list[Tensor]:
         """Return, for each used replica, the rows_bFD of its share of the samples on its device; see

@@ -29,10 +29,11 @@ if not torch.sparse.check_sparse_tensor_invariants.is_enabled():
 
 
 class _LookupGradients(NamedTuple):
-    """Gradients of one lookup: grads_ND of the rows ids_N. number: of the lookup, in the order of their
-    forwards. done: event at the end of the copy from a GPU to the host."""
+    """Gradients of one lookup: grads_ND of the rows ids_N. number: (replica, number of the lookup), so that
+    they are summed in the same order whichever replica's thread comes first. done: event at the end of the
+    copy from a GPU to the host."""
 
-    number: int
+    number: tuple[int, int]
     ids_N: Tensor
     grads_ND: Tensor
     done: "torch.cuda.Event | None"
@@ -118,7 +119,7 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, gate: Tensor, given: tuple[Tensor, int, Tensor, Channel | None, FrozenRows]
+        ctx: Any, gate: Tensor, given: tuple[Tensor, tuple[int, int], Tensor, Channel | None, FrozenRows]
     ) -> Tensor:
         rows, number, ids_N, *noted = given
         ctx.save_for_backward(ids_N)  # freed by the first backward, so that a second one raises
@@ -163,10 +164,17 @@ class Gates:
         self._numbers = itertools.count()
 
     def rows(
-        self, weight: Tensor, rows: Tensor, ids_N: Tensor, frozen: FrozenRows, via: Channel | None = None
+        self,
+        weight: Tensor,
+        rows: Tensor,
+        ids_N: Tensor,
+        frozen: FrozenRows,
+        via: Channel | None = None,
+        replica: int | None = None,
     ) -> Tensor:
         """Return looked-up rows as a function of the weight. frozen: rows that get no gradient. via: the
-        channel that brings the gradients back from a device."""
+        channel that brings the gradients back from a device. replica: that looks up, if one does."""
+        number = -1 if replica is None else replica, next(self._numbers)
         kept = self._gate  # read once: another thread may look up meanwhile
         if kept is None or kept[0]() is not weight or kept[1].shape != weight.shape or not weight.is_leaf:
             # Dropped first: a gate keeps autograd's note of the weight's shape alive.
@@ -174,7 +182,7 @@ class Gates:
             kept = weakref.ref(weight), cast(Tensor, _Gate.apply(weight))
             if weight.is_leaf:  # else its graph would stay, too
                 self._gate = kept
-        return cast(Tensor, _Rows.apply(kept[1], (rows, next(self._numbers), ids_N, via, frozen)))
+        return cast(Tensor, _Rows.apply(kept[1], (rows, number, ids_N, via, frozen)))
 
 
 def sparse(ids_N: Tensor, grads_ND: Tensor, shape: torch.Size) -> Tensor:

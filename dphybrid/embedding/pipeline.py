@@ -40,7 +40,9 @@ from torch import Tensor, nn
 
 from dphybrid.embedding.ahead import Lookup
 from dphybrid.embedding.collection import find_tables
+from dphybrid.embedding.following import joined, learned_ids
 from dphybrid.embedding.lookup import each_lookup
+from dphybrid.embedding.ngrams import NgramMemory
 from dphybrid.embedding.replicas import copied
 from dphybrid.embedding.sources import Source, generators
 from dphybrid.embedding.table import HostEmbedding
@@ -95,6 +97,12 @@ class RowPipeline:
         self._table_ids: Callable[[Any], Ids] | None = None
         if isinstance(model, DeclaresIds):
             self._table_ids = model.table_ids
+        self._memories = {
+            name: module
+            for name, table in self.tables.items()
+            for module in (model.modules() if isinstance(model, nn.Module) else ())
+            if isinstance(module, NgramMemory) and module.table is table
+        }
         self._warned: set[str] = set()
         self._watched = False
         self.draws: bool | None = None  # whether batches draw from a global generator, once it is known
@@ -117,7 +125,8 @@ class RowPipeline:
         """Yield the batches in order, as a plain loop does: a generator goes on where another loop left it.
 
         ids_of: function from a batch to the ids that the model will look up, by table (one tensor, or a list
-        of one tensor per lookup); None: the model's own `table_ids`.
+        of one tensor per lookup); None: the model's own `table_ids`, or what the first batch shows: its
+        tensors that are looked up, or whose n-grams are.
 
         The first forward places the tables (see `DataParallel.rows`), so its rows are looked up on the spot;
         those of all later batches are prepared ahead. Warns once, with the reason, if rows cannot be fetched
@@ -126,14 +135,9 @@ class RowPipeline:
         the worker's traceback. Leaving the loop early, by `break` or an
         exception, stops the worker; the next loop over the same generator begins with what it had drawn.
         """
-        ids_of, source = ids_of or self._table_ids, Source(batches)
-        if self.mode == "exact" and self.tables and ids_of is None:
-            self._warn_once(
-                "the ids are not known ahead; give prefetch a function from a batch to {table: ids}, or the "
-                "model a method table_ids(batch)"
-            )
-        if self.mode == "exact" and self.tables and ids_of is not None:
-            yield from self._ahead(source, ids_of)
+        source = Source(batches)
+        if self.mode == "exact" and self.tables:
+            yield from self._ahead(source, ids_of or self._table_ids)
         yield from source  # a `Source` is not closed with this loop: others go on with its generator
         if source.is_exhausted():
             warnings.warn(
@@ -143,37 +147,52 @@ class RowPipeline:
                 stacklevel=2,
             )
 
-    def _ahead(self, source: "Source[Batch]", ids_of: _IdsOf[Batch]) -> Iterator[Batch]:
+    def _ahead(self, source: "Source[Batch]", ids_of: _IdsOf[Batch] | None) -> Iterator[Batch]:
         """Yield batches as long as there is something to watch or to prepare."""
         uses_worker = self.on_cpu or torch.cuda.is_initialized()
         # Without a worker: `forward` must run once before it is known where rows are sent.
-        if any(not table.is_placed for table in self.tables.values()) or not (uses_worker or self._watched):
+        is_new = ids_of is None or not (uses_worker or self._watched)
+        if is_new or any(not table.is_placed for table in self.tables.values()):
             for batch in itertools.islice(source, 1):
-                with self._watching(self._checked_ids(ids_of(batch))):
+                with self._watching(None if ids_of is None else self._checked_ids(ids_of(batch))) as seen:
                     yield batch
+                if ids_of is None:
+                    ids_of = self._table_ids = learned_ids(batch, seen, self._memories)
+        if ids_of is None:
+            self._warn_once(
+                "the ids are not known ahead, and no tensor of the first batch is looked up as it is; give "
+                "prefetch a function from a batch to {table: ids}, or the model a method table_ids(batch)"
+            )
+            return
         # One replica on the CPU reads rows from the table itself: there is nothing to prepare.
         if uses_worker and any(table.ahead.is_placed for table in self.tables.values()):
             yield from self._prefetched(source, ids_of)
 
     @contextmanager
-    def _watching(self, announced: Ids) -> Iterator[None]:
-        """While the block runs, note what is looked up in training; then warn if that was not announced."""
+    def _watching(self, announced: Ids | None) -> Iterator[dict[str, list[Tensor]]]:
+        """While the block runs, note what is looked up in training; then warn if that was not announced.
+        announced: None if nothing is. Yields the ids by table, which are there at the end of the block."""
         looked_up: dict[str, list[Tensor]] = {}
+        lookups: dict[str, list[tuple[int | None, Tensor]]] = {}
 
-        def note(name: str, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def note(name: str, table: HostEmbedding, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if torch.is_grad_enabled():
-                looked_up.setdefault(name, []).append((*args, *kwargs.values())[0].detach().cpu())
+                ids = (*args, *kwargs.values())[0].detach().cpu()
+                lookups.setdefault(name, []).append((table.replica, ids))
 
         hooks = [
             table.register_forward_pre_hook(partial(note, name), with_kwargs=True)
             for name, table in self.tables.items()
         ]
         try:
-            yield
+            yield looked_up
         finally:
             for hook in hooks:
                 hook.remove()
         self._watched = True
+        looked_up |= {name: joined(found) for name, found in lookups.items()}
+        if announced is None:
+            return
         used = {name: self.tables[name] for name in {**announced, **looked_up}}
         if missing := [name for name, table in used.items() if not table.is_placed]:
             self._warn_once(
@@ -231,7 +250,7 @@ class RowPipeline:
                 batch, ids, lookups = item
                 for name, table in self.tables.items():
                     table.ahead.expect(lookups.get(name, []))
-                watching: AbstractContextManager[None] = (
+                watching: AbstractContextManager[object] = (
                     nullcontext() if self._watched else self._watching(ids)
                 )
                 del item, ids, lookups  # or this frame would keep them alive while the loop's body runs

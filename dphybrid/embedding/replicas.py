@@ -65,7 +65,7 @@ class Share:
 
     where: its unique ids and their occurrences, on the host. shape: of its ids. rows_UD, indices
     (`where.indices()`): on the device, views of `memory`. ready: event of their arrival (None on the CPU).
-    gather_ms: time of reading its rows from the table.
+    dedup_ms, gather_ms: times of sorting its ids and of reading its rows from the table.
     """
 
     channel: "Channel"
@@ -76,6 +76,7 @@ class Share:
     indices: Sequence[Tensor]
     ready: "torch.cuda.Event | None"
     gather_ms: float
+    dedup_ms: float = 0.0
 
 
 class Channel:
@@ -129,6 +130,9 @@ class Channel:
         """Make the device's current stream wait until the share has arrived. counted: add it to the
         counters."""
         if counted:
+            self._counters.ids += len(share.where.inverse_N)
+            self._counters.unique += len(share.where.unique_U)
+            self._counters.dedup_ms += share.dedup_ms
             self._counters.gather_ms += share.gather_ms
             self._counters.bytes_gathered += share.rows_UD.nbytes
             self._counters.bytes_to_devices += len(share.memory)

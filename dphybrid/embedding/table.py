@@ -6,6 +6,7 @@ Letters: N ids of a lookup, U unique rows of it, B samples, D width of a row.
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import asdict
 from functools import partial
 from multiprocessing.context import get_spawning_popen
@@ -22,7 +23,7 @@ from dphybrid.embedding import native
 from dphybrid.embedding.ahead import LookupsAhead
 from dphybrid.embedding.gradients import Gates, merged, rows_op, sparse
 from dphybrid.embedding.lookup import Counters, copies_drift_apart, not_a_row, whole_numbers
-from dphybrid.embedding.replicas import DeviceRows, SizesOf
+from dphybrid.embedding.replicas import DeviceRows, Share, SizesOf
 from dphybrid.embedding.storage import StartValues, deferred_rows, open_rows, open_states, zero_rows
 from dphybrid.embedding.weights import FrozenRows, RowsInfo, info_of
 from dphybrid.kernels import may_read
@@ -94,15 +95,20 @@ class HostEmbedding(nn.Module):
         self._path = None if path is None else Path(path).absolute()
         self.start = StartValues(std, seed, list(scales))
         self.out_dtype = native.real_dtype(dtype)
-        self._gates, self.counters = Gates(), Counters()
-        self.ahead = LookupsAhead(name, self.counters)
-        self._padding = [] if padding_idx is None else [padding_idx]
-        self._frozen = FrozenRows(self._padding)
-        self._placed: tuple[Sequence[torch.device], SizesOf] | None = None
+        self._start_alone(padding_idx)
         if padding_idx is not None:
             self.start.scales.append((padding_idx, padding_idx + 1, 0.0))
         rows_VD = open_rows((num_rows, dim), dtype, storage, self._path, name, self.start)
         self.weight = nn.Parameter(rows_VD, requires_grad=not freeze)
+
+    def _start_alone(self, padding_idx: int | None) -> None:
+        """Set what belongs to a new table and not to its weight."""
+        self._gates, self.counters = Gates(), Counters()
+        self.ahead = LookupsAhead(self.name, self.counters)
+        self._padding = [] if padding_idx is None else [padding_idx]
+        self._frozen = FrozenRows(self._padding)
+        self._placed: tuple[Sequence[torch.device], SizesOf] | None = None
+        self._replica: int | None = None
 
     @classmethod
     def from_pretrained(
@@ -277,18 +283,21 @@ class HostEmbedding(nn.Module):
     def _replicate_for_data_parallel(self) -> Self:
         # torch's hook for a module that is being replicated: every device would get a copy of the table.
         raise UserError(
-            f"table {self.name!r} is inside a DataParallel block; look rows up outside and pass them to the "
-            "block"
+            f"table {self.name!r} is inside torch's DataParallel; use dphybrid.parallel.DataParallel, whose "
+            "replicas share it"
         )
 
-    def forward(self, ids: Tensor, *, by_replica: bool = False) -> Tensor | tuple[Tensor, ...]:
-        """Return the rows of `ids` (any shape, any integer type) as (*ids.shape, dim) on the CPU.
+    def forward(
+        self, ids: Tensor, *, by_replica: bool = False, to: torch.device | None = None
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Return the rows of `ids` (any shape, any integer type) as (*ids.shape, dim) on the device of the
+        ids, or on the device `to`.
 
         by_replica: see `replica_rows`. Raises UserError for ids of another type or out of range, naming
         table, value and position.
         """
         if torch.compiler.is_compiling():
-            return self._in_graph(ids)
+            return self._in_graph(ids, ids.device if to is None else to)
         with stage("lookup"):
             # Its backward would fail inside of torch, before the row optimizer could refuse.
             if DistributedDataParallel._active_ddp_module is not None and not self.synchronized:
@@ -301,16 +310,21 @@ class HostEmbedding(nn.Module):
                     f"table {self.name!r}: its weight is computed from other parameters, in every step "
                     "for all rows (weight_norm, pruning, ...), or was removed; use nn.Embedding for that"
                 )
-            ids = whole_numbers(ids, self.name)
+            ids, wanted = whole_numbers(ids, self.name), ids.device if to is None else to
             if is_transformed():  # torch's own operation has the rules for batches and tangents
                 rows = torch.embedding(weight, ids, sparse=type(weight) is nn.Parameter)
                 if (frozen := self._frozen_of(weight)).rows:
                     rows = torch.where(frozen.has(ids).unsqueeze(-1), rows.detach(), rows)
-                return self.as_model(rows.to(native.real_dtype(rows.dtype)))
+                return self.as_model(rows.to(wanted, native.real_dtype(rows.dtype)))
             if not may_read(weight, ids):
-                return self._in_graph(ids)
+                return self._in_graph(ids, wanted)
             if by_replica and self.ahead.is_placed:
                 return self._rows_by_replica(weight, ids)
+            replica = self._replica if self.ahead.is_placed else None
+            if replica is None and wanted.type == "cuda":
+                replica = self.ahead.channel_to(wanted)
+            if replica is not None and not by_replica:
+                return self._rows_on_device(weight, self.ahead.share_of(weight, ids, replica))
             if weight.dim() != 2:
                 raise UserError(
                     f"table {self.name!r}: its weight is {tuple(weight.shape)}; give (num_rows, dim)"
@@ -333,7 +347,7 @@ class HostEmbedding(nn.Module):
         # A weight given by functional_call is no table's.
         return self._frozen if (info := info_of(weight)) is None else info.frozen
 
-    def _in_graph(self, ids: Tensor) -> Tensor:
+    def _in_graph(self, ids: Tensor, wanted: torch.device) -> Tensor:
         """Look up as one operator of a captured graph. In torch.compile, a lookup that trains breaks the
         graph and runs in Python, because a compiled backward does not support sparse gradients."""
         if torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled() and self.weight.requires_grad:
@@ -341,7 +355,7 @@ class HostEmbedding(nn.Module):
         weight, frozen = self.weight, self._frozen_of(self.weight)
         trains = frozen.rows and torch.is_grad_enabled() and weight.requires_grad
         rows: Tensor = rows_op(weight, ids, frozen.has(ids) if trains else None)
-        return self.as_model(rows)
+        return self.as_model(rows.to(wanted))
 
     def as_model(self, rows: Tensor) -> Tensor:
         """Return rows in the type that the model was cast to."""
@@ -360,6 +374,18 @@ class HostEmbedding(nn.Module):
     def is_placed(self) -> bool:
         """Whether `place_on` was called."""
         return self._placed is not None
+
+    @property
+    def replica(self) -> int | None:
+        """The replica that this is the table of; None for the table itself."""
+        return self._replica
+
+    def for_replica(self, index: int) -> Self:
+        """Return this table as a replica of a region sees it: the same weight, whose rows come to the
+        replica's device. For a table inside a region."""
+        proxy = copy(self)
+        proxy._replica = index
+        return proxy
 
     def replica_rows(self, ids: Tensor) -> list[Tensor]:
         """Return, for each used replica, the rows (b, ..., dim) of its share of `ids` (B, ...), on its
@@ -381,22 +407,20 @@ class HostEmbedding(nn.Module):
         return [rows] if isinstance(rows, Tensor) else list(rows)  # a captured graph is not split
 
     def _rows_by_replica(self, weight: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
-        lookup = self.ahead.lookup_of(weight, ids)
-        counted, counters = torch.is_grad_enabled(), self.counters
-        frozen = self._frozen_of(weight)
-        if counted:
-            counters.ids += lookup.ids.numel()
-            counters.unique += lookup.num_unique
-            counters.dedup_ms += lookup.dedup_ms
-        rows = []
-        for share in lookup.shares:
-            share.channel.wait_for(share, counted=counted)
-            rows_UD = share.rows_UD
-            if counted and weight.requires_grad:
-                rows_UD = self._gates.rows(weight, rows_UD, share.where.unique_U, frozen, share.channel)
-            rows_ND = DeviceRows.apply(rows_UD, *share.indices)
-            rows.append(self.as_model(rows_ND.view(*share.shape, self.dim)))
-        return tuple(rows)  # not a list, for whose tensors torch calls no backward hooks
+        shares = self.ahead.lookup_of(weight, ids).shares
+        # Not a list, for whose tensors torch calls no backward hooks.
+        return tuple(self._rows_on_device(weight, share) for share in shares)
+
+    def _rows_on_device(self, weight: Tensor, share: Share) -> Tensor:
+        counted = torch.is_grad_enabled()
+        share.channel.wait_for(share, counted=counted)
+        rows_UD = share.rows_UD
+        if counted and weight.requires_grad:
+            rows_UD = self._gates.rows(
+                weight, rows_UD, share.where.unique_U, self._frozen_of(weight), share.channel, self._replica
+            )
+        rows_ND = DeviceRows.apply(rows_UD, *share.indices)
+        return self.as_model(rows_ND.view(*share.shape, self.dim))
 
     def totals(self) -> dict[str, float]:
         """Return the running totals by name, including finished copies; see `Counters`."""

@@ -17,11 +17,11 @@ from torch.nn.parameter import is_lazy
 from dphybrid.parallel.applying import as_replica
 from dphybrid.parallel.chance import ExpectedValues, own_random_state
 from dphybrid.parallel.check import Finding
-from dphybrid.parallel.copies import Key, copied, copied_module, itself, same, state_of, unchanged
+from dphybrid.parallel.copies import Key, copied, copied_module, is_table, itself, same, state_of, unchanged
 from dphybrid.parallel.data_parallel import DataParallel, find_data_parallel
 from dphybrid.parallel.gathering import gather
 from dphybrid.parallel.nests import Whole, batch_rows, joined, leaves, map_leaves, map_tensors, named_inputs
-from dphybrid.parallel.replication import replicate_modules
+from dphybrid.parallel.replication import copied_and_shared, replicate_modules
 from dphybrid.parallel.scattering import split
 from dphybrid.parallel.splits import split_sizes
 from dphybrid.util.errors import UserError, counted, type_text
@@ -154,7 +154,8 @@ class _Comparison:
         if not sizes:  # no tensor, or an empty batch
             return self._call(module, self._here(call)), [module]
         devices = (self.home,) * len(sizes)
-        replicas = replicate_modules(list(module.modules()), devices, detach=False)
+        parts, tables = copied_and_shared(module)
+        replicas = replicate_modules(parts, devices, detach=False, tables=tables)
         shares = enumerate(split(call, devices, sizes, self.dim))
         outputs = [self._call(replicas[index], share, index, sizes) for index, share in shares]
         return gather(outputs, self.home, self.dim, sizes), replicas
@@ -169,7 +170,15 @@ class _Comparison:
     ) -> Finding | None:
         """Compare the gradients of parameters and inputs; take a step with them in both copies, so that the
         second one starts from other weights."""
-        names = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+        tables = {
+            f"{name}.{key}": weight
+            for name, part in self.module.named_modules()
+            if is_table(part)
+            for key, weight in part.named_parameters(recurse=False)
+            if weight.requires_grad
+        }
+        trained = (name for name, parameter in self.module.named_parameters() if parameter.requires_grad)
+        names = [name for name in trained if name not in tables]
         named = [
             (f"its {path}" if path.startswith("input ") else f"its input {path}", tensor)
             for call in self.calls
@@ -177,7 +186,8 @@ class _Comparison:
             for tensor in _tensors(leaf.value if isinstance(leaf, Whole) else leaf)
             if tensor.requires_grad
         ]
-        paths, inputs = [path for path, _ in named], [tensor for _, tensor in named]
+        paths = [*(path for path, _ in named), *tables]
+        inputs = [*(tensor for _, tensor in named), *tables.values()]
         parameters = [[module.get_parameter(name) for name in names] for module in modules]
         one, two = (self._backward(o, [*p, *inputs]) for o, p in zip(outputs, parameters, strict=True))
         largest = max([1.0, *(_largest(grad) for grad in (*one, *two) if grad is not None)])
@@ -208,7 +218,7 @@ class _Comparison:
         if total.requires_grad:
             with self.mode:  # activation checkpointing computes forwards again; it refuses autograd.grad
                 total.backward()
-        return [t.grad.to_dense() if t.grad is not None and t.grad.is_sparse else t.grad for t in wanted]
+        return [None if tensor.grad is None else _whole(tensor.grad) for tensor in wanted]
 
     def _written(
         self, before: dict[Key, Any], after: dict[Key, Any], parted: dict[Key, Any], *held: dict[Key, Any]
@@ -373,6 +383,14 @@ def _leaves_of_graph(value: Any) -> Any:
 
 def _tensors(value: object) -> list[Tensor]:
     return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _whole(grad: Tensor) -> Tensor:
+    """Return a gradient without a layout of its own: of a large table, its batch's rows alone."""
+    if not grad.is_sparse:
+        return grad
+    rows = grad.coalesce()
+    return rows.to_dense() if rows.numel() <= 2**20 else rows.values()
 
 
 def _largest(tensor: Tensor) -> float:

@@ -22,11 +22,13 @@ Key = tuple[str, str]
 
 def copied_module(module: nn.Module, outside: dict[int, Any]) -> nn.Module:
     """Return a copy with parameters, buffers and attributes of its own, in which BatchNorm uses its running
-    statistics. outside: `itself` of the model around the module, which is not copied."""
-    parts = list(module.modules())
+    statistics. Tables in host memory are shared. outside: `itself` of the model around the module, which is
+    not copied."""
+    parts = own_parts(module)
     memo = outside | {id(part): type(part).__new__(type(part)) for part in parts}
-    for parameter in module.parameters():
-        memo[id(parameter)] = copy.deepcopy(parameter)
+    memo |= {id(parameter): copy.deepcopy(parameter) for part in parts for parameter in _parameters_of(part)}
+    for table in filter(is_table, module.modules()):
+        memo |= itself(table)
     for part in parts:
         made, held = memo[id(part)], vars(part)
         vars(made).update((name, _copied(held[name], name, memo)) for name in held)
@@ -39,10 +41,12 @@ def copied_module(module: nn.Module, outside: dict[int, Any]) -> nn.Module:
 def unchanged(model: nn.Module) -> Iterator[None]:
     """While the block runs, the model has copies of its buffers and attributes, and no gradients; afterwards
     all are as before, parameters too. Tables in host memory are left alone: their forward changes nothing."""
-    parts = [part for part in model.modules() if not hasattr(part, "place_on")]
+    parts = own_parts(model)
     before = [(part, dict(vars(part))) for part in parts]
-    own = {parameter for part in parts for parameter in part._parameters.values() if parameter is not None}
+    own = {parameter for part in parts for parameter in _parameters_of(part)}
     values = [(each, each.grad, each.data, each.detach().clone()) for each in own]
+    known = {id(parameter) for parameter in own}
+    grads = [(weight, weight.grad) for weight in model.parameters() if id(weight) not in known]
     memo = itself(model)
     try:
         for parameter in own:
@@ -54,10 +58,26 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         for part, held in before:
             vars(part).clear()
             vars(part).update(held)
+        for weight, grad in grads:
+            weight.grad = grad
         for parameter, grad, data, value in values:
             parameter.grad = grad
             if not same(parameter, value):
                 parameter.data = data.copy_(value)
+
+
+def is_table(part: nn.Module) -> bool:
+    """Return whether a part of a model is a table in host memory; see `scattering.RowSource`."""
+    return hasattr(part, "place_on")
+
+
+def own_parts(module: nn.Module) -> list[nn.Module]:
+    """Return the parts of a module, itself first, but its tables."""
+    return [part for part in module.modules() if not is_table(part)]
+
+
+def _parameters_of(part: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in part._parameters.values() if parameter is not None]
 
 
 def itself(module: nn.Module) -> dict[int, Any]:
@@ -91,6 +111,7 @@ def state_of(module: nn.Module) -> dict[Key, Any]:
     return {
         (name, f"self.{key}"): value
         for name, part in module.named_modules()
+        if not is_table(part)
         for key, value in (
             part._parameters
             | part._buffers

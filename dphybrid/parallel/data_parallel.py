@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,20 @@ from dphybrid.parallel.nests import (
     named_inputs,
     parts,
 )
-from dphybrid.parallel.replication import refuse_unsuitable, replicate, replicate_modules
-from dphybrid.parallel.scattering import DeviceNames, RowSource, connect, scatter_kwargs, split
+from dphybrid.parallel.replication import (
+    copied_and_shared,
+    refuse_unsuitable,
+    replicate,
+    replicate_modules,
+)
+from dphybrid.parallel.scattering import (
+    DeviceNames,
+    RowSource,
+    connect,
+    scatter_kwargs,
+    shared_tables,
+    split,
+)
 from dphybrid.parallel.splits import Key, Record, Split, first_size, shares, sizes_of_shares, split_sizes
 from dphybrid.util.compiling import is_exporting, outside_of_graphs
 from dphybrid.util.errors import UserError, suggestion, type_text
@@ -88,6 +100,9 @@ class DataParallel(nn.DataParallel):
         self._overridden = {n for n in steps if getattr(type(self), n) is not getattr(DataParallel, n)}
         self._record = Record()
         self.register_load_state_dict_post_hook(self._loaded)
+        if dim == 0:  # else rows cannot be fetched ahead; lookups work
+            for table in shared_tables(module).values():
+                connect(cast(RowSource, table), self)
 
     def forward(self, *inputs: object, **kwargs: object) -> object:
         """Return the module's output for the whole batch. Raises UserError for inputs that cannot be split
@@ -189,9 +204,9 @@ class DataParallel(nn.DataParallel):
         if modules != record.modules or any(part._compiled_call_impl is not None for part in modules):
             refuse_unsuitable(module, self.devices.home)
             record.modules = modules
-        return replicate_modules(
-            modules, self.devices.replicas[: len(device_ids)], not torch.is_grad_enabled()
-        )
+            record.copied, record.tables = copied_and_shared(module)
+        devices, detach = self.devices.replicas[: len(device_ids)], not torch.is_grad_enabled()
+        return replicate_modules(record.copied, devices, detach, record.tables)
 
     def parallel_apply(
         self,

@@ -3,7 +3,7 @@ sums their gradients."""
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch.nn.parallel import comm
 from torch.nn.parallel._functions import ReduceAddCoalesced
 
 from dphybrid.parallel.devices import resolve_devices
-from dphybrid.parallel.scattering import DeviceNames
+from dphybrid.parallel.scattering import DeviceNames, SharedTable, shared_tables
 from dphybrid.util.compiling import is_transformed
 from dphybrid.util.errors import UserError
 
@@ -77,13 +77,25 @@ def replicate(module: nn.Module, devices: DeviceNames, detach: bool = False) -> 
     replicas are lost. Raises UserError for modules that cannot be replicated, see `refuse_unsuitable`.
     """
     refuse_unsuitable(module)
-    return replicate_modules(list(module.modules()), resolve_devices(devices).replicas, detach)
+    copied, tables = copied_and_shared(module)
+    return replicate_modules(copied, resolve_devices(devices).replicas, detach, tables)
+
+
+def copied_and_shared(module: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Return the parts of a module, itself first, that each replica has a copy of, and its tables, which all
+    replicas share."""
+    shared = list(shared_tables(module).values())
+    of_tables = {id(part) for table in shared for part in table.modules()}
+    return [part for part in module.modules() if id(part) not in of_tables], shared
 
 
 def replicate_modules(
-    modules: list[nn.Module], devices: tuple[torch.device, ...], detach: bool
+    modules: list[nn.Module],
+    devices: tuple[torch.device, ...],
+    detach: bool,
+    tables: Sequence[nn.Module] = (),
 ) -> list[nn.Module]:
-    """Return replicas of modules[0]. modules: `list(module.modules())` of it."""
+    """Return replicas of modules[0]. modules, tables: `copied_and_shared` of it."""
     # Each tensor once: a weight that two layers share must stay shared in every replica.
     shared: dict[int, Tensor] = {
         id(p): p for module in modules for p in module._parameters.values() if p is not None
@@ -103,18 +115,19 @@ def replicate_modules(
     replicas = []
     for j in range(len(devices)):
         own = flat[j * count : (j + 1) * count] + flat_rest[j * of_rest : (j + 1) * of_rest]
-        replicas.append(_replica(modules, dict(zip(keys, own, strict=True))))
+        proxies = {id(table): cast(SharedTable, table).for_replica(j) for table in tables}
+        replicas.append(_replica(modules, proxies, dict(zip(keys, own, strict=True))))
     return replicas
 
 
-def _replica(modules: list[nn.Module], tensors: dict[int, Tensor]) -> nn.Module:
+def _replica(modules: list[nn.Module], tables: dict[int, nn.Module], tensors: dict[int, Tensor]) -> nn.Module:
     """Return a replica built like torch's: shallow copies of the modules, with parameters as plain tensor
-    attributes. Unlike torch's, `parameters()` returns them. tensors: id of an original tensor -> the
+    attributes. Unlike torch's, `parameters()` returns them. tables, tensors: id of an original -> the
     replica's."""
-    copies: dict[int, nn.Module] = {}
+    copies: dict[int, nn.Module] = dict(tables)
     for module in modules:
         kind = type(module)
-        # torch's hook; RNNs override it, and `HostEmbedding` refuses in it.
+        # torch's hook; RNNs override it.
         if kind._replicate_for_data_parallel is not nn.Module._replicate_for_data_parallel:
             copy = module._replicate_for_data_parallel()
         else:
@@ -162,7 +175,14 @@ def unsuitable(part: nn.Module) -> tuple[str, str] | None:
 
 def refuse_unsuitable(module: nn.Module, home: torch.device | None = None) -> None:
     """Raise UserError for a part that is `unsuitable`. home: where all parameters and buffers must be."""
+    if isinstance(cast(object, module), SharedTable):
+        raise UserError(
+            "DataParallel: the module is a table; wrap the blocks, and give them region.rows(table, ids)"
+        )
+    tables = tuple(f"{name}." for name in shared_tables(module))
     for name, part in module.named_modules():
+        if f"{name}.".startswith(tables):  # stays in host memory
+            continue
         which = f"module {name!r}" if name else "the module"
         if found := unsuitable(part):
             raise UserError(f"DataParallel: {which} {found[0]}; {found[1]}")

@@ -8,10 +8,10 @@ interface to tables: anything with its two methods is a table, so `dphybrid.para
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dphybrid.parallel.devices import Devices, resolve_devices
 from dphybrid.parallel.nests import (
@@ -110,6 +110,7 @@ def _rows(value: Tensor, sizes: list[int], dim: int) -> Sequence[Tensor]:
     return [torch.narrow_copy(value, dim, start, size) for start, size in zip(starts, sizes, strict=True)]
 
 
+@runtime_checkable
 class RowSource(Protocol):
     """A table that sends rows to the replicas of a region, such as `HostEmbedding`."""
 
@@ -121,6 +122,25 @@ class RowSource(Protocol):
     def replica_rows(self, ids: Tensor, /) -> list[Tensor]:
         """Return, for each used replica, the rows of its share of `ids` on its device."""
         ...
+
+
+@runtime_checkable
+class SharedTable(RowSource, Protocol):
+    """A table that may be inside a region: replicas have no copy of it, but all look up in the same one."""
+
+    def for_replica(self, index: int, /) -> nn.Module:
+        """Return what replica `index` has in place of the table."""
+        ...
+
+
+def shared_tables(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the tables inside a module by name, without the parts of which they consist."""
+    found: dict[str, nn.Module] = {}
+    for name, part in module.named_modules():
+        is_table = isinstance(cast(object, part), SharedTable)
+        if is_table and not any(name.startswith(f"{outer}.") for outer in found):
+            found[name] = part
+    return found
 
 
 class _Region(Protocol):

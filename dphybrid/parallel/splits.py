@@ -30,12 +30,15 @@ def shares(count: int, rows: int) -> list[int]:
 
 class Record:
     """Splits of a region so far. counts: how often each occurred, in order of first appearance. last: the
-    latest, the same object as long as it repeats. modules: parts that were found fit for replication."""
+    latest, the same object as long as it repeats. modules: parts that were found fit for replication; copied,
+    tables: those of which each replica has a copy, and those that all share."""
 
     def __init__(self) -> None:
         self.counts: dict[Key, int] = {}
         self.last: Key | None = None
         self.modules: list[nn.Module] = []
+        self.copied: list[nn.Module] = []
+        self.tables: list[nn.Module] = []
 
     def note(self, key: Key) -> None:
         """Count a split."""

@@ -83,7 +83,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
         nn.Sequential(nn.Embedding(3, 3, max_norm=1.0))
     ),
     "has parameters without a size": lambda: wraps(nn.LazyLinear(3)),
-    "contains a `HostEmbedding`": lambda: DataParallel(HostEmbedding(8, 2), TWO)(torch.arange(8)),
+    "is a `HostEmbedding`": lambda: DataParallel(HostEmbedding(8, 2), TWO)(torch.arange(8)),
     "has parameters on another device": moved_after_wrapping,
     "is or contains a SyncBatchNorm": lambda: wraps(nn.Sequential(nn.SyncBatchNorm(3))),
     "is to be compiled by `compile_regions`, on several devices": lambda: compile_regions(

@@ -87,6 +87,9 @@ class _CountsAhead(Network):
 class _Unannounced(Network):
     table_ids = None  # type: ignore[assignment]
 
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return super().forward({name: value.roll(1, 0) for name, value in batch.items()})
+
 
 class _Centred(torch.nn.Bilinear):
     def forward(self, left: Tensor, right: Tensor) -> Tensor:

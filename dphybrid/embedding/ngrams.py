@@ -1,0 +1,176 @@
+"""Memory of a language model: rows of hashed n-grams in a host table, gated by the hidden state.
+
+The rows that a token needs follow from the tokens before it alone. So they can be fetched while the step
+before computes, and the table may be as large as the machine's memory. `RowPipeline` does that by itself.
+
+After Engram ("Conditional Memory via Scalable Lookup", arXiv 2601.07372), without its convolution: each order
+and head hashes the last n tokens by multiply and xor, modulo a prime of its own; the rows of all heads are
+concatenated, and a gate compares them with the hidden state.
+
+Letters: B samples, T tokens, C width of the hidden state, H heads of all orders, D width of a row.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dphybrid.embedding.lookup import whole_numbers
+from dphybrid.embedding.table import HostEmbedding
+from dphybrid.util.errors import UserError
+
+_LARGEST = 2**40
+"""Largest number of rows a head. Testing a number of this size for primality takes a millisecond."""
+
+
+class NgramMemory(nn.Module):
+    """Adds what a table in host memory holds for the last tokens: `h = h + memory(h, tokens)`.
+
+    hidden: width C of the hidden state. rows: at most this many rows a head; each head has the largest
+    prime that no other head has. dim: width D of a row. orders: lengths of the n-grams, each at least 2.
+    heads: hash functions for each order. separator: token that ends a segment, such as the one between
+    documents; n-grams do not reach across it. seed: of the hash functions and the table's start values; None:
+    drawn from torch's generator. scale: factor on the rows. With Adam it acts as a learning rate of so many
+    times the given one. make: builds the table from (num_rows, dim, std=, and the options), as
+    `HostEmbedding`. table: its further options (name, dtype, storage, path).
+
+    The output starts at zero, so that a trained decoder continues as it was. `table` is the host table. Its
+    rows need no weight decay.
+
+    Raises UserError for orders below 2, for rows that are too few for the heads, and for widths below 1.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        rows: int,
+        dim: int = 32,
+        *,
+        orders: Sequence[int] = (2, 3),
+        heads: int = 2,
+        separator: int | None = None,
+        seed: int | None = None,
+        scale: float = 5.0,
+        make: Callable[..., HostEmbedding] = HostEmbedding,
+        **table: Any,
+    ) -> None:
+        super().__init__()
+        for what, value in {"hidden": hidden, "rows": rows, "dim": dim, "heads": heads}.items():
+            if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+                raise UserError(f"NgramMemory: {what}={value!r}; give an integer of at least 1")
+        self.orders = tuple(orders)
+        if not self.orders or any(not isinstance(n, Integral) or n < 2 for n in self.orders):
+            raise UserError(
+                f"NgramMemory: orders={list(self.orders)}; give lengths of at least 2, such as (2, 3). "
+                "Single tokens have rows in the model's own embedding"
+            )
+        if len(set(self.orders)) < len(self.orders):
+            raise UserError(f"NgramMemory: orders={list(self.orders)} has a length twice; give each once")
+        if seed is None:
+            seed = int(torch.randint(2**63 - 1, (), device="cpu"))
+        self.heads, self.separator = heads, separator
+        sizes = _primes_up_to(rows, heads * len(self.orders))
+        starts = np.cumsum([0, *sizes[:-1]])
+        # Not buffers: they belong to the host table and must not follow the blocks to a GPU.
+        self._sizes_H, self._starts_H = torch.tensor(sizes, device="cpu"), torch.from_numpy(starts)
+        # Odd, so that no bit of a token is lost; products wrap around.
+        drawn = np.random.default_rng([seed % 2**64, 0]).integers(2**62, size=max(self.orders))
+        self._factors: list[int] = (2 * drawn + 1).tolist()
+        self.scale = scale
+        if make is HostEmbedding:
+            table = {"name": "memory", "seed": seed} | table
+        self.table = make(sum(sizes), dim, std=0.02 / scale, **table)
+        width = dim * len(sizes)
+        self.key = nn.Linear(width, hidden, bias=False)
+        self.value = nn.Linear(width, hidden, bias=False)
+        nn.init.zeros_(self.value.weight)
+
+    def row_ids(self, tokens_BT: Tensor) -> Tensor:
+        """Return the rows (B, T, H) of `table` for token ids (B, T), on the CPU.
+
+        Tokens before the first one, and those before a separator, count as missing: the n-gram is then
+        shorter, and has rows of its own. Raises UserError for negative ids and for other types.
+        """
+        tokens_BT = whole_numbers(tokens_BT, self.table.name)
+        if tokens_BT.dim() != 2:
+            raise UserError(f"NgramMemory: tokens of shape {tuple(tokens_BT.shape)}; give (B, T)")
+        if tokens_BT.numel() and int(tokens_BT.min()) < 0:
+            raise UserError(
+                f"NgramMemory: token {int(tokens_BT.min())} is negative; replace padding by a token"
+            )
+        length = tokens_BT.shape[1]
+        mixed_BT = (tokens_BT + 1) * self._factors[0]  # 0: no token
+        # 1 where a token, counted back from here, belongs to the segment.
+        inside_BT = torch.ones_like(tokens_BT)
+        ids_BTH = []
+        for back in range(1, max(self.orders)):
+            if back < length:
+                earlier_BT = F.pad(tokens_BT[:, :-back], (back, 0), value=-1)
+            else:
+                earlier_BT = torch.full_like(tokens_BT, -1)
+            if self.separator is not None:
+                inside_BT = inside_BT * (earlier_BT != self.separator)
+            mixed_BT = mixed_BT ^ ((earlier_BT + 1) * inside_BT * self._factors[back])
+            if back + 1 in self.orders:
+                first = self.orders.index(back + 1) * self.heads
+                span = slice(first, first + self.heads)
+                hashed_BTh = mixed_BT[..., None].remainder(self._sizes_H[span]) + self._starts_H[span]
+                ids_BTH.append((first, hashed_BTh))
+        return torch.cat([ids for _, ids in sorted(ids_BTH, key=lambda pair: pair[0])], -1)
+
+    def forward(self, hidden_BTC: Tensor, tokens_BT: Tensor) -> Tensor:
+        """Return what is to be added to hidden_BTC: value * sigmoid(norm(hidden) . norm(key) / sqrt(C))."""
+        if tokens_BT.shape != hidden_BTC.shape[:2]:
+            raise UserError(
+                f"NgramMemory: hidden state {tuple(hidden_BTC.shape)} and tokens {tuple(tokens_BT.shape)}; "
+                "give (B, T, C) and (B, T)"
+            )
+        ids_BTH = self.row_ids(tokens_BT)
+        rows_BTR = self.scale * self.table(ids_BTH, to=hidden_BTC.device).flatten(-2)
+        width = (hidden_BTC.shape[-1],)
+        match_BT = F.rms_norm(hidden_BTC, width) * F.rms_norm(self.key(rows_BTR), width)
+        gate_BT1 = torch.sigmoid(match_BT.sum(-1, keepdim=True) / math.sqrt(width[0]))
+        added_BTC: Tensor = gate_BT1 * self.value(rows_BTR)
+        return added_BTC
+
+    def extra_repr(self) -> str:
+        return f"orders={self.orders}, heads={self.heads}, separator={self.separator}"
+
+
+def _primes_up_to(limit: int, count: int) -> list[int]:
+    """Return the `count` largest primes up to `limit`, descending. Raises UserError if there are fewer."""
+    if limit > _LARGEST:
+        raise UserError(f"NgramMemory: rows={limit}; give at most {_LARGEST:,} a head")
+    primes: list[int] = []
+    number = int(limit)
+    while len(primes) < count and number > 1:
+        if _is_prime(number):
+            primes.append(number)
+        number -= 1
+    if len(primes) < count:
+        raise UserError(
+            f"NgramMemory: rows={limit} are too few; {count} heads need a prime of their own each, so give "
+            f"at least {_primes_needed(count)}"
+        )
+    return primes
+
+
+def _is_prime(number: int) -> bool:
+    if number < 4:
+        return number > 1
+    divisors = np.arange(3, math.isqrt(number) + 1, 2)
+    return bool(number % 2 and (number % divisors).all())
+
+
+def _primes_needed(count: int) -> int:
+    """Return the `count`-th prime."""
+    number = 1
+    while count:
+        number += 1
+        count -= _is_prime(number)
+    return number

@@ -1,0 +1,146 @@
+"""Gemma 4's per-layer rows and Qwen4-Exp's hashed n-grams as host tables: losses as with resident tables, on
+several devices, fetched ahead or not, and resumed after a kill."""
+
+import copy
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dphybrid.embedding import RowPipeline, dense_parameters, host_tables, row_optimizer
+from dphybrid.parallel import DataParallel
+from tests.conftest import REPOSITORY
+
+pytest.importorskip("transformers")
+STEPS, KILLED_AT, SAVED_AT = 20, 13, 10
+MODELS = ("gemma", "qwen")
+
+
+class Losses(nn.Module):
+    """Each sample's loss: a region joins values by sample."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        scores = self.model(input_ids=tokens, use_cache=False).logits[:, :-1]
+        return nn.functional.cross_entropy(scores.transpose(1, 2), tokens[:, 1:], reduction="none").mean(1)
+
+
+def make(name: str) -> tuple[nn.Module, str]:
+    from examples.memory import with_transformers
+
+    torch.manual_seed(0)
+    model = getattr(with_transformers, name)()
+    (table,) = host_tables(copy.deepcopy(model), "300 kB")
+    return model, table
+
+
+def train(
+    model: Any,
+    rows: torch.optim.Optimizer,
+    table: nn.Parameter,
+    steps: range = range(STEPS),
+    ahead: bool = False,
+    state: Path | None = None,
+    die: bool = False,
+) -> list[float]:
+    """Return the losses. state: where to save after SAVED_AT steps, or to continue from."""
+    dense = torch.optim.SGD([p for p in model.parameters() if p is not table], lr=0.005)
+    if state is not None and state.exists():
+        saved = torch.load(state)
+        model.load_state_dict(saved["model"])
+        rows.load_state_dict(saved["rows"])
+    tokens = torch.randint(3, 1024, (STEPS, 4, 16), generator=torch.Generator().manual_seed(1))
+    losses = []
+    with RowPipeline(model, mode="exact" if ahead else "off", on_cpu=True) as pipeline:
+        for step, batch in enumerate(pipeline.prefetch(list(tokens[steps.start : steps.stop])), steps.start):
+            loss = model(batch).mean()
+            loss.backward()
+            for optimizer in (dense, rows):
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+            if state is not None and step + 1 == SAVED_AT:
+                torch.save({"model": model.state_dict(), "rows": rows.state_dict()}, state)
+            if die and step + 1 == KILLED_AT:
+                os.kill(os.getpid(), signal.SIGKILL)
+        if ahead and len(model.devices) > 1:  # one device on the CPU reads the table itself
+            # Qwen computes its ids inside of its forward.
+            is_known = "Gemma" in str(type(model.module.model))
+            assert (pipeline.counters()["prepared"] > 0) == is_known
+    return losses
+
+
+def hosted(name: str, devices: str) -> tuple[nn.Module, torch.optim.Optimizer, nn.Parameter]:
+    model, table = make(name)
+    host_tables(model, "300 kB")
+    region = DataParallel(Losses(model), devices)
+    weight = model.get_submodule(table).weight
+    return region, row_optimizer("lazy-adagrad", region, lr=0.01), weight
+
+
+@pytest.fixture(scope="module")
+def resident() -> Callable[[str], list[float]]:
+    found: dict[str, list[float]] = {}
+
+    def losses(name: str) -> list[float]:
+        if name not in found:
+            model, table = make(name)
+            embedding: Any = model.get_submodule(table)
+            embedding.sparse = True
+            rows = torch.optim.Adagrad([embedding.weight], lr=0.01)
+            found[name] = train(Losses(model), rows, embedding.weight)
+        return found[name]
+
+    return losses
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("devices", ["cpu", "cpu*2"])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.filterwarnings("ignore:RowPipeline")  # Qwen computes its ids inside of its forward
+def test_the_losses_are_those_of_a_resident_table(
+    name: str, devices: str, ahead: bool, resident: Callable[[str], list[float]]
+) -> None:
+    losses = train(*hosted(name, devices), ahead=ahead)
+    assert losses == pytest.approx(resident(name), rel=1e-5)
+    assert losses == train(*hosted(name, devices), ahead=not ahead)  # to the bit
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_killed_training_continues_with_the_same_bits(name: str, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    code = (
+        f"from pathlib import Path; from tests.embedding.test_memory_models import hosted, train; "
+        f"train(*hosted({name!r}, 'cpu*2'), state=Path({str(state)!r}), die=True)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    whole = train(*hosted(name, "cpu*2"))
+    assert train(*hosted(name, "cpu*2"), steps=range(SAVED_AT, STEPS), state=state) == whole[SAVED_AT:]
+
+
+def test_what_transformers_does_with_the_model_goes_on_working(tmp_path: Path) -> None:
+    for name in MODELS:
+        model: Any
+        model, table = make(name)
+        prompt = torch.randint(3, 1024, (1, 5))
+        wanted = model.generate(prompt, max_new_tokens=6, do_sample=False)
+        host_tables(model, "300 kB")
+        assert torch.equal(model.generate(prompt, max_new_tokens=6, do_sample=False), wanted)
+        model.save_pretrained(tmp_path / name)
+        again = type(model).from_pretrained(tmp_path / name)
+        assert torch.equal(again.get_submodule(table).weight, model.get_submodule(table).weight)
+        model.gradient_checkpointing_enable()
+        model.train()(input_ids=prompt, labels=prompt, use_cache=False).loss.backward()
+        assert model.get_submodule(table).weight.grad.is_sparse
+        assert next(dense_parameters(model)) is not None

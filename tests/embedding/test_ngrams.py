@@ -1,0 +1,149 @@
+"""`NgramMemory`: rows of hashed n-grams, gated by the hidden state."""
+
+import pytest
+import torch
+from torch import nn
+
+from dphybrid.embedding import NgramMemory, RowPipeline, dense_parameters, find_tables, row_optimizer
+from dphybrid.parallel import DataParallel
+from dphybrid.util.errors import UserError
+
+
+class Language(nn.Module):
+    """Predicts each token from the ones before; returns each sample's loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(30, 8)
+        self.memory = NgramMemory(8, 500, 4, seed=1, separator=0)
+        self.out = nn.Linear(8, 30)
+        nn.init.normal_(self.memory.value.weight, std=0.1)
+
+    def forward(self, tokens_BT: torch.Tensor, next_BT: torch.Tensor) -> torch.Tensor:
+        hidden = self.tokens(tokens_BT)
+        scores = self.out(hidden + self.memory(hidden, tokens_BT))
+        return nn.functional.cross_entropy(scores.transpose(1, 2), next_BT, reduction="none").mean(1)
+
+
+def memory(**options: object) -> NgramMemory:
+    return NgramMemory(8, 500, 4, **{"seed": 1, "orders": (2, 3), "heads": 2, **options})  # type: ignore[arg-type]
+
+
+def test_rows_follow_from_the_last_tokens_alone() -> None:
+    ids = memory().row_ids(torch.tensor([[5, 6, 7, 8], [9, 6, 7, 8]]))
+    assert ids.shape == (2, 4, 4)
+    assert not (ids[0, 0] == ids[1, 0]).any()  # other tokens
+    assert torch.equal(ids[0, 2, :2], ids[1, 2, :2])  # the same last two
+    assert not (ids[0, 2, 2:] == ids[1, 2, 2:]).any()  # but not the last three
+    assert torch.equal(ids[0, 3], ids[1, 3])
+
+
+def test_each_head_has_rows_of_its_own_and_a_prime_of_its_own() -> None:
+    of = memory()
+    ids = of.row_ids(torch.randint(1000, (50, 40), generator=torch.Generator().manual_seed(0)))
+    sizes = [499, 491, 487, 479]
+    starts = [0, 499, 990, 1477]
+    for head, (size, start) in enumerate(zip(sizes, starts, strict=True)):
+        used = ids[..., head].unique()
+        assert start <= int(used.min())
+        assert int(used.max()) < start + size
+        assert len(used) > 0.9 * size  # spread over all of them
+    assert of.table.num_rows == sum(sizes)
+
+
+@pytest.mark.parametrize("separator", [0, 7])
+def test_no_n_gram_reaches_across_a_separator(separator: int) -> None:
+    ids = memory(separator=separator).row_ids(
+        torch.tensor([[1, 2, separator, 3, 4], [5, 6, separator, 3, 4]])
+    )
+    assert torch.equal(ids[0, 3:], ids[1, 3:])
+    assert not torch.equal(ids[0, 2], ids[1, 2])  # the separator itself belongs to the segment before
+    alone = memory(separator=separator).row_ids(torch.tensor([[3, 4]]))
+    assert torch.equal(ids[0, 3:], alone[0])
+
+
+def test_the_output_starts_at_zero_and_is_gated() -> None:
+    of, hidden, tokens = memory(), torch.randn(2, 5, 8), torch.randint(30, (2, 5))
+    assert not of(hidden, tokens).any()
+    nn.init.ones_(of.value.weight)
+    rows = of.scale * of.table(of.row_ids(tokens)).flatten(-2)
+    norm = lambda x: x / (x.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).sqrt()  # noqa: E731
+    gate = torch.sigmoid((norm(hidden) * norm(rows @ of.key.weight.T)).sum(-1, keepdim=True) / 8**0.5)
+    torch.testing.assert_close(of(hidden, tokens), gate * (rows @ of.value.weight.T))
+
+
+def losses(devices: str, mode: str = "off", cut: bool = False) -> list[float]:
+    """Return the losses of some steps. mode: of the pipeline, which must find the tokens by itself. cut:
+    batches are windows of which forward takes all but the last token."""
+    torch.manual_seed(0)
+    model = DataParallel(Language().double(), devices)
+    dense = torch.optim.Adam(dense_parameters(model), lr=0.05)
+    rows = row_optimizer("adam", model, lr=0.05)
+    windows = torch.randint(30, (6, 7, 10), generator=torch.Generator().manual_seed(2))
+    batches = [{"window": each} if cut else (each[:, :-1], each[:, 1:]) for each in windows]
+    found = []
+    with RowPipeline(model, mode=mode, on_cpu=True) as pipeline:
+        for batch in pipeline.prefetch(batches):
+            given = (batch["window"][:, :-1], batch["window"][:, 1:]) if isinstance(batch, dict) else batch
+            loss = model(*given).mean()
+            loss.backward()
+            for optimizer in (dense, rows):
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(loss.item())
+        if mode == "exact" and len(model.devices) > 1:
+            assert pipeline.counters()["prepared_ratio"] > 0.5
+    return found
+
+
+@pytest.mark.parametrize("devices", ["cpu*2", "cpu*3", "cpu*8"])
+def test_a_memory_inside_a_region_trains_as_unsplit(devices: str) -> None:
+    assert losses(devices) == pytest.approx(losses("cpu"), rel=1e-9)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("devices", ["cpu", "cpu*2", "cpu*3"])
+def test_its_rows_are_fetched_ahead_without_a_declaration(devices: str, cut: bool) -> None:
+    assert losses(devices, "exact", cut) == losses(devices)
+
+
+def test_says_when_no_tensor_of_the_batch_shows_the_ids() -> None:
+    model = DataParallel(Language(), "cpu*2")
+    batches = RowPipeline(model, on_cpu=True).prefetch([torch.ones(4, 3, dtype=torch.long)] * 2)
+    batch = next(batches)
+    model(batch + 1, batch).mean().backward()
+    with pytest.warns(RuntimeWarning, match="ids are not known"):
+        next(batches)
+
+
+def test_replicas_share_the_table() -> None:
+    region = DataParallel(Language(), "cpu*2")
+    (table,) = find_tables(region).values()
+    replicas = region.replicate(region.module, region.device_ids)
+    assert all(replica.memory.table.weight is table.weight for replica in replicas)
+    assert all(replica.out.weight is not region.module.out.weight for replica in replicas[1:])
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"orders": (1, 2)}, "at least 2"),
+        ({"orders": ()}, "at least 2"),
+        ({"orders": (2, 2)}, "twice"),
+        ({"heads": 0}, "heads=0"),
+        ({"dim": 0}, "dim=0"),
+        ({"rows": 0}, "rows=0"),
+        ({"rows": 5}, "give at least 7"),
+        ({"rows": 1e6}, "rows=1000000.0"),
+    ],
+)
+def test_refuses_before_it_makes_a_table(options: dict[str, object], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        NgramMemory(8, **{"rows": 500, "dim": 4, **options})  # type: ignore[arg-type]
+
+
+def test_refuses_tokens_that_are_none() -> None:
+    with pytest.raises(UserError, match="-100 is negative"):
+        memory().row_ids(torch.tensor([[1, -100]]))
+    with pytest.raises(UserError, match=r"tokens \(2, 4\)"):
+        memory()(torch.zeros(2, 5, 8), torch.zeros(2, 4, dtype=torch.long))
