@@ -1,15 +1,16 @@
-"""Predict the label for the rows of new files, or recommend items to users.
+"""Predict the label for the rows of new files, recommend items to users, or continue a text.
 
 examples:
   %(prog)s ctr-cpu-1121-044553 --data.path new.csv --out predictions.parquet
   %(prog)s retrieval-cpu-1121-044553 --data.path users.csv --out top.parquet --top 20
+  %(prog)s text-cpu-1121-044553 --prompt 'import os' --length 50
   %(prog)s models:/clicks@champion --data.path 'today/*.csv.gz' --out predictions.csv --devices cuda:0
 
 Each row read gives one prediction: its file, its line, and the probability of the label's positive value; for
 several classes, the likeliest class and the probability of each; for a number, the number. --threshold adds
 the predicted class of two, as does a model trained with a threshold. --keep adds columns of the input. A
 model of recipe retrieval gives user, rank, item and score instead: --top items for each user. Without
---out, predictions are printed as CSV.
+--out, predictions are printed as CSV. A model of recipe text continues the text of --prompt.
 """
 
 from pathlib import Path
@@ -49,7 +50,7 @@ class Flags(Command):
     shown_as: ClassVar[dict[str, str]] = {"data.path": "PATH", "keep": "COLUMN", "threshold": "P", "top": "K"}
     model: CliPositionalArg[str] = Field(alias="RUN_OR_MODEL")
     """A run (name or MLflow id), a checkpoint folder, or models:/NAME@champion."""
-    data: _Data
+    data: _Data | None = None
     out: Path | None = None
     """File for the predictions, .parquet or .csv (default: printed as CSV)."""
     devices: str = "cpu"
@@ -62,9 +63,21 @@ class Flags(Command):
     """Of two classes, also write the predicted one: positive if its probability is P or more."""
     top: int | None = None
     """Items for each user, of a model that recommends (default: 10)."""
+    prompt: str | None = None
+    """Beginning of a text that a model of recipe text continues; then no --data.path is needed."""
+    length: int = Field(default=100, ge=1)
+    """With --prompt: at most this many tokens."""
+    temperature: float = Field(default=0.8, ge=0.0)
+    """With --prompt: below 1, likelier tokens are preferred; 0: always the likeliest."""
+    seed: int = 0
+    """With --prompt: of the random choice of tokens."""
 
     def run(self) -> int:
-        """Write or print predictions for new files."""
+        """Write or print predictions for new files, or continue a text."""
+        if (self.data is None) == (self.prompt is None):
+            raise UserError("predict: give either --data.path, or --prompt for a model of recipe text")
+        if self.data is None:
+            return self._continue_text()
         path = self.data.path
         # A missing file is reported before the imports below, which take seconds.
         check_data_path(path)
@@ -88,4 +101,30 @@ class Flags(Command):
         with preparation_progress() as progress:
             done = predictor.predict_file(path, self.out, progress, **given)
         print("\n".join(predictor.told(done)))
+        return 0
+
+    def _continue_text(self) -> int:
+        from dphybrid.recipes.registry import find_recipe
+        from dphybrid.serving.load import find_checkpoint, model_from_checkpoint
+        from dphybrid.training.checkpoint import read_state
+        from dphybrid.util.terminal import data_output
+
+        assert self.prompt is not None
+        checkpoint = find_checkpoint(self.model, load_settings())
+        state = read_state(checkpoint)
+        recipe = find_recipe(str(state.config["recipe"]))
+        pieces = recipe.continue_text(
+            checkpoint,
+            model_from_checkpoint(checkpoint, self.devices),
+            state.info,
+            self.prompt,
+            length=self.length,
+            temperature=self.temperature,
+            seed=self.seed,
+        )
+        stream = data_output()
+        for piece in (self.prompt, *pieces):
+            stream.write(piece)
+            stream.flush()
+        stream.write("\n")
         return 0

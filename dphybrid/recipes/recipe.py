@@ -2,7 +2,7 @@
 name."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
@@ -267,6 +267,22 @@ class Recipe:
         from dphybrid.recipes.predicting import RowsPredictor
 
         return RowsPredictor(self.name, self.predict, checkpoint, build(), batch_size)
+
+    def continue_text(
+        self,
+        checkpoint: Path,
+        model: "nn.Module",
+        info: Mapping[str, Any],
+        prompt: str,
+        *,
+        length: int,
+        temperature: float,
+        seed: int,
+    ) -> "Iterator[str]":
+        """Yield pieces of a text that continues `prompt`. model: of the checkpoint, in evaluation mode.
+        length: at most this many tokens. temperature: 0 for the likeliest token each time. Raises UserError
+        for a recipe that writes no text."""
+        raise UserError(f"recipe {self.name}: writes no text; --prompt is for recipe text")
 
     def recognises(self, data: Mapping[str, object]) -> str | None:
         """Return why these values of the data section mean this recipe, or None if they do not. Called only

@@ -127,6 +127,12 @@ def _perplexity(outputs: dict[str, Tensor]) -> dict[str, float]:
     return {"perplexity": math.exp(min(loss, 700.0)), "loss": loss}
 
 
+def _bits_per_byte(outputs: dict[str, Tensor]) -> dict[str, float]:
+    bits = float(outputs["loss"].double().sum()) / math.log(2)
+    # At least 1: a part may consist of ends of documents alone.
+    return {"bits_per_byte": bits / max(1, int(outputs["bytes_B"].sum()))} | _perplexity(outputs)
+
+
 def _binary(outputs: dict[str, Tensor]) -> dict[str, float]:
     labels_B, logits_B = outputs["labels_B"].numpy(), outputs["logits"].double()
     weights_B = sample_weights(outputs)
@@ -156,6 +162,7 @@ def _ranking(outputs: dict[str, Tensor]) -> dict[str, float]:
 
 
 LANGUAGE_MODEL = Task("perplexity", False, _perplexity)
+BYTE_LANGUAGE_MODEL = Task("bits_per_byte", False, _bits_per_byte, ("bytes_B",))
 BINARY = Task("auc", True, _binary, ("logits", "labels_B"), prediction="logits")
 MULTICLASS = Task("accuracy", True, _multiclass, ("logits", "labels_B"), prediction="logits")
 RANKING = Task("mrr", True, _ranking, ("ranks_B2",))

@@ -22,8 +22,11 @@ from dphybrid.util.errors import UserError
 _AVERAGE, _AVERAGED_STEPS = "average", "averaged_steps"
 
 
-def learning_rate_factor(schedule: str, done: float) -> float:
-    """Return the factor on the learning rates. done: share of all steps already taken, 0..1."""
+def learning_rate_factor(schedule: str, done: float, warm_up: float = 0.0) -> float:
+    """Return the factor on the learning rates. done: share of all steps taken before this one, 0..1. warm_up:
+    share of the steps in which it rises to the schedule's value."""
+    if done < warm_up:
+        return learning_rate_factor(schedule, done) * max(0.01, done / warm_up)
     # Not 0, with which the last steps would take time and train nothing.
     floor = 0.01
     if schedule == "cosine":

@@ -12,7 +12,8 @@ from dphybrid.data.table.encoder import open_base
 from dphybrid.data.table.splits import unseen_rows
 from dphybrid.recipes import find_recipe
 from dphybrid.recipes.text import TextDataConfig
-from dphybrid.recipes.text.data import tokenize
+from dphybrid.recipes.text.tokens import tokenize
+from dphybrid.util.files import read_json
 from tests.commands import command
 from tests.conftest import SHARED
 from tests.preparing import from_file, prepare, table_of
@@ -98,7 +99,7 @@ def test_unusable_tables_are_told_and_leave_nothing(
         ("ctr", lambda p: p.mkdir(), ["is a folder"]),
         ("ctr", lambda p: p.write_bytes("é,b\n".encode() + b"\xff,c\n"), ["not UTF-8 text"]),
         ("text", lambda p: None, ["no such file or folder"]),
-        ("text", lambda p: p.mkdir(), ["holds no text files", ".txt"]),
+        ("text", lambda p: p.mkdir(), ["holds neither text", ".txt"]),
         ("text", lambda p: p.write_text(""), ["is empty"]),
         ("text", lambda p: p.write_text("one line of words"), ["found 1 document"]),
         ("text", lambda p: p.write_text("few words\n\nand more"), ["fewer than data.window=64"]),
@@ -135,7 +136,7 @@ def test_whole_documents_are_held_out_and_words_come_from_the_training_part(tmp_
     config = TextDataConfig(path=str(folder), window=8, min_count=1)
     prepared = prepare("text", config, tmp_path / "prepared", 0)
     (held,) = prepared.manifest.facts["held_out"]
-    words = prepared.manifest.facts["vocabulary"]
+    words = read_json(prepared.path / "encoder/words.json")["words"]
     assert f"only{held.removesuffix('.txt')}" not in words
     assert sum(word.startswith("only") for word in words) == 9
 

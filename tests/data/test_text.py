@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from dphybrid.recipes.text import TextDataConfig
-from dphybrid.recipes.text.data import held_out, tokenize
+from dphybrid.recipes.text.data import held_out
+from dphybrid.recipes.text.tokens import tokenize
+from dphybrid.util.files import read_json
 from tests.preparing import prepare
 
 
@@ -60,7 +62,7 @@ def test_files_named_train_valid_and_test_are_these_parts(tmp_path: Path) -> Non
     (folder / "README.md").write_text("about the data")
     prepared = prepare("text", TextDataConfig(path=str(folder), window=8), tmp_path / "prepared", 0)
     assert prepared.parts == ["train", "valid", "test"]
-    words = prepared.manifest.facts["vocabulary"]
+    words = read_json(prepared.path / "encoder/words.json")["words"]
     assert sorted(words) == ["<end>", "<eos>", "<unk>", "one", "same", "words"]
     assert [words[number] for number in prepared.arrays["test_tokens"][:5]] == [
         *("<unk>", "same", "words", "<eos>", "<end>")
@@ -78,7 +80,7 @@ def test_words_keep_their_marks_and_signs_stay_whole(tmp_path: Path) -> None:
     file = tmp_path / "x.txt"
     file.write_bytes("\n".join(f"naïve café {i % 9}" for i in range(99)).encode("latin-1"))
     prepared = prepare("text", TextDataConfig(path=str(file), window=8), tmp_path / "prepared", 0)
-    assert {"naïve", "café"} <= {*prepared.manifest.facts["vocabulary"]}
+    assert {"naïve", "café"} <= {*read_json(prepared.path / "encoder/words.json")["words"]}
     assert "read as Latin-1" in prepared.describe()
 
 

@@ -1,7 +1,8 @@
-"""Recipe text: a word-level language model of the user's own text, or of Python's language reference."""
+"""Recipe text: a language model of the user's own text, or of Python's language reference."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, Self
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -10,19 +11,26 @@ from dphybrid.config.tables import Encoding
 from dphybrid.recipes.recipe import Recipe, imported
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from dphybrid.training.metrics import Task
 
 
 class TextDataConfig(DataConfig):
-    """The text, and how it is split into words."""
+    """The text, and how it is split into tokens."""
 
     path: str | None = None
-    """Your text: a file, or a folder of .txt, .md, .rst, in which files or folders named train, valid and
-    test are these parts. Empty: the language reference that comes with Python."""
+    """Your text: a file, or a folder of .txt, .md, .rst or of source code, in which files or folders named
+    train, valid and test are these parts. Empty: the language reference that comes with Python."""
+    tokens: Literal["auto", "words", "bpe"] = "auto"
+    """words: in lower case, with rare ones as `<unk>`; bpe: byte pairs, learned from the training split;
+    auto: bpe for source code, else words."""
+    vocabulary: int = Field(default=4096, ge=300, le=2**20)
+    """Number of byte pairs."""
     encoding: Encoding = "auto"
     """Encoding of the text, such as latin-1 or utf-16; auto: UTF-8 or UTF-16, else Latin-1."""
     min_count: int = Field(default=2, ge=1)
-    """Words that occur fewer times than this in the training split become `<unk>`."""
+    """Words that occur fewer times than this in the training split become `<unk>`; bpe needs none."""
     window: int = Field(default=64, ge=2, le=8192)
     """Tokens in one training sample."""
     valid_fraction: float = Field(default=0.1, gt=0.0, lt=1.0)
@@ -35,8 +43,9 @@ class TextDataConfig(DataConfig):
 class TextModelConfig(ModelConfig):
     """The network and its sizes."""
 
-    kind: Literal["lstm", "gru", "transformer"] = "lstm"
-    """Network over the words' rows."""
+    kind: Literal["lstm", "gru", "transformer", "decoder"] = "lstm"
+    """Network over the tokens' rows. decoder: a transformer as of today's language models (RMSNorm, rotary
+    positions, squared ReLU, no biases)."""
     output: Literal["full", "adaptive"] = "full"
     """Output layer: full, a softmax over all words; adaptive, for large vocabularies, reaches rare words
     through narrow layers."""
@@ -47,25 +56,36 @@ class TextModelConfig(ModelConfig):
     layers: int = Field(default=2, ge=1, le=64)
     """Number of layers."""
     heads: int = Field(default=4, ge=1, le=256)
-    """Attention heads of the transformer."""
+    """Attention heads of transformer and decoder."""
     dropout: float = Field(default=0.2, ge=0.0, lt=1.0)
     """Share of activations dropped while training. On several GPUs the masks differ from those on one."""
 
+    memory: int = Field(default=0, ge=0, le=2**40)
+    """Rows of a memory of hashed n-grams in host memory, of 32 values each: each token also gets the rows of
+    the last two and three tokens (kind decoder only). For text of millions of tokens. 0: none."""
+
     @model_validator(mode="after")
     def _heads_divide_hidden(self) -> Self:
-        if self.kind == "transformer" and self.hidden % self.heads:
+        if self.kind in ("transformer", "decoder") and self.hidden % self.heads:
             raise ValueError(
                 f"hidden={self.hidden} cannot be shared by heads={self.heads}; make hidden a multiple of "
                 "heads"
             )
+        if self.kind == "decoder" and self.hidden // self.heads % 2:
+            raise ValueError(
+                f"hidden={self.hidden} over heads={self.heads} is {self.hidden // self.heads} values a head; "
+                "rotary positions need an even number"
+            )
+        if self.memory and self.kind != "decoder":
+            raise ValueError(f"memory={self.memory} needs kind=decoder, not {self.kind}")
         return self
 
 
 class Text(Recipe):
-    """Word-level language model."""
+    """Language model of words or byte pairs."""
 
     name = "text"
-    summary = "A word-level language model: LSTM, GRU or transformer over a table of words."
+    summary = "A language model: LSTM, GRU, transformer or decoder over a table of words or byte pairs."
     data = TextDataConfig
     model = TextModelConfig
     one_process = True
@@ -73,7 +93,16 @@ class Text(Recipe):
     dataset = imported("dphybrid.recipes.text.data:part_of")
     build = imported("dphybrid.recipes.text.model:build_text")
 
-    def task(self, info: Mapping[str, object]) -> "Task":
-        from dphybrid.training.metrics import LANGUAGE_MODEL
+    def continue_text(
+        self, checkpoint: Path, model: "nn.Module", info: Mapping[str, object], prompt: str, **options: Any
+    ) -> Iterator[str]:
+        """Yield pieces of a text that continues `prompt`; see `Recipe.continue_text`."""
+        from dphybrid.recipes.text.continuing import continued
 
-        return LANGUAGE_MODEL
+        return continued(checkpoint, model, info, prompt, **options)
+
+    def task(self, info: Mapping[str, object]) -> "Task":
+        from dphybrid.training.metrics import BYTE_LANGUAGE_MODEL, LANGUAGE_MODEL
+
+        # A model of words reads the text in lower case and without rare words.
+        return BYTE_LANGUAGE_MODEL if info.get("bytes") else LANGUAGE_MODEL

@@ -1,14 +1,13 @@
-"""Reads text: lower case, split into words and punctuation marks, numbered. Files named valid are the
-validation split, else whole documents are held out.
+"""Reads text or source code, and numbers its tokens. Files named valid are the validation split, else whole
+documents are held out.
 
 Letters: B samples, T tokens of a sample.
 """
 
 import re
-import unicodedata
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +20,18 @@ from dphybrid.data.store import Content, Prepared, Progress, source_digests
 from dphybrid.data.table.lines import read_text
 from dphybrid.embedding.softmax import IGNORED
 from dphybrid.recipes.text import TextDataConfig
+from dphybrid.recipes.text.tokens import BytePairs, Tokens, Words, save_tokens, tokenize
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.files import given_path
 
-_UNKNOWN, END = "<unk>", "<end>"
 _PARTS = ("train", "valid", "test")
 _TEXT_SUFFIXES = (".txt", ".md", ".rst", ".text", ".tokens", ".raw")
+_CODE_SUFFIXES = (
+    *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".kt", ".scala", ".js"),
+    *(".ts", ".rb", ".php", ".sh", ".sql", ".r", ".jl", ".swift", ".lua", ".pl", ".cs", ".hs"),
+)
+_NO_SOURCES = frozenset(("__pycache__", "site-packages", "node_modules"))
+"""Folders below a folder of source code that hold other people's or none."""
 _PART_WORDS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("valid", "validation", "val", "dev"), "valid"),
@@ -42,23 +47,13 @@ _MAX_HELD = 2.0
 """No document is held out that would make the validation split larger than this many times the size asked
 for, unless all documents would."""
 
-_MARKS = "".join(
-    chr(point)
-    for point in (*range(0x300, 0x1F000), *range(0xE0100, 0xE01F0))
-    if unicodedata.category(chr(point)).startswith("M")
-)
-"""Combining marks, such as the vowels of Hindi and Thai, which are part of a word but not of \\w; and the
-joiners between letters."""
-_WORD = rf"\w[\w{_MARKS}\u200c\u200d]*"
-_TOKEN = re.compile(rf"<(?:unk|eos|bos|pad|sep|cls|mask|/?s|\|\w+\|)>|{_WORD}|[^\w\s]")
-
 
 class _WindowDataset(Dataset):
     """Windows of T tokens without overlap; the target of a token is the next one. Each epoch after the first
-    shifts the windows by a random number of tokens."""
+    shifts the windows by a random number of tokens. num_bytes: of each token, if its text is known."""
 
-    def __init__(self, tokens: Array, window: int, offset: int = 0) -> None:
-        self.tokens, self.window, self.offset = tokens, window, offset
+    def __init__(self, tokens: Array, window: int, num_bytes: Array | None, offset: int = 0) -> None:
+        self.tokens, self.window, self.num_bytes, self.offset = tokens, window, num_bytes, offset
 
     def __len__(self) -> int:
         return -(-(len(self.tokens) - 1) // self.window)
@@ -67,7 +62,7 @@ class _WindowDataset(Dataset):
         # The 1 separates these draws from those that shuffle the epoch. Neither epoch 0 nor validation, for
         # which `at_epoch` is not called, is shifted.
         offset = int(np.random.default_rng([seed, epoch, 1]).integers(0, len(self.tokens))) if epoch else 0
-        return _WindowDataset(self.tokens, self.window, offset)
+        return _WindowDataset(self.tokens, self.window, self.num_bytes, offset)
 
     def fetch(self, index_B: Array) -> dict[str, Tensor]:
         count = len(self.tokens)
@@ -77,24 +72,24 @@ class _WindowDataset(Dataset):
         next_BT = self.tokens[(place_BT + 1) % count].astype(np.int64)
         # The last window is padded from the start of the text; padding has no targets.
         targets_BT = np.where(step_BT < count - 1, next_BT, IGNORED)
-        return {"ids_BT": torch.from_numpy(ids_BT), "targets_BT": torch.from_numpy(targets_BT)}
+        batch = {"ids_BT": torch.from_numpy(ids_BT), "targets_BT": torch.from_numpy(targets_BT)}
+        if self.num_bytes is not None:
+            bytes_BT = np.where(step_BT < count - 1, self.num_bytes[next_BT], 0)
+            batch["bytes_B"] = torch.from_numpy(bytes_BT.sum(1))
+        return batch
 
 
 def part_of(prepared: Prepared, name: str) -> Dataset:
     """Return a split ("train", "valid") of prepared text."""
-    return _WindowDataset(prepared.arrays[f"{name}_tokens"], prepared.info["window"])
-
-
-def tokenize(text: str) -> list[str]:
-    """Return words, punctuation marks and signs such as <eos>, in lower case. Accents are composed."""
-    return _TOKEN.findall(unicodedata.normalize("NFC", text.lower()))
+    num_bytes = prepared.arrays.get("token_bytes")
+    return _WindowDataset(prepared.arrays[f"{name}_tokens"], prepared.info["window"], num_bytes)
 
 
 @dataclass(frozen=True)
 class _TextSource:
     """Source of documents: the topics of Python's reference, the files of a folder, or the paragraphs of one
     file. parts: the files of each part, if their names say so. test_file: the test part, if it is given by
-    itself."""
+    itself. pairs: whether tokens are byte pairs."""
 
     data: TextDataConfig
     seed: int
@@ -102,6 +97,8 @@ class _TextSource:
     root: Path | None
     parts: Mapping[str, tuple[Path, ...]] = field(default_factory=dict)
     test_file: Path | None = None
+    pairs: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def options(self) -> dict[str, object]:
@@ -109,7 +106,10 @@ class _TextSource:
         folder = self.root if self.root and self.root.is_dir() else None
         names = [file.relative_to(folder).as_posix() for file in self.files if folder]
         tested = {"test_file": True} if self.test_file else {}
-        return self.data.model_dump(mode="json", exclude={"path", "test_path"}) | {"files": names, **tested}
+        # What does not count for these tokens must not make a new folder.
+        unused = {"path", "test_path", "tokens", "min_count" if self.pairs else "vocabulary"}
+        tokens = {"tokens": "bpe"} if self.pairs else {}
+        return self.data.model_dump(mode="json", exclude=unused) | {"files": names, **tested, **tokens}
 
     def digests(self, progress: Progress) -> list[bytes]:
         tested = source_digests((self.test_file,), progress) if self.test_file else []
@@ -135,15 +135,13 @@ class _TextSource:
     def read(self, progress: Progress, scratch: Path) -> Content:
         where, notes = str(self.root) if self.root else "the Python reference", dict[str, None]()
         files = {name: self.parts.get(name, ()) for name in _PARTS} if self.parts else {"": self.files}
-        parts = dict[str, list[tuple[str, list[str]]]]()
+        parts = dict[str, list[tuple[str, str]]]()
         for done, (name, some) in enumerate(files.items()):
             progress("read documents", done, len(files))
             if some or not self.parts:
-                texts = self._documents(some, notes)
-                parts[name] = [(title, words) for title, text in texts if (words := tokenize(text))]
+                parts[name] = [each for each in self._documents(some, notes) if not each[1].isspace()]
         if self.test_file:
-            told = self._documents((self.test_file,), notes)
-            parts["test"] = [(title, words) for title, text in told if (words := tokenize(text))]
+            parts["test"] = [each for each in self._documents((self.test_file,), notes) if each[1].strip()]
         doubtful = 0
         if "valid" not in parts:
             documents = parts.pop("train" if self.parts else "")
@@ -153,19 +151,22 @@ class _TextSource:
                     "needed, one of them for validation"
                 )
             progress("look for repeated passages", 0, 1)
-            held, doubtful = held_out([words for _, words in documents], self.data.valid_fraction, self.seed)
+            words = [tokenize(text) for _, text in documents]
+            held, doubtful = held_out(words, self.data.valid_fraction, self.seed)
             parts["train"] = [document for i, document in enumerate(documents) if i not in held]
             parts["valid"] = [document for i, document in enumerate(documents) if i in held]
-        counts = Counter(word for _, words in parts["train"] for word in words)
-        # By frequency, as adaptive softmax needs it; ties by name, so that the same text gives the same ids.
-        kept = sorted(
-            (word for word, count in counts.items() if count >= self.data.min_count and word != _UNKNOWN),
-            key=lambda w: (-counts[w], w),
-        )
-        vocabulary = {word: number for number, word in enumerate([_UNKNOWN, END, *kept])}
-        # One long array of tokens with <end> (1) after each document: windows may cross documents. 0: <unk>.
+        training = [text for _, text in parts["train"]]
+        progress("number tokens", 0, 1)
+        known: Tokens
+        if self.pairs:
+            known = BytePairs.of(training, self.data.vocabulary)
+        else:
+            known = Words.of(training, self.data.min_count)
+        # One long array of tokens with the end after each document: windows may cross documents.
         tokens = {
-            name: np.array([n for _, ws in part for n in (*(vocabulary.get(w, 0) for w in ws), 1)], np.int32)
+            name: np.array(
+                [n for ids in known.encode([text for _, text in part]) for n in (*ids, known.end)], np.int32
+            )
             for name, part in sorted(parts.items(), key=lambda part: _PARTS.index(part[0]))
         }
         for name, found in tokens.items():
@@ -178,9 +179,8 @@ class _TextSource:
                 )
         num_documents = sum(map(len, parts.values()))
         lines = [
-            f"  text from {where}: {counted(num_documents, 'document')}, {len(vocabulary):,} words "
-            f"({len(counts) - len(kept):,} seen fewer than {self.data.min_count} times became {_UNKNOWN})",
-            *(f"  reading: {note}" for note in notes),
+            f"  text from {where}: {counted(num_documents, 'document')}, {known.note}",
+            *(f"  reading: {note}" for note in (*self.notes, *notes)),
         ]
         if self.parts:
             named = [
@@ -190,12 +190,12 @@ class _TextSource:
                 named.append(f"{counted(left, 'other file')} left out")
             lines.append(f"  parts by name: {'; '.join(named)}")
         for name, found in tokens.items():
-            unknown = f"{float((found == 0).mean()):.1%} of them {_UNKNOWN}"
+            unknown = "" if self.pairs else f", {float((found == 0).mean()):.1%} of them <unk>"
             whole = "" if self.parts.get(name) else f"{len(parts[name])} whole documents, "
             lines.append(
                 f"  {len(found):,} tokens to train"
                 if name == "train"
-                else f"  {name} split: {whole}{len(found):,} tokens, {unknown}"
+                else f"  {name} split: {whole}{len(found):,} tokens{unknown}"
             )
         if doubtful:
             repeating = counted(doubtful, "validation document repeats", "validation documents repeat")
@@ -203,9 +203,13 @@ class _TextSource:
                 f"  {repeating} passages of other documents, so the validation metrics look better than they "
                 "are; give text with fewer repetitions"
             )
-        info = {"num_words": len(vocabulary), "window": self.data.window}
-        extra = {"vocabulary": list(vocabulary), "held_out": [name for name, _ in parts["valid"]]}
-        return Content({f"{name}_tokens": found for name, found in tokens.items()}, info, lines, extra=extra)
+        info: dict[str, object] = {"num_words": len(known), "window": self.data.window, "end": known.end}
+        arrays = {f"{name}_tokens": found for name, found in tokens.items()}
+        num_bytes = known.num_bytes()
+        if num_bytes is not None:
+            arrays["token_bytes"], info["bytes"] = num_bytes, True
+        extra = {"held_out": [name for name, _ in parts["valid"]]}
+        return Content(arrays, info, lines, extra=extra, save=partial(save_tokens, known))
 
 
 def held_out(documents: list[list[str]], fraction: float, seed: int) -> tuple[set[int], int]:
@@ -255,8 +259,7 @@ def _repeated_shares(documents: list[list[str]]) -> list[float]:
         # unique: a passage that only its own document repeats counts once below.
         passages.append(np.unique(hashes))
     found, counts = np.unique(np.concatenate(passages), return_counts=True)
-    shared = found[counts > 1]
-    return [float(np.isin(own, shared).mean()) if len(own) else 0.0 for own in passages]
+    return [float((counts[np.searchsorted(found, own)] > 1).mean()) if len(own) else 0.0 for own in passages]
 
 
 def _python_reference() -> dict[str, str]:
@@ -306,19 +309,26 @@ def open_source(data: TextDataConfig, seed: int) -> _TextSource:
     if tested and not tested.is_file():
         raise UserError(f"data.test_path={data.test_path}: no such file; give a file with text")
     if data.path is None:
-        return _TextSource(data, seed, (), None, test_file=tested)
+        return _TextSource(data, seed, (), None, test_file=tested, pairs=data.tokens == "bpe")
     root = given_path(data.path, "data.path")
     if not root.exists():
         raise UserError(f"data.path={data.path}: no such file or folder; give a text file or a folder")
+    notes: tuple[str, ...] = ()
     if root.is_file():
         files = [root]
     else:
-        found = (file for file in root.rglob("*") if _is_text(file.name.lower()))
+        found = sorted(file for file in root.rglob("*") if file.is_file())
         # Sorted: the order decides which documents the seed holds out.
-        files = sorted(file for file in found if file.is_file())
+        texts = [file for file in found if _ends_in(file, _TEXT_SUFFIXES)]
+        codes = [file for file in found if _ends_in(file, _CODE_SUFFIXES) and not _is_foreign(file, root)]
+        files, left, kind = (codes, texts, "text") if _size(codes) > _size(texts) else (texts, codes, "code")
         if not files:
             endings = ", ".join(_TEXT_SUFFIXES)
-            raise UserError(f"data.path={data.path}: holds no text files ({endings}); give some")
+            raise UserError(
+                f"data.path={data.path}: holds neither text ({endings}) nor source code; give some"
+            )
+        if left:
+            notes = (f"{counted(len(left), 'file')} of {kind} left out, as the folder holds less of it",)
     if not sum(given_path(str(file), "data.path").stat().st_size for file in files):
         raise UserError(f"data.path={data.path}: is empty; give a file with text")
     if tested and tested.resolve() in (file.resolve() for file in files):
@@ -330,8 +340,20 @@ def open_source(data: TextDataConfig, seed: int) -> _TextSource:
         raise UserError(
             f"data.test_path={data.test_path}: the folder has {parts['test'][0].name}, too; keep one"
         )
-    return _TextSource(data, seed, tuple(files), root, parts, tested)
+    is_code = _ends_in(files[0], _CODE_SUFFIXES)
+    pairs = data.tokens == "bpe" or (data.tokens == "auto" and is_code)
+    return _TextSource(data, seed, tuple(files), root, parts, tested, pairs, notes)
 
 
-def _is_text(name: str) -> bool:
-    return name.endswith(tuple(text + packed for text in _TEXT_SUFFIXES for packed in PACKED))
+def _ends_in(file: Path, suffixes: Sequence[str]) -> bool:
+    return file.name.lower().endswith(tuple(suffix + packed for suffix in suffixes for packed in PACKED))
+
+
+def _is_foreign(file: Path, root: Path) -> bool:
+    """Return whether a file lies in a folder of packages, or in a hidden one."""
+    folders = file.relative_to(root).parts[:-1]
+    return any(folder in _NO_SOURCES or folder.startswith(".") for folder in folders)
+
+
+def _size(files: Sequence[Path]) -> int:
+    return sum(file.stat().st_size for file in files)

@@ -1,19 +1,22 @@
-"""Word-level language model: the words' table in host memory, network and loss in one data-parallel region.
+"""Language model: the tokens' table in host memory, network and loss in one data-parallel region.
 
 Letters: B samples, T tokens of a sample, D width of a row, H width of the network, V words.
 """
 
 from collections.abc import Iterable
+from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from dphybrid.embedding import HostEmbedding
+from dphybrid.embedding.ngrams import NgramMemory
 from dphybrid.embedding.softmax import IGNORED, linear_cross_entropy
 from dphybrid.parallel import DataParallel, Dropout
 from dphybrid.recipes.context import ModelContext
 from dphybrid.recipes.text import TextModelConfig
+from dphybrid.recipes.text.decoder import Decoder
 from dphybrid.util.errors import UserError
 
 
@@ -111,6 +114,10 @@ class _FullSoftmax(nn.Module):
         loss_X = linear_cross_entropy(hidden_XH, layer.weight, targets_BT.flatten(), layer.bias)
         return loss_X.view_as(targets_BT)
 
+    def log_probabilities(self, hidden_BH: Tensor) -> Tensor:
+        """Return log-probabilities (B, V)."""
+        return torch.log_softmax(self.layer(hidden_BH), -1)
+
 
 class AdaptiveSoftmax(nn.Module):
     """(hidden_BTH, targets_BT) -> loss_BT of an adaptive softmax (Grave et al. 2017): words are sorted by
@@ -136,10 +143,14 @@ class AdaptiveSoftmax(nn.Module):
         score_X = self.layer(hidden_BTH.flatten(0, 1), targets_BT.clamp(min=0).flatten()).output
         return torch.where(known_BT, -score_X.view_as(targets_BT), 0.0)
 
+    def log_probabilities(self, hidden_BH: Tensor) -> Tensor:
+        """Return log-probabilities (B, V)."""
+        return self.layer.log_prob(hidden_BH)
+
 
 class _LanguageRegion(nn.Module):
-    """Network, output layer and loss: (rows_BTD, targets_BT) -> (loss_B, weight_B). As the region includes
-    the loss, only two numbers per sample leave a device."""
+    """Network, output layer and loss: (rows_BTD, tokens_BT, targets_BT) -> (loss_B, weight_B). As the region
+    includes the loss, only two numbers per sample leave a device."""
 
     def __init__(self, network: nn.Module, output: nn.Module, dropout: float) -> None:
         super().__init__()
@@ -147,9 +158,15 @@ class _LanguageRegion(nn.Module):
         self.network = network
         self.output = output
 
-    def forward(self, rows_BTD: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
-        hidden_BTH = self.dropout(self.network(self.dropout(rows_BTD)))
-        loss_BT = self.output(hidden_BTH, targets_BT)
+    def hidden(self, rows_BTD: Tensor, tokens_BT: Tensor) -> Tensor:
+        """Return the last layer's hidden_BTH."""
+        rows_BTD = self.dropout(rows_BTD)
+        # Only the decoder has a memory, which needs the tokens themselves.
+        given = (rows_BTD, tokens_BT) if isinstance(self.network, Decoder) else (rows_BTD,)
+        return self.dropout(self.network(*given))
+
+    def forward(self, rows_BTD: Tensor, tokens_BT: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
+        loss_BT = self.output(self.hidden(rows_BTD, tokens_BT), targets_BT)
         return loss_BT.sum(1), (targets_BT != IGNORED).sum(1).to(loss_BT.dtype)
 
 
@@ -163,18 +180,30 @@ class _TextModel(nn.Module):
 
     def table_ids(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the ids that `forward` looks up, so that their rows can be prefetched."""
-        return {"words": batch["ids_BT"]}
+        ids = {"words": batch["ids_BT"]}
+        network = self.region.module.network
+        if isinstance(network, Decoder) and network.memory is not None:
+            ids["region.module.network.memory.table"] = network.memory.row_ids(batch["ids_BT"])
+        return ids
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         rows_BTD = self.region.rows(self.words, batch["ids_BT"])
-        loss_B, weight_B = self.region(rows_BTD, batch["targets_BT"])
+        loss_B, weight_B = self.region(rows_BTD, batch["ids_BT"], batch["targets_BT"])
         return {"loss": loss_B, "weight": weight_B}
+
+    def next_token(self, tokens_BT: Tensor) -> Tensor:
+        """Return the log-probabilities (B, V) of the token after tokens_BT."""
+        module, home = self.region.module, self.region.devices.home
+        hidden_BTH = module.hidden(self.words(tokens_BT).to(home), tokens_BT.to(home))
+        return module.output.log_probabilities(hidden_BTH[:, -1])
 
 
 def build_text(context: ModelContext[TextModelConfig]) -> _TextModel:
     o, num_words = context.options, int(context.info["num_words"])
     network: nn.Module
-    if o.kind == "transformer":
+    if o.kind == "decoder":
+        network = Decoder(o.dim, o.hidden, o.layers, o.heads, o.dropout, _memory(context))
+    elif o.kind == "transformer":
         network = _CausalTransformer(o.dim, o.hidden, o.layers, o.heads, o.dropout)
     else:
         network = Recurrent(o.kind, o.dim, o.hidden, o.layers, o.dropout)
@@ -182,3 +211,20 @@ def build_text(context: ModelContext[TextModelConfig]) -> _TextModel:
     region = _LanguageRegion(network, output, o.dropout)
     words = context.table(num_words, o.dim, name="words")
     return _TextModel(words, DataParallel(region, context.devices))
+
+
+def _memory(context: ModelContext[TextModelConfig]) -> NgramMemory | None:
+    o = context.options
+    if not o.memory:
+        return None
+    heads, orders = 2, (2, 3)
+    make = partial(context.table, name="memory")
+    return NgramMemory(
+        o.hidden,
+        o.memory // (heads * len(orders)),
+        orders=orders,
+        heads=heads,
+        separator=int(context.info["end"]),
+        seed=context.seed,
+        make=make,
+    )
