@@ -10,6 +10,7 @@ from mlflow.tracking import MlflowClient
 
 import dphybrid
 from examples import callbacks, make_notebook, own_loop, tutorial
+from examples.memory import own_decoder
 from tests.commands import models_of, python, run_with
 from tests.conftest import REPOSITORY
 
@@ -42,6 +43,15 @@ def test_the_tutorial_splits_trains_a_table_and_a_gan(
     mean, spread = tutorial.train_a_gan()
     assert abs(mean - 3) < 0.3
     assert abs(spread - 0.5) < 0.3
+
+
+def test_the_own_decoder_learns_more_with_a_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DPHYBRID_DEVICES", "cpu*2")
+    means = own_decoder.main(steps=20)
+    assert means["memory"] < means["plain"] - 0.1
+    assert own_decoder.train(memory=True, steps=4, devices="cpu") == pytest.approx(
+        own_decoder.train(memory=True, steps=4), rel=1e-4
+    )
 
 
 def test_the_notebook_is_the_script_and_prints_its_splits(monkeypatch: pytest.MonkeyPatch) -> None:

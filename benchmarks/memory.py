@@ -1,0 +1,148 @@
+"""A decoder's step with a memory table: resident, in host memory, and mapped; its states by optimizer.
+
+    python -m benchmarks.memory [--rows 1000000] [--steps 20] [--mapped-gib 48]
+
+Prints, for each way to hold the table, the median time of a step (the ways take turns) and the bytes of rows
+and states; then the time of a step over a mapped table of --mapped-gib GiB (a sparse file) beside one of a
+hundredth. Letters: B samples, T tokens.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.command import processor
+from dphybrid.embedding import HostEmbedding, NgramMemory, RowPipeline, dense_parameters, row_optimizer
+
+VOCABULARY, WIDTH, DIM, BATCH_SIZE, WINDOW = 4096, 128, 32, 8, 128
+
+
+class _Resident(nn.Embedding):
+    """torch's own table in place of a host table."""
+
+    def forward(self, ids: Tensor, to: torch.device | None = None) -> Tensor:
+        return super().forward(ids if to is None else ids.to(to))
+
+
+class Model(nn.Module):
+    """A memory and two layers over it. hold: makes the table of the memory into another."""
+
+    def __init__(self, rows: int, hold: Callable[[HostEmbedding], nn.Module] = lambda table: table) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.memory = NgramMemory(WIDTH, rows // 4, DIM, seed=0)
+        self.memory.table = hold(self.memory.table)  # type: ignore[assignment]
+        self.layers = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, VOCABULARY))
+        nn.init.normal_(self.memory.value.weight, std=0.02)
+
+    def forward(self, tokens_BT: Tensor, next_BT: Tensor) -> Tensor:
+        hidden = self.tokens(tokens_BT)
+        scores = self.layers(hidden + self.memory(hidden, tokens_BT))
+        return F.cross_entropy(scores.flatten(0, 1), next_BT.flatten())
+
+
+def resident(sparse: bool) -> Callable[[HostEmbedding], nn.Module]:
+    """Return a function that makes a table of torch's. sparse: with sparse gradients."""
+
+    def hold(table: HostEmbedding) -> nn.Module:
+        made = _Resident(table.num_rows, table.dim, sparse=sparse, _weight=table.weight.detach())
+        made.name = "memory"  # type: ignore[assignment] # for the memory's messages
+        return made
+
+    return hold
+
+
+def batches(steps: int) -> list[tuple[Tensor, Tensor]]:
+    """Return random (tokens, next tokens)."""
+    windows = torch.randint(
+        VOCABULARY, (steps, BATCH_SIZE, WINDOW + 1), generator=torch.Generator().manual_seed(1)
+    )
+    return [(window[:, :-1], window[:, 1:]) for window in windows]
+
+
+def step_ms(model: Model, rows: torch.optim.Optimizer, steps: int) -> list[float]:
+    """Return the milliseconds of each step after the first."""
+    dense = torch.optim.AdamW([p for p in dense_parameters(model) if p is not model.memory.table.weight])
+    times = []
+    with RowPipeline(model) as pipeline:
+        for tokens_BT, next_BT in pipeline.prefetch(batches(steps + 1)):
+            start = time.perf_counter()
+            model(tokens_BT, next_BT).backward()
+            for optimizer in (dense, rows):
+                optimizer.step()
+                optimizer.zero_grad()
+            times.append(1e3 * (time.perf_counter() - start))
+    return times[1:]
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of all states."""
+    states = (value for state in optimizer.state.values() for value in state.values())
+    return sum(value.nbytes for value in states if isinstance(value, Tensor))
+
+
+def mapped_table(folder: Path, gib: float) -> HostEmbedding:
+    """Return a frozen table over a sparse file: it has the size, and takes no space on the disk."""
+    rows = int(gib * 2**30 / DIM / 4)
+    file = folder / f"{rows}.rows"
+    with file.open("wb") as stream:
+        stream.truncate(rows * DIM * 4)
+    mapped = torch.from_file(str(file), shared=False, size=rows * DIM).view(rows, DIM)
+    return HostEmbedding.from_pretrained(mapped, name="memory")
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--mapped-gib", type=float, default=48.0)
+    given = parser.parse_args()
+    print(f"{processor()}, torch {torch.__version__}, {torch.get_num_threads()} threads")
+    made: dict[str, tuple[Model, torch.optim.Optimizer]] = {}
+    for name, sparse, kind in (
+        ("resident, Adam", False, torch.optim.Adam),
+        ("resident, SparseAdam", True, torch.optim.SparseAdam),
+    ):
+        model = Model(given.rows, resident(sparse))
+        made[name] = model, kind([model.memory.table.weight])
+    for name in ("lazy-adam", "adam"):
+        model = Model(given.rows)
+        made[f"host, {name}"] = model, row_optimizer(name, model, lr=0.001)
+    times: dict[str, list[float]] = {name: [] for name in made}
+    for _ in range(given.rounds):
+        for name, (model, rows) in made.items():
+            times[name] += step_ms(model, rows, given.steps)
+    best = statistics.median(times["host, adam"])
+    for name, (model, rows) in made.items():
+        own, states = model.memory.table.weight.nbytes / 2**20, state_bytes(rows) / 2**20
+        median = statistics.median(times[name])
+        print(
+            f"{name:22} {median:8.1f} ms a step ({median / best:.2f}), "
+            f"rows {own:,.0f} MiB, states {states:,.0f} MiB"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        medians = []
+        for gib in (given.mapped_gib / 100, given.mapped_gib):
+            model = Model(4000)
+            model.memory.table = mapped_table(Path(folder), gib)
+            # The hash functions of a memory of that many rows.
+            model.memory._sizes_H.fill_(model.memory.table.num_rows // 4)
+            model.memory._starts_H.copy_(torch.arange(4) * (model.memory.table.num_rows // 4))
+            blocks = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
+            medians.append(statistics.median(step_ms(model, blocks, given.steps * given.rounds)))
+            print(f"mapped, {gib:6.2f} GiB      {medians[-1]:8.1f} ms a step")
+        print(f"a hundred times the rows: {medians[1] / medians[0]:.2f} times the step")
+
+
+if __name__ == "__main__":
+    main()

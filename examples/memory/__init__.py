@@ -1,0 +1,1 @@
+"""Language models with memory tables in host memory: `own_decoder`, `with_transformers`."""
