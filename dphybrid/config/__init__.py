@@ -139,7 +139,7 @@ class TrainConfig(Section):
     schedule: Literal["constant", "cosine", "linear"] = "cosine"
     """Schedule of both learning rates over the run: constant, or a decay to a hundredth along a half cosine
     or a line."""
-    warm_up: float = Field(default=0.0, ge=0.0, lt=1.0)
+    warm_up_share: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Share of all steps in which both learning rates rise from zero in a line. 0: no warm-up."""
     clip_norm: float = Field(default=1.0, ge=0.0)
     """Gradient clipping: the largest global norm of the gradients of blocks and rows together. 0: off."""

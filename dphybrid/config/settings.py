@@ -252,6 +252,7 @@ def load_settings(**given: object) -> Settings:
     """Read the settings. given: values that override them. Raises UserError that names the wrong variable."""
     # Not cached: a command may set variables between two calls.
     try:
+        _EnvFile(Settings)  # here, as pydantic would wrap the error of a file that is not UTF-8
         settings = Settings.model_validate(given)
     except ValidationError as error:
         lines = [

@@ -270,7 +270,7 @@ def steps_of_epoch(session: Session) -> int:
 def _set_learning_rates(session: Session, done: float) -> None:
     """Set the scheduled learning rates of blocks and rows. done: share of all steps already taken, 0..1."""
     train = session.config.train
-    factor = learning_rate_factor(train.schedule, done, train.warm_up)
+    factor = learning_rate_factor(train.schedule, done, train.warm_up_share)
     if session.trained.dense is not None:
         groups = session.trained.dense.param_groups
         for group, rate in zip(groups, session.trained.rates, strict=True):

@@ -93,7 +93,7 @@ def test_the_better_challenger_is_promoted(
     assert not kept.promoted
     champion = open_registry(load_settings()).champion(label)
     assert champion.number == "2"
-    assert champion.decision.startswith(f"better: validation {metric} ")
+    assert champion.decision.startswith(f"promoted: better: validation {metric} ")
     if label == "kind":
         day(4, range(6)).with_columns(kind=pl.lit("pink")).write_parquet(days / "day-4.parquet")
         with refused(r"classes were \['blue', 'green', 'red'\] and are now .*'pink'"):

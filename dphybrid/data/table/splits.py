@@ -198,7 +198,9 @@ def extended_split(
     is_test_B = split.part_B == TEST
     new_B = ~seen_B & ~is_test_B
     held_B = ((split.part_B == VALID) & new_B) | (kept_B & ~is_test_B)
-    part_B = np.where(is_test_B, np.where(seen_B, LEFT_OUT, TEST), np.where(held_B, VALID, TRAIN))
+    # A test row counts as seen however often its like occurs among the other rows.
+    known_B = num_trained_B + num_kept_B > 0
+    part_B = np.where(is_test_B, np.where(known_B, LEFT_OUT, TEST), np.where(held_B, VALID, TRAIN))
     if not held_B.any() or not (part_B == TRAIN).any():
         raise UserError(
             "data.base: the earlier model was trained on every row that could be held out; wait for more rows"

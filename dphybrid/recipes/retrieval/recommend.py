@@ -109,7 +109,7 @@ class Recommender:
         # The config may have other names: training found the columns.
         info = read_state(self.checkpoint).info
         self._user, self._item = (str(next(iter(info[f"{side}_ids"]))) for side in ("user", "item"))
-        self._forms = {name: Category(**form) for name, form in info["forms"].items()}
+        self._forms = {name: Category(**info["forms"][name]) for name in (self._user, self._item)}
         self._reading, self._time = config.data.reading, config.data.time
         self._no_value = self._reading.no_value
         self._users, self._numbers = users, {name: number for number, name in enumerate(users["name"])}
