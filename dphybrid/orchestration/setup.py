@@ -205,7 +205,12 @@ async def _upsert_automation() -> str:
 
 
 def _plain(automation: Automation) -> dict[str, Any]:
-    return automation.model_dump(mode="json", exclude={"id": True, "trigger": {"id"}})
+    page = automation.model_dump(mode="json", exclude={"id": True, "trigger": {"id"}})
+    # Events are sets, which come in another order from the server.
+    trigger = {
+        name: sorted(part) if isinstance(part, list) else part for name, part in page["trigger"].items()
+    }
+    return page | {"trigger": trigger}
 
 
 def call_prefect(*argv: str) -> None:
