@@ -95,6 +95,20 @@ def own_settings(patch: pytest.MonkeyPatch, data_dir: Path, **values: str) -> No
         patch.setenv(f"DPHYBRID_{name}", value)
 
 
+def _with_own_variables() -> Iterator[None]:
+    """Undo what commands and workers, run in this process, set in its environment."""
+    before = {name: value for name, value in os.environ.items() if name.startswith("DPHYBRID_")}
+    yield
+    for name in [name for name in os.environ if name.startswith("DPHYBRID_")]:
+        if name not in before:
+            del os.environ[name]
+    os.environ.update(before)
+
+
+_of_a_module = pytest.fixture(scope="module", autouse=True)(_with_own_variables)
+_of_a_test = pytest.fixture(autouse=True)(_with_own_variables)
+
+
 @pytest.fixture
 def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Path:
     """A data folder for this test, without the caller's settings. Runs draw no pictures, which take a second,

@@ -111,13 +111,14 @@ class LookupsAhead:
         if not ids.dim():
             raise UserError(f"table {self._name!r}: one id, {int(ids)}, cannot be split; give ids (B, ...)")
         ids_of_shares = ids.split(list(self._sizes_of(len(ids))))
-        version = weight._version  # read before any row is: a later update must look later
+        # Read before any row is: a later update must look later, and all rows must be of one memory.
+        version, memory = weight._version, weight.detach()
         shares = [
-            _sent(weight, ids_BX, channel, threads)
+            _sent(memory, ids_BX, channel, threads)
             # a short batch has fewer shares than there are replicas
             for channel, ids_BX in zip(self._channels, ids_of_shares, strict=False)
         ]
-        return Lookup(weight, weight.detach(), ids, ids_of_shares, shares, version)
+        return Lookup(weight, memory, ids, ids_of_shares, shares, version)
 
     def expect(self, lookups: Sequence[Lookup]) -> None:
         """Use each of these prepared lookups once, for the next call with equal ids. Drops those set
@@ -148,7 +149,8 @@ class LookupsAhead:
                     share = lookup.shares[replica]
                     self._counters.prepared += len(share.where.unique_U)
                     return share
-        return _sent(weight, row_numbers(ids, len(weight), self._name), self._channels[replica], None)
+        ids = row_numbers(ids, len(weight), self._name)
+        return _sent(weight.detach(), ids, self._channels[replica], None)
 
     def channel_to(self, device: torch.device) -> int:
         """Return the number of the channel to a device, which is made if there is none."""
@@ -212,12 +214,12 @@ class LookupsAhead:
         return positions
 
 
-def _sent(weight: Tensor, ids: Tensor, channel: Channel, threads: int | None) -> Share:
+def _sent(rows_VD: Tensor, ids: Tensor, channel: Channel, threads: int | None) -> Share:
     """Start sending the unique rows of `ids`, which are rows, to a device."""
-    like = torch.empty((0, weight.shape[1]), dtype=native.real_dtype(weight.dtype), device="cpu")
+    like = torch.empty((0, rows_VD.shape[1]), dtype=native.real_dtype(rows_VD.dtype), device="cpu")
     start = time.perf_counter()
-    where = sort_ids(ids.reshape(-1), len(weight))
+    where = sort_ids(ids.reshape(-1), len(rows_VD))
     dedup_ms = 1e3 * (time.perf_counter() - start)
-    share = channel.send(where, ids.shape, partial(native.gather, weight.detach(), threads), like)
+    share = channel.send(where, ids.shape, partial(native.gather, rows_VD, threads), like)
     share.dedup_ms = dedup_ms
     return share

@@ -132,7 +132,7 @@ def test_wrong_parameters_fail_before_anything_is_scheduled(team: Team, terminal
 @pytest.mark.slow
 def test_setting_up_again_changes_nothing_and_doubles_nothing(team: Team, deployed: str) -> None:
     assert "Deployments: those of the package" in deployed
-    assert "machine died': updated" in deployed
+    assert "machine died': unchanged" in deployed
     automations = [page["name"] for page in team.post("/automations/filter", {})]
     assert sorted(automations) == ["dphybrid: notice runs whose machine died", "retrain-on-new-data"]
     queues = sorted(team.post("/work_pools/gpu/queues/filter", {}), key=lambda queue: queue["priority"])
