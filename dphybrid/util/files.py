@@ -232,7 +232,7 @@ _PRIVATE = set[Path]()
 
 
 def keep_private(folder: Path) -> None:
-    """Let only its owner enter `folder`, whoever makes it later. An existing one keeps its permissions."""
+    """Note that `make_folder` gives `folder` mode 700. An existing folder keeps its permissions."""
     _PRIVATE.add(folder)
 
 
