@@ -2,6 +2,7 @@
 
 import shlex
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -172,3 +173,51 @@ def test_lists_and_mappings_are_the_same_as_flag_override_grid_and_keyword(
     assert make_parser().parse(["train", *shlex.split(printed)]).given_config() == wanted
     sweep = Sweep("s", build_config({"recipe": recipe, "devices": "cpu"}), {name: [value]})
     assert getattr(sweep.cells(load_settings())[0].config.model, field) == value
+
+
+# Each value with its opposite: what makes it useless, what would make it count.
+_IDLE = {
+    "model.layers=5": ("recipe=retrieval", "model.kind=bag", "model.kind=gru"),
+    "model.heads=4": ("recipe=retrieval", "model.kind=gru", "model.kind=transformer"),
+    "model.dropped=0.5": ("recipe=retrieval", "model.kind=gru", "model.kind=bag"),
+    "model.dropout=0.5": ("recipe=retrieval", "model.kind=bag", "model.kind=gru"),
+    "data.negatives=50": ("recipe=retrieval", "model.softmax=full", "model.softmax=sampled"),
+    "model.cross_rank=4": ("recipe=ctr", "model.kind=mlp", "model.kind=dcn"),
+    "model.bins=16": ("recipe=ctr", "model.numbers=squashed", "model.numbers=embedded"),
+    "data.valid_fraction=0.3": ("recipe=ctr", "data.valid_path=held.csv", "data.valid_path="),
+    "model.memory=1000": ("recipe=text", "model.kind=lstm", "model.kind=decoder"),
+    "data.vocabulary=500": ("recipe=text", "data.tokens=words", "data.tokens=bpe"),
+}
+
+
+@pytest.mark.parametrize("value", _IDLE)
+def test_a_value_that_does_nothing_is_refused(value: str) -> None:
+    recipe, useless, useful = _IDLE[value]
+    name = value.partition("=")[0]
+    with refused_with([name, f"--{name.replace('_', '-')}", f"does nothing with {useless}"]):
+        load_config(None, [recipe, useless, value])
+    used = load_config(None, [recipe, useful, value])
+    # A sweep or a retraining that chooses the other kind goes on without the value.
+    assert name not in given_flags(apply_overrides(used, [useless]))
+
+
+@pytest.mark.parametrize("section", ["data", "model"])
+@pytest.mark.parametrize("recipe", BUILT_IN)
+def test_conditions_of_values_name_fields_and_their_choices(recipe: str, section: str) -> None:
+    fields = field_types(recipe)
+    for name, condition in getattr(load_config(None, [f"recipe={recipe}"]), section).used_with.items():
+        other, _, useful = condition.partition("=")
+        assert f"{section}.{name}" in fields
+        assert set(filter(None, useful.split(","))) <= set(get_args(fields[other][0]))
+
+
+def test_a_share_beside_files_that_choose_the_split_is_refused(tmp_path: Path) -> None:
+    for folder, recipe, text in (("kge", "kge", "a\tr\tb\n"), ("text", "text", "one two\n\nthree four\n")):
+        (tmp_path / folder).mkdir()
+        for part in ("train", "valid"):
+            (tmp_path / folder / f"{part}.txt").write_text(text)
+        config = build_config(
+            {"recipe": recipe, "data": {"path": str(tmp_path / folder), "valid_fraction": 0.5}}
+        )
+        with refused("valid_fraction=0.5 does nothing: .*valid.txt"):
+            find_recipe(recipe).source(config.data, 0)

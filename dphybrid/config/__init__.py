@@ -23,6 +23,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from dphybrid.util.device_spec import parse_device_spec
+from dphybrid.util.errors import UserError
 from dphybrid.util.row_rules import RULES
 from dphybrid.util.text import split_items
 
@@ -52,9 +53,19 @@ class Section(BaseModel):
         frozen=True, extra="forbid", use_attribute_docstrings=True, ser_json_inf_nan="constants"
     )
 
+    used_with: ClassVar[Mapping[str, str]] = {}
+    """Fields that do something only with some values of another one: name -> `section.field=value,value`; no
+    value: where the other is not given."""
+
 
 class DataConfig(Section):
     """Where the samples come from and how they are read."""
+
+    def check_unset(self, field: str, why: str) -> None:
+        """Raise UserError if a field, which does nothing because of `why`, has another value than its
+        default."""
+        if (value := getattr(self, field)) != type(self).model_fields[field].get_default():
+            raise UserError(f"data.{field}={value!r} does nothing: {why}; leave it out")
 
     @property
     def named_columns(self) -> list[tuple[str, str]]:

@@ -1,8 +1,8 @@
 """The data section of recipes whose samples are rows of a table: CSV, TSV or Parquet files."""
 
 import codecs
-from collections.abc import Sequence
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping, Sequence
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -54,6 +54,8 @@ class TableDataConfig(DataConfig):
     `dphybrid.data.table.kinds.table_config` adds a field for each kind of column: the names of the columns to
     read as that kind.
     """
+
+    used_with: ClassVar[Mapping[str, str]] = {"valid_fraction": "data.valid_path="}
 
     path: str | None = None
     """Your table (required): CSV, TSV or Parquet; a file, a folder, or a pattern such as day-*.csv.gz."""

@@ -17,12 +17,12 @@ from torch.nn.parameter import is_lazy
 from dphybrid.parallel.applying import as_replica
 from dphybrid.parallel.chance import ExpectedValues, own_random_state
 from dphybrid.parallel.check import Finding
-from dphybrid.parallel.copies import Key, copied, copied_module, is_table, itself, same, state_of, unchanged
+from dphybrid.parallel.copies import Key, copied, copied_module, itself, same, state_of, unchanged
 from dphybrid.parallel.data_parallel import DataParallel, find_data_parallel
 from dphybrid.parallel.gathering import gather
 from dphybrid.parallel.nests import Whole, batch_rows, joined, leaves, map_leaves, map_tensors, named_inputs
 from dphybrid.parallel.replication import copied_and_shared, replicate_modules
-from dphybrid.parallel.scattering import split
+from dphybrid.parallel.scattering import is_table, split
 from dphybrid.parallel.splits import split_sizes
 from dphybrid.util.errors import UserError, counted, type_text
 from dphybrid.util.memory import is_out_of_memory

@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dphybrid.parallel.check import OF_TORCH, reached
 from dphybrid.parallel.nests import PLAIN, held_by
+from dphybrid.parallel.scattering import is_table
 
 Key = tuple[str, str]
 """(name of a part of a module, `self.` and the attribute)."""
@@ -64,11 +65,6 @@ def unchanged(model: nn.Module) -> Iterator[None]:
             parameter.grad = grad
             if not same(parameter, value):
                 parameter.data = data.copy_(value)
-
-
-def is_table(part: nn.Module) -> bool:
-    """Return whether a part of a model is a table in host memory; see `scattering.RowSource`."""
-    return hasattr(part, "place_on")
 
 
 def own_parts(module: nn.Module) -> list[nn.Module]:

@@ -133,12 +133,17 @@ class SharedTable(RowSource, Protocol):
         ...
 
 
+def is_table(part: object) -> bool:
+    """Return whether a part of a model is a table in host memory, not replicated and not copied."""
+    return isinstance(part, RowSource)
+
+
 def shared_tables(module: nn.Module) -> dict[str, nn.Module]:
     """Return the tables inside a module by name, without the parts of which they consist."""
     found: dict[str, nn.Module] = {}
     for name, part in module.named_modules():
-        is_table = isinstance(cast(object, part), SharedTable)
-        if is_table and not any(name.startswith(f"{outer}.") for outer in found):
+        shared = isinstance(cast(object, part), SharedTable)
+        if shared and not any(name.startswith(f"{outer}.") for outer in found):
             found[name] = part
     return found
 

@@ -142,12 +142,39 @@ def build_config(values: Values, places: dict[str, str] | None = None) -> Experi
     name = given.get("recipe", infer_recipe(given)[0])
     if not isinstance(name, str):
         raise UserError(f"recipe = {name!r}: expected a name such as {', '.join(recipe_names())}")
+    config = _validated(given, name, places)
+    idle = _idle(config)
+    if wrong := [
+        f"{field} = {value!r}{_from(places.get(field))}: does nothing with {found}; {needs}"
+        for field, (value, found, needs) in idle.items()
+    ]:
+        raise UserError("\n".join(wrong))
+    return config
+
+
+def _validated(given: Values, name: str, places: Mapping[str, str]) -> ExperimentConfig:
     recipe = find_recipe(name)
     kinds = {field: kind for field, (kind, _, _) in field_types(name).items()}
     try:
         return recipe.config_class.model_validate(_parsed(given, kinds))
     except ValidationError as error:
         raise UserError("\n".join(_explain(item, places, name) for item in error.errors())) from error
+
+
+def _idle(config: ExperimentConfig) -> dict[str, tuple[object, str, str]]:
+    """Return by dotted name the values, other than their defaults, that another value makes useless
+    (`Section.used_with`): each with that other value and with what it needs."""
+    given = given_flags(config)
+    values = flatten(config.model_dump())
+    idle: dict[str, tuple[object, str, str]] = {}
+    for section, fields in config:
+        for field, condition in fields.used_with.items() if isinstance(fields, Section) else ():
+            name, (other, _, useful) = f"{section}.{field}", condition.partition("=")
+            found = "" if values[other] is None else str(values[other])
+            if name in given and found not in useful.split(","):
+                needs = f"it needs {other}={' or '.join(useful.split(','))}" if useful else "leave one out"
+                idle[name] = given[name], f"{other}={found}", needs
+    return idle
 
 
 def _parsed(values: Values, kinds: Mapping[str, object], prefix: str = "") -> Values:
@@ -195,7 +222,7 @@ def stored_config(
     """
     _check_code(values, page, settings, given.model_dump() if given else {})
     try:
-        return build_config(values)
+        return _validated(values, str(values.get("recipe", DEFAULT)), {})
     except UserError as error:
         raise UserError(f"{page}: {error}; if the recipe's fields have changed since, train again") from error
 
@@ -281,17 +308,25 @@ def load_config(
 
 def apply_overrides(config: ExperimentConfig, overrides: list[str]) -> ExperimentConfig:
     """Return `config` with override texts applied. If they name another recipe, only the values that differ
-    from the old recipe's defaults are kept. Raises UserError."""
+    from the old recipe's defaults are kept; values that the overrides make useless have their defaults again.
+    Raises UserError."""
     if not overrides:
         return config
     changes = parse_overrides(overrides)
-    return build_config(merge(given_values(config), changes), dict.fromkeys(flatten(changes), "overrides"))
+    values = merge(given_values(config), changes)
+    places = dict.fromkeys(flatten(changes), "overrides")
+    made = _validated(values, str(values["recipe"]), places)
+    kept = {name: value for name, value in given_flags(made).items() if name not in _idle(made)}
+    return build_config(nest(kept), places)
 
 
-def _explain(item: Any, places: dict[str, str], recipe: str) -> str:
+def _from(place: str | None) -> str:
+    return f" (from {place})" if place else ""
+
+
+def _explain(item: Any, places: Mapping[str, str], recipe: str) -> str:
     name = ".".join(str(part) for part in item["loc"])
-    place = places.get(name)
-    where = f" (from {place})" if place else ""
+    where = _from(places.get(name))
     if item["type"] == "extra_forbidden":
         return f"{name}{where}: {explain_unknown(name, recipe)}"
     message = plain_words(item)

@@ -95,7 +95,7 @@ def test_source_code_is_learned_and_continued(data_dir: Path, sources: Path, mem
 
 def test_what_cannot_be_continued_is_told(data_dir: Path, tmp_path: Path) -> None:
     assert "give either --data.path, or --prompt" in command("predict", "some-run", ends=2)
-    assert "needs kind=decoder" in command("train", "--recipe", "text", "--model.memory", "100", ends=2)
+    assert "needs model.kind=decoder" in command("train", "--recipe", "text", "--model.memory", "100", ends=2)
     file = tmp_path / "words.txt"
     file.write_text("\n\n".join(f"one two three {number % 5}" for number in range(80)))
     command(

@@ -53,6 +53,8 @@ def split_rows(table: Table, seed: int, classes_B: Array) -> RowSplit:
         if not (part_B == VALID).any():
             part_B[open_B] = VALID * _random(seed, classes_B[open_B].astype(np.int64), data.valid_fraction)
             text = f"{text and text + '; '}validation split: rows at random, by train.seed={seed}"
+        elif data.split == "named":
+            data.check_unset("valid_fraction", f"data.split_column={data.split_column} names validation rows")
     else:
         codes_B, texts = table.column("split").to_numpy(), table.texts("split").to_list()
         held_B, text = _by_value(data, seed, codes_B[open_B], texts)

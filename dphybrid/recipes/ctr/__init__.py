@@ -58,6 +58,12 @@ class CtrModelConfig(ModelConfig):
     """The network and its sizes."""
 
     of_training: ClassVar[frozenset[str]] = frozenset({"dropout", "unknown", "threshold"})
+    used_with: ClassVar[Mapping[str, str]] = {
+        "cross_layers": "model.kind=dcn",
+        "cross_rank": "model.kind=dcn",
+        "bins": "model.numbers=auto,embedded",
+        "bin_width": "model.numbers=auto,embedded",
+    }
 
     kind: Literal["mlp", "wide-deep", "deepfm", "dlrm", "dcn"] = "mlp"
     """Network: a plain one of hidden layers, Wide & Deep, DeepFM, DLRM or DCN-v2."""

@@ -359,6 +359,8 @@ def open_source(data: KgeDataConfig, seed: int) -> _TripleSource:
         raise UserError(
             f"data.test_path={data.test_path}: the folder has {parts['test'].name}, too; keep one"
         )
+    if "valid" in parts:
+        data.check_unset("valid_fraction", f"the folder has {parts['valid'].name}")
     return _TripleSource(data, seed, parts | tested, _named(parts["train"]))
 
 

@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -41,6 +41,11 @@ def softmax_for(num_items: int) -> Literal["full", "sampled"]:
 
 class RetrievalDataConfig(DataConfig):
     """The interactions, their columns, and the items that compete with a user's item in training."""
+
+    used_with: ClassVar[Mapping[str, str]] = {
+        "negatives": "model.softmax=auto,sampled",
+        "valid_fraction": "data.split=auto,random,time",
+    }
 
     path: str | None = None
     """Your interactions, one per row: CSV, TSV or Parquet; a file, a folder of files, or a pattern. Empty: a
@@ -152,6 +157,13 @@ class RetrievalDataConfig(DataConfig):
 
 class RetrievalModelConfig(ModelConfig):
     """The network of a user, and its sizes. A score is the dot product of a user's and an item's vector."""
+
+    used_with: ClassVar[Mapping[str, str]] = {
+        "dropped": "model.kind=bag",
+        "dropout": "model.kind=gru,transformer",
+        "layers": "model.kind=gru,transformer",
+        "heads": "model.kind=transformer",
+    }
 
     kind: Literal["bag", "gru", "transformer"] = "bag"
     """How the items that a user has met become a vector: bag, their sum; gru, transformer: a sequence

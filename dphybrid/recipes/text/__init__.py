@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 
 class TextDataConfig(DataConfig):
     """The text, and how it is split into tokens."""
+
+    used_with: ClassVar[Mapping[str, str]] = {
+        "vocabulary": "data.tokens=auto,bpe",
+        "min_count": "data.tokens=auto,words",
+    }
 
     path: str | None = None
     """Your text: a file, or a folder of .txt, .md, .rst or of source code, in which files or folders named
@@ -43,6 +48,11 @@ class TextDataConfig(DataConfig):
 class TextModelConfig(ModelConfig):
     """The network and its sizes."""
 
+    used_with: ClassVar[Mapping[str, str]] = {
+        "heads": "model.kind=transformer,decoder",
+        "memory": "model.kind=decoder",
+    }
+
     kind: Literal["lstm", "gru", "transformer", "decoder"] = "lstm"
     """Network over the tokens' rows. decoder: a transformer as of today's language models (RMSNorm, rotary
     positions, squared ReLU, no biases)."""
@@ -59,7 +69,6 @@ class TextModelConfig(ModelConfig):
     """Attention heads of transformer and decoder."""
     dropout: float = Field(default=0.2, ge=0.0, lt=1.0)
     """Share of activations dropped while training. On several GPUs the masks differ from those on one."""
-
     memory: int = Field(default=0, ge=0, le=2**40)
     """Rows of a memory of hashed n-grams in host memory, of 32 values each: each token also gets the rows of
     the last two and three tokens (kind decoder only). For text of millions of tokens. 0: none."""
@@ -76,8 +85,6 @@ class TextModelConfig(ModelConfig):
                 f"hidden={self.hidden} over heads={self.heads} is {self.hidden // self.heads} values a head; "
                 "rotary positions need an even number"
             )
-        if self.memory and self.kind != "decoder":
-            raise ValueError(f"memory={self.memory} needs kind=decoder, not {self.kind}")
         return self
 
 

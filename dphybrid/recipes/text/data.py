@@ -309,7 +309,8 @@ def open_source(data: TextDataConfig, seed: int) -> _TextSource:
     if tested and not tested.is_file():
         raise UserError(f"data.test_path={data.test_path}: no such file; give a file with text")
     if data.path is None:
-        return _TextSource(data, seed, (), None, test_file=tested, pairs=data.tokens == "bpe")
+        pairs = _by_pairs(data, False)
+        return _TextSource(data, seed, (), None, test_file=tested, pairs=pairs)
     root = given_path(data.path, "data.path")
     if not root.exists():
         raise UserError(f"data.path={data.path}: no such file or folder; give a text file or a folder")
@@ -340,9 +341,18 @@ def open_source(data: TextDataConfig, seed: int) -> _TextSource:
         raise UserError(
             f"data.test_path={data.test_path}: the folder has {parts['test'][0].name}, too; keep one"
         )
-    is_code = _ends_in(files[0], _CODE_SUFFIXES)
-    pairs = data.tokens == "bpe" or (data.tokens == "auto" and is_code)
+    if "valid" in parts:
+        data.check_unset("valid_fraction", f"{parts['valid'][0].name} is the validation split")
+    pairs = _by_pairs(data, _ends_in(files[0], _CODE_SUFFIXES))
     return _TextSource(data, seed, tuple(files), root, parts, tested, pairs, notes)
+
+
+def _by_pairs(data: TextDataConfig, is_code: bool) -> bool:
+    """Return whether tokens are byte pairs. Raises UserError for a value that such tokens do not use."""
+    pairs = data.tokens == "bpe" or (data.tokens == "auto" and is_code)
+    idle, why = ("min_count", "tokens are byte pairs") if pairs else ("vocabulary", "tokens are words")
+    data.check_unset(idle, f"{why}, see data.tokens")
+    return pairs
 
 
 def _ends_in(file: Path, suffixes: Sequence[str]) -> bool:
