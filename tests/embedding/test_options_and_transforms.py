@@ -1,4 +1,4 @@
-"""Nothing that a caller gives is ignored, and torch's transforms see a lookup as they see nn.Embedding's."""
+"""Options of tables and optimizers are used or refused; torch's transforms see a lookup as nn.Embedding's."""
 
 import copy
 from collections.abc import Callable

@@ -33,7 +33,7 @@ def trained(table: HostEmbedding, lr: float = 1.0) -> tuple[RowSGD, Tensor]:
     return RowSGD(table.parameters(), lr=lr), table.settled().clone()
 
 
-def test_a_refilled_buffer_of_ids_reaches_no_memory() -> None:  # A
+def test_a_refilled_buffer_of_ids_reaches_no_memory() -> None:
     table = HostEmbedding(8, 4)
     rows, before = trained(table)
     ids = torch.tensor([1, 2])
@@ -45,7 +45,7 @@ def test_a_refilled_buffer_of_ids_reaches_no_memory() -> None:  # A
     assert changed(table, before) == [1, 2, 5, 6]
 
 
-def test_options_of_other_optimizers_are_refused() -> None:  # B
+def test_options_of_other_optimizers_are_refused() -> None:
     table = HostEmbedding(8, 4)
     for options in ({"momentum": 0.9}, {"nesterov": True}, {"anything": 3}):
         with pytest.raises(TypeError, match="unexpected keyword"):
@@ -57,7 +57,7 @@ def test_options_of_other_optimizers_are_refused() -> None:  # B
     assert not changed(table, before)
 
 
-def test_whoever_replaces_the_weight_has_its_rows_looked_up() -> None:  # C
+def test_whoever_replaces_the_weight_has_its_rows_looked_up() -> None:
     model, ids = nn.Sequential(HostEmbedding(8, 4)), torch.tensor([3])
     ones = torch.ones(8, 4)
     assert torch.equal(torch.func.functional_call(model, {"0.weight": ones}, (ids,)), ones[:1])
@@ -72,7 +72,7 @@ def test_whoever_replaces_the_weight_has_its_rows_looked_up() -> None:  # C
         torch.func.functional_call(model, {"0.weight": short}, (ids,))
 
 
-def test_looked_up_rows_are_pooled_by_torch_which_checks_the_offsets() -> None:  # D
+def test_looked_up_rows_are_pooled_by_torch_which_checks_the_offsets() -> None:
     table, ids = HostEmbedding(8, 4), torch.tensor([3, 3, 1])
     dense = table.settled().clone().requires_grad_()
     for weight, rows, places in ((table.weight, table(ids), torch.arange(3)), (dense, dense, ids)):
@@ -96,7 +96,7 @@ class LookedUp(nn.Module):
         return out
 
 
-def test_graphs_hold_a_lookup_as_one_operation() -> None:  # E
+def test_graphs_hold_a_lookup_as_one_operation() -> None:
     with torch.device("meta"):
         assert HostEmbedding(1000, 8).weight.device.type == "cpu"
     model, ids = nn.Sequential(HostEmbedding(10, 4), nn.Linear(4, 1)), torch.tensor([1, 2])
@@ -118,7 +118,7 @@ def test_graphs_hold_a_lookup_as_one_operation() -> None:  # E
     assert model[0].weight.grad.coalesce().indices().tolist() == [[1, 2]]
 
 
-def test_what_is_fetched_ahead_holds_ids_of_its_own() -> None:  # F
+def test_what_is_fetched_ahead_holds_ids_of_its_own() -> None:
     table, ids = HostEmbedding(8, 4), torch.tensor([1, 2])
     table.place_on([torch.device("cpu")] * 2, lambda rows: [rows // 2, rows - rows // 2])
     table.ahead.expect([table.ahead.prepare(table.weight, ids)])
@@ -126,7 +126,7 @@ def test_what_is_fetched_ahead_holds_ids_of_its_own() -> None:  # F
     assert torch.equal(torch.cat(table.replica_rows(ids)), table.settled()[[7, 2]])
 
 
-def test_a_clipped_gradient_is_clipped_once() -> None:  # G
+def test_a_clipped_gradient_is_clipped_once() -> None:
     table, ids = HostEmbedding(8, 4), torch.tensor([1])
     grads = torch.ones(1, 4)
     table(ids).backward(grads)
@@ -135,7 +135,7 @@ def test_a_clipped_gradient_is_clipped_once() -> None:  # G
     torch.testing.assert_close(table.row_gradients()[1], torch.full((1, 4), 1.5), rtol=0, atol=1e-5)
 
 
-def test_a_weight_of_two_tables_is_updated_once() -> None:  # H
+def test_a_weight_of_two_tables_is_updated_once() -> None:
     one, two = HostEmbedding(8, 4, name="one"), HostEmbedding(8, 4, name="two")
     two.weight = one.weight
     model = nn.ModuleList([one, two])
@@ -145,14 +145,14 @@ def test_a_weight_of_two_tables_is_updated_once() -> None:  # H
     assert (before - one.settled())[:, 0].tolist() == pytest.approx([0, 2, 1, 0, 0, 0, 0, 0])
 
 
-def test_rows_come_in_the_models_type() -> None:  # K
+def test_rows_come_in_the_models_type() -> None:
     table = HostEmbedding(8, 4, dtype=torch.float64).float()
     ids = torch.tensor([1])
     assert table.weight.dtype == torch.float64
     assert table(ids).dtype == torch.float32
 
 
-def test_state_and_groups_are_read_in_each_step() -> None:  # N
+def test_state_and_groups_are_read_in_each_step() -> None:
     table, ids = HostEmbedding(8, 4), torch.tensor([1])
     rows = RowAdagrad(table.parameters(), lr=1.0)
     table(ids).backward(torch.ones(1, 4))
