@@ -1,6 +1,6 @@
 """All tests and measurements that need a GPU, by one command into one file: the tests of tests/gpu, one of
 them under torch's CUDA sanitizer, steps of several shapes, on virtual devices and with other numbers of
-threads, and the time of a step's kernels.
+threads, the time of a step's kernels, and what a language model's memory adds to its step.
 
     python -m benchmarks.gpu --out results.json [--only tests,steps]
 
@@ -27,6 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import dphybrid
 from benchmarks.command import flags, processor
+from benchmarks.memory import overhead
 from benchmarks.steps import Shape, measured
 from dphybrid.embedding import HostEmbedding, RowPipeline, row_optimizer
 from dphybrid.parallel import DataParallel, parts, resolve_devices
@@ -129,6 +130,15 @@ def _kernels(rounds: int) -> dict[str, Any]:  # noqa: ARG001
     return found
 
 
+def _memory(rounds: int) -> dict[str, float]:
+    """Return the ms of a language model's step without a memory, and with one: looked up, and fetched
+    ahead."""
+    device = resolve_devices(ONE).replicas[0]
+    if CUDA:
+        return overhead(device, rounds, 20, rows=8_000_000, width=2048)
+    return overhead(device, rounds, 2, rows=4000, width=16)
+
+
 STAGES: dict[str, Callable[[int], dict[str, Any]]] = {
     "tests": _tests,
     "sanitizer": _sanitizer,
@@ -136,6 +146,7 @@ STAGES: dict[str, Callable[[int], dict[str, Any]]] = {
     "virtual": _virtual,
     "threads": _threads,
     "kernels": _kernels,
+    "memory": _memory,
 }
 
 

@@ -4,7 +4,9 @@
 
 Prints, for each way to hold the table, the median time of a step (the ways take turns) and the bytes of rows
 and states; then the time of a step over a mapped table of --mapped-gib GiB (a sparse file) beside one of a
-hundredth. Letters: B samples, T tokens.
+hundredth. On a GPU `benchmarks.gpu` measures what a memory adds to a step (`overhead`).
+
+Letters: B samples, T tokens.
 """
 
 import argparse
@@ -12,6 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -32,21 +35,31 @@ class _Resident(nn.Embedding):
 
 
 class Model(nn.Module):
-    """A memory and two layers over it. hold: makes the table of the memory into another."""
+    """A memory and two layers over it. rows: 0: no memory. hold: makes the table of the memory into
+    another. Tokens are on the CPU, wherever the layers are."""
 
-    def __init__(self, rows: int, hold: Callable[[HostEmbedding], nn.Module] = lambda table: table) -> None:
+    def __init__(
+        self,
+        rows: int,
+        hold: Callable[[HostEmbedding], nn.Module] = lambda table: table,
+        width: int = WIDTH,
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.memory = NgramMemory(WIDTH, rows // 4, DIM, seed=0)
-        self.memory.table = hold(self.memory.table)  # type: ignore[assignment]
-        self.layers = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, VOCABULARY))
-        nn.init.normal_(self.memory.value.weight, std=0.02)
+        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.layers = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, VOCABULARY))
+        self.has_memory = rows > 0
+        if self.has_memory:
+            self.memory = NgramMemory(width, rows // 4, DIM, seed=0)
+            self.memory.table = hold(self.memory.table)  # type: ignore[assignment]
+            nn.init.normal_(self.memory.value.weight, std=0.02)
 
     def forward(self, tokens_BT: Tensor, next_BT: Tensor) -> Tensor:
-        hidden = self.tokens(tokens_BT)
-        scores = self.layers(hidden + self.memory(hidden, tokens_BT))
-        return F.cross_entropy(scores.flatten(0, 1), next_BT.flatten())
+        device = self.tokens.weight.device
+        hidden = self.tokens(tokens_BT.to(device))
+        if self.has_memory:
+            hidden = hidden + self.memory(hidden, tokens_BT)
+        return F.cross_entropy(self.layers(hidden).flatten(0, 1), next_BT.to(device).flatten())
 
 
 def resident(sparse: bool) -> Callable[[HostEmbedding], nn.Module]:
@@ -68,19 +81,39 @@ def batches(steps: int) -> list[tuple[Tensor, Tensor]]:
     return [(window[:, :-1], window[:, 1:]) for window in windows]
 
 
-def step_ms(model: Model, rows: torch.optim.Optimizer, steps: int) -> list[float]:
-    """Return the milliseconds of each step after the first."""
-    dense = torch.optim.AdamW([p for p in dense_parameters(model) if p is not model.memory.table.weight])
-    times = []
-    with RowPipeline(model) as pipeline:
-        for tokens_BT, next_BT in pipeline.prefetch(batches(steps + 1)):
-            start = time.perf_counter()
+def step_ms(model: Model, rows: torch.optim.Optimizer | None, steps: int, mode: str = "exact") -> list[float]:
+    """Return the milliseconds of each step after the first, fetching and waiting for the GPU included.
+    mode: of the pipeline."""
+    own = {parameter for group in (rows.param_groups if rows else []) for parameter in group["params"]}
+    dense = torch.optim.AdamW([p for p in dense_parameters(model) if p not in own])
+    optimizers = [dense, *([rows] if rows else [])]
+    given, times = batches(steps + 1), []
+    with RowPipeline(model, mode=mode) if rows else nullcontext() as pipeline:
+        start = time.perf_counter()
+        for tokens_BT, next_BT in pipeline.prefetch(given) if pipeline else given:
             model(tokens_BT, next_BT).backward()
-            for optimizer in (dense, rows):
+            for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-            times.append(1e3 * (time.perf_counter() - start))
+            if model.tokens.weight.is_cuda:
+                torch.cuda.synchronize()
+            now = time.perf_counter()
+            times.append(1e3 * (now - start))
+            start = now
     return times[1:]
+
+
+def overhead(device: torch.device, rounds: int, steps: int, *, rows: int, width: int) -> dict[str, float]:
+    """Return the median ms of a step without a memory, and with one whose rows are looked up in the step
+    ("off") or fetched ahead ("exact"); the three take turns."""
+    plain, model = Model(0, width=width).to(device), Model(rows, width=width).to(device)
+    optimizer = row_optimizer("adam", model, lr=0.001)
+    times: dict[str, list[float]] = {"without": [], "off": [], "exact": []}
+    for _ in range(rounds):
+        times["without"] += step_ms(plain, None, steps)
+        for mode in ("off", "exact"):
+            times[mode] += step_ms(model, optimizer, steps, mode)
+    return {name: statistics.median(found) for name, found in times.items()}
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -138,8 +171,8 @@ def main() -> None:
             # The hash functions of a memory of that many rows.
             model.memory._sizes_H.fill_(model.memory.table.num_rows // 4)
             model.memory._starts_H.copy_(torch.arange(4) * (model.memory.table.num_rows // 4))
-            blocks = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
-            medians.append(statistics.median(step_ms(model, blocks, given.steps * given.rounds)))
+            frozen = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)
+            medians.append(statistics.median(step_ms(model, frozen, given.steps * given.rounds)))
             print(f"mapped, {gib:6.2f} GiB      {medians[-1]:8.1f} ms a step")
         print(f"a hundred times the rows: {medians[1] / medians[0]:.2f} times the step")
 

@@ -18,7 +18,7 @@ def test_a_rehearsal_measures_every_part_and_way_and_says_that_it_is_one(tmp_pat
     (tmp_path / "sitecustomize.py").write_text(hide)
     path = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
     out = tmp_path / "results.json"
-    options = ("--repeats", "2", "--only", "steps,virtual,kernels", "--out", str(out))
+    options = ("--repeats", "2", "--only", "steps,virtual,kernels,memory", "--out", str(out))
     environment = {**os.environ, "PYTHONPATH": path}
     # the tests run in this suite anyway; there they must be found
     python("-m", "pytest", "-n", "0", "--collect-only", "tests/gpu", env=environment, cwd=REPOSITORY)
@@ -40,3 +40,4 @@ def test_a_rehearsal_measures_every_part_and_way_and_says_that_it_is_one(tmp_pat
         ratio = measured["step_ms"]["off"] / measured["step_ms"]["exact"]
         assert measured["ratios"]["off / exact"] == ratio
     assert found["stages"]["kernels"]["result"]["cpu"]
+    assert found["stages"]["memory"]["result"].keys() == {"without", "off", "exact"}
