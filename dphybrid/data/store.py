@@ -41,7 +41,7 @@ from dphybrid.util.pages import Page
 S = TypeVar("S")
 T = TypeVar("T")
 
-PREPARED_VERSION = 17
+PREPARED_VERSION = 18
 """Part of the digest. Increase it when the same input and options would give other arrays or another split,
 so that folders prepared before are not used."""
 ENCODER_VERSION = 11

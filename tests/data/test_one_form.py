@@ -152,12 +152,13 @@ def test_users_items_and_names_beside_a_missing_one_are_those_without(
 _LISTS = [["a, b", "it's"], ['say "x"', "é"], ["c|d"], ["back\\slash", "a, b"], []]
 
 
-@pytest.mark.parametrize("trained", ["json", "ascii", "python", "lists"])
+@pytest.mark.parametrize("trained", ["json", "ascii", "python", "tuple", "lists"])
 def test_lists_are_one_as_text_and_as_values(trained: str, tmp_path: Path) -> None:
     ways: dict[str, Callable[[list[str]], Any]] = {
         "json": lambda items: json.dumps(items, ensure_ascii=False),
         "ascii": json.dumps,
         "python": repr,
+        "tuple": lambda items: repr(tuple(items)) if items else "[]",
         "lists": list,
     }
     cells = [ways[trained](items) for items in _LISTS * 20]
@@ -201,6 +202,29 @@ def test_a_time_is_that_of_its_zone_in_every_container() -> None:
         pl.Series(["2024-01-01T23:30:00-08:00"]),
     ):
         assert column.values(cells)[0] == datetime.datetime(2024, 1, 1, 23, 30)
+
+
+@pytest.mark.parametrize("unit", ["s", "ms", "us", "ns"])
+def test_times_of_numpy_may_have_any_unit(unit: str) -> None:
+    time = np.array(["2024-01-01T23:30:05"], f"datetime64[{unit}]")
+    length = np.array([5], "timedelta64[s]").astype(f"timedelta64[{unit}]")
+    assert as_frame({"x": time, "length": length}, "x").lazy().collect().rows() == [
+        (datetime.datetime(2024, 1, 1, 23, 30, 5), datetime.timedelta(seconds=5))
+    ]
+
+
+@pytest.mark.parametrize("container", ["csv", "parquet"])
+@pytest.mark.parametrize("numbers", [[0, 1], [0.0, 1.0, 2.0], [0.25, 1.5, 2.75, -3.125]])
+def test_a_row_with_an_infinite_label_has_none(container: str, numbers: list[float], tmp_path: Path) -> None:
+    labels = pl.Series([*numbers * 25, float("inf"), float("-inf")], dtype=pl.Float64, strict=False)
+    frame = pl.DataFrame({"x": np.arange(len(labels)) % 7, "y": labels})
+    file = tmp_path / f"x.{container}"
+    frame.write_csv(file) if container == "csv" else frame.write_parquet(file)
+    prepared = from_file(file)
+    assert "2 rows without a value of 'y' are left out" in prepared.describe()
+    assert np.isfinite(prepared.arrays["labels_B"]).all()
+    classes = [f"{number:g}" for number in numbers] if len(numbers) < 4 else []
+    assert prepared.info["label"]["classes"] == classes
 
 
 @pytest.mark.parametrize("mark", ["-200", "-200.0"])
@@ -253,6 +277,10 @@ def test_validation_rows_that_are_training_rows_are_said(tmp_path: Path) -> None
         (["25042003", "01052003", "13122004"], True),
         (["04252003", "12132004"], True),
         (["2010.2", "2010.10"], True),
+        (["12.2009", "2.2010", "10.2010"], True),
+        (["12/2009", "02/2010"], True),
+        (["201012", "201101"], True),
+        (["250602", "130701"], False),
         (["2024-01-02T01:00:00+09:00", "2024-01-01T23:00:00-08:00", "2024-01-02 08:00Z"], True),
         (["20240131", "20240201"], True),
         (["1", "2", "10"], True),

@@ -108,7 +108,7 @@ class Column(Section):
 
     def wrong(self, cells: pl.Series, values: pl.Series) -> pl.Series:
         """Return a mask (B,) of the cells whose rows are to be rejected. values: `read` of the cells."""
-        return cells.is_not_null() & values.is_null()
+        return cells.is_not_null() & values.is_null() & (self.noun is not None)
 
     def doubt(self, cells: pl.Series) -> str:
         """Return what is to say of cells that may mean something else than in training; empty if nothing."""

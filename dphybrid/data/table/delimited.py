@@ -23,7 +23,7 @@ from dphybrid.util.errors import UserError
 _UNUSUAL = ("::", "||", "\x01")
 """Separators that DuckDB's sniffer does not try by itself. \\x01: Hive's."""
 _NAMED = {"tab": "\t", "\\t": "\t", "blank": " ", "blanks": " ", "space": " "}
-_HEAD_BYTES, _HEAD_LINES = 2**16, 50
+_HEAD_BYTES, _HEAD_LINES = 2**14, 50
 """The first lines, from which a file's form is inferred: at least this much."""
 _REMARKS = re.compile(rb"(?:#.*\n|[^\S\n]*\n)+")
 _EXCEL_LINE = re.compile(rb'"?sep=(.|\\t)"?\n', re.I)
@@ -262,12 +262,13 @@ def _first_rows(head: bytes, dialect: Dialect) -> list[tuple[int, list[str]]]:
         most = min(head.count(separator), max(4 * most, 64))
     parsed = parse(head, dialect, 1 + most, ragged=True)
     rows = list[tuple[int, list[str]]]()
-    for line, row in zip(parsed.lines.tolist(), zip(*parsed.columns, strict=True), strict=True):
+    first_rows = zip(*(cells.head(_HEAD_LINES) for cells in parsed.columns), strict=True)
+    for line, row in zip(parsed.lines.tolist(), first_rows, strict=False):
         cells = [cell.strip() for cell in row if cell is not None]
         rows.append((line + 1 + sum(cell.count("\n") for cell in row if cell), cells))
     # Without any row, the first line has a quote that is not closed.
     first = next(number for number, line in enumerate(lines) if line.strip())
-    return rows[:_HEAD_LINES] or [(first + 1, lines[first].decode().split(dialect.separator))]
+    return rows or [(first + 1, lines[first].decode().split(dialect.separator))]
 
 
 def _header(first: list[str], others: list[list[str]], data: TableDataConfig) -> str | None:

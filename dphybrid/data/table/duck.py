@@ -94,8 +94,8 @@ def parse(text: bytes, dialect: Dialect, width: int, last: bool = True, ragged: 
         # At least one line.
         until = max(line + 1, int(np.searchsorted(ends, start + step, side="right")))
         whole = until == len(ends)
-        part = text[start : int(ends[until - 1])]
-        found, is_open = _read(part, dialect, width, last and whole, ragged)
+        part, part_ends = text[start : int(ends[until - 1])], ends[line:until] - start
+        found, is_open = _read(part, part_ends, dialect, width, last and whole, ragged)
         columns.append(found.columns)
         lines.append(found.lines + line)
         bad += [row._replace(line=line + row.line) for row in found.bad]
@@ -113,11 +113,13 @@ def parse(text: bytes, dialect: Dialect, width: int, last: bool = True, ragged: 
     return Parsed(parts, numbers, bad, line, num_open)
 
 
-def _read(text: bytes, dialect: Dialect, width: int, last: bool, ragged: bool) -> tuple[Parsed, bool]:
+def _read(
+    text: bytes, ends: Array, dialect: Dialect, width: int, last: bool, ragged: bool
+) -> tuple[Parsed, bool]:
     """Return the rows of a text up to the first line whose quote does not close, which is the last rejected
-    one; and whether reading stopped before it, because more text may close it."""
+    one; and whether reading stopped before it, because more text may close it. ends: `line_ends`."""
     columns, errors = _by_duckdb(text, dialect, width, ragged)
-    ends, bad = line_ends(text), dict[int, Bad]()
+    bad = dict[int, Bad]()
     num_lines, broken = len(ends), len(ends)
     for position, kinds, num_values, shown in errors:
         line = int(np.searchsorted(ends, position, side="right"))

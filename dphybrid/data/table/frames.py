@@ -90,6 +90,8 @@ def _column(name: str, values: Any) -> pl.Series:
             return of_objects(name, values.to_list())
     if str(dtype) == "object" or dtype is None:
         return of_objects(name, values.tolist() if hasattr(values, "tolist") else list(values))
+    if str(dtype).startswith(("datetime64", "timedelta64")):  # polars has no seconds, such as numpy's default
+        values = values.astype(f"{str(dtype).partition('[')[0]}[us]")
     return pl.Series(name, values, strict=False)
 
 

@@ -40,12 +40,14 @@ from dphybrid.data.table.numbers import (
     USUAL,
     Scale,
     are_numbers,
+    dashes_of,
     fit_scale,
     flag_of,
     has_leading_zeros,
     how_dates_are_read,
     is_day_first,
     is_free_text,
+    is_infinite,
     looks_like_dates,
     not_numbers,
     notation_of,
@@ -157,7 +159,7 @@ class Numeric(Notated, Numbers):
             return None
         column = cls(name=sample.name, **cls.inferred(sample))
         none = sample.cells.filter(column.read(sample.cells).is_null())
-        notes = [f"{dash!r} counts as no value" for dash in DASHES if (none == dash).any()]
+        notes = dashes_of(none)
         infinite = len(none) - int(none.is_in(DASHES).sum())
         notes += [f"{infinite:,} infinite numbers count as no value"] if infinite else []
         notes += [f"thousands separator {column.thousands!r}"] if column.thousands else []
@@ -268,8 +270,8 @@ class Time(Numbers):
         first = is_day_first(sample.cells, sample.data)
         if sample.declared or first is None or not looks_like_dates(sample.cells, first):
             return None
-        how = how_dates_are_read(sample.cells, first)
-        return f"dates or times{how}; --data.categorical reads them as categories"
+        how = [*dashes_of(sample.cells), *how_dates_are_read(sample.cells, first)]
+        return f"{', '.join(['dates or times', *how])}; --data.categorical reads them as categories"
 
     @classmethod
     def inferred(cls, sample: Sample) -> dict[str, Any]:
@@ -357,6 +359,8 @@ class Category(Notated):
         if self.type == "number":
             cells = numbers_as_written(cells, self.decimal, self.thousands, self.marks)
         texts = texts_of(cells, self.type)
+        if self.type == "number":
+            texts = texts.set(is_infinite(texts), None)
         return texts.str.to_lowercase() if self.ignore_case else texts
 
     @cached_property

@@ -147,7 +147,7 @@ def label_column(sample: Sample) -> Column:
     # Many different numbers are values to predict, not classes. A few texts among them are probably mistakes,
     # but only the user knows.
     numbers = numeric.read(sample.cells)
-    others = sample.cells.filter(numbers.is_null())
+    others = sample.cells.filter(numeric.wrong(sample.cells, numbers))
     if len(others) > FEW_OTHERS * len(numbers) or not _too_many_for_classes(numbers.drop_nulls()):
         return category
     if len(others):

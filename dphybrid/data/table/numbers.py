@@ -91,12 +91,21 @@ def is_number(text: str) -> bool:
         return False
 
 
+def dashes_of(cells: pl.Series) -> list[str]:
+    """Return what is to say of dashes in a column of numbers or dates."""
+    return [f"{dash!r} counts as no value" for dash in DASHES if (cells == dash).any()]
+
+
 def not_numbers(cells: pl.Series, numbers: pl.Series) -> pl.Series:
     """Return a mask (B,) of the cells that hold neither a number nor infinity nor a dash. numbers: the cells
     as read."""
     odd = cells.is_not_null() & numbers.is_null()
-    none = (*_INFINITE, *DASHES)
-    return odd & ~cells.cast(pl.String).str.to_lowercase().is_in(none) if odd.any() else odd
+    return odd & ~is_infinite(cells) & ~cells.cast(pl.String).is_in(DASHES) if odd.any() else odd
+
+
+def is_infinite(cells: pl.Series) -> pl.Series:
+    """Return a mask (B,) of numbers that are not finite, which count as no value."""
+    return cells.cast(pl.String).str.to_lowercase().is_in(_INFINITE).fill_null(False)
 
 
 @lru_cache(maxsize=1)  # several kinds ask this of one column in turn
@@ -194,14 +203,8 @@ def why_not_numeric(sample: Sample) -> str | None:
         return "declared as categories"
     signs, odd = notation_of(sample)
     if len(odd):
-        if len(odd) <= FEW_OTHERS * len(cells):
-            return f"{odd[0]!r} is not a number; data.missing can list it"
-        if odd.n_unique() == 1 and len(odd) < len(cells):
-            share = len(odd) / len(cells)
-            return (
-                f"{odd[0]!r} in {share:.0%} of the cells is perhaps no value, all others are numbers; "
-                f"--data.missing '{odd[0]}' reads them"
-            )
+        if few := _few_others(odd, cells, "number"):
+            return few
         return _suggestion(odd, cells, sample)
     if has_leading_zeros(cells):
         return "leading zeros"
@@ -219,10 +222,13 @@ def why_not_numeric(sample: Sample) -> str | None:
 def whole_numbers(cells: pl.Series, signs: Notation) -> pl.Series | None:
     """Return numbers as whole ones; None if some are fractions."""
     plain = plain_numbers(cells, *signs).drop_nulls()
-    numbers = plain.cast(pl.Float64, strict=False)
-    # First what takes no regular expressions: fractions, and digits alone.
-    if plain.dtype.is_integer() or (numbers != numbers.floor()).any():
-        return plain if plain.dtype.is_integer() else None
+    if plain.dtype.is_integer():
+        return plain
+    # First what takes no regular expressions: fractions, mostly among the first cells, and digits alone.
+    for some in (plain.head(_FEW), plain):
+        numbers = some.cast(pl.Float64, strict=False)
+        if (numbers != numbers.floor()).any():
+            return None
     for whole in (plain.cast(pl.Int64, strict=False), number_texts(plain).cast(pl.Int128, strict=False)):
         if not whole.null_count():
             return whole
@@ -283,8 +289,8 @@ def is_day_first(cells: pl.Series, data: TableDataConfig) -> bool | None:
     return None if unread_month == unread_day else unread_day < unread_month
 
 
-def how_dates_are_read(cells: pl.Series, day_first: bool) -> str:
-    """Return what is to say about how dates are read, starting with a comma; empty if nothing is."""
+def how_dates_are_read(cells: pl.Series, day_first: bool) -> list[str]:
+    """Return what is to say about how dates are read."""
     notes = []
     if cells.str.contains(_AMBIGUOUS).any() or cells.str.contains(r"^\d{1,2}\.").any():
         has_dots = cells.str.contains(r"^\d{1,2}\.").any()
@@ -295,7 +301,20 @@ def how_dates_are_read(cells: pl.Series, day_first: bool) -> str:
         notes.append("years of two digits are 1969 to 2068")
     if cells.str.contains(r":\d{2}(?:[.,]\d+)?\s*(?:Z|[A-Z]{3,4}|[+-]\d{2}:?\d{0,2})\b").any():
         notes.append("time zones are left out, the clock stays as written")
-    return "".join(f", {note}" for note in notes)
+    return notes
+
+
+def _few_others(odd: pl.Series, cells: pl.Series, noun: str) -> str:
+    """Return what is to say if only a few cells, or those of one text, are no numbers or dates; else an empty
+    text. odd: these cells."""
+    if len(odd) <= FEW_OTHERS * len(cells):
+        return f"{odd[0]!r} is not a {noun}; data.missing can list it"
+    if odd.n_unique() > 1 or len(odd) == len(cells):
+        return ""
+    return (
+        f"{odd[0]!r} in {len(odd) / len(cells):.0%} of the cells is perhaps no value, every other one is a "
+        f"{noun}; {as_flags({'data.missing': [odd[0]]})} reads them"
+    )
 
 
 def _suggestion(odd: pl.Series, cells: pl.Series, sample: Sample) -> str:
@@ -305,8 +324,8 @@ def _suggestion(odd: pl.Series, cells: pl.Series, sample: Sample) -> str:
     if not len(dates):
         order = " (with --data.dayfirst true if the day comes first)"
         return f"dates or times, read as categories; --data.times reads hour, weekday and day{order}"
-    if len(dates) <= FEW_OTHERS * len(odd):
-        return f"{dates[0]!r} is not a date or time; data.missing can list it"
+    if few := _few_others(dates, odd, "date or time"):
+        return few
     units = odd.str.extract(_WITH_UNIT, 1).drop_nulls() if odd.dtype == pl.String else odd.clear()
     if len(units) >= (1 - FEW_OTHERS) * len(odd) and units.n_unique() == 1:
         return f"numbers with the unit {units[0]!r}, read as categories; without the unit they are amounts"
@@ -340,7 +359,7 @@ def separator_of(cells: pl.Series, is_bag: bool) -> str:
     the parts must repeat more than the whole cells."""
     if cells.dtype != pl.String or not len(cells):
         return ""
-    if cells.str.contains(r"^\[.*\]$").all():
+    if cells[0].lstrip()[:1] in tuple("[({") and cells.str.contains(IS_LIST).all():
         return "[]"
     if not cells.str.contains(_ANY_SEPARATOR).any():
         return ""
@@ -425,20 +444,25 @@ def _has_heavy_tail(known: Array) -> bool:
     return bool(far or skewed or max(abs(known[0]), abs(known[-1])) > 1e100)
 
 
-def bucket_edges(known: Array, num_buckets: int) -> Array:
-    """Return at most `num_buckets` - 1 edges at quantiles of sorted numbers, in order.
+def quantile_edges(numbers: Array, most: int) -> Array:
+    """Return the ends of at most `most` bins (at least one) that hold about as many numbers each, ascending.
+    Each end is one of the numbers. None counts for more of them than a bin has: a frequent value begins one
+    bin and leaves the rest to others."""
+    values, counts = np.unique(numbers, return_counts=True)
+    rank = np.cumsum(np.minimum(counts, len(numbers) / most))
+    places = np.searchsorted(rank, np.linspace(0, rank[-1], most + 1)[1:-1])
+    return np.unique(np.concatenate([values[:1], values[places], values[-1:]]))
 
-    A value that is frequent enough to fill a bucket gets its own; all others share the remaining buckets.
-    """
-    shares = np.linspace(0, 1, num_buckets + 1)[1:-1]
-    # Not np.unique, which would sort the numbers again.
-    starts = np.flatnonzero(np.append(True, known[1:] != known[:-1]))
-    large = known[starts[np.diff(starts, append=len(known)) * num_buckets > len(known)]]
-    rest = known[~np.isin(known, large)] if len(large) else known
-    if not len(large) or not len(rest):
-        return np.unique(np.quantile(known, shares))
+
+def bucket_edges(known: Array, num_buckets: int) -> Array:
+    """Return at most `num_buckets` - 1 edges between numbers, in order: a value that is frequent enough to
+    fill a bucket gets its own, and quantiles of all others share the remaining buckets."""
+    values, counts = np.unique(known, return_counts=True)
+    large = values[counts * num_buckets > len(known)]
+    if len(large) == len(values):
+        return values[1:]
     # Edges at the value and at the next float64 enclose that value alone.
     around = np.concatenate([large, np.nextafter(large, np.inf)])
-    spare = max(0, num_buckets - 1 - len(around))
-    inner = np.quantile(rest, np.linspace(0, 1, spare + 2)[1:-1]) if spare else np.empty(0)
+    rest = known[~np.isin(known, large)] if len(large) else known
+    inner = quantile_edges(rest, max(1, num_buckets - len(around)))[1:-1]
     return np.unique(np.concatenate([around, inner]))

@@ -9,6 +9,11 @@ from dphybrid.data.table.cells import read_times, zones_of
 from dphybrid.data.table.numbers import is_day_first
 from dphybrid.util.errors import UserError
 
+_YEAR_MONTH, _MONTH_YEAR = (
+    r"^((?:19|20)\d\d)[-./](0?[1-9]|1[0-2])$",
+    r"^(0?[1-9]|1[0-2])[-./]((?:19|20)\d\d)$",
+)
+
 
 def positions_in_time(texts: pl.Series, field: str, data: TableDataConfig) -> tuple[Array, str]:
     """Return for each text a number by which to sort: that of a number, or the microseconds since 1970 of a
@@ -17,7 +22,7 @@ def positions_in_time(texts: pl.Series, field: str, data: TableDataConfig) -> tu
     Raises UserError for texts that are neither, for numbers among dates, and for dates whose order of day and
     month is unknown: texts are never sorted as such.
     """
-    texts = _with_dates(texts, data)
+    texts = _with_dates(texts, field, data)
     day_first = is_day_first(texts, data)
     numbers = texts.cast(pl.Float64, strict=False)
     if not numbers.null_count() and numbers.is_finite().all():
@@ -41,14 +46,25 @@ def positions_in_time(texts: pl.Series, field: str, data: TableDataConfig) -> tu
     return instants.cast(pl.Float64).to_numpy().astype(np.float64), how
 
 
-def _with_dates(texts: pl.Series, data: TableDataConfig) -> pl.Series:
-    """Return texts with months (2024-02, 2010.10) as their first day, and with dates of eight digits as
-    31.12.2024, where all of them are dates with the year last and not all are dates with the year first."""
-    months = texts.str.replace(r"^(\d{4})[-.](0?[1-9]|1[0-2])$", "${1}-${2}-01")
-    if texts.str.contains(r"^(?:19|20)\d\d[-.](?:0?[1-9]|1[0-2])$").all():
-        return months
-    if not texts.str.contains(r"^\d{7,8}$").all() or not read_times(texts, False).null_count():
+def _with_dates(texts: pl.Series, field: str, data: TableDataConfig) -> pl.Series:
+    """Return texts with months (2024-02, 2010.10, 10.2010) as their first day, and with dates of eight digits
+    as 31/12/2024, where all of them are dates with the year last and not all are dates with the year first.
+    Raises UserError for dates of six digits, unless all are a year and a month."""
+    for month, iso in ((_YEAR_MONTH, "${1}-${2}-01"), (_MONTH_YEAR, "${2}-${1}-01")):
+        if texts.str.contains(month).all():
+            return texts.str.replace(month, iso)
+    texts = texts.str.replace(_YEAR_MONTH, "${1}-${2}-01")
+    six = texts.str.contains(r"^\d{6}$").all() and not texts.str.contains(r"^(?:19|20)..(?:0|1[0-2])").all()
+    eight = texts.str.contains(r"^\d{7,8}$").all() and bool(read_times(texts, False).null_count())
+    if not (six or eight):
         return texts
-    last = texts.str.zfill(8).str.replace(r"^(\d\d)(\d\d)((?:19|20)\d\d)$", "$1/$2/$3")
+    parted = texts.str.zfill(6 if six else 8).str.replace(r"^(\d\d)(\d\d)(\d\d|(?:19|20)\d\d)$", "$1/$2/$3")
     firsts = (False, True) if data.dayfirst is None else (data.dayfirst,)
-    return last if any(not read_times(last, first).null_count() for first in firsts) else texts
+    if all(read_times(parted, first).null_count() for first in firsts):
+        return texts
+    if six:
+        raise UserError(
+            f"{field}: {texts[0]!r} may be a date, but any two of its six digits may be the year; write "
+            "dates as 2024-12-31"
+        )
+    return parted

@@ -15,6 +15,7 @@ from torch.nn.functional import embedding
 
 import dphybrid.kernels as kernels
 from dphybrid.data.batches import Array, Dataset
+from dphybrid.data.table.numbers import quantile_edges
 from dphybrid.util.compiling import is_exporting
 
 BIN_ROWS = 8
@@ -215,20 +216,12 @@ def bins_of(rows: Dataset | None, columns: Sequence[int], num_bins: int) -> Tens
 
 
 def quantile_bins(dense_BN: Array, num_bins: int) -> Array:
-    """Return edges_NE (N, num_bins + 1) float32, see `EmbeddedBins`. There is at most one bin per `BIN_ROWS`
-    rows, the other bins are empty; in a constant column all edges are equal.
-
-    Edges are quantiles in which no value counts for more rows than one bin has. So a frequent value, such as
-    0 in a column of capital gains, takes one bin and leaves the rest to other values.
-    """
+    """Return edges_NE (N, num_bins + 1) float32: `quantile_edges` of each column, with at most one bin per
+    `BIN_ROWS` rows. The other bins are empty; in a constant column all edges are equal."""
     num_rows, columns = dense_BN.shape
     edges_NE = np.empty((columns, num_bins + 1), np.float32)
-    wanted = max(1, min(num_bins, num_rows // BIN_ROWS))
     for column in range(columns):
-        values, counts = np.unique(dense_BN[:, column], return_counts=True)
-        rank = np.cumsum(np.minimum(counts, num_rows / wanted))
-        places = np.searchsorted(rank, np.linspace(0, rank[-1], wanted + 1)[1:-1])
-        edges = np.unique(np.concatenate([values[:1], values[places], values[-1:]]))
+        edges = quantile_edges(dense_BN[:, column], max(1, min(num_bins, num_rows // BIN_ROWS)))
         # All columns get the same number of edges; repeating the last one makes empty bins.
         edges_NE[column] = np.pad(edges, (0, num_bins + 1 - len(edges)), mode="edge")
     return edges_NE
