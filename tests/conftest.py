@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -132,3 +133,16 @@ def embedded_store(data_dir: Path) -> None:
 def unrecorded(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Record no runs, for tests of the training itself."""
     monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
+
+
+@pytest.fixture
+def stranger() -> Iterator[int]:
+    """A process that is no child of this one."""
+    code = (
+        "import subprocess, sys; print(subprocess.Popen(['sleep', '600'], start_new_session=True, "
+        "stdout=-3, stderr=-3).pid)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    pid = int(ran.stdout)
+    yield pid
+    os.kill(pid, signal.SIGKILL)

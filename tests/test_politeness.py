@@ -23,7 +23,6 @@ from tests.commands import command
 from tests.conftest import REPOSITORY
 from tests.fake_nvml import gpu, stand_in, write_state
 from tests.refusing import refused
-from tests.test_gpus import stranger  # noqa: F401 - a fixture
 from tests.waiting import patience, wait_until
 
 
@@ -76,7 +75,7 @@ def test_ctrl_c_ends_a_run_that_gave_way_without_a_traceback(tmp_path: Path) -> 
 
 def test_reasons_to_give_way_follow_the_policy(
     machine: Path,
-    stranger: int,  # noqa: F811
+    stranger: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     noon = datetime.fromisoformat("2026-11-24 12:00")
@@ -194,7 +193,7 @@ def train(folder: Path, name: str, epochs: int, log: Path) -> "subprocess.Popen[
 def test_a_foreign_process_gets_its_gpu_and_the_run_goes_on_with_the_same_bits(
     machine: Path,
     tmp_path: Path,
-    stranger: int,  # noqa: F811
+    stranger: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("DPHYBRID_YIELD_TO_OTHERS", "always")

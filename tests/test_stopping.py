@@ -17,7 +17,6 @@ from dphybrid.run import build, trainer
 from dphybrid.run import train as job
 from dphybrid.util.stop import Interrupted, StopRequest, stop_signals, watching
 from tests.fake_nvml import gpu, write_state
-from tests.test_gpus import stranger  # noqa: F401 - a fixture
 from tests.test_politeness import machine  # noqa: F401 - a fixture
 from tests.waiting import wait_until
 
@@ -77,7 +76,7 @@ def test_a_request_before_the_first_step_ends_the_run(
 
 def test_a_request_ends_the_preparation_and_the_waiting_for_gpus(
     machine: Path,  # noqa: F811
-    stranger: int,  # noqa: F811
+    stranger: int,
     unrecorded: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -18,29 +18,18 @@ import pytest
 from dphybrid.config.settings import Settings
 from dphybrid.gpus import leases, waiting
 from dphybrid.gpus.inventory import Inventory, busy_reason
-from dphybrid.gpus.leases import find_holder, lease_folder, make_locked, try_lease
+from dphybrid.gpus.leases import find_holder, make_locked, try_lease
 from dphybrid.gpus.waiting import Turns, Wanted, acquire, free_now
 from dphybrid.orchestration import worker
 from dphybrid.util.alive import process_name
 from dphybrid.util.limited import Limited
 from tests.fake_nvml import gpu, stand_in, write_state
-from tests.test_gpus import stranger  # noqa: F401
 
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two free GPUs; returns the file that describes them."""
     return stand_in(monkeypatch, tmp_path, 2)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return lease_folder(tmp_path / "leases")
-
-
-@pytest.fixture
-def fake(machine: Path) -> Inventory:
-    return Inventory("tests.fake_nvml")
 
 
 def soon(folder: Path, **more: Any) -> Settings:
@@ -72,7 +61,7 @@ def test_a_worker_and_a_run_that_waits_find_the_same_gpus_free(
     machine: Path,
     fake: Inventory,
     folder: Path,
-    stranger: int,  # noqa: F811
+    stranger: int,
 ) -> None:
     units = fake.read()
     write_state(machine, [gpu(n, processes=[[stranger, 1]] if n in busy else []) for n in range(2)])
@@ -92,7 +81,7 @@ def test_a_run_that_waits_for_an_occupied_gpu_keeps_nobody_from_the_other(
     machine: Path,
     fake: Inventory,
     folder: Path,
-    stranger: int,  # noqa: F811
+    stranger: int,
 ) -> None:
     write_state(machine, [gpu(0, processes=[[stranger, 70]]), gpu(1)])
     with waiting._ticket(folder, fake.read()[:1], 1):

@@ -21,7 +21,7 @@ from dphybrid.config.settings import Settings, load_settings
 from dphybrid.gpus import waiting
 from dphybrid.gpus.devices import leased_devices
 from dphybrid.gpus.inventory import Inventory, busy_reason, visible
-from dphybrid.gpus.leases import asked_by, find_holder, lease_folder, try_lease
+from dphybrid.gpus.leases import asked_by, find_holder, try_lease
 from dphybrid.gpus.waiting import Wanted, free_now
 from dphybrid.recipes.configs import build_config
 from dphybrid.util.hours import parse_training_hours
@@ -49,28 +49,6 @@ def acquire(
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Four free GPUs; returns the file that describes them."""
     return stand_in(monkeypatch, tmp_path, 4)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return lease_folder(tmp_path / "leases")
-
-
-@pytest.fixture
-def fake(machine: Path) -> Inventory:
-    return Inventory("tests.fake_nvml")
-
-
-@pytest.fixture
-def stranger() -> Any:
-    """A process that is no child of this one."""
-    code = (
-        "import subprocess, sys; print(subprocess.Popen(['sleep', '600'], start_new_session=True, "
-        "stdout=-3, stderr=-3).pid)"
-    )
-    pid = int(python("-c", code).stdout)
-    yield pid
-    os.kill(pid, signal.SIGKILL)
 
 
 def test_gpus_have_memory_load_processes_and_owners(machine: Path, fake: Inventory, stranger: int) -> None:
