@@ -48,6 +48,7 @@ def test_one_file_is_split_by_seed(tmp_path: Path) -> None:
         "\n \nhead,relation,tail\n" + LINES.replace("\t", ","),
         "head,relation,tail\n" + LINES.replace("\t", ","),
         "Subject\tPredicate\tObject\n" + LINES,
+        "head,relation,tail\n" + LINES.replace("\t", ",").replace("\n", "\nhead,relation,tail\n", 2),
         "who,what,whom\n" + LINES.replace("\t", ","),
         re.sub(r"(.*)\t(.*)\t(.*)", r'"\1","\2","\3"', LINES),
         "tail,head,relation\n" + re.sub(r"(.*)\t(.*)\t(.*)", r"\3,\1,\2", LINES),

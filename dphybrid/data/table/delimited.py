@@ -274,9 +274,9 @@ def _first_rows(head: bytes, dialect: Dialect) -> list[tuple[int, list[str]]]:
 def _header(first: list[str], others: list[list[str]], data: TableDataConfig) -> str | None:
     """Return a note (mostly empty) if the first line names the columns, else None.
 
-    It does if it holds a column name from the config, or counts the columns. Otherwise it must hold no number
-    but consecutive years, and either stand above a column of numbers, or have a distinct text in every cell,
-    none of which appears below it.
+    It does if it holds a column name from the config, or counts the columns. Otherwise it must hold no
+    number, and either stand above a column of numbers, or have a distinct text in every cell, none of which
+    appears below it.
     """
     if data.header != "auto":
         return "" if data.header == "yes" else None
@@ -289,8 +289,9 @@ def _header(first: list[str], others: list[list[str]], data: TableDataConfig) ->
     # Data frames write an index without a name.
     if not first[0]:
         pairs = pairs[1:]
-    if note := _of_numbers(pairs):
-        return note
+    if _counts_columns(pairs):
+        shown = ", ".join(cell for cell, _ in pairs[:4])
+        return f"the first line ({shown}, ...) names the columns; --data.header no reads it as values"
     if any(is_number(cell) for cell, _ in pairs):
         return None
     if any(cell not in none and values and all(map(is_number, values)) for cell, values in pairs):
@@ -300,30 +301,13 @@ def _header(first: list[str], others: list[list[str]], data: TableDataConfig) ->
     return "" if distinct and not any(cell in values for cell, values in pairs) else None
 
 
-def _of_numbers(pairs: Sequence[tuple[str, set[str]]]) -> str:
-    """Return a note if the first line counts the columns or names years, which the columns below do not
-    repeat; else an empty text."""
+def _counts_columns(pairs: Sequence[tuple[str, set[str]]]) -> bool:
+    """Return whether the first line counts the columns, as data frames without names are written."""
     cells = [cell for cell, _ in pairs]
-    note = (
-        f"the first line ({', '.join(cells[:4])}, ...) names the columns; --data.header no reads it as values"
-    )
-    counts = any(cells == [str(i) for i in range(start, start + len(cells))] for start in (0, 1))
-    fractions = any(not value.lstrip("+-").isdigit() for _, values in pairs for value in values)
+    if len(cells) < 2 or cells not in ([str(i + start) for i in range(len(cells))] for start in (0, 1)):
+        return False
     # A row of whole numbers may begin 0, 1, 2, too, but hardly goes on for long.
-    if counts and len(cells) > 1 and (fractions or len(cells) > 4):
-        return note
-    years = [(cell, values) for cell, values in pairs if re.fullmatch(r"(19|20)\d\d", cell)]
-    numbers = [int(cell) for cell, _ in years]
-    others = [(cell, values) for cell, values in pairs if not is_number(cell)]
-    if (
-        len(numbers) > 1
-        and numbers == list(range(numbers[0], numbers[0] + len(numbers)))
-        and len(years) + len(others) == len(pairs)
-        and all(values and not all(re.fullmatch(r"(19|20)\d\d", v) for v in values) for _, values in years)
-        and not any(cell in values for cell, values in pairs)
-    ):
-        return note
-    return ""
+    return len(cells) > 4 or any(not value.lstrip("+-").isdigit() for _, values in pairs for value in values)
 
 
 def _column_names(header: list[str]) -> list[str]:

@@ -5,7 +5,7 @@ import polars as pl
 
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array
-from dphybrid.data.table.cells import read_times, zones_of
+from dphybrid.data.table.cells import DASHES, read_times, zones_of
 from dphybrid.data.table.numbers import is_day_first
 from dphybrid.util.errors import UserError
 
@@ -17,11 +17,17 @@ _YEAR_MONTH, _MONTH_YEAR = (
 
 def positions_in_time(texts: pl.Series, field: str, data: TableDataConfig) -> tuple[Array, str]:
     """Return for each text a number by which to sort: that of a number, or the microseconds since 1970 of a
-    date; and how the dates were read (empty if there is only one way). field: names the column in messages.
+    date, -inf for no value or a dash; and how the dates were read (empty if there is only one way). field:
+    names the column in messages.
 
     Raises UserError for texts that are neither, for numbers among dates, and for dates whose order of day and
     month is unknown: texts are never sorted as such.
     """
+    is_known = texts.is_not_null() & ~texts.is_in(DASHES)
+    if not is_known.all():
+        found = np.full(len(texts), -np.inf)
+        found[is_known.to_numpy()], how = positions_in_time(texts.filter(is_known), field, data)
+        return found, how
     texts = _with_dates(texts, field, data)
     day_first = is_day_first(texts, data)
     numbers = texts.cast(pl.Float64, strict=False)

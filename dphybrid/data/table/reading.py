@@ -135,16 +135,15 @@ class Table:
         """Return the texts of a stored column in the order of their codes, from code 1 on."""
         return self.dictionaries[name].values()
 
-    def values(self, number: int) -> dict[str, pl.Series]:
-        """Return the feature columns of a block by name, texts as codes."""
-        names = {f"column {column.name}": column.name for column in self.plan.columns}
-        frame = pl.scan_ipc(self._file(number), glob=False).select(by_name(*names)).collect()
-        return {names[c.name]: c for c in frame.get_columns()}
-
     def block(self, number: int) -> pl.DataFrame:
-        """Return the features and the labels of a block, as they are stored."""
+        """Return the features and the labels of a block, as they are stored: texts as codes."""
         names = ["label", *(f"column {column.name}" for column in self.plan.columns)]
         return pl.scan_ipc(self._file(number), glob=False).select(by_name(*names)).collect()
+
+    def values(self, number: int) -> dict[str, pl.Series]:
+        """Return the feature columns of a block by name."""
+        block = self.block(number)
+        return {c.name: block.get_column(f"column {c.name}") for c in self.plan.columns}
 
     def column(self, name: str) -> pl.Series:
         """Return a whole stored column."""

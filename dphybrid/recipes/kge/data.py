@@ -318,8 +318,14 @@ def _without_headers(frames: dict[str, pl.DataFrame], notes: dict[str, None]) ->
         repeated = entities.is_in([head, tail]).any() or (relations == relation).any()
         alone = len(frame) > 2 and head != tail and not repeated
         if named or alone:
-            found[part] = frame.slice(1)
-            notes[f"the first line ({head}, {relation}, {tail}) names the columns"] = None
+            # Files that were joined have such a line inside, too.
+            header = {"head": head, "relation": relation, "tail": tail}
+            found[part] = frame.filter(
+                pl.any_horizontal(pl.col(name) != text for name, text in header.items())
+            )
+            again = len(frame) - len(found[part]) - 1
+            more = f", and so do {counted(again, 'line')} inside, left out" if again else ""
+            notes[f"the first line ({head}, {relation}, {tail}) names the columns{more}"] = None
     return found
 
 

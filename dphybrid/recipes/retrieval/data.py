@@ -20,7 +20,6 @@ import torch
 from polars.selectors import by_name
 from torch import Tensor
 
-from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array, Dataset, lists_of
 from dphybrid.data.store import Content, Prepared, Progress, source_digests
 from dphybrid.data.table.files import find_files, partitions, read_files
@@ -41,15 +40,6 @@ def _by_user(pairs_N2: Array, num_users: int) -> tuple[Array, Array]:
     pairs_N2 = np.unique(pairs_N2, axis=0)
     counts_U = np.bincount(pairs_N2[:, 0], minlength=num_users)
     return np.concatenate([[0], np.cumsum(counts_U)]), np.ascontiguousarray(pairs_N2[:, 1])
-
-
-def times_of(texts: pl.Series, name: str | None, reading: TableDataConfig) -> tuple[Array, str]:
-    """Return times_N, the time of each row as a number (-inf, the earliest, for rows without one), and how
-    dates were read. name: of the column. Raises UserError for texts that have no order in time."""
-    found, how = positions_in_time(texts.drop_nulls(), f"data.time={name!r}", reading)
-    times_N = np.full(len(texts), -np.inf)
-    times_N[texts.is_not_null().to_numpy()] = found
-    return times_N, how
 
 
 def _in_order(pairs_N2: Array, times_N: Array | None) -> tuple[Array, Array]:
@@ -157,7 +147,9 @@ class _InteractionSource:
         rows, rejected = self._rows(chunks, notes)
         forms = {name: names_column(name, rows[name], d.reading) for name in rows.columns if name != d.time}
         rows = _in_form(rows, forms)
-        times_N, how = (None, "") if d.time is None else times_of(rows[d.time], d.time, d.reading)
+        times_N, how = None, ""
+        if d.time is not None:
+            times_N, how = positions_in_time(rows[d.time], f"data.time={d.time!r}", d.reading)
         held_N = self._held_out(rows[d.user], times_N)
         train = rows.filter(~held_N)
         # The latest rows last, for the features; stable, so that rows of one time keep the file's order.

@@ -27,11 +27,11 @@ from dphybrid.data.table.cells import as_texts, clean, of_objects
 from dphybrid.data.table.files import find_files, read_files
 from dphybrid.data.table.frames import Written, as_frame, table_target, write_frames
 from dphybrid.data.table.kinds import Category
+from dphybrid.data.table.order import positions_in_time
 from dphybrid.data.table.rows import Rejected
 from dphybrid.embedding import rank_rows
 from dphybrid.recipes.configs import build_config
 from dphybrid.recipes.retrieval import RetrievalDataConfig
-from dphybrid.recipes.retrieval.data import times_of
 from dphybrid.recipes.retrieval.histories import HistoryModel, histories
 from dphybrid.training.checkpoint import read_state
 from dphybrid.training.tensor_file import write_tensors
@@ -205,7 +205,7 @@ class Recommender:
         )
         people = self._people(rows["user"].unique(maintain_order=True))
         if rows["time"].null_count() < len(rows):
-            times_N, _ = times_of(rows["time"], self._time, reading)
+            times_N, _ = positions_in_time(rows["time"], f"data.time={self._time!r}", reading)
             rows = rows[np.argsort(times_N, kind="stable")]
         # Of equal events, training has the first ones.
         known, both = self._history.rows(people.numbers_B), ["user", "item"]
