@@ -245,6 +245,7 @@ def test_a_missing_number_is_missing_in_every_notation(mark: str, tmp_path: Path
             "'x' holds numbers, but training had texts such as '02134'",
         ),
         (["02134", "10001"], pl.Series(["02134"]), ""),
+        ([str(10**17), str(10**17 + 2)], pl.Series([1e17]), "'x' holds floats beyond 2^53, which merge ids"),
         (['["a", "b"]', '["c"]'], pl.Series(["a;b", "c"]), "'x' holds 'a;b', but training had lists"),
         (['["a", "b"]', '["c"]'], pl.Series(["['a']", "c"]), ""),
         (['["a", "b"]', '["c"]'], pl.Series([["a", "b"]]), ""),

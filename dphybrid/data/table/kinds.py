@@ -49,6 +49,7 @@ from dphybrid.data.table.numbers import (
     is_free_text,
     is_infinite,
     looks_like_dates,
+    may_be_grouped,
     not_numbers,
     notation_of,
     numbers_rows,
@@ -169,6 +170,8 @@ class Numeric(Notated, Numbers):
             notes.append("durations in seconds" if lengths else "numbers without their marks")
             notes += unlike(sample.cells)
         usual = (column.decimal, column.thousands, column.marks) == USUAL
+        if usual and not sample.typed and (grouped := may_be_grouped(sample.cells)):
+            notes.append(f"{grouped!r} is {float(grouped):g}; --data.thousands . reads thousands instead")
         return ", ".join(notes) + "; --data.decimal and --data.thousands override this" * (not usual)
 
     def read(self, cells: pl.Series) -> pl.Series:
@@ -370,6 +373,8 @@ class Category(Notated):
         return "".join(found.to_list())
 
     def doubt(self, cells: pl.Series) -> str:
+        if cells.dtype.is_float() and self.type == "number" and (cells.abs() >= 2**53).any():
+            return f"Column {self.name!r} holds floats beyond 2^53, which merge ids; give integers or texts"
         if not (cells.dtype.is_numeric() and self._with_zeros):
             return ""
         texts = f"texts such as {self._with_zeros!r}"

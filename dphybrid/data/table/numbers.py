@@ -245,6 +245,17 @@ def repeat(sample: Sample) -> bool:
     return float(whole.is_duplicated().mean() or 0) >= _REPEATED  # type: ignore[arg-type]
 
 
+def may_be_grouped(cells: pl.Series) -> str:
+    """Return a number such as 1.500, in a column whose points may all stand before groups of three digits,
+    beside whole numbers; empty if there is none."""
+    with_point = (
+        cells.filter(cells.str.contains(".", literal=True)) if cells.dtype == pl.String else cells.clear()
+    )
+    if not 0 < len(with_point) < len(cells) or not with_point.str.contains(r"^-?[1-9]\d{0,2}\.\d{3}$").all():
+        return ""
+    return str(with_point[0])
+
+
 def unlike(cells: pl.Series) -> list[str]:
     """Return what is to say of notations in one column that may mean different amounts."""
     found = [
