@@ -274,7 +274,7 @@ def _first_rows(head: bytes, dialect: Dialect) -> list[tuple[int, list[str]]]:
 def _header(first: list[str], others: list[list[str]], data: TableDataConfig) -> str | None:
     """Return a note (mostly empty) if the first line names the columns, else None.
 
-    It does if it holds a column name from the config, or counts the columns. Otherwise it must hold no
+    It does if it holds a column name from the config, or counts columns or years. Otherwise it must hold no
     number, and either stand above a column of numbers, or have a distinct text in every cell, none of which
     appears below it.
     """
@@ -289,7 +289,7 @@ def _header(first: list[str], others: list[list[str]], data: TableDataConfig) ->
     # Data frames write an index without a name.
     if not first[0]:
         pairs = pairs[1:]
-    if _counts_columns(pairs):
+    if _counts(pairs):
         shown = ", ".join(cell for cell, _ in pairs[:4])
         return f"the first line ({shown}, ...) names the columns; --data.header no reads it as values"
     if any(is_number(cell) for cell, _ in pairs):
@@ -301,13 +301,24 @@ def _header(first: list[str], others: list[list[str]], data: TableDataConfig) ->
     return "" if distinct and not any(cell in values for cell, values in pairs) else None
 
 
-def _counts_columns(pairs: Sequence[tuple[str, set[str]]]) -> bool:
-    """Return whether the first line counts the columns, as data frames without names are written."""
+def _counts(pairs: Sequence[tuple[str, set[str]]]) -> bool:
+    """Return whether the first line counts the columns or the years, as no row below does."""
     cells = [cell for cell, _ in pairs]
-    if len(cells) < 2 or cells not in ([str(i + start) for i in range(len(cells))] for start in (0, 1)):
+    numbers = [(int(cell), values) for cell, values in pairs if re.fullmatch(r"\d{1,4}", cell)]
+    first = numbers[0][0] if numbers else -1
+    if len(numbers) < 2 or [n for n, _ in numbers] != list(range(first, first + len(numbers))):
         return False
-    # A row of whole numbers may begin 0, 1, 2, too, but hardly goes on for long.
-    return len(cells) > 4 or any(not value.lstrip("+-").isdigit() for _, values in pairs for value in values)
+    if len(numbers) == len(pairs) and first in (0, 1):
+        # A row of whole numbers may begin 0, 1, 2, too, but hardly goes on for long.
+        return len(cells) > 4 or any(not v.lstrip("+-").isdigit() for _, values in pairs for v in values)
+    others = any(is_number(cell) for cell in cells if not cell.isdigit())
+    is_year = re.compile(r"(19|20)\d\d").fullmatch
+    return (
+        is_year(str(first)) is not None
+        and not others
+        and all(values and not all(map(is_year, values)) for _, values in numbers)
+        and not any(cell in values for cell, values in pairs)
+    )
 
 
 def _column_names(header: list[str]) -> list[str]:
