@@ -125,9 +125,9 @@ def vocabulary(prepared: Prepared, name: str) -> list[str]:
     return column.learned.to_list()
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    st.integers(1, 200),
+    st.integers(10, 300),  # bytes: from a part of a line to half of the file
     st.sampled_from(["\n", "\r\n", "\r"]),
     st.lists(st.integers(0, 39), max_size=3, unique=True),
 )

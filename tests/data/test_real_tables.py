@@ -178,6 +178,13 @@ def test_cells_with_line_ends_are_printed_on_one_line(tmp_path: Path) -> None:
         (["1/1/2024", "2/3/2024", "12/9/2024"], "categorical", "--data.times reads hour, weekday and day"),
         ([f"o{i}" for i in range(60)], "categorical", "x: hardly any value occurs twice.*--data.ignore x"),
         ([str(2**60 + i % 7) for i in range(60)], "categorical", "whole numbers beyond 2\\^53"),
+        (
+            ["7.97E+17", *(str(2**60 + i % 7) for i in range(59))],
+            "categorical",
+            "whole numbers beyond 2\\^53",
+        ),
+        ([f"{2**60 * (i + 1):.3e}" for i in range(60)], "numeric", ""),
+        ([f"{2**54 + 2**30 * i}.0" for i in range(60)], "numeric", ""),
     ],
 )
 def test_how_cells_are_read_is_said_with_how_to_change_it(

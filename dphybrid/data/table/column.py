@@ -23,8 +23,8 @@ class Sample:
 
     cells: only those with a value, as texts (`as_texts`), whatever the file stores, or as lists. num_rows:
     number of these rows. whole: the table has no other rows. more: the cells of more rows, if any. typed: the
-    file stores numbers. declared: the file says that the values are categories. comma_file: other columns
-    write decimals with a comma.
+    file stores numbers. floats: of a type that has fractions. declared: the file says that the values are
+    categories. comma_file: other columns write decimals with a comma.
     """
 
     name: str
@@ -33,6 +33,7 @@ class Sample:
     whole: bool
     data: TableDataConfig
     typed: bool = False
+    floats: bool = False
     declared: bool = False
     comma_file: bool = False
     more: pl.Series | None = None

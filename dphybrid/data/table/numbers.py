@@ -208,13 +208,16 @@ def why_not_numeric(sample: Sample) -> str | None:
         return _suggestion(odd, cells, sample)
     if has_leading_zeros(cells):
         return "leading zeros"
-    whole = whole_numbers(cells, signs)
     # Float64 holds whole numbers exactly up to 2^53; beyond, ids that differ would become the same number.
+    # 7.97E+17 is no id, and floats are ids only if they repeat.
+    written = cells if sample.typed else cells.filter(~cells.str.contains("[eE]"))
+    floats = sample.floats or written.str.ends_with(".0").any()
+    whole = whole_numbers(written, signs)
     if whole is None:
-        digits = plain_numbers(cells, *signs).str.contains(r"^-?\d{17,}(?:\.0*)?$")
-        return "whole numbers beyond 2^53" if digits.any() else None
-    written = sample.typed or not cells.str.contains("[eE]").any()
-    if written and whole.len() and max(cast(int, whole.max()), -cast(int, whole.min())) > 2**53:
+        digits = plain_numbers(written, *signs).str.contains(r"^-?\d{17,}(?:\.0*)?$")
+        return "whole numbers beyond 2^53" if not floats and digits.any() else None
+    largest = max(cast(int, whole.max() or 0), -cast(int, whole.min() or 0))
+    if largest > 2**53 and (not floats or _repeat(whole)):
         return "whole numbers beyond 2^53"
     return "named like an id" if _NAMES_AN_ID.search(sample.name) else None
 
@@ -242,7 +245,11 @@ def repeat(sample: Sample) -> bool:
     whole = whole_numbers(rows, notation_of(sample)[0])
     if whole is None or whole.n_unique() <= _KNOTS:
         return False
-    return float(whole.is_duplicated().mean() or 0) >= _REPEATED  # type: ignore[arg-type]
+    return _repeat(whole)
+
+
+def _repeat(numbers: pl.Series) -> bool:
+    return float(numbers.is_duplicated().mean() or 0) >= _REPEATED  # type: ignore[arg-type]
 
 
 def may_be_grouped(cells: pl.Series) -> str:

@@ -146,6 +146,7 @@ def _sample_of(rows: Rows, name: str, data: TableDataConfig) -> Sample:
         len(rows) <= LOOKED_AT,
         data,
         typed=cells.dtype.is_numeric(),
+        floats=cells.dtype.is_float(),
         declared=given in (pl.Categorical, pl.Enum),
         more=cells if len(cells) > len(known) else None,
     )
