@@ -23,9 +23,6 @@ COLOURS = 256
 """Colours of a picture. 256 are enough for text and charts and save two thirds of the bytes; with 64, stages
 in a chart would share colours."""
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
-ASSISTANT = "mlflow.assistant.fab.autoOpenedOnFirstLoad_v1"
-"""Key that MLflow's page sets in the local storage once its assistant has opened by itself; if it is set, the
-assistant does not open over the page."""
 ROWS = [(("books", "music", "tea")[i % 3], i * 37 % 200 / 10, i % 13 < 2) for i in range(1500)]
 VISITS = "shop,price,clicked\n" + "".join(
     f"{shop},{price},{int((shop == 'books' and price < 12) != noise)}\n" for shop, price, noise in ROWS
@@ -128,8 +125,6 @@ def main() -> None:
         os.chdir(folder)
         browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
         page = browser.new_page(viewport={"width": asked.width, "height": 900})
-        # Before any page's own script, so that the assistant finds the key.
-        page.add_init_script(f"localStorage.setItem('{ASSISTANT}', 'true')")
         picture_files(page, out, folder)
         picture_mlflow(page, out)
         with prefect_server(folder) as address:

@@ -13,7 +13,7 @@ from prefect.client.schemas.objects import State
 
 from dphybrid.cli.flags import RunCommand
 from dphybrid.cli.parser import run_cli
-from dphybrid.cli.train import flow_parser
+from dphybrid.cli.train import flow_parser, keep_report
 from dphybrid.config.settings import load_settings
 from dphybrid.orchestration.embedded import in_this_process
 from dphybrid.orchestration.forms import experiment
@@ -91,8 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     go_on_later(interruption, load_settings(), stop_server)
                 raise
         assert not isinstance(done, State)  # only a scheduled run can be skipped
-        if args.report:
-            done.write(args.report)
+        keep_report(done, args.report)
         return 0
 
     return run_cli(run)

@@ -91,7 +91,7 @@ def test_every_field_has_a_sentence_and_a_flag() -> None:
         ("epoch=3", ["epoch", "did you mean 'train.epochs'"]),
         ("train.dropout=0.1", ["train.dropout", "did you mean 'model.dropout'"]),
         ("model.kind=transformer model.heads=3", ["hidden=256 cannot be shared by heads=3"]),
-        ("recipe=digits data.path=x.csv", ["data.path", "digits does not use it", "text, ctr, kge"]),
+        ("recipe=digits data.path=x.csv", ["data.path", "digits does not use it", "ctr, retrieval, kge"]),
         ("recipe=text model.penalty=0.1", ["model.penalty", "recipe text", "kge"]),
         ("[train]\nepoch = 3\n", ["experiment.toml", "train.epoch", "did you mean 'train.epochs'"]),
         ("train = 3\n", ["experiment.toml", "write [train]"]),

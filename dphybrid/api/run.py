@@ -96,14 +96,14 @@ class TrainedRun:
 
     @property
     def history(self) -> "pl.DataFrame":
-        """Step, training loss and validation metrics, one row per epoch. Raises UserError before the training
-        has ended."""
+        """Epoch, step, training loss and validation metrics, one row per epoch. Raises UserError before the
+        training has ended."""
         import polars as pl
 
         from dphybrid.run.pages import ResultPage
 
         rows = ResultPage.read(self._trained("result.json")).history
-        return pl.DataFrame(rows, infer_schema_length=None)
+        return pl.DataFrame(rows, infer_schema_length=None).with_row_index("epoch", offset=1)
 
     @property
     def checkpoint(self) -> Path:
@@ -134,15 +134,15 @@ class TrainedRun:
         return self.predictor.predict(rows)
 
     def evaluate(self, rows: object, importance: bool = False) -> "Evaluation":
-        """Evaluate the best checkpoint on rows with known labels: metrics with intervals, thresholds, classes
-        and, if asked for, the importance of each column; see `dphybrid.serving.evaluate.evaluate`. Raises
-        UserError for recipes that do not score rows of a table."""
-        from dphybrid.serving.evaluate import evaluate
-        from dphybrid.serving.predict import Predictor
+        """Evaluate the best checkpoint on rows with known answers: metrics with intervals, for a table also
+        thresholds, classes and, if asked for, the importance of each column. rows: of a table, later
+        interactions, or a split as a recipe's `rows` returns it; also a path. Raises UserError for rows that
+        the recipe does not evaluate."""
+        from dphybrid.serving.evaluate import evaluate_checkpoint
 
-        if not isinstance(self.predictor, Predictor):
-            raise UserError(f"run {self.name}: evaluate is for models that score rows of a table")
-        return evaluate(self.predictor, rows, importance=importance)
+        return evaluate_checkpoint(
+            self.checkpoint, rows, lambda: self.predictor, lambda: self.model, importance=importance
+        )
 
     def importance(self, rows: object = None) -> "pl.DataFrame":
         """Return column and importance, the most important first: what the deciding metric loses when a
@@ -194,12 +194,20 @@ class TrainedRun:
         # Model and predictor are read again from the folder; a pickled table could be larger than memory.
         return {name: value for name, value in vars(self).items() if name not in ("model", "predictor")}
 
+    @property
+    def doubts(self) -> list[str]:
+        """What makes the figures doubtful, such as columns that leak the label; empty before the run has
+        ended."""
+        page = self.folder / "report.json"
+        return RunReport(self._run, page).values.doubts if page.is_file() else []
+
     def __repr__(self) -> str:
         shown = ", ".join(f"{name} {value:.4f}" for name, value in self.metrics.items())
-        return f"<run {self.name}: {shown or self.status}>"
+        return f"<run {'; '.join([f'{self.name}: {shown or self.status}', *self.doubts])}>"
 
     def _repr_html_(self) -> str:
-        return Runs([self])._repr_html_()
+        doubts = "".join(f"<p>Doubt: {html.escape(doubt)}</p>" for doubt in self.doubts)
+        return Runs([self])._repr_html_() + doubts
 
 
 class RunReport:
@@ -270,7 +278,9 @@ class Runs(list[TrainedRun]):
     def _repr_html_(self) -> str:
         import polars as pl
 
-        with pl.Config(tbl_rows=-1, tbl_cols=-1, fmt_str_lengths=200, tbl_hide_dataframe_shape=True):
+        with pl.Config(
+            tbl_rows=-1, tbl_cols=-1, fmt_str_lengths=200, float_precision=4, tbl_hide_dataframe_shape=True
+        ):
             return self.frame()._repr_html_()
 
 

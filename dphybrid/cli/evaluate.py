@@ -1,4 +1,4 @@
-"""Evaluate a trained model on rows whose label is known.
+"""Evaluate a trained model on rows whose answer is known.
 
 examples:
   %(prog)s ctr-cpu-1121-044553 --data.path held.csv
@@ -6,7 +6,8 @@ examples:
  Prints the recipe's metrics with a 95%% interval, precision and recall of each class, for two classes also by
 threshold, and with --importance by how much the deciding metric gets worse when a column's cells are
 shuffled. --out writes the same as a page with figures: ROC, precision and recall, calibration and the
-confusion matrix, or residuals. For models of tables (recipe ctr); the files must have the label's column.
+confusion matrix, or residuals. The files must have the label's column; those of recipe retrieval are later
+interactions, and an own recipe reads them by labelled(rows, vocabularies).
 """
 
 from pathlib import Path
@@ -52,20 +53,21 @@ class Flags(Command):
             raise UserError(f"--out {self.out}: the page is HTML; name a file that ends in .html")
         if self.out:
             check_target(self.out, f"--out {self.out}")
-        from dphybrid.serving.evaluate import evaluate
-        from dphybrid.serving.load import find_checkpoint
-        from dphybrid.serving.predict import Predictor, open_predictor
+        from dphybrid.serving.evaluate import evaluate_checkpoint
+        from dphybrid.serving.load import find_checkpoint, model_from_checkpoint
+        from dphybrid.serving.predict import open_predictor
         from dphybrid.training.display import preparation_progress
 
-        checkpoint = find_checkpoint(self.model, load_settings())
-        predictor = open_predictor(checkpoint, self.devices, self.batch_size)
-        if not isinstance(predictor, Predictor):
-            raise UserError(
-                f"{self.model}: evaluate is for models that score rows of a table; this one is {predictor!r}"
-            )
+        checkpoint, size = find_checkpoint(self.model, load_settings()), self.batch_size
         with preparation_progress() as progress:
-            found = evaluate(
-                predictor, Path(self.data.path), importance=self.importance, on_progress=progress
+            found = evaluate_checkpoint(
+                checkpoint,
+                Path(self.data.path),
+                lambda: open_predictor(checkpoint, self.devices, size),
+                lambda: model_from_checkpoint(checkpoint, self.devices),
+                importance=self.importance,
+                batch_size=size,
+                on_progress=progress,
             )
         print(found.text())
         if self.out:

@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 from pydantic import ConfigDict, PrivateAttr
 
-from dphybrid.cli.parser import Command, Parser
+from dphybrid.cli.parser import Command, Parser, recipes_text
 from dphybrid.config import ExperimentConfig, merge, nest
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.recipes.configs import Values, explain_unknown, load_config, read_config_file
-from dphybrid.recipes.registry import BUILT_IN, DEFAULT, find_recipe, infer_recipe, recipe_names
+from dphybrid.recipes.registry import BUILT_IN, DEFAULT, OF_TABLES, find_recipe, infer_recipe
 from dphybrid.run.folder import named_run
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import check_target, given_path, no_such_file
@@ -40,11 +40,17 @@ def recipe_of(argv: Sequence[str]) -> str:
         if words[:1] == ["recipe"]:  # dphybrid check recipe NAME
             given["recipe"] = "".join(words[1:2])
         values = merge(read_config_file(Path(file)) if file else {}, nest(given))
-        name = values.get("recipe") or _recipe_of_run(resume) or infer_recipe(values)[0]
-        return find_recipe(name).key
+        inferred, reason = infer_recipe(values)
+        # Most readers of the help have a table.
+        inferred = OF_TABLES if not reason and _asks_help(argv) else inferred
+        return find_recipe(values.get("recipe") or _recipe_of_run(resume) or inferred).key
     # TypeError: a file may set `recipe` to a list, which `find_recipe`'s cache cannot hash.
     except (argparse.ArgumentError, UserError, OSError, TypeError):
         return DEFAULT
+
+
+def _asks_help(argv: Sequence[str]) -> bool:
+    return "-h" in argv or "--help" in argv
 
 
 def _recipe_of_run(name: str | None) -> str | None:
@@ -76,8 +82,14 @@ class ConfigCommand(Command):
             if name in flags:
                 parser.move(flags[name], first)
         parser.put_first(first)
+        if _asks_help(argv):
+            parser.description = (
+                f"{parser.description}\n\n{recipes_text()}\n\nThe flags below are {recipe}'s."
+            )
         flags["--recipe"].metavar = "NAME"
-        flags["--recipe"].help = f"{', '.join(recipe_names())}, or your own as package.module:NAME"
+        flags[
+            "--recipe"
+        ].help = "One of these recipes, or your own as package.module:NAME (default: by the data)."
 
     @classmethod
     def given(cls, values: dict[str, Any]) -> "ConfigCommand":
@@ -152,7 +164,7 @@ class RunCommand(ExperimentCommand):
     run_name: str | None = None
     """Name of the run and its folder (default: made of recipe, devices and time)."""
     report: Path | None = None
-    """Write the run's report as JSON."""
+    """Write the run's report: as a page if FILE ends in .html, else as JSON."""
     profile: str | None = None
     """Steps to record with torch's profiler, such as 20-24 (opens in Perfetto)."""
 

@@ -2,16 +2,13 @@
 
 import argparse
 import sys
-import textwrap
 from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from pkgutil import get_data
 
-from dphybrid.cli.parser import Command, Parser, page_of, run_cli
-from dphybrid.recipes.registry import find_recipe, recipe_names
-from dphybrid.util.errors import UserError
+from dphybrid.cli.parser import Command, Parser, page_of, recipes_text, run_cli
 from dphybrid.util.importing import kept_from_gc
 
 COMMANDS = {
@@ -29,7 +26,7 @@ flags. Its class `Flags` is a `Command`.
 
 def make_parser() -> Parser:
     """Return the parser of the whole command."""
-    parser = Parser(prog="dphybrid", usage="dphybrid COMMAND ...", epilog=_recipes_text())
+    parser = Parser(prog="dphybrid", usage="dphybrid COMMAND ...", epilog=recipes_text())
     parser.add_argument("--version", action="version", version=f"dphybrid {version('dphybrid')}")
     commands = parser.add_subparsers(
         dest="name", required=True, metavar="COMMAND", parser_class=Parser, help=argparse.SUPPRESS
@@ -64,22 +61,6 @@ def _doc_of(name: str) -> str:
 def _flags_of(name: str) -> type[Command]:
     flags: type[Command] = import_module(f"{__package__}.{name}").Flags
     return flags
-
-
-def _recipes_text() -> str:
-    """Return the list of recipes for the help page, each with its summary."""
-    names = recipe_names()
-    wide = max(map(len, names)) + 2
-    lines = []
-    for name in names:
-        try:
-            summary = find_recipe(name).summary
-        except UserError as error:  # announced by an installed package that cannot be imported
-            summary = f"cannot be used: {error}"
-        first, *rest = textwrap.wrap(summary, 100 - wide - 2) or [""]
-        lines += [f"  {name:<{wide}}{first}", *(" " * (wide + 2) + line for line in rest)]
-    title = "recipes (`dphybrid train --recipe NAME`, `--help --recipe NAME` for its values):"
-    return "\n".join([title, *lines])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,6 +8,7 @@ import gc
 import os
 import re
 import signal
+import textwrap
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -21,7 +22,7 @@ from pydantic_settings import BaseSettings, CliSettingsSource
 
 from dphybrid.config import nest
 from dphybrid.config.settings import load_settings, notes_on_settings
-from dphybrid.recipes.registry import recipe_names
+from dphybrid.recipes.registry import find_recipe, recipe_names
 from dphybrid.util.errors import UserError, plain_words, suggestion
 from dphybrid.util.files import clear_scratch, disk_text
 from dphybrid.util.importing import missing_extra
@@ -175,9 +176,9 @@ class Parser(argparse.ArgumentParser):
         if flags:
             self.error(f"{flags[0]}: there is no such flag{suggestion(flags[0], known)}")
         # A value without its flag: guess the flag.
-        name = "--data.path" if "--data.path" in known else "--name"
-        name = "--recipe" if "--recipe" in known and unknown[0] in recipe_names() else name
-        self.error(f"unexpected {' '.join(unknown)!r}; write {name} {unknown[0]}")
+        meant = ["--recipe"] * (unknown[0] in recipe_names()) + ["--data.path", "--run-name"]
+        hint = next((f"; write {name} {unknown[0]}" for name in meant if name in known), "")
+        self.error(f"unexpected {' '.join(unknown)!r}{hint}")
 
     def _check_value(self, action: argparse.Action, value: str) -> None:
         """Replaces argparse's check of choices, whose message suggests nothing."""
@@ -192,6 +193,22 @@ class Parser(argparse.ArgumentParser):
         message = re.sub(r"^argument (\S+): ", r"\1: ", message)
         # No usage, unlike argparse: it lists all flags, and the error would scroll off the screen.
         self.exit(2, f"error: {printable(message)}\nSee `{self.prog} --help`.\n")
+
+
+def recipes_text() -> str:
+    """Return the list of recipes for the help page, each with its summary."""
+    names = recipe_names()
+    wide = max(map(len, names)) + 2
+    lines = []
+    for name in names:
+        try:
+            summary = find_recipe(name).summary
+        except UserError as error:  # announced by an installed package that cannot be imported
+            summary = f"cannot be used: {error}"
+        first, *rest = textwrap.wrap(summary, 100 - wide - 2) or [""]
+        lines += [f"  {name:<{wide}}{first}", *(" " * (wide + 2) + line for line in rest)]
+    title = "recipes (`dphybrid train --recipe NAME`, `--help --recipe NAME` for its values):"
+    return "\n".join([title, *lines])
 
 
 def page_of(doc: str) -> tuple[str, str]:

@@ -8,14 +8,12 @@ The prepared data is kept: training with the same values reuses it. A file of --
 exist yet is written with the columns' roles, to be edited; one that exists is read and never overwritten.
 """
 
-from pathlib import Path
-
 from dphybrid.cli.flags import ConfigCommand, check_data
 from dphybrid.config.settings import load_settings
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.recipes.configs import given_flags
 from dphybrid.recipes.registry import find_recipe
-from dphybrid.util.files import check_target, write_bytes
+from dphybrid.util.files import check_target, given_path, write_bytes
 from dphybrid.util.text import as_flags
 
 
@@ -27,8 +25,9 @@ class Flags(ConfigCommand):
         written, one that exists is read."""
         given = self.given_config()
         config, data, new = given, given.data, None
-        if isinstance(data, TableDataConfig) and data.schema_file and not Path(data.schema_file).exists():
-            new = Path(data.schema_file)
+        named = data.schema_file if isinstance(data, TableDataConfig) else None
+        if named and not given_path(named, "data.schema_file").exists():
+            new = given_path(named, "data.schema_file")
             check_target(new, f"data.schema_file={new}")
             config = config.model_copy(update={"data": data.model_copy(update={"schema_file": None})})
         check_data(config)

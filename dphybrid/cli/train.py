@@ -1,34 +1,37 @@
 """Train a model, without Prefect (the same job as the flow).
 
 examples:
+  %(prog)s --data.path clicks.csv --data.label clicked
   %(prog)s                                    the word language model, on Python's own reference manual
   %(prog)s --recipe toy --devices 'cpu*3'     the tutorials' toy model, split over three virtual devices
-  %(prog)s --recipe ctr --data.path clicks.csv --data.label clicked
   %(prog)s --data.path my_texts/ --train.epochs 3 --train.batch-size 64
   %(prog)s --resume                           continue the newest run of the recipe
-  %(prog)s --config experiment.toml --report result.json
+  %(prog)s --config experiment.toml --report result.html
 
-The flags above are those of one recipe, with its defaults in brackets: `--help --recipe ctr` shows ctr's.
 Without --recipe the data decides: a label or a table selects ctr, a folder of triples kge, anything else
-text. Your own recipe is --recipe package.module:NAME. A TOML file uses the same names: `recipe = "ctr"`,
-then sections like [train] with `batch_size = 512`.
+text. A TOML file uses the same names as the flags: `recipe = "ctr"`, then sections like [train] with
+`batch_size = 512`.
 Data, checkpoints and the MLflow store are in DPHYBRID_DATA_DIR (~/.dphybrid).
 """
 
 import secrets
 from collections.abc import Callable
-from typing import Annotated, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import AfterValidator, Field
 
 from dphybrid.cli.flags import RunCommand
 from dphybrid.cli.parser import Command, Parser, page_of
 from dphybrid.config import ExperimentConfig
-from dphybrid.config.settings import Settings
+from dphybrid.config.settings import Settings, load_settings
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import remove_folder
 from dphybrid.util.importing import kept_from_gc
 from dphybrid.util.text import masked
+
+if TYPE_CHECKING:
+    from dphybrid.run.pages import Report
 
 
 def flow_parser(name: str, description: str, command: type[Command]) -> Parser:
@@ -36,6 +39,16 @@ def flow_parser(name: str, description: str, command: type[Command]) -> Parser:
     _, page = page_of(__doc__ or "")
     program = f"python -m dphybrid.flows.{name}"
     return Parser(lambda: command, prog=program, description=description, epilog=page)
+
+
+def keep_report(report: "Report", file: Path | None) -> None:
+    """Write a run's report where --report says: as a page if the file's name ends in .html, else as JSON."""
+    if file is not None and file.suffix == ".html":
+        from dphybrid.api.run import TrainedRun
+
+        TrainedRun(load_settings().runs_dir / report.run_name).report().save(file)
+    elif file is not None:
+        report.write(file)
 
 
 def _tag(text: str) -> str:
@@ -54,7 +67,7 @@ class Flags(RunCommand):
     """Tag for the MLflow run; may be repeated."""
 
     fast_dev_run: bool = False
-    """Try everything out: train and validate one batch and report it; record nothing, keep only the data."""
+    """Try everything out: train one batch, validate and report; record nothing, keep only the data."""
 
     def experiment(self) -> tuple[ExperimentConfig, Settings]:
         """Return config and settings. Raises UserError."""
@@ -86,8 +99,7 @@ class Flags(RunCommand):
                 go_on_later(interruption, settings)
             raise
         print(report.text)
-        if self.report:
-            report.write(self.report)
+        keep_report(report, self.report)
         return 0
 
     @staticmethod
@@ -98,5 +110,7 @@ class Flags(RunCommand):
         finally:
             if (settings.runs_dir / name).exists():
                 remove_folder(settings.runs_dir / name)
-        print("Everything works: one batch was trained, validated and reported. Only prepared data was kept")
+        print(
+            "Everything works: a batch was trained, validation and report done. Only prepared data was kept"
+        )
         return 0

@@ -1,7 +1,7 @@
-"""Open MLflow's pages on one run, or on the list of all runs.
+"""Open MLflow's pages on one run, or on the list of a recipe's runs.
 
 examples:
-  %(prog)s                                    all runs, the best first
+  %(prog)s                                    all runs of the recipe that was trained last
   %(prog)s text-cpu-1121-044553               one run: its report, curves, splits, timings, checkpoints
 
 Without a server (DPHYBRID_TRACKING_URI, MLFLOW_TRACKING_URI), this starts MLflow's own on this machine until
@@ -34,7 +34,7 @@ class Flags(Command):
     """The flags of `ui`."""
 
     run_name: CliPositionalArg[str | None] = Field(default=None, alias="RUN")
-    """Name or MLflow id of a run (default: all runs)."""
+    """Name or MLflow id of a run (default: the runs of the recipe that was trained last)."""
     port: int | None = Field(default=None, ge=1)
     """Port of the server that is started (default: a free one from 5000 to 5049)."""
     no_browser: bool = False

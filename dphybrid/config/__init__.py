@@ -139,8 +139,8 @@ class TrainConfig(Section):
     limit_batches: int = Field(default=0, ge=0)
     """Batches of each epoch that are trained, to try things out. 0: all."""
     overfit_batches: int = Field(default=0, ge=0)
-    """Train and validate on the rows of this many batches, the same in each epoch. A model that does not
-    overfit them has a bug. 0: off."""
+    """Train on the rows of this many batches, the same in each epoch: a training loss that does not fall
+    towards zero means a bug. 0: off."""
     lr: float = Field(default=0.003, gt=0.0)
     """Learning rate of the dense blocks."""
     optimizer: Literal["adam", "adamw", "sgd"] = "adam"

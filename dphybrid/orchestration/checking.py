@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 from prefect import Flow
+from prefect.cli.deploy._models import DeploymentConfig
 from prefect.client.schemas.actions import DeploymentScheduleUpdate
 from prefect.client.schemas.schedules import CronSchedule
 from pydantic import ValidationError
@@ -22,6 +23,15 @@ PACKAGED = Path(__file__).with_name("prefect.yaml")
 """The project's own deployments, installed with the package."""
 LOCAL = Path("prefect.local.yaml")
 """What people change in them: no part of the project, so that an upgrade does not touch it."""
+
+_UNLESS_GIVEN: dict[str, Any] = {
+    "paused": False,
+    "parameters": {},
+    "tags": ["dphybrid"],  # by which the automation and workers know its runs
+    # stream_output: as in the package's deployments
+    "work_pool": {"name": "gpu", "work_queue_name": "any", "job_variables": {"stream_output": False}},
+}
+"""What Prefect requires of an entry that is created."""
 
 
 def read_page(given: Path | None) -> tuple[dict[str, Any], Path]:
@@ -42,7 +52,7 @@ def read_page(given: Path | None) -> tuple[dict[str, Any], Path]:
     for entry in page["deployments"]:
         if not isinstance(entry.get("entrypoint"), str):
             raise UserError(f"{file}: deployment {entry['name']} needs an entrypoint")
-    return page, file
+    return page | {"deployments": [_UNLESS_GIVEN | entry for entry in page["deployments"]]}, file
 
 
 def _laid_over(below: Any, above: Any) -> Any:
@@ -87,8 +97,11 @@ def check_deployments(entries: list[dict[str, Any]], file: Path) -> list[str]:
         for place, schedule in ({"": None} | named).items():
             where = f"{file.name}: deployment {entry['name']}{place}"
             try:
+                DeploymentConfig.model_validate(entry)
                 _check(load_flow(entry["entrypoint"]), entry.get("parameters") or {}, schedule)
                 lines.append(f"{where}: valid")
+            except ValidationError as error:  # of Prefect's own check
+                mistakes += [f"{where}: {_path(wrong)}: {plain_words(wrong)}" for wrong in error.errors()]
             except UserError as error:
                 mistakes.append(f"{where}: {error}")
     if mistakes:
@@ -116,8 +129,7 @@ def _check(flow: Flow[..., object], parameters: Any, schedule: Mapping[str, Any]
     except UserError:
         raise
     except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {plain_words(e)}" for e in error.errors())
-        raise UserError(wrong) from error
+        raise UserError("; ".join(f"{_path(e)}: {plain_words(e)}" for e in error.errors())) from error
     except Exception as error:  # Prefect has its own exceptions for unknown names and wrong types
         raise UserError(str(error)) from error
     check_values(values)
@@ -125,6 +137,10 @@ def _check(flow: Flow[..., object], parameters: Any, schedule: Mapping[str, Any]
     runs = schedule is not None and schedule.get("active", True)
     if runs and "register_as" in properties and experiment(values).checkpoint.register_as is None:
         raise UserError("checkpoint.register_as is not set; name the registered model to retrain")
+
+
+def _path(wrong: Any) -> str:
+    return ".".join(map(str, wrong["loc"]))
 
 
 def check_values(parameters: Mapping[str, Any]) -> None:

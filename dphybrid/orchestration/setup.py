@@ -298,10 +298,9 @@ def deploy(pool: str, hosts: Sequence[str], given: Path | None, reset: bool = Fa
         made = [entry for entry, there in both if there is None or reset]
         if made:
             asyncio.run(_without_schedules(there for _, there in both if there is not None and reset))
-            whole = [{"paused": False, "parameters": {}} | entry for entry in made]
             with TemporaryDirectory() as folder:
                 file = Path(folder) / "prefect.yaml"
-                file.write_text(yaml.safe_dump(page | {"deployments": whole}, sort_keys=False), "utf-8")
+                file.write_text(yaml.safe_dump(page | {"deployments": made}, sort_keys=False), "utf-8")
                 call_prefect("--no-prompt", "deploy", "--all", "--prefect-file", str(file))
         asyncio.run(_renew(page))
     print(_what_next(page, address))

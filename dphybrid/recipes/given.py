@@ -25,7 +25,7 @@ or numbers."""
 _TUPLE_NAMES = ("inputs_B", "labels_B")
 """Names in the batch of the two elements of a Dataset's tuples."""
 
-_ROWS = ("train_rows", "valid_rows")
+_ROWS = ("train_rows", "valid_rows", "test_rows")
 """Names of the prepared arrays with the row numbers of each split."""
 
 
@@ -43,46 +43,51 @@ class GivenSource(Source):
         return dict(self.data.model_dump(mode="json"))
 
     @cached_property
-    def _given(self) -> tuple[Given, Given, Mapping[str, Vocabulary]]:
-        """The two splits that rows() returned, and its vocabularies, {} if it returned none. Raises UserError
-        for anything else."""
+    def _given(self) -> tuple[list[Given], Mapping[str, Vocabulary]]:
+        """The two or three splits that rows() returned, and its vocabularies, {} if it returned none. Raises
+        UserError for anything else."""
         # Called once: `rows` may draw random numbers, and the digest must be that of the saved arrays.
         given: Any = self.rows(self.data, self.seed)
-        if isinstance(given, tuple) and len(given) == 2:
-            given = (*given, {})
-        vocabularies = given[2] if isinstance(given, tuple) and len(given) == 3 else None
-        if not isinstance(vocabularies, Mapping):
+        splits, vocabularies = list(given) if isinstance(given, tuple) else [], {}
+        # A split is a mapping of arrays.
+        if splits and isinstance(splits[-1], Mapping) and _are_vocabularies(splits[-1]):
+            vocabularies = splits.pop()
+        if len(splits) not in (2, 3):
             raise UserError(
-                f"recipe {self.name}: rows() returned {type_text(given)}; return (training "
-                "split, validation split), and as a third item the vocabularies by name, if there are any"
+                f"recipe {self.name}: rows() returned {type_text(given)}; return (training split, validation "
+                "split), then the test split and the vocabularies by name, if there are any"
             )
-        return given
+        return splits, vocabularies
 
     @cached_property
-    def splits(self) -> tuple[dict[str, Array], dict[str, Array]]:
-        """The arrays of the training split and of the validation split. Raises UserError when their names or
-        shapes differ."""
+    def splits(self) -> list[dict[str, Array]]:
+        """The arrays of the training, the validation and, if there is one, the test split. Raises UserError
+        when their names or shapes differ."""
         where = f"recipe {self.name}"
-        train, valid = (
-            _as_arrays(split, f"{where}, {name} split")
-            for name, split in zip(("training", "validation"), self._given[:2], strict=True)
-        )
-        if train.keys() != valid.keys():
-            named = f"the training split has {sorted(train)}, the validation split {sorted(valid)}"
-            raise UserError(f"{where}: {named}; give both the same names")
-        for name in (*train, *self._given[2]):
+        given, vocabularies = self._given
+        names = ("training", "validation", "test")[: len(given)]
+        splits = [
+            as_arrays(split, f"{where}, {name} split") for name, split in zip(names, given, strict=True)
+        ]
+        train = splits[0]
+        for name, split in zip(names, splits, strict=True):
+            if train.keys() != split.keys():
+                named = f"the training split has {sorted(train)}, the {name} split {sorted(split)}"
+                raise UserError(f"{where}: {named}; give both the same names")
+        for name in (*train, *vocabularies):
             if "/" in name or name in _ROWS:
                 raise UserError(
                     f"{where}: {name!r} cannot be the name of an array or vocabulary, as it also names a "
                     f"file; rename it, without slashes and not {' or '.join(_ROWS)}"
                 )
-        for name in train:
-            if train[name].shape[1:] != valid[name].shape[1:]:
-                raise UserError(
-                    f"{where}: samples of {name!r} have the shape {train[name].shape[1:]} in training and "
-                    f"{valid[name].shape[1:]} in validation; give both the same"
-                )
-        return train, valid
+        for part, split in zip(names, splits, strict=True):
+            for name in train:
+                if train[name].shape[1:] != split[name].shape[1:]:
+                    shapes = f"{train[name].shape[1:]} in training and {split[name].shape[1:]} in {part}"
+                    raise UserError(
+                        f"{where}: samples of {name!r} have the shape {shapes}; give both the same"
+                    )
+        return splits
 
     def digests(self, progress: Progress) -> list[bytes]:
         # There are no files to digest, so the digest is of the arrays. It decides whether prepared data
@@ -93,16 +98,17 @@ class GivenSource(Source):
             for split in self.splits
             for name, array in split.items()
         ]
-        pages = {name: vocabulary.page() for name, vocabulary in self._given[2].items()}
+        pages = {name: vocabulary.page() for name, vocabulary in self._given[1].items()}
         return [*arrays, json.dumps(pages).encode()] if pages else arrays
 
     def read(self, progress: Progress, scratch: Path) -> Content:
-        train, valid = self.splits
-        num_train, num_valid = (len(next(iter(split.values()))) for split in (train, valid))
-        arrays = {name: np.concatenate([train[name], valid[name]]) for name in train}
+        sizes_P = [len(next(iter(split.values()))) for split in self.splits]
+        arrays = {name: np.concatenate([split[name] for split in self.splits]) for name in self.splits[0]}
         shapes = ", ".join(f"{name} {tuple(array.shape[1:])} {array.dtype}" for name, array in arrays.items())
-        lines = [f"  {self.name}: {num_train:,} samples to train, {num_valid:,} to validate: {shapes}"]
-        vocabularies = self._given[2]
+        verbs = ("samples to train", "to validate", "to test")
+        counts = ", ".join(f"{size:,} {verb}" for size, verb in zip(sizes_P, verbs, strict=False))
+        lines = [f"  {self.name}: {counts}: {shapes}"]
+        vocabularies = self._given[1]
         sizes = {name: len(vocabulary) for name, vocabulary in vocabularies.items()}
         lines += [f"  vocabulary {name}: {size:,} rows" for name, size in sizes.items()]
         # Rows of a table for each array of ids: the largest id in either split decides. A vocabulary of the
@@ -112,12 +118,12 @@ class GivenSource(Source):
             "num_ids": {n: int(a.max()) + 1 for n, a in arrays.items() if a.dtype.kind in "iu" and a.size}
             | sizes,
         }
-        numbers = dict(zip(_ROWS, (np.arange(num_train), num_train + np.arange(num_valid)), strict=True))
+        numbers = dict(zip(_ROWS, np.split(np.arange(sum(sizes_P)), np.cumsum(sizes_P)[:-1]), strict=False))
         save = partial(write_vocabularies, vocabularies)
         return Content(arrays | numbers, info, lines, tuple(arrays), save=save)
 
 
-def _as_arrays(given: Given, where: str) -> dict[str, Array]:
+def as_arrays(given: Given, where: str) -> dict[str, Array]:
     """Return a split as arrays by name, samples on dim 0. where: for messages. Raises UserError for anything
     that is not a split."""
     # polars and pandas frames, without importing either
@@ -141,6 +147,10 @@ def _as_arrays(given: Given, where: str) -> dict[str, Array]:
     if not lengths or len(set(lengths.values())) > 1 or not min(lengths.values()):
         raise UserError(f"{where}: {lengths or 'no'} samples; give each array the same number, one or more")
     return arrays
+
+
+def _are_vocabularies(given: Mapping[Any, object]) -> bool:
+    return all(isinstance(value, Vocabulary) for value in given.values())
 
 
 def _fits_float32(array: Array) -> bool:

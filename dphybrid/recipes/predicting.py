@@ -1,19 +1,36 @@
-"""`RowsPredictor`: calls a recipe's `predict` for frames and for files."""
+"""Calls a recipe's `predict` and `labelled` for frames and for files."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import polars as pl
 import torch
 from torch import nn
 
 from dphybrid.config.tables import READING_FIELDS, TableDataConfig
-from dphybrid.data.table.files import find_files
+from dphybrid.data.batches import ArrayDataset, Dataset
+from dphybrid.data.table.files import find_files, read_files
 from dphybrid.data.table.frames import Written, as_frame, table_target, write_predictions
-from dphybrid.data.table.rows import Rows
+from dphybrid.data.table.rows import Rejected, Rows, check_rejected
 from dphybrid.data.vocabulary import read_vocabularies
+from dphybrid.recipes.given import as_arrays
 from dphybrid.util.errors import UserError, counted, type_text
+
+
+def samples_of(
+    recipe: str, labelled: Callable[..., Any], checkpoint: Path, rows: object
+) -> tuple[Dataset, list[str]]:
+    """Return what a recipe's `labelled` makes of rows, or of the files of a path, as samples; and no notes.
+    Raises UserError for rows that are no split."""
+    if isinstance(rows, str | Path):
+        data, rejected = TableDataConfig(path=str(rows)), list[Rejected]()
+        chunks = list(read_files(find_files(str(rows), "data.path"), data, rejected))
+        check_rejected(str(rows), rejected, sum(map(len, chunks)) + len(rejected), data.max_rejected)
+        rows = pl.concat(pl.DataFrame({n: chunk.texts(n) for n in chunk.names}) for chunk in chunks)
+    arrays = as_arrays(labelled(rows, read_vocabularies(checkpoint)), f"recipe {recipe}, labelled")
+    return ArrayDataset(arrays, np.arange(len(next(iter(arrays.values()))))), []
 
 
 class RowsPredictor:

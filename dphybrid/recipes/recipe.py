@@ -87,11 +87,10 @@ class Recipe:
     """The value of `recipe` in a config that finds this recipe: its name, or `package.module:NAME`. The
     registry sets it."""
 
-    def rows(
-        self, data: Any, seed: int
-    ) -> "tuple[Given, Given] | tuple[Given, Given, Mapping[str, Vocabulary]]":
-        """Return the training split, the validation split and, if there are any, the vocabularies that made
-        their ids, by name. A split is a dict of arrays, a DataFrame, or a map-style torch Dataset.
+    def rows(self, data: Any, seed: int) -> "tuple[Given | Mapping[str, Vocabulary], ...]":
+        """Return the training split, the validation split and, if there are any, the test split and the
+        vocabularies that made their ids, by name. A split is a dict of arrays, a DataFrame, or a map-style
+        torch Dataset. The best checkpoint is measured on the test split once, at the end.
 
         The simple way to bring data: read everything here. The splits are saved as a prepared folder, the
         vocabularies also in each checkpoint. seed: for a random split.
@@ -241,6 +240,28 @@ class Recipe:
             f"recipe {self.name}: makes no predictions from rows; dphybrid.load_model gives its module. A "
             "recipe of your own defines predict(model, rows, vocabularies)"
         )
+
+    def labelled(self, rows: Any, vocabularies: "Mapping[str, Vocabulary]") -> "Given":
+        """Return new rows whose answers are known as a split, in the form that `rows` returns, for
+        `dphybrid evaluate` and `run.evaluate`. By default these rows are a split already.
+
+        rows: when read from a file, a frame in which all columns are texts, None where a value is missing.
+        vocabularies: those that `rows(data, seed)` returned.
+        """
+        return rows
+
+    def samples(
+        self, checkpoint: Path, config: ExperimentConfig, model: "nn.Module", rows: object
+    ) -> "tuple[Dataset, list[str]]":
+        """Return new rows whose answers are known as samples of the model, as a split is, and notes about
+        them. rows: of any form that `labelled` takes, or the path of files. Raises UserError."""
+        from dphybrid.recipes.predicting import samples_of
+
+        if type(self).rows is Recipe.rows:
+            raise UserError(
+                f"recipe {self.name}: evaluates no new rows; a test part is measured at the end of a training"
+            )
+        return samples_of(self.name, self.labelled, checkpoint, rows)
 
     @property
     def predicts(self) -> bool:

@@ -14,10 +14,10 @@ from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.importing import import_module_of
 
 BUILT_IN = {
-    "text": "dphybrid.recipes.text:Text",
     "ctr": "dphybrid.recipes.ctr:Ctr",
-    "kge": "dphybrid.recipes.kge:Kge",
     "retrieval": "dphybrid.recipes.retrieval:Retrieval",
+    "kge": "dphybrid.recipes.kge:Kge",
+    "text": "dphybrid.recipes.text:Text",
     "digits": "dphybrid.recipes.tutorial:Digits",
     "hybrid": "dphybrid.recipes.tutorial:Hybrid",
     "blocks": "dphybrid.recipes.tutorial:Blocks",

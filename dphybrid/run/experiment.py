@@ -121,18 +121,8 @@ class Experiment:
     def training_rows(self) -> Dataset:
         """The rows of an epoch, in the recipe's form."""
         rows = self.recipe.training_rows(self.data.dataset("train"), self.data.info, self.config.model)
-        return FirstRows(rows, self._overfit_rows) if self._overfit_rows else rows
-
-    @property
-    def validation_rows(self) -> Dataset:
-        """The rows that decide which checkpoint is the best; with train.overfit_batches, trained ones."""
-        if self._overfit_rows:
-            return FirstRows(self.data.dataset("train"), self._overfit_rows)
-        return self.data.dataset("valid")
-
-    @property
-    def _overfit_rows(self) -> int:
-        return self.config.train.overfit_batches * self.config.train.batch_size
+        few = self.config.train.overfit_batches * self.config.train.batch_size
+        return FirstRows(rows, few) if few else rows
 
     def build(self, devices: Devices, rows: Dataset | None = None) -> nn.Module:
         """Build the model with its start values. rows: data that the model may read; see `ModelContext`."""

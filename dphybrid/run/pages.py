@@ -36,8 +36,9 @@ class ResultPage(Page):
 
 class MetricsPage(Page):
     """`metrics.json`: the best checkpoint's metrics on the validation rows and on the test rows, if there are
-    any, the metrics of the baselines, the charts of its predictions, if its task has any, and for a table how
-    much the deciding metric loses when a column is shuffled."""
+    any, the metrics of the baselines, the charts of its predictions for the test rows (without any, the
+    validation rows), if its task has any, and for a table how much the deciding metric loses when a column is
+    shuffled."""
 
     metrics: dict[str, float]
     test: dict[str, float] = Field(default_factory=dict)
@@ -51,7 +52,8 @@ class Report(Page):
 
     stages: seconds; stages_ms: milliseconds of an average step. saving: what the checkpoints cost.
     beside, columns: the baselines and the most important columns, as text. advice: what to try if a baseline
-    is better. registered_as: "" if the model is not in the registry; not_registered then says why."""
+    is better. doubts: about the data, such as columns that leak the label. page: its file. registered_as:
+    "" if the model is not in the registry; not_registered then says why."""
 
     run_name: str
     devices: str
@@ -64,8 +66,10 @@ class Report(Page):
     beside: str = ""
     columns: str = ""
     advice: list[str] = Field(default_factory=list)
+    doubts: list[str] = Field(default_factory=list)
     best_checkpoint: str
     latest_checkpoint: str
+    page: str = ""
     registered_as: str
     not_registered: str = ""
     splits: list[SplitRow]

@@ -20,7 +20,7 @@ from dphybrid.run.pages import MetricsPage, Report, ResultPage
 from dphybrid.tracking.html import REFERENCE, bars, html_of, lines, matrix, number
 from dphybrid.tracking.system import balance_warnings
 from dphybrid.tracking.tracker import REPORT_PAGE
-from dphybrid.training.checkpoint import read_state
+from dphybrid.training.checkpoint import read_state, step_of
 from dphybrid.training.clock import NOT_A_STEP
 from dphybrid.training.metrics import Chart, Confusion, Task
 from dphybrid.training.saving import checkpoint_uid
@@ -30,6 +30,8 @@ _SHOWN_COLUMNS = 20
 """Bars of the figure of columns."""
 _MOST_LINES = 24
 """The most lines of a block in MLflow's description, which may have 8,000 characters."""
+_KEPT: Mapping[str, Any] = {"marker": "o", "markersize": 9, "markerfacecolor": "none", "color": "#e45756"}
+"""How a curve marks the epoch whose checkpoint is kept."""
 _MANY_UNSEEN = 0.3
 """A column is doubtful if so many of its validation values have no training row."""
 _FEW_ROWS = 5000
@@ -69,9 +71,11 @@ def report_run(experiment: Experiment) -> Report:
             test=evaluated.test,
             beside=beside,
             advice=advice(config, data.manifest.facts, len(data.dataset("train")), *tried) if loses else [],
+            doubts=experiment.recipe.doubts(data),
             columns=_most_important(evaluated.importance, task.metric),
             best_checkpoint=result.best_checkpoint,
             latest_checkpoint=result.checkpoint,
+            page=str(tracker.page) if tracker.page else "",
             registered_as="" if not_registered else name,
             not_registered=f"{name}: {not_registered}" if not_registered else "",
             splits=result.splits,
@@ -93,7 +97,8 @@ def report_run(experiment: Experiment) -> Report:
             tracker.log_bytes(REPORT_PAGE, report_page(experiment, report).encode())
             tracker.set_description(_description(experiment, report))
             # MLflow's list of runs shows this tag, in the column Source, and metrics only if asked to.
-            tracker.set_tags({"mlflow.source.name": f"{report.metrics[task.metric]:.4g} {task.metric}"})
+            shown = report.test or report.metrics
+            tracker.set_tags({"mlflow.source.name": f"{shown[task.metric]:.4g} {task.metric}"})
         tracker.finish("FINISHED")
     return report
 
@@ -126,7 +131,7 @@ def _facts(report: Report) -> dict[str, str]:
         return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
 
     chosen = "" if report.test else " (validation, which chose the epoch)"
-    facts = {"Validation": numbers(report.metrics) + chosen, "Test": numbers(report.test)}
+    facts = {"Test": numbers(report.test), "Validation": numbers(report.metrics) + chosen}
     facts |= {"Baselines": report.beside}
     facts |= {f"Try {what}": text for what, _, text in (line.partition(": ") for line in report.advice)}
     facts |= {"Columns": report.columns}
@@ -147,18 +152,21 @@ def _facts(report: Report) -> dict[str, str]:
 
 def _closing_words(report: Report) -> str:
     """Return the lines for the terminal: of 80 columns, where a long word, such as a path, stays whole."""
-    words = [""]
-    for name, text in _facts(report).items():
+
+    def filled(name: str, text: str) -> str:
         line = f"{name + ':':<12} {text}".replace("NOT registered as:", "NOT registered as")
-        words.append(
-            textwrap.fill(
-                line, 80, subsequent_indent=" " * 13, break_long_words=False, break_on_hyphens=False
-            )
+        return textwrap.fill(
+            line, 80, subsequent_indent=" " * 13, break_long_words=False, break_on_hyphens=False
         )
+
+    words = ["", *(filled(name, text) for name, text in _facts(report).items())]
     words += [f"Look at it:  {report.ui_command}"] if report.ui_command else []
     if not report.ui_command.endswith(f" {shlex.quote(report.run_name)}"):
         words += [f"Run:         {report.run_name}" + ("" if report.run_id else ", not recorded")]
-    return "\n".join([*words, f"Checkpoint:  {report.best_checkpoint}"])
+    words += [f"Checkpoint:  {report.best_checkpoint}"]
+    words += [f"Report:      {report.page}"] if report.page != report.ui_command else []
+    # Last, where it is seen: metrics that a leak makes say nothing.
+    return "\n".join([*words, *(filled("Doubt", doubt) for doubt in report.doubts)])
 
 
 def _summary(report: Report, experiment: Experiment) -> dict[str, float]:
@@ -224,13 +232,14 @@ def report_page(experiment: Experiment, report: Report) -> str:
     folder, metric = experiment.run.folder, experiment.task.metric
     history = ResultPage.read(folder / "result.json").history
     evaluated = MetricsPage.read(folder / "metrics.json")
+    kept = step_of(Path(report.best_checkpoint))
     curves = []
     for name in history[0] if history else ():
-        points = [(row["step"], row[name]) for row in history if isfinite(row.get(name, nan))]
-        if name != "step" and len(points) > 1:
-            title = f"{name}: {number(points[-1][1])} at the end"
-            xs, ys = zip(*points, strict=True)
-            curves.append(lines([(xs, ys, {})], title, "step"))
+        points = {row["step"]: row[name] for row in history if isfinite(row.get(name, nan))}
+        if name != "step" and len(points) > 1 and kept in points:
+            mark = ([kept], [points[kept]], _KEPT)
+            title = f"{name}: {number(points[kept])} at the epoch that is kept"
+            curves.append(lines([(list(points), list(points.values()), {}), mark], title, "step"))
     total = sum(report.stages.values()) or 1.0
     times = {
         f"{name}  {seconds:.2f} s, {seconds / total:.0%}": seconds
@@ -240,7 +249,9 @@ def report_page(experiment: Experiment, report: Report) -> str:
     most = dict(list(evaluated.importance.items())[:_SHOWN_COLUMNS])
     figures = {
         "How it learned": curves,
-        "What it predicts": [chart_figure(chart) for chart in evaluated.charts],
+        f"What it predicts: {'test' if report.test else 'validation'} rows": [
+            chart_figure(chart) for chart in evaluated.charts
+        ],
         "Which columns matter": [bars(most, f"{metric} lost when a column is shuffled")],
         "Where time went": [bars(times, "seconds")],
     }

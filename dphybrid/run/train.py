@@ -177,12 +177,13 @@ def evaluate_run(experiment: Experiment) -> dict[str, float]:
     load_weights(best, model, mapped)
     batch_size = experiment.config.train.batch_size
     outputs, experiment.built.outputs = experiment.built.outputs, {}
-    outputs = outputs or validation_outputs(model, experiment.validation_rows, batch_size, task)
-    metrics, charts = task.compute(outputs), task.charts(outputs) if task.charts else []
+    outputs = outputs or validation_outputs(model, data.dataset("valid"), batch_size, task)
+    metrics, tested, drawn = task.compute(outputs), dict[str, float](), outputs
     fixed = task.given(metrics) if task.given else task
-    tested = dict[str, float]()
     if "test" in data.parts:
-        tested = fixed.compute(validation_outputs(model, data.dataset("test"), batch_size, fixed))
+        drawn = validation_outputs(model, data.dataset("test"), batch_size, fixed)
+        tested = fixed.compute(drawn)
+    charts = fixed.charts(drawn) if fixed.charts else []
     own = task.baselines(outputs) if task.baselines else constant_prediction(outputs, task)
     baselines = experiment.recipe.baselines(data) or own
     page = MetricsPage(

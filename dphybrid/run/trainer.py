@@ -270,7 +270,7 @@ def make_session(
         config=config,
         trained=trained,
         train_data=experiment.training_rows,
-        valid_data=experiment.validation_rows,
+        valid_data=data.dataset("valid"),
         task=experiment.task,
         tracker=tracker,
         clock=StageClock.of(devices.home),

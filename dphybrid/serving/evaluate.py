@@ -1,29 +1,36 @@
-"""Evaluates a trained model of a table on rows with known labels: the recipe's metrics with their intervals,
-the predicted class at each threshold, each class, and how much each column matters.
+"""Evaluates a trained model on rows with known answers: the recipe's metrics with their intervals; for a
+table also the predicted class at each threshold, each class, and how much each column matters.
 
 Letters: B rows, R bootstrap samples, C classes.
 """
 
+import html
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
 import torch
+from torch import Tensor, nn
 
+from dphybrid.config.settings import load_settings
 from dphybrid.data.batches import Array
 from dphybrid.data.table.cells import clean
 from dphybrid.data.table.files import find_files, read_files
 from dphybrid.data.table.frames import as_frame
 from dphybrid.data.table.rows import Rejected
+from dphybrid.recipes.configs import stored_config
+from dphybrid.recipes.registry import find_recipe
 from dphybrid.run.report import chart_figure
 from dphybrid.serving.predict import Predictor
 from dphybrid.tracking.html import html_of
+from dphybrid.training.checkpoint import read_state
 from dphybrid.training.importance import SECONDS, in_memory
 from dphybrid.training.importance import importance as permuted
 from dphybrid.training.loop import validation_outputs
-from dphybrid.training.metrics import Chart, Confusion, best_threshold, f1_at
+from dphybrid.training.metrics import Chart, Confusion, Task, best_threshold, f1_at
 from dphybrid.util.errors import UserError, counted, suggestion
 from dphybrid.util.text import aligned
 
@@ -79,6 +86,17 @@ class Evaluation:
             lines += [f"{title}:", *(f"  {line}" for line in aligned(_cells(frame)))]
         return "\n".join(lines)
 
+    def _repr_html_(self) -> str:
+        """Return the result for a notebook's cell."""
+        names = ("metric", "value", "95% from", "to")
+        rows = [[n, value, *self.intervals[n]] for n, value in self.metrics.items()]
+        shown = pl.DataFrame(rows, schema=names, orient="row")
+        with pl.Config(tbl_rows=-1, float_precision=4, tbl_hide_dataframe_shape=True):
+            frames = [frame._repr_html_() for frame in (shown, *(frame for _, frame in self.tables))]
+        titles = [" ".join([f"Evaluated on {counted(self.num_rows, 'row')}.", *self.notes])]
+        titles += [title for title, _ in self.tables]
+        return "".join(f"<p>{html.escape(t)}</p>{f}" for t, f in zip(titles, frames, strict=True))
+
     def page(self, title: str) -> str:
         """Return the result as an HTML page: the lines for the console, and figures."""
         figures = {"What it predicts": [chart_figure(chart) for chart in self.charts]}
@@ -127,21 +145,7 @@ def evaluate(
     labels_B = torch.from_numpy(label.encoded(predictor.encoder.answers(cells.filter(known_B))))
     data = in_memory({**predictor.encoded(frame), "labels_B": labels_B})
     outputs = validation_outputs(predictor.model, data, predictor.batch_size, predictor.task)
-    metrics = predictor.task.compute(outputs)
-    random = np.random.default_rng(seed)
-    drawn: list[dict[str, float]] = []
-    for number in range(SAMPLES):
-        if on_progress and number % 20 == 0:
-            on_progress("draw rows again", number, SAMPLES)
-        index_B = torch.from_numpy(random.integers(0, len(frame), len(frame)))
-        try:
-            drawn.append(predictor.task.compute({name: value[index_B] for name, value in outputs.items()}))
-        except UserError:  # all rows drawn have one label
-            continue
-    intervals = {
-        name: tuple(np.nanquantile([one[name] for one in drawn] or [value], (0.025, 0.975)).tolist())
-        for name, value in metrics.items()
-    }
+    metrics, intervals = _measured(predictor.task, outputs, seed, on_progress)
     probabilities = predictor.task.link(outputs["logits"]).numpy()
     found, positions, notes = None, predictor.encoder.positions, list[str]()
     if importance:
@@ -168,6 +172,62 @@ def evaluate(
         notes=notes,
         charts=list(predictor.task.charts(outputs)) if predictor.task.charts else [],
     )
+
+
+def evaluate_checkpoint(
+    checkpoint: Path,
+    rows: object,
+    predictor: Callable[[], Any],
+    model: Callable[[], nn.Module],
+    *,
+    importance: bool = False,
+    batch_size: int = 1024,
+    on_progress: Progress | None = None,
+) -> Evaluation:
+    """Evaluate a checkpoint of any recipe on rows whose answers are known. rows: what `evaluate` takes for a
+    table, else what the recipe's `samples` takes. predictor, model: return the checkpoint's; one is called.
+    Raises UserError, also for importance of what has no columns."""
+    state = read_state(checkpoint)
+    config = stored_config(state.config, checkpoint / "state.json", load_settings())
+    recipe = find_recipe(config.recipe)
+    if recipe.tabular:
+        return evaluate(predictor(), rows, importance=importance, on_progress=on_progress)
+    if importance:
+        raise UserError(f"importance: is that of a table's columns; recipe {recipe.name} reads none")
+    loaded, task = model(), recipe.task_of(config, state.info)
+    data, notes = recipe.samples(checkpoint, config, loaded, rows)
+    outputs = validation_outputs(loaded, data, batch_size, task)
+    metrics, intervals = _measured(task, outputs, 0, on_progress)
+    return Evaluation(
+        num_rows=len(data),
+        left_out=0,
+        metric=task.metric,
+        metrics=metrics,
+        intervals=intervals,
+        notes=notes,
+        charts=list(task.charts(outputs)) if task.charts else [],
+    )
+
+
+def _measured(
+    task: Task, outputs: dict[str, Tensor], seed: int, on_progress: Progress | None
+) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
+    """Return the metrics and their intervals."""
+    metrics, num_rows = task.compute(outputs), len(outputs["loss"])
+    random = np.random.default_rng(seed)
+    drawn: list[dict[str, float]] = []
+    for number in range(SAMPLES):
+        if on_progress and number % 20 == 0:
+            on_progress("draw rows again", number, SAMPLES)
+        index_B = torch.from_numpy(random.integers(0, num_rows, num_rows))
+        try:
+            drawn.append(task.compute({name: value[index_B] for name, value in outputs.items()}))
+        except UserError:  # all rows drawn have one label
+            continue
+    return metrics, {
+        name: tuple(np.nanquantile([one[name] for one in drawn] or [value], (0.025, 0.975)).tolist())
+        for name, value in metrics.items()
+    }
 
 
 def _frame_of(predictor: Predictor, rows: object) -> pl.DataFrame:
@@ -198,7 +258,7 @@ def _thresholds(labels_B: Array, probabilities_B: Array, own: float) -> pl.DataF
     for threshold in sorted({*THRESHOLDS, best, own}):
         chosen_B = probabilities_B >= threshold
         hits, positive = float((labels_B[chosen_B] > 0).sum()), float((labels_B > 0).sum())
-        marks = ["best F1"] * (threshold == best) + ["the model's"] * (threshold == own)
+        marks = ["best F1 of these rows"] * (threshold == best) + ["the model's"] * (threshold == own)
         table.append(
             {
                 "threshold": threshold,

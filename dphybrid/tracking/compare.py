@@ -134,12 +134,14 @@ def find_runs(
 
 
 def page_path(uri: str, experiment: str, run: str | None) -> str:
-    """Return the part after `#` in the address of a run (name or id), or of all runs. Raises UserError if no
-    run has that name."""
+    """Return the part after `#` in the address of a run (name or id), or of the newest run's experiment.
+    Raises UserError if no run has that name."""
     client = MlflowClient(tracking_uri=uri)
     if run is None:
-        found = experiments_named(client, experiment)
-        there = f"/experiments/{found[0].experiment_id}/runs" if len(found) == 1 else "/experiments"
+        found = [each.experiment_id for each in experiments_named(client, experiment)]
+        # A recipe has an experiment of its own: that of the newest run.
+        newest = client.search_runs(found, order_by=["attributes.start_time DESC"], max_results=1)
+        there = f"/experiments/{newest[0].info.experiment_id}/runs" if newest else "/experiments"
         return f"{there}?workflowType=machine_learning"
     (run_id,) = find_runs(uri, experiment, [run])
     there = client.get_run(run_id).info.experiment_id

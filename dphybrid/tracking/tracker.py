@@ -94,11 +94,16 @@ class Tracker:
         return FILES if self._runs is not None else ""
 
     @property
+    def page(self) -> Path | None:
+        """The file of the run's report as a page; None if the run is not recorded."""
+        return None if self._file is None else self._file.folder / "record" / REPORT_PAGE
+
+    @property
     def run_url(self) -> str:
         """The address of the run's page."""
         if self._server is not None and self._experiment_id:
             return run_address(self._server.uri, self._experiment_id, self.run_id)
-        return str(self._file.folder / "record" / REPORT_PAGE) if self._file is not None else ""
+        return str(self.page or "")
 
     def start(
         self, run_name: str, params: Mapping[str, str], tags: Mapping[str, str], description: str

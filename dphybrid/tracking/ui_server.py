@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from starlette.requests import HTTPConnection
-from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dphybrid.util.errors import UserError
@@ -30,6 +30,11 @@ _START_S = 120.0
 """How long MLflow's server may take to answer; on a cold disk its imports take long."""
 _END_S = 10.0
 """How long the server may take to end before it is killed."""
+_ENTER = """<script>
+localStorage.setItem("mlflow.assistant.fab.autoOpenedOnFirstLoad_v1", "true");
+location.replace(location.pathname + location.hash);
+</script>"""
+"""Opens the same page without the token. MLflow opens its assistant over a page until this key is set."""
 _REFUSED = "Open the address that `dphybrid ui` printed: it carries a token.\n"
 
 
@@ -90,7 +95,7 @@ class _TokenOnly:
     """Wraps an ASGI app and lets only requests with the token pass.
 
     The token may be a bearer token (MLFLOW_TRACKING_TOKEN) or part of the address (`?token=`). The latter
-    sets a cookie, which lets later requests pass, and redirects to the same page without the token.
+    sets a cookie, which lets later requests pass, and is answered with `_ENTER`.
     """
 
     def __init__(self, app: ASGIApp, token: str, port: int) -> None:
@@ -107,7 +112,7 @@ class _TokenOnly:
         else:
             answer: Response = PlainTextResponse(_REFUSED, 403)
             if _equal(request.query_params.get("token", ""), self._token):
-                answer = RedirectResponse(scope["path"], 303)
+                answer = HTMLResponse(_ENTER)
                 answer.set_cookie(self._name, self._cookie, httponly=True, samesite="strict")
             answer.headers.update({"cache-control": "no-store", "referrer-policy": "no-referrer"})
             await answer(scope, receive, send)

@@ -164,7 +164,8 @@ class Session:
     `step`, which takes a `Step` and a batch and returns the summed loss and its number of terms. stateful:
     further objects whose state checkpoints store, by name. named: steps of the checkpoints that the results
     of an earlier attempt name, which therefore must stay. best_outputs: the `validation_outputs` of
-    the best evaluation, if this process made it.
+    the best evaluation, if this process made it. norms: the gradients' norms before they were clipped, since
+    the last line of metrics.
     """
 
     config: ExperimentConfig
@@ -186,6 +187,7 @@ class Session:
     stateful: dict[str, Stateful] = field(default_factory=dict)
     named: set[int] = field(default_factory=set)
     best_outputs: dict[str, Tensor] = field(default_factory=dict)
+    norms: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.stateful.update(splits=self.splits, clock=self.clock, saving=self.saver)

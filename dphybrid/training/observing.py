@@ -14,6 +14,7 @@ from dphybrid.embedding import RowPipeline
 from dphybrid.training.clock import NOT_A_STEP, StepTimes
 from dphybrid.training.display import Display
 from dphybrid.training.engine import Session
+from dphybrid.util.memory import peak_gib
 from dphybrid.util.stages import stage, timed
 
 
@@ -156,6 +157,10 @@ class Observer:
                 "perf/step_ms": step_ms,
                 "perf/samples_per_s": 1e3 * self._full / step_ms,
             }
+            metrics |= {f"perf/{name}_peak_gib": gib for name, gib in peak_gib().items()}
+            if session.norms:
+                metrics["train/grad_norm"] = sum(session.norms) / len(session.norms)
+                session.norms.clear()
             loss = self._loss / self._weight if self._weight else None
             if loss is not None:
                 metrics["train/loss"] = loss

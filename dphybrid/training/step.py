@@ -86,6 +86,8 @@ class Step:
                 clips = config.clip_norm > 0
                 size = clip_grad_norm_(parameters, config.clip_norm) if clips else gradient_sum(parameters)
                 finite = math.isfinite(size) and math.isfinite(loss)
+                if clips and finite:
+                    self.session.norms.append(float(size))
             if not finite and (found := self._not_finite(batch, loss, weight, clips)):
                 raise self.session.stop_at(found)
             updating = True

@@ -32,6 +32,18 @@ def page_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
+def peak_gib() -> dict[str, float]:
+    """Return the most memory in GiB that this process has had so far: of the host, and of the GPU where torch
+    has allocated the most, if it uses any."""
+    found = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+    # Not imported for this: a process without torch uses no GPU.
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        devices = range(torch.cuda.device_count())
+        found["gpu"] = max(map(torch.cuda.max_memory_allocated, devices)) / 2**30
+    return found
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether `error` means out of memory. torch raises OutOfMemoryError; cuDNN, cuBLAS and CUDA raise
     plain RuntimeErrors."""

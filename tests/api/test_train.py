@@ -93,7 +93,7 @@ def test_what_a_run_shows(run: TrainedRun) -> None:
     assert run.metrics["auc"] > 0.8
     assert repr(run) == f"<run first: auc {run.metrics['auc']:.4f}, log_loss {run.metrics['log_loss']:.4f}>"
     assert run.splits["rows"][:2].to_list() == [16, 16]
-    assert run.history.columns == ["step", "train loss", "validation auc", "validation log_loss"]
+    assert run.history.columns == ["epoch", "step", "train loss", "validation auc", "validation log_loss"]
     assert isinstance(run.model, torch.nn.Module)
     report = run.report()
     assert report.text.startswith("Validation:  auc ")

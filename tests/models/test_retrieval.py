@@ -333,3 +333,23 @@ def test_unknown_users_get_the_popular_items(trained: tuple[Report, Path], tmp_p
     ):
         assert words in command(*predict, "--out", str(tmp_path / "no.csv"), *more, ends=2)
     assert not (tmp_path / "no.csv").exists()
+
+
+def test_later_interactions_are_evaluated_as_a_test_part(data_dir: Path, tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.csv")
+    rows = pl.read_csv(tmp_path / "rows.csv", infer_schema=False)
+    rows[:300].write_csv(tmp_path / "early.csv")
+    later = pl.concat([rows[300:], pl.DataFrame({**rows[:1].to_dicts()[0], "user": "a stranger"})])
+    later.write_csv(tmp_path / "later.csv")
+    given = {"cutoffs": [3, 8], "epochs": 2, "devices": "cpu", "quiet": True, "tracking": "none"}
+    path = str(tmp_path / "early.csv")
+    run = dphybrid.train(path, test=str(tmp_path / "later.csv"), recipe="retrieval", **given)
+    for found in (run.evaluate(later), run.evaluate(tmp_path / "later.csv")):
+        assert found.metrics == pytest.approx(run.test_metrics)
+        assert re.search(
+            "101 rows with .* items to find; not evaluated: 1 rows of unseen users", found.text()
+        )
+    with refused("there is nothing to find in 300 rows"):
+        run.evaluate(rows[:300])
+    with refused("the rows have no column 'item'"):
+        run.evaluate(rows.drop("item"))

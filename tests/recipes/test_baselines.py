@@ -9,6 +9,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import log_loss, roc_auc_score
 from sklearn.preprocessing import TargetEncoder
 
+import dphybrid
 from dphybrid.data import Prepared
 from dphybrid.recipes.configs import build_config
 from dphybrid.recipes.ctr.leaks import _means_of_values
@@ -115,7 +116,13 @@ def test_a_run_says_what_it_adds(
     table().write_csv(file)
     values = ["recipe=ctr", f"data.path={file}", "data.label=clicked", "train.epochs=2"]
     report = run_with(*values)
-    assert "Note: column 'score' alone predicts the label (AUC 1.0000)" in capsys.readouterr().out
+    doubt = "column 'score' alone predicts the label (AUC 1.0000)"
+    assert f"Note: {doubt}" in capsys.readouterr().out
+    assert report.text.rpartition("Doubt: ")[2].strip().startswith(doubt)  # the last lines
+    (run,) = dphybrid.runs()
+    assert run.doubts == report.doubts
+    assert doubt in repr(run)
+    assert doubt.replace("'", "&#x27;") in run._repr_html_()
     assert report.beside.startswith("majority class auc 0.5000 (this run is 0.")
     assert f"Baselines: {report.beside}" in " ".join(report.text.split())  # which wraps at 80 columns
     found = MetricsPage.read(data_dir / "runs" / report.run_name / "metrics.json").baselines

@@ -32,6 +32,23 @@ class Ratings(NewRecipe):
         return super().predict(model, rows, known).select("rating")
 
 
+class Parted(Ratings):
+    name = "parted"
+
+    def rows(self, data: Any, seed: int) -> Any:
+        train, valid, known = super().rows(data, seed)
+        parts = [
+            {name: cells[part] for name, cells in valid.items()} for part in (slice(100), slice(100, 200))
+        ]
+        return (train, *parts, known)
+
+    def labelled(self, rows: Any, vocabularies: Any) -> Any:
+        if isinstance(rows, dict):
+            return rows
+        ids = {f"{name}_B": vocabularies[name].ids(rows[name]) for name in ("user", "item")}
+        return ids | {"rating_B": rows["rating"].cast(pl.Float32).to_numpy()}
+
+
 class Mute(Ratings):
     predict = Recipe.predict
 
@@ -124,5 +141,26 @@ def test_a_metric_of_losses_has_no_constant_to_stand_beside() -> None:
 
 
 def test_vocabularies_that_are_none_are_told() -> None:
-    with refused("recipe odd: rows.. returned a tuple; return .training split"):
+    with refused("recipe odd, test split: sample 0 is an int"):
         trained("Odd")
+
+
+def test_a_third_split_is_the_test_part_and_new_rows_are_evaluated_as_it_is(
+    data_dir: Path, tmp_path: Path
+) -> None:
+    trained("Parted")
+    (run,) = dphybrid.runs()
+    recipe = Parted()
+    _, _, held, known = recipe.rows(recipe.data(), 0)
+    found = run.evaluate(held)
+    assert found.metrics == run.test_metrics
+    assert found.num_rows == 100
+    assert "95% from" in found._repr_html_()
+    words = {name: [known[name].value(n) for n in held[f"{name}_B"]] for name in ("user", "item")}
+    pl.DataFrame({**words, "rating": held["rating_B"]}).write_csv("held.csv")
+    told = command("evaluate", "one", "--data.path", "held.csv")
+    assert "Evaluated on 100 rows" in told
+    (name,) = found.metrics
+    assert f"{name:<18}{found.metrics[name]:.4f}" in told
+    with refused("importance: is that of a table's columns"):
+        run.evaluate(held, importance=True)

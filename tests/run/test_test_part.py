@@ -14,7 +14,10 @@ from dphybrid.config import DataConfig
 from dphybrid.recipes.kge import KgeDataConfig
 from dphybrid.recipes.retrieval import RetrievalDataConfig
 from dphybrid.recipes.text import TextDataConfig
+from dphybrid.run.pages import MetricsPage
+from dphybrid.tracking.html import number
 from dphybrid.training import loop
+from dphybrid.training.metrics import Confusion
 from tests.preparing import from_file, prepare, table_of
 from tests.refusing import refused
 
@@ -48,9 +51,15 @@ def test_the_test_rows_are_measured_once_and_shown_beside_validation(
     assert run.test_metrics["auc"] == pytest.approx(expected)
     assert "test_auc" not in run.metrics
     first, second = run.report().text.splitlines()[:2]
-    assert first == f"Validation:  auc {run.metrics['auc']:.4f}, log_loss {run.metrics['log_loss']:.4f}"
-    assert second.startswith(f"Test:        auc {expected:.4f}, log_loss ")
-    assert second in run.report().page()
+    assert first.startswith(f"Test:        auc {expected:.4f}, log_loss ")
+    assert second == f"Validation:  auc {run.metrics['auc']:.4f}, log_loss {run.metrics['log_loss']:.4f}"
+    page = run.report().page()
+    assert first in page
+    assert "What it predicts: test rows" in page
+    charts = MetricsPage.read(run.folder / "metrics.json").charts
+    (confusion,) = (chart for chart in charts if isinstance(chart, Confusion))
+    assert sum(map(sum, confusion.counts)) == 150  # of the test rows
+    assert f"auc: {number(run.metrics['auc'])} at the epoch that is kept" in page
     assert '"test/auc"' in (run.folder / "record.jsonl").read_text()
 
     without = dphybrid.train(rows, label="y", epochs=1, devices="cpu", quiet=True)

@@ -63,7 +63,7 @@ def test_metrics_are_those_of_the_predictions_and_lie_in_their_intervals(runs: d
     half = found.thresholds.filter(pl.col("threshold") == 0.5)
     assert half["precision"].item() == pytest.approx(metrics.precision_score(wanted_B, yes_B >= 0.5))
     assert half["recall"].item() == pytest.approx(metrics.recall_score(wanted_B, yes_B >= 0.5))
-    best = found.thresholds.filter(pl.col("") == "best F1")
+    best = found.thresholds.filter(pl.col("") == "best F1 of these rows")
     assert best["f1"].item() == pytest.approx(max(metrics.f1_score(wanted_B, yes_B >= p) for p in yes_B))
 
     classes = runs["kind"].evaluate(held)

@@ -6,8 +6,9 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -169,12 +170,7 @@ def test_the_example_serves_requests_at_once_and_names_a_missing_column(
     multiclass: tuple[Any, pl.DataFrame, Path],
 ) -> None:
     run, rows, exported = multiclass
-    port = free_port()
-    serve = [sys.executable, "-m", "uvicorn", "serve:app", "--app-dir", str(REPOSITORY / "examples")]
-    server = subprocess.Popen([*serve, "--port", str(port)], env=os.environ | {"EXPORT": str(exported)})
-    client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
-    try:
-        wait_until(lambda: answers(client), "the service answers")
+    with served(exported) as client:
         pairs = [rows[n : n + 2].to_dicts() for n in range(0, 16, 2)]
         with ThreadPoolExecutor(8) as pool:
             found = list(pool.map(lambda each: client.post("/predict", json=each).json(), pairs))
@@ -183,6 +179,18 @@ def test_the_example_serves_requests_at_once_and_names_a_missing_column(
         for asked, words in ((without, "row 1 has no"), (rows[:1].to_dicts() + without, "row 2 has no")):
             lacking = client.post("/predict", json=asked)
             assert (lacking.status_code, f"{words} column 'shop'" in lacking.json()["detail"]) == (400, True)
+
+
+@contextmanager
+def served(exported: Path) -> Iterator[httpx.Client]:
+    """A client of the example's service."""
+    port = free_port()
+    serve = [sys.executable, "-m", "uvicorn", "serve:app", "--app-dir", str(REPOSITORY / "examples")]
+    server = subprocess.Popen([*serve, "--port", str(port)], env=os.environ | {"EXPORT": str(exported)})
+    client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
+    try:
+        wait_until(lambda: answers(client), "the service answers")
+        yield client
     finally:
         server.terminate()
         server.wait(30)
@@ -247,6 +255,13 @@ def test_recommendations_are_the_runs(unrecorded: None, tmp_path: Path) -> None:
     scores = [score for each in found[:-1] for score in each["scores"]]
     np.testing.assert_allclose(scores, wanted["score"].drop_nulls(), rtol=1e-5)
     assert found[-1]["scores"] is None  # an unknown user gets popular items
+    with served(tmp_path / "out") as client:
+        for asked, expected in (
+            ({"user": users[0], "k": 3}, run.recommend(users[0], 3)),
+            ({"k": 4, "met": ["i95", "i321"]}, run.recommend(k=4, history=["i95", "i321"])),
+        ):
+            answer = client.get("/recommend", params=asked).json()
+            assert answer["items"] == expected["item"].to_list()
     pytest.importorskip("faiss")
     lines = python(REPOSITORY / "examples" / "ann_index.py", tmp_path / "out").stdout.splitlines()
     assert float(lines[-1].split("recall@10 ")[1].split()[0]) > 0.95

@@ -75,7 +75,14 @@ def test_the_finer_metrics_are_in_the_record_which_is_an_artifact(
     table = pandas.read_json(file, lines=True)
     curves = table[table["op"] == "metrics"].dropna(axis=1, how="all")
     stages = {f"timing/{stage}_ms" for stage in ("lookup", "scatter", "replicate", "forward", "gather")}
-    assert {*stages, "perf/step_ms_p95", "train/lr", "system/cpu_pct"} < set(curves.columns)
+    assert {
+        *stages,
+        "perf/step_ms_p95",
+        "train/lr",
+        "train/grad_norm",
+        "perf/host_peak_gib",
+        "system/cpu_pct",
+    } < set(curves.columns)
     steps = curves.dropna(subset=["timing/forward_ms"])["step"]
     assert steps.to_list() == list(range(20, 320, 20))
     summary = table[table["op"] == "summary"].filter(like="timing_share/")

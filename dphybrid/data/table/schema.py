@@ -33,6 +33,10 @@ class SchemaFile(Section):
     columns: Mapping[str, Mapping[str, object]] = Field(default_factory=dict)
 
 
+GIVEN = "as given"
+"""The reason for a kind that a flag or the schema names."""
+
+
 @dataclass(frozen=True)
 class DescribedColumn:
     """A column, the reason for its kind (empty if there is nothing to report), and a few values for the
@@ -198,7 +202,7 @@ def _described(rows: Rows, sample: Sample, role: str | None, section: Mapping[st
     if not role and sample.name in rows.index:
         kind, reason = Ignore, "the index of the rows"
     elif role:
-        kind, reason = kind_of(role), "as given"
+        kind, reason = kind_of(role), GIVEN
     else:  # always finds one, as the last of KINDS claims every column
         able = (kind for kind in KINDS if kind.lists or sample.cells.dtype != pl.List)
         claims = ((kind, kind.claims(sample)) for kind in able)

@@ -22,10 +22,10 @@ from dphybrid.data.table.files import find_files, partitions, read_jobs
 from dphybrid.data.table.kinds import KINDS, Category, Text
 from dphybrid.data.table.labels import Label, class_weights, label_of_numbers, label_of_texts
 from dphybrid.data.table.reading import Plan, Table, read_table
-from dphybrid.data.table.schema import SchemaFile, read_schema, schema_text
+from dphybrid.data.table.schema import GIVEN, SchemaFile, read_schema, schema_text
 from dphybrid.data.table.splits import TEST, TRAIN, VALID, RowSplit, extended_split, rows_in_both, split_rows
 from dphybrid.util.digests import code_digest
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, counted
 from dphybrid.util.files import given_path
 from dphybrid.util.text import as_flags
 
@@ -380,10 +380,14 @@ def _column_lines(table: Table, encoder: Encoder) -> list[str]:
         parts = [part.name for part in numbers[column.name].parts] if column.name in numbers else []
         ids = sum(num_ids.get(name, 0) for name in {column.name, *parts})
         samples = [_escaped(t if len(t) <= 24 else t[:21] + "...") for t in found.samples]
-        reason = f"  ({found.reason})" if found.reason and ";" not in found.reason else ""
+        reason = (
+            "" if not found.reason or found.reason == GIVEN or ";" in found.reason else f"  ({found.reason})"
+        )
         rows.append((_escaped(column.name), column.role, ids, samples, reason))
     wide = max(len("column"), *(len(name) for name, *_ in rows))
     lines = [f"  {'column':<{wide}}  role         table rows  values such as"]
+    if given := sum(found.reason == GIVEN for found in table.plan.described):
+        lines[:0] = [f"  roles: of {counted(given, 'column')} as given, by flags or data.schema_file"]
     for name, role, ids, samples, reason in rows:
         line = f"  {name:<{wide}}  {role:<11} {ids:>11,}  {''.join(samples[:1])}"
         for sample in samples[1:]:

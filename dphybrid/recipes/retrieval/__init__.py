@@ -219,6 +219,7 @@ class Retrieval(Recipe):
     training_rows = imported("dphybrid.recipes.retrieval.histories:training_histories")
     optimizers = imported("dphybrid.recipes.retrieval.histories:optimizers")
     task = imported("dphybrid.recipes.retrieval.ranking:recommending")
+    samples = imported("dphybrid.recipes.retrieval.recommend:later_interactions")
     predictor = imported("dphybrid.recipes.retrieval.recommend:Recommender")
 
     def task_of(self, config: ExperimentConfig, info: Mapping[str, Any]) -> "Task":

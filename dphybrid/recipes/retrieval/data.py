@@ -42,6 +42,16 @@ def _by_user(pairs_N2: Array, num_users: int) -> tuple[Array, Array]:
     return np.concatenate([[0], np.cumsum(counts_U)]), np.ascontiguousarray(pairs_N2[:, 1])
 
 
+def to_find(pairs_N2: Array, seen: tuple[Array, Array], num_users: int) -> tuple[Array, Array]:
+    """Return each user's items to find, as (starts, items): those of pairs whose user and item training knows
+    (-1: it does not), without the items that the user has `seen`."""
+    pairs_N2 = pairs_N2[(pairs_N2 >= 0).all(1)].astype(np.int64)
+    starts, items = seen
+    width = 1 + max(pairs_N2[:, 1].max(initial=0), items.max(initial=0))
+    seen_N = np.repeat(np.arange(num_users), np.diff(starts)) * width + items
+    return _by_user(pairs_N2[~np.isin(pairs_N2[:, 0] * width + pairs_N2[:, 1], seen_N)], num_users)
+
+
 def _in_order(pairs_N2: Array, times_N: Array | None) -> tuple[Array, Array]:
     """Return each user's items, in the order of their times or of the rows, as (starts, items) for
     `lists_of`. Every user has a pair."""
@@ -166,9 +176,7 @@ class _InteractionSource:
         seen_starts, seen_items = _by_user(train_N2 if d.exclude_seen else train_N2[:0], len(users))
         history_starts, history_items = _in_order(train_N2, times_N if times_N is None else times_N[~held_N])
         # Only known users and items have vectors, and the ranking leaves out what a user met in training.
-        known = pl.DataFrame(valid_N2[(valid_N2 >= 0).all(1)])
-        new = known.join(pl.DataFrame(train_N2), on=known.columns, how="anti") if d.exclude_seen else known
-        held_starts, held_items = _by_user(new.to_numpy(), len(users))
+        held_starts, held_items = to_find(valid_N2, (seen_starts, seen_items), len(users))
         held_users = np.flatnonzero(np.diff(held_starts))
         if not len(held_users):
             raise UserError(
@@ -184,6 +192,7 @@ class _InteractionSource:
             "last": f"each user's last by {d.time}{how}",
         }[d.chosen_split]
         unknown_N2 = valid_N2 < 0
+        known = len(valid_N2) - unknown_N2.any(1).sum()
         lines = [
             f"  {d.path or 'generated sample'}: {counted(len(rows), 'row')}, {len(users):,} users and "
             f"{len(items):,} items in training",
@@ -192,7 +201,7 @@ class _InteractionSource:
             f"{len(held_users):,} users with {len(held_items):,} items to find",
             f"  not evaluated: {unknown_N2[:, 0].sum():,} rows of unseen users, "
             f"{unknown_N2[:, 1].sum():,} of unseen items, "
-            f"{len(known) - len(held_items):,} of repeated pairs",
+            f"{known - len(held_items):,} of repeated pairs",
         ]
         test: dict[str, Array] = {}
         if self.test_files:
@@ -254,16 +263,11 @@ class _InteractionSource:
         rows of data.path. Raises UserError if there is nothing to find."""
         met_N = (pairs_N2 >= 0).all(1)
         before_N2 = pairs_N2[met_N]
-        known = pl.DataFrame(test_N2[(test_N2 >= 0).all(1)])
-        new = (
-            known.join(pl.DataFrame(before_N2), on=known.columns, how="anti")
-            if self.data.exclude_seen
-            else known
-        )
-        held_starts, held_items = _by_user(new.to_numpy(), num_users)
+        seen = _by_user(before_N2 if self.data.exclude_seen else before_N2[:0], num_users)
+        held_starts, held_items = to_find(test_N2, seen, num_users)
         lists = {
             "held": (held_starts, held_items),
-            "seen": _by_user(before_N2 if self.data.exclude_seen else before_N2[:0], num_users),
+            "seen": seen,
             "history": _in_order(before_N2, times_N if times_N is None else times_N[met_N]),
         }
         if not len(held_items):
@@ -388,12 +392,12 @@ class _PairDataset(Dataset):
         return {"pairs_B2": _long(self.arrays["train_pairs"][index_B])}
 
 
-class _HeldDataset(Dataset):
+class HeldDataset(Dataset):
     """Validation or test users, each with the held-out items to find and the items met before, which ranking
     leaves out. Both lists are sorted and padded with the number of items, which is no item's number."""
 
     def __init__(self, arrays: Mapping[str, Array], part: str) -> None:
-        # Those of validation have no prefix, except for its users.
+        # Those of validation, and of later rows, have no prefix, except for the users.
         of_part = "test_" if part == "test" else ""
         lists = {
             name.removeprefix(of_part): array for name, array in arrays.items() if name.startswith(of_part)
@@ -422,4 +426,4 @@ def _long(array: Array) -> Tensor:
 
 def part_of(prepared: Prepared, name: str) -> Dataset:
     """Return a split of prepared interactions: "train" as pairs, the others as users."""
-    return _PairDataset(prepared.arrays) if name == "train" else _HeldDataset(prepared.arrays, name)
+    return _PairDataset(prepared.arrays) if name == "train" else HeldDataset(prepared.arrays, name)

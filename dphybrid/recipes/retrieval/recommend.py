@@ -32,6 +32,7 @@ from dphybrid.data.table.rows import Rejected
 from dphybrid.embedding import rank_rows
 from dphybrid.recipes.configs import build_config
 from dphybrid.recipes.retrieval import RetrievalDataConfig
+from dphybrid.recipes.retrieval.data import HeldDataset, to_find
 from dphybrid.recipes.retrieval.histories import HistoryModel, histories
 from dphybrid.training.checkpoint import read_state
 from dphybrid.training.tensor_file import write_tensors
@@ -218,6 +219,47 @@ class Recommender:
         items = people.names.to_frame("user").join(lists, "user", "left", maintain_order="left")["item"]
         return replace(people, new=_Lists.of(items.fill_null([])).known)
 
+    def held(self, rows: object) -> tuple[HeldDataset, list[str]]:
+        """Return the users of later interactions with the items to find, as a test part has them, and what is
+        left out. rows: a frame with the columns of users and items, or the path of files. Raises UserError
+        without these columns, and if there is nothing to find."""
+        if isinstance(rows, str | Path):
+            found = read_files(find_files(str(rows), "data.path"), self._reading, [])
+            frames = [
+                pl.DataFrame({n: chunk.cells[n] for n in (self._user, self._item) if n in chunk.names})
+                for chunk in found
+            ]
+        else:
+            frames = [as_frame(rows, "the rows").lazy().collect()]
+        for frame in frames:
+            if missing := {self._user, self._item}.difference(frame.columns):
+                raise UserError(f"the rows have no column {min(missing)!r}; add it")
+        events = pl.concat(self._events(frame[self._user], frame[self._item]) for frame in frames)
+        pairs_N2 = np.stack([self._people(events["user"]).numbers_B, events["item"].to_numpy()], 1)
+        seen, history, num_users = self._seen, self._history, len(self._users)
+        held_starts, held_items = to_find(pairs_N2, (seen.starts, seen.items), num_users)
+        users, items = ((pairs_N2[:, place] < 0).sum() for place in (0, 1))
+        known = (pairs_N2 >= 0).all(1).sum()
+        note = (
+            f"{len(events):,} rows with {len(held_items):,} items to find; not evaluated: {users:,} rows of "
+            f"unseen users, {items:,} of unseen items, {known - len(held_items):,} of repeated pairs"
+        )
+        if not len(held_items):
+            raise UserError(f"there is nothing to find in {note}")
+        arrays = {
+            "valid_users": np.flatnonzero(np.diff(held_starts)),
+            "users_UF": self._users_UF.numpy(),
+            "items_VF": self._catalog_VF.numpy(),
+            "inputs_PF": self._inputs_PF,
+            "held_starts": held_starts,
+            "held_items": held_items,
+            "seen_starts": seen.starts,
+            "seen_items": seen.items,
+            "history_starts": history.starts,
+            "history_items": history.items,
+        }
+        return HeldDataset(arrays, "valid"), [note]
+
     def predict_file(
         self,
         path: str | Path,
@@ -391,6 +433,13 @@ class Recommender:
             "score": pl.Series(scores_BK[user_N, place_N], nan_to_null=True),
         }
         return pl.DataFrame(columns)
+
+
+def later_interactions(
+    checkpoint: Path, config: ExperimentConfig, model: nn.Module, rows: object
+) -> tuple[HeldDataset, list[str]]:
+    """Return `Recommender.held` of a checkpoint's model."""
+    return Recommender(checkpoint, config, lambda: model, 1).held(rows)
 
 
 def _ids(rows: pl.DataFrame) -> torch.Tensor:
