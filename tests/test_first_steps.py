@@ -36,11 +36,11 @@ def test_help_lists_the_recipes_with_their_sentences() -> None:
 def test_the_help_of_training_lists_recipes_and_a_tables_flags() -> None:
     told = command("train", "--help")
     assert f"ctr        {find_recipe('ctr').summary.split()[0]}" in told
-    assert told.index("retrieval") < told.index("--data.label")
+    assert told.index("retrieval") < told.index("Column to predict")
     assert "The flags below are ctr's" in told
     told = command("train", "--help", "--recipe", "text")
     assert "The flags below are text's" in told
-    assert "--data.label" not in told
+    assert "Column to predict" not in told
 
 
 @pytest.mark.parametrize("names", [("a,b", "c"), ("a", "b"), (" a",), ("[1]",), ("[a", "b]"), ('["x"]',), ()])

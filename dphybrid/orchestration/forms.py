@@ -29,6 +29,9 @@ FEW = {
 }
 """The values that most users set: parameter of a flow -> field of the config."""
 
+_REQUIRED = " (required)"
+"""In the description of a field that has no default; Prefect's pages mark the others as optional."""
+
 # A word with an asterisk, such as cpu*8, without brackets and punctuation around it.
 _WITH_ASTERISK = re.compile(r"[^\s,;()]*\*[^\s,;()]*[^\s,;:().]")
 
@@ -71,7 +74,7 @@ def form_of(flow: Flow[..., object], recipe: str | None) -> ParameterSchema:
     for name in (name for name in parameters if name in few or name not in FEW):
         own = (parameters[name].get("description", ""), parameters[name].get("default"))
         shown[name] = _leaf(parameters[name]) | {
-            "description": _sentence(*(fields[few[name]][1:] if name in few else own))
+            "description": _sentence(*(fields[few[name]][1:] if name in few else own)).replace(_REQUIRED, "")
         }
     shown["config"] = _section(find_recipe(recipe).config_class, few.values())
     shown["config"] |= {"title": "config", "description": parameters["config"].get("description", "")}
@@ -82,6 +85,7 @@ def form_of(flow: Flow[..., object], recipe: str | None) -> ParameterSchema:
         field["position"] = position
     # Sections are written out where they are used, so the schema needs no definitions.
     form.properties, form.definitions = shown, {}
+    form.required = [name for name in few if _REQUIRED in fields[few[name]][1]]
     return form
 
 

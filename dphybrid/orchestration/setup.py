@@ -30,7 +30,7 @@ from prefect.settings import PREFECT_CLI_WRAP_LINES, PREFECT_UI_URL, temporary_s
 from pydantic import TypeAdapter
 
 from dphybrid.orchestration.checking import LOCAL, PACKAGED, check_deployments, load_flow, read_page
-from dphybrid.orchestration.forms import form_of
+from dphybrid.orchestration.forms import experiment, form_of
 from dphybrid.orchestration.queueing import ENDINGS, SILENT, SILENT_FOR, reaching_server
 from dphybrid.orchestration.worker import SHARED_QUEUES
 from dphybrid.recipes.registry import DEFAULT
@@ -104,6 +104,8 @@ async def _renew(page: dict[str, Any]) -> None:
                     recipe = DEFAULT
                 # `prefect deploy` gives each deployment its flow's form, the same for all recipes.
                 form = form_of(flow, recipe)
+                if form.required and experiment(there.parameters).data.model_dump().get("path"):
+                    form.required = []
             new: dict[str, Any] = {
                 "entrypoint": entry["entrypoint"],
                 "version": entry.get("version") or flow.version,

@@ -25,7 +25,7 @@ from dphybrid.recipes.configs import stored_config
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.run.report import chart_figure
 from dphybrid.serving.predict import Predictor
-from dphybrid.tracking.html import html_of
+from dphybrid.tracking.html import html_of, table
 from dphybrid.training.checkpoint import read_state
 from dphybrid.training.importance import SECONDS, in_memory
 from dphybrid.training.importance import importance as permuted
@@ -75,9 +75,7 @@ class Evaluation:
 
     def text(self) -> str:
         """Return the result as lines for the console."""
-        lines = [f"Evaluated on {counted(self.num_rows, 'row')}", *self.notes]
-        if self.left_out:
-            lines.append(f"Left out: {counted(self.left_out, 'row')} without a label")
+        lines = list(self._head)
         for name, value in self.metrics.items():
             low, high = self.intervals[name]
             decides = " (decides)" if name == self.metric else ""
@@ -86,21 +84,31 @@ class Evaluation:
             lines += [f"{title}:", *(f"  {line}" for line in aligned(_cells(frame)))]
         return "\n".join(lines)
 
+    @property
+    def _head(self) -> list[str]:
+        left_out = [f"Left out: {counted(self.left_out, 'row')} without a label"] * (self.left_out > 0)
+        return [f"Evaluated on {counted(self.num_rows, 'row')}", *self.notes, *left_out]
+
+    @property
+    def _html(self) -> dict[str, list[str]]:
+        """The tables as HTML, by title."""
+        measured = [
+            [name, *map("{:.4f}".format, (value, *self.intervals[name]))]
+            for name, value in self.metrics.items()
+        ]
+        shown = {"Metrics": [["", "value", "95% from", "to"], *measured]}
+        return {
+            title: [table(rows)] for title, rows in (shown | {t: _cells(f) for t, f in self.tables}).items()
+        }
+
     def _repr_html_(self) -> str:
-        """Return the result for a notebook's cell."""
-        names = ("metric", "value", "95% from", "to")
-        rows = [[n, value, *self.intervals[n]] for n, value in self.metrics.items()]
-        shown = pl.DataFrame(rows, schema=names, orient="row")
-        with pl.Config(tbl_rows=-1, float_precision=4, tbl_hide_dataframe_shape=True):
-            frames = [frame._repr_html_() for frame in (shown, *(frame for _, frame in self.tables))]
-        titles = [" ".join([f"Evaluated on {counted(self.num_rows, 'row')}.", *self.notes])]
-        titles += [title for title, _ in self.tables]
-        return "".join(f"<p>{html.escape(t)}</p>{f}" for t, f in zip(titles, frames, strict=True))
+        parts = (f"<p>{html.escape(title)}</p>{part}" for title, (part,) in self._html.items())
+        return f"<p>{html.escape('. '.join(self._head))}</p>{''.join(parts)}"
 
     def page(self, title: str) -> str:
-        """Return the result as an HTML page: the lines for the console, and figures."""
+        """Return the result as an HTML page: the same tables, and figures."""
         figures = {"What it predicts": [chart_figure(chart) for chart in self.charts]}
-        return html_of(title, {"Evaluation": self.text()}, figures)
+        return html_of(title, {"Evaluation": "\n".join(self._head)}, {**self._html, **figures})
 
 
 def _cells(frame: pl.DataFrame) -> list[list[str]]:

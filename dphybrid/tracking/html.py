@@ -28,7 +28,10 @@ _HEAD = """<!doctype html>
     padding: 1rem; }
   h2 { font-size: 1.1rem; margin: 1.6rem 0 .5rem; border-bottom: 1px solid #d8dee6; }
   pre { background: #f4f6f8; padding: .6rem; overflow-x: auto; } pre:empty { display: none; }
+  table { border-collapse: collapse; } th { vertical-align: bottom; } td + td, th + th { text-align: right; }
+  th, td { text-align: left; padding: .1rem .5rem; border-bottom: 1px solid #d8dee6; }
   svg { max-width: 100%; height: auto; margin-right: 1.5rem; }
+  @media (max-width: 45rem) { pre { white-space: pre-wrap; font-size: .75rem; } svg { margin: 0; } }
 </style>"""
 
 
@@ -49,6 +52,14 @@ def html_of(title: str, texts: Mapping[str, str], figures: Mapping[str, Sequence
     return printable(
         f"{_HEAD}\n<title>{html.escape(title)}</title>\n<h1>{html.escape(title)}</h1>\n" + "\n".join(parts)
     )
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows of texts as a table. The first one is its head, in which names may break at underscores."""
+    head, *body = [[html.escape(cell) for cell in row] for row in rows]
+    lines = ["".join(f"<th>{name.replace('_', '_<wbr>')}</th>" for name in head)]
+    lines += ["".join(f"<td>{cell}</td>" for cell in row) for row in body]
+    return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
 
 
 def lines(shown: Sequence[Line], title: str = "", x: str = "", y: str = "") -> str:
