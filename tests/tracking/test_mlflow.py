@@ -106,6 +106,7 @@ def test_the_report_is_text_whatever_columns_are_called(data_dir: Path, tmp_path
     assert odd in "".join(blocks[1::2])
     page = (data_dir / "runs" / report.run_name / "record" / "Report.html").read_text()
     assert "<script" not in page
+    assert f"auc: {report.metrics['auc']:.4g} at the epoch that is kept" in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt; | `x` $y^" in page
 
 
