@@ -50,7 +50,7 @@ class GivenSource(Source):
         given: Any = self.rows(self.data, self.seed)
         splits, vocabularies = list(given) if isinstance(given, tuple) else [], {}
         # A split is a mapping of arrays.
-        if splits and isinstance(splits[-1], Mapping) and _are_vocabularies(splits[-1]):
+        if len(splits) > 2 and isinstance(splits[-1], Mapping) and _are_vocabularies(splits[-1]):
             vocabularies = splits.pop()
         if len(splits) not in (2, 3):
             raise UserError(
