@@ -7,7 +7,6 @@ from typing import Any
 
 import yaml
 from prefect import Flow
-from prefect.cli.deploy._models import DeploymentConfig
 from prefect.client.schemas.actions import DeploymentScheduleUpdate
 from prefect.client.schemas.schedules import CronSchedule
 from pydantic import ValidationError
@@ -31,7 +30,7 @@ _UNLESS_GIVEN: dict[str, Any] = {
     # stream_output: as in the package's deployments
     "work_pool": {"name": "gpu", "work_queue_name": "any", "job_variables": {"stream_output": False}},
 }
-"""What Prefect requires of an entry that is created."""
+"""What Prefect requires of an entry that it creates: without a work pool it would refuse it."""
 
 
 def read_page(given: Path | None) -> tuple[dict[str, Any], Path]:
@@ -97,11 +96,8 @@ def check_deployments(entries: list[dict[str, Any]], file: Path) -> list[str]:
         for place, schedule in ({"": None} | named).items():
             where = f"{file.name}: deployment {entry['name']}{place}"
             try:
-                DeploymentConfig.model_validate(entry)
                 _check(load_flow(entry["entrypoint"]), entry.get("parameters") or {}, schedule)
                 lines.append(f"{where}: valid")
-            except ValidationError as error:  # of Prefect's own check
-                mistakes += [f"{where}: {_path(wrong)}: {plain_words(wrong)}" for wrong in error.errors()]
             except UserError as error:
                 mistakes.append(f"{where}: {error}")
     if mistakes:
@@ -129,7 +125,8 @@ def _check(flow: Flow[..., object], parameters: Any, schedule: Mapping[str, Any]
     except UserError:
         raise
     except ValidationError as error:
-        raise UserError("; ".join(f"{_path(e)}: {plain_words(e)}" for e in error.errors())) from error
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {plain_words(e)}" for e in error.errors())
+        raise UserError(wrong) from error
     except Exception as error:  # Prefect has its own exceptions for unknown names and wrong types
         raise UserError(str(error)) from error
     check_values(values)
@@ -137,10 +134,6 @@ def _check(flow: Flow[..., object], parameters: Any, schedule: Mapping[str, Any]
     runs = schedule is not None and schedule.get("active", True)
     if runs and "register_as" in properties and experiment(values).checkpoint.register_as is None:
         raise UserError("checkpoint.register_as is not set; name the registered model to retrain")
-
-
-def _path(wrong: Any) -> str:
-    return ".".join(map(str, wrong["loc"]))
 
 
 def check_values(parameters: Mapping[str, Any]) -> None:

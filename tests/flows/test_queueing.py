@@ -214,7 +214,7 @@ def test_a_local_file_is_laid_over_the_packages_deployments(
     assert named.name == "prefect.local.yaml"
     setup.check(None)
     names = [entry["name"] for entry in page["deployments"]]
-    assert names == [entry["name"] for entry in packaged["deployments"]]
+    assert names == [*(entry["name"] for entry in packaged["deployments"]), "train-mine"]
     (before, after) = (
         next(entry for entry in each["deployments"] if entry["name"] == "retrain-hybrid")
         for each in (packaged, page)
