@@ -22,7 +22,7 @@ from tests.flows.servers import REPOSITORY, Team
 from tests.test_pages import commands, write_visits
 from tests.waiting import patience
 
-ADDRESS, DEPLOY, RETRAIN, PREDICT = commands(deployed=True)
+WRITE, ADDRESS, DEPLOY, RETRAIN, PREDICT = commands(deployed=True)
 
 
 TERMINAL = """
@@ -330,7 +330,7 @@ def test_the_page_retrains_and_scores(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     answers = write_visits(1500, 300)
-    terminal.types(tmp_path, ADDRESS, RETRAIN)
+    terminal.types(tmp_path, WRITE, ADDRESS, RETRAIN)
     (decision,) = team.post("/artifacts/latest/filter", {"artifacts": {"key": {"any_": ["decision"]}}})
     assert decision["data"].startswith("Promoted: the challenger of visits is ")
     terminal.types(tmp_path, PREDICT)
