@@ -123,15 +123,16 @@ def clean(columns: Iterable[pl.Series], missing: Iterable[str]) -> list[pl.Serie
     durations become seconds. A text that means no value also means its number: -999 and -999.0 are one."""
     # Columns are named by number, as polars reads names such as `*` as patterns. One call covers all columns,
     # with one expression per type: starting polars' engine takes longer than the work on few cells.
-    frame = pl.DataFrame([cells.alias(str(position)) for position, cells in enumerate(columns)])
+    named = [cells.alias(str(position)) for position, cells in enumerate(columns)]
     none = {"", *missing}
     marks = [float(text) for text in none if re.fullmatch(_NUMBER, text)]
     names: dict[pl.DataType, list[str]] = {}
-    for cells in frame.get_columns():
-        if len(frame) > FEW or not _is_clean(cells, none, marks):
+    for cells in named:
+        if len(cells) > FEW or not _is_clean(cells, none, marks):
             names.setdefault(cells.dtype, []).append(cells.name)
     if not names:
-        return frame.get_columns()
+        return named
+    frame = pl.DataFrame(named)
     frame = frame.with_columns(_read(each, dtype, marks) for dtype, each in names.items())
     # A separate step: in one step with the above, polars would strip the texts twice.
     schema = frame.schema  # made anew by each access

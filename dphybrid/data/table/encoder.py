@@ -31,12 +31,11 @@ class Encoder:
     """Columns fitted to the training rows, the label, and how its cells are read. Saved in each checkpoint.
 
     In the arrays, columns of numbers come first (`dense_BN`, and their buckets in `ids_BF`), then categories
-    (`ids_BF`), then bags (`bags_BFL`). as_given: look texts up first, and clean only those not found."""
+    (`ids_BF`), then bags (`bags_BFL`)."""
 
     columns: tuple[Column, ...]
     label: Label
     answer: Column
-    as_given: bool = False
 
     @cached_property
     def numbers(self) -> list[Numbers]:
@@ -108,12 +107,10 @@ class Encoder:
     def encode(self, cells: Mapping[str, pl.Series]) -> tuple[dict[str, Array], int]:
         """Return the arrays of rows, and the number of cells of numbers and times that could not be read and
         count as missing. cells: those of each of `names`, stripped; None for no value."""
-        known: dict[str, Array] = {}
-        if self.as_given and isinstance(cells, Cells):
-            known = {c.name: c.ids_as_given(cells.given[c.name], cells.cleaned) for c in self.categories}
-        values = {c.name: c.values(cells[c.name]) for c in self.columns if c.name not in known}
+        cells = cells.of(self.names) if isinstance(cells, Cells) else cells
+        values = {c.name: c.values(cells[c.name]) for c in self.columns}
         odd = (values[c.name].null_count() - cells[c.name].null_count() for c in self.numbers)
-        return self.arrays(values, known=known), sum(odd)
+        return self.arrays(values), sum(odd)
 
     def doubts(self, cells: Mapping[str, pl.Series] | pl.DataFrame) -> list[str]:
         """Return what is to say of columns whose cells may mean something else than in training."""
@@ -141,21 +138,18 @@ class Encoder:
         values: Mapping[str, pl.Series],
         by_code: Mapping[str, Array] | None = None,
         longest: int = 1,
-        known: Mapping[str, Array] | None = None,
     ) -> dict[str, Array]:
         """Return the arrays of rows, given the values that the columns read.
 
         by_code: result of `ids_by_code`, if texts are stored as codes. longest: least width of the bags'
-        array. known: ids of the columns that are missing in `values`.
+        array.
         """
-
-        read = [c for c in (*self.categories, *self.bags) if c.name in values]
-        cells = [values[c.name] for c in read]
+        coded = (*self.categories, *self.bags)
         if by_code is not None:
-            found = [c.ids_of_codes(codes, by_code[c.name]) for c, codes in zip(read, cells, strict=True)]
+            found = [c.ids_of_codes(values[c.name], by_code[c.name]) for c in coded]
         else:
-            found = ids_of_columns(read, cells)
-        ids_of = {**(known or {}), **{c.name: ids_B for c, ids_B in zip(read, found, strict=True)}}
+            found = ids_of_columns(coded, [values[c.name] for c in coded])
+        ids_of = {c.name: ids_B for c, ids_B in zip(coded, found, strict=True)}
         dense, ids = list[Array](), list[Array]()
         for column in self.numbers:
             for part, numbers_B in zip(column.parts, column.numbers(values[column.name]), strict=True):
@@ -165,7 +159,7 @@ class Encoder:
                 dense += [np.isnan(numbers_B)] if scale.indicator else []
                 ids += [scale.ids(numbers_B)] if scale.num_ids else []
         ids += [ids_of[column.name] for column in self.categories]
-        num_rows, *_ = (*map(len, values.values()), *map(len, ids_of.values()))
+        num_rows = len(next(iter(values.values())))
         arrays = {
             "ids_BF": _side_by_side(ids, num_rows, np.int32),
             "dense_BN": _side_by_side(dense, num_rows, np.float32),
@@ -187,9 +181,7 @@ class Encoder:
             c.model_copy(update={key: value for key, value in data.reading.items() if key in c.options()})
             for c in (*self.columns, self.answer)
         )
-        # If a learned text means no value in these files, it must be cleaned before it is looked up.
-        as_given = not any(column.knows(data.no_value) for column in self.categories)
-        return replace(self, columns=tuple(columns), answer=answer, as_given=as_given)
+        return replace(self, columns=tuple(columns), answer=answer)
 
     def extended(self, newer: "Encoder") -> "Encoder":
         """Return the encoder with the values that only `newer` has added; old ids keep their meaning. Raises

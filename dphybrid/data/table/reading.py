@@ -30,7 +30,6 @@ from dphybrid.data.table.schema import (
     SchemaFile,
     describe_columns,
     find_column,
-    key_column,
     samples_of,
 )
 from dphybrid.util.errors import UserError, suggestion
@@ -80,7 +79,10 @@ class Plan:
             describe_columns(first, samples, data, schema, taken),
             answer.model_copy(update={"name": label}) if answer else label_column(samples[label]),
             Numeric(name=weight, **Numeric.inferred(samples[weight])) if weight else None,
-            key_column(samples[split], data.split == "time") if split else None,
+            # Times are only ordered, so that they stay as written.
+            Category(name=split, **({} if data.split == "time" else Category.inferred(samples[split])))
+            if split
+            else None,
         )
 
     @cached_property
@@ -233,7 +235,8 @@ def _encoded(plan: Plan, rows: Rows, dictionaries: Mapping[str, Dictionary]) -> 
             f"data.path={plan.data.path}: {rows.file} has other columns than {plan.first.file}, such as "
             f"{other!r}; give files with the same columns"
         )
-    cells = {name: rows.cells[column.name] for name, (_, column) in plan.read.items()}
+    cleaned = rows.cells.of([column.name for _, column in plan.read.values()])
+    cells = {name: cleaned[column.name] for name, (_, column) in plan.read.items()}
     values = {name: column.values(cells[name]) for name, (_, column) in plan.read.items()}
     # An infinite label is none, too.
     unlabelled_B = (values["label"].is_null() & ~plan.label.wrong(cells["label"], values["label"])).to_numpy()

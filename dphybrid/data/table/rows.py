@@ -1,7 +1,7 @@
 """Rows of a table as they are read (cells, line numbers and rejected rows), and the checks of their number,
 columns and types."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NotRequired, TypedDict
@@ -40,9 +40,14 @@ class Cells(Mapping[str, pl.Series]):
         self._cleaned: dict[str, pl.Series] = {}
 
     def __getitem__(self, name: str) -> pl.Series:
-        if name not in self._cleaned:
-            self._cleaned[name] = self.cleaned(self.given[name])
-        return self._cleaned[name]
+        return self.of([name])[name]
+
+    def of(self, names: Iterable[str]) -> dict[str, pl.Series]:
+        """Return columns by name. All are cleaned by one call of polars, which takes 0.2 ms to start."""
+        new = [name for name in dict.fromkeys(names) if name not in self._cleaned]
+        cleaned = clean([self.given[name] for name in new], self._no_value) if new else []
+        self._cleaned |= zip(new, cleaned, strict=True)
+        return {name: self._cleaned[name] for name in names}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.given)
@@ -55,10 +60,6 @@ class Cells(Mapping[str, pl.Series]):
         return Cells(
             {name: cells.filter(pl.Series(keep_B)) for name, cells in self.given.items()}, self._no_value
         )
-
-    def cleaned(self, cells: pl.Series) -> pl.Series:
-        """Return cells cleaned as this mapping cleans its columns."""
-        return clean([cells], self._no_value)[0]
 
 
 @dataclass(frozen=True)

@@ -156,12 +156,6 @@ def _sample_of(rows: Rows, name: str, data: TableDataConfig) -> Sample:
     )
 
 
-def key_column(sample: Sample, as_written: bool = False) -> Category:
-    """Return how the keys of a split are read. as_written: keep the texts of times, which are only
-    ordered."""
-    return Category(name=sample.name, **({} if as_written else Category.inferred(sample)))
-
-
 def names_column(name: str, texts: pl.Series, data: TableDataConfig) -> Category:
     """Return how a column of names is read: users, items, their features, or entities. texts: of all rows."""
     known = texts.drop_nulls()
