@@ -28,14 +28,12 @@ from dphybrid.data.batches import Array, ArrayDataset, Dataset
 from dphybrid.util.digests import code_digest, combined_digest, file_digest, value_digest, verify_files
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.files import (
-    clear_leftovers,
     disk_text,
     make_folder,
-    making,
+    making_once,
     naming,
     sync,
 )
-from dphybrid.util.locks import locked
 from dphybrid.util.pages import Page
 
 S = TypeVar("S")
@@ -325,17 +323,13 @@ def build_once(folder: Path, name: str, digest: str, make: Callable[[Path], Cont
             os.utime(final)  # the time of its last use, by which `dphybrid runs remove` keeps it
         return verify_prepared(final)
     try:
-        make_folder(folder)
         # A second process that wants the same data waits here instead of building it too.
-        with locked(folder / f".{final.name}.lock"):
-            # Only the holder of the lock builds, so that any partial folder is a killed process's.
-            clear_leftovers(folder, final.name)
-            if final.exists():  # built while this process waited for the lock
+        with making_once(final) as partial:
+            if partial is None:
                 return verify_prepared(final)
-            with making(final) as partial:
-                scratch = partial / "scratch"
-                scratch.mkdir()
-                manifest = _write(partial, make(scratch), digest)
+            scratch = partial / "scratch"
+            scratch.mkdir()
+            manifest = _write(partial, make(scratch), digest)
     except OSError as error:
         raise UserError(
             f"{folder}: prepared data cannot be made there: {disk_text(error)}; or set DPHYBRID_DATA_DIR to "

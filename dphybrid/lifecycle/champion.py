@@ -38,8 +38,7 @@ from dphybrid.training.loop import validation_outputs
 from dphybrid.training.metrics import Task
 from dphybrid.util.digests import file_digest
 from dphybrid.util.errors import UserError, counted
-from dphybrid.util.files import clear_leftovers, make_folder, making
-from dphybrid.util.locks import locked
+from dphybrid.util.files import making_once
 
 MIN_GAIN_TAG = "dphybrid.min_gain"
 """Tag of a retraining's run: the gain that it must have."""
@@ -99,7 +98,8 @@ def judge(run_folder: str | Path, settings: Settings, min_gain: float = 0.0) -> 
     """
     run = read_run(run_folder, settings)
     registry, model = _registry_of(run), retrained_model(run.config)
-    with registry.deciding(model):
+    decision: Decision | None = None
+    while True:
         challenger = registry.newest(model, run.page.run_id)
         if challenger is None:
             raise UserError(
@@ -107,14 +107,15 @@ def judge(run_folder: str | Path, settings: Settings, min_gain: float = 0.0) -> 
                 "registers it and compares it with the champion when MLflow answers"
             )
         begun = registry.begun(challenger)
-        if challenger.decision and begun is None:
+        if challenger.decision and begun is None:  # by another process, perhaps meanwhile
             return Decision.of(challenger.decision)
-        decision = Decision.of(begun[1], begun[0]) if begun else None
-        while decision is None or not registry.decide(challenger, decision.against, decision.text):
-            if decision is not None:
-                print(f"The champion of {model} has changed meanwhile; comparing again", flush=True)
+        if begun is not None and decision is None:
+            decision = Decision.of(begun[1], begun[0])
+        else:
             decision = _compare(run, challenger, registry.champion(model), registry, min_gain)
-        return decision
+        if registry.decide(challenger, decision.against, decision.text):
+            return decision
+        print(f"The champion of {model} has changed meanwhile; comparing again", flush=True)
 
 
 def _registry_of(run: Run) -> Registry:
@@ -307,12 +308,9 @@ def kept_checkpoint(version: Version, registry: Registry, settings: Settings) ->
         page = kept / "state.json"
         if page.is_file() and file_digest(page) == file_digest(found / "state.json"):
             return kept
-    make_folder(copy.parent)
-    with locked(copy.with_name(f".{copy.name}.lock")):
-        if not (copy / "state.json").is_file():  # otherwise another process has just made the copy
-            clear_leftovers(copy.parent, copy.name)
-            with making(copy) as partial:
-                shutil.copytree(found, partial, dirs_exist_ok=True)
+    with making_once(copy) as partial:
+        if partial is not None:
+            shutil.copytree(found, partial, dirs_exist_ok=True)
     return copy
 
 

@@ -56,7 +56,7 @@ def retraining(
     who: shown to those who wait. on_wait: called once with what is waited for. Raises Interrupted when `stop`
     was asked meanwhile.
     """
-    file = open_registry(settings).lock_file(model, "retraining")
+    file = open_registry(settings).lock_file(model)
     held = FileLock(file)
     told = False
     while not held.acquire():

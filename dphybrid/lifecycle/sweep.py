@@ -39,9 +39,9 @@ from dphybrid.tracking.record import as_line, of_line
 from dphybrid.tracking.tracker import SWEEP_TAG
 from dphybrid.training.checkpoint import VALIDATION, complete_checkpoints, read_state
 from dphybrid.training.metrics import Task
+from dphybrid.util.alive import holding
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.files import make_folder
-from dphybrid.util.locks import FileLock
 from dphybrid.util.stop import StopRequest
 from dphybrid.util.text import flag_text
 
@@ -189,10 +189,7 @@ def _opened(sweep: Sweep, first: ExperimentConfig, settings: Settings) -> Iterat
     first: the config of its first run."""
     folder, journal = sweep.folder(settings), sweep.folder(settings) / "study.journal"
     make_folder(folder)
-    lock = FileLock(folder / ".lock")
-    if not lock.acquire():
-        raise UserError(f"--sweep {sweep.name}: runs in another process; wait for its end, or stop it first")
-    try:
+    with holding(folder, "--sweep {}: runs in another process; wait for its end, or stop it first"):
         recipe = find_recipe(first.recipe)
         data = recipe.prepare(first.data, settings.prepared_dir, first.train.seed)
         task = recipe.task_of(first, data.info)
@@ -219,8 +216,6 @@ def _opened(sweep: Sweep, first: ExperimentConfig, settings: Settings) -> Iterat
         for name, value in begun.items():
             study.set_user_attr(name, value)
         yield study, task
-    finally:
-        lock.release()
 
 
 def _begun(sweep: Sweep, data_digest: str) -> dict[str, str]:

@@ -182,9 +182,9 @@ def check_run_name(name: str | None, where: str = "run name") -> None:
     # A command would take a name that begins with a dash for a flag.
     plain = name.strip() and name.isprintable() and Path(name).name == name and name[0] not in ".-"
     # File systems allow 255 bytes. The rest is for the longer, hidden names of files while they are written.
-    if not plain or len(name.encode()) > 200:
+    if not plain or len(name.encode()) > 180:
         remedy = (
-            "of at most 200 bytes" if plain else "without slashes, control characters, a dot or dash in front"
+            "of at most 180 bytes" if plain else "without slashes, control characters, a dot or dash in front"
         )
         raise UserError(f"{where} {name!r}: use a plain name {remedy}, it also names a folder")
     if name == "latest":

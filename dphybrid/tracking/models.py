@@ -31,7 +31,6 @@ from dphybrid.util.alive import lives, process_name
 from dphybrid.util.digests import SUMS
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import make_folder, scratch_folder
-from dphybrid.util.locks import locked
 
 _CHAMPION = "champion"
 _DECISION_TAG = "dphybrid.decision"
@@ -308,10 +307,9 @@ class Registry:
     """MLflow's model registry at `uri`. locks: a folder for the locks of its models. Calls raise UserError
     when the server does not answer.
 
-    The champion changes in one step with the decision about it: `deciding` keeps out the other processes that
-    use the same folder. Machines that share only the server are kept apart by a tag of the model (`_alone`)
-    while `decide` and `roll_back` move the alias, and only if it still points to the version that the caller
-    has compared: MLflow cannot compare and move at once.
+    The champion changes in one step with the decision about it: a tag of the model (`_alone`) keeps out other
+    processes, of whatever machine, while `decide` and `roll_back` move the alias, and only if it still points
+    to the version that the caller has compared: MLflow cannot compare and move at once.
     """
 
     def __init__(self, uri: str, locks: Path) -> None:
@@ -319,22 +317,16 @@ class Registry:
         self.uri, self._locks = uri, locks
         self._client = MlflowClient(tracking_uri=uri, registry_uri=uri)
 
-    def lock_file(self, name: str, what: str) -> Path:
-        """Return the file whose lock keeps processes apart that do `what` with a model."""
+    def lock_file(self, name: str) -> Path:
+        """Return the file whose lock keeps retrainings of a model apart."""
         make_folder(self._locks)
         # With a digest of the registry: another one may have a model of the same name.
         place = hashlib.sha256(f"{self.uri} {name}".encode()).hexdigest()[:8]
-        return self._locks / f".{re.sub(r'[^A-Za-z0-9_-]', '_', name)[:80]}-{place}.{what}"
-
-    @contextmanager
-    def deciding(self, name: str) -> Iterator[None]:
-        """Wait for the lock of the model's champion, and hold it during the block."""
-        with locked(self.lock_file(name, "deciding")):
-            yield
+        return self._locks / f".{re.sub(r'[^A-Za-z0-9_-]', '_', name)[:80]}-{place}.retraining"
 
     @contextmanager
     def _alone(self, name: str) -> Iterator[None]:
-        """Keep other machines from moving the champion's alias during the block, by a tag of the model.
+        """Keep other processes from moving the champion's alias during the block, by a tag of the model.
 
         Each sets its tag, with the name of its process, before it looks for others, so of two at once at
         least one sees the other, and waits.
@@ -417,7 +409,7 @@ class Registry:
     def decide(self, version: Version, against: str, decision: str) -> bool:
         """Carry out a decision, `promoted: REASON` or `kept: REASON`: make the version the champion, or leave
         the one that it was compared with. Return False, without a change, if the champion is another one by
-        now.
+        now, or the version's decision is.
 
         against: number of the champion that the version was compared with; "" for none. A version that is
         the champion already, as the first one is from its registration, loses the alias if it is not
@@ -429,7 +421,7 @@ class Registry:
     def _decided(self, version: Version, against: str, decision: str) -> bool:
         name, number, promote = version.name, version.number, decision.startswith("promoted: ")
         now = self._champion_number(name)
-        if now not in (against, number):
+        if now not in (against, number) or self.version(name, number).decision != version.decision:
             return False
         # The decision first: from here on it is known, whichever of these requests is the last one.
         self._tag(name, number, f"deciding against {against or 'none'}: {decision}")
@@ -454,7 +446,7 @@ class Registry:
         """
         if self._model(name) is None:
             raise UserError(_NO_CHAMPION.format(name))
-        with self.deciding(name), self._alone(name):
+        with self._alone(name):
             return self._rolled_back(name, to)
 
     def _rolled_back(self, name: str, to: str | None) -> tuple[Version, Version]:

@@ -7,6 +7,7 @@ its process exists: its number and its start, as the kernel gives numbers again.
 import os
 import platform
 import re
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,13 +18,14 @@ from dphybrid.util.locks import FileLock, is_held
 LOCK = ".lock"
 """The file in a run's folder that its process holds locked, from the making of the folder to the report."""
 RUNNING = "run {} is running in another process; wait for its end, or stop it first"
-_NAME = re.compile(r"(\d+):(\d+):(\d+):([0-9a-f-]+):(.+)")
+NAME = re.compile(r"(\d+)-(\d+)-(\d+)-([0-9a-f]{8})-([0-9a-f]{8})")
+"""The form of a process's name."""
 
 
 def process_name(pid: int | None = None) -> str:
-    """Return a name that no other process has, on whatever machine: `PID:START:NAMESPACE:BOOT:HOST`, without
-    spaces. pid: None for this process. Raises ProcessLookupError if it does not exist, and PermissionError if
-    this system hides it.
+    """Return a name that no other process has, on any machine: `PID-START-NAMESPACE-BOOT-HOST`, which may be
+    part of a file's name. pid: None for this process. Raises ProcessLookupError if it does not exist, and
+    PermissionError if this system hides it.
 
     START is in ticks since the boot, so setting the clock does not change it.
     """
@@ -36,20 +38,20 @@ def process_name(pid: int | None = None) -> str:
     fields = started.rpartition(")")[2].split()  # a program's name may hold spaces
     if fields[0] in "ZX":  # it has ended, and its parent has not asked for its exit code
         raise ProcessLookupError(pid)
-    return f"{pid}:{fields[19]}:{_place()}"
+    return f"{pid}-{fields[19]}-{_place()}"
 
 
 def _place() -> str:
     """Return the process ids' namespace, this boot and the machine: where a process id means something."""
     namespace = os.stat("/proc/self/ns/pid").st_ino
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{namespace}:{boot}:{platform.node()}"
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")[:8]
+    return f"{namespace}-{boot}-{zlib.crc32(platform.node().encode()):08x}"
 
 
 def lives(name: str) -> bool | None:
     """Return whether a process that `process_name` named exists. None: it is of another machine or container,
     which alone can say, or hidden, or nobody's name."""
-    match, (namespace, boot, host) = _NAME.fullmatch(name), _place().split(":", 2)
+    match, (namespace, boot, host) = NAME.fullmatch(name), _place().split("-")
     if match is None or match[5] != host:
         return None
     if match[4] != boot:
@@ -73,13 +75,14 @@ def alive(folder: Path | None, process: str = "") -> bool:
 
 
 @contextmanager
-def holding(folder: Path) -> Iterator[None]:
-    """Hold the lock of a run's folder during the block. Raises UserError when another process holds it."""
+def holding(folder: Path, otherwise: str = RUNNING) -> Iterator[None]:
+    """Hold the lock of the folder of a run or sweep during the block. Raises UserError when another process
+    holds it. otherwise: its message."""
     lock = FileLock(folder / LOCK)
     with permission_explained(folder):
         acquired = lock.acquire()
     if not acquired:
-        raise UserError(RUNNING.format(folder.name))
+        raise UserError(otherwise.format(folder.name))
     try:
         yield
     finally:

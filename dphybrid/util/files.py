@@ -7,15 +7,13 @@ processes.
 
 import errno
 import glob
+import itertools
 import json
 import os
-import platform
 import pwd
 import re
 import shutil
 import stat
-import threading
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
@@ -23,7 +21,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, Any
 
+from dphybrid.util.alive import NAME, lives, process_name
 from dphybrid.util.errors import UserError
+from dphybrid.util.locks import locked
 
 _REMEDIES = {
     errno.ENOSPC: "make room on its disk",
@@ -44,10 +44,9 @@ _OTHER_REMEDIES = {
     errno.EPERM: "name a folder that you may write",
 }
 _SMALL_BYTES = 2**24
-# What `temporary` gives: .NAME.KIND-PID-THREAD-MACHINE
-_LEFTOVER = re.compile(
-    r"\.(?P<name>.+)\.(?P<kind>partial|removed|replaced)-(?P<pid>\d+)-[0-9a-f]+-(?P<machine>[0-9a-f]{8})"
-)
+# What `temporary` gives: .NAME.KIND-NUMBER-PROCESS
+_LEFTOVER = re.compile(rf"\.(.+)\.(partial|removed|replaced)-[0-9a-f]+-({NAME.pattern})")
+_NUMBERS = itertools.count(1)
 _SCRATCH = "dphybrid-"
 """Begins the names of this program's scratch folders in the system's folder of temporary files."""
 
@@ -95,7 +94,7 @@ def check_target(file: Path, what: str) -> None:
     if not os.access(folder, os.W_OK):
         raise UserError(f"{what}: you may not write in {folder}; name a file in another folder")
     with suppress(OSError):  # of another user
-        clear_leftovers(folder, locked=False)
+        clear_leftovers(folder, alone=False)
 
 
 def fault_of(found: os.stat_result) -> str | None:
@@ -149,11 +148,7 @@ def _small(stream: IO[bytes], path: Path) -> bytes:
 
 def temporary(path: Path, kind: str = "partial") -> Path:
     """Return a hidden path in the same folder that no other process or thread uses."""
-    return path.with_name(f".{path.name}.{kind}-{os.getpid()}-{threading.get_ident():x}-{_machine()}")
-
-
-def _machine() -> str:
-    return f"{zlib.crc32(platform.node().encode()):08x}"
+    return path.with_name(f".{path.name}.{kind}-{next(_NUMBERS):x}-{process_name()}")
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -228,6 +223,20 @@ def making(final: Path, replace: bool = False) -> Iterator[Path]:
     shutil.rmtree(before, ignore_errors=True)
 
 
+@contextmanager
+def making_once(final: Path) -> Iterator[Path | None]:
+    """As `making`, but one process at a time, and the others wait: yields None if `final` exists by then."""
+    make_folder(final.parent)
+    with locked(final.with_name(f".{final.name}.lock")):
+        # Only the holder of the lock makes it, so that any partial folder is a killed process's.
+        clear_leftovers(final.parent, final.name)
+        if final.exists():
+            yield None
+        else:
+            with making(final) as partial:
+                yield partial
+
+
 _PRIVATE = set[Path]()
 
 
@@ -276,8 +285,7 @@ def scratch_folder(parent: Path, prefix: str) -> Iterator[Path]:
         with naming(parent):
             make_folder(parent)
         clear_scratch(parent, prefix)
-        # With the machine's name: in a shared folder, other machines' processes may be alive.
-        prefix = f"{prefix}{platform.node()}-{os.getpid()}-"
+        prefix = f"{prefix}{process_name()}-"
         folder = TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True)
     except OSError as error:
         raise UserError(f"{disk_text(error)}; or set DPHYBRID_DATA_DIR to another folder") from error
@@ -288,28 +296,24 @@ def scratch_folder(parent: Path, prefix: str) -> Iterator[Path]:
 def clear_scratch(parent: Path, prefix: str = _SCRATCH) -> None:
     """Remove the scratch folders in `parent` that killed processes of this machine left. prefix: start of
     their names."""
-    node = f"{platform.node()}-"
-    for left in parent.glob(f"{glob.escape(prefix)}*{glob.escape(node)}*"):
-        pid = left.name.rpartition(node)[2].partition("-")[0]
-        if pid.isdigit() and not Path("/proc", pid).exists():
+    for left in parent.glob(f"{glob.escape(prefix)}*"):
+        if (process := NAME.search(left.name)) and lives(process[0]) is False:
             shutil.rmtree(left, ignore_errors=True)
 
 
-def clear_leftovers(folder: Path, name: str | None = None, locked: bool = True) -> None:
+def clear_leftovers(folder: Path, name: str | None = None, alone: bool = True) -> None:
     """Remove temporary files and folders that killed processes left in `folder`, and restore a folder whose
-    replacement was interrupted. name: only those of this file or folder. locked: the caller holds the lock of
+    replacement was interrupted. name: only those of this file or folder. alone: the caller holds the lock of
     what is written there, so that no process is still writing; if not, only what processes of this machine
     left that no longer exist.
     """
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         match = _LEFTOVER.fullmatch(path.name)
-        if match is None or name not in (None, match["name"]):
-            continue
-        if not locked and (match["machine"] != _machine() or Path("/proc", match["pid"]).exists()):
+        if match is None or name not in (None, match[1]) or not (alone or lives(match[3]) is False):
             continue
         with naming(path):
-            if match["kind"] == "replaced" and not path.with_name(match["name"]).exists():
-                path.rename(path.with_name(match["name"]))
+            if match[2] == "replaced" and not path.with_name(match[1]).exists():
+                path.rename(path.with_name(match[1]))
                 sync(folder)
             elif path.is_dir():
                 shutil.rmtree(path)

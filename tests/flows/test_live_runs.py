@@ -1,12 +1,12 @@
 """What becomes of a dead run, and what a worker does with other people's deployments."""
 
 import asyncio
-import platform
 import re
 import subprocess
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +21,7 @@ from prefect.settings import PREFECT_API_URL
 from prefect.states import AwaitingRetry, Crashed, Running
 from prefect.workers.process import ProcessWorker, ProcessWorkerResult
 
+from dphybrid.config.settings import load_settings
 from dphybrid.orchestration import queueing, supervised, worker
 from dphybrid.orchestration.plugin import setup_environment
 from dphybrid.orchestration.queueing import (
@@ -67,6 +68,8 @@ def dead_run(kind: StateType = StateType.RUNNING, starts: int = 1, **facts: Any)
 def test_a_run_whose_process_died_is_queued_again(run: FlowRun, name: str | None) -> None:
     state = state_after_death(run, "its process died (-9)")
     assert (state and state.name) == name
+    if name == "AwaitingRetry":
+        assert state.state_details.scheduled_time == run.state.timestamp, "due at once, by the server's clock"
     assert state is None or (state.message or "").startswith("its process died (-9)")
 
 
@@ -76,7 +79,9 @@ def test_an_orderly_return_to_the_queue_does_not_count_as_a_start(
 ) -> None:
     """A run that was paused on Prefect's pages stays so until it is resumed there."""
     run, given = dead_run(StateType[kind], starts=MAX_RUNS, work_queue_id=uuid4()), list[State]()
+    now = datetime.now(UTC) - timedelta(hours=1)  # the server's
     client = SimpleNamespace(
+        hello=lambda: httpx.Response(200, headers={"Date": format_datetime(now, usegmt=True)}),
         read_flow_run=lambda _: run,
         update_flow_run_labels=lambda _, labels: run.labels.update(labels),
         set_flow_run_state=lambda _id, state, force: given.append(state),
@@ -85,6 +90,10 @@ def test_an_orderly_return_to_the_queue_does_not_count_as_a_start(
     with pytest.raises(Pause):
         supervised._leave(str(run.id), "it gave way", True)
     assert [state.name for state in given] == states
+    for state in given:
+        due = state.state_details.scheduled_time
+        assert due is not None
+        assert -2 < (due - now).total_seconds() - load_settings().requeue_after_s < 60
     assert run.labels[STARTS_LABEL] == MAX_RUNS - 1
 
 
@@ -269,16 +278,16 @@ def test_only_runs_whose_processes_no_longer_exist_are_taken_back(monkeypatch: p
         dead = process_name(gone.pid)
         gone.kill()
     own = process_name()
-    number, rest = own.split(":", 1)
-    earlier = re.sub("[0-9a-f]{8}-", "00000000-", own)
+    number, started, namespace, _, host = own.split("-")
+    earlier = f"{number}-{started}-{namespace}-00000000-{host}"
     runs = []
     for case, owner, name, process in [
         ("gone", dead, "one", dead),
         ("another worker's", dead, "two", dead),
-        ("another machine's of this name", dead.replace(platform.node(), "elsewhere"), "one", dead),
+        ("another machine's of this name", dead.replace(f"-{host}", "-00000000"), "one", dead),
         ("its worker lives", own, "one", dead),
         ("it writes a checkpoint", dead, "one", own),
-        ("its number is another process's now", f"{number}:1{rest}", "one", dead),
+        ("its number is another process's now", own.replace(f"-{started}-", f"-1{started}-"), "one", dead),
         ("before a reboot", earlier, "one", earlier),
         ("of an earlier version", "77", "one", ""),
     ]:

@@ -47,7 +47,7 @@ def test_a_grid_has_a_cell_for_each_combination(data_dir: Path) -> None:
         (2, 0.2),
     ]
     assert num_at_once([cell.config for cell in grid], settings) == 1
-    with refused("--sweep: its run '.*use a plain name of at most 200 bytes"):
+    with refused("--sweep: its run '.*use a plain name of at most 180 bytes"):
         cells("s" * 198, train__seed=[1, 2])
     endless = cells("s", train__clip_norm=["inf"])[0].config
     data_dir.mkdir()

@@ -29,7 +29,6 @@ from dphybrid.run.folder import Run, attached, read_run
 from dphybrid.run.pages import ResultPage
 from dphybrid.run.train import run_job
 from dphybrid.serving.load import find_checkpoint
-from dphybrid.tracking.models import Registry
 from dphybrid.tracking.tracker import CHAMPION_TAG
 from dphybrid.training.saving import checkpoint_uid
 from dphybrid.util.stop import Interrupted, StopRequest
@@ -212,8 +211,6 @@ def test_a_rollback_at_every_point_of_a_retraining(shop: Shop, at: int) -> None:
 
 @pytest.mark.slow
 def test_another_machine_decides_during_the_comparison(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It shares the server and no disk, so that its lock keeps nobody out."""
-    monkeypatch.setattr(Registry, "deciding", lambda *_: nullcontext())
     shop.begin("elsewhere")
     fair, good = (shop.train("elsewhere", shop.plan("elsewhere", how)) for how in (FAIR, GOOD))
     compare, calls = champion._compare, list[str]()

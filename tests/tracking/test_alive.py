@@ -22,15 +22,15 @@ from tests.conftest import REPOSITORY
 
 def test_a_name_of_a_process_is_its_own_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     own = process_name()
-    number, started, namespace, boot, host = own.split(":")
+    number, started, namespace, boot, host = own.split("-")
     assert lives(own)
-    assert lives(f"{number}:1{started}:{namespace}:{boot}:{host}") is False, "another process has the number"
-    assert lives(f"{number}:{started}:{namespace}:0-0:{host}") is False, "before a reboot"
-    assert lives(f"{number}:{started}:1{namespace}:{boot}:{host}") is None, "in another container"
-    assert lives(f"{number}:{started}:{namespace}:{boot}:elsewhere") is None
+    assert lives(f"{number}-1{started}-{namespace}-{boot}-{host}") is False, "another process has the number"
+    assert lives(f"{number}-{started}-{namespace}-{0:08x}-{host}") is False, "before a reboot"
+    assert lives(f"{number}-{started}-1{namespace}-{boot}-{host}") is None, "in another container"
+    assert lives(f"{number}-{started}-{namespace}-{boot}-{0:08x}") is None
     assert [lives(odd) for odd in ("", "77", number, own + "\n")] == [None] * 4
     with monkeypatch.context() as hidden:  # as with hidepid, for another user's process
-        hidden.setattr("dphybrid.util.alive._place", lambda: f"{namespace}:{boot}:{host}")
+        hidden.setattr("dphybrid.util.alive._place", lambda: f"{namespace}-{boot}-{host}")
         hidden.setattr(Path, "read_text", Mock(side_effect=FileNotFoundError))
         hidden.setattr(os, "kill", Mock(side_effect=PermissionError))
         assert lives(own) is None
@@ -43,8 +43,8 @@ def test_a_name_of_a_process_is_its_own_for_good(monkeypatch: pytest.MonkeyPatch
         assert lives(other) is False, "it has ended, though its parent has not asked"
 
 
-DEAD = "77:1:2:0-0:"
-"""The start of a name of a process of an earlier boot."""
+DEAD, FAR = "77-1-2-00000000-", "1-2-3-00000004-00000005"
+"""The start of a name of a process of an earlier boot; a name of one of another machine."""
 
 
 @pytest.mark.parametrize(
@@ -53,8 +53,8 @@ DEAD = "77:1:2:0-0:"
         ("own", True, True),
         (f"{DEAD}HOST", True, False),
         (f"{DEAD}HOST", False, False),
-        ("1:2:3:4:elsewhere", True, False),  # the folder is shared, and so is its lock
-        ("1:2:3:4:elsewhere", False, True),  # only that machine can say
+        (FAR, True, False),  # the folder is shared, and so is its lock
+        (FAR, False, True),  # only that machine can say
         ("4711", False, True),  # of an earlier version
     ],
 )
@@ -65,7 +65,7 @@ def test_sync_ends_runs_whose_process_is_gone_and_no_others(
     report = run_with("recipe=toy", "devices=cpu", "train.epochs=1")
     client, run = MlflowClient(report.tracking_uri), load_settings().runs_dir / report.run_name
     client.update_run(report.run_id, status="RUNNING")
-    name = process_name() if process == "own" else process.replace("HOST", os.uname().nodename)
+    name = process_name() if process == "own" else process.replace("HOST", process_name().rpartition("-")[2])
     client.set_tag(report.run_id, "dphybrid.process", name)
     client.set_tag(report.run_id, "dphybrid.heartbeat", beat)
     with holding(run):

@@ -129,8 +129,8 @@ def test_two_machines_that_share_only_the_server_do_not_move_the_champion_at_onc
     client.set_registered_model_alias("m", "champion", "1")
     # A process of this machine, and one of another machine, that died while they decided.
     for name, process in (
-        ("here", process_name().replace(f"{os.getpid()}", "4194305")),
-        ("far", "7:7:7:7:far"),
+        ("here", process_name().replace(f"{os.getpid()}-", "4194305-")),
+        ("far", "7-7-7-00000007-00000007"),
     ):
         client.set_registered_model_tag("m", f"dphybrid.deciding.{name}", process)
     monkeypatch.setattr("dphybrid.tracking.models._CLAIM_S", 1.0)
