@@ -24,7 +24,7 @@ from dphybrid.orchestration.forms import experiment
 from dphybrid.orchestration.queueing import ended, giving_back, shown_waiting, too_late
 from dphybrid.orchestration.shown import tolerating_outage
 from dphybrid.orchestration.steps import FLOW_RUN_TAG, prepare, step, trained
-from dphybrid.orchestration.supervised import supervised, watched_flow_run
+from dphybrid.orchestration.supervised import supervised
 from dphybrid.recipes.configs import AnyExperiment, build_config
 from dphybrid.recipes.registry import OF_TABLES
 from dphybrid.run.folder import find_tagged_run, read_run
@@ -84,7 +84,6 @@ def retrain_hybrid(
     with supervised() as stop, ExitStack() as held:
         chosen, run, settings = experiment(given), runtime.flow_run, load_settings()
         with (
-            watched_flow_run(run.id, stop),
             shown_waiting(run.id, "WaitingForModel", "the model") as report,
             giving_back(stop, settings.gpu_give_back_s, "the model"),
         ):

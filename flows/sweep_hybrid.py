@@ -21,7 +21,7 @@ from dphybrid.lifecycle.sweep import Sweep, run_sweep
 from dphybrid.orchestration.forms import experiment
 from dphybrid.orchestration.queueing import tags_of_flow, too_late
 from dphybrid.orchestration.shown import show_run, tolerating_outage
-from dphybrid.orchestration.supervised import supervised, watched_flow_run
+from dphybrid.orchestration.supervised import supervised
 from dphybrid.recipes.configs import AnyExperiment, build_config
 from dphybrid.run.train import Report
 
@@ -89,7 +89,7 @@ def sweep_hybrid(
     if late := too_late(skip_if_late_min):
         return late
     with supervised() as stop:
-        settings, flow_run_id = load_settings(), runtime.flow_run.id
+        settings = load_settings()
         chosen = Sweep(sweep or _own_name(), experiment(given), grid, trials, prune)
         as_task = _train_cell.with_options(retries=retries)
 
@@ -97,9 +97,8 @@ def sweep_hybrid(
             return lambda cell, enough: as_task(cell, lambda: train(cell, enough))
 
         tags = {**tags_of_flow(), "mlflow.source.name": "sweep-hybrid"}
-        show_run(str(flow_run_id), chosen.folder(settings), [chosen.config.recipe], "")
-        with watched_flow_run(flow_run_id, stop):
-            results = run_sweep(chosen, settings, stop, at_once, tags, wrap)
+        show_run(str(runtime.flow_run.id), chosen.folder(settings), [chosen.config.recipe], "")
+        results = run_sweep(chosen, settings, stop, at_once, tags, wrap)
         stop.obey("with runs left; they continue when the sweep does")
         return _reported(chosen, results)
 

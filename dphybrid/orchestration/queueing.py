@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import TypeVar
 from uuid import UUID
 
@@ -35,6 +35,7 @@ from prefect.states import AwaitingRetry, Cancelled, Completed, Crashed, Running
 from dphybrid.config.settings import Settings
 from dphybrid.run.folder import API_TAG, FLOW_RUN_TAG
 from dphybrid.util.alive import lives
+from dphybrid.util.asking import ahead_s
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import StopRequest
 from dphybrid.util.text import shown_address
@@ -134,6 +135,12 @@ def client_for_threads() -> Callable[[], AbstractContextManager[SyncPrefectClien
             yield client
 
     return opened
+
+
+def clock_ahead(answer: httpx.Response) -> timedelta:
+    """Return how far this machine's clock is ahead of that of the server, which decides when runs are due.
+    answer: the server's, to whatever request."""
+    return timedelta(seconds=ahead_s(answer.headers.get("Date")) or 0.0)
 
 
 def every_page(read: Callable[[int], list[_T]]) -> list[_T]:
@@ -247,8 +254,9 @@ def state_after_death(run: FlowRun, reason: str) -> State | None:
         return Crashed(message=reason)
     if (starts := num_starts(run)) >= MAX_RUNS:
         return Crashed(message=f"{reason}, and it was started {starts} times; it is not queued again")
-    when = datetime.now(UTC) + timedelta(seconds=1)
-    return AwaitingRetry(scheduled_time=when, message=f"{reason}; queued again")
+    # At once, by the server's clock: a run that is queued by another one may wait for hours, and a deployment
+    # that is changed meanwhile loses it.
+    return AwaitingRetry(scheduled_time=run.state.timestamp, message=f"{reason}; queued again")
 
 
 def alive_again(run: FlowRun) -> State | None:
@@ -381,10 +389,11 @@ def too_late(limit_min: float) -> State | None:
         or run is None
         or not run.auto_scheduled
         or run.expected_start_time is None
+        or run.start_time is None
         or run.run_count > 1  # it started in time and was queued again
     ):
         return None
-    late_min = (datetime.now(UTC) - run.expected_start_time).total_seconds() / 60
+    late_min = (run.start_time - run.expected_start_time).total_seconds() / 60
     if late_min <= limit_min:
         return None
     text = (

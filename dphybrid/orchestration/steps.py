@@ -16,7 +16,6 @@ from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.orchestration.queueing import REFUSED, giving_back, shown_waiting, tags_of_flow
 from dphybrid.orchestration.shown import show_run, shown_progress, tolerating_outage
-from dphybrid.orchestration.supervised import watched_flow_run
 from dphybrid.run import train as job
 from dphybrid.run.folder import FLOW_RUN_TAG, Run, attached, find_tagged_run
 from dphybrid.training.callbacks import Callback
@@ -152,21 +151,20 @@ def trained(
     # A flow run that is started again finds its run only by this tag of the run.
     own = find_tagged_run(settings, FLOW_RUN_TAG, flow_run_id)
     resume = resume or own
-    with watched_flow_run(flow_run_id, stop):
-        while own and alive(settings.runs_dir / own):
-            stop.obey("while its last start wrote a checkpoint")
-            time.sleep(_LOOK_EVERY_S)
-        return job.run_job(
-            config,
-            settings,
-            run_name=run_name,
-            resume=resume,
-            tags=_tags() | (tags or {}),
-            stop=stop,
-            links=_links(),
-            prepared=prepared,
-            around=_InFlow(settings, stop),
-        )
+    while own and alive(settings.runs_dir / own):
+        stop.obey("while its last start wrote a checkpoint")
+        time.sleep(_LOOK_EVERY_S)
+    return job.run_job(
+        config,
+        settings,
+        run_name=run_name,
+        resume=resume,
+        tags=_tags() | (tags or {}),
+        stop=stop,
+        links=_links(),
+        prepared=prepared,
+        around=_InFlow(settings, stop),
+    )
 
 
 def _tags() -> dict[str, str]:

@@ -28,6 +28,7 @@ from dphybrid.orchestration.queueing import (
     UNREACHABLE,
     alive_again,
     client_for_threads,
+    clock_ahead,
     is_elsewhere,
     num_starts,
     owned_elsewhere,
@@ -43,8 +44,8 @@ _ENDED = {StateType.CANCELLING, StateType.CANCELLED, StateType.CRASHED, StateTyp
 
 @contextmanager
 def supervised() -> Iterator[StopRequest]:
-    """Supervise the current flow run while the block runs. Yields its stop request, which signals and the
-    death of its worker set off.
+    """Supervise the current flow run while the block runs. Yields its stop request, which signals, its
+    cancelling in Prefect and the death of its worker set off.
 
     A run that is interrupted (to give way, by SIGTERM, or because its worker died) and not cancelled is
     queued again.
@@ -57,7 +58,7 @@ def supervised() -> Iterator[StopRequest]:
             _own(flow_run_id)
             held.enter_context(watching_worker(stop))
         try:
-            with stop_signals(stop, at_once=True):
+            with stop_signals(stop, at_once=True), watched_flow_run(runtime.flow_run.id, stop):
                 yield stop
         except Interrupted as interruption:
             if flow_run_id is None:
@@ -201,8 +202,8 @@ def _leave(flow_run_id: str, reason: str, later: bool) -> None:
             elif now in (StateType.CANCELLING, StateType.CANCELLED):
                 state = Cancelled(message=reason)
             elif later and now == StateType.RUNNING and run.deployment_id and run.work_queue_id:
-                when = datetime.now(UTC) + timedelta(seconds=load_settings().requeue_after_s)
-                state = AwaitingRetry(scheduled_time=when, message=reason)
+                later_by = timedelta(seconds=load_settings().requeue_after_s) - clock_ahead(client.hello())
+                state = AwaitingRetry(scheduled_time=datetime.now(UTC) + later_by, message=reason)
             if state is not None and not state.is_final():
                 # This start does not count towards `MAX_RUNS`.
                 starts: Any = {STARTS_LABEL: max(0, num_starts(run) - 1)}

@@ -47,6 +47,7 @@ from dphybrid.orchestration.queueing import (
     WORKER,
     WORKER_LABEL,
     LostRuns,
+    clock_ahead,
     is_elsewhere,
     num_starts,
     reaching_server,
@@ -109,6 +110,7 @@ with warnings.catch_warnings():
         def __init__(self, *args: Any, **named: Any) -> None:
             super().__init__(*args, **named)
             self.without_gpu, self.turns = set(), Turns()
+            self.ahead_of_time_s = self._prefetch_seconds
 
         async def _submit_scheduled_flow_runs(
             self, flow_run_response: "list[WorkerFlowRunResponse]"
@@ -173,6 +175,9 @@ with warnings.catch_warnings():
         async def get_and_submit_flow_runs(self) -> "list[FlowRun]":
             if self.draining:
                 return []
+            # Prefect's worker asks for the runs that are due by its machine's clock.
+            ahead = clock_ahead(await self.client.hello())
+            self._prefetch_seconds = self.ahead_of_time_s - ahead.total_seconds()
             try:
                 return await super().get_and_submit_flow_runs()
             except RuntimeError as error:

@@ -39,7 +39,7 @@ def ask(url: str, auth: str | None = None, token: str | None = None, timeout_s: 
     try:
         request = urllib.request.Request(url, headers=headers)  # noqa: S310 - http, as just checked
         with urllib.request.urlopen(request, timeout=timeout_s, context=_context()) as answer:  # noqa: S310 - the same
-            return Answer(answer.read(), answer.status, ahead_s=_ahead_s(answer.headers.get("Date")))
+            return Answer(answer.read(), answer.status, ahead_s=ahead_s(answer.headers.get("Date")))
     except urllib.error.HTTPError as error:
         wrong = "refuses user and password, or the token" if error.code == 401 else f"answers {error.code}"
         return Answer(status=error.code, wrong=wrong)
@@ -59,7 +59,9 @@ def _context() -> ssl.SSLContext:
     )
 
 
-def _ahead_s(date: str | None) -> float | None:
+def ahead_s(date: str | None) -> float | None:
+    """Return how far this machine's clock is ahead of a server's, in seconds; None if it does not say. date:
+    the header of its answer."""
     try:
         return time.time() - parsedate_to_datetime(date).timestamp() if date else None
     except ValueError:

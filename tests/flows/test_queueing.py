@@ -39,6 +39,7 @@ def test_scheduled_runs_that_come_too_late_are_left_out(
 ) -> None:
     when = datetime.now(UTC) - timedelta(minutes=late_min)
     run = SimpleNamespace(auto_scheduled=auto, expected_start_time=when, run_count=count)
+    run.start_time = when + timedelta(minutes=late_min)
     monkeypatch.setattr(FlowRunContext, "get", classmethod(lambda cls: SimpleNamespace(flow_run=run)))
     state = too_late(limit_min)
     assert (state is not None) == skipped

@@ -140,8 +140,8 @@ def test_a_paused_run_frees_its_gpus_and_goes_on_where_it_began(team: Team) -> N
     assert "(Suspended) will continue it; cancel that one first" in told
     # The other workstation takes what is new meanwhile, and leaves the run to the one that began it.
     team.post(f"/flow_runs/{run}/resume", {})
-    wait_until(lambda: is_held(folder / LOCK), "it goes on", 90)
-    assert json.loads((folder / "run.json").read_text())["attempt"] == 2
+    wait_until(lambda: json.loads((folder / "run.json").read_text())["attempt"] == 2, "it goes on", 90)
+    assert is_held(folder / LOCK)
     assert not (team.folder / "data-two" / "runs").exists()
     team.cancel(run)
     team.wait_for(run, "Cancelled")
