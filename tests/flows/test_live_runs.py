@@ -68,7 +68,8 @@ def dead_run(kind: StateType = StateType.RUNNING, starts: int = 1, **facts: Any)
 def test_a_run_whose_process_died_is_queued_again(run: FlowRun, name: str | None) -> None:
     state = state_after_death(run, "its process died (-9)")
     assert (state and state.name) == name
-    if name == "AwaitingRetry":
+    if state is not None and name == "AwaitingRetry":
+        assert run.state is not None
         assert state.state_details.scheduled_time == run.state.timestamp, "due at once, by the server's clock"
     assert state is None or (state.message or "").startswith("its process died (-9)")
 
