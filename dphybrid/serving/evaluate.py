@@ -93,7 +93,10 @@ class Evaluation:
     def _html(self) -> dict[str, list[str]]:
         """The tables as HTML, by title."""
         measured = [
-            [name, *map("{:.4f}".format, (value, *self.intervals[name]))]
+            [
+                name + " (decides)" * (name == self.metric),
+                *map("{:.4f}".format, (value, *self.intervals[name])),
+            ]
             for name, value in self.metrics.items()
         ]
         shown = {"Metrics": [["", "value", "95% from", "to"], *measured]}

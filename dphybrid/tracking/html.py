@@ -31,7 +31,8 @@ _HEAD = """<!doctype html>
   table { border-collapse: collapse; } th { vertical-align: bottom; } td + td, th + th { text-align: right; }
   th, td { text-align: left; padding: .1rem .5rem; border-bottom: 1px solid #d8dee6; }
   svg { max-width: 100%; height: auto; margin-right: 1.5rem; }
-  @media (max-width: 45rem) { pre { white-space: pre-wrap; font-size: .75rem; } svg { margin: 0; } }
+  @media (max-width: 45rem) { pre, table { font-size: .75rem; } pre:first-of-type { white-space: pre-wrap; }
+    th, td { padding: .1rem .15rem; } svg { margin: 0; } }
 </style>"""
 
 
