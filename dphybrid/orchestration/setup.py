@@ -29,8 +29,9 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_CLI_WRAP_LINES, PREFECT_UI_URL, temporary_settings
 from pydantic import TypeAdapter
 
+from dphybrid.config import flatten
 from dphybrid.orchestration.checking import LOCAL, PACKAGED, check_deployments, load_flow, read_page
-from dphybrid.orchestration.forms import experiment, form_of
+from dphybrid.orchestration.forms import FEW, experiment, form_of
 from dphybrid.orchestration.queueing import ENDINGS, SILENT, SILENT_FOR, reaching_server
 from dphybrid.orchestration.worker import SHARED_QUEUES
 from dphybrid.recipes.registry import DEFAULT
@@ -104,8 +105,9 @@ async def _renew(page: dict[str, Any]) -> None:
                     recipe = DEFAULT
                 # `prefect deploy` gives each deployment its flow's form, the same for all recipes.
                 form = form_of(flow, recipe)
-                if form.required and experiment(there.parameters).data.model_dump().get("path"):
-                    form.required = []
+                if form.required:
+                    given = flatten(experiment(there.parameters).model_dump())
+                    form.required = [name for name in form.required if not given[FEW[name]]]
             new: dict[str, Any] = {
                 "entrypoint": entry["entrypoint"],
                 "version": entry.get("version") or flow.version,

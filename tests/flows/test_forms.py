@@ -65,7 +65,7 @@ def test_a_form_has_its_recipes_values_the_few_first_and_all_of_them_empty(recip
     assert list(form.properties)[: len(few) + 1] == [*few, "overrides"]
     assert list(form.properties)[-1] == "skip_if_late_min"
     fields = leaves(form.properties)
-    assert form.required == ["data_path"] * (recipe in ("ctr", "kge"))
+    assert form.required == {"ctr": ["data_path", "label"], "kge": ["data_path"]}.get(recipe, [])
     assert not [name for name in few if f"config.{FEW[name]}" in fields]
     assert {FEW[name] for name in few} | {
         name.removeprefix("config.") for name in fields if name.startswith("config.")
