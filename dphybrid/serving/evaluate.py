@@ -253,7 +253,7 @@ def _frame_of(predictor: Predictor, rows: object) -> pl.DataFrame:
         wanted = [
             name for name in (*predictor.encoder.names, predictor.encoder.label.name) if name in chunk.names
         ]
-        pieces.append(pl.DataFrame({name: chunk.cells[name] for name in dict.fromkeys(wanted)}))
+        pieces.append(pl.DataFrame(chunk.cells.of(wanted)))
     for first in rejected:
         raise UserError(
             f"{first['file']}: line {first['line']} cannot be read ({first['reason']}); correct or remove it"

@@ -35,10 +35,7 @@ _ISO = r"^\d{4}-\d{1,2}-\d{1,2}$"
 _QUICK_FORMS = {10: "%Y-%m-%d", 16: "%Y-%m-%d %H:%M", 19: "%Y-%m-%d %H:%M:%S"}
 """Forms of dates, by their number of letters."""
 _ZONE = r"(?:Z|UTC|GMT|(?:UTC|GMT)?[+-]\d{1,2}(?::?\d{2})?)(?:\s*[\[(][^\])]*[\])])?|\b[A-Z]{3,4}"
-_MONTHS = (
-    *("january", "february", "march", "april", "may", "june"),
-    *("july", "august", "september", "october", "november", "december"),
-)
+_MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
 _DAYS, _HOURS = r"(\d+(?:\.\d+)?)\s*d", r"(\d+(?:\.\d+)?)\s*h"
 _MINUTES, _SECONDS = r"(\d+(?:\.\d+)?)\s*m(?:in(?:ute)?s?)?\b", r"(\d+(?:\.\d+)?)\s*s(?:ec(?:ond)?s?)?\b"
 _PART = r"\d+(?:\.\d+)?\s*(?:d(?:ays?)?|h(?:ours?|rs?)?|m(?:in(?:ute)?s?)?|s(?:ec(?:ond)?s?)?)"
@@ -399,10 +396,7 @@ def _with_numbers_of_months(words: pl.Series) -> pl.Series:
     low = low.str.replace(r"^(\d{1,2})[\s/-]([a-z]{3})[\s/-](\d{2})(\s|$)", "$1.$2.19$3$4")
     low = low.str.replace(r"^(\d{4})[\s/-]([a-z]{3,9})[\s/-](\d{1,2})", "$3.$2.$1")
     for number, month in enumerate(_MONTHS, 1):
-        short = month[:3] + (
-            rf"(?:{month[3:]}|t)?" if month == "september" else f"(?:{month[3:]})?" * bool(month[3:])
-        )
-        low = low.str.replace(rf"^(\d{{1,2}})\.{short}\.(\d{{4}})", rf"${{1}}.{number}.${{2}}")
+        low = low.str.replace(rf"^(\d{{1,2}})\.{month}[a-z]*\.(\d{{4}})", rf"${{1}}.{number}.${{2}}")
     is_date = low.str.contains(r"^\d{1,2}\.\d{1,2}\.\d{4}")
     return words.zip_with(~is_date.fill_null(False), low.str.to_uppercase())
 

@@ -17,7 +17,7 @@ from dphybrid.data.table.cells import as_texts
 from dphybrid.data.table.column import Column, Sample
 from dphybrid.data.table.kinds import KINDS, Bag, Category, Ignore, Time, kind_of, roles
 from dphybrid.data.table.numbers import writes_commas
-from dphybrid.data.table.rows import Cells, Rows
+from dphybrid.data.table.rows import Rows
 from dphybrid.util.errors import UserError, plain_words
 from dphybrid.util.files import read_small_text
 from dphybrid.util.text import toml_text
@@ -134,15 +134,15 @@ def find_column(rows: Rows, name: str, field: str) -> str:
 
 def samples_of(rows: Rows, data: TableDataConfig) -> dict[str, Sample]:
     """Return the sample of each column from the first rows."""
-    found = {name: _sample_of(rows, name, data) for name in rows.names}
+    cleaned = rows.cells.of(rows.names)
+    found = {name: _sample_of(rows, name, cells, data) for name, cells in cleaned.items()}
     commas = any(map(writes_commas, found.values()))
     return {name: replace(sample, comma_file=commas) for name, sample in found.items()}
 
 
-def _sample_of(rows: Rows, name: str, data: TableDataConfig) -> Sample:
-    cells = rows.cells[name]
+def _sample_of(rows: Rows, name: str, cells: pl.Series, data: TableDataConfig) -> Sample:
     known = cells.head(LOOKED_AT).drop_nulls()
-    given = rows.cells.given[name].dtype if isinstance(rows.cells, Cells) else cells.dtype
+    given = rows.cells.given[name].dtype
     return Sample(
         name,
         known if known.dtype == pl.List else as_texts(known),
