@@ -58,7 +58,9 @@ def test_the_test_rows_are_measured_once_and_shown_beside_validation(
     charts = MetricsPage.read(run.folder / "metrics.json").charts
     (confusion,) = (chart for chart in charts if isinstance(chart, Confusion))
     assert sum(map(sum, confusion.counts)) == 150  # of the test rows
-    assert '"test/auc"' in (run.folder / "record.jsonl").read_text()
+    record = (run.folder / "record.jsonl").read_text()
+    assert '"test/auc"' in record
+    assert '"train/grad_norm"' in record
 
     without = dphybrid.train(rows, label="y", epochs=1, devices="cpu", quiet=True)
     assert without.test_metrics == {}
