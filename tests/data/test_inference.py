@@ -129,6 +129,8 @@ def _column(folder: Path, cells: list[str], **values: object) -> Prepared:
         ([f"film {n} was a fine one" for n in range(190)], "text", "free text, read as its words; --"),
         (["bad good fine " * 2 + str(n % 90) for n in range(190)], "text", "free text, read as its words"),
         (['["a", "b"]', '["c"]', "[]"], "bag", "items between '[]'"),
+        (["('a', 'b')", "('c',)", "[]"], "bag", "items between '[]'"),
+        (['{"a": "b"}', '{"a": "c"}'], "categorical", ""),
         (["Tue, 05 Mar 2024 08:30:00 GMT", "Wed, 06 Mar 2024 09:30:00 GMT"], "time", "dates or times"),
         (["5m", "3k", "1.2m"], "numeric", "'m' is read as minutes beside 'k' for thousands"),
         (["$5", "¥700"], "numeric", "amounts in $ and ¥ are read as if of one currency"),

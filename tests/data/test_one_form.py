@@ -204,6 +204,12 @@ def test_a_time_is_that_of_its_zone_in_every_container() -> None:
         assert column.values(cells)[0] == datetime.datetime(2024, 1, 1, 23, 30)
 
 
+@pytest.mark.parametrize("none", [None, float("nan"), pd.NA])
+def test_large_ids_beside_no_value_keep_their_digits(none: object) -> None:
+    for table in ({"x": [2**60 + 1, none]}, pd.DataFrame({"x": pd.Series([2**60 + 1, none], dtype=object)})):
+        assert as_frame(table, "x").lazy().collect()["x"].to_list() == [2**60 + 1, None]
+
+
 @pytest.mark.parametrize("unit", ["s", "ms", "us", "ns"])
 def test_times_of_numpy_may_have_any_unit(unit: str) -> None:
     time = np.array(["2024-01-01T23:30:05"], f"datetime64[{unit}]")
@@ -246,6 +252,7 @@ def test_a_missing_number_is_missing_in_every_notation(mark: str, tmp_path: Path
         ),
         (["02134", "10001"], pl.Series(["02134"]), ""),
         ([str(10**17), str(10**17 + 2)], pl.Series([1e17]), "'x' holds floats beyond 2^53, which merge ids"),
+        (["1", "2"], pl.Series([1.0, float("nan")]), ""),
         (['["a", "b"]', '["c"]'], pl.Series(["a;b", "c"]), "'x' holds 'a;b', but training had lists"),
         (['["a", "b"]', '["c"]'], pl.Series(["['a']", "c"]), ""),
         (['["a", "b"]', '["c"]'], pl.Series([["a", "b"]]), ""),

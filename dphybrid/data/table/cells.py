@@ -42,9 +42,10 @@ _PART = r"\d+(?:\.\d+)?\s*(?:d(?:ays?)?|h(?:ours?|rs?)?|m(?:in(?:ute)?s?)?|s(?:e
 _DURATION = rf"^{_PART}(?:\s*{_PART})*$"
 _CLOCK = r"^(\d+):([0-5]\d):([0-5]\d(?:\.\d+)?)$"
 _WORD = r"\w+(?:['’]\w+)*"
-IS_LIST = r"""(?s)^\s*(?:\[.*\]|[({]\s*["'].*["']\s*,?\s*[)}])\s*$"""
+_QUOTED = r"""\"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'"""
+_ITEM = rf"""{_QUOTED}|[^,\s"'][^,]*"""
+IS_LIST = rf"(?s)^\s*(?:\[.*\]|[({{](?:\s*(?:{_QUOTED})\s*,?)+[)}}])\s*$"
 """A list as JSON and Python write it, also as a tuple or a set of texts."""
-_ITEM = r"""\"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|[^,\s"'][^,]*"""
 TRUE, FALSE = ("1", "t", "true", "y", "yes"), ("0", "f", "false", "n", "no")
 """The two values of a flag, in lower case."""
 DASHES = ("-", "--", "–", "—")
@@ -78,6 +79,8 @@ def of_objects(name: str, values: Sequence[Any], as_text: Callable[[Any], str] |
 
     as_text: for values of other types; without it, they raise TypeError."""
     types = set(map(type, values))
+    if {int, float} <= types:  # nan would make floats of whole numbers, which hold them up to 2^53 only
+        values = [None if value != value else value for value in values]
     if types <= _PYTHON and datetime not in types:
         return pl.Series(name, values, strict=False)
 

@@ -373,7 +373,7 @@ class Category(Notated):
         return "".join(found.to_list())
 
     def doubt(self, cells: pl.Series) -> str:
-        if cells.dtype.is_float() and self.type == "number" and (cells.abs() >= 2**53).any():
+        if cells.dtype.is_float() and self.type == "number" and (cells.fill_nan(0).abs() >= 2**53).any():
             return f"Column {self.name!r} holds floats beyond 2^53, which merge ids; give integers or texts"
         if not (cells.dtype.is_numeric() and self._with_zeros):
             return ""
