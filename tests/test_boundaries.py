@@ -20,6 +20,7 @@ CHAINS: dict[str, list[tuple[str, set[str]]]] = {
         ("dphybrid.recipes.configs", SETTINGS),
         ("dphybrid.config.settings", SETTINGS),
         ("dphybrid.cli.main", SETTINGS),
+        ("dphybrid.lifecycle.cleanup", SETTINGS),  # `dphybrid runs`
         # the temporary server starts while the rest is imported, and in a process of its own
         ("flows.train_hybrid", {"prefect", "rich"} | SETTINGS),
     ],

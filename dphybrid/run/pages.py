@@ -4,9 +4,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from dphybrid.training.metrics import Chart, Confusion
-from dphybrid.training.saving import SavingCosts
-from dphybrid.training.split_log import SplitRow
+from dphybrid.training.results import Chart, Confusion, SavingCosts, SplitRow
 from dphybrid.util.pages import Page
 
 

@@ -22,7 +22,8 @@ from dphybrid.tracking.system import balance_warnings
 from dphybrid.tracking.tracker import REPORT_PAGE
 from dphybrid.training.checkpoint import read_state, step_of
 from dphybrid.training.clock import NOT_A_STEP
-from dphybrid.training.metrics import Chart, Confusion, Task
+from dphybrid.training.metrics import Task
+from dphybrid.training.results import Chart, Confusion
 from dphybrid.training.saving import checkpoint_uid
 from dphybrid.util.text import as_flags, as_markdown, masked, printable
 

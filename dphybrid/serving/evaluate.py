@@ -30,7 +30,8 @@ from dphybrid.training.checkpoint import read_state
 from dphybrid.training.importance import SECONDS, in_memory
 from dphybrid.training.importance import importance as permuted
 from dphybrid.training.loop import validation_outputs
-from dphybrid.training.metrics import Chart, Confusion, Task, best_threshold, f1_at
+from dphybrid.training.metrics import Task, best_threshold, f1_at
+from dphybrid.training.results import Chart, Confusion
 from dphybrid.util.errors import UserError, counted, suggestion
 from dphybrid.util.text import aligned
 

@@ -16,13 +16,12 @@ from torch.nn import functional as F
 from dphybrid.data.table.labels import Label
 from dphybrid.training.metrics import (
     BINARY,
-    Chart,
-    Confusion,
     Task,
     best_threshold,
     f1_at,
     sample_weights,
 )
+from dphybrid.training.results import Chart, Confusion
 from dphybrid.util.errors import UserError
 from dphybrid.util.roc import counts_by_score
 

@@ -23,7 +23,8 @@ from dphybrid.training.memory import ids_of_parts
 from dphybrid.training.metrics import Task
 from dphybrid.training.observing import Observer
 from dphybrid.training.optimizers import averaged, learning_rate_factor
-from dphybrid.training.saving import SavingCosts, best_steps, checkpoint_cards, prune_checkpoints
+from dphybrid.training.results import SavingCosts
+from dphybrid.training.saving import best_steps, checkpoint_cards, prune_checkpoints
 from dphybrid.training.step import Step
 from dphybrid.util.errors import UserError, counted, failure_text
 from dphybrid.util.memory import is_out_of_memory

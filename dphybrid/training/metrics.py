@@ -3,41 +3,15 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
-from pydantic import BaseModel
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from dphybrid.training.results import Chart, Confusion
 from dphybrid.util.errors import UserError
 from dphybrid.util.roc import area_under_roc
-
-
-class Chart(BaseModel):
-    """A plot of points (x, y), or of the line through them. name: what it shows, in one word. line: the
-    reference line, y = x or y = 0."""
-
-    name: str
-    title: str
-    xlabel: str
-    ylabel: str
-    points: list[tuple[float, float]]
-    line: Literal["equal", "zero", "none"] = "equal"
-    drawn: Literal["points", "line"] = "points"
-
-
-class Confusion(BaseModel):
-    """A confusion matrix. counts: one line for each true class, one column for each
-    predicted class; sums of weights where rows are weighted. recall: of each class; None for a class without
-    rows."""
-
-    name: str
-    title: str
-    classes: list[str]
-    counts: list[list[float]]
-    recall: list[float | None]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
-from pydantic import BaseModel
 from torch import Tensor
 
 from dphybrid.config import CheckpointConfig
@@ -45,6 +44,7 @@ from dphybrid.training.checkpoint import (
 from dphybrid.training.finite import Rows, check_finite
 from dphybrid.training.metrics import Task
 from dphybrid.training.optimizers import averaged
+from dphybrid.training.results import SavingCosts
 from dphybrid.training.tensor_file import IDS, changed_file, changed_rows, rows_of, table_file, write_tensors
 from dphybrid.util.digests import copy_files, file_digest
 from dphybrid.util.errors import UserError
@@ -53,23 +53,6 @@ from dphybrid.util.files import making, remove_folder
 _MOST_CHANGED = 0.5
 """Largest share of changed bytes for which only changed rows are written. Above it, writing all rows costs
 little more."""
-
-
-class SavingCosts(BaseModel):
-    """The costs of checkpoints so far. stall_s: seconds that training waited. write_s: seconds of writing, at
-    the same time as training."""
-
-    count: int = 0
-    full: int = 0
-    written_bytes: int = 0
-    stall_s: float = 0.0
-    longest_stall_s: float = 0.0
-    write_s: float = 0.0
-
-    def __add__(self, other: "SavingCosts") -> "SavingCosts":
-        longest = max(self.longest_stall_s, other.longest_stall_s)
-        sums = {name: value + getattr(other, name) for name, value in self}
-        return SavingCosts(**{**sums, "longest_stall_s": longest})
 
 
 @dataclass(frozen=True)

@@ -2,47 +2,18 @@
 rows of a table."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from torch import nn
 
 from dphybrid.parallel import Split, find_data_parallel
 from dphybrid.parallel.splits import Key
+from dphybrid.training.results import SplitRow
 from dphybrid.util.errors import counted
 
 _MAX_LINES = 2000
 """Most lines that are kept for the record. Further lines are only printed."""
-
-
-@dataclass(slots=True)
-class SplitRow:
-    """The share of one replica in a split. Two splits are different if a replica gets another number of rows,
-    not if only other sizes, such as a sequence length, differ.
-
-    number: of the split, in the order of first steps. first_shape, latest_shape: "input size -> output size".
-    """
-
-    number: int
-    replica: int
-    block: str
-    device: str
-    rows: int
-    batch_rows: int
-    first_shape: str
-    latest_shape: str
-    first_step: int
-    last_step: int
-    steps: int
-
-    def table_row(self) -> dict[str, Any]:
-        """Return the row for MLflow's table view, which needs one column that identifies a row: `where`, for
-        people. Code reads `number` and `replica`."""
-        values = asdict(self)
-        where = f"split {self.number} / replica {self.replica} / {self.block}"
-        first, latest = values.pop("first_shape"), values.pop("latest_shape")
-        for_code = {"number": values.pop("number"), "replica": values.pop("replica")}
-        return {"where": where, "split": first, **values, "latest": latest, **for_code}
 
 
 class SplitLog:

@@ -16,7 +16,7 @@ from dphybrid.recipes.retrieval import RetrievalDataConfig
 from dphybrid.recipes.text import TextDataConfig
 from dphybrid.run.pages import MetricsPage
 from dphybrid.training import loop
-from dphybrid.training.metrics import Confusion
+from dphybrid.training.results import Confusion
 from tests.preparing import from_file, prepare, table_of
 from tests.refusing import refused
 

@@ -21,7 +21,8 @@ from dphybrid.recipes.ctr import CtrModelConfig
 from dphybrid.recipes.ctr.model import build_ctr
 from dphybrid.serving.predict import Predictor
 from dphybrid.training.label_tasks import label_task
-from dphybrid.training.metrics import BINARY, MULTICLASS, Confusion
+from dphybrid.training.metrics import BINARY, MULTICLASS
+from dphybrid.training.results import Confusion
 from tests.commands import command, models_of
 from tests.refusing import refused
 

@@ -1,0 +1,79 @@
+"""What the pages of a run hold besides numbers: charts, costs of checkpoints, splits. Imports no torch, which
+takes longer than to list a hundred runs."""
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+
+class Chart(BaseModel):
+    """A plot of points (x, y), or of the line through them. name: what it shows, in one word. line: the
+    reference line, y = x or y = 0."""
+
+    name: str
+    title: str
+    xlabel: str
+    ylabel: str
+    points: list[tuple[float, float]]
+    line: Literal["equal", "zero", "none"] = "equal"
+    drawn: Literal["points", "line"] = "points"
+
+
+class Confusion(BaseModel):
+    """A confusion matrix. counts: one line for each true class, one column for each
+    predicted class; sums of weights where rows are weighted. recall: of each class; None for a class without
+    rows."""
+
+    name: str
+    title: str
+    classes: list[str]
+    counts: list[list[float]]
+    recall: list[float | None]
+
+
+class SavingCosts(BaseModel):
+    """The costs of checkpoints so far. stall_s: seconds that training waited. write_s: seconds of writing, at
+    the same time as training."""
+
+    count: int = 0
+    full: int = 0
+    written_bytes: int = 0
+    stall_s: float = 0.0
+    longest_stall_s: float = 0.0
+    write_s: float = 0.0
+
+    def __add__(self, other: "SavingCosts") -> "SavingCosts":
+        longest = max(self.longest_stall_s, other.longest_stall_s)
+        sums = {name: value + getattr(other, name) for name, value in self}
+        return SavingCosts(**{**sums, "longest_stall_s": longest})
+
+
+@dataclass(slots=True)
+class SplitRow:
+    """The share of one replica in a split. Two splits are different if a replica gets another number of rows,
+    not if only other sizes, such as a sequence length, differ.
+
+    number: of the split, in the order of first steps. first_shape, latest_shape: "input size -> output size".
+    """
+
+    number: int
+    replica: int
+    block: str
+    device: str
+    rows: int
+    batch_rows: int
+    first_shape: str
+    latest_shape: str
+    first_step: int
+    last_step: int
+    steps: int
+
+    def table_row(self) -> dict[str, Any]:
+        """Return the row for MLflow's table view, which needs one column that identifies a row: `where`, for
+        people. Code reads `number` and `replica`."""
+        values = asdict(self)
+        where = f"split {self.number} / replica {self.replica} / {self.block}"
+        first, latest = values.pop("first_shape"), values.pop("latest_shape")
+        for_code = {"number": values.pop("number"), "replica": values.pop("replica")}
+        return {"where": where, "split": first, **values, "latest": latest, **for_code}
