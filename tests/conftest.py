@@ -28,9 +28,7 @@ torch.set_num_threads(1)
 # Compile once: each of the many programs that tests start would compile the package anew.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# Programs that tests start import stand-ins from this folder; dphybrid itself never looks there.
-_PATHS = [str(REPOSITORY), str(REPOSITORY / "tests" / "undrawn"), os.environ.get("PYTHONPATH")]
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, _PATHS))
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
 # A shell ignores SIGINT for background commands, and nohup SIGHUP. The programs that tests start would
 # inherit that, and signals to them would have no effect.
 for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
@@ -111,12 +109,9 @@ _of_a_test = pytest.fixture(autouse=True)(_with_own_variables)
 
 
 @pytest.fixture
-def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Path:
-    """A data folder for this test, without the caller's settings. Runs draw no pictures, which take a second,
-    unless the test is marked `pictures`."""
+def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A data folder for this test, without the caller's settings."""
     own_settings(monkeypatch, tmp_path / "data")
-    if request.node.get_closest_marker("pictures") is None:
-        monkeypatch.setattr("dphybrid.tracking.html.figure", lambda *_, **__: "<!-- a figure -->")
     monkeypatch.chdir(tmp_path)
     return tmp_path / "data"
 

@@ -34,10 +34,9 @@ sys.meta_path[:] = [Hiding(finder) for finder in sys.meta_path]
 
 @pytest.fixture
 def light(tmp_path: Path, data_dir: Path) -> dict[str, str]:
-    """The variables of a process in which the extras cannot be found, and which draws no pictures."""
+    """The variables of a process in which the extras cannot be found."""
     (tmp_path / "site").mkdir()
-    undrawn = (REPOSITORY / "tests" / "undrawn" / "sitecustomize.py").read_text()
-    (tmp_path / "site" / "sitecustomize.py").write_text(HIDE + undrawn)
+    (tmp_path / "site" / "sitecustomize.py").write_text(HIDE)
     gone = {name: value for name, value in os.environ.items() if "TRACKING_URI" not in name}
     return gone | {"PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), str(REPOSITORY)])}
 

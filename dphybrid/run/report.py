@@ -17,7 +17,7 @@ from dphybrid.recipes.configs import given_flags
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import attached
 from dphybrid.run.pages import MetricsPage, Report, ResultPage
-from dphybrid.tracking.html import REFERENCE, bars, html_of, lines, matrix, number
+from dphybrid.tracking.html import Line, bars, html_of, lines, matrix, number
 from dphybrid.tracking.system import balance_warnings
 from dphybrid.tracking.tracker import REPORT_PAGE
 from dphybrid.training.checkpoint import read_state, step_of
@@ -29,10 +29,10 @@ from dphybrid.util.text import as_flags, as_markdown, masked, printable
 
 _SHOWN_COLUMNS = 20
 """Bars of the figure of columns."""
+_FEW_POINTS = 30
+"""A curve of fewer points has a mark on each."""
 _MOST_LINES = 24
 """The most lines of a block in MLflow's description, which may have 8,000 characters."""
-_KEPT: Mapping[str, Any] = {"marker": "o", "markersize": 9, "markerfacecolor": "none", "color": "#e45756"}
-"""How a curve marks the epoch whose checkpoint is kept."""
 _MANY_UNSEEN = 0.3
 """A column is doubtful if so many of its validation values have no training row."""
 _FEW_ROWS = 5000
@@ -238,9 +238,9 @@ def report_page(experiment: Experiment, report: Report) -> str:
     for name in history[0] if history else ():
         points = {row["step"]: row[name] for row in history if isfinite(row.get(name, nan))}
         if name != "step" and len(points) > 1 and kept in points:
-            mark = ([kept], [points[kept]], _KEPT)
+            curve: Line = list(points), list(points.values()), "both" if len(points) < _FEW_POINTS else "line"
             title = f"{name}: {number(points[kept])} at the epoch that is kept"
-            curves.append(lines([(list(points), list(points.values()), {}), mark], title, "step"))
+            curves.append(lines([curve, ([kept], [points[kept]], "kept")], title, "step"))
     total = sum(report.stages.values()) or 1.0
     times = {
         f"{name}  {seconds:.2f} s, {seconds / total:.0%}": seconds
@@ -266,11 +266,10 @@ def chart_figure(chart: Chart | Confusion) -> str:
     xs, ys = zip(*chart.points, strict=True) if chart.points else ((), ())
     on_both = [*xs, *ys] if chart.line == "equal" else xs
     ends = [min(on_both, default=0.0), max(on_both, default=1.0)]
-    reference = (
-        [] if chart.line == "none" else [(ends, ends if chart.line == "equal" else [0.0, 0.0], REFERENCE)]
-    )
-    look = {"linestyle": "-", "marker": ""} if chart.drawn == "line" else {"linestyle": "", "marker": "o"}
-    return lines([*reference, (xs, ys, look)], chart.title, chart.xlabel, chart.ylabel)
+    shown: list[Line] = [(xs, ys, chart.drawn)]
+    if chart.line != "none":
+        shown.insert(0, (ends, ends if chart.line == "equal" else [0.0, 0.0], "reference"))
+    return lines(shown, chart.title, chart.xlabel, chart.ylabel)
 
 
 def advice(

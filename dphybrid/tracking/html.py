@@ -1,24 +1,27 @@
 """Pages of texts and figures as one HTML file that needs no other file and no network.
 
-Figures are SVG that matplotlib draws. A page with plotly inside takes 5 MB, which each run would keep, and
+Figures are SVG, written here: a library that draws takes longer to import than a small model to train, and
 the frames of MLflow and of notebooks load no file that lies beside the page.
 """
 
 import html
-import io
 import math
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-from warnings import catch_warnings, simplefilter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
 
 from dphybrid.util.text import printable
 
-_COLOUR = "#4c78a8"
-REFERENCE: Mapping[str, Any] = {"color": "#999999", "linestyle": "--", "linewidth": 1, "marker": ""}
-"""How a line of reference looks."""
-Line = tuple[Sequence[Any], Sequence[float], Mapping[str, Any]]
-"""A line of a figure: xs, ys, matplotlib's options."""
+Look = Literal["line", "points", "both", "reference", "kept"]
+"""How a line of a figure looks. both: with its points; reference: dashed and grey; kept: a red ring."""
+Line = tuple[Sequence[float], Sequence[float], Look]
+"""A line of a figure: xs, ys, its look."""
+_WIDTH, _HEIGHT = 400, 220
+"""Pixels between the ends of the axes."""
+_LETTER, _ROW = 6.5, 22
+"""Pixels of a letter's width, and of a row's height."""
+_MOST = 1e100
+"""The largest number that is drawn."""
 
 
 _HEAD = """<!doctype html>
@@ -30,9 +33,14 @@ _HEAD = """<!doctype html>
   pre { background: #f4f6f8; padding: .6rem; overflow-x: auto; } pre:empty { display: none; }
   table { border-collapse: collapse; } th { vertical-align: bottom; } td + td, th + th { text-align: right; }
   th, td { text-align: left; padding: .1rem .5rem; border-bottom: 1px solid #d8dee6; }
-  svg { max-width: 100%; height: auto; margin-right: 1.5rem; }
+  svg { max-width: 100%; height: auto; margin-right: 1.5rem; font-size: 11px; overflow: visible; }
   @media (max-width: 45rem) { pre, table { font-size: .75rem; } pre:first-of-type { white-space: pre-wrap; }
     th, td { padding: .1rem .15rem; } svg { margin: 0; } }
+  svg .title { font-size: 13px; } .middle { text-anchor: middle; } .end { text-anchor: end; }
+  .grid { stroke: #e4e8ed; } .axis { stroke: #1d2733; } .mark { fill: #4c78a8; }
+  polyline { fill: none; stroke: #4c78a8; stroke-width: 1.5; }
+  polyline.reference { stroke: #999999; stroke-width: 1; stroke-dasharray: 5 3; }
+  .kept { fill: none; stroke: #e45756; stroke-width: 1.5; }
 </style>"""
 
 
@@ -64,73 +72,122 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def lines(shown: Sequence[Line], title: str = "", x: str = "", y: str = "") -> str:
-    """Draw lines, with a mark on each point where they are few."""
-
-    def draw(axes: Any) -> None:
-        for xs, ys, look in shown:
-            axes.plot(xs, ys, **{"marker": "o" if len(xs) < 30 else "", "color": _COLOUR, **look})
-
-    return figure(draw, title, x, y) if shown else ""
+    """Draw lines, without the points that cannot be drawn: nan, inf, or beyond 1e100."""
+    drawn = [
+        ([(a, b) for a, b in zip(xs, ys, strict=True) if abs(a) < _MOST and abs(b) < _MOST], look)
+        for xs, ys, look in shown
+    ]
+    if not any(points for points, _ in drawn):
+        return ""
+    across = _Scale([a for points, _ in drawn for a, _ in points], _WIDTH)
+    up = _Scale([b for points, _ in drawn for _, b in points], _HEIGHT)
+    parts = [*_bottom(across, _HEIGHT, x)]
+    for place, text in up.ticks():
+        parts.append(f'<path class="grid" d="M0 {_HEIGHT - place:.1f}h{_WIDTH}"/>')
+        parts.append(_text(-6, _HEIGHT - place + 4, text, "end"))
+    parts.append(f'<path class="axis" d="M0 0v{_HEIGHT}"/>')
+    left = 14 + _LETTER * max((len(text) for _, text in up.ticks()), default=0)
+    parts.append(_text(-left - 4, _HEIGHT / 2, _short(y, 40), "middle", turned=-90))
+    for points, look in drawn:
+        at = [(across.at(a), _HEIGHT - up.at(b)) for a, b in points]
+        if look in ("line", "both", "reference"):
+            style = ' class="reference"' if look == "reference" else ""
+            parts.append(f'<polyline{style} points="{" ".join(f"{a:.1f},{b:.1f}" for a, b in at)}"/>')
+        if look in ("points", "both", "kept"):
+            mark = 'class="kept" r="5"' if look == "kept" else 'class="mark" r="2.5"'
+            parts += [f'<circle {mark} cx="{a:.1f}" cy="{b:.1f}"/>' for a, b in at]
+    return _figure(parts, title, left + (20 if y else 0), _WIDTH, _HEIGHT, 40)
 
 
 def bars(values: Mapping[str, float], x: str) -> str:
     """Draw a bar for each name."""
-
-    def draw(axes: Any) -> None:
-        axes.barh(range(len(values)), list(values.values()), color=_COLOUR)
-        axes.set_yticks(range(len(values)), [_short(name, 36) for name in values])
-        axes.invert_yaxis()
-
-    return figure(draw, x=x, size=(5.0, 1.0 + 0.3 * len(values))) if values else ""
+    if not values:
+        return ""
+    names, height = [_short(name, 36) for name in values], _ROW * len(values)
+    lengths = [value if abs(value) < _MOST else 0.0 for value in values.values()]
+    across = _Scale([0.0, *lengths], _WIDTH)
+    parts, zero = [*_bottom(across, height, x)], across.at(0.0)
+    for row, (name, value) in enumerate(zip(names, lengths, strict=True)):
+        first, last = sorted((zero, across.at(value)))
+        size = f'x="{first:.1f}" y="{row * _ROW + 3}" width="{last - first:.1f}" height="{_ROW - 6}"'
+        parts += [f'<rect class="mark" {size}/>', _text(-6, row * _ROW + 15, name, "end")]
+    parts.append(f'<path class="axis" d="M{zero:.1f} 0v{height}"/>')
+    return _figure(parts, "", 10 + _LETTER * max(map(len, names)), _WIDTH, height, 40)
 
 
 def matrix(title: str, names: Sequence[str], counts: Sequence[Sequence[float]]) -> str:
     """Draw a confusion matrix as shares of each true class, which is a line of it."""
-    names = [_short(name, 16) for name in names]
+    names, cell, parts = [_short(name, 16) for name in names], 40, list[str]()
+    totals = [f"{name} ({sum(line):,.6g})" for name, line in zip(names, counts, strict=True)]
+    height = _ROW * len(names)
+    for row, (total, line) in enumerate(zip(totals, counts, strict=True)):
+        parts.append(_text(-6, row * _ROW + 15, total, "end"))
+        for column, count in enumerate(line):
+            share = count / (sum(line) or 1.0)
+            red, green, blue = (round(255 + share * (dark - 255)) for dark in (8, 48, 107))
+            size = f'x="{column * cell}" y="{row * _ROW}" width="{cell}" height="{_ROW}"'
+            parts.append(f'<rect {size} fill="rgb({red},{green},{blue})"/>')
+            if share >= 0.005:
+                fill = ' fill="white"' if share > 0.5 else ""
+                parts.append(_text((column + 0.5) * cell, row * _ROW + 15, f"{share:.0%}", "middle", fill))
+    parts += [
+        _text((column + 0.6) * cell, height + 12, name, "end", turned=-45)
+        for column, name in enumerate(names)
+    ]
+    left, below = (_LETTER * max(map(len, each)) for each in (totals, names))
+    wide, depth = cell * len(names), 0.72 * below + 16
+    parts.append(_text(wide / 2, height + depth + 12, "predicted class", "middle"))
+    parts.append(_text(-left - 16, height / 2, "true class", "middle", turned=-90))
+    return _figure(parts, title, max(left + 28, depth), wide, height, depth + 18)
 
-    def draw(axes: Any) -> None:
-        axes.grid(visible=False)
-        shares = [[count / (sum(line) or 1.0) for count in line] for line in counts]
-        axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-        for y, line in enumerate(shares):
-            for x, share in enumerate(line):
-                if share >= 0.005:
-                    colour = "white" if share > 0.6 else "black"
-                    axes.text(x, y, f"{share:.0%}", ha="center", va="center", color=colour)
-        axes.set_xticks(range(len(names)), names, rotation=45, ha="right")
-        totals = [f"{name} ({sum(line):,.6g})" for name, line in zip(names, counts, strict=True)]
-        axes.set_yticks(range(len(names)), totals)
 
-    size = max(3.2, 1.6 + 0.4 * len(names))
-    return figure(draw, title, "predicted class", "true class", (size + 2, size))
+class _Scale:
+    """Maps values to pixels from 0 to `size`, with round numbers at its ticks."""
+
+    def __init__(self, values: Sequence[float], size: float) -> None:
+        low, high = float(min(values)), float(max(values))
+        if high - low <= 1e-9 * max(abs(low), abs(high)):  # one value, or several that look like one
+            low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
+        rough = max((high - low) / 5, 1 / _MOST)
+        base = 10.0 ** math.floor(math.log10(rough))
+        self._step = next(base * times for times in (1, 2, 5, 10) if base * times >= rough)
+        self._low, self._high = low - 0.03 * (high - low), high + 0.03 * (high - low)
+        self._size = size
+
+    def at(self, value: float) -> float:
+        return self._size * (value - self._low) / (self._high - self._low)
+
+    def ticks(self) -> Iterator[tuple[float, str]]:
+        """Return the place and the text of each tick."""
+        digits = max(0, -math.floor(math.log10(self._step)))
+        first, last = math.ceil(self._low / self._step), math.floor(self._high / self._step)
+        for value in (number * self._step for number in range(first, last + 1)):
+            plain = digits < 6 and abs(value) < 1e9
+            yield self.at(value), f"{value:,.{digits}f}" if plain else f"{value:.3g}"
 
 
-def figure(
-    draw: Callable[[Any], None],
-    title: str = "",
-    x: str = "",
-    y: str = "",
-    size: tuple[float, float] = (5.0, 3.2),
-) -> str:
-    """Return what `draw` draws on matplotlib's axes as SVG. x, y: titles of the axes. size: inches."""
-    # Not through pyplot, which keeps all figures in global state and may choose a backend with windows.
-    import matplotlib
-    from matplotlib.figure import Figure
+def _bottom(scale: _Scale, height: float, title: str) -> Iterator[str]:
+    """Return the horizontal axis below a figure, with a grid."""
+    for place, text in scale.ticks():
+        yield f'<path class="grid" d="M{place:.1f} 0v{height}"/>'
+        yield _text(place, height + 15, text, "middle")
+    yield f'<path class="axis" d="M0 {height}h{_WIDTH}"/>'
+    yield _text(_WIDTH / 2, height + 33, _short(title, 58), "middle")
 
-    look: Any = {"svg.fonttype": "none", "svg.hashsalt": "dphybrid", "text.parse_math": False}
-    look |= {"axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True}
-    stream = io.StringIO()
-    with matplotlib.rc_context({**look, "lines.markersize": 3.5}), catch_warnings():
-        # of letters that matplotlib's font lacks: the reader's browser has them
-        simplefilter("ignore", UserWarning)
-        drawn = Figure(figsize=size, layout="constrained")
-        axes = drawn.subplots()
-        axes.grid(alpha=0.2)
-        draw(axes)
-        axes.set(xlabel=_short(x, 58), ylabel=_short(y, 58))
-        axes.set_title("\n".join(textwrap.wrap(printable(title), 55)), loc="left", fontsize=10)
-        drawn.savefig(stream, format="svg", metadata={"Date": None})
-    return "<svg" + stream.getvalue().partition("<svg")[2]
+
+def _text(x: float, y: float, text: str, style: str, more: str = "", turned: int = 0) -> str:
+    more += f' transform="rotate({turned} {x:.1f} {y:.1f})"' if turned else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}" class="{style}"{more}>{html.escape(text)}</text>' if text else ""
+
+
+def _figure(parts: Sequence[str], title: str, left: float, width: float, height: float, below: float) -> str:
+    """Return SVG of what lies between (-left, 0) and (width, height + below), below a title."""
+    words = textwrap.wrap(printable(title), 60)
+    above = 10 + 17 * len(words)
+    shown = [_text(-left, 17 * row + 12 - above, line, "title") for row, line in enumerate(words)]
+    wide, high = left + width + 20, above + height + below
+    box = f'width="{wide:.0f}" height="{high:.0f}" viewBox="{-left:.1f} {-above:.1f} {wide:.1f} {high:.1f}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {box}>{"".join([*shown, *parts])}</svg>'
 
 
 def _short(text: str, most: int) -> str:

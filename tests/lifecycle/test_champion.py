@@ -127,7 +127,6 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
     folder = tmp_path_factory.mktemp("shop")
     with pytest.MonkeyPatch.context() as patch:
         own_settings(patch, folder / "data")
-        patch.setattr("dphybrid.tracking.html.figure", lambda *_, **__: "<!-- a figure -->")
         patch.setattr(champion, "_NUM_RESAMPLES", 50)
         stores.put_database("mlflow", folder / "data" / "mlflow" / "mlflow.db")
         (folder / "days").mkdir()

@@ -88,7 +88,6 @@ def test_the_finer_metrics_are_in_the_record_which_is_an_artifact(
     assert summary.max().sum() == pytest.approx(100, abs=0.01)
 
 
-@pytest.mark.pictures
 def test_the_report_is_text_whatever_columns_are_called(data_dir: Path, tmp_path: Path) -> None:
     odd = "<script>alert(1)</script> | `x` $y^"
     lines = ["y,size," + odd, *(f"{n % 2},{n},<b>{n % 5}</b>```" for n in range(150))]

@@ -66,7 +66,6 @@ def recorded_outputs(run: Any) -> Any:
     return Model.load(best.artifact_location.removeprefix("file://")).signature.outputs
 
 
-@pytest.mark.pictures
 def test_classes(data_dir: Path, tmp_path: Path) -> None:
     run = trained("kind", tracking=None, devices="cpu*2", model=MODEL | {"kind": "deepfm"})
     assert run.metrics.keys() == {"accuracy", "macro_f1", "log_loss"}
