@@ -167,7 +167,7 @@ def test_facts_of_the_data_are_computed_once_and_a_damaged_one_again(tmp_path: P
     file.rename(file.with_name("other.json"))
     assert data.fact("other", compute) == [6], "it is of another name"
     assert find_recipe("ctr").baselines(data) == find_recipe("ctr").baselines(data)
-    assert sorted(file.name for file in (data.path / "facts").iterdir()) == ["baselines-4.json", "other.json"]
+    assert sorted(file.name for file in (data.path / "facts").iterdir()) == ["baselines-5.json", "other.json"]
     assert (
         find_recipe("ctr").open(data.path, verified=True).digest == data.digest
     )  # no file of the data itself
