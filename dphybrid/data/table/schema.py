@@ -22,7 +22,7 @@ from dphybrid.util.errors import UserError, plain_words
 from dphybrid.util.files import read_small_text
 from dphybrid.util.text import toml_text
 
-LOOKED_AT = 20_000
+LOOKED_AT = 8_192
 """Number of first rows from which the kinds of columns are inferred."""
 
 

@@ -20,6 +20,8 @@ _LEAK = 0.99
 """A column leaks the label if its AUC or R2 alone is above this."""
 _IMPURE, _PURE_SHARE = 0.005, 0.2
 """Rows leak a class if at most this share of them is of others, and they hold this share of the class."""
+_SCREENED, _DOUBTFUL = 2**12, 0.9
+"""A column with a score below this on so many of the rows is not scored on all, as sorting takes long."""
 _FEWEST_ROWS = 50
 """With fewer rows a column may predict the label by chance, so none is checked."""
 
@@ -119,7 +121,16 @@ def _gain_over_majority(predicted_B: Array, labels_B: Array) -> float:
 
 
 def _score(predictor_B: Array, labels_B: Array, kind: str) -> tuple[float, str]:
-    """Return how well one number predicts the labels, in either direction, and the metric's name."""
+    """Return how well one number predicts the labels, in either direction, and the metric's name; judged by
+    some of the rows, if it is far from a leak there."""
+    if (step := len(labels_B) // _SCREENED) > 1:
+        few = slice(0, step * _SCREENED, step)
+        common = int(np.unique(labels_B[few], return_counts=True)[1].max())
+        # Of a rare class, some of the rows are too few to judge by.
+        if _SCREENED - common >= _FEWEST_ROWS:
+            found = _score(predictor_B[few], labels_B[few], kind)
+            if found[0] < _DOUBTFUL:
+                return found
     if kind == "continuous":
         varies = np.ptp(predictor_B) and np.ptp(labels_B)
         return (float(np.corrcoef(predictor_B, labels_B)[0, 1] ** 2) if varies else 0.0), "R2"
