@@ -3,13 +3,15 @@ of a script in polars and plain PyTorch, and of LightGBM.
 
     python -m benchmarks.whole_job [--rows 200000] [--tests 100000] [--repeats 5] [--only NAME]
 
-dphybrid is measured as a script of three lines in one process, like the others, and as three commands. Each
+dphybrid is measured as a script of three lines in one process, like the others, and as three commands: as
+users run it, with its record in an MLflow database that earlier runs have made, and without a record. Each
 process counts with its imports and its peak memory. The ways take turns, so that a busy moment of the machine
 affects all of them. Set OMP_NUM_THREADS=1 to compare single threads.
 """
 
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -31,8 +33,9 @@ from dphybrid.util.roc import area_under_roc
 NUMBERS = [f"I{i + 1}" for i in range(NUM_INTEGERS)]
 CATEGORIES = [f"C{i + 1}" for i in range(NUM_CATEGORIES)]
 OURS, COMMANDS = "dphybrid, a script", "dphybrid, three commands"
+ALONE = ", no record"
 PLAIN, TREES = "polars and plain PyTorch", "LightGBM"
-WAYS = [OURS, COMMANDS, PLAIN, TREES]
+WAYS = [OURS, OURS + ALONE, COMMANDS, COMMANDS + ALONE, PLAIN, TREES]
 _EPOCHS = 1
 """Passes of the plain script: after a second one its AUC is lower."""
 
@@ -57,17 +60,26 @@ def run(
 ) -> dict[str, Any]:
     """Write the clicks into `folder` and let the ways take turns; return medians by way and part. train:
     values of the training, by their full names, such as train.epochs."""
+    # Imported here, not by the processes that are measured.
+    from dphybrid.tracking.opening import make_database
+    from dphybrid.tracking.tracker import embedded_uri
+
     planted = write_clicks(folder / "all.csv", rows + tests, seed=1)
     frame = pl.scan_csv(planted.file, infer_schema=False)
     frame.slice(0, rows).sink_csv(folder / "train.csv")
     frame.slice(rows, tests).sink_csv(folder / "test.csv")
     labels_B = frame.slice(rows, tests).select(pl.col("label").cast(pl.Int8)).collect().to_series().to_numpy()
+    store = folder / "mlflow"
+    if recorded := {OURS, COMMANDS} & {*ways}:
+        make_database(embedded_uri(store), store)
     measured: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
     for number in range(rounds):
         for way in ways:
             place = folder / f"{number}-{ways.index(way)}"
             place.mkdir()
-            measure = _commands if way == COMMANDS else partial(_script, way)
+            if way in recorded:
+                shutil.copytree(store, place / "data" / "mlflow")
+            measure = partial(_commands if way.startswith(COMMANDS) else _script, way)
             parts = measure(folder, place, train or {})
             column = pl.read_parquet(place / "out.parquet")[:, -1]
             parts["auc"] = area_under_roc(labels_B, column.to_numpy().astype(float))
@@ -83,16 +95,23 @@ def run(
         "ways": {way: _medians(each) for way, each in measured.items()},
         "ratios": {
             f"{mine} / {other}": [ours / its for ours, its in zip(pairs[mine], pairs[other], strict=True)]
-            for mine in (OURS, COMMANDS)
+            for mine in WAYS[:4]
             for other in (PLAIN, TREES)
             if mine in pairs and other in pairs
         },
     }
 
 
-def _commands(folder: Path, place: Path, train: dict[str, str]) -> dict[str, Any]:
+def _env(way: str, place: Path) -> dict[str, str]:
+    """Return the variables of a way's processes."""
+    own = {name: value for name, value in os.environ.items() if not name.endswith("_TRACKING_URI")}
+    own |= {"DPHYBRID_TRACKING_URI": "none"} if way.endswith(ALONE) else {}
+    return own | {"DPHYBRID_DATA_DIR": str(place / "data")}
+
+
+def _commands(way: str, folder: Path, place: Path, train: dict[str, str]) -> dict[str, Any]:
     data = ["--data.path", str(folder / "train.csv"), "--data.label", "label"]
-    env = {"DPHYBRID_DATA_DIR": str(place / "data"), "DPHYBRID_TRACKING_URI": "none"}
+    env = _env(way, place)
     given = [word for name, value in train.items() for word in (f"--{name}", value)]
     command = [sys.executable, "-m", "dphybrid"]
     rows = ["--data.path", str(folder / "test.csv"), "--out", str(place / "out.parquet")]
@@ -104,17 +123,15 @@ def _commands(folder: Path, place: Path, train: dict[str, str]) -> dict[str, Any
 
 
 def _script(way: str, folder: Path, place: Path, train: dict[str, str]) -> dict[str, Any]:
-    job, more = _PROGRAMS[way].__name__, f", {train!r}" if way == OURS else ""
+    job, more = _PROGRAMS[way].__name__, f", {train!r}" if way.startswith(OURS) else ""
     code = f"from benchmarks.whole_job import {job}; {job}({str(folder)!r}, {str(place)!r}{more})"
-    return {"all": _measured([sys.executable, "-c", code], {"DPHYBRID_DATA_DIR": str(place / "data")})}
+    return {"all": _measured([sys.executable, "-c", code], _env(way, place))}
 
 
 def _measured(command: list[str], env: dict[str, str]) -> dict[str, float]:
     """Run a command; return its CPU and wall seconds and its peak memory in MiB."""
     started = time.monotonic()
-    process = subprocess.Popen(
-        command, env={**os.environ, **env}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    )
+    process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     assert process.stderr
     told = process.stderr.read()  # to its end, so that the process is not blocked by a full pipe
     _, status, usage = os.wait4(process.pid, 0)
@@ -130,7 +147,7 @@ def ours(folder: str, place: str, train: Mapping[str, str]) -> None:
     import dphybrid
 
     values: dict[str, Any] = {name.replace(".", "__"): value for name, value in train.items()}
-    run = dphybrid.train(f"{folder}/train.csv", label="label", devices="cpu", tracking="none", **values)
+    run = dphybrid.train(f"{folder}/train.csv", label="label", devices="cpu", **values)
     run.predictor.predict_file(f"{folder}/test.csv", Path(place, "out.parquet"))
 
 
@@ -224,7 +241,7 @@ def trees(folder: str, place: str) -> None:
     pl.DataFrame({"p": np.asarray(model.predict(encoded(asked)))}).write_parquet(Path(place, "out.parquet"))
 
 
-_PROGRAMS = {OURS: ours, PLAIN: plain, TREES: trees}
+_PROGRAMS = {OURS: ours, OURS + ALONE: ours, PLAIN: plain, TREES: trees}
 
 
 def _read(folder: str, part: str) -> pl.DataFrame:
@@ -257,12 +274,12 @@ def text(found: dict[str, Any]) -> str:
     lines = [
         f"{found['rows']:,} rows to train on, {found['tests']:,} to predict, medians of {found['rounds']} "
         f"rounds, {found['processor']}, load {found['load']:.1f}",
-        f"  {'':<26} {'CPU s':>7} {'wall s':>7} {'peak MiB':>9} {'test AUC':>9}  parts",
+        f"  {'':<36} {'CPU s':>7} {'wall s':>7} {'peak MiB':>9} {'test AUC':>9}  parts",
     ]
     for way, one in found["ways"].items():
         parts = ", ".join(f"{name} {cpu_s:.1f}" for name, cpu_s in one["parts"].items())
         seconds = f"{one['cpu_s']:>7.1f} {one['wall_s']:>7.1f}"
-        lines.append(f"  {way:<26} {seconds} {one['peak_mib']:>9,.0f} {one['auc']:>9.4f}  {parts}")
+        lines.append(f"  {way:<36} {seconds} {one['peak_mib']:>9,.0f} {one['auc']:>9.4f}  {parts}")
     for ways, ratios in found["ratios"].items():
         times = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         lines.append(f"CPU time, {ways}: {times}")

@@ -2,14 +2,16 @@
 
 from pathlib import Path
 
-from benchmarks.whole_job import OURS, PLAIN, run, text
+from benchmarks.whole_job import ALONE, OURS, PLAIN, run, text
 
 
 def test_both_scripts_predict_the_same_rows_and_the_table_compares_them(tmp_path: Path) -> None:
-    found = run(tmp_path, 3000, 1000, 1, [OURS, PLAIN], {"train.epochs": "1", "train.batch_size": "64"})
-    assert list(found["ways"]) == [OURS, PLAIN]
+    found = run(
+        tmp_path, 3000, 1000, 1, [OURS + ALONE, PLAIN], {"train.epochs": "1", "train.batch_size": "64"}
+    )
+    assert list(found["ways"]) == [OURS + ALONE, PLAIN]
     for way in found["ways"].values():
         assert way["cpu_s"] > 0
         assert way["peak_mib"] > 100
         assert 0.55 < way["auc"] < found["best_auc"]
-    assert f"{OURS} / {PLAIN}" in text(found)
+    assert f"{OURS}{ALONE} / {PLAIN}" in text(found)
