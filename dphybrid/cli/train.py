@@ -25,8 +25,9 @@ from dphybrid.cli.flags import RunCommand
 from dphybrid.cli.parser import Command, Parser, page_of
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings, load_settings
+from dphybrid.run.folder import read_run
 from dphybrid.util.errors import UserError
-from dphybrid.util.files import remove_folder
+from dphybrid.util.files import remove_folder, write_text
 from dphybrid.util.importing import kept_from_gc
 from dphybrid.util.text import masked
 
@@ -44,9 +45,12 @@ def flow_parser(name: str, description: str, command: type[Command]) -> Parser:
 def keep_report(report: "Report", file: Path | None) -> None:
     """Write a run's report where --report says: as a page if the file's name ends in .html, else as JSON."""
     if file is not None and file.suffix == ".html":
-        from dphybrid.api.run import TrainedRun
+        from dphybrid.run.experiment import Experiment
+        from dphybrid.run.report import report_page
 
-        TrainedRun(load_settings().runs_dir / report.run_name).report().save(file)
+        settings = load_settings()
+        run = read_run(settings.runs_dir / report.run_name, settings)
+        write_text(file, report_page(Experiment.of(run), report))
     elif file is not None:
         report.write(file)
 
