@@ -19,10 +19,9 @@ from dphybrid.run.folder import Run, all_runs
 from dphybrid.run.pages import Report
 from dphybrid.tracking.opening import noted_store
 from dphybrid.tracking.record import RecordFile
-from dphybrid.util.alive import LOCK, alive
+from dphybrid.util.alive import alive, holding
 from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.files import remove_folder
-from dphybrid.util.locks import FileLock
 
 _MOST_DAYS = 36_500
 _FRESH_S = 3600.0
@@ -133,19 +132,17 @@ def remove(removal: Removal, settings: Settings) -> Iterator[str]:
     """Remove what `plan_removal` has found; yield a line about each run. A run that has begun again meanwhile
     stays, with all that it needs."""
     for run in removal.runs:
-        lock = FileLock(run.folder / LOCK)
-        if not lock.acquire():
-            yield f"{run.folder.name}: stays, it is running"
-            continue
         try:
-            uri, owner = _recorded_in(run, settings)
-            if uri and not owner:
-                from dphybrid.tracking.removing import forget_run
+            with holding(run.folder):
+                uri, owner = _recorded_in(run, settings)
+                if uri and not owner:
+                    from dphybrid.tracking.removing import forget_run
 
-                forget_run(uri, run.page.run_id)
-            remove_folder(run.folder)
-        finally:
-            lock.release()
+                    forget_run(uri, run.page.run_id)
+                remove_folder(run.folder)
+        except UserError as error:  # one run must not hold up the others
+            yield f"{run.folder.name}: stays, {error}"
+            continue
         yield f"{run.folder.name}: removed" + (f"; its run in MLflow is that of {owner}" if owner else "")
     needed = _used_by(all_runs(settings), settings)
     for path in removal.needless:

@@ -16,6 +16,7 @@ import sys
 import warnings
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid4
@@ -101,7 +102,7 @@ with warnings.catch_warnings():
         type = "process"
         draining = False
         inventory: Inventory | None = None
-        has_gpus = nvml_told = False
+        has_gpus = nvml_told = clocks_told = False
         turns: Turns
         without_gpu: set[UUID]
         left = 0
@@ -177,6 +178,12 @@ with warnings.catch_warnings():
                 return []
             # Prefect's worker asks for the runs that are due by its machine's clock.
             ahead = clock_ahead(await self.client.hello())
+            if not self.clocks_told and abs(ahead) > timedelta(seconds=30):
+                _log.warning(
+                    f"this machine's clock is {ahead.total_seconds():+.0f} s from the server's, so Prefect "
+                    "may show its runs as crashed for moments; set both by NTP"
+                )
+                self.clocks_told = True
             self._prefetch_seconds = self.ahead_of_time_s - ahead.total_seconds()
             try:
                 return await super().get_and_submit_flow_runs()

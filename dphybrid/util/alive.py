@@ -69,9 +69,14 @@ def lives(name: str) -> bool | None:
 def alive(folder: Path | None, process: str = "") -> bool:
     """Return whether a run is alive: the lock of its folder is held, else its process exists on this machine.
 
-    folder: None for a run whose folder is not here. process: its name, as far as known.
+    folder: None for a run whose folder is not here. process: its name, as far as known. Raises UserError for
+    another user's lock that this one may not open.
     """
-    return (folder is not None and is_held(folder / LOCK)) or bool(lives(process))
+    if folder is not None:
+        with permission_explained(folder):
+            if is_held(folder / LOCK):
+                return True
+    return bool(lives(process))
 
 
 @contextmanager
@@ -97,5 +102,5 @@ def permission_explained(folder: Path) -> Iterator[None]:
     except PermissionError as error:
         raise UserError(
             f"run {folder.name} belongs to user {folder.stat().st_uid}, and you may not open "
-            f"{error.filename}; resume a copy in your own DPHYBRID_DATA_DIR, or ask its owner to resume it"
+            f"{error.filename}; work on a copy in your own DPHYBRID_DATA_DIR, or ask its owner"
         ) from error

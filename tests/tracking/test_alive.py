@@ -1,6 +1,7 @@
 """Whether a run is alive: the lock of its folder says it, else its process; no clock, and no number alone."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -104,6 +105,23 @@ def test_a_run_is_running_from_its_folder_to_its_report(data_dir: Path, unrecord
     run_with("recipe=toy", "devices=cpu", "train.epochs=1", run_name="run", around=Looking())
     assert said == [(when, "running", "it is running") for when in ("built", "train", "evaluate", "reported")]
     assert "run: removed" in command("runs", "remove", "run", "--yes")
+
+
+def test_another_users_lock_keeps_its_run_and_no_other(
+    data_dir: Path, unrecorded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("theirs", "own"):
+        run_with("recipe=toy", "devices=cpu", "train.epochs=1", run_name=name)
+
+    def held(file: Path) -> bool:
+        if file.parent.name == "theirs":
+            raise PermissionError(13, "Permission denied", str(file))
+        return is_held(file)
+
+    monkeypatch.setattr("dphybrid.util.alive.is_held", held)
+    told = command("runs", "remove", "--older-than", "0", "--yes")
+    assert "own: removed" in told
+    assert re.search(r"theirs: stays, .* run theirs belongs to user \d+, and you may not open \S+lock;", told)
 
 
 def test_a_run_that_gave_way_is_not_removed_until_it_goes_on(data_dir: Path, unrecorded: None) -> None:
