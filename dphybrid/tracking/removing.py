@@ -57,7 +57,8 @@ def owner_of(uri: str, run_id: str, folder: Path) -> str:
     if tags["host.name"] != platform.node():
         return f"{tags['host.name']}:{named}"
     with suppress(UserError):  # no page, or a damaged one
-        if read_json(named / "run.json")["run_id"] == run_id:
+        # The same folder may have another path, through a link.
+        if read_json(named / "run.json")["run_id"] == run_id and not named.samefile(folder):
             return str(named)
     return ""
 

@@ -47,3 +47,12 @@ def test_a_run_that_was_renamed_takes_its_run_in_mlflow_along(data_dir: Path) ->
     run_with(*TOY, run_name="first")
     assert command("runs", "remove", "renamed", "--yes") == "renamed: removed\n"
     assert MlflowClient(report.tracking_uri).get_run(report.run_id).info.lifecycle_stage == "deleted"
+
+
+@pytest.mark.usefixtures("embedded_store")
+def test_a_run_seen_through_a_link_is_no_copy(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_with(*TOY, "checkpoint.register_as=m", run_name="first")
+    Path("linked").symlink_to(data_dir)
+    monkeypatch.setenv("DPHYBRID_DATA_DIR", str(Path("linked").absolute()))
+    told = command("runs", "remove", "first", "--yes")
+    assert "first: stays, version 1 of its model is m@champion" in told
