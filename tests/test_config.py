@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from dphybrid.tutorials import Toy
 
 from dphybrid.cli.flags import ConfigCommand
 from dphybrid.cli.main import make_parser
@@ -22,7 +23,6 @@ from dphybrid.recipes.configs import (
     load_config,
 )
 from dphybrid.recipes.registry import BUILT_IN, find_recipe
-from dphybrid.recipes.tutorial import Toy
 from dphybrid.util.text import as_flags
 from tests.refusing import refused, refused_with
 

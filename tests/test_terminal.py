@@ -127,8 +127,7 @@ def test_prefect_obeys_no_file_of_another_account(name: str, tmp_path: Path) -> 
 def test_a_recipe_of_the_working_folder_is_found_where_it_is_named(tmp_path: Path, data_dir: Path) -> None:
     (tmp_path / "helper_of_mine.py").write_text("WIDTH = 3\n")
     (tmp_path / "my_recipe.py").write_text(
-        "from dphybrid.recipes.tutorial import Toy\nimport helper_of_mine\n"
-        "class Mine(Toy):\n    name = 'mine'\n"
+        "from dphybrid.tutorials import Toy\nimport helper_of_mine\nclass Mine(Toy):\n    name = 'mine'\n"
     )
     for way in ("python", "module"):
         told = dphybrid("train", "--help", "--recipe", "my_recipe:Mine", way=way, cwd=tmp_path)

@@ -100,7 +100,7 @@ class Flags(Command):
             return 0
         with preparation_progress() as progress:
             done = predictor.predict_file(path, self.out, progress, **given)
-        print("\n".join(predictor.told(done)))
+        print("\n".join(predictor.summary(done)))
         return 0
 
     def _continue_text(self) -> int:

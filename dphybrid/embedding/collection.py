@@ -27,7 +27,7 @@ class HostEmbeddingCollection(nn.Module):
     their rows.
 
     dim: width of all rows. padding: name -> id whose row stays zero and is never trained. std: standard
-    deviation of the start values, one for all tables or name -> std. make: builds the flat table from
+    deviation of the initial values, one for all tables or name -> std. make: builds the flat table from
     (num_rows, dim, name=, std=, scales=, and the options). options: further arguments of `HostEmbedding`
     (seed, dtype, storage, path). Row optimizers and `RowPipeline` see only `flat`, which `find_tables` lists
     under the collection's name; give the pipeline `flat_ids(...)`.
@@ -64,7 +64,7 @@ class HostEmbeddingCollection(nn.Module):
                 raise UserError(f"collection {name!r}: std has no value for table {missing[0]!r}; give one")
             if foreign := [table for table in std if table not in tables]:
                 raise UserError(f"collection {name!r}: std has {foreign[0]!r}, which is none of the tables")
-            # Start values are drawn with std 1; each table's std is then a factor on its rows.
+            # Initial values are drawn with std 1; each table's std is then a factor on its rows.
             scales += [(start, start + tables[table], std[table]) for table, start in self.starts.items()]
             std = 1.0
         self.flat = make(starts[-1], dim, std=std, scales=scales, name=name, **options)

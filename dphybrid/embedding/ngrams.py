@@ -34,9 +34,9 @@ class NgramMemory(nn.Module):
     hidden: width C of the hidden state. rows: at most this many rows a head; each head has the largest
     prime that no other head has. dim: width D of a row. orders: lengths of the n-grams, each at least 2.
     heads: hash functions for each order. separator: token that ends a segment, such as the one between
-    documents; n-grams do not reach across it. seed: of the hash functions and the table's start values; None:
-    drawn from torch's generator. scale: factor on the rows. With Adam it acts as a learning rate of so many
-    times the given one. make: builds the table from (num_rows, dim, std=, and the options), as
+    documents; n-grams do not reach across it. seed: of the hash functions and the table's initial values;
+    None: drawn from torch's generator. scale: factor on the rows. With Adam it acts as a learning rate of so
+    many times the given one. make: builds the table from (num_rows, dim, std=, and the options), as
     `HostEmbedding`. table: its further options (name, dtype, storage, path).
 
     The output starts at zero, so that a trained decoder continues as it was. `table` is the host table. Its

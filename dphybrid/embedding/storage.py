@@ -29,7 +29,7 @@ _KEEP_FREE_SHARE = 0.02
 _HUGE_PAGE_BYTES = 2**21
 
 _DRAWN_ROWS = 2**14
-"""Rows whose start values one generator draws."""
+"""Rows whose initial values one generator draws."""
 
 
 def available_memory_bytes() -> int:
@@ -117,7 +117,7 @@ def _new_rows(kind: Literal["unfilled", "deferred"]) -> Iterator[None]:
 
 
 def deferred_rows() -> AbstractContextManager[None]:
-    """Return a context in which new tables get neither memory nor start values. For tables whose `weight`
+    """Return a context in which new tables get neither memory nor initial values. For tables whose `weight`
     will be replaced by rows of a file."""
     return _new_rows("deferred")
 
@@ -130,7 +130,7 @@ def unfilled_rows() -> AbstractContextManager[None]:
 
 @dataclass
 class StartValues:
-    """Describes a table's start values, so that any part of the rows can be drawn without the rest.
+    """Describes a table's initial values, so that any part of the rows can be drawn without the rest.
 
     std, seed: of the normal distribution. scales: (first, last, factor)s, applied in order to the rows from
     first to below last; factor 0 for rows that start as zeros.
@@ -173,7 +173,7 @@ def open_rows(
     name: str,
     start: StartValues,
 ) -> Tensor:
-    """Return the rows of a table, filled with start values.
+    """Return the rows of a table, filled with initial values.
 
     storage: "memory", or "mmap" for an unnamed file in `folder`, which ends with the process. Raises
     UserError, with the numbers, if the table does not fit.

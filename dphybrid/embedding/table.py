@@ -40,9 +40,9 @@ class HostEmbedding(nn.Module):
     give them `dense_parameters(model)`.
 
     num_embeddings, embedding_dim: shape of the table, also its `num_rows` and `dim`. padding_idx: a row that
-    starts as zeros and gets no gradient; negative values count from the end. std: standard
-    deviation of the normal start values. scales: (first, last, factor)s that scale the start values of the
-    rows from first to below last. seed: of the start values; None: drawn from torch's generator, which
+    starts as zeros and gets no gradient; negative values count from the end. std: standard deviation of the
+    normal initial values. scales: (first, last, factor)s that scale the initial values of the rows from
+    first to below last. seed: of the initial values; None: drawn from torch's generator, which
     torch.manual_seed sets. name: for messages. dtype: float32, float64, or bfloat16 (looked-up rows and
     gradients are float32 then, and updates are rounded stochastically); None: float64 if that is torch's
     default type, else float32. storage: "memory", or "mmap" for unnamed files in the folder `path`, which end
@@ -118,7 +118,7 @@ class HostEmbedding(nn.Module):
         the CPU.
 
         freeze: True, the default as for nn.Embedding: the table is not trained. options: further
-        arguments of the class, such as `name`, but none of start values or storage. Raises UserError for
+        arguments of the class, such as `name`, but none of initial values or storage. Raises UserError for
         another type or shape.
         """
         if embeddings.dim() != 2:

@@ -24,7 +24,7 @@ class ModelContext(Generic[Options]):
     devices: the blocks' devices; pass them to `dphybrid.parallel.DataParallel`.
     info: facts about the prepared data, depending on the recipe: `num_words`, `num_ids`, `num_dense`, ...
     options, data: the `model` and the `data` section of the config.
-    seed: of the tables' start values, which torch's global generator does not draw.
+    seed: of the tables' initial values, which torch's global generator does not draw.
     table_dtype: "bfloat16", or "model" for the blocks' number format. table_folder: of the tables' files;
     None: tables are in memory. rows: the training split, from which a new model may compute start weights;
     None where a checkpoint supplies them.
@@ -81,7 +81,7 @@ class ModelContext(Generic[Options]):
             dim,
             std=std,
             dtype=torch.bfloat16 if self.table_dtype == "bfloat16" else self.dtype,
-            # Each table of a model draws its own start values. Not hash(): it differs between processes.
+            # Each table of a model draws its own initial values. Not hash(): it differs between processes.
             seed=self.seed << 32 | zlib.crc32(name.encode()),
             name=name,
             storage="memory" if self.table_folder is None else "mmap",

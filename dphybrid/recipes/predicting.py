@@ -95,7 +95,7 @@ class RowsPredictor:
         write_predictions(files, data, done, predicted, keep, on_progress)
         return done
 
-    def told(self, done: Written) -> list[str]:
+    def summary(self, done: Written) -> list[str]:
         """Return lines for the console: how many rows were predicted, and how many were rejected."""
         lines = [f"Predictions of {counted(done.num_rows, 'row')}: {done.out}"]
-        return lines + done.told()
+        return lines + done.summary()

@@ -18,11 +18,11 @@ BUILT_IN = {
     "retrieval": "dphybrid.recipes.retrieval:Retrieval",
     "kge": "dphybrid.recipes.kge:Kge",
     "text": "dphybrid.recipes.text:Text",
-    "digits": "dphybrid.recipes.tutorial:Digits",
-    "hybrid": "dphybrid.recipes.tutorial:Hybrid",
-    "blocks": "dphybrid.recipes.tutorial:Blocks",
-    "convnet": "dphybrid.recipes.tutorial:Convnet",
-    "toy": "dphybrid.recipes.tutorial:Toy",
+    "digits": "dphybrid.tutorials:Digits",
+    "hybrid": "dphybrid.tutorials:Hybrid",
+    "blocks": "dphybrid.tutorials:Blocks",
+    "convnet": "dphybrid.tutorials:Convnet",
+    "toy": "dphybrid.tutorials:Toy",
 }
 DEFAULT = "text"
 OF_TABLES = "ctr"

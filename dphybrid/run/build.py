@@ -196,7 +196,7 @@ def _facts_of_model(experiment: Experiment, devices: Devices, filled: bool) -> d
         devices = set_up_process(experiment)
         built.trained, built.filled = build_trained(experiment, devices, filled), filled
         model = built.trained.model
-    else:  # the ranks build it; here it is only checked, and its rows need no start values
+    else:  # the ranks build it; here it is only checked, and its rows need no initial values
         with engine.new_tables(filled=True):
             model = experiment.build(devices)
     engine.check_model(model)

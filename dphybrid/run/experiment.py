@@ -42,7 +42,7 @@ _FIXED = (
 @dataclass
 class Built:
     """The model of a run that this process has built, so that it is built once. filled: whether its rows are
-    those of a checkpoint and not start values. trained: with its optimizers, until it is trained. model:
+    those of a checkpoint and not initial values. trained: with its optimizers, until it is trained. model:
     after that, for the evaluation. outputs: the `validation_outputs` of the best
     checkpoint, if this process evaluated it."""
 
@@ -125,13 +125,13 @@ class Experiment:
         return FirstRows(rows, few) if few else rows
 
     def build(self, devices: Devices, rows: Dataset | None = None) -> nn.Module:
-        """Build the model with its start values. rows: data that the model may read; see `ModelContext`."""
+        """Build the model with its initial values. rows: data that the model may read; see `ModelContext`."""
         folder = self.settings.table_folder
         context = ModelContext.of(self.config, self.data.info, devices, folder, rows)
         return self.recipe.new_model(context)
 
     def unfilled(self, devices: str, mapped: bool = False) -> nn.Module:
-        """Build the model for existing weights: its rows get no start values.
+        """Build the model for existing weights: its rows get no initial values.
 
         devices: a device text such as "cpu*2". mapped: the rows will be memory-mapped files.
         """

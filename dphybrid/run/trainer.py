@@ -62,7 +62,7 @@ def train_here(experiment: Experiment, stop: StopRequest, callbacks: Sequence[Ca
     # values.
     if trained is None or built.filled != filled:
         trained = build_trained(experiment, devices, filled)
-    # Otherwise dropout masks would depend on how many start values were drawn.
+    # Otherwise dropout masks would depend on how many initial values were drawn.
     torch.manual_seed(experiment.config.train.seed)
     saver = engine.writer(run.checkpoints, trained, *experiment.encoder)
     # One process reads the checkpoint, and the engine passes the states on to the others.
@@ -174,7 +174,7 @@ def build_trained(experiment: Experiment, devices: Devices, filled: bool) -> Tra
     """Build the model and its optimizers. filled: whether a checkpoint will fill them. Raises UserError when
     they do not fit into memory."""
     config, engine = experiment.config, experiment.engine
-    # Rows that a checkpoint will fill need no start values, which take long to draw for a large table.
+    # Rows that a checkpoint will fill need no initial values, which take long to draw for a large table.
     with engine.new_tables(filled):
         model = experiment.build(devices, None if filled else experiment.data.dataset("train"))
     engine.place(model)

@@ -240,10 +240,10 @@ class Predictor:
         write_predictions(files, data, done, predicted, keep, on_progress)
         return done
 
-    def told(self, done: Predicted) -> list[str]:
+    def summary(self, done: Predicted) -> list[str]:
         """Return lines to print about a file's predictions and rejected rows."""
         lines = [f"{counted(done.num_rows, 'prediction')} of {self.predicts}: {done.out}"]
-        lines += done.told()
+        lines += done.summary()
         if done.wrong_numbers:
             lines.append(_MISSING.format(counted(done.wrong_numbers, "value")))
         return [*lines, *done.doubts]

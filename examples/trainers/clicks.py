@@ -54,7 +54,7 @@ class Samples(Dataset[dict[str, Tensor]]):
 
 
 def make_model() -> Clicks:
-    """Return the model with the same start values each time."""
+    """Return the model with the same initial values each time."""
     torch.manual_seed(0)
     return Clicks()
 

@@ -1,6 +1,6 @@
 """Gradients of several lookups belong to the graph that makes them, and tables follow what torch's users do
 to an
-nn.Embedding: start values, sharing, a longer weight, forks."""
+nn.Embedding: initial values, sharing, a longer weight, forks."""
 
 import copy
 from collections.abc import Callable

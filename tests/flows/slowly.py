@@ -6,10 +6,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from dphybrid.tutorials.model import build_hybrid
 from torch import Tensor, nn
 
 from dphybrid.recipes import ModelContext
-from dphybrid.recipes.tutorial.model import build_hybrid
 
 
 def build(context: ModelContext) -> nn.Module:

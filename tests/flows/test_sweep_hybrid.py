@@ -17,7 +17,7 @@ from tests.refusing import refused
 
 FACTORY = """
 import os, pathlib
-from dphybrid.recipes.tutorial.model import build_hybrid
+from dphybrid.tutorials.model import build_hybrid
 
 def build(context):
     marks = pathlib.Path(os.environ["MARKS"])

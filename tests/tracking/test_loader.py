@@ -22,7 +22,7 @@ from tests.refusing import refused
 FACTORY = """\
 import pathlib
 pathlib.Path("imported").touch()
-from dphybrid.recipes.tutorial.model import build_toy
+from dphybrid.tutorials.model import build_toy
 
 def make(context):
     return build_toy(context)

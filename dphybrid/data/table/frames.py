@@ -181,7 +181,7 @@ class Written:
     num_rows: int = 0
     num_rejected: int = 0
 
-    def told(self) -> list[str]:
+    def summary(self) -> list[str]:
         """Return a line that says how many rows could not be read; no line if all could be."""
         if not self.num_rejected:
             return []

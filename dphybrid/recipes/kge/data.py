@@ -135,7 +135,7 @@ class _TripleSource(Source):
             raise UserError(
                 f"data.path={self.data.path}: the {empty[0]} split has no triples; give a file with some"
             )
-        # Entities that training lacks keep their start values. They are evaluated all the same, as in
+        # Entities that training lacks keep their initial values. They are evaluated all the same, as in
         # published results, and the printed lines count them.
         seen = np.zeros(len(entities), dtype=bool)
         seen[parts["train"][:, [0, 2]]] = True

@@ -40,7 +40,7 @@ def _moduli(rows: Tensor) -> Tensor:
 
 
 _STD = 1e-3
-"""Standard deviation of start values. Larger ones would partly remain after training, as noise."""
+"""Standard deviation of initial values. Larger ones would partly remain after training, as noise."""
 _Query = Callable[[Tensor, Tensor], Tensor]
 _QUERIES: dict[str, _Query] = {
     "distmult": torch.mul,

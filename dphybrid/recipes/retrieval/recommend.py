@@ -325,7 +325,7 @@ class Recommender:
         self.items.to_frame().write_parquet(folder / "items.parquet")
         write_text(folder / "README.md", _README.format(model=self))
 
-    def told(self, done: _Recommended) -> list[str]:
+    def summary(self, done: _Recommended) -> list[str]:
         """Return lines for the console: how many users got recommendations, and how many of them are
         unknown."""
         lines = [
@@ -338,7 +338,7 @@ class Recommender:
         if done.unknown:
             users = counted(done.unknown, "user")
             lines.append(f"Without a known item: {users}, given the most popular items without a score")
-        return lines + done.told()
+        return lines + done.summary()
 
     def _people_of(
         self, path: str, files: Sequence[Path], values: dict[str, object]

@@ -81,7 +81,7 @@ class _Small(Recipe):
         return train, {name: array[first:] for name, array in arrays.items()}
 
     def build(self, context: "ModelContext[Any]") -> "nn.Module":
-        from dphybrid.recipes.tutorial import model
+        from . import model
 
         return cast("nn.Module", getattr(model, f"build_{self.name}")(context))
 

@@ -16,7 +16,8 @@ from dphybrid.config import ModelConfig
 from dphybrid.embedding import HostEmbedding
 from dphybrid.parallel import DataParallel, Devices, Dropout
 from dphybrid.recipes.context import ModelContext
-from dphybrid.recipes.tutorial import (
+
+from . import (
     BlocksModelConfig,
     ConvnetModelConfig,
     DigitsModelConfig,
