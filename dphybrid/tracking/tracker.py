@@ -108,8 +108,8 @@ class Tracker:
     def start(
         self, run_name: str, params: Mapping[str, str], tags: Mapping[str, str], description: str
     ) -> str:
-        """Create the run; return its id: MLflow's, or else its name. Raises MlflowException, and leaves no
-        file then."""
+        """Create the run; return its id: MLflow's, or else its name. Raises UserError if MLflow refuses
+        it, and leaves no file then."""
         if self._runs is None:
             return ""
         self.run_id = run_name

@@ -23,6 +23,7 @@ from dphybrid.tracking.sender import METRICS, Refused
 from dphybrid.tracking.tracker import Server, safe_name
 from dphybrid.util.alive import process_name
 from dphybrid.util.errors import UserError
+from dphybrid.util.text import shown_address, without_secrets_of
 
 HEARTBEAT_TAG, PROCESS_TAG = "dphybrid.heartbeat", "dphybrid.process"
 # Limits of MLflow's server: entries of a call, characters of a value.
@@ -47,16 +48,25 @@ _DETAILS = re.compile(
 
 
 def create_run(server: Server, run_name: str, description: str) -> tuple[str, str]:
-    """Create a run in MLflow; return the experiment's id and the run's."""
+    """Create a run in MLflow; return the experiment's id and the run's. Raises UserError if MLflow refuses
+    it."""
     client = MlflowClient(tracking_uri=server.uri, registry_uri=server.uri)
-    experiment_id = find_experiment(client, server.uri, server.experiment, server.store)
     tags = {
         "mlflow.source.name": "dphybrid",
         "mlflow.source.type": "JOB",
         "mlflow.user": os.environ.get("USER", ""),
         _NOTE_TAG: description,
     }
-    return experiment_id, str(client.create_run(experiment_id, run_name=run_name, tags=tags).info.run_id)
+    try:
+        experiment_id = find_experiment(client, server.uri, server.experiment, server.store)
+        made = client.create_run(experiment_id, run_name=run_name, tags=tags)
+    except MlflowException as error:
+        said = without_secrets_of(server.uri, " ".join(str(error).split())[:200])
+        raise UserError(
+            f"{shown_address(server.uri)}: MLflow refuses to record a run ({said}); correct the address or "
+            "the credentials, or record nothing with --tracking none"
+        ) from error
+    return experiment_id, str(made.info.run_id)
 
 
 def experiments_named(client: MlflowClient, name: str) -> list[Experiment]:

@@ -15,8 +15,11 @@ import pytest
 
 from dphybrid.cli.doctor import _mlflow_server
 from dphybrid.config.settings import Settings
+from dphybrid.tracking.tracker import Server
+from dphybrid.tracking.writer import create_run
 from dphybrid.util.asking import ask, clock_check
 from tests.commands import python
+from tests.refusing import refused_with
 
 
 @contextmanager
@@ -88,3 +91,9 @@ def test_servers_of_this_machine_are_asked_without_a_proxy(name: str) -> None:
     with serving() as (address, _):
         environment = {**os.environ, name: "http://127.0.0.1:9", "NO_PROXY": "example.org"}
         assert python("-c", code, address, env=environment).stdout == "b'{}'\n"
+
+
+def test_a_refused_run_is_an_error_with_its_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "wrong")
+    with serving() as (address, _), refused_with([address, "refuses to record a run", "--tracking none"]):
+        create_run(Server(address, "some", tmp_path, 0), "run", "")
