@@ -101,6 +101,11 @@ def plan_removal(
     runs = all_runs(settings)
     known = {run.folder.name: run for run in runs}
     if unknown := [name for name in names if name not in known]:
+        if (folder := settings.runs_dir / unknown[0]).is_dir():
+            raise UserError(
+                f"{unknown[0]}: its run.json cannot be read, so its data and MLflow run are unknown; delete "
+                f"{folder} yourself"
+            )
         raise UserError(
             f"{unknown[0]}: there is no such run{suggestion(unknown[0], list(known) or ['none yet'])}"
         )

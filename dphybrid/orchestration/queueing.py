@@ -109,7 +109,7 @@ def reaching_server() -> Iterator[str]:
     try:
         yield address
     except httpx.HTTPError as error:
-        if (why := refusal(error)).endswith("AUTH_STRING"):
+        if (why := refusal(error)) and not why.startswith("404"):
             raise UserError(f"PREFECT_API_URL={address}: the server refuses: {why}") from error
         raise UserError(
             f"PREFECT_API_URL={address}: no Prefect server answers there ({str(error)[:200]}); start one "

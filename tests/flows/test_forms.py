@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from dphybrid.flows.train_hybrid import train_hybrid
 from prefect.settings import PREFECT_API_URL, temporary_settings
@@ -16,6 +17,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from dphybrid.cli.main import main
 from dphybrid.config import flatten
 from dphybrid.orchestration.forms import FEW, experiment, form_of
+from dphybrid.orchestration.queueing import reaching_server
 from dphybrid.orchestration.setup import call_prefect
 from dphybrid.recipes.configs import field_types
 from dphybrid.recipes.registry import BUILT_IN, find_recipe
@@ -49,6 +51,13 @@ def test_an_address_without_a_server_is_told_in_a_line(
         assert main([command]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"error: PREFECT_API_URL={address}: no Prefect server answers there (" in line
+
+
+def test_a_server_that_refuses_is_not_one_that_does_not_answer() -> None:
+    answer = httpx.Response(409, request=httpx.Request("POST", "http://s/api"))
+    away = temporary_settings({PREFECT_API_URL: "http://s/api"})
+    with away, refused("the server refuses: 409 Conflict"), reaching_server():
+        answer.raise_for_status()
 
 
 def test_every_value_of_every_flow_is_described() -> None:

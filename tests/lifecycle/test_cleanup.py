@@ -149,6 +149,9 @@ def test_wrong_words_are_told(data_dir: Path) -> None:
         (["list", "--yes"], "only for `dphybrid runs remove`"),
     ):
         assert told in command("runs", *words, ends=2)
+    (data_dir / "runs" / "hurt").mkdir()
+    (data_dir / "runs" / "hurt" / "run.json").write_text("{")
+    assert "hurt: its run.json cannot be read" in command("runs", "remove", "hurt", "--yes", ends=2)
     assert "mine: removed" in command("runs", "remove", "mine", "--yes")
 
 
