@@ -81,7 +81,7 @@ def test_three_days_of_data(
     def turn(
         model: str, settings: Settings, who: str, stop: StopRequest, report: Callable[[str], None]
     ) -> AbstractContextManager[None]:
-        def summary(reason: str) -> None:
+        def told(reason: str) -> None:
             report(reason)
             held.close()
 

@@ -108,10 +108,16 @@ def worker(team: Team) -> Iterator["subprocess.Popen[bytes]"]:
 
 
 WRONG = [
-    ("""train-ctr --param 'config={"recipe": "ctr", "train": {"epochs": -1}}'""", ["epochs"]),
+    (
+        """train-ctr --param data_path=x.csv --param label=y --param 'config={"recipe": "ctr", "train": {"epochs": -1}}'""",
+        ["epochs"],
+    ),
     ("train-hybrid --param epoch=3", ["epoch", "not found on the deployment"]),
     ("train-kge --param label=clicked", ["label", "not found on the deployment"]),
-    ("""train-ctr --param 'config={"train": {"epochs": 3}}'""", ["recipe", "required"]),
+    (
+        """train-ctr --param data_path=x.csv --param label=y --param 'config={"train": {"epochs": 3}}'""",
+        ["recipe", "required"],
+    ),
     ("train-hybrd", ["train-hybrd", "not found"]),
 ]
 """Words of a command -> what it tells."""

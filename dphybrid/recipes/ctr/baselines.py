@@ -123,7 +123,7 @@ def _linear(
 def _columns(rows: Mapping[str, Tensor]) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
     """Return the ids of each column or bag with their shares in the row, 1 / the bag's size, and the
     numbers."""
-    found = [(ids_B1.contiguous(), torch.ones(1)) for ids_B1 in rows["ids_BF"].split(1, dim=1)]
+    found = [(ids_B.contiguous().unsqueeze(1), torch.ones(1)) for ids_B in rows["ids_BF"].unbind(1)]
     for ids_BL in rows["bags_BFL"].unbind(1) if "bags_BFL" in rows else ():
         is_item_BL = ids_BL >= 0
         shares_BL = is_item_BL / is_item_BL.sum(1, keepdim=True).clamp(min=1)
