@@ -228,6 +228,7 @@ def test_names_in_a_table_are_printed_escaped(
     assert SAFE in printed[0] + printed[2]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("second", [True, False])
 def test_a_terminal_that_closes_is_a_request_to_stop(
     second: bool, data_dir: Path, monkeypatch: pytest.MonkeyPatch

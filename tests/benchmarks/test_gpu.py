@@ -4,6 +4,8 @@ import json
 import os
 from pathlib import Path
 
+import pytest
+
 from benchmarks.gpu import SHAPES
 from tests.commands import python
 from tests.conftest import REPOSITORY
@@ -12,6 +14,7 @@ from tests.test_light_install import HIDE
 LACKING = '("prefect", "mlflow", "polars", "pydantic", "pydantic_settings", "rich", "sklearn", "matplotlib")'
 
 
+@pytest.mark.nightly
 def test_a_rehearsal_measures_every_part_and_way_and_says_that_it_is_one(tmp_path: Path) -> None:
     hide = HIDE.replace(HIDE.partition("HIDDEN = ")[2].partition("\n")[0], LACKING)
     assert LACKING in hide

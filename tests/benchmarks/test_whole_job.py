@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.whole_job import ALONE, OURS, PLAIN, run, text
 
 
+@pytest.mark.nightly
 def test_both_scripts_predict_the_same_rows_and_the_table_compares_them(tmp_path: Path) -> None:
     found = run(
         tmp_path, 3000, 1000, 1, [OURS + ALONE, PLAIN], {"train.epochs": "1", "train.batch_size": "64"}

@@ -82,6 +82,7 @@ def test_all_ranks_start_again_when_one_is_killed_and_fail_at_last(
     assert not ranks_here()
 
 
+@pytest.mark.nightly
 def test_a_rank_whose_starter_is_gone_does_not_wait_for_the_others(tmp_path: Path) -> None:
     place = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "1"}
     place |= {f"TORCHELASTIC_{name}": "0" for name in ("RUN_ID", "RESTART_COUNT", "MAX_RESTARTS")}
@@ -99,6 +100,7 @@ def test_a_rank_whose_starter_is_gone_does_not_wait_for_the_others(tmp_path: Pat
         rank.kill()
 
 
+@pytest.mark.nightly
 def test_ranks_that_lose_their_launcher_are_waited_for(tmp_path: Path) -> None:
     lost: list[psutil.Process] = []
 

@@ -42,7 +42,7 @@ with joined(60, torch.device("cpu"), folder) as ranks:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_slices_rows_and_checks_reach_their_owners(tmp_path: Path) -> None:
     weight, total = torch.arange(33.0).view(11, 3), torch.arange(11.0)
     total[9] = torch.nan

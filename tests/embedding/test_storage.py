@@ -122,7 +122,7 @@ def test_ids_of_some_tables_are_shifted() -> None:
         tables.flat_ids(torch.tensor([[0, 7]]), slice(1, None))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_benchmark_runs() -> None:
     told: list[str] = []
     results = run((1,), rounds=1, scale=0.01, log=told.append)

@@ -73,7 +73,7 @@ def start(folder: Path) -> "subprocess.Popen[str]":
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_server_ends_with_its_starter(tmp_path: Path) -> None:
     with start(tmp_path) as starter:
         pid, imported = starter.stdout.readline().split()

@@ -107,17 +107,12 @@ def worker(team: Team) -> Iterator["subprocess.Popen[bytes]"]:
     assert worker.wait(patience(30)) == 0
 
 
+TABLE = "train-ctr --param data_path=x.csv --param label=y"
 WRONG = [
-    (
-        """train-ctr --param data_path=x.csv --param label=y --param 'config={"recipe": "ctr", "train": {"epochs": -1}}'""",
-        ["epochs"],
-    ),
+    (f"""{TABLE} --param 'config={{"recipe": "ctr", "train": {{"epochs": -1}}}}'""", ["epochs"]),
     ("train-hybrid --param epoch=3", ["epoch", "not found on the deployment"]),
     ("train-kge --param label=clicked", ["label", "not found on the deployment"]),
-    (
-        """train-ctr --param data_path=x.csv --param label=y --param 'config={"train": {"epochs": 3}}'""",
-        ["recipe", "required"],
-    ),
+    (f"""{TABLE} --param 'config={{"train": {{"epochs": 3}}}}'""", ["recipe", "required"]),
     ("train-hybrd", ["train-hybrd", "not found"]),
 ]
 """Words of a command -> what it tells."""
@@ -208,7 +203,7 @@ def changed(file: Path, **values: Any) -> None:
     file.write_text(yaml.safe_dump(page))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_deploying_again_renews_the_code_and_keeps_what_was_set_unless_it_is_reset(
     team: Team, terminal: Terminal, own_file: Path
 ) -> None:
@@ -325,7 +320,7 @@ def test_the_command_that_deploy_prints_runs_to_completion(
     assert artifacts["progress"]["description"].startswith("epoch 2 of 2, step ")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_page_retrains_and_scores(
     team: Team,
     terminal: Terminal,

@@ -55,7 +55,7 @@ def test_a_grid_has_a_cell_for_each_combination(data_dir: Path) -> None:
     assert load_config(page, []) == endless
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_sweep_runs_at_once_and_tries_again(
     tmp_path: Path,
     data_dir: Path,

@@ -109,7 +109,7 @@ def run_until_signalled(
 NOISE = ("Crash detected", "Error logging to API", "EventsWorker", "Traceback")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ctrl_c_in_a_terminal_checkpoints_at_once_and_resume_goes_on(
     tmp_path: Path, data_dir: Path, prefect_server: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -64,6 +64,7 @@ def test_losses_of_training_and_predictions(devices: str, mode: str) -> None:
         assert all(torch.equal(one, other) for one, other in zip(found[0], others, strict=True))
 
 
+@pytest.mark.nightly
 def test_doctor_says_when_the_setting_came_too_late() -> None:
     """Whether products depend on memory at all is the processor's: the test asks it without the setting."""
     doctor = "from dphybrid.cli.main import main; main(['doctor'])"

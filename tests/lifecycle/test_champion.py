@@ -148,7 +148,7 @@ def test_two_retrainings_in_every_order(shop: Shop, order: tuple[str, ...]) -> N
     in_this_order(shop, order)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("order", ["AAABBB", "ABABAB", "ABBBAA", "BABABA", "BAAABB"])
 def test_two_retrainings_in_some_orders(shop: Shop, order: str) -> None:
     in_this_order(shop, tuple(order), f"some-{order}")
@@ -342,6 +342,7 @@ def test_data_of_another_kind_is_said_and_the_champion_stays(shop: Shop, tmp_pat
     assert shop.registry.champion(name).number == "3"
 
 
+@pytest.mark.nightly
 def test_a_second_retraining_waits_and_says_for_whom(shop: Shop) -> None:
     told, order, stop = list[str](), list[str](), StopRequest()
     held = (

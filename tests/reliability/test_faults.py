@@ -92,7 +92,7 @@ def recorded_of(data_dir: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_a_recorded_run_on_a_slow_disk_loses_and_doubles_nothing(tmp_path: Path) -> None:
     # trials are forked from a process that has imported MLflow, unless an earlier one has started it without
@@ -165,7 +165,7 @@ def test_a_run_that_is_hit_anywhere_comes_to_the_same(
     assert not failed, told + "\n".join(failed)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_is_hit_again_and_again_comes_to_the_same(
     tmp_path: Path, undisturbed: tuple[dict[str, Any], int, list[str]]
 ) -> None:

@@ -115,6 +115,7 @@ def test_the_report_opens_among_the_artifacts(seen: Seen) -> None:
         assert all(text.bounding_box()["x"] >= left for text in drawing.locator("text").all())  # none is cut
 
 
+@pytest.mark.nightly
 def test_the_address_of_a_comparison_shows_the_runs_side_by_side(seen: Seen) -> None:
     runs = read_runs(seen.server.uri, [report.run_id for report in seen.reports])
     page = seen.open(f"{seen.server.uri}/#{comparison_path(runs)}", "compare", "Comparing 3 Runs")

@@ -31,7 +31,7 @@ def _tried_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dphybrid.tracking.sender._LAST_RETRY_S", 0.2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_runs_at_once_lose_and_double_nothing(tmp_path: Path) -> None:
     put_database("mlflow", tmp_path / "mlflow.db")
     done = python("-m", "tests.tracking.together", tmp_path)

@@ -102,6 +102,7 @@ def outlive_its_death(server: MlflowServer, tmp_path: Path) -> None:
     assert waiting(tmp_path / "store" / "runs") == 0
 
 
+@pytest.mark.nightly
 def test_training_ends_without_its_server_and_sync_completes_the_run(
     server: MlflowServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -169,6 +170,7 @@ def test_a_run_killed_and_resumed_is_one_run_without_doubled_steps(
     assert {one.params["train.log_every"] for one in runs} == {"10"}
 
 
+@pytest.mark.nightly
 def test_a_large_file_of_a_checkpoint_is_recorded_by_path_and_still_loads(
     server: MlflowServer, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
