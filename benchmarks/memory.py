@@ -10,6 +10,7 @@ Letters: B samples, T tokens.
 """
 
 import argparse
+import json
 import statistics
 import tempfile
 import time
@@ -22,7 +23,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.command import processor
-from dphybrid.embedding import HostEmbedding, NgramMemory, RowPipeline, dense_parameters, row_optimizer
+from dphybrid.embedding import (
+    HostEmbedding,
+    NgramMemory,
+    RowPipeline,
+    dense_parameters,
+    mapped_tensor,
+    row_optimizer,
+)
 
 VOCABULARY, WIDTH, DIM, BATCH_SIZE, WINDOW = 4096, 128, 32, 8, 128
 
@@ -123,13 +131,17 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def mapped_table(folder: Path, gib: float) -> HostEmbedding:
-    """Return a frozen table over a sparse file: it has the size, and takes no space on the disk."""
+    """Return a frozen table over a sparse safetensors file: it has the size, and takes no space on the
+    disk."""
     rows = int(gib * 2**30 / DIM / 4)
-    file = folder / f"{rows}.rows"
+    entry = {"dtype": "F32", "shape": [rows, DIM], "data_offsets": [0, rows * DIM * 4]}
+    header = json.dumps({"weight": entry}).encode()
+    header += b" " * (-len(header) % 8)
+    file = folder / f"{rows}.safetensors"
     with file.open("wb") as stream:
-        stream.truncate(rows * DIM * 4)
-    mapped = torch.from_file(str(file), shared=False, size=rows * DIM).view(rows, DIM)
-    return HostEmbedding.from_pretrained(mapped, name="memory")
+        stream.write(len(header).to_bytes(8, "little") + header)
+        stream.truncate(8 + len(header) + rows * DIM * 4)
+    return HostEmbedding.from_pretrained(mapped_tensor(file, "weight"), name="memory")
 
 
 def main() -> None:

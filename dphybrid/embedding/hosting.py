@@ -2,6 +2,8 @@
 same parameters, under the same names, so saving, loading and generating go on as before."""
 
 import json
+import math
+import mmap
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -146,6 +148,12 @@ def _check(name: str, module: nn.Embedding, sharers: list[str]) -> None:
         )
 
 
+_NORESERVE = 0x4000
+"""Linux's MAP_NORESERVE, which Python's mmap names from 3.13 on."""
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F64": torch.float64, "F16": torch.float16}
+"""Number formats of tables by their names in safetensors files."""
+
+
 def mapped_tensor(checkpoint: Path | str, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
     """Return a tensor of a safetensors checkpoint, mapped into memory: pages are read when they are used, and
     writing does not reach the file.
@@ -158,19 +166,26 @@ def mapped_tensor(checkpoint: Path | str, name: str, shape: tuple[int, ...] | No
 
     file = _file_with(Path(checkpoint), name)
     try:
-        with safe_open(file, framework="pt") as opened:
+        with safe_open(file, framework="numpy") as opened:  # checks the header and the file's size
             names = list(opened.keys())
             if name not in names:
                 raise UserError(f"{file}: has no tensor {name!r}{_pieces(name, names)}")
-            found: Tensor = opened.get_tensor(name)
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            entry = json.loads(stream.read(length))[name]
+            # Without NORESERVE, as torch and safetensors map it, the system refuses files larger than memory.
+            pages = mmap.mmap(stream.fileno(), 0, flags=mmap.MAP_PRIVATE | _NORESERVE)
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file}: cannot be read as safetensors ({error}); fetch it again") from error
-    if shape is not None and tuple(found.shape) != shape:
+    found = tuple(entry["shape"])
+    if shape is not None and found != shape:
         raise UserError(
-            f"{file}: {name} has shape {tuple(found.shape)}, but the model's is {shape}; use the config of "
-            "this checkpoint"
+            f"{file}: {name} has shape {found}, but the model's is {shape}; use the config of this checkpoint"
         )
-    return found
+    if entry["dtype"] not in _DTYPES:
+        raise UserError(f"{file}: {name} is of {entry['dtype']}; a table has one of {', '.join(_DTYPES)}")
+    start, dtype = 8 + length + entry["data_offsets"][0], _DTYPES[entry["dtype"]]
+    return torch.frombuffer(pages, dtype=dtype, count=math.prod(found), offset=start).view(found)
 
 
 def _file_with(checkpoint: Path, name: str) -> Path:

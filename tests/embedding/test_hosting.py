@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import pickle
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from benchmarks.memory import mapped_table
 from dphybrid.embedding import dense_parameters, find_tables, host_tables, row_optimizer
 from dphybrid.parallel import DataParallel
 from dphybrid.util.errors import UserError
@@ -180,3 +182,13 @@ def test_refuses_checkpoints_that_do_not_hold_the_table(tmp_path: Path) -> None:
     save_file({"layers.rows.weight": torch.zeros(100, 6)}, file)
     file.write_bytes(file.read_bytes()[:-8])
     refused("cannot be read as safetensors")
+
+
+def test_a_file_larger_than_memory_is_mapped(tmp_path: Path) -> None:
+    memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    table = mapped_table(tmp_path, 2 * memory_gib)
+    ids = torch.tensor([0, table.num_rows - 1])
+    assert torch.equal(table(ids), torch.zeros(2, table.dim))
+    table.weight.data[0] = 1.0
+    assert table(ids).sum() == table.dim
+    assert (file := next(tmp_path.iterdir())).stat().st_blocks * 512 < 2**20 < file.stat().st_size
