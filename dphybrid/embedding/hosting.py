@@ -175,6 +175,7 @@ def mapped_tensor(checkpoint: Path | str, name: str, shape: tuple[int, ...] | No
             entry = json.loads(stream.read(length))[name]
             # Without NORESERVE, as torch and safetensors map it, the system refuses files larger than memory.
             pages = mmap.mmap(stream.fileno(), 0, flags=mmap.MAP_PRIVATE | _NORESERVE)
+            pages.madvise(mmap.MADV_RANDOM)  # or each row would read 32 pages around it
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file}: cannot be read as safetensors ({error}); fetch it again") from error
     found = tuple(entry["shape"])
