@@ -159,8 +159,8 @@ def mapped_tensor(checkpoint: Path | str, name: str, shape: tuple[int, ...] | No
     writing does not reach the file.
 
     checkpoint: a file, or a folder with one file or with several and their index. shape: that it must have.
-    Raises UserError if it is not there, has another shape, or if the file is damaged or shorter than its
-    header says.
+    Raises UserError if it is not there, has another shape or number format, or if the file is damaged or
+    shorter than its header says.
     """
     from safetensors import SafetensorError, safe_open  # `dphybrid.embedding` needs only torch and numpy
 

@@ -316,7 +316,8 @@ def apply_overrides(config: ExperimentConfig, overrides: list[str]) -> Experimen
     values = merge(given_values(config), changes)
     places = dict.fromkeys(flatten(changes), "overrides")
     made = _validated(values, str(values["recipe"]), places)
-    kept = {name: value for name, value in given_flags(made).items() if name not in _idle(made)}
+    idle = _idle(made)
+    kept = {name: value for name, value in given_flags(made).items() if name not in idle}
     return build_config(nest(kept), places)
 
 
