@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import polars as pl
+
 from dphybrid.config import DataConfig
 from dphybrid.data import Prepared
 from dphybrid.data.store import Progress
@@ -34,6 +36,11 @@ def clicks(folder: Path, num_rows: int = 400) -> list[str]:
     rows = [f"{i * 7 % 31 < 11:d},s{i * 7 % 31},{i % 50}" for i in range(num_rows)]
     (folder / "clicks.csv").write_text("\n".join(["clicked,site,age", *rows]))
     return ["recipe=ctr", f"data.path={folder / 'clicks.csv'}", "data.label=clicked"]
+
+
+def names_of(triples: Prepared, kind: str) -> list[str]:
+    """Return the names of a graph's "entities" or "relations", by number."""
+    return pl.read_parquet(triples.path / "encoder" / f"{kind}.parquet")["name"].to_list()
 
 
 def prepare(

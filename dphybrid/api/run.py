@@ -136,8 +136,8 @@ class TrainedRun:
     def evaluate(self, rows: object, importance: bool = False) -> "Evaluation":
         """Evaluate the best checkpoint on rows with known answers: metrics with intervals, for a table also
         thresholds, classes and, if asked for, the importance of each column. rows: of a table, later
-        interactions, or a split as a recipe's `rows` returns it; also a path. Raises UserError for rows that
-        the recipe does not evaluate."""
+        interactions, triples, texts, or a split as a recipe's `rows` returns it; also a path. Raises
+        UserError for rows that the recipe does not evaluate."""
         from dphybrid.serving.evaluate import evaluate_checkpoint
 
         return evaluate_checkpoint(

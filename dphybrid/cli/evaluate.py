@@ -6,8 +6,9 @@ examples:
  Prints the recipe's metrics with a 95%% interval, precision and recall of each class, for two classes also by
 threshold, and with --importance by how much the deciding metric gets worse when a column's cells are
 shuffled. --out writes the same as a page with figures: ROC, precision and recall, calibration and the
-confusion matrix, or residuals. The files must have the label's column; those of recipe retrieval are later
-interactions, and an own recipe reads them by labelled(rows, vocabularies).
+confusion matrix, or residuals. The files hold rows with the label's column; of recipe retrieval later
+interactions, of kge later triples, of text later text. An own recipe reads them by labelled(rows,
+vocabularies).
 """
 
 from pathlib import Path
@@ -26,7 +27,7 @@ from dphybrid.util.files import check_target, write_text
 class _Rows(BaseModel):
     """The rows to evaluate on."""
 
-    path: str = Field(description="CSV, TSV or Parquet: a file, folder or pattern.")
+    path: str = Field(description="CSV, TSV or Parquet (file, folder or pattern), triples or text.")
 
 
 class Flags(Command):
@@ -42,8 +43,8 @@ class Flags(Command):
     """Also write a page with figures: a file that ends in .html."""
     devices: str = "cpu"
     """Devices on which the model runs."""
-    batch_size: int = Field(default=1024, ge=1)
-    """Rows of a batch, over all devices."""
+    batch_size: int | None = Field(default=None, ge=1)
+    """Rows of a batch, over all devices; by default 1,024 of a table, else as in training."""
 
     def run(self) -> int:
         """Print the evaluation."""
@@ -63,7 +64,7 @@ class Flags(Command):
             found = evaluate_checkpoint(
                 checkpoint,
                 Path(self.data.path),
-                lambda: open_predictor(checkpoint, self.devices, size),
+                lambda: open_predictor(checkpoint, self.devices, size or 1024),
                 lambda: model_from_checkpoint(checkpoint, self.devices),
                 importance=self.importance,
                 batch_size=size,

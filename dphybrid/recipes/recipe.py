@@ -65,6 +65,7 @@ class Recipe:
     batches: about how many batches an epoch has where train.batch_size is 0, and the largest batch size.
     tabular: its samples are rows of a table read by `dphybrid.data.table`. It has a schema file, its data may
     grow by new files (retraining), and it scores the rows of new files (predict).
+    sample: what a sample is called where an evaluation counts them.
     one_process: not tested with several processes; a config with `cluster` is refused.
     example: columns of a few rows as `predict` takes them; `dphybrid check recipe` predicts these.
     prints_shapes: print a split as PyTorch's data-parallel tutorial does, one line per replica.
@@ -79,6 +80,7 @@ class Recipe:
     batches: tuple[int, int] = (32, 512)
     checkpoint: Mapping[str, object] = {}
     tabular: bool = False
+    sample: str = "row"
     one_process: bool = False
     prints_shapes: bool = False
     example: Mapping[str, Any] = {}
@@ -259,7 +261,8 @@ class Recipe:
 
         if type(self).rows is Recipe.rows:
             raise UserError(
-                f"recipe {self.name}: evaluates no new rows; a test part is measured at the end of a training"
+                f"recipe {self.name}: has its own source; define samples(checkpoint, config, model, rows) to "
+                "evaluate new rows"
             )
         return samples_of(self.name, self.labelled, checkpoint, rows)
 

@@ -51,7 +51,8 @@ class Evaluation:
     threshold, the one with the best F1 and the model's own. classes: for several classes, a row for each.
     importance: columns, the most important first: by how much the deciding metric gets worse when the
     column's cells are shuffled (`dphybrid.training.importance`). notes: what was left out. charts: the same
-    as in a run's report: ROC, precision and recall, calibration, confusion matrix, or residuals."""
+    as in a run's report: ROC, precision and recall, calibration, confusion matrix, or residuals. sample: what
+    `num_rows` counts, such as users."""
 
     num_rows: int
     left_out: int
@@ -63,6 +64,7 @@ class Evaluation:
     importance: pl.DataFrame | None = None
     notes: list[str] = field(default_factory=list)
     charts: list[Chart | Confusion] = field(default_factory=list)
+    sample: str = "row"
 
     @property
     def tables(self) -> list[tuple[str, pl.DataFrame]]:
@@ -88,7 +90,7 @@ class Evaluation:
     @property
     def _head(self) -> list[str]:
         left_out = [f"Left out: {counted(self.left_out, 'row')} without a label"] * (self.left_out > 0)
-        return [f"Evaluated on {counted(self.num_rows, 'row')}", *self.notes, *left_out]
+        return [f"Evaluated on {counted(self.num_rows, self.sample)}", *self.notes, *left_out]
 
     @property
     def _html(self) -> dict[str, list[str]]:
@@ -193,12 +195,13 @@ def evaluate_checkpoint(
     model: Callable[[], nn.Module],
     *,
     importance: bool = False,
-    batch_size: int = 1024,
+    batch_size: int | None = None,
     on_progress: Progress | None = None,
 ) -> Evaluation:
     """Evaluate a checkpoint of any recipe on rows whose answers are known. rows: what `evaluate` takes for a
     table, else what the recipe's `samples` takes. predictor, model: return the checkpoint's; one is called.
-    Raises UserError, also for importance of what has no columns."""
+    batch_size: of what is no table; None: as in training. Raises UserError, also for importance of what has
+    no columns."""
     state = read_state(checkpoint)
     config = stored_config(state.config, checkpoint / "state.json", load_settings())
     recipe = find_recipe(config.recipe)
@@ -208,7 +211,7 @@ def evaluate_checkpoint(
         raise UserError(f"importance: is that of a table's columns; recipe {recipe.name} reads none")
     loaded, task = model(), recipe.task_of(config, state.info)
     data, notes = recipe.samples(checkpoint, config, loaded, rows)
-    outputs = validation_outputs(loaded, data, batch_size, task)
+    outputs = validation_outputs(loaded, data, batch_size or config.train.batch_size, task)
     metrics, intervals = _measured(task, outputs, 0, on_progress)
     return Evaluation(
         num_rows=len(data),
@@ -218,6 +221,7 @@ def evaluate_checkpoint(
         intervals=intervals,
         notes=notes,
         charts=list(task.charts(outputs)) if task.charts else [],
+        sample=recipe.sample,
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 from dphybrid.data import Prepared, batches
 from dphybrid.recipes.kge import KgeDataConfig
 from tests.conftest import SHARED
-from tests.preparing import prepare
+from tests.preparing import names_of, prepare
 from tests.refusing import refused
 
 WN18RR = SHARED / "data" / "wn18rr"
@@ -32,7 +32,7 @@ def test_one_file_is_split_by_seed(tmp_path: Path) -> None:
     train, valid = data.arrays["train_triples"], data.arrays["valid_triples"]
     assert (len(train), len(valid)) == (45, 5)
     assert len(np.unique(np.concatenate([train, valid]), axis=0)) == 50
-    names = data.manifest.facts["entities"]
+    names = names_of(data, "entities")
     assert {(names[h], names[t]) for h, _, t in np.concatenate([train, valid])} == {
         (f"a{i}", f"b{i % 7}") for i in range(50)
     }
@@ -63,15 +63,15 @@ def test_other_separators_line_ends_marks_and_headers_read_the_same(
     (tmp_path / "two").mkdir()
     one, two = from_file(tmp_path / "one", LINES), from_file(tmp_path / "two", text)
     assert one.manifest.arrays == two.manifest.arrays
-    assert one.manifest.facts["entities"] == two.manifest.facts["entities"]
+    assert names_of(one, "entities") == names_of(two, "entities")
 
 
 def test_parquet_files_and_names_such_as_na(tmp_path: Path) -> None:
     frame = pl.DataFrame({"s": ["NA", "null", "x"] * 9, "p": "is", "o": [f"o{i % 7}" for i in range(27)]})
     frame.write_parquet(tmp_path / "triples.parquet")
     data = prepare("kge", KgeDataConfig(path=str(tmp_path / "triples.parquet")), tmp_path / "prepared", 0)
-    assert data.manifest.facts["entities"][:5] == ["NA", "o0", "null", "o1", "x"]
-    assert data.manifest.facts["relations"] == ["is"]
+    assert names_of(data, "entities")[:5] == ["NA", "o0", "null", "o1", "x"]
+    assert names_of(data, "relations") == ["is"]
 
 
 def test_a_column_that_is_not_used_is_named(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_files_of_openke_have_a_count_another_order_and_names(tmp_path: Path) ->
     (tmp_path / "entity2id.txt").write_text("16\n" + "".join(f"the e{i}\t{i}\n" for i in range(16)))
     (tmp_path / "relation2id.txt").write_text("2\n" + "".join(f"r{i}\t{i}\n" for i in range(2)))
     data = prepare("kge", KgeDataConfig(path=str(tmp_path)), tmp_path / "prepared", 0)
-    entities, relations = data.manifest.facts["entities"], data.manifest.facts["relations"]
+    entities, relations = names_of(data, "entities"), names_of(data, "relations")
     found = [(entities[h], relations[r], entities[t]) for h, r, t in data.arrays["train_triples"]]
     assert found == [(f"the e{head}", f"r{relation}", f"the e{tail}") for head, tail, relation in triples]
     assert "the columns 1, 3, 2 of train2id.txt" in data.describe()

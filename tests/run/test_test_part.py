@@ -17,7 +17,7 @@ from dphybrid.recipes.text import TextDataConfig
 from dphybrid.run.pages import MetricsPage
 from dphybrid.training import loop
 from dphybrid.training.results import Confusion
-from tests.preparing import from_file, prepare, table_of
+from tests.preparing import from_file, names_of, prepare, table_of
 from tests.refusing import refused
 
 
@@ -149,7 +149,7 @@ def test_a_test_file_is_a_part_of_other_recipes(recipe: str, tmp_path: Path) -> 
             assert np.array_equal(array, prepared.arrays[name])
     batch = prepared.dataset("test").fetch(np.arange(2))
     if recipe == "kge":
-        entities = prepared.manifest.facts["entities"]
+        entities = names_of(prepared, "entities")
         assert [entities[number] for number in batch["heads_B"]] == ["e1", "e2"]
     elif recipe == "retrieval":
         items = pl.read_parquet(prepared.path / "encoder/items.parquet")["name"]

@@ -78,6 +78,7 @@ class Kge(Recipe):
     data = KgeDataConfig
     model = KgeModelConfig
     one_process = True
+    sample = "triple"
     batches = (256, 4096)
     # As Lacroix et al. 2018 train: Adagrad, and no clipping.
     table = {"optimizer": "lazy-adagrad", "lr": 0.2}
@@ -85,6 +86,7 @@ class Kge(Recipe):
     source = imported("dphybrid.recipes.kge.data:open_source")
     dataset = imported("dphybrid.recipes.kge.data:part_of")
     build = imported("dphybrid.recipes.kge.model:build_kge")
+    samples = imported("dphybrid.recipes.kge.data:later_triples")
 
     def task(self, info: Mapping[str, object]) -> "Task":
         from dphybrid.training.metrics import RANKING

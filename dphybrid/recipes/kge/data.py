@@ -7,23 +7,29 @@ Letters: B triples, 3 columns (head, relation, tail), Q questions (two per tripl
 triples, K negatives, M known answers of a question.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
 import torch
 from torch import Tensor
 
+from dphybrid.config import ExperimentConfig
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array, ArrayDataset, Dataset, Draw, DrawnDataset, Draws, lists_of
+from dphybrid.data.foreign import misread
 from dphybrid.data.store import Content, Prepared, Progress, Source, mapped
 from dphybrid.data.table.files import partitions, read_jobs
+from dphybrid.data.table.frames import as_frame
+from dphybrid.data.table.kinds import Category
 from dphybrid.data.table.lines import format_of, read_text, whole_lines
 from dphybrid.data.table.rows import Rejected, check_rejected
 from dphybrid.data.table.schema import names_column
 from dphybrid.recipes.kge import KgeDataConfig, files_of, is_openke
+from dphybrid.training.checkpoint import read_state
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.files import given_path
 
@@ -66,9 +72,17 @@ def part_of(prepared: Prepared, name: str) -> Dataset:
     the ranking leaves out."""
     arrays, info = prepared.arrays, prepared.info
     triples_B3 = arrays[f"{name}_triples"]
-    rows = ArrayDataset(dict(zip(_COLUMNS, triples_B3.T, strict=True)), np.arange(len(triples_B3)))
-    if name == "train":
-        return DrawnDataset(rows, _negatives(info["num_entities"], info["num_negatives"]))
+    if name != "train":
+        return _ranked(triples_B3, arrays, info)
+    return DrawnDataset(_rows(triples_B3), _negatives(info["num_entities"], info["num_negatives"]))
+
+
+def _rows(triples_B3: Array) -> ArrayDataset:
+    return ArrayDataset(dict(zip(_COLUMNS, triples_B3.T, strict=True)), np.arange(len(triples_B3)))
+
+
+def _ranked(triples_B3: Array, arrays: Mapping[str, Array], info: Mapping[str, Any]) -> Dataset:
+    """Return triples with the known answers of their questions. arrays: of `_known_answers`."""
 
     def known(batch: dict[str, Tensor], _: object) -> dict[str, Tensor]:
         """Return known_B2M, the known answers of each question, padded with -1."""
@@ -78,7 +92,7 @@ def part_of(prepared: Prepared, name: str) -> Dataset:
         lists_QM = lists_of(arrays["starts"], arrays["answers"], places_Q, none=-1)
         return {"known_B2M": lists_QM.view(*asked_B2.shape, -1)}
 
-    return DrawnDataset(rows, known)
+    return DrawnDataset(_rows(triples_B3), known)
 
 
 class _Reading(TableDataConfig):
@@ -114,8 +128,10 @@ class _TripleSource(Source):
         frames = dict[str, pl.DataFrame]()
         for done, (part, file) in enumerate(self.parts.items()):
             progress("read triples", done, len(self.parts))
-            frames[part] = self._triples(file, rejected, notes)
-        frames = _in_one_form(_without_headers(frames, notes))
+            frames[part] = self.triples(file, rejected, notes)
+        frames = _without_headers(frames, notes)
+        forms = _forms(pl.concat(frames.values()))
+        frames = {part: _in_form(frame, forms) for part, frame in frames.items()}
         num_rows = sum(map(len, frames.values()))
         check_rejected(str(self.data.path), rejected, num_rows + len(rejected), self.data.max_rejected)
         whole = pl.concat(frames.values())
@@ -123,7 +139,10 @@ class _TripleSource(Source):
         ends = pl.concat_list(pl.nth(0), pl.nth(2)).explode()
         entities = whole.select(ends).to_series().unique(maintain_order=True)
         relations = whole.to_series(1).unique(maintain_order=True)
-        parts = {part: _numbered(triples, entities, relations) for part, triples in frames.items()}
+        parts = {
+            part: _numbered(triples, entities, relations).to_numpy(order="c")
+            for part, triples in frames.items()
+        }
         if "valid" not in parts:
             # At least one triple is held out, and at least one stays for training.
             num_triples = len(parts["train"])
@@ -141,14 +160,9 @@ class _TripleSource(Source):
         seen[parts["train"][:, [0, 2]]] = True
         lines = [f"  triples from {self.data.path}: {len(entities):,} entities, {len(relations):,} relations"]
         lines += [f"  reading: {note}" for note in notes]
-        trained = pl.DataFrame(parts["train"])
         for part, triples in parts.items():
-            again = pl.DataFrame(triples).join(trained, on=trained.columns, how="semi")
-            if part != "train" and len(again):
-                lines.append(
-                    f"  check {part}: {len(again):,} of its {len(triples):,} triples are in train, too; they "
-                    "say nothing about new ones, so leave them out of one of the two"
-                )
+            if part != "train":
+                lines += [f"  check {part}: {note}" for note in _repeated(triples, parts["train"])]
             known = (
                 f", {(~seen[triples[:, [0, 2]]]).any(1).sum():,} of them with an entity that train lacks"
                 if part != "train"
@@ -159,13 +173,24 @@ class _TripleSource(Source):
             "num_entities": len(entities),
             "num_relations": len(relations),
             "num_negatives": self.data.negatives,
+            "forms": {column: form.model_dump(mode="json") for column, form in forms.items()},
         }
         arrays = {f"{part}_triples": triples for part, triples in parts.items()}
-        arrays |= _known_answers(np.concatenate(list(parts.values())), len(entities), len(relations))
-        extra = {"entities": entities.to_list(), "relations": relations.to_list()}
-        return Content(arrays, info, lines, extra=extra, rejected=rejected)
+        known_B3 = np.concatenate([parts["train"], *(parts[part] for part in parts if part != "train")])
+        arrays |= _known_answers(known_B3, len(entities), len(relations))
 
-    def _triples(self, file: Path, rejected: list[Rejected], notes: dict[str, None]) -> pl.DataFrame:
+        def save(folder: Path) -> None:
+            names = {"entities": entities, "relations": relations}
+            known = pl.DataFrame(known_B3.astype(np.int32), _NAMES)
+            is_trained = (pl.int_range(pl.len()) < len(parts["train"])).alias("trained")
+            (folder / "encoder").mkdir()
+            for name, texts in names.items():
+                texts.to_frame("name").write_parquet(folder / "encoder" / f"{name}.parquet")
+            known.with_columns(is_trained).write_parquet(folder / "encoder" / "known.parquet")
+
+        return Content(arrays, info, lines, rejected=rejected, save=save)
+
+    def triples(self, file: Path, rejected: list[Rejected], notes: dict[str, None]) -> pl.DataFrame:
         """Return the rows of a file as texts (head, relation, tail), perhaps with a header as the first one.
         Rows that are no triples go to `rejected`."""
         pieces, bad, order = [_NO_TRIPLES], list[Rejected](), list[int]()
@@ -179,7 +204,9 @@ class _TripleSource(Source):
             texts = pl.DataFrame({name: rows.texts(name).cast(pl.String) for name in own})
             if not order:
                 names = texts.columns if rows.header else [text or "" for text in texts.row(0)]
-                order = self._order(file, names)
+                order = _order(f"data.path={self.data.path}: {file.name}", names)
+                if order == [0, 1, 2] and is_openke(file):
+                    order = [0, 2, 1]
                 if order != [0, 1, 2]:
                     places = ", ".join(str(place + 1) for place in order)
                     notes[f"head, relation and tail are the columns {places} of {file.name}"] = None
@@ -200,18 +227,6 @@ class _TripleSource(Source):
             bad.remove(counts[0])
         rejected += bad
         return triples
-
-    def _order(self, file: Path, names: Sequence[str]) -> list[int]:
-        """Return the places of head, relation and tail among columns of these names, which may be a first
-        row. Raises UserError if there are others than three columns without such names."""
-        if (found := _places(names)) is not None:
-            return found
-        if len(names) != 3:
-            raise UserError(
-                f"data.path={self.data.path}: {file.name} has {counted(len(names), 'column')}, expected "
-                "head, relation and tail; keep these three, name them so, or set data.delimiter"
-            )
-        return [0, 2, 1] if is_openke(file) else [0, 1, 2]
 
     def _reading(self, file: Path) -> _Reading:
         """Return how a file is read. Unless it is set, the separator is a tab if the first line has one, and
@@ -277,30 +292,48 @@ def _places(names: Sequence[str]) -> list[int] | None:
     return [places[0] for places in found] if all(len(places) == 1 for places in found) else None
 
 
-def _in_one_form(frames: dict[str, pl.DataFrame]) -> dict[str, pl.DataFrame]:
-    """Return the triples with each name in the form of its column: 7 and 7.0 are one entity."""
-    whole, data = pl.concat(frames.values()), _Reading()
-    of_entities = names_column("entity", pl.concat([whole["head"], whole["tail"]]), data)
-    forms = {
-        "head": of_entities,
-        "relation": names_column("relation", whole["relation"], data),
-        "tail": of_entities,
-    }
-    return {
-        part: frame.with_columns(
-            forms[cells.name].read(cells).alias(cells.name) for cells in frame.get_columns()
+def _order(where: str, names: Sequence[str]) -> list[int]:
+    """Return the places of head, relation and tail among columns of these names, which may be a first row.
+    where: for the message. Raises UserError if there are others than three columns without such names."""
+    if (found := _places(names)) is not None:
+        return found
+    if len(names) != 3:
+        raise UserError(
+            f"{where} has {counted(len(names), 'column')}, expected head, relation and tail; keep these "
+            "three, name them so, or set data.delimiter"
         )
-        for part, frame in frames.items()
-    }
+    return [0, 1, 2]
 
 
-def _numbered(triples: pl.DataFrame, entities: pl.Series, relations: pl.Series) -> Array:
-    """Return triples (B, 3) int64 as positions among the names."""
-    columns = [
-        cells.cast(pl.Enum(names)).to_physical().cast(pl.Int64).to_numpy()
-        for cells, names in zip(triples.get_columns(), (entities, relations, entities), strict=True)
+def _forms(triples: pl.DataFrame) -> dict[str, Category]:
+    """Return how the names of each column are read: 7 and 7.0 are one entity."""
+    entities = names_column("entity", pl.concat([triples["head"], triples["tail"]]), _Reading())
+    relations = names_column("relation", triples["relation"], _Reading())
+    return {"head": entities, "relation": relations, "tail": entities}
+
+
+def _in_form(triples: pl.DataFrame, forms: Mapping[str, Category]) -> pl.DataFrame:
+    return triples.with_columns(forms[cells.name].read(cells).alias(cells.name) for cells in triples)
+
+
+def _numbered(triples: pl.DataFrame, entities: pl.Series, relations: pl.Series) -> pl.DataFrame:
+    """Return triples as positions among the names; null for another name."""
+    return triples.select(
+        cells.cast(pl.Enum(names), strict=False).to_physical().cast(pl.Int64)
+        for cells, names in zip(triples, (entities, relations, entities), strict=True)
+    )
+
+
+def _repeated(triples_B3: Array, trained_B3: Array) -> list[str]:
+    """Return a note if training has some of these triples."""
+    trained = pl.DataFrame(trained_B3)
+    again = pl.DataFrame(triples_B3).join(trained, on=trained.columns, how="semi")
+    if again.is_empty():
+        return []
+    return [
+        f"{len(again):,} of its {len(triples_B3):,} triples are in train, too; they say nothing about new "
+        "ones, so leave them out of one of the two"
     ]
-    return np.stack(columns, axis=1)
 
 
 def _without_headers(frames: dict[str, pl.DataFrame], notes: dict[str, None]) -> dict[str, pl.DataFrame]:
@@ -374,3 +407,46 @@ def _named(file: Path) -> tuple[Path, ...]:
     """Return OpenKE's files of names beside a file of its triples."""
     found = (file.with_name(name) for name in ("entity2id.txt", "relation2id.txt") if is_openke(file))
     return tuple(file for file in found if file.is_file())
+
+
+def later_triples(
+    checkpoint: Path, config: ExperimentConfig, _: object, rows: object
+) -> tuple[Dataset, list[str]]:
+    """Return triples that a test part could have: ranked without the answers that they or the training's
+    files know. rows: a frame with head, relation and tail, or the path of a file. Triples of a name that the
+    training's files lack are left out, and counted by the note. Raises UserError if there are no others."""
+    with misread(checkpoint / "encoder"):
+        entities, relations, known = (
+            pl.read_parquet(checkpoint / "encoder" / f"{name}.parquet", glob=False)
+            for name in ("entities", "relations", "known")
+        )
+        names = {"head": entities["name"], "relation": relations["name"], "tail": entities["name"]}
+        info = read_state(checkpoint).info
+        forms = {column: Category(**form) for column, form in info["forms"].items()}
+        written = known.select(names[column].gather(known[column]).alias(column) for column in _NAMES)
+    notes = dict[str, None]()
+    if isinstance(rows, str | Path):
+        assert isinstance(config.data, KgeDataConfig)
+        file, rejected = given_path(str(rows), "data.path"), list[Rejected]()
+        if not file.is_file():
+            raise UserError(f"data.path={rows}: is not a file; name one with triples")
+        source = _TripleSource(config.data.model_copy(update={"path": str(rows)}), 0, {}, _named(file))
+        triples = source.triples(file, rejected, notes)
+        check_rejected(str(rows), rejected, len(triples) + len(rejected), config.data.max_rejected)
+        triples = _without_headers({"known": written, "new": triples}, notes)["new"]
+    else:
+        frame = as_frame(rows, "the rows").lazy().collect()
+        triples = frame.select(pl.nth(_order("the rows:", frame.columns)))
+        triples.columns = _NAMES
+    triples = _in_form(triples, forms)
+    numbered = _numbered(triples, entities["name"], relations["name"])
+    triples_B3 = numbered.drop_nulls().to_numpy(order="c")
+    if others := [name for column in _NAMES for name in triples[column].filter(numbered[column].is_null())]:
+        left = f"{len(numbered) - len(triples_B3):,} of {counted(len(numbered), 'triple')}"
+        notes[f"Not evaluated: {left}, with names that training lacks, such as {others[0]!r}"] = None
+    if not len(triples_B3):
+        raise UserError(f"there is nothing to evaluate. {'. '.join(notes) or 'The rows have no triples'}")
+    known_B3 = known.select(_NAMES).cast(pl.Int64).to_numpy()
+    notes |= dict.fromkeys(_repeated(triples_B3, known_B3[known["trained"].to_numpy()]))
+    answers = _known_answers(np.concatenate([known_B3, triples_B3]), len(entities), len(relations))
+    return _ranked(triples_B3, answers, info), list(notes)

@@ -96,9 +96,11 @@ class Text(Recipe):
     data = TextDataConfig
     model = TextModelConfig
     one_process = True
+    sample = "window"
     source = imported("dphybrid.recipes.text.data:open_source")
     dataset = imported("dphybrid.recipes.text.data:part_of")
     build = imported("dphybrid.recipes.text.model:build_text")
+    samples = imported("dphybrid.recipes.text.data:later_text")
 
     def continue_text(
         self, checkpoint: Path, model: "nn.Module", info: Mapping[str, object], prompt: str, **options: Any

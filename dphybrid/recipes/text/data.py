@@ -14,14 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dphybrid.config import ExperimentConfig
 from dphybrid.config.tables import PACKED
 from dphybrid.data.batches import Array, Dataset
 from dphybrid.data.store import Content, Prepared, Progress, source_digests
 from dphybrid.data.table.lines import read_text
 from dphybrid.embedding.softmax import IGNORED
 from dphybrid.recipes.text import TextDataConfig
-from dphybrid.recipes.text.tokens import BytePairs, Tokens, Words, save_tokens, tokenize
-from dphybrid.util.errors import UserError, counted
+from dphybrid.recipes.text.tokens import BytePairs, Tokens, Words, read_tokens, save_tokens, tokenize
+from dphybrid.training.checkpoint import read_state
+from dphybrid.util.errors import UserError, counted, type_text
 from dphybrid.util.files import given_path
 
 _PARTS = ("train", "valid", "test")
@@ -117,6 +119,10 @@ class _TextSource:
             return source_digests(self.files, progress) + tested
         return ["\0".join(f"{name}\0{text}" for name, text in self._documents((), {})).encode(), *tested]
 
+    def documents(self, files: Sequence[Path], notes: dict[str, None]) -> list[tuple[str, str]]:
+        """Return the documents that have text, with their names."""
+        return [document for document in self._documents(files, notes) if document[1].strip()]
+
     def _documents(self, files: Sequence[Path], notes: dict[str, None]) -> Iterator[tuple[str, str]]:
         found: list[str] = []
         if not files:
@@ -139,9 +145,9 @@ class _TextSource:
         for done, (name, some) in enumerate(files.items()):
             progress("read documents", done, len(files))
             if some or not self.parts:
-                parts[name] = [each for each in self._documents(some, notes) if not each[1].isspace()]
+                parts[name] = self.documents(some, notes)
         if self.test_file:
-            parts["test"] = [each for each in self._documents((self.test_file,), notes) if each[1].strip()]
+            parts["test"] = self.documents((self.test_file,), notes)
         doubtful = 0
         if "valid" not in parts:
             documents = parts.pop("train" if self.parts else "")
@@ -162,11 +168,8 @@ class _TextSource:
             known = BytePairs.of(training, self.data.vocabulary)
         else:
             known = Words.of(training, self.data.min_count)
-        # One long array of tokens with the end after each document: windows may cross documents.
         tokens = {
-            name: np.array(
-                [n for ids in known.encode([text for _, text in part]) for n in (*ids, known.end)], np.int32
-            )
+            name: _tokens(known, part)
             for name, part in sorted(parts.items(), key=lambda part: _PARTS.index(part[0]))
         }
         for name, found in tokens.items():
@@ -190,12 +193,11 @@ class _TextSource:
                 named.append(f"{counted(left, 'other file')} left out")
             lines.append(f"  parts by name: {'; '.join(named)}")
         for name, found in tokens.items():
-            unknown = "" if self.pairs else f", {float((found == 0).mean()):.1%} of them <unk>"
             whole = "" if self.parts.get(name) else f"{len(parts[name])} whole documents, "
             lines.append(
                 f"  {len(found):,} tokens to train"
                 if name == "train"
-                else f"  {name} split: {whole}{len(found):,} tokens{unknown}"
+                else f"  {name} split: {whole}{_counted(found, known)}"
             )
         if doubtful:
             repeating = counted(doubtful, "validation document repeats", "validation documents repeat")
@@ -210,6 +212,43 @@ class _TextSource:
             arrays["token_bytes"], info["bytes"] = num_bytes, True
         extra = {"held_out": [name for name, _ in parts["valid"]]}
         return Content(arrays, info, lines, extra=extra, save=partial(save_tokens, known))
+
+
+def _tokens(known: Tokens, documents: Sequence[tuple[str, str]]) -> Array:
+    """Return the tokens of documents in one array, with the end after each: windows may cross documents."""
+    texts = [text for _, text in documents]
+    return np.array([n for ids in known.encode(texts) for n in (*ids, known.end)], np.int32)
+
+
+def _counted(tokens: Array, known: Tokens) -> str:
+    """Return how many tokens there are, and the share of unknown words among them."""
+    unknown = f", {float((tokens == 0).mean()):.1%} of them <unk>" if isinstance(known, Words) else ""
+    return f"{len(tokens):,} tokens{unknown}"
+
+
+def later_text(
+    checkpoint: Path, config: ExperimentConfig, _: object, rows: object
+) -> tuple[Dataset, list[str]]:
+    """Return text as a test part has it, in the tokens of the checkpoint. rows: the path of a file or folder,
+    or a list of documents. Raises UserError for text without words."""
+    info, notes = read_state(checkpoint).info, dict[str, None]()
+    known = read_tokens(checkpoint, int(info["num_words"]))
+    if isinstance(rows, str | Path):
+        source = open_source(TextDataConfig(path=str(rows), encoding=config.data.model_dump()["encoding"]), 0)
+        if source.parts:
+            names = " and ".join(source.parts)
+            raise UserError(f"data.path={rows}: has files named {names}; name those to evaluate on")
+        documents = source.documents(source.files, notes)
+    elif isinstance(rows, Sequence) and all(isinstance(text, str) for text in rows):
+        documents = [("", text) for text in rows if text.strip()]
+    else:
+        raise UserError(f"the rows: are {type_text(rows)}; give a path, or a list of texts")
+    tokens = _tokens(known, documents)
+    if len(tokens) < 2:
+        where = f"data.path={rows}" if isinstance(rows, str | Path) else "the rows"
+        raise UserError(f"{where}: holds no words; give some text")
+    line = f"{counted(len(documents), 'document')}, {_counted(tokens, known)}"
+    return _WindowDataset(tokens, int(info["window"]), known.num_bytes()), [line, *notes]
 
 
 def held_out(documents: list[list[str]], fraction: float, seed: int) -> tuple[set[int], int]:
