@@ -72,8 +72,8 @@ def test_overrides_keep_what_was_given_and_follow_a_new_recipe() -> None:
 def test_every_field_has_a_sentence_and_a_flag() -> None:
     for recipe in BUILT_IN:
         fields = dict(field_types(recipe))
-        for name, (_, sentence, _) in fields.items():
-            assert sentence.endswith("."), name
+        for name, field in fields.items():
+            assert str(field.description).endswith("."), name
         del fields["recipe"]  # given
         given = (word for n, name in enumerate(fields) for word in (f"--{name.replace('_', '-')}", str(n)))
         values = {name: str(n) for n, name in enumerate(fields)}
@@ -208,7 +208,7 @@ def test_conditions_of_values_name_fields_and_their_choices(recipe: str, section
     for name, condition in getattr(load_config(None, [f"recipe={recipe}"]), section).used_with.items():
         other, _, useful = condition.partition("=")
         assert f"{section}.{name}" in fields
-        assert set(filter(None, useful.split(","))) <= set(get_args(fields[other][0]))
+        assert set(filter(None, useful.split(","))) <= set(get_args(fields[other].annotation))
 
 
 def test_a_share_beside_files_that_choose_the_split_is_refused(tmp_path: Path) -> None:

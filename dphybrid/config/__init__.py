@@ -56,6 +56,8 @@ class Section(BaseModel):
     used_with: ClassVar[Mapping[str, str]] = {}
     """Fields that do something only with some values of another one: name -> `section.field=value,value`; no
     value: where the other is not given."""
+    required: ClassVar[frozenset[str]] = frozenset()
+    """Fields that have to be given although they have a default, which the recipe refuses."""
 
 
 class DataConfig(Section):

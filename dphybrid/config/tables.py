@@ -56,11 +56,12 @@ class TableDataConfig(DataConfig):
     """
 
     used_with: ClassVar[Mapping[str, str]] = {"valid_fraction": "data.valid_path="}
+    required: ClassVar[frozenset[str]] = frozenset({"path", "label"})
 
     path: str | None = None
-    """Your table (required): CSV, TSV or Parquet; a file, a folder, or a pattern such as day-*.csv.gz."""
+    """Your table: CSV, TSV or Parquet; a file, a folder, or a pattern such as day-*.csv.gz."""
     label: str | None = None
-    """Column to predict (required): its name, or its position 0, 1, ... in a file without a header."""
+    """Column to predict: its name, or its position 0, 1, ... in a file without a header."""
     task: Literal["auto", "binary", "multiclass", "regression", "counts"] = "auto"
     """Type of the label. auto: binary with two values; multiclass with texts, or with up to 20 whole numbers
     below 100; regression with other numbers. Counts are never inferred."""

@@ -2,7 +2,6 @@
 same parameters, under the same names, so saving, loading and generating go on as before."""
 
 import json
-import math
 import mmap
 import re
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dphybrid.embedding import native
-from dphybrid.embedding.storage import StartValues
+from dphybrid.embedding.storage import StartValues, mapped_rows
 from dphybrid.embedding.table import HostEmbedding
 from dphybrid.util.errors import UserError, suggestion
 
@@ -173,20 +172,21 @@ def mapped_tensor(checkpoint: Path | str, name: str, shape: tuple[int, ...] | No
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             entry = json.loads(stream.read(length))[name]
+            found, dtype = tuple(entry["shape"]), _DTYPES.get(entry["dtype"])
+            if shape is not None and found != shape:
+                raise UserError(
+                    f"{file}: {name} has shape {found}, but the model's is {shape}; use the config of this "
+                    "checkpoint"
+                )
+            if dtype is None:
+                raise UserError(
+                    f"{file}: {name} is of {entry['dtype']}; a table has one of {', '.join(_DTYPES)}"
+                )
             # Without NORESERVE, as torch and safetensors map it, the system refuses files larger than memory.
-            pages = mmap.mmap(stream.fileno(), 0, flags=mmap.MAP_PRIVATE | _NORESERVE)
-            pages.madvise(mmap.MADV_RANDOM)  # or each row would read 32 pages around it
+            flags = mmap.MAP_PRIVATE | _NORESERVE
+            return mapped_rows(stream.fileno(), flags, found, dtype, 8 + length + entry["data_offsets"][0])
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file}: cannot be read as safetensors ({error}); fetch it again") from error
-    found = tuple(entry["shape"])
-    if shape is not None and found != shape:
-        raise UserError(
-            f"{file}: {name} has shape {found}, but the model's is {shape}; use the config of this checkpoint"
-        )
-    if entry["dtype"] not in _DTYPES:
-        raise UserError(f"{file}: {name} is of {entry['dtype']}; a table has one of {', '.join(_DTYPES)}")
-    start, dtype = 8 + length + entry["data_offsets"][0], _DTYPES[entry["dtype"]]
-    return torch.frombuffer(pages, dtype=dtype, count=math.prod(found), offset=start).view(found)
 
 
 def _file_with(checkpoint: Path, name: str) -> Path:

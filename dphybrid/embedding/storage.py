@@ -211,17 +211,27 @@ def open_states(
 def _zeros(folder: Path | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return zeros in memory or, given a folder, in an unnamed file there, which disappears with the process
     however it ends."""
-    if folder is None:
+    size = math.prod(shape) * dtype.itemsize
+    if folder is None or size == 0:
         return zero_rows(shape, dtype, reserve=True)
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".rows-") as file:
-        # Mapped before the name is deleted: the mapping keeps the file's contents until the process ends.
-        size = math.prod(shape)
+    # The mapping keeps the file's contents after its name is deleted, until the process ends.
+    with tempfile.TemporaryFile(dir=folder, prefix=".rows-") as file:
+        file.truncate(size)
         if hasattr(os, "posix_fallocate"):  # or a full disk would kill the process at a write to the mapping
             try:
-                os.posix_fallocate(file.fileno(), 0, max(1, size * dtype.itemsize))
+                os.posix_fallocate(file.fileno(), 0, size)
             except OSError as error:
                 raise UserError(
-                    f"{folder}: {size * dtype.itemsize / GIB:.3g} GiB for rows: {error.strerror}; choose "
-                    "another folder or a smaller table"
+                    f"{folder}: {size / GIB:.3g} GiB for rows: {error.strerror}; choose another folder or a "
+                    "smaller table"
                 ) from error
-        return torch.from_file(file.name, shared=True, size=size, dtype=dtype, device="cpu").view(shape)
+        return mapped_rows(file.fileno(), mmap.MAP_SHARED, shape, dtype)
+
+
+def mapped_rows(
+    handle: int, flags: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0
+) -> Tensor:
+    """Return rows in a file, mapped into memory. flags: mmap's; offset: bytes before the first row."""
+    pages = mmap.mmap(handle, 0, flags=flags)
+    pages.madvise(mmap.MADV_RANDOM)  # or each row would read 32 pages around it
+    return torch.frombuffer(pages, dtype=dtype, count=math.prod(shape), offset=offset).view(shape)

@@ -29,9 +29,6 @@ FEW = {
 }
 """The values that most users set: parameter of a flow -> field of the config."""
 
-_REQUIRED = " (required)"
-"""In the description of a field that has no default; Prefect's pages mark the others as optional."""
-
 # A word with an asterisk, such as cpu*8, without brackets and punctuation around it.
 _WITH_ASTERISK = re.compile(r"[^\s,;()]*\*[^\s,;()]*[^\s,;:().]")
 
@@ -72,10 +69,10 @@ def form_of(flow: Flow[..., object], recipe: str | None) -> ParameterSchema:
     few = {name: FEW[name] for name in parameters if FEW.get(name) in fields}
     # A recipe without a label, say, has no field for that parameter: leave it out of the form.
     for name in (name for name in parameters if name in few or name not in FEW):
-        own = (parameters[name].get("description", ""), parameters[name].get("default"))
-        shown[name] = _leaf(parameters[name]) | {
-            "description": _sentence(*(fields[few[name]][1:] if name in few else own)).replace(_REQUIRED, "")
-        }
+        text, default = parameters[name].get("description", ""), parameters[name].get("default")
+        if name in few:
+            text, default = fields[few[name]].description or "", fields[few[name]].default
+        shown[name] = _leaf(parameters[name]) | {"description": _sentence(text, default)}
     shown["config"] = _section(find_recipe(recipe).config_class, few.values())
     shown["config"] |= {"title": "config", "description": parameters["config"].get("description", "")}
     if recipe != DEFAULT:  # a config without a recipe means the default recipe
@@ -85,7 +82,9 @@ def form_of(flow: Flow[..., object], recipe: str | None) -> ParameterSchema:
         field["position"] = position
     # Sections are written out where they are used, so the schema needs no definitions.
     form.properties, form.definitions = shown, {}
-    form.required = [name for name in few if _REQUIRED in fields[few[name]][1]]
+    # Prefect's pages mark the other fields as optional.
+    required = {f"data.{name}" for name in find_recipe(recipe).data.required}
+    form.required = [name for name, field in few.items() if field in required]
     return form
 
 

@@ -18,6 +18,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ValidationError, WithJsonSchema
+from pydantic.fields import FieldInfo
 
 from dphybrid.config import ExperimentConfig, Section, fields_of, flatten, merge, nest
 from dphybrid.config.settings import Settings
@@ -29,7 +30,6 @@ from dphybrid.util.text import split_items
 
 Values = dict[str, Any]
 """Values of a config by name; sections are nested mappings."""
-_FieldFacts = tuple[object, str, object]
 _ELSEWHERE = {
     "learning_rate": "lr",
     "learning_rate_init": "lr",
@@ -50,18 +50,17 @@ _CODE_FIELDS = ("recipe", "model.factory", "train.callbacks")
 
 
 @cache
-def field_types(recipe: str = DEFAULT) -> dict[str, _FieldFacts]:
-    """Return every field of a recipe's config: dotted name -> (annotation, description, default). Raises
-    UserError for an unknown recipe."""
+def field_types(recipe: str = DEFAULT) -> dict[str, FieldInfo]:
+    """Return every field of a recipe's config by its dotted name. Raises UserError for an unknown recipe."""
 
-    def walk(model: type[BaseModel], prefix: str) -> dict[str, _FieldFacts]:
-        found: dict[str, _FieldFacts] = {}
+    def walk(model: type[BaseModel], prefix: str) -> dict[str, FieldInfo]:
+        found: dict[str, FieldInfo] = {}
         for name, field in fields_of(model).items():
             kind = field.annotation
             if isinstance(kind, type) and issubclass(kind, Section):
                 found |= walk(kind, f"{prefix}{name}.")
             else:
-                found[f"{prefix}{name}"] = (kind, field.description or "", field.default)
+                found[f"{prefix}{name}"] = field
         return found
 
     return walk(find_recipe(recipe).config_class, "")
@@ -154,7 +153,7 @@ def build_config(values: Values, places: dict[str, str] | None = None) -> Experi
 
 def _validated(given: Values, name: str, places: Mapping[str, str]) -> ExperimentConfig:
     recipe = find_recipe(name)
-    kinds = {field: kind for field, (kind, _, _) in field_types(name).items()}
+    kinds = {name: field.annotation for name, field in field_types(name).items()}
     try:
         return recipe.config_class.model_validate(_parsed(given, kinds))
     except ValidationError as error:

@@ -82,7 +82,7 @@ def test_a_form_has_its_recipes_values_the_few_first_and_all_of_them_empty(recip
     assert not [name for name, field in fields.items() if "default" in field]
     assert all(field["description"] for field in fields.values())
     assert fields["config.recipe"]["enum"] == [recipe]
-    assert f"Empty: {field_types(recipe)['train.epochs'][2]}." in fields["epochs"]["description"]
+    assert f"Empty: {field_types(recipe)['train.epochs'].default}." in fields["epochs"]["description"]
     train = form.properties["config"]["properties"]["train"]
     assert [list(train["properties"])[place] for place in (0, -1)] == ["accumulate", "shuffle_rows"]
     model = form.properties["config"]["properties"]["model"]["properties"]

@@ -119,7 +119,7 @@ def test_gpus_that_mig_splits_are_not_used_and_say_why(machine: Path, fake: Inve
 
 def test_a_lease_keeps_others_out_and_says_who_holds_it(fake: Inventory, folder: Path) -> None:
     units = fake.read()
-    with try_lease(folder, units[:2], "mine") or pytest.fail("not leased") as lease:
+    with try_lease(folder, units[:2], "mine") as lease:
         assert try_lease(folder, units[1:3], "yours") is None
         holder = find_holder(folder, units[0].uuid)
         assert (holder.run, holder.pid) == ("mine", os.getpid())
@@ -247,7 +247,7 @@ def test_a_worker_counts_the_gpus_that_nobody_uses_or_waits_for(
     settings = Settings(lease_dir=folder)
     write_state(machine, [gpu(0), gpu(1, processes=[[stranger, 1]]), gpu(2), gpu(3)])
     assert free_now(fake, settings) == (3, set())
-    with try_lease(folder, fake.read()[:1], "mine") or pytest.fail("not leased"):
+    with try_lease(folder, fake.read()[:1], "mine"):
         assert free_now(fake, settings) == (2, {os.getpid()})
         with waiting._ticket(folder, fake.read(), 1):
             assert free_now(fake, settings) == (1, {os.getpid()})
@@ -286,7 +286,7 @@ def test_devices_shows_a_table_and_asks_a_run_to_give_way(
     def devices(*argv: str) -> str:
         return python("-m", "dphybrid", "devices", *argv, cwd=REPOSITORY, env=env).stdout
 
-    with try_lease(folder, fake.read()[1:2], "night") or pytest.fail("not leased") as lease:
+    with try_lease(folder, fake.read()[1:2], "night") as lease:
         first, second, hidden = devices().splitlines()[1:]
         assert first.startswith("cuda:1")
         assert "38.0 GiB taken by" in first
@@ -297,7 +297,7 @@ def test_devices_shows_a_table_and_asks_a_run_to_give_way(
         assert "asked to give way" in devices("--ask", "0")
         assert "asked for GPU 1" in str(asked_by(lease))
     assert "is not leased, so there is no run to ask" in devices("--ask", "0")
-    with try_lease(folder, fake.read()[1:2], "a[v2] [/] :smile:") or pytest.fail("not leased"):
+    with try_lease(folder, fake.read()[1:2], "a[v2] [/] :smile:"):
         assert "run a[v2] [/] :smile: since" in devices()
 
 

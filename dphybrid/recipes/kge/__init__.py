@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 class KgeDataConfig(DataConfig):
     """The triples, and the entities that answers compete with in training."""
 
+    required: ClassVar[frozenset[str]] = frozenset({"path"})
+
     path: str | None = None
-    """Your triples (required): a folder with train.txt, valid.txt and perhaps test.txt, or one file; head,
+    """Your triples: a folder with train.txt, valid.txt and perhaps test.txt, or one file; head,
     relation, tail, separated by tabs, commas or blanks. Also Parquet, Arrow, JSON lines, packed files, and
     OpenKE's train2id.txt."""
     delimiter: str = "auto"
