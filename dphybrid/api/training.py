@@ -71,8 +71,8 @@ def train(
     """
     settings = load_settings(**({} if tracking is None else {"tracking_uri": tracking}))
     given_tables = {"path": data, "valid_path": valid, "test_path": test}
-    tables = {place: table for place, table in given_tables.items() if table is not None}
-    framed = {place: table for place, table in tables.items() if not isinstance(table, str | Path)}
+    tables = {part: table for part, table in given_tables.items() if table is not None}
+    framed = {part: table for part, table in tables.items() if not isinstance(table, str | Path)}
     if framed and len(framed) < len(tables):
         raise UserError("data, valid, test: some are paths and others frames; give paths or frames only")
     # Recipes are inferred from a path's name and files, which a frame does not have; a config may name one.
@@ -82,7 +82,7 @@ def train(
         "recipe": recipe,
         "devices": devices,
         "data.label": None if label is None else str(label),
-        **{f"data.{place}": _AWAITED if framed else str(table) for place, table in tables.items()},
+        **{f"data.{part}": _AWAITED if framed else str(table) for part, table in tables.items()},
     }
     # Before frames are written, so that a wrong value leaves no files behind.
     checked = experiment(config, given, values)
@@ -122,22 +122,22 @@ def _with_frames(
     from dphybrid.data.table.frames import as_frame, check_frame, save_frame
 
     names = {"path": "data", "valid_path": "valid", "test_path": "test"}
-    frames = {place: as_frame(table, names[place]) for place, table in framed.items()}
-    schemas = {place: frame.collect_schema().names() for place, frame in frames.items()}
+    frames = {part: as_frame(table, names[part]) for part, table in framed.items()}
+    schemas = {part: frame.collect_schema().names() for part, frame in frames.items()}
     data = config.data.found_in(schemas["path"]) if "path" in schemas else config.data
-    named, ignored = data.named_columns, {place: data.left_out(names) for place, names in schemas.items()}
+    named, ignored = data.named_columns, {part: data.left_out(names) for part, names in schemas.items()}
     # All frames are checked before any is written.
-    for place, frame in frames.items():
-        columns = check_frame(frame, names[place], ignored[place])
+    for part, frame in frames.items():
+        columns = check_frame(frame, names[part], ignored[part])
         for field, column in named:
             if column not in columns:
                 near = suggestion(column, columns)
-                raise UserError(f"{field}={column!r}: {names[place]} has no such column{near}")
+                raise UserError(f"{field}={column!r}: {names[part]} has no such column{near}")
     with naming(settings.data_dir):
         make_folder(settings.data_dir)
     folder, saved = settings.frames_dir, {}
-    for place, frame in frames.items():
-        saved[place] = str(save_frame(frame, folder, names[place], ignored[place]))
+    for part, frame in frames.items():
+        saved[part] = str(save_frame(frame, folder, names[part], ignored[part]))
     # Ignored columns were not written, and a name that no file has would be an error.
     nothing_ignored = {field: () for field, _ in named if field == "ignore"}
     return build_config(merge(given_values(config), {"data": saved | nothing_ignored}))
@@ -155,9 +155,9 @@ def experiment(
     """
     known = merge(_values_of(config), nest({n: value for n, value in given.items() if value is not None}))
     recipe = known.get("recipe") or infer_recipe(known)[0]
-    places: dict[str, str] = {}
-    chosen = merge(known, nested(values, recipe, places))
-    return build_config({**chosen, "recipe": recipe}, places)
+    origins: dict[str, str] = {}
+    chosen = merge(known, nested(values, recipe, origins))
+    return build_config({**chosen, "recipe": recipe}, origins)
 
 
 def _values_of(config: ExperimentConfig | Mapping[str, object] | str | Path | None) -> Values:
@@ -170,16 +170,16 @@ def _values_of(config: ExperimentConfig | Mapping[str, object] | str | Path | No
     return dict(config)
 
 
-def nested(values: Mapping[str, object], recipe: str, places: dict[str, str] | None = None) -> Values:
+def nested(values: Mapping[str, object], recipe: str, origins: dict[str, str] | None = None) -> Values:
     """Return keywords as nested values of a recipe's config.
 
     A keyword is a field's own name if only one section has it (`epochs`), a section with its values
-    (`train={"lr": 0.01}`), or section and name joined by two underscores or a dot (`train__lr`). places: is
+    (`train={"lr": 0.01}`), or section and name joined by two underscores or a dot (`train__lr`). origins: is
     filled with the keyword of each dotted name, for messages. Raises UserError for other keywords.
     """
     fields = field_types(recipe)
     sections = {name.partition(".")[0] for name in fields if "." in name}
-    placed: Values = {}
+    flat: Values = {}
     for keyword, value in values.items():
         name = keyword.replace("__", ".").replace("-", "_")
         if name in sections:
@@ -189,10 +189,10 @@ def nested(values: Mapping[str, object], recipe: str, places: dict[str, str] | N
         else:
             found = {_full_name(keyword, name, fields, recipe): value}
         for full, inner in found.items():
-            if places is not None:
-                places[full] = f"{keyword}="
-            placed[full] = _plain(inner)
-    return nest(placed)
+            if origins is not None:
+                origins[full] = f"{keyword}="
+            flat[full] = _plain(inner)
+    return nest(flat)
 
 
 def _full_name(keyword: str, name: str, fields: Mapping[str, object], recipe: str) -> str:

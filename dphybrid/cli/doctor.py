@@ -137,13 +137,13 @@ def _mlflow_server(settings: Settings) -> _Check:
 
 
 def _data_folder(settings: Settings) -> Iterator[_Check]:
-    place = folder = settings.data_dir
+    existing = folder = settings.data_dir
     # The folder may not exist yet; then its nearest existing parent decides whether it can be made.
-    while not place.exists():
-        place = place.parent
-    if not os.access(place, os.W_OK):
-        yield False, f"{place} cannot be written; set DPHYBRID_DATA_DIR to a folder of yours"
-    free_gib = shutil.disk_usage(place).free / 2**30
+    while not existing.exists():
+        existing = existing.parent
+    if not os.access(existing, os.W_OK):
+        yield False, f"{existing} cannot be written; set DPHYBRID_DATA_DIR to a folder of yours"
+    free_gib = shutil.disk_usage(existing).free / 2**30
     remedy = "" if free_gib > 1 else "; set DPHYBRID_DATA_DIR to a larger disk"
     yield free_gib > 1, f"{folder}: {free_gib:.1f} GiB free{remedy}"
     # Reported, not corrected: the user may have opened an existing folder on purpose.

@@ -30,7 +30,7 @@ _ROWS, _NEW_ROWS = 20_000, 2_000
 """Rows of the table, and of the later ones whose label is hidden."""
 _PACKAGE, _CLASS = "newrecipe", "NewRecipe"
 """The names of the sample's package and recipe class; the user's names replace them."""
-_PLACES = {
+_FILES = {
     "pyproject.toml": "pyproject.toml.txt",
     "README.md": "README.md.txt",
     "tests/test_{}.py": "test_newrecipe.py.txt",
@@ -83,12 +83,12 @@ class Flags(Command):
         if name in recipe_names() or Path(name).exists() or importlib.util.find_spec(name) is not None:
             raise UserError(taken)
         folder, title = Path(name), "".join(word.capitalize() for word in name.split("_"))
-        texts = {place.format(name): _sample(file, name, title) for place, file in _PLACES.items()}
+        texts = {target.format(name): _sample(file, name, title) for target, file in _FILES.items()}
         try:
             with making(folder) as partial:
-                for place, text in texts.items():
-                    (partial / place).parent.mkdir(exist_ok=True)
-                    (partial / place).write_text(text, encoding="utf-8")
+                for target, text in texts.items():
+                    (partial / target).parent.mkdir(exist_ok=True)
+                    (partial / target).write_text(text, encoding="utf-8")
         except FileExistsError as error:  # made by another process meanwhile
             raise UserError(taken) from error
         path = f"{name}.recipe:{title}"

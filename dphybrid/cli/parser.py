@@ -156,16 +156,16 @@ class Parser(argparse.ArgumentParser):
         return self.parse_args(argv).command
 
     def _explain(self, item: Any) -> str:
-        place = ".".join(str(part) for part in item["loc"] if not isinstance(part, int))
+        name = ".".join(str(part) for part in item["loc"] if not isinstance(part, int))
         known = {action.dest: action for action in self._actions}
-        action = known.get(place)
-        flag = action.option_strings[-1] if action and action.option_strings else place.upper()
+        action = known.get(name)
+        flag = action.option_strings[-1] if action and action.option_strings else name.upper()
         return f"{flag} {item['input']!r}: {plain_words(item)}"
 
     def format_help(self) -> str:
         if self.usage is None and len(self._option_string_actions) > _MANY_FLAGS:
-            places = "".join(f" [{one.metavar or one.dest}]" for one in self._get_positional_actions())
-            self.usage = f"%(prog)s [--NAME VALUE ...]{places}"
+            positional = "".join(f" [{one.metavar or one.dest}]" for one in self._get_positional_actions())
+            self.usage = f"%(prog)s [--NAME VALUE ...]{positional}"
         return super().format_help()
 
     def _refuse(self, unknown: Sequence[str]) -> NoReturn:

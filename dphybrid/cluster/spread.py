@@ -83,8 +83,8 @@ class Spread:
     def read(self, number: int, start: int, stop: int) -> Tensor:
         """Return the elements from `start` to `stop` of whole tensor `number`, counted flat."""
         found = torch.empty(stop - start, dtype=self._pieces[number].dtype)
-        for owner, first, last, place in self._owners(number, start, stop):
-            target = found[place : place + last - first]
+        for owner, first, last, offset in self._owners(number, start, stop):
+            target = found[offset : offset + last - first]
             self._command(_Op.READ, number, owner, first, last)
             if owner == self._ranks.rank:
                 target.copy_(self._pieces[number].reshape(-1)[first:last])
@@ -94,8 +94,8 @@ class Spread:
 
     def write(self, number: int, start: int, values: Tensor) -> None:
         """Write values into whole tensor `number` from element `start` on, counted flat."""
-        for owner, first, last, place in self._owners(number, start, start + values.numel()):
-            source = values[place : place + last - first]
+        for owner, first, last, offset in self._owners(number, start, start + values.numel()):
+            source = values[offset : offset + last - first]
             self._command(_Op.WRITE, number, owner, first, last)
             if owner == self._ranks.rank:
                 self._pieces[number].view(-1)[first:last] = source
@@ -179,8 +179,8 @@ class _SpreadTensor:
         assert size == -1  # only flattened: it is read flat, and written by rows
         return self
 
-    def __getitem__(self, place: slice) -> Tensor:
-        start, stop, _ = place.indices(self.numel())
+    def __getitem__(self, span: slice) -> Tensor:
+        start, stop, _ = span.indices(self.numel())
         return self._spread.read(self._number, start, stop)
 
     def __setitem__(self, rows: slice, values: Tensor) -> None:

@@ -260,8 +260,8 @@ def load_settings(**given: object) -> Settings:
         ]
         raise UserError("\n".join(lines)) from error
     except UnicodeDecodeError as error:
-        place = env_file().absolute()
-        raise UserError(f"{place}: is not UTF-8 text ({error}); save it as UTF-8") from error
+        file = env_file().absolute()
+        raise UserError(f"{file}: is not UTF-8 text ({error}); save it as UTF-8") from error
     except OSError as error:
         raise UserError(
             f"{error.filename}: cannot be read ({error.strerror}); remove it, or correct it"

@@ -93,8 +93,8 @@ def check_deployments(entries: list[dict[str, Any]], file: Path) -> list[str]:
             mistakes.append(f"{file.name}: deployment {entry['name']}: schedules: must be a list of mappings")
             continue
         named = {f", schedule {one.get('slug') or number}": one for number, one in enumerate(given, start=1)}
-        for place, schedule in ({"": None} | named).items():
-            where = f"{file.name}: deployment {entry['name']}{place}"
+        for part, schedule in ({"": None} | named).items():
+            where = f"{file.name}: deployment {entry['name']}{part}"
             try:
                 _check(load_flow(entry["entrypoint"]), entry.get("parameters") or {}, schedule)
                 lines.append(f"{where}: valid")

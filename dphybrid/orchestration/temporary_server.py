@@ -57,11 +57,11 @@ class TemporaryServer:
 
     def wait(self, timeout_s: float) -> None:
         """Wait until the server answers. Raises UserError if it does not; the server itself prints why."""
-        place = self.api_url.removeprefix("http://").removesuffix("/api")
+        address = self.api_url.removeprefix("http://").removesuffix("/api")
         try:
             # One request without retries: the socket listens already, and the kernel keeps the request until
             # the server can answer.
-            with closing(HTTPConnection(place, timeout=timeout_s)) as connection:
+            with closing(HTTPConnection(address, timeout=timeout_s)) as connection:
                 connection.request("GET", "/api/health")
                 connection.getresponse()
         except (OSError, HTTPException) as error:

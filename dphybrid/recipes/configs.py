@@ -128,36 +128,36 @@ def read_config_file(path: Path) -> Values:
     return values
 
 
-def build_config(values: Values, places: dict[str, str] | None = None) -> ExperimentConfig:
+def build_config(values: Values, origins: dict[str, str] | None = None) -> ExperimentConfig:
     """Validate nested values by the class of their recipe. Raises UserError that lists every wrong value with
     its place and remedy.
 
-    Without `recipe` the other values decide it (`registry.infer_recipe`). places: dotted name -> where the
+    Without `recipe` the other values decide it (`registry.infer_recipe`). origins: dotted name -> where the
     value came from.
     """
-    places = places or {}
+    origins = origins or {}
     given = {field: value for field, value in values.items() if field != "recipe" or value is not None}
     # For Python and forms; for the command line `load_config` has inferred it and printed the reason.
     name = given.get("recipe", infer_recipe(given)[0])
     if not isinstance(name, str):
         raise UserError(f"recipe = {name!r}: expected a name such as {', '.join(recipe_names())}")
-    config = _validated(given, name, places)
+    config = _validated(given, name, origins)
     idle = _idle(config)
     if wrong := [
-        f"{field} = {value!r}{_from(places.get(field))}: does nothing with {found}; {needs}"
+        f"{field} = {value!r}{_from(origins.get(field))}: does nothing with {found}; {needs}"
         for field, (value, found, needs) in idle.items()
     ]:
         raise UserError("\n".join(wrong))
     return config
 
 
-def _validated(given: Values, name: str, places: Mapping[str, str]) -> ExperimentConfig:
+def _validated(given: Values, name: str, origins: Mapping[str, str]) -> ExperimentConfig:
     recipe = find_recipe(name)
     kinds = {name: field.annotation for name, field in field_types(name).items()}
     try:
         return recipe.config_class.model_validate(_parsed(given, kinds))
     except ValidationError as error:
-        raise UserError("\n".join(_explain(item, places, name) for item in error.errors())) from error
+        raise UserError("\n".join(_explain(item, origins, name) for item in error.errors())) from error
 
 
 def _idle(config: ExperimentConfig) -> dict[str, tuple[object, str, str]]:
@@ -232,8 +232,8 @@ def written_here(page: Path, settings: Settings) -> bool:
     if not settings.trusts_data_dir:
         return False
     # Follow links first: one in the user's own folder may lead to somebody else's page.
-    place, roots = page.resolve(), (settings.runs_dir, settings.mlflow_dir)
-    return any(place.is_relative_to(root.resolve()) for root in roots) and place.stat().st_uid == os.getuid()
+    path, roots = page.resolve(), (settings.runs_dir, settings.mlflow_dir)
+    return any(path.is_relative_to(root.resolve()) for root in roots) and path.stat().st_uid == os.getuid()
 
 
 def _check_code(
@@ -293,8 +293,8 @@ def load_config(
     """
     from_file = read_config_file(file) if file else {}
     from_flags = given if isinstance(given, dict) else parse_overrides(given)
-    places = dict.fromkeys(flatten(from_file), str(file))
-    places |= {name: f"--{name.replace('_', '-')}" for name in flatten(from_flags)}
+    origins = dict.fromkeys(flatten(from_file), str(file))
+    origins |= {name: f"--{name.replace('_', '-')}" for name in flatten(from_flags)}
     values = merge(from_file, from_flags)
     if base and values.get("recipe", base.recipe) == base.recipe:
         values = merge({name: v for name, v in given_values(base).items() if name != "cluster"}, values)
@@ -302,7 +302,7 @@ def load_config(
         values["recipe"], reason = infer_recipe(values)
         if reason:
             print(f"Recipe: {values['recipe']}, because {reason} (--recipe chooses another)", flush=True)
-    return build_config(values, places)
+    return build_config(values, origins)
 
 
 def apply_overrides(config: ExperimentConfig, overrides: list[str]) -> ExperimentConfig:
@@ -313,20 +313,20 @@ def apply_overrides(config: ExperimentConfig, overrides: list[str]) -> Experimen
         return config
     changes = parse_overrides(overrides)
     values = merge(given_values(config), changes)
-    places = dict.fromkeys(flatten(changes), "overrides")
-    made = _validated(values, str(values["recipe"]), places)
+    origins = dict.fromkeys(flatten(changes), "overrides")
+    made = _validated(values, str(values["recipe"]), origins)
     idle = _idle(made)
     kept = {name: value for name, value in given_flags(made).items() if name not in idle}
-    return build_config(nest(kept), places)
+    return build_config(nest(kept), origins)
 
 
-def _from(place: str | None) -> str:
-    return f" (from {place})" if place else ""
+def _from(origin: str | None) -> str:
+    return f" (from {origin})" if origin else ""
 
 
-def _explain(item: Any, places: Mapping[str, str], recipe: str) -> str:
+def _explain(item: Any, origins: Mapping[str, str], recipe: str) -> str:
     name = ".".join(str(part) for part in item["loc"])
-    where = _from(places.get(name))
+    where = _from(origins.get(name))
     if item["type"] == "extra_forbidden":
         return f"{name}{where}: {explain_unknown(name, recipe)}"
     message = plain_words(item)

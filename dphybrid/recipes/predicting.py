@@ -45,8 +45,8 @@ class RowsPredictor:
         self._model = model.eval()
 
     def __repr__(self) -> str:
-        place = f"{self.checkpoint.parent.parent.name or '.'}/{self.checkpoint.name}"
-        return f"<Predictor of recipe {self._recipe}, {place}>"
+        where = f"{self.checkpoint.parent.parent.name or '.'}/{self.checkpoint.name}"
+        return f"<Predictor of recipe {self._recipe}, {where}>"
 
     def predict(self, rows: object) -> pl.DataFrame:
         """Return the recipe's predictions, computed for `batch_size` rows at a time. rows: a frame (polars,

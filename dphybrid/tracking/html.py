@@ -82,9 +82,9 @@ def lines(shown: Sequence[Line], title: str = "", x: str = "", y: str = "") -> s
     across = _Scale([a for points, _ in drawn for a, _ in points], _WIDTH)
     up = _Scale([b for points, _ in drawn for _, b in points], _HEIGHT)
     parts = [*_bottom(across, _HEIGHT, x)]
-    for place, text in up.ticks():
-        parts.append(f'<path class="grid" d="M0 {_HEIGHT - place:.1f}h{_WIDTH}"/>')
-        parts.append(_text(-6, _HEIGHT - place + 4, text, "end"))
+    for offset, text in up.ticks():
+        parts.append(f'<path class="grid" d="M0 {_HEIGHT - offset:.1f}h{_WIDTH}"/>')
+        parts.append(_text(-6, _HEIGHT - offset + 4, text, "end"))
     parts.append(f'<path class="axis" d="M0 0v{_HEIGHT}"/>')
     left = 14 + _LETTER * max((len(text) for _, text in up.ticks()), default=0)
     parts.append(_text(-left - 4, _HEIGHT / 2, _short(y, 40), "middle", turned=-90))
@@ -158,7 +158,7 @@ class _Scale:
         return self._size * (value - self._low) / (self._high - self._low)
 
     def ticks(self) -> Iterator[tuple[float, str]]:
-        """Return the place and the text of each tick."""
+        """Return the position and the text of each tick."""
         digits = max(0, -math.floor(math.log10(self._step)))
         first, last = math.ceil(self._low / self._step), math.floor(self._high / self._step)
         for value in (number * self._step for number in range(first, last + 1)):
@@ -168,9 +168,9 @@ class _Scale:
 
 def _bottom(scale: _Scale, height: float, title: str) -> Iterator[str]:
     """Return the horizontal axis below a figure, with a grid."""
-    for place, text in scale.ticks():
-        yield f'<path class="grid" d="M{place:.1f} 0v{height}"/>'
-        yield _text(place, height + 15, text, "middle")
+    for offset, text in scale.ticks():
+        yield f'<path class="grid" d="M{offset:.1f} 0v{height}"/>'
+        yield _text(offset, height + 15, text, "middle")
     yield f'<path class="axis" d="M0 {height}h{_WIDTH}"/>'
     yield _text(_WIDTH / 2, height + 33, _short(title, 58), "middle")
 

@@ -321,8 +321,8 @@ class Registry:
         """Return the file whose lock keeps retrainings of a model apart."""
         make_folder(self._locks)
         # With a digest of the registry: another one may have a model of the same name.
-        place = hashlib.sha256(f"{self.uri} {name}".encode()).hexdigest()[:8]
-        return self._locks / f".{re.sub(r'[^A-Za-z0-9_-]', '_', name)[:80]}-{place}.retraining"
+        digest = hashlib.sha256(f"{self.uri} {name}".encode()).hexdigest()[:8]
+        return self._locks / f".{re.sub(r'[^A-Za-z0-9_-]', '_', name)[:80]}-{digest}.retraining"
 
     @contextmanager
     def _alone(self, name: str) -> Iterator[None]:

@@ -40,8 +40,8 @@ def failure_text(error: Exception) -> str:
     # The last frame is often in torch or in this package; users look for the last line of their own.
     frames, package = traceback.extract_tb(error.__traceback__), str(Path(__file__).parent.parent)
     own = [f for f in frames if not f.filename.startswith(package) and "site-packages" not in f.filename]
-    place = (own or frames)[-1]
-    return f"{type(error).__name__}: {error} ({Path(place.filename).name}, line {place.lineno})"
+    frame = (own or frames)[-1]
+    return f"{type(error).__name__}: {error} ({Path(frame.filename).name}, line {frame.lineno})"
 
 
 def plain_words(item: Mapping[str, Any]) -> str:

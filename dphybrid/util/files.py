@@ -75,14 +75,14 @@ def given_path(text: str, name: str) -> Path:
     return path
 
 
-def no_such_file(path: str, place: str) -> UserError:
+def no_such_file(path: str, field: str) -> UserError:
     """Return the error for a path to read that does not exist, with the name beside it that was probably
     meant."""
-    folder, near = given_path(path, place).parent, list[str]()
+    folder, near = given_path(path, field).parent, list[str]()
     with suppress(OSError):
         near = get_close_matches(Path(path).name, [file.name for file in folder.iterdir()], 1)
     meant = f"; did you mean {str(Path(path).with_name(near[0]))!r}?" if near else ""
-    return UserError(f"{place}={path}: there is no such file{meant}")
+    return UserError(f"{field}={path}: there is no such file{meant}")
 
 
 def check_target(file: Path, what: str) -> None:

@@ -41,16 +41,16 @@ def missing_extra(error: ModuleNotFoundError) -> UserError:
     return UserError(f"needs {package}, which is missing: pip install 'dphybrid[{_EXTRAS[package]}]'")
 
 
-def check_import(path: str, place: str, packages: str) -> None:
+def check_import(path: str, field: str, packages: str) -> None:
     """Raise UserError unless `path`, which somebody else wrote, is in dphybrid or in an allowed package.
-    place: the field, for messages. packages: the allowed ones, separated by commas."""
+    field: its name, for messages. packages: the allowed ones, separated by commas."""
     module = path.partition(":")[0]
     allowed = ["dphybrid", *filter(None, map(str.strip, packages.split(",")))]
     if any(module == name or module.startswith(f"{name}.") for name in allowed):
         return
     package = module.partition(".")[0]
     raise UserError(
-        f"{place} = {path!r} would run code of package {package!r}; if you trust it, set "
+        f"{field} = {path!r} would run code of package {package!r}; if you trust it, set "
         f"DPHYBRID_FACTORY_PACKAGES={package}"
     )
 
@@ -72,30 +72,30 @@ def import_named(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
-def import_module_of(path: str, place: str) -> tuple[ModuleType, str]:
-    """Import the module of `package.module:NAME`; return it and NAME. place: the
+def import_module_of(path: str, field: str) -> tuple[ModuleType, str]:
+    """Import the module of `package.module:NAME`; return it and NAME. field: the
     field, for messages. Raises UserError that says which part is missing."""
     # A relative name is refused, as there is no package that it could be relative to.
     module_name, _, attribute = path.partition(":")
     if not module_name or module_name.startswith(".") or not attribute:
-        raise UserError(f"{place} = {path!r}: write package.module:NAME")
+        raise UserError(f"{field} = {path!r}: write package.module:NAME")
     try:
         return import_named(module_name), attribute
     except ModuleNotFoundError as error:
         raise UserError(
-            f"{place} = {path!r}: no module named {error.name!r}; is its folder on PYTHONPATH?"
+            f"{field} = {path!r}: no module named {error.name!r}; is its folder on PYTHONPATH?"
         ) from error
 
 
-def import_callable(path: str, place: str) -> Any:
-    """Import the function or class that `package.module:NAME` names. place: the field, for messages.
+def import_callable(path: str, field: str) -> Any:
+    """Import the function or class that `package.module:NAME` names. field: its name, for messages.
 
     Raises UserError that says which part is missing.
     """
-    module, attribute = import_module_of(path, place)
+    module, attribute = import_module_of(path, field)
     found = vars(module).get(attribute)
     if not callable(found):
         names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
         near = suggestion(attribute, names)
-        raise UserError(f"{place} = {path!r}: {module.__name__} has no function {attribute!r}{near}")
+        raise UserError(f"{field} = {path!r}: {module.__name__} has no function {attribute!r}{near}")
     return found

@@ -54,8 +54,8 @@ class Page(BaseModel):
             return cls.model_validate(_mapped(found, values))
         except ValidationError as error:
             first = error.errors()[0]
-            place = ".".join(map(str, first["loc"])) or "the page"
-            raise UserError(f"{path}: does not fit {cls.__name__}: {place}: {plain_words(first)}") from error
+            field = ".".join(map(str, first["loc"])) or "the page"
+            raise UserError(f"{path}: does not fit {cls.__name__}: {field}: {plain_words(first)}") from error
 
     def write(self, path: Path, depth: int | None = None) -> None:
         """Write the page atomically and durably. depth: instead of the class's DEPTH."""

@@ -149,10 +149,10 @@ def shown_address(address: str) -> str:
     if _is_local(address):
         path, asks, query = rest.partition("?")
         return f"{scheme}{path}{asks}{_shown_query(query)}"
-    userinfo, at, place = rest.rpartition("@")
+    userinfo, at, location = rest.rpartition("@")
     if "?" in userinfo or "#" in userinfo:  # of a password, or in front of a query whose value has an @
         return f"{scheme}***"
-    return f"{scheme}{'***@' if at else ''}{_shown_place(place)}"
+    return f"{scheme}{'***@' if at else ''}{_shown_location(location)}"
 
 
 def _masked_line(line: str) -> str:
@@ -189,12 +189,12 @@ def _is_local(address: str) -> bool:
     return scheme.lower().split("+")[0] in ("sqlite", "file") and rest.startswith("/")
 
 
-def _shown_place(place: str) -> str:
+def _shown_location(location: str) -> str:
     """Return host, port, path and query of an address without secrets; `***` if they are not understood."""
-    if not place:
+    if not location:
         return ""
     try:
-        parts = urlsplit(f"any://{place}")
+        parts = urlsplit(f"any://{location}")
         host, port = parts.netloc, parts.port
     except ValueError:
         return "***"
@@ -204,13 +204,13 @@ def _shown_place(place: str) -> str:
     if not is_known or _RUN.fullmatch(path) is None:
         return "***"
     shown = parts.netloc + path + (f"{semicolon}***" if semicolon else "")
-    if "?" in place.partition("#")[0]:
+    if "?" in location.partition("#")[0]:
         query = _shown_query(parts.query)
         if query == "***":  # what follows may be a part of the secret
             return f"{shown}?***"
         shown += f"?{query}"
     if not parts.fragment:
-        return shown + ("#" if place.endswith("#") else "")
+        return shown + ("#" if location.endswith("#") else "")
     fragment, asks, asked = parts.fragment.partition("?")
     if not _PAGE.fullmatch(fragment):
         return f"{shown}#***"

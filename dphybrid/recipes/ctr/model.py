@@ -216,8 +216,8 @@ class DCN(nn.Module):
         self.cross = nn.ModuleList(
             nn.Sequential(
                 *(
-                    nn.Linear(narrow, wide, bias=place == len(widths) - 2)
-                    for place, (narrow, wide) in enumerate(itertools.pairwise(widths))
+                    nn.Linear(narrow, wide, bias=layer == len(widths) - 2)
+                    for layer, (narrow, wide) in enumerate(itertools.pairwise(widths))
                 )
             )
             for _ in range(s.cross_layers)
@@ -345,8 +345,8 @@ def build_ctr(context: ModelContext[CtrModelConfig]) -> _ClickModel:
     # Network inputs for each number of the table; a flag of a missing number is one as it is. Data prepared
     # earlier names no flags: there they are numbers like others.
     pieces = 1 + o.bin_width if embeds else 1
-    flags = [int(place) for place in context.info.get("flags", [])] if embeds else []
-    values = [place for place in range(num_dense) if place not in flags]
+    flags = [int(column) for column in context.info.get("flags", [])] if embeds else []
+    values = [column for column in range(num_dense) if column not in flags]
     task = label_task(context.info)
     widths = (len(num_ids), o.dim, len(values) * pieces + len(flags), o.hidden, o.layers)
     outputs = (task.num_outputs, pieces, len(flags))
@@ -373,9 +373,9 @@ def attended(pair: str, columns: Sequence[str], num_bags: int) -> tuple[int, int
     UserError if there are no such columns."""
     single, bags = columns[: len(columns) - num_bags], columns[len(columns) - num_bags :]
     # Names may contain colons.
-    for place, sign in enumerate(pair):
-        if sign == ":" and pair[:place] in single and pair[place + 1 :] in bags:
-            return single.index(pair[:place]), bags.index(pair[place + 1 :])
+    for at, sign in enumerate(pair):
+        if sign == ":" and pair[:at] in single and pair[at + 1 :] in bags:
+            return single.index(pair[:at]), bags.index(pair[at + 1 :])
     raise UserError(
         f"model.attend={pair!r}: give COLUMN:BAG, a column with one value a row and a bag; columns: "
         f"{', '.join(single) or 'none'}; bags: {', '.join(bags) or 'none (name one in data.bags)'}"

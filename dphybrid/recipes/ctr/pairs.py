@@ -116,10 +116,11 @@ def _call(name: str, rows_BFD: Tensor, first_BD: Tensor | None, *others: Tensor 
     out = (batch, firsts * dim + vectors * (vectors - 1) // 2)
     shapes = ((batch, dim), tuple(rows_BFD.shape), out, out, (batch, dim), tuple(rows_BFD.shape))
     held = [None if each is None else each.contiguous() for each in (first_BD, rows_BFD, *others)]
-    places = [
+    addresses = [
         None if each is None else kernels.address(each, "pairs", torch.float32, shape)
         for each, shape in zip(held, shapes, strict=False)
     ]
     team = kernels.team(batch, 4 * out[1])
-    if not kernels.call(name, kernels.Pairs(team, *places, *[None] * (6 - len(places)), batch, vectors, dim)):
+    addresses += [None] * (6 - len(addresses))
+    if not kernels.call(name, kernels.Pairs(team, *addresses, batch, vectors, dim)):
         raise TypeError(f"pairs of {tuple(rows_BFD.shape)}")

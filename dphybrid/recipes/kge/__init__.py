@@ -110,12 +110,12 @@ class Kge(Recipe):
         # Triples have no label: a table with one is ctr's.
         if not path or data.get("label") not in (None, ""):
             return None
-        place = given_path(path, "data.path")
-        if place.is_dir():
-            found = files_of(place, "train")
+        root = given_path(path, "data.path")
+        if root.is_dir():
+            found = files_of(root, "train")
             if found and (is_openke(found[0]) or _is_triple(found[0])):
                 return f"data.path={path} is a folder with triples in {found[0].name}"
-        elif place.suffix.lower() in (".txt", ".tsv") and place.is_file() and _is_triple(place):
+        elif root.suffix.lower() in (".txt", ".tsv") and root.is_file() and _is_triple(root):
             return f"data.path={path} holds triples"
         return None
 

@@ -293,8 +293,8 @@ def _repeated_shares(documents: list[list[str]]) -> list[float]:
         ids = np.array([numbers.setdefault(word, len(numbers) + 1) for word in words], dtype=np.uint64)
         hashes = np.zeros(max(0, len(ids) - _PASSAGE + 1), dtype=np.uint64)
         # A polynomial hash of all passages at once; unsigned numbers wrap around on overflow.
-        for place in range(_PASSAGE):
-            hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + ids[place : place + len(hashes)]
+        for offset in range(_PASSAGE):
+            hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + ids[offset : offset + len(hashes)]
         # unique: a passage that only its own document repeats counts once below.
         passages.append(np.unique(hashes))
     found, counts = np.unique(np.concatenate(passages), return_counts=True)
