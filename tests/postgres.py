@@ -19,7 +19,7 @@ def free_port() -> int:
 
 
 class Postgres:
-    """A server for user dphybrid without a password, in a folder that other users can enter."""
+    """A running server for user dphybrid without a password, in a folder that other users can enter."""
 
     def __init__(self) -> None:
         programs = sorted(glob.glob("/usr/lib/postgresql/*/bin"))
@@ -42,6 +42,7 @@ class Postgres:
             "--no-sync",
         ]
         subprocess.run([*self._as_user, *initdb], check=True, capture_output=True, cwd=self.folder)
+        self.control("start")
 
     @property
     def address(self) -> str:

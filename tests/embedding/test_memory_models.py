@@ -1,12 +1,8 @@
 """Gemma 4's per-layer rows and Qwen4-Exp's hashed n-grams as host tables: losses as with resident tables, on
-several devices, fetched ahead or not, and resumed after a kill."""
+several devices, fetched ahead or not, and resumed."""
 
 import copy
-import os
-import signal
-import subprocess
-import sys
-from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +12,9 @@ from torch import nn
 
 from dphybrid.embedding import RowPipeline, dense_parameters, host_tables, row_optimizer
 from dphybrid.parallel import DataParallel
-from tests.conftest import REPOSITORY
 
 pytest.importorskip("transformers")
-STEPS, KILLED_AT, SAVED_AT = 20, 13, 10
+STEPS, SAVED_AT = 10, 5
 MODELS = ("gemma", "qwen")
 
 
@@ -51,7 +46,6 @@ def train(
     steps: range = range(STEPS),
     ahead: bool = False,
     state: Path | None = None,
-    die: bool = False,
 ) -> list[float]:
     """Return the losses. state: where to save after SAVED_AT steps, or to continue from."""
     dense = torch.optim.SGD([p for p in model.parameters() if p is not table], lr=0.005)
@@ -71,8 +65,6 @@ def train(
             losses.append(loss.item())
             if state is not None and step + 1 == SAVED_AT:
                 torch.save({"model": model.state_dict(), "rows": rows.state_dict()}, state)
-            if die and step + 1 == KILLED_AT:
-                os.kill(os.getpid(), signal.SIGKILL)
         if ahead and len(model.devices) > 1:  # one device on the CPU reads the table itself
             # Qwen computes its ids inside of its forward.
             is_known = "Gemma" in str(type(model.module.model))
@@ -88,45 +80,27 @@ def hosted(name: str, devices: str) -> tuple[nn.Module, torch.optim.Optimizer, n
     return region, row_optimizer("lazy-adagrad", region, lr=0.01), weight
 
 
-@pytest.fixture(scope="module")
-def resident() -> Callable[[str], list[float]]:
-    found: dict[str, list[float]] = {}
-
-    def losses(name: str) -> list[float]:
-        if name not in found:
-            model, table = make(name)
-            embedding: Any = model.get_submodule(table)
-            embedding.sparse = True
-            rows = torch.optim.Adagrad([embedding.weight], lr=0.01)
-            found[name] = train(Losses(model), rows, embedding.weight)
-        return found[name]
-
-    return losses
+@cache
+def resident(name: str) -> list[float]:
+    model, table = make(name)
+    embedding: Any = model.get_submodule(table)
+    embedding.sparse = True
+    rows = torch.optim.Adagrad([embedding.weight], lr=0.01)
+    return train(Losses(model), rows, embedding.weight)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("devices", ["cpu", "cpu*2"])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.filterwarnings("ignore:RowPipeline")  # Qwen computes its ids inside of its forward
-def test_the_losses_are_those_of_a_resident_table(
-    name: str, devices: str, ahead: bool, resident: Callable[[str], list[float]]
+def test_losses_are_those_of_a_resident_table_and_to_the_bit_of_a_resumed_or_prefetching_run(
+    name: str, devices: str, tmp_path: Path
 ) -> None:
-    losses = train(*hosted(name, devices), ahead=ahead)
-    assert losses == pytest.approx(resident(name), rel=1e-5)
-    assert losses == train(*hosted(name, devices), ahead=not ahead)  # to the bit
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_killed_training_continues_with_the_same_bits(name: str, tmp_path: Path) -> None:
     state = tmp_path / "state"
-    code = (
-        f"from pathlib import Path; from tests.embedding.test_memory_models import hosted, train; "
-        f"train(*hosted({name!r}, 'cpu*2'), state=Path({str(state)!r}), die=True)"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False)
-    assert ended.returncode == -signal.SIGKILL
-    whole = train(*hosted(name, "cpu*2"))
-    assert train(*hosted(name, "cpu*2"), steps=range(SAVED_AT, STEPS), state=state) == whole[SAVED_AT:]
+    losses = train(*hosted(name, devices), state=state)
+    assert losses == pytest.approx(resident(name), rel=1e-5)
+    assert losses == train(*hosted(name, devices), ahead=True)
+    resumed = train(*hosted(name, devices), steps=range(SAVED_AT, STEPS), state=state)
+    assert losses[SAVED_AT:] == resumed
 
 
 def test_what_transformers_does_with_the_model_goes_on_working(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_DATABASE_CONNECTION
 
 from dphybrid.cli.main import main
 from dphybrid.orchestration.embedded import in_this_process, start_server
+from tests.conftest import LONG
 from tests.fake_nvml import gpu, write_state
 from tests.flows.servers import REPOSITORY, Team
 from tests.postgres import Postgres
@@ -17,13 +18,13 @@ from tests.stores import put_database
 
 @pytest.fixture(scope="package")
 def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
-    """A server with pool, queues and deployments, and four stand-in GPUs. Tests start their own workers."""
+    """A server with pool, queues and deployments, and four stand-in GPUs. Tests start their own workers.
+
+    Its database is a copy of a finished one of SQLite; for the nightly tests it is PostgreSQL."""
     folder = tmp_path_factory.mktemp("team")
-    postgres = Postgres()
-    team = Team(folder, postgres)
+    team = Team(folder, Postgres() if LONG else None)
     (folder / "slowly.py").write_text((REPOSITORY / "tests" / "flows" / "slowly.py").read_text())
     write_state(team.gpus, [gpu(number) for number in range(4)])
-    postgres.control("start")
     try:
         team.start_server()
         with temporary_settings({PREFECT_API_URL: team.api}):
@@ -32,7 +33,6 @@ def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
         yield team
     finally:
         team.end()
-        postgres.end()
 
 
 @pytest.fixture(scope="package")

@@ -52,7 +52,7 @@ class Team:
     """A Prefect server, and workers on one machine with stand-in GPUs. started: what `end` kills."""
 
     folder: Path
-    postgres: Postgres
+    postgres: Postgres | None
     port: int = field(default_factory=free_port)
     started: list["subprocess.Popen[bytes]"] = field(default_factory=list)
 
@@ -86,7 +86,6 @@ class Team:
         }
         server = {
             "PREFECT_API_URL": self.api,
-            "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"postgresql+asyncpg://{self.postgres.address}",
             "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
             "PREFECT_SERVER_EVENTS_EXPIRED_BUCKET_BUFFER": "P30D",
             "PREFECT_SERVER_LOGS_STREAM_PUBLISHING_ENABLED": "true",
@@ -96,6 +95,9 @@ class Team:
             "PREFECT_PLUGINS_ENABLED": "true",
             "PREFECT_CLIENT_MAX_RETRIES": "9",
         }
+        if self.postgres:
+            address = f"postgresql+asyncpg://{self.postgres.address}"
+            server["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = address
         return environment(self.folder, **(gpus | server | more))
 
     def start(self, argv: list[str], log: str, **more: str) -> "subprocess.Popen[bytes]":
@@ -234,6 +236,8 @@ class Team:
     def end(self) -> None:
         for child in reversed(self.started):
             kill_tree(child)
+        if self.postgres:
+            self.postgres.end()
 
 
 def kill_tree(child: "subprocess.Popen[bytes]") -> None:

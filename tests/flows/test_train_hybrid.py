@@ -15,36 +15,43 @@ from logging.handlers import BufferingHandler
 from pathlib import Path
 
 import pytest
+from prefect.settings import (
+    PREFECT_API_URL,
+    PREFECT_SERVER_DATABASE_CONNECTION_URL,
+    temporary_settings,
+)
 
 from dphybrid.run import train as job
 from flows import train_hybrid
-from tests.commands import command, python
+from tests.commands import command
 from tests.flows.servers import REPOSITORY, environment
+from tests.stores import put_database
 from tests.waiting import patience
 
 
-def flow(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
-    return python(
-        "-m", "flows.train_hybrid", *argv, ends=None, cwd=REPOSITORY, env=environment(folder), timeout=300
-    )
-
-
 @pytest.mark.slow
-def test_the_flow_runs_without_a_server_and_reuses_prepared_data(tmp_path: Path, data_dir: Path) -> None:
+def test_the_flow_runs_without_a_server_and_reuses_prepared_data(
+    tmp_path: Path, data_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     command("prepare", "--recipe", "toy")
-    first = flow(tmp_path, "--recipe", "toy", "--devices", "cpu*3", "--report", str(tmp_path / "report.json"))
-    assert first.returncode == 0, first.stderr
-    assert "Let's use 3 devices!\nThe first batch gives the same results unsplit and split\n" in first.stdout
-    assert "\tIn Model: input size torch.Size([10, 5]) output size torch.Size([10, 2])\n" in first.stdout
-    assert "Reusing prepared data" in first.stdout
-    assert "Task run" not in first.stdout + first.stderr  # the flow says each step itself
-    assert "does not take records" not in first.stdout + first.stderr
+    database = tmp_path / "prefect.db"
+    put_database("prefect", database)
+    own = {PREFECT_SERVER_DATABASE_CONNECTION_URL: f"sqlite+aiosqlite:///{database}"}
+    with temporary_settings(own, restore_defaults={PREFECT_API_URL}):
+        argv = ["--recipe", "toy", "--devices", "cpu*3", "--report", str(tmp_path / "report.json")]
+        assert train_hybrid.main(argv) == 0
+    out, err = capfd.readouterr()
+    assert "Let's use 3 devices!\nThe first batch gives the same results unsplit and split\n" in out
+    assert "\tIn Model: input size torch.Size([10, 5]) output size torch.Size([10, 2])\n" in out
+    assert "Reusing prepared data" in out
+    assert "Task run" not in out + err  # the flow says each step itself
+    assert "does not take records" not in out + err
     report = json.loads((tmp_path / "report.json").read_text())
-    assert report["run_id"] in first.stdout
-    assert report["best_checkpoint"] in first.stdout
-    assert report["ui_command"] in first.stdout
+    assert report["run_id"] in out
+    assert report["best_checkpoint"] in out
+    assert report["ui_command"] in out
     assert Path(report["best_checkpoint"], "state.json").is_file()
-    with closing(sqlite3.connect(tmp_path / "prefect" / "prefect.db")) as tables:
+    with closing(sqlite3.connect(database)) as tables:
 
         def counts(query: str) -> dict[str, int]:
             return dict(tables.execute(query).fetchall())

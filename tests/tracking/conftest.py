@@ -79,6 +79,5 @@ class MlflowServer:
 def postgres_uri() -> Iterator[str]:
     """The address of a PostgreSQL server for these tests."""
     postgres = Postgres()
-    postgres.control("start")
     yield f"postgresql://{postgres.address}"
     postgres.end()
