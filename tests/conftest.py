@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +18,13 @@ SHARED = REPOSITORY.parent / "shared"
 LONG = bool(os.environ.get("DPHYBRID_LONG_TESTS"))
 """Whether the nightly tests run, too."""
 
-SERVERS = {"team": "prefect", "prefect_server": "flows", "postgres_uri": "mlflow"}
-"""Session fixture -> group of the tests that share its servers. One process runs the whole group, so the
-servers start once."""
+SERVERS = {
+    "flows/test_{}.py": ("gone", "hour", "served", "taken", "workers"),
+    "flows/test_{}_hybrid.py": ("retrain", "sweep", "train"),
+    "tracking/test_{}.py": ("outage", "secrets"),
+}
+"""Files whose tests share servers. One process runs them, as it runs the tests of a file, so that servers and
+models of a fixture are made once."""
 
 USED = [f"DPHYBRID_{name}" for name in ("TRACKING_URI", "DEVICES", "EXPERIMENT", "PROFILE")]
 """Variables that commands set in their own process."""
@@ -38,21 +43,33 @@ for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.S
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the nightly tests, and put each test into a group: that of its server, else that of its file.
-
-    Groups with slow tests come first, so that the processes end at about the same time.
-    """
-    groups: dict[pytest.Item, str] = {}
+    """Skip the nightly tests. Groups with slow tests come first, so that the processes end at about the same
+    time."""
     for item in items:
-        path = item.nodeid.partition("::")[0]
-        fixtures = getattr(item, "fixturenames", ())
-        server = next((group for fixture, group in SERVERS.items() if fixture in fixtures), path)
-        item.add_marker(pytest.mark.xdist_group(server))
-        groups[item] = server
         if item.get_closest_marker("nightly") and not LONG:
             item.add_marker(pytest.mark.skip(reason="nightly: set DPHYBRID_LONG_TESTS=1"))
-    slow = {group for item, group in groups.items() if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: groups[item] not in slow)
+    slow = {group_of(item.nodeid) for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: group_of(item.nodeid) not in slow)
+
+
+def group_of(test: str) -> str:
+    """Return the group of a test: its file, or the first of those that share its servers."""
+    file = test.partition("::")[0]
+    for path, names in SERVERS.items():
+        files = [f"tests/{path.format(name)}" for name in names]
+        if file in files:
+            return files[0]
+    return file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give a process whole groups. (With pytest 9.2, xdist 3.8 does not see the groups of its own marker.)"""
+    from xdist.scheduler import LoadScopeScheduling
+
+    scheduling = LoadScopeScheduling(config, log)
+    scheduling._split_scope = group_of
+    return scheduling
 
 
 @pytest.fixture(scope="session", autouse=True)

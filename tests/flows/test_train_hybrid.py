@@ -15,12 +15,15 @@ from logging.handlers import BufferingHandler
 from pathlib import Path
 
 import pytest
+from prefect.events.worker import EventsWorker
 from prefect.settings import (
     PREFECT_API_URL,
     PREFECT_SERVER_DATABASE_CONNECTION_URL,
     temporary_settings,
 )
 
+from dphybrid.orchestration import embedded
+from dphybrid.orchestration.temporary_server import TemporaryServer
 from dphybrid.run import train as job
 from flows import train_hybrid
 from tests.commands import command
@@ -31,15 +34,19 @@ from tests.waiting import patience
 
 @pytest.mark.slow
 def test_the_flow_runs_without_a_server_and_reuses_prepared_data(
-    tmp_path: Path, data_dir: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     command("prepare", "--recipe", "toy")
+    servers, start = list[TemporaryServer](), embedded.start_server
+    monkeypatch.setattr(embedded, "start_server", lambda: servers.append(start()) or servers[0])
     database = tmp_path / "prefect.db"
     put_database("prefect", database)
     own = {PREFECT_SERVER_DATABASE_CONNECTION_URL: f"sqlite+aiosqlite:///{database}"}
     with temporary_settings(own, restore_defaults={PREFECT_API_URL}):
         argv = ["--recipe", "toy", "--devices", "cpu*3", "--report", str(tmp_path / "report.json")]
         assert train_hybrid.main(argv) == 0
+        EventsWorker.drain_all()
+    servers[0].stop()  # as it ends with its process; it writes the events first
     out, err = capfd.readouterr()
     assert "Let's use 3 devices!\nThe first batch gives the same results unsplit and split\n" in out
     assert "\tIn Model: input size torch.Size([10, 5]) output size torch.Size([10, 2])\n" in out

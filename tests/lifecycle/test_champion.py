@@ -183,8 +183,7 @@ def in_this_order(shop: Shop, order: tuple[str, ...], name: str = "") -> None:
     assert final == done["A"].page.run_id or not apart
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("at", range(4))
+@pytest.mark.parametrize("at", [0, *(pytest.param(n, marks=pytest.mark.nightly) for n in (1, 2)), 3])
 def test_a_rollback_at_every_point_of_a_retraining(shop: Shop, at: int) -> None:
     name = f"rolled-{at}"
     shop.begin(name)
@@ -230,8 +229,7 @@ def test_another_machine_decides_during_the_comparison(shop: Shop, monkeypatch: 
     assert shop.registry.version("elsewhere", "2").decision == decision.text
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("at", range(5))
+@pytest.mark.parametrize("at", [0, pytest.param(1, marks=pytest.mark.nightly), 2, 3, 4])
 def test_a_retraining_that_dies_at_any_request_after_its_registration_is_decided(
     shop: Shop, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,8 +293,7 @@ def test_a_challenger_that_is_registered_later_is_decided_by_sync(
     assert shop.registry.champion("late").number == "3"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("first", ["fewer", "more"])
+@pytest.mark.parametrize("first", ["fewer", pytest.param("more", marks=pytest.mark.nightly)])
 def test_models_of_different_days_are_compared_on_rows_that_neither_saw(shop: Shop, first: str) -> None:
     name = f"days-{first}"
     shop.begin(name)
