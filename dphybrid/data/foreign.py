@@ -1,6 +1,7 @@
-"""Files of an encoder that somebody else may have made: how much memory they need is looked up before they
-are read, and content of another form is told."""
+"""Errors of polars at files: how much memory an encoder needs that somebody else may have made, content of
+another form, and disks that take no more."""
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,16 @@ def misread(what: object) -> Iterator[None]:
             f"{what}: cannot be read ({type(error).__name__}: {error}); use another checkpoint, or prepare "
             "the data and train again"
         ) from error
+
+
+@contextmanager
+def writing(file: Path) -> Iterator[None]:
+    """Raise OSError with its file if polars cannot write it, in the block."""
+    try:
+        yield
+    # polars' errors have no errno; a full disk is the usual cause.
+    except (pl.exceptions.PolarsError, OSError) as error:
+        raise OSError(errno.ENOSPC, str(error), str(file)) from error
 
 
 def check_memory(folder: Path) -> None:

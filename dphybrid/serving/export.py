@@ -6,6 +6,7 @@ rows, and `dense.pt2` computes the predictions from the rows. Nothing here depen
 samples, V rows of a table, D dimension of a row.
 """
 
+import io
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from dphybrid.serving.predict import Predictor, open_predictor
 from dphybrid.training.tensor_file import table_file, write_tensors
 from dphybrid.util.digests import file_digest
 from dphybrid.util.errors import UserError
-from dphybrid.util.files import check_target, making, read_json, write_json, write_text
+from dphybrid.util.files import check_target, making, read_json, write_bytes, write_json, write_text
 
 _EXAMPLES = 11
 """Samples of the batch that programs are traced with: hardly a size that also occurs in the model, which
@@ -172,7 +173,9 @@ class _Programs:
         for name, (rows_VD, _) in self.tables.items():
             write_tensors(table_file(folder, name), {"weight": rows_VD})
         for name, program in self.programs.items():
-            torch.export.save(program, folder / f"{name}.pt2")
+            content = io.BytesIO()  # a full disk would end the process inside torch's own writer
+            torch.export.save(program, content)
+            write_bytes(folder / f"{name}.pt2", content.getvalue())
 
     def _gathered(self, name: str, ids: Tensor) -> Tensor:
         rows_VD, dtype = self.tables[name]

@@ -342,11 +342,11 @@ def print_predictions(predictor: Any, path: str, **options: Any) -> None:
         print(f"{rows} cannot be read; --out FILE says which and why", file=sys.stderr)
 
 
-def load(which: str, devices: str = "cpu", batch_size: int = 1024) -> Any:
+def load(which: str | Path, devices: str = "cpu", batch_size: int = 1024) -> Any:
     """Return the predictor of a trained model: a `Predictor` for recipes that read tables, a `Recommender`
     for recipe retrieval.
 
     which: a run (by name), a checkpoint folder, or a registered model such as `models:/clicks@champion`.
     Raises UserError if there is no such model, or if its recipe has no predictor.
     """
-    return open_predictor(find_checkpoint(which, load_settings()), devices, batch_size)
+    return open_predictor(find_checkpoint(str(which), load_settings()), devices, batch_size)

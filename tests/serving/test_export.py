@@ -21,10 +21,12 @@ import torch
 
 import dphybrid
 from dphybrid.cli.main import main
+from dphybrid.data.foreign import writing
 from dphybrid.serving import export as export_module
 from dphybrid.serving.export import export
 from tests.commands import command, python
 from tests.conftest import REPOSITORY, own_settings
+from tests.disks import files_of_at_most
 from tests.postgres import free_port
 from tests.refusing import refused
 from tests.waiting import wait_until
@@ -235,6 +237,25 @@ def test_nothing_half_is_left_and_nothing_is_overwritten(
     ):
         assert words in command("export", *given, ends=2)
     assert {path.name for path in tmp_path.iterdir()} == there
+
+
+def test_a_full_disk_is_told_with_the_file_and_leaves_nothing(
+    multiclass: tuple[Any, pl.DataFrame, Path], tmp_path: Path
+) -> None:
+    run, _, exported = multiclass
+    limit = (exported / "dense.pt2").stat().st_size - 1
+    with files_of_at_most(limit), pytest.raises(OSError, match=r"dense\.pt2"):
+        export(run.checkpoint, tmp_path / "out")
+    encoder = dphybrid.load(run.checkpoint).encoder
+    with files_of_at_most(10), pytest.raises(OSError, match=r"encoder\.json"):
+        encoder.save(tmp_path)
+    with (
+        files_of_at_most(10),
+        pytest.raises(OSError, match=r"words\.parquet"),
+        writing(tmp_path / "words.parquet"),
+    ):
+        pl.DataFrame({"words": ["long"] * 99}).write_parquet(tmp_path / "words.parquet")
+    assert [path.name for path in tmp_path.iterdir()] == ["words.parquet"]
 
 
 def test_a_recipe_without_predictions_is_refused(unrecorded: None, tmp_path: Path) -> None:

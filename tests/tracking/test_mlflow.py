@@ -2,7 +2,6 @@
 
 import json
 import re
-import resource
 import sqlite3
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from dphybrid.tracking.loader import checkpoint_folder
 from dphybrid.tracking.opening import embedded_uri, make_database, store_to_write
 from tests.commands import models_of, python, run_with
 from tests.conftest import own_settings
+from tests.disks import files_of_at_most
 from tests.refusing import refused
 
 
@@ -206,13 +206,9 @@ def test_a_tracker_of_nothing_has_every_verb(tmp_path: Path) -> None:
 
 
 def test_a_database_whose_tables_did_not_fit_is_made_by_the_next_run(tmp_path: Path) -> None:
-    uri, (soft, hard) = embedded_uri(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200 * 1024, hard))
-    try:
-        with refused(r"mlflow\.db: MLflow's tables cannot be made .*make room"):
-            make_database(uri, tmp_path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    uri = embedded_uri(tmp_path)
+    with files_of_at_most(200 * 1024), refused(r"mlflow\.db: MLflow's tables cannot be made .*make room"):
+        make_database(uri, tmp_path)
     make_database(uri, tmp_path)
     assert [one.name for one in MlflowClient(uri).search_experiments()] == ["Default"]
 

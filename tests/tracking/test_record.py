@@ -2,7 +2,6 @@
 
 import errno
 import os
-import resource
 import signal
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ from dphybrid.tracking import open_tracker, waiting
 from dphybrid.tracking.record import DAMAGED, Losses, RecordFile, Sent, metrics_of, of_metrics, records
 from dphybrid.tracking.sender import Sender
 from dphybrid.util.locks import FileLock
+from tests.disks import files_of_at_most
 
 
 def written(folder: Path, steps: int = 6) -> RecordFile:
@@ -172,18 +172,12 @@ def test_a_damaged_page_of_what_was_sent_sends_all_again(tmp_path: Path, page: b
 
 def test_a_full_disk_costs_lines_of_metrics_that_are_counted(tmp_path: Path) -> None:
     record, got = written(tmp_path, 1), list[dict[str, Any]]()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    blocked = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (record.size + 50, hard))
-    try:
+    with files_of_at_most(record.size + 50):
         for _ in range(2):
             with pytest.raises(OSError, match=r"record\.jsonl") as error:
                 record.append(of_metrics({"long": 1.0, **{f"name {i}": 1.0 for i in range(500)}}, 1))
             assert error.value.errno in (errno.EFBIG, errno.ENOSPC)
             record.count_unkept()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, blocked)
     record.append(of_metrics({"a": 2.0}, 2))
     record.release()
     assert Sender(record, got.extend).deliver(20) == (True, Losses(unkept=2))

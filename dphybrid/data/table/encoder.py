@@ -15,7 +15,7 @@ import polars as pl
 
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array
-from dphybrid.data.foreign import misread
+from dphybrid.data.foreign import misread, writing
 from dphybrid.data.store import ENCODER_VERSION, Prepared, verify_prepared
 from dphybrid.data.table.cells import FIRST_ID, MISSING_ID, one_width, standardized
 from dphybrid.data.table.column import Column
@@ -23,7 +23,7 @@ from dphybrid.data.table.kinds import Bag, Category, Numbers, ids_of_columns, ki
 from dphybrid.data.table.labels import Label
 from dphybrid.data.table.rows import Cells
 from dphybrid.util.errors import UserError
-from dphybrid.util.files import read_json
+from dphybrid.util.files import read_json, write_text
 
 
 @dataclass(frozen=True)
@@ -236,11 +236,12 @@ class Encoder:
             {"role": c.role, **c.model_dump(mode="json")} for c in (*self.columns, self.answer)
         )
         page = {"version": ENCODER_VERSION, "columns": columns, "answer": answer, **self.label.facts()}
-        (folder / "encoder.json").write_text(json.dumps(page, indent=1, ensure_ascii=False), encoding="utf-8")
+        write_text(folder / "encoder.json", json.dumps(page, indent=1, ensure_ascii=False))
         # Not in the JSON: with millions of values, reading it would take seconds before each prediction.
         texts = [c.vocabulary.implode() for c in self.columns if c.vocabulary is not None]
         values = pl.concat([pl.Series([], dtype=pl.List(pl.String)), *texts])
-        pl.DataFrame({"values": values}).write_parquet(folder / "vocabularies.parquet")
+        with writing(file := folder / "vocabularies.parquet"):
+            pl.DataFrame({"values": values}).write_parquet(file)
 
     @classmethod
     def load(cls, folder: Path) -> "Encoder":

@@ -4,7 +4,6 @@ codes.
 Threads read and encode a few chunks ahead of the one that is being written. Letters: B rows.
 """
 
-import errno
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from polars.selectors import by_name
 
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array
+from dphybrid.data.foreign import writing
 from dphybrid.data.store import THREADS, Progress, mapped
 from dphybrid.data.table.column import Column, Dictionary
 from dphybrid.data.table.files import ReadProgress, read_jobs
@@ -159,10 +159,8 @@ class Table:
         """Write frames as further blocks."""
         for part in pl.concat(frames).iter_slices(_STORED_ROWS):
             file = self._file(len(self.lengths))
-            try:
+            with writing(file):
                 part.write_ipc(file, compression="uncompressed")
-            except OSError as error:  # polars' has no errno; a full disk is the usual cause
-                raise OSError(errno.ENOSPC, str(error), str(file)) from error
             self.lengths.append(len(part))
 
 

@@ -26,7 +26,7 @@ from dphybrid.data.table.schema import GIVEN, SchemaFile, read_schema, schema_te
 from dphybrid.data.table.splits import TEST, TRAIN, VALID, RowSplit, extended_split, rows_in_both, split_rows
 from dphybrid.util.digests import code_digest
 from dphybrid.util.errors import UserError, counted
-from dphybrid.util.files import given_path
+from dphybrid.util.files import given_path, write_text
 from dphybrid.util.text import as_flags
 
 _FIT_ROWS = 2**18
@@ -207,7 +207,7 @@ class TableSource(Source):
         def save(folder: Path) -> None:
             encoder.save(folder / "encoder")
             text = schema_text(label.name, [found.column for found in plan.described])
-            (folder / "schema.toml").write_text(text, encoding="utf-8")
+            write_text(folder / "schema.toml", text)
 
         return Content(
             arrays | parts,

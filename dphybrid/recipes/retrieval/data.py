@@ -21,6 +21,7 @@ from polars.selectors import by_name
 from torch import Tensor
 
 from dphybrid.data.batches import Array, Dataset, lists_of
+from dphybrid.data.foreign import writing
 from dphybrid.data.store import Content, Prepared, Progress, source_digests
 from dphybrid.data.table.files import find_files, partitions, read_files
 from dphybrid.data.table.kinds import Category
@@ -112,7 +113,8 @@ class _Side:
 
     def save(self, file: Path, **more: pl.Series) -> None:
         """Write names and ids, in the order of the numbers, with further columns `more`."""
-        pl.DataFrame({"name": self.names, "ids": self.ids_RF, **more}).write_parquet(file)
+        with writing(file):
+            pl.DataFrame({"name": self.names, "ids": self.ids_RF, **more}).write_parquet(file)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from torch import nn
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array, lists_of
-from dphybrid.data.foreign import misread
+from dphybrid.data.foreign import misread, writing
 from dphybrid.data.table.cells import as_texts, clean, of_objects
 from dphybrid.data.table.files import find_files, read_files
 from dphybrid.data.table.frames import Written, as_frame, table_target, write_frames
@@ -321,8 +321,11 @@ class Recommender:
         )
         shutil.copyfile(_EXPORTED / "recommend.py", folder / "recommend.py")
         shutil.copyfile(Path(__file__).parent / "networks.py", folder / "networks.py")
-        self._users.select("name", "seen", "history").write_parquet(folder / "users.parquet")
-        self.items.to_frame().write_parquet(folder / "items.parquet")
+        users, items = folder / "users.parquet", folder / "items.parquet"
+        with writing(users):
+            self._users.select("name", "seen", "history").write_parquet(users)
+        with writing(items):
+            self.items.to_frame().write_parquet(items)
         write_text(folder / "README.md", _README.format(model=self))
 
     def summary(self, done: _Recommended) -> list[str]:

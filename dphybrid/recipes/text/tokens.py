@@ -12,7 +12,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from dphybrid.util.errors import UserError
-from dphybrid.util.files import read_json, write_json
+from dphybrid.util.files import read_json, write_json, write_text
 
 _UNKNOWN, _END = "<unk>", "<end>"
 _WORDS_FILE, _BPE_FILE = "words.json", "bpe.json"
@@ -153,7 +153,7 @@ class BytePairs:
         return np.array([*map(len, tokens), 0], np.int32)
 
     def save(self, folder: Path) -> None:
-        (folder / _BPE_FILE).write_text(self.tokenizer.to_str(), encoding="utf-8")
+        write_text(folder / _BPE_FILE, self.tokenizer.to_str())
 
 
 def save_tokens(tokens: Tokens, folder: Path) -> None:
