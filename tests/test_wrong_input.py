@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import socket
 from pathlib import Path
 
@@ -302,3 +303,29 @@ def test_a_data_folder_that_cannot_be_made_is_told_by_its_setting(monkeypatch: p
     monkeypatch.setenv("DPHYBRID_DATA_DIR", "/proc/x")
     said = told("train", "--recipe", "toy")
     assert "error: /proc/x: No such file or directory; DPHYBRID_DATA_DIR=/proc/x must be a folder" in said
+
+
+def test_every_option_with_a_path_knows_the_home_folder(
+    tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "my home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    lines = [f"{i},{'ab'[i % 2]},{i % 3 % 2}" for i in range(90)]
+    (home / "x 1.csv").write_text("\n".join(["n,c,y", *lines]))
+    (home / "s.toml").write_text('recipe = "ctr"\n[data]\npath = "~/x 1.csv"\nlabel = "y"\n')
+    said = command("prepare", "--config=~/s.toml", "--data.schema-file=~/roles of x.toml")
+    assert (home / "roles of x.toml").is_file()
+    assert f"Roles: {home}/roles of x.toml" in said
+    given = ("train", "--config=~/s.toml", "--train.epochs=1", "--run-name", "one", "--tracking", "none")
+    command(*given, "--report=~/report.json", "--data.schema-file=~/roles of x.toml")
+    assert json.loads((home / "report.json").read_text())["run_name"] == "one"
+    shutil.copytree(data_dir / "runs/one", home / "one")
+    command("evaluate", "~/one", "--data.path=~/x 1.csv", "--out=~/page.html")
+    assert "<svg" in (home / "page.html").read_text()
+    command("predict", "~/one", "--data.path=~/x 1.csv", "--out=~/scores.csv")
+    assert len((home / "scores.csv").read_text().splitlines()) == 91
+    command("export", "~/one", "--out=~/exported")
+    assert (home / "exported/README.md").is_file()
+    assert "write --config" in told("prepare", "~/s.toml")
+    assert not list(tmp_path.rglob("~*"))

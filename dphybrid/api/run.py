@@ -237,8 +237,7 @@ class RunReport:
         """Write the page to a file and return its path. Raises UserError if the file cannot be written."""
         from dphybrid.util.files import check_target, write_text
 
-        target = Path(file).expanduser()
-        check_target(target, str(file))
+        target = check_target(file, str(file))
         write_text(target, self.page())
         return target
 

@@ -166,7 +166,7 @@ def _values_of(config: ExperimentConfig | Mapping[str, object] | str | Path | No
     if isinstance(config, ExperimentConfig):
         return given_values(config)
     if isinstance(config, str | Path):
-        return read_config_file(Path(config).expanduser())
+        return read_config_file(config)
     return dict(config)
 
 

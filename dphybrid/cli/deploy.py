@@ -15,6 +15,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from dphybrid.cli.parser import Command, prefect_part
+from dphybrid.util.files import given_path
 
 
 class Flags(Command):
@@ -37,11 +38,11 @@ class Flags(Command):
 
     def run(self) -> int:
         """Set up the server, or write the files that describe its setup."""
-        setup = prefect_part("setup")
+        setup, file = prefect_part("setup"), self.file and given_path(str(self.file), "--file")
         if self.write:
-            setup.write(self.file)
+            setup.write(file)
         elif self.check:
-            setup.check(self.file)
+            setup.check(file)
         else:
-            setup.deploy(self.pool, self.host, self.file, self.reset)
+            setup.deploy(self.pool, self.host, file, self.reset)
         return 0

@@ -52,8 +52,7 @@ class Flags(Command):
         check_data_path(self.data.path)
         if self.out and self.out.suffix not in (".html", ".htm"):
             raise UserError(f"--out {self.out}: the page is HTML; name a file that ends in .html")
-        if self.out:
-            check_target(self.out, f"--out {self.out}")
+        out = self.out and check_target(self.out, f"--out {self.out}")
         from dphybrid.serving.evaluate import evaluate_checkpoint
         from dphybrid.serving.load import find_checkpoint, model_from_checkpoint
         from dphybrid.serving.predict import open_predictor
@@ -71,7 +70,7 @@ class Flags(Command):
                 on_progress=progress,
             )
         print(found.text())
-        if self.out:
-            write_text(self.out, found.page(f"{self.model} on {Path(self.data.path).name}"))
-            print(f"Page: {self.out}")
+        if out:
+            write_text(out, found.page(f"{self.model} on {Path(self.data.path).name}"))
+            print(f"Page: {out}")
         return 0

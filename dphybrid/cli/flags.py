@@ -39,7 +39,7 @@ def recipe_of(argv: Sequence[str]) -> str:
         file, resume, words = given.pop("config", None), given.pop("resume"), given.pop("words")
         if words[:1] == ["recipe"]:  # dphybrid check recipe NAME
             given["recipe"] = "".join(words[1:2])
-        values = merge(read_config_file(Path(file)) if file else {}, nest(given))
+        values = merge(read_config_file(file) if file else {}, nest(given))
         inferred, reason = infer_recipe(values)
         # Most readers of the help have a table.
         inferred = OF_TABLES if not reason and _asks_help(argv) else inferred
@@ -177,7 +177,7 @@ class RunCommand(ExperimentCommand):
     def experiment(self) -> tuple[ExperimentConfig, Settings]:
         """Return config and settings; replace `resume` by the name of its run. Raises UserError."""
         if self.report is not None:
-            check_target(self.report, f"--report {self.report}")
+            self.report = check_target(self.report, f"--report {self.report}")
         if self.profile is not None:
             os.environ["DPHYBRID_PROFILE"] = self.profile
         if self.resume is None:

@@ -176,7 +176,8 @@ class Parser(argparse.ArgumentParser):
         if flags:
             self.error(f"{flags[0]}: there is no such flag{suggestion(flags[0], known)}")
         # A value without its flag: guess the flag.
-        meant = ["--recipe"] * (unknown[0] in recipe_names()) + ["--data.path", "--run-name"]
+        file = "--config" if unknown[0].endswith(".toml") else "--data.path"
+        meant = ["--recipe"] * (unknown[0] in recipe_names()) + [file, "--run-name"]
         hint = next((f"; write {name} {unknown[0]}" for name in meant if name in known), "")
         self.error(f"unexpected {' '.join(unknown)!r}{hint}")
 

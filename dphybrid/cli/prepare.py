@@ -27,8 +27,7 @@ class Flags(ConfigCommand):
         config, data, new = given, given.data, None
         named = data.schema_file if isinstance(data, TableDataConfig) else None
         if named and not given_path(named, "data.schema_file").exists():
-            new = given_path(named, "data.schema_file")
-            check_target(new, f"data.schema_file={new}")
+            new = check_target(named, f"data.schema_file={named}")
             config = config.model_copy(update={"data": data.model_copy(update={"schema_file": None})})
         check_data(config)
         from dphybrid.run.prepare import prepare  # here, as it imports polars and rich

@@ -21,7 +21,7 @@ from dphybrid.tracking.opening import noted_store
 from dphybrid.tracking.record import RecordFile
 from dphybrid.util.alive import alive, holding
 from dphybrid.util.errors import UserError, suggestion
-from dphybrid.util.files import remove_folder
+from dphybrid.util.files import given_path, remove_folder
 
 _MOST_DAYS = 36_500
 _FRESH_S = 3600.0
@@ -198,10 +198,10 @@ def _used_by(runs: Iterable[Run], settings: Settings, ended: bool = True) -> set
     found = set[Path]()
     for run in runs:
         data, train = map(run.page.section, ("data", "train"))
-        found |= {Path(str(data[name])) for name in ("path", "valid_path", "test_path") if data.get(name)}
-        found.add(Path(run.page.prepared))
+        needed = [data.get(name) for name in ("path", "valid_path", "test_path")]
         if not (ended and (run.folder / "report.json").is_file()):
-            found |= {Path(needed) for needed in (data.get("base"), train.get("warm_start")) if needed}
+            needed += [data.get("base"), train.get("warm_start")]
+        found |= {given_path(str(path), run.folder.name) for path in (run.page.prepared, *needed) if path}
     return found & _own_paths(settings)
 
 

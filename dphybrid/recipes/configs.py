@@ -24,7 +24,7 @@ from dphybrid.config import ExperimentConfig, Section, fields_of, flatten, merge
 from dphybrid.config.settings import Settings
 from dphybrid.recipes.registry import BUILT_IN, DEFAULT, find_recipe, infer_recipe, recipe_names
 from dphybrid.util.errors import UserError, plain_words, type_text
-from dphybrid.util.files import read_small_text
+from dphybrid.util.files import given_path, read_small_text
 from dphybrid.util.importing import check_import
 from dphybrid.util.text import split_items
 
@@ -116,8 +116,9 @@ def parse_overrides(overrides: list[str]) -> Values:
     return nest(given)
 
 
-def read_config_file(path: Path) -> Values:
+def read_config_file(file: str | Path) -> Values:
     """Return the nested values of a TOML or JSON file. Raises UserError with file and line."""
+    path = given_path(str(file), "--config")
     try:
         text = read_small_text(path)
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)

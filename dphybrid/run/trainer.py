@@ -43,7 +43,7 @@ from dphybrid.training.saving import CheckpointWriter, best_checkpoint
 from dphybrid.training.split_log import SplitLog
 from dphybrid.training.tensor_file import read_table, table_file, tensor_shapes
 from dphybrid.util.errors import UserError
-from dphybrid.util.files import clear_leftovers, make_folder, write_text
+from dphybrid.util.files import clear_leftovers, given_path, make_folder, write_text
 from dphybrid.util.memory import keep_freed_memory
 from dphybrid.util.stop import StopRequest
 
@@ -201,7 +201,7 @@ def fill(
     name, with which training continues."""
     if done is None:
         checkpoint = experiment.config.train.warm_start
-        warm_start(Path(str(checkpoint)), trained.model, experiment.data)
+        warm_start(given_path(str(checkpoint), "train.warm_start"), trained.model, experiment.data)
         print(f"Starting from the weights of {checkpoint}", flush=True)
         return {}
     page = load_checkpoint(done, trained)

@@ -27,7 +27,15 @@ from dphybrid.serving.predict import Predictor, open_predictor
 from dphybrid.training.tensor_file import table_file, write_tensors
 from dphybrid.util.digests import file_digest
 from dphybrid.util.errors import UserError
-from dphybrid.util.files import check_target, making, read_json, write_bytes, write_json, write_text
+from dphybrid.util.files import (
+    check_target,
+    given_path,
+    making,
+    read_json,
+    write_bytes,
+    write_json,
+    write_text,
+)
 
 _EXAMPLES = 11
 """Samples of the batch that programs are traced with: hardly a size that also occurs in the model, which
@@ -216,7 +224,7 @@ def export(checkpoint: Path, out: str | Path) -> Path:
     Raises UserError when the folder exists, when the recipe has no export, and for a model that torch.export
     cannot trace.
     """
-    target = Path(out).expanduser()
+    target = given_path(str(out), "--out")
     taken = f"--out {out}: exists already; give a new folder, or remove it first"
     if target.exists():
         raise UserError(taken)

@@ -15,7 +15,7 @@ from pydantic import BaseModel, TypeAdapter
 from dphybrid.tracking.tracker import LEFT_OUT
 from dphybrid.util.digests import SUMS, allow_links, own_files
 from dphybrid.util.errors import UserError
-from dphybrid.util.files import scratch_folder
+from dphybrid.util.files import given_path, scratch_folder
 
 
 @contextmanager
@@ -38,7 +38,7 @@ def checkpoint_folder(uri: str, tracking_uri: str | None = None) -> Path:
     Raises UserError if there is no such checkpoint.
     """
     if "://" not in uri and not uri.startswith("models:/"):
-        folder = Path(uri).expanduser()
+        folder = given_path(uri, "model")
         if not (folder / "state.json").is_file():
             raise UserError(f"{uri}: is not a checkpoint folder (it has no state.json)")
         return folder

@@ -85,16 +85,19 @@ def no_such_file(path: str, field: str) -> UserError:
     return UserError(f"{field}={path}: there is no such file{meant}")
 
 
-def check_target(file: Path, what: str) -> None:
-    """Raise UserError if `file` is a folder, or its parent folder does not exist or cannot be written. Remove
-    what killed processes left there. what: the flag and its value, as given."""
-    folder = given_path(str(file), what.partition(" ")[0]).absolute().parent
-    if file.is_dir() or not folder.is_dir():
+def check_target(file: str | Path, what: str) -> Path:
+    """Return the path of a file to write, as `given_path` does. Raises UserError if it is a folder, or if its
+    parent folder does not exist or cannot be written. Removes what killed processes left there. what: the
+    flag and its value, as given."""
+    target = given_path(str(file), what.partition(" ")[0])
+    folder = target.absolute().parent
+    if target.is_dir() or not folder.is_dir():
         raise UserError(f"{what}: cannot be written there; name a file in a folder that exists")
     if not os.access(folder, os.W_OK):
         raise UserError(f"{what}: you may not write in {folder}; name a file in another folder")
     with suppress(OSError):  # of another user
         clear_leftovers(folder, alone=False)
+    return target
 
 
 def fault_of(found: os.stat_result) -> str | None:

@@ -13,7 +13,7 @@ from mlflow.tracking import MlflowClient
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.recipes.configs import load_config
 from dphybrid.run.train import Report, run_job
-from dphybrid.tracking.compare import RunFacts, find_runs, read_runs, table_of
+from dphybrid.tracking.compare import RunFacts, find_runs, page_path, read_runs, table_of
 from tests.commands import command, run_with
 from tests.conftest import own_settings
 from tests.refusing import refused
@@ -230,6 +230,16 @@ def test_wrong_calls_say_what_is_there(
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
             assert words in command(*every, ends=2)
+
+
+def test_the_pages_open_at_the_recipe_that_was_trained_last(tmp_path: Path) -> None:
+    client = MlflowClient(tracking_uri=(uri := f"sqlite:///{tmp_path / 'mlflow.db'}"))
+    assert page_path(uri, "dphybrid", None).startswith("/experiments?")  # the list: nothing was trained yet
+    ids = {name: client.create_experiment(f"dphybrid/{name}") for name in ("ctr", "text")}
+    for number, recipe in enumerate(("ctr", "text", "ctr")):
+        client.create_run(ids[recipe], start_time=1000 + number)
+        client.create_run("0", start_time=2000)  # somebody else's, in MLflow's own "Default"
+        assert page_path(uri, "dphybrid", None).startswith(f"/experiments/{ids[recipe]}/runs?")
 
 
 def test_metrics_that_are_not_finite(tmp_path: Path) -> None:

@@ -19,7 +19,15 @@ from dphybrid.data.table.cells import FEW, as_texts, by_column, of_objects
 from dphybrid.data.table.files import frame_digest, read_files
 from dphybrid.data.table.rows import Rejected, Rows, check_types
 from dphybrid.util.errors import UserError, counted, type_text
-from dphybrid.util.files import check_target, make_folder, remove_folder, sync, temporary, write_text
+from dphybrid.util.files import (
+    check_target,
+    given_path,
+    make_folder,
+    remove_folder,
+    sync,
+    temporary,
+    write_text,
+)
 
 PART_ROWS = 2**20
 """Rows per file when a frame is saved."""
@@ -193,7 +201,7 @@ class Written:
 def table_target(out: str | Path, files: Sequence[Path]) -> Path:
     """Return the path of --out. Raises UserError if its ending is unknown, if no file can be written there,
     and if it is one of the files to predict."""
-    target = Path(out)
+    target = given_path(str(out), "--out")
     if target.exists() and any(target.samefile(file) for file in files):
         raise UserError(f"--out {out}: is one of the files to predict; name another file")
     if target.suffix.lower() not in _WRITTEN:

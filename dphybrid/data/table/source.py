@@ -61,7 +61,7 @@ class TableSource(Source):
 
     @cached_property
     def base(self) -> Base | None:
-        return open_base(Path(self.data.base)) if self.data.base else None
+        return open_base(given_path(self.data.base, "data.base")) if self.data.base else None
 
     @property
     def options(self) -> dict[str, object]:

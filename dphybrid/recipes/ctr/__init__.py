@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field
@@ -113,7 +112,9 @@ def _numbers_before(checkpoint: str | None) -> str:
         return "embedded"
     from dphybrid.training.checkpoint import read_state
 
-    return str(read_state(Path(checkpoint)).config["model"].get("numbers", "embedded"))
+    return str(
+        read_state(given_path(checkpoint, "train.warm_start")).config["model"].get("numbers", "embedded")
+    )
 
 
 class Ctr(Recipe):
