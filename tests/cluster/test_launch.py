@@ -143,7 +143,8 @@ sys.exit(run_ranks(1, program, folder, rank_environment({}), 2, StopRequest()))
 OTHER = ["-m", "torch.distributed.run", "--max-restarts", "2", "-m", STANDIN]
 
 
-@pytest.mark.parametrize(("cut_s", "limit_s"), [(3, 60), pytest.param(30, 10, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize(("cut_s", "limit_s"), [(3, 60), (30, 10)])
 def test_a_link_that_is_cut_is_waited_for_or_both_machines_start_again(
     tmp_path: Path, machines: list[Machine], cut_s: float, limit_s: float
 ) -> None:

@@ -13,7 +13,6 @@ from dphybrid.config.settings import Settings
 from dphybrid.data.table.kinds import KINDS
 from dphybrid.recipes.configs import field_types
 from dphybrid.recipes.registry import BUILT_IN, find_recipe
-from tests.commands import python
 from tests.conftest import REPOSITORY
 
 spec = importlib.util.spec_from_file_location("copy_examples", REPOSITORY / "docs/copy_examples.py")
@@ -161,13 +160,6 @@ def test_links_lead_somewhere() -> None:
         folder = (REPOSITORY / page).parent if (REPOSITORY / page).exists() else REPOSITORY / "docs"
         for target in re.findall(r"\]\(([^)#:]+)(?:#[\w-]+)?\)", text):
             assert (folder / target).exists(), f"{page}: {target}"
-
-
-@pytest.mark.slow
-def test_the_site_builds_strictly(tmp_path: Path) -> None:
-    pytest.importorskip("mkdocstrings", reason="needs the extra docs")
-    python("-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path / "site", cwd=REPOSITORY)
-    assert "HostEmbedding" in (tmp_path / "site" / "api" / "index.html").read_text()
 
 
 def test_each_network_has_its_picture() -> None:

@@ -86,10 +86,9 @@ def measure(
     return counted
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "count", [4, pytest.param(40, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])]
-)
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("count", [4, 40])
 def test_as_much_is_there_after_all_retrainings_as_after_half(
     count: int,
     data_dir: Path,

@@ -369,6 +369,7 @@ def test_the_exported_program_recommends_the_same(trained: TrainedRun, tmp_path:
     for answer in two:
         frame = trained.recommend(answer["user"])
         assert answer["items"] == frame["item"].to_list()
+    assert two[1]["scores"] is None  # an unknown user gets popular items
     np.testing.assert_allclose(two[0]["scores"], trained.recommend(users["name"][0])["score"], rtol=1e-4)
     assert one[0]["items"] == trained.recommend(history=history)["item"].to_list()
 

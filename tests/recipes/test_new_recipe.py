@@ -36,9 +36,8 @@ def test_the_package_trains_passes_its_test_and_is_a_recipe_by_name(
     with zipfile.ZipFile(package / built.stdout.split()[-1]) as wheel:
         wheel.extractall(site)  # what pip does with it
     installed: dict[str, Any] = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(site)}}
-    shown = python("-m", "dphybrid", "--help", **installed).stdout
-    assert "book_club  Ratings that users give to items." in shown
     shown = python("-m", "dphybrid", "train", "--recipe", "book_club", "--help", **installed).stdout
+    assert "book_club  Ratings that users give to items." in shown
     assert "--data.valid-fraction" in shown
 
 

@@ -6,18 +6,18 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
+from runpy import run_path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import numpy as np
 import polars as pl
 import pytest
 import torch
+from fastapi.testclient import TestClient
 
 import dphybrid
 from dphybrid.cli.main import main
@@ -27,9 +27,7 @@ from dphybrid.serving.export import export
 from tests.commands import command, python
 from tests.conftest import REPOSITORY, own_settings
 from tests.disks import files_of_at_most
-from tests.postgres import free_port
 from tests.refusing import refused
-from tests.waiting import wait_until
 
 NUM_ROWS = 600
 WITHOUT = """
@@ -89,7 +87,7 @@ LABELS = {"binary": "clicked", "multiclass": "group", "regression": "amount", "c
 
 
 def trained(task: str, whole: bool = False, **values: Any) -> Any:
-    """Train on columns of all kinds, or on a few: each column takes the export a second to trace."""
+    """Train on columns of all kinds, or on a few, as each takes the export a second to trace."""
     label = LABELS[task]
     rows = table().drop([name for name in LABELS.values() if name != label])
     if not whole:
@@ -169,40 +167,27 @@ def test_predictions_are_the_runs_bit_for_bit(
 
 
 def test_the_example_serves_requests_at_once_and_names_a_missing_column(
-    multiclass: tuple[Any, pl.DataFrame, Path],
+    multiclass: tuple[Any, pl.DataFrame, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, rows, exported = multiclass
-    with served(exported) as client:
-        pairs = [rows[n : n + 2].to_dicts() for n in range(0, 16, 2)]
-        with ThreadPoolExecutor(8) as pool:
-            found = list(pool.map(lambda each: client.post("/predict", json=each).json(), pairs))
-        np.testing.assert_allclose(np.concatenate(found), run.predict(rows[:16]), rtol=1e-6)
-        without = rows[:1].drop("shop").to_dicts()
-        for asked, words in ((without, "row 1 has no"), (rows[:1].to_dicts() + without, "row 2 has no")):
-            lacking = client.post("/predict", json=asked)
-            assert (lacking.status_code, f"{words} column 'shop'" in lacking.json()["detail"]) == (400, True)
+    client = served(exported, monkeypatch)
+    pairs = [rows[n : n + 2].to_dicts() for n in range(0, 16, 2)]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda each: client.post("/predict", json=each).json(), pairs))
+    np.testing.assert_allclose(np.concatenate(found), run.predict(rows[:16]), rtol=1e-6)
+    without = rows[:1].drop("shop").to_dicts()
+    for asked, words in ((without, "row 1 has no"), (rows[:1].to_dicts() + without, "row 2 has no")):
+        lacking = client.post("/predict", json=asked)
+        assert (lacking.status_code, f"{words} column 'shop'" in lacking.json()["detail"]) == (400, True)
 
 
-@contextmanager
-def served(exported: Path) -> Iterator[httpx.Client]:
+def served(exported: Path, monkeypatch: pytest.MonkeyPatch) -> TestClient:
     """A client of the example's service."""
-    port = free_port()
-    serve = [sys.executable, "-m", "uvicorn", "serve:app", "--app-dir", str(REPOSITORY / "examples")]
-    server = subprocess.Popen([*serve, "--port", str(port)], env=os.environ | {"EXPORT": str(exported)})
-    client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
-    try:
-        wait_until(lambda: answers(client), "the service answers")
-        yield client
-    finally:
-        server.terminate()
-        server.wait(30)
-
-
-def answers(client: httpx.Client) -> bool:
-    try:
-        return client.get("/docs").is_success
-    except httpx.TransportError:
-        return False
+    monkeypatch.setenv("EXPORT", str(exported))
+    monkeypatch.syspath_prepend(exported)
+    for name in ("predict", "recommend"):  # of another export
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return TestClient(run_path(str(REPOSITORY / "examples" / "serve.py"))["app"])
 
 
 def test_nothing_half_is_left_and_nothing_is_overwritten(
@@ -265,25 +250,21 @@ def test_a_recipe_without_predictions_is_refused(unrecorded: None, tmp_path: Pat
     assert not (tmp_path / "out").exists()
 
 
-def test_recommendations_are_the_runs(unrecorded: None, tmp_path: Path) -> None:
+def test_the_examples_serve_and_index_recommendations(
+    unrecorded: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = dphybrid.train(recipe="retrieval", devices="cpu", epochs=1, run_name="towers", quiet=True)
     command("export", "towers", "--out", str(tmp_path / "out"))
-    users = [*run.recommend()["user"].unique(maintain_order=True)[:40], "nobody"]
-    printed = python(tmp_path / "out" / "recommend.py", *users).stdout
-    found, wanted = json.loads(printed), run.recommend(users)
-    assert [each["user"] for each in found] == users
-    assert [item for each in found for item in each["items"]] == wanted["item"].to_list()
-    scores = [score for each in found[:-1] for score in each["scores"]]
-    np.testing.assert_allclose(scores, wanted["score"].drop_nulls(), rtol=1e-5)
-    assert found[-1]["scores"] is None  # an unknown user gets popular items
-    with served(tmp_path / "out") as client:
-        for asked, expected in (
-            (f"user={users[0]}&k=3", run.recommend(users[0], 3)),
-            ("k=4&met=i95&met=i321", run.recommend(k=4, history=["i95", "i321"])),
-        ):
-            answer = client.get(f"/recommend?{asked}").json()
-            assert answer["items"] == expected["item"].to_list()
+    user, client = run.recommend()["user"][0], served(tmp_path / "out", monkeypatch)
+    for asked, expected in (
+        (f"user={user}&k=3", run.recommend(user, 3)),
+        ("k=4&met=i95&met=i321", run.recommend(k=4, history=["i95", "i321"])),
+    ):
+        answer = client.get(f"/recommend?{asked}").json()
+        assert answer["items"] == expected["item"].to_list()
     pytest.importorskip("faiss")
-    lines = python(REPOSITORY / "examples" / "ann_index.py", tmp_path / "out").stdout.splitlines()
+    monkeypatch.setattr(sys, "argv", ["ann_index.py", str(tmp_path / "out")])
+    run_path(str(REPOSITORY / "examples" / "ann_index.py"), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
     assert float(lines[-1].split("recall@10 ")[1].split()[0]) > 0.95
     assert (tmp_path / "out" / "items.faiss").is_file()

@@ -1,8 +1,7 @@
 """Class weights and chosen thresholds: scikit-learn's formulas, and every way to use a model agrees."""
 
-import subprocess
-import sys
 from pathlib import Path
+from runpy import run_path
 from typing import Any, cast
 
 import numpy as np
@@ -126,17 +125,9 @@ def test_a_chosen_threshold_is_used_by_every_way_to_predict(
     assert cast(Any, loaded.predict(held, {"classes": True})).tolist() == expected
     assert np.array_equal(cast(Any, loaded.predict(held)), probability)
     command("export", run.name, "--out", str(tmp_path / "export"))
-    code = (
-        "import sys, polars as pl; sys.path.insert(0, sys.argv[1]); from predict import Model; "
-        "print(*Model().predict_classes(pl.read_csv(sys.argv[2], infer_schema=False)))"
-    )
-    told = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "export"), str(tmp_path / "held.csv")],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    assert told.split() == expected
+    exported = run_path(str(tmp_path / "export" / "predict.py"))["Model"]()
+    told = exported.predict_classes(pl.read_csv(tmp_path / "held.csv", infer_schema=False))
+    assert list(told) == expected
     found = run.evaluate(held)
     assert found.thresholds is not None
     assert found.thresholds.filter(pl.col("") == "the model's")["threshold"].to_list() == [threshold]

@@ -1,4 +1,4 @@
-"""What people see: MLflow's pages of runs in a real browser.
+"""What people see: MLflow's pages of runs in a real browser. test_mlflow.py has what they are made of.
 
 With DPHYBRID_SCREENSHOTS set to a folder, the pages are kept there as pictures to look at.
 """
@@ -19,7 +19,7 @@ from tests.commands import run_with
 from tests.conftest import own_settings
 from tests.tracking.conftest import MlflowServer
 
-pytestmark = [pytest.mark.browser, pytest.mark.slow]
+pytestmark = [pytest.mark.browser, pytest.mark.nightly]
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = [
@@ -102,7 +102,6 @@ def test_the_page_of_a_run_explains_it(seen: Seen) -> None:
         assert words in text, words
 
 
-@pytest.mark.nightly
 def test_the_report_opens_among_the_artifacts(seen: Seen) -> None:
     base = seen.reports[2].run_url.partition("?")[0]
     page = seen.open(f"{base}/artifacts/Report.html?workflowType=machine_learning", "report", "Report.html")
@@ -115,7 +114,6 @@ def test_the_report_opens_among_the_artifacts(seen: Seen) -> None:
         assert all(text.bounding_box()["x"] >= left for text in drawing.locator("text").all())  # none is cut
 
 
-@pytest.mark.nightly
 def test_the_address_of_a_comparison_shows_the_runs_side_by_side(seen: Seen) -> None:
     runs = read_runs(seen.server.uri, [report.run_id for report in seen.reports])
     page = seen.open(f"{seen.server.uri}/#{comparison_path(runs)}", "compare", "Comparing 3 Runs")

@@ -173,6 +173,7 @@ def test_metrics_of_many_threads_and_names_all_arrive(tmp_path: Path) -> None:
         assert sorted(steps) == list(range(300))
 
 
+@pytest.mark.nightly
 def test_processes_that_make_the_store_at_once_all_succeed(tmp_path: Path) -> None:
     code = (
         "from pathlib import Path; from dphybrid.tracking import open_tracker;"

@@ -53,18 +53,16 @@ def gone(url: str) -> bool:
     return False
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])
 def test_pages_are_for_the_token_alone_and_the_server_ends_with_its_command(
-    data_dir: Path, tmp_path: Path
+    number: int, data_dir: Path, tmp_path: Path
 ) -> None:
     command("train", "--recipe", "toy", "--run-name", "shown")
     with shown_run() as (process, shown):
         see_pages(process, shown, data_dir, tmp_path)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(patience(30)) == 0
-        wait_until(lambda: gone(shown.partition("?")[0]), "the server ends at Ctrl-C", 20)
-    with shown_run() as (process, shown):
         root, server = shown.partition("?")[0], psutil.Process(process.pid).children(recursive=True)
-        process.send_signal(signal.SIGKILL)
+        process.send_signal(number)
+        assert process.wait(patience(30)) == (0 if number == signal.SIGINT else -number)
         wait_until(lambda: gone(root), "the server ends with its parent", 20)
         wait_until(lambda: not any(p.is_running() for p in server), "no process of it is left", 20)
 
