@@ -99,10 +99,13 @@ def run_ranks(
     """Run `python -m MODULE...` as `count` ranks on this machine until all have ended; return 0, or 1 if one
     failed after the last restart or the machines did not meet.
 
-    The first rank prints to this process's output, the others into files in folder/ranks. environment: from
-    `rank_environment`. stop: a request is passed to the ranks through a file in folder/ranks; they end with a
-    checkpoint. look: called several times a second while ranks run; an exception from it ends them. Raises
-    UserError if other users could read folder/ranks.
+    The first rank prints to this process's output, the others into files in folder/ranks. Raises UserError if
+    other users could read folder/ranks.
+
+    Args:
+        environment: From `rank_environment`.
+        stop: A request is passed to the ranks through a file in folder/ranks; they end with a checkpoint.
+        look: Called several times a second while ranks run; an exception from it ends them.
     """
     # Ranks exchange addresses through files there, so no other user may write into it.
     logs = own_folder(folder / "ranks")

@@ -172,8 +172,13 @@ class Gates:
         via: Channel | None = None,
         replica: int | None = None,
     ) -> Tensor:
-        """Return looked-up rows as a function of the weight. frozen: rows that get no gradient. via: the
-        channel that brings the gradients back from a device. replica: that looks up, if one does."""
+        """Return looked-up rows as a function of the weight.
+
+        Args:
+            frozen: Rows that get no gradient.
+            via: The channel that brings the gradients back from a device.
+            replica: The replica that looks up, if one does.
+        """
         number = -1 if replica is None else replica, next(self._numbers)
         kept = self._gate  # read once: another thread may look up meanwhile
         if kept is None or kept[0]() is not weight or kept[1].shape != weight.shape or not weight.is_leaf:

@@ -57,11 +57,16 @@ def rank_rows(
 ) -> Ranked:
     """Score each query against all rows of a table; return the `k` best rows and the rank of its answer.
 
-    Holds one block of rows and scores at a time, on the queries' device. table: a host table, or rows (V, D).
-    answers_Q: one row per query; None: ranks and losses are NaN. hidden_QS: rows that do not compete (known
-    answers, items that a user has seen), padded with -1; an answer among them is still ranked. score:
-    function from (..., Q, D) and (..., N, D) to (..., Q, N). numbers_a_score: numbers that `score` holds for
-    each score while it computes; a larger one gives smaller blocks.
+    Holds one block of rows and scores at a time, on the queries' device.
+
+    Args:
+        table: A host table, or rows (V, D).
+        answers_Q: One row per query; None: ranks and losses are NaN.
+        hidden_QS: Rows that do not compete (known answers, items that a user has seen), padded with -1; an
+            answer among them is still ranked.
+        score: Function from (..., Q, D) and (..., N, D) to (..., Q, N).
+        numbers_a_score: Numbers that `score` holds for each score while it computes; a larger one gives
+            smaller blocks.
     """
     if hidden_QS is None:
         hidden_QS = torch.empty(len(queries_QD), 0, dtype=torch.int64, device="cpu")

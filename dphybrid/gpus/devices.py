@@ -98,9 +98,14 @@ def leased_devices(
 ) -> Iterator[_LeasedDevices]:
     """Wait for the GPUs that the config wants and lease them while the block runs.
 
-    run: the run's name, shown to other users. replicas: how many devices a resumed run had. `auto` takes as
-    many again, so that the result keeps its bits, or fewer if the machine has fewer. on_wait: called with the
-    reason for waiting. stop: a request that ends the waiting. Raises UserError, and Interrupted for `stop`.
+    Raises UserError, and Interrupted for `stop`.
+
+    Args:
+        run: The run's name, shown to other users.
+        replicas: How many devices a resumed run had. `auto` takes as many again, so that the result keeps its
+            bits, or fewer if the machine has fewer.
+        on_wait: Called with the reason for waiting.
+        stop: A request that ends the waiting.
     """
     spec, inventory = wanted_spec(config, settings), Inventory(settings.nvml)
     units = _units(spec, settings, inventory)

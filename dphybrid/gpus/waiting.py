@@ -102,9 +102,13 @@ def acquire(
 ) -> Lease:
     """Wait until the GPUs are free, not leased, and training hours are open; then lease them.
 
-    run: the run's name, shown to other users. on_wait: called with the reason for waiting whenever it
-    changes. stop: a request that ends the waiting. Raises UserError for GPUs that do not exist or did not
-    come free in time, and Interrupted when `stop` was asked.
+    Raises UserError for GPUs that do not exist or did not come free in time, and Interrupted when `stop` was
+    asked.
+
+    Args:
+        run: The run's name, shown to other users.
+        on_wait: Called with the reason for waiting whenever it changes.
+        stop: A request that ends the waiting.
     """
     window_s, poll_s, timeout_s = settings.gpu_window_s, settings.gpu_poll_s, settings.gpu_wait_s
     # At least two windows, even with a timeout of 0: a GPU must be seen free for a whole window.

@@ -164,10 +164,13 @@ def run_sweep(
     """Train a sweep's runs, each in its own process; return what became of each, by name. A sweep of this
     name is continued; interrupted and failed runs go on from their checkpoints.
 
-    at_once: how many runs train at once; 0: as many as GPUs allow. tags: of all runs. wrap: put around the
-    training of each cell, such as a task of Prefect. Raises UserError for values that are not allowed, for
-    data that cannot be used, for a sweep that runs in another process, and for one that was begun with other
-    values.
+    Raises UserError for values that are not allowed, for data that cannot be used, for a sweep that runs in
+    another process, and for one that was begun with other values.
+
+    Args:
+        at_once: How many runs train at once; 0: as many as GPUs allow.
+        tags: More tags of each run.
+        wrap: Put around the training of each cell, such as a task of Prefect.
     """
     check_run_name(sweep.name, "--sweep")
     if at_once < 0:

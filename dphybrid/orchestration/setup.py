@@ -275,8 +275,14 @@ def _what_next(page: dict[str, Any], api: str) -> str:
 
 
 def deploy(pool: str, hosts: Sequence[str], given: Path | None, reset: bool = False) -> None:
-    """Set the server up. hosts: workstations that get their own queues. given: as in `read_page`. reset: set
-    the deployments that exist as in the file, too; else only their code, form and version are renewed."""
+    """Set the server up.
+
+    Args:
+        hosts: Workstations that get their own queues.
+        given: As in `read_page`.
+        reset: Set the deployments that exist as in the file, too; else only their code, form and version are
+            renewed.
+    """
     page, named = read_page(given)
     if named == PACKAGED:
         print("Deployments: those of the package; `dphybrid deploy --write` makes a file for your changes")

@@ -350,8 +350,10 @@ def _signal_runs(number: int, but: Collection[int] = ()) -> set[int]:
 def run(pool: str, name: str, limit: int, queues: Sequence[str] | None, wait: bool) -> int:
     """Run a worker; return the exit code.
 
-    limit: how many runs may train at once. queues: the queues to serve; None: its own and the shared ones.
-    wait: at the first signal, let the runs finish.
+    Args:
+        limit: How many runs may train at once.
+        queues: The queues to serve; None: its own and the shared ones.
+        wait: At the first signal, let the runs finish.
     """
     # Only defaults: a user's own settings win. The runs' processes inherit them.
     with temporary_settings(

@@ -33,13 +33,16 @@ def parallel_apply(
     """Call each replica on its inputs (a tuple or list of arguments, or one argument); return the outputs in
     device order.
 
-    devices: None for the devices of the replicas' first inputs. mode: `inline` calls one after the other in
-    this thread (deterministic, works in a debugger), `threads` calls all at once; None: threads if each
-    replica has its own GPU. Always inline inside a transform of torch.func, which other threads do not see.
-    sizes: the samples of each replica's share, on `dim`, by which `Dropout` draws; None: the rows of the
-    first tensor of each replica's inputs.
     After all replicas have ended, raises the exception of the first one that failed, with a note that names
     it. Raises UserError if the numbers of replicas, inputs and devices do not match.
+
+    Args:
+        devices: None for the devices of the replicas' first inputs.
+        mode: `inline` calls one after the other in this thread (deterministic, works in a debugger),
+            `threads` calls all at once; None: threads if each replica has its own GPU. Always inline inside a
+            transform of torch.func, which other threads do not see.
+        sizes: The samples of each replica's share, on `dim`, by which `Dropout` draws; None: the rows of the
+            first tensor of each replica's inputs.
     """
     if mode not in (None, "inline", "threads"):
         raise UserError(f"parallel_apply: mode={mode!r}; use inline or threads")

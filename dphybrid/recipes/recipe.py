@@ -232,11 +232,13 @@ class Recipe:
         self, model: Any, rows: "pl.DataFrame", vocabularies: "Mapping[str, Vocabulary]"
     ) -> "pl.DataFrame":
         """Return the trained model's predictions for new rows: a frame of any length, whose columns are the
-        same in every call. `dphybrid.load`, `dphybrid predict` and the registered model call it.
-
-        model: in evaluation mode, called without gradients. rows: when read from a file, all columns are
-        texts, None where a value is missing. vocabularies: those that `rows(data, seed)` returned. Raise
+        same in every call. `dphybrid.load`, `dphybrid predict` and the registered model call it. Raise
         UserError for a column that is missing.
+
+        Args:
+            model: In evaluation mode, called without gradients.
+            rows: When read from a file, all columns are texts, None where a value is missing.
+            vocabularies: Those that `rows(data, seed)` returned.
         """
         raise UserError(
             f"recipe {self.name}: makes no predictions from rows; dphybrid.load_model gives its module. A "
@@ -303,9 +305,13 @@ class Recipe:
         temperature: float,
         seed: int,
     ) -> "Iterator[str]":
-        """Yield pieces of a text that continues `prompt`. model: of the checkpoint, in evaluation mode.
-        length: at most this many tokens. temperature: 0 for the likeliest token each time. Raises UserError
-        for a recipe that writes no text."""
+        """Yield pieces of a text that continues `prompt`. Raises UserError for a recipe that writes no text.
+
+        Args:
+            model: The checkpoint's, in evaluation mode.
+            length: At most this many tokens.
+            temperature: 0 for the likeliest token each time.
+        """
         raise UserError(f"recipe {self.name}: writes no text; --prompt is for recipe text")
 
     def recognises(self, data: Mapping[str, object]) -> str | None:

@@ -280,9 +280,14 @@ def advice(
     best_epoch: int,
     epochs: int,
 ) -> list[str]:
-    """Return what to try after a run that loses to a baseline, as sentences with flags. facts: the
-    manifest's facts about the columns. num_rows: of the training split. best_epoch: counted from 1. epochs:
-    how many were trained."""
+    """Return what to try after a run that loses to a baseline, as sentences with flags.
+
+    Args:
+        facts: The manifest's facts about the columns.
+        num_rows: Rows of the training split.
+        best_epoch: Counted from 1.
+        epochs: How many were trained.
+    """
     found = [
         _about_columns(facts, importance),
         _about_epochs(config, best_epoch, epochs),

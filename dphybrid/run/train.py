@@ -81,11 +81,13 @@ def run_job(
     prepared: str | None = None,
     around: Around | None = None,
 ) -> Report:
-    """Prepare, build, train, evaluate and report in this process.
+    """Prepare, build, train, evaluate and report in this process. Raises UserError before work starts,
+    Interrupted on request.
 
-    stop: lets other threads ask the run to stop; signals always do. callbacks: called after each epoch,
-    before those that train.callbacks names. prepared: folder of the data, if it is prepared already. Raises
-    UserError before work starts, Interrupted on request.
+    Args:
+        stop: Lets other threads ask the run to stop; signals always do.
+        callbacks: Called after each epoch, before those that train.callbacks names.
+        prepared: Folder of the data, if it is prepared already.
     """
     stop, around = stop or StopRequest(), around or Around()
     # A signal ends preparation, or the wait for GPUs, at once: nothing is lost. Training finishes its step

@@ -137,12 +137,15 @@ def evaluate(
     seconds: float = SECONDS,
     on_progress: Progress | None = None,
 ) -> Evaluation:
-    """Evaluate a model on rows that have its label. rows: what `Predictor.predict` takes. Rows without a
-    label are left out. importance: also measure that of each column, on some thousand rows; seconds: for at
-    most so long.
+    """Evaluate a model on rows that have its label.
 
     Raises UserError if the label's column or another one is missing, for a label that is no number or class
     of the model, and if no row is left.
+
+    Args:
+        rows: What `Predictor.predict` takes. Rows without a label are left out.
+        importance: Also measure that of each column, on some thousand rows.
+        seconds: For at most so long.
     """
     frame = _frame_of(predictor, rows)
     label = predictor.encoder.label
@@ -198,10 +201,14 @@ def evaluate_checkpoint(
     batch_size: int | None = None,
     on_progress: Progress | None = None,
 ) -> Evaluation:
-    """Evaluate a checkpoint of any recipe on rows whose answers are known. rows: what `evaluate` takes for a
-    table, else what the recipe's `samples` takes. predictor, model: return the checkpoint's; one is called.
-    batch_size: of what is no table; None: as in training. Raises UserError, also for importance of what has
-    no columns."""
+    """Evaluate a checkpoint of any recipe on rows whose answers are known. Raises UserError, also for
+    importance of what has no columns.
+
+    Args:
+        rows: What `evaluate` takes for a table, else what the recipe's `samples` takes.
+        predictor, model: Return the checkpoint's; one is called.
+        batch_size: For what is no table; None: as in training.
+    """
     state = read_state(checkpoint)
     config = stored_config(state.config, checkpoint / "state.json", load_settings())
     recipe = find_recipe(config.recipe)

@@ -52,12 +52,14 @@ def open_tracker(
     """Return a tracker for `experiment`, which records runs in their folders below `runs` (default: `runs` in
     `store`) and copies the records to MLflow.
 
-    tracking_uri: server or database; None: SQLite and a folder of artifacts in `store`; "files", or None if
-    MLflow is not installed: no copies; "none": a tracker that records nothing. upload_limit: a checkpoint's
-    file of more bytes is recorded by path and digest instead of being uploaded. must_answer: check first that
-    the server answers.
-
     Raises UserError when a server does not answer, and for file stores, which MLflow no longer writes.
+
+    Args:
+        tracking_uri: Server or database; None: SQLite and a folder of artifacts in `store`; "files", or None
+            if MLflow is not installed: no copies; "none": a tracker that records nothing.
+        upload_limit: A checkpoint's file of more bytes is recorded by path and digest instead of being
+            uploaded.
+        must_answer: Check first that the server answers.
     """
     if tracking_uri == "none":
         return Tracker()

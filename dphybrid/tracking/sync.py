@@ -92,9 +92,13 @@ def _send(
 def _end_orphans(
     known: Mapping[str, RecordFile], waiting: set[str], tracking_uri: str, experiment: str, noted: set[str]
 ) -> Iterator[str]:
-    """End the runs whose process no longer exists; yield their ids. known: MLflow's id -> record of the runs
-    here. waiting: runs to leave alone, as their record may hold their real end. noted: ids of the experiments
-    of the runs here, besides those of `experiment`."""
+    """End the runs whose process no longer exists; yield their ids.
+
+    Args:
+        known: MLflow's id -> record of the runs here.
+        waiting: Runs to leave alone, as their record may hold their real end.
+        noted: Ids of the experiments of the runs here, besides those of `experiment`.
+    """
     client = MlflowClient(tracking_uri=tracking_uri)
     found = sorted(noted | {str(each.experiment_id) for each in experiments_named(client, experiment)})
     if not found:

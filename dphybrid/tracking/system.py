@@ -122,8 +122,10 @@ def balance_warnings(
 ) -> list[str]:
     """Return a sentence with a remedy for each device that was used badly.
 
-    splits: rows of the split table. system: means of the `system/...` metrics. stages: stage ->
-    seconds.
+    Args:
+        splits: Rows of the split table.
+        system: Means of the `system/...` metrics.
+        stages: Stage -> seconds.
     """
     return _of_the_split(splits, num_devices) + _of_the_gpus(system, stages)
 

@@ -104,7 +104,13 @@ class Observer:
                 self._profiler.before(self._session.trained.progress.step + 1)
 
     def step_ended(self, loss: Tensor, weight: Tensor, rows: int) -> None:
-        """Count a step. loss: summed over the batch. weight: number of its terms. rows: of the batch."""
+        """Count a step.
+
+        Args:
+            loss: Sum over the batch.
+            weight: Number of its terms.
+            rows: Rows of the batch.
+        """
         session, step = self._session, self._session.trained.progress.step
         self.times.end(full=rows == self._full)
         if session.profile_steps:

@@ -149,12 +149,15 @@ class CheckpointWriter:
         """Start writing a checkpoint of the current state and return its path; `wait` returns when it is
         complete.
 
-        config: the experiment's values. facts: further fields of state.json (digests of data, devices).
-        stateful: objects whose states are stored by name, besides progress and random generators. first,
-        then: called in the writing thread before the checkpoint is written, and with its costs afterwards.
-
         Raises UserError and writes nothing if a weight or a state is NaN or infinite. Also raises the error
         of the previous checkpoint's writing.
+
+        Args:
+            config: The experiment's values.
+            facts: Further fields of state.json (digests of data, devices).
+            stateful: Objects whose states are stored by name, besides progress and random generators.
+            first: Called in the writing thread before the checkpoint is written.
+            then: Called there with its costs afterwards.
         """
         start = time.perf_counter()
         # One checkpoint at a time: this one links files of the previous one.

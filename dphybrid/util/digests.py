@@ -154,9 +154,13 @@ def verify_files(
 ) -> None:
     """Check that `folder` holds the files that its page lists, with their checksums, and no other ones.
 
-    page: name of the page. sums: kind (a key of `SUMS`) -> name in the folder -> checksum. beside: a folder
-    in it whose files have checksums of their own. Raises UserError that names the first file that differs or
-    is not listed, and for a name that leads out of the folder.
+    Raises UserError that names the first file that differs or is not listed, and for a name that leads out of
+    the folder.
+
+    Args:
+        page: Name of the page.
+        sums: Kind (a key of `SUMS`) -> name in the folder -> checksum.
+        beside: A folder in it whose files have checksums of their own.
     """
     listed = {name for files in sums.values() for name in files}
     for name in listed:

@@ -25,7 +25,7 @@ from dphybrid.gpus.leases import asked_by, find_holder, try_lease
 from dphybrid.gpus.waiting import Wanted, free_now
 from dphybrid.recipes.configs import build_config
 from dphybrid.util.hours import parse_training_hours
-from tests.commands import python
+from tests.commands import command
 from tests.conftest import REPOSITORY
 from tests.fake_nvml import gpu, stand_in, write_state
 from tests.refusing import refused
@@ -278,13 +278,14 @@ def test_training_hours_go_past_midnight_and_know_weekends() -> None:
 
 
 def test_devices_shows_a_table_and_asks_a_run_to_give_way(
-    machine: Path, folder: Path, fake: Inventory, stranger: int
+    machine: Path, folder: Path, fake: Inventory, stranger: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_state(machine, [gpu(0, processes=[[stranger, 38]], free_gib=41), gpu(1), gpu(2)])
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": "1,0", "COLUMNS": "160"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    monkeypatch.setenv("COLUMNS", "160")
 
     def devices(*argv: str) -> str:
-        return python("-m", "dphybrid", "devices", *argv, cwd=REPOSITORY, env=env).stdout
+        return command("devices", *argv)
 
     with try_lease(folder, fake.read()[1:2], "night") as lease:
         first, second, hidden = devices().splitlines()[1:]

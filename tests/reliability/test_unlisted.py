@@ -18,8 +18,8 @@ from dphybrid.config.settings import load_settings
 from dphybrid.serving.load import find_checkpoint
 from dphybrid.training.checkpoint import verify_checkpoint
 from dphybrid.training.tensor_file import read_tensors, write_tensors
-from dphybrid.util.files import clear_scratch, temporary
-from tests.commands import command, python, run_with
+from dphybrid.util.files import clear_scratch, making, scratch_folder, temporary
+from tests.commands import command, run_with
 from tests.refusing import refused
 
 
@@ -113,14 +113,12 @@ def test_a_damaged_line_of_a_sweeps_journal_is_told(data_dir: Path) -> None:
 def test_what_killed_programs_left_goes_with_the_next_command(data_dir: Path, tmp_path: Path) -> None:
     trained("run")
     frame().write_csv("rows.csv")
-    killed = (
-        "import os, signal; from pathlib import Path\n"
-        "from dphybrid.util.files import making, scratch_folder, temporary\n"
-        "temporary(Path('out.csv').absolute()).touch()\n"
-        "with making(Path('exported').absolute()) as folder, scratch_folder(Path('tmp'), 'dphybrid-x-'):\n"
-        "    (folder / 'file').touch(); os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    python("-c", killed, ends=-signal.SIGKILL)
+    if (killed := os.fork()) == 0:
+        temporary(Path("out.csv").absolute()).touch()
+        with making(Path("exported").absolute()) as folder, scratch_folder(Path("tmp"), "dphybrid-x-"):
+            (folder / "file").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(killed, 0)
     own = temporary(Path("alive.csv").absolute())
     own.touch()  # of a process that lives
     left = {path.name for path in Path().iterdir() if ".partial-" in path.name}

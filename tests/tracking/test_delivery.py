@@ -227,7 +227,7 @@ def test_sync_tells_of_damage_with_its_exit_code_and_sends_the_others(data_dir: 
     damaged.path.write_bytes(b"".join(lines)[:-2])  # and its end is cut off
     (settings.runs_dir / "unreadable" / "record.sent").unlink()
     (settings.runs_dir / "unreadable" / "record.sent").mkdir()
-    out = command("sync", "--wait", "3", ends=1)
+    out = command("sync", "--wait", "2", ends=1)
     told = "2 records damaged on the disk"
     assert f"damaged: not everything was recorded: {told}" in out
     assert "damaged: everything sent" not in out
@@ -285,7 +285,7 @@ def test_records_whose_run_is_not_at_the_server_are_kept(data_dir: Path) -> None
     (record.folder / "record.sent").unlink()
     record.append({"op": "run", **there, "tracking_uri": f"sqlite:///{data_dir}/other.db"})
     record.release()
-    out = command("sync", "--wait", "5", ends=1)
+    out = command("sync", "--wait", "2", ends=1)
     assert f"run: records kept (run {there['run_id']} does not exist at the tracking server)" in out
     assert record.sent().offset == 0
 
@@ -303,7 +303,7 @@ def test_a_run_deleted_in_mlflow_is_said_once_and_loses_no_record(
         tracker.log_metrics({"train/loss": 1.0}, step)
         if step % 100 == 0:
             tracker.log_text(f"{step}.txt", "text")
-            assert not tracker.flush(1.0)
+            assert not tracker.flush(0.4)
     tracker.close()
     deleted = f"run {run_id} was deleted at the tracking server; `mlflow runs restore` brings it back"
     assert [deleted in record.message for record in caplog.records] == [True]
