@@ -88,13 +88,12 @@ def test_the_better_challenger_is_promoted(
     assert better.promoted
     assert better.gain == pytest.approx(abs(better.challenger[metric] - better.champion[metric]))
     assert 0 < better.low < better.gain < better.high
-    day(3, range(12)).write_parquet(days / "day-3.parquet")
-    kept = retrained(days, label, min_gain=1000.0)  # more than there is to gain
-    assert not kept.promoted
     champion = open_registry(load_settings()).champion(label)
     assert champion.number == "2"
     assert champion.decision.startswith(f"promoted: better: validation {metric} ")
     if label == "kind":
+        day(3, range(12)).write_parquet(days / "day-3.parquet")
+        assert not retrained(days, label, min_gain=1000.0).promoted  # more than there is to gain
         day(4, range(6)).with_columns(kind=pl.lit("pink")).write_parquet(days / "day-4.parquet")
         with refused(r"classes were \['blue', 'green', 'red'\] and are now .*'pink'"):
             retrained(days, label)

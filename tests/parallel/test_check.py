@@ -73,6 +73,7 @@ def test_only_the_models_own_gpus_are_asked_for_their_memory() -> None:
     assert own_gpus(model) == [1, 3]
 
 
+@pytest.mark.nightly
 def test_the_benchmark_measures_every_way() -> None:
     result = run(repeats=2)
     assert [row["what"] for row in result["rows"]][:3] == [

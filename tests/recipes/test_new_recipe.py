@@ -11,7 +11,7 @@ from tests.commands import command, python
 
 
 @pytest.mark.slow
-def test_the_package_trains_passes_its_test_and_is_a_recipe_by_name(
+def test_the_package_trains_and_passes_its_test(
     data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DPHYBRID_TRACKING_URI", "none")
@@ -30,7 +30,11 @@ def test_the_package_trains_passes_its_test_and_is_a_recipe_by_name(
     assert predicted.splitlines()[0] == "user,item,rating"
     assert "10 passed" in python("-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=package).stdout
 
-    site = tmp_path / "site"
+
+@pytest.mark.nightly
+def test_the_installed_package_is_a_recipe_by_name(data_dir: Path, tmp_path: Path) -> None:
+    command("new", "recipe", "book_club")
+    site, package = tmp_path / "site", tmp_path / "book_club"
     build = "import setuptools.build_meta as b; print(b.build_wheel('.'))"
     built = python("-c", build, cwd=package)
     with zipfile.ZipFile(package / built.stdout.split()[-1]) as wheel:
