@@ -11,6 +11,8 @@ from typing import Any, Literal, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
+from dphybrid.config import fields_of
+
 _BOUNDS = {
     Ge: ("ge", "at least {}"),
     Gt: ("gt", "above {}"),
@@ -26,7 +28,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def _table(prefix: str, name: str) -> str:
     module, _, attribute = name.partition(":")
-    fields = getattr(importlib.import_module(module), attribute).model_fields
+    fields = fields_of(getattr(importlib.import_module(module), attribute))
     rows = [_row(prefix, key, field) for key, field in fields.items()]
     return "\n".join(["| name | default | what it is |", "| --- | --- | --- |", *rows])
 

@@ -9,6 +9,7 @@ sections `table`, `train`, `checkpoint` and `cluster`; each has its own classes 
 
 from collections.abc import Mapping, Sequence
 from functools import cache
+from inspect import get_annotations
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -58,6 +59,9 @@ class Section(BaseModel):
     value: where the other is not given."""
     required: ClassVar[frozenset[str]] = frozenset()
     """Fields that have to be given although they have a default, which the recipe refuses."""
+    shared: ClassVar[bool] = False
+    """Whether several recipes have the fields that this class itself declares; a recipe's own are shown
+    before them."""
 
 
 class DataConfig(Section):
@@ -87,6 +91,7 @@ class DataConfig(Section):
 class ModelConfig(Section):
     """The network and its sizes."""
 
+    shared = True
     of_training: ClassVar[frozenset[str]] = frozenset()
     """Fields that affect only training: retraining can change them and still reuse the old weights."""
 
@@ -99,9 +104,14 @@ class ModelConfig(Section):
 
 @cache
 def fields_of(section: type[BaseModel]) -> Mapping[str, FieldInfo]:
-    """Return a section's fields in the order shown to users: a recipe's own before `factory` and `dtype`."""
+    """Return a section's fields in the order shown to users: a recipe's own before those that it shares."""
+
+    def is_shared(name: str) -> bool:
+        owner = next(base for base in section.__mro__ if name in get_annotations(base))
+        return vars(owner).get("shared", False)
+
     # pydantic lists inherited fields first; the sort is stable, so that all others keep their order.
-    return dict(sorted(section.model_fields.items(), key=lambda item: item[0] in ModelConfig.model_fields))
+    return dict(sorted(section.model_fields.items(), key=lambda item: is_shared(item[0])))
 
 
 class TableConfig(Section):

@@ -18,12 +18,6 @@ PACKED = ("", ".gz", ".zst", ".bz2", ".xz")
 """Endings that packed text files have after their own; the first is that of files that are not packed."""
 COLUMN_FIELDS = ("label", "weight", "split_column")
 """Fields that name a single column; those that list columns of a kind are in `role_fields`."""
-READING_FIELDS = (
-    *("header", "delimiter", "quote", "encoding", "missing", "decimal", "thousands", "dayfirst"),
-    "max_rejected",
-)
-"""Fields that say how files are written and how many rows may be unreadable. `predict` accepts them too, as
-new files may be written differently."""
 
 
 def _known_encoding(encoding: str) -> str:
@@ -42,13 +36,70 @@ def _one_sign(quote: str) -> str:
     return quote
 
 
-Encoding = Annotated[str, AfterValidator(_known_encoding)]
-"""The name of an encoding that Python knows, or auto."""
-Quote = Annotated[str, AfterValidator(_one_sign)]
-"""The sign around cells, none, or auto."""
+class TextFiles(DataConfig):
+    """How the user's text files are written."""
+
+    shared = True
+
+    path: str | None = None
+    """Your files."""
+    encoding: Annotated[str, AfterValidator(_known_encoding)] = "auto"
+    """Encoding of text files, such as latin-1, utf-16 or shift_jis; auto: UTF-8 or UTF-16, else Latin-1."""
 
 
-class TableDataConfig(DataConfig):
+class DelimitedFiles(TextFiles):
+    """How lines are split into cells, and how many lines may be unreadable."""
+
+    shared = True
+
+    delimiter: str = "auto"
+    """Text between columns, such as ;, tab or ::, or blank for any number of blanks; auto: inferred from
+    the file."""
+    quote: Annotated[str, AfterValidator(_one_sign)] = "auto"
+    """Character around cells that hold separators or line ends; none: quotes are plain text; auto: the double
+    quote, unless the file's lines rule it out."""
+    max_rejected: float = Field(default=0.001, ge=0.0, le=1.0)
+    """Largest share of unreadable rows; with more, preparation stops."""
+
+
+class RowFiles(DelimitedFiles):
+    """How rows with named columns are written, and what their cells mean."""
+
+    shared = True
+
+    header: Literal["auto", "yes", "no"] = "auto"
+    """Whether the first line names the columns; auto: inferred from the file."""
+    missing: Names = ()
+    """Further texts that mean "no value", separated by commas. The empty text, ?, NA, NaN, None, null and the
+    like always do."""
+    decimal: Literal["auto", ".", ","] = "auto"
+    """Decimal mark of numbers; auto: inferred for each column."""
+    thousands: Literal["auto", "", ",", ".", " ", "'", "_"] = "auto"
+    """Thousands separator, as in 1,206.73. Empty: none; auto: inferred for each column."""
+    dayfirst: bool | None = None
+    """true reads 3/12/2024 as 3 December, false as 12 March. Empty: inferred for each column."""
+
+    @property
+    def no_value(self) -> tuple[str, ...]:
+        """All texts that mean "no value", except the empty text."""
+        return tuple(dict.fromkeys((*NO_VALUE, *self.missing)))
+
+    @model_validator(mode="after")
+    def _signs_differ(self) -> Self:
+        # Equal, but not both auto.
+        if self.decimal == self.thousands != "auto":
+            raise ValueError(
+                f"decimal={self.decimal!r} and thousands={self.thousands!r}: give two different signs"
+            )
+        return self
+
+
+READING_FIELDS = tuple(name for name in RowFiles.model_fields if name != "path")
+"""Fields that say how files are written and how many rows may be unreadable. `predict` accepts them too, as
+new files may be written differently."""
+
+
+class TableDataConfig(RowFiles):
     """Which files to read, which column is the label, and how to read the others.
 
     `dphybrid.data.table.kinds.table_config` adds a field for each kind of column: the names of the columns to
@@ -75,28 +126,9 @@ class TableDataConfig(DataConfig):
     base: str | None = None
     """Prepared folder of an earlier run to extend: known values keep their ids and numbers their statistics,
     so that training can continue from its model."""
-    header: Literal["auto", "yes", "no"] = "auto"
-    """Whether the first line names the columns; auto: inferred from the file."""
-    delimiter: str = "auto"
-    """Text between columns, such as ;, tab or ::, or blank for any number of blanks; auto: inferred from
-    the file."""
-    quote: Quote = "auto"
-    """Character around cells that hold separators or line ends; none: quotes are plain text; auto: the double
-    quote, unless the file's lines rule it out."""
-    encoding: Encoding = "auto"
-    """Encoding of text files, such as latin-1, utf-16 or shift_jis; auto: UTF-8 or UTF-16, else Latin-1."""
-    missing: Names = ()
-    """Further texts that mean "no value", separated by commas. The empty text, ?, NA, NaN, None, null and the
-    like always do."""
-    decimal: Literal["auto", ".", ","] = "auto"
-    """Decimal mark of numbers; auto: inferred for each column."""
-    thousands: Literal["auto", "", ",", ".", " ", "'", "_"] = "auto"
-    """Thousands separator, as in 1,206.73. Empty: none; auto: inferred for each column."""
     separator: str = Field(default="auto", min_length=1)
     """Text between the items of a cell of data.bags, such as | or ; ([] for ["a", "b"]); auto: inferred for
     each column."""
-    dayfirst: bool | None = None
-    """true reads 3/12/2024 as 3 December, false as 12 March. Empty: inferred for each column."""
     min_count: int = Field(default=2, ge=1)
     """Categories seen fewer times than this in the training split count as the unknown value."""
     buckets: int = Field(default=32, ge=0, le=4096)
@@ -115,8 +147,6 @@ class TableDataConfig(DataConfig):
     test_path: str | None = None
     """Files with test rows, which decide nothing: the best checkpoint is measured on them once, at the
     end."""
-    max_rejected: float = Field(default=0.001, ge=0.0, le=1.0)
-    """Largest share of unreadable rows; with more, preparation stops."""
 
     @classmethod
     def role_fields(cls) -> dict[str, str]:
@@ -138,11 +168,6 @@ class TableDataConfig(DataConfig):
         return [name for field, name in self.named_columns if self.role_fields().get(field) == "ignore"]
 
     @property
-    def no_value(self) -> tuple[str, ...]:
-        """All texts that mean "no value", except the empty text."""
-        return tuple(dict.fromkeys((*NO_VALUE, *self.missing)))
-
-    @property
     def reading(self) -> dict[str, str | bool]:
         """The notations that are set, by their keys in schema.toml; they override the columns' own."""
         given = {
@@ -153,15 +178,6 @@ class TableDataConfig(DataConfig):
         }
         # An empty thousands separator is a value: no separator.
         return {key: value for key, value in given.items() if value not in ("auto", None)}
-
-    @model_validator(mode="after")
-    def _signs_differ(self) -> Self:
-        # Equal, but not both auto.
-        if self.decimal == self.thousands != "auto":
-            raise ValueError(
-                f"decimal={self.decimal!r} and thousands={self.thousands!r}: give two different signs"
-            )
-        return self
 
     @model_validator(mode="after")
     def _split_has_its_column(self) -> Self:

@@ -11,7 +11,7 @@ import polars as pl
 from pydantic import ConfigDict
 
 from dphybrid.config import Section
-from dphybrid.config.tables import TableDataConfig
+from dphybrid.config.tables import RowFiles, TableDataConfig
 from dphybrid.util.errors import UserError
 
 Array = np.ndarray
@@ -24,18 +24,19 @@ class Sample:
     cells: only those with a value, as texts (`as_texts`), whatever the file stores, or as lists. num_rows:
     number of these rows. whole: the table has no other rows. more: the cells of more rows, if any. typed: the
     file stores numbers. floats: of a type that has fractions. declared: the file says that the values are
-    categories. comma_file: other columns write decimals with a comma.
+    categories. comma_file: other columns write decimals with a comma. separator: between items.
     """
 
     name: str
     cells: pl.Series
     num_rows: int
     whole: bool
-    data: TableDataConfig
+    data: RowFiles
     typed: bool = False
     floats: bool = False
     declared: bool = False
     comma_file: bool = False
+    separator: str = "auto"
     more: pl.Series | None = None
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dphybrid.config.tables import TableDataConfig
+from dphybrid.config.tables import RowFiles
 from dphybrid.data.table.duck import MOST_OPEN, Dialect, Parsed, parse, sniff
 from dphybrid.data.table.lines import count_sign, line_ends, whole_lines
 from dphybrid.data.table.numbers import is_number
@@ -75,7 +75,7 @@ class _Block:
         )
 
 
-def csv_jobs(file: Path, data: TableDataConfig) -> Iterator[Job]:
+def csv_jobs(file: Path, data: RowFiles) -> Iterator[Job]:
     """Yield a job for each block of a file, in order, that returns its rows. Raises UserError if the file
     cannot be read, is empty, or is not text."""
     layout: _Layout | None = None
@@ -105,7 +105,7 @@ def csv_jobs(file: Path, data: TableDataConfig) -> Iterator[Job]:
         raise UserError(f"data.path={file}: is empty; give a file with rows")
 
 
-def _layout(file: Path, text: bytes, data: TableDataConfig, notes: list[str]) -> _Layout | None:
+def _layout(file: Path, text: bytes, data: RowFiles, notes: list[str]) -> _Layout | None:
     """Infer the layout from the first lines; return None if all are blank. Unusual facts go to `notes`."""
     if (filled := re.search(rb"\S", text)) is None:
         return None
@@ -163,7 +163,7 @@ def _usual(rows: Sequence[tuple[int, list[str]]]) -> int:
     return max(counts, key=lambda found: (counts[found], found == first), default=first)
 
 
-def _quote(data: TableDataConfig) -> str:
+def _quote(data: RowFiles) -> str:
     return {"auto": '"', "none": ""}.get(data.quote, data.quote)
 
 
@@ -180,7 +180,7 @@ def _wanted(delimiter: str) -> str | None:
     return separator if separator.strip(" ") else " "
 
 
-def _single_blanks(text: bytes, data: TableDataConfig) -> bytes:
+def _single_blanks(text: bytes, data: RowFiles) -> bytes:
     """Return a text in which single blanks separate cells, if data.delimiter says that blanks do."""
     if _wanted(data.delimiter) != " ":
         return text
@@ -195,7 +195,7 @@ def _first_lines(text: bytes) -> bytes:
     return text[: ends[min(len(ends) - 1, max(_HEAD_LINES - 1, int(np.searchsorted(ends, _HEAD_BYTES))))]]
 
 
-def _sniffed(file: Path, head: bytes, wanted: str | None, data: TableDataConfig) -> Dialect:
+def _sniffed(file: Path, head: bytes, wanted: str | None, data: RowFiles) -> Dialect:
     """Return the dialect that DuckDB finds in the first lines. Raises UserError
     for too many columns, and where blanks may separate cells or other quotes enclose them."""
     first = head.split(b"\n", 1)[0]
@@ -231,7 +231,7 @@ def _check_blanks(file: Path, head: bytes) -> None:
         )
 
 
-def _check_quotes(block: _Block, text: bytes, parsed: Parsed, data: TableDataConfig) -> None:
+def _check_quotes(block: _Block, text: bytes, parsed: Parsed, data: RowFiles) -> None:
     """Raise UserError if quotes seem to be plain text: every line has its number of cells without them, and
     they break rows or join lines; or very many do not close."""
     filled = np.diff(line_ends(text), prepend=0)[: parsed.num_lines] > 1
@@ -271,7 +271,7 @@ def _first_rows(head: bytes, dialect: Dialect) -> list[tuple[int, list[str]]]:
     return rows or [(first + 1, lines[first].decode().split(dialect.separator))]
 
 
-def _header(first: list[str], others: list[list[str]], data: TableDataConfig) -> str | None:
+def _header(first: list[str], others: list[list[str]], data: RowFiles) -> str | None:
     """Return a note (mostly empty) if the first line names the columns, else None.
 
     It does if it holds a column name from the config, or counts columns or years. Otherwise it must hold no

@@ -13,7 +13,7 @@ from urllib.parse import unquote
 import numpy as np
 import polars as pl
 
-from dphybrid.config.tables import PACKED, TableDataConfig
+from dphybrid.config.tables import PACKED, RowFiles
 from dphybrid.data.store import mapped
 from dphybrid.data.table.cells import as_texts, is_odd
 from dphybrid.data.table.delimited import csv_jobs
@@ -103,7 +103,7 @@ def partitions(file: Path) -> list[str]:
 
 def read_files(
     files: Sequence[Path],
-    data: TableDataConfig,
+    data: RowFiles,
     rejected: list[Rejected],
     what: str = "",
     on_progress: Callable[[str, int, int], None] | None = None,
@@ -138,7 +138,7 @@ class ReadProgress:
         return self._before[rows.file] + rows.bytes_read
 
 
-def read_jobs(files: Sequence[Path], data: TableDataConfig) -> Iterator[Job]:
+def read_jobs(files: Sequence[Path], data: RowFiles) -> Iterator[Job]:
     """Yield a job for each chunk of the files, in order; jobs may run in any thread. The folders of
     partitions are columns."""
     for file in files:
@@ -147,7 +147,7 @@ def read_jobs(files: Sequence[Path], data: TableDataConfig) -> Iterator[Job]:
             yield partial(_completed, job, number == 0, folders, data)
 
 
-def _completed(job: Job, first: bool, folders: Mapping[str, str], data: TableDataConfig) -> Rows:
+def _completed(job: Job, first: bool, folders: Mapping[str, str], data: RowFiles) -> Rows:
     """Return a job's rows without stray lines, and with the columns of its file's folders."""
     rows = without_strays(job(), first)
     if not folders.keys() - {*rows.names}:
@@ -158,7 +158,7 @@ def _completed(job: Job, first: bool, folders: Mapping[str, str], data: TableDat
     return replace(rows, cells=Cells(added | dict(rows.cells.given), data.no_value))
 
 
-def _jobs(file: Path, data: TableDataConfig) -> Iterator[Job]:
+def _jobs(file: Path, data: RowFiles) -> Iterator[Job]:
     found = format_of(file)
     if found in ("parquet", "arrow", "arrow stream"):
         yield from map(as_job, _frame_chunks(file, found, data))
@@ -172,7 +172,7 @@ def _jobs(file: Path, data: TableDataConfig) -> Iterator[Job]:
         yield from csv_jobs(file, data)
 
 
-def _frame_chunks(file: Path, kind: str, data: TableDataConfig) -> Iterator[Rows]:
+def _frame_chunks(file: Path, kind: str, data: RowFiles) -> Iterator[Rows]:
     start = 1
     try:
         lazy = _scan(file, kind)
@@ -214,7 +214,7 @@ def _by_pandas(file: Path, schema: pl.Schema) -> tuple[tuple[str, ...], tuple[st
 def _frame_rows(
     frame: pl.DataFrame,
     file: Path,
-    data: TableDataConfig,
+    data: RowFiles,
     start: int,
     index: tuple[str, ...],
     declared: tuple[str, ...],

@@ -14,7 +14,7 @@ import polars as pl
 from polars.io.plugins import register_io_source
 from polars.selectors import by_name  # takes names literally; select() reads `*` as a pattern
 
-from dphybrid.config.tables import TableDataConfig
+from dphybrid.config.tables import RowFiles
 from dphybrid.data.table.cells import FEW, as_texts, by_column, of_objects
 from dphybrid.data.table.files import frame_digest, read_files
 from dphybrid.data.table.rows import Rejected, Rows, check_types
@@ -212,7 +212,7 @@ def table_target(out: str | Path, files: Sequence[Path]) -> Path:
 
 def write_predictions(
     files: Sequence[Path],
-    data: TableDataConfig,
+    data: RowFiles,
     done: Written,
     predicted: Callable[[Rows], pl.DataFrame],
     keep: Sequence[str] = (),

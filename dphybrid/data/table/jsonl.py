@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
-from dphybrid.config.tables import TableDataConfig
+from dphybrid.config.tables import RowFiles
 from dphybrid.data.table.lines import unpacked, whole_lines
 from dphybrid.data.table.rows import SHOWN, Cells, Rejected, Rows, check_columns, check_types, is_odd
 from dphybrid.util.errors import UserError
@@ -43,7 +43,7 @@ def _object(line: bytes | str) -> dict[str, object] | None:
     return found if isinstance(found, dict) else None
 
 
-def json_chunks(file: Path, data: TableDataConfig) -> Iterator[Rows]:
+def json_chunks(file: Path, data: RowFiles) -> Iterator[Rows]:
     """Yield the rows of JSON lines, block by block. A key that a row lacks is a cell without a value. Raises
     UserError if the file cannot be read, or for a column of a type that no table can have."""
     columns: list[str] | None = None

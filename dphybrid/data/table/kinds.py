@@ -501,11 +501,9 @@ class Bag(Category):
         # Not as for categories, which looks at whole cells instead of their items.
         if sample.cells.dtype == pl.List:
             return {}
-        mark = (
-            sample.data.separator
-            if sample.data.separator != "auto"
-            else separator_of(sample.cells, is_bag=True)
-        )
+        mark = sample.separator
+        if mark == "auto":
+            mark = separator_of(sample.cells, is_bag=True)
         return {"separator": mark} if mark else {}
 
     @property

@@ -137,10 +137,10 @@ class _Counts(Label):
 _LABELS: dict[str, type[Label]] = {kind.task: kind for kind in (_Binary, _Multiclass, _Regression, _Counts)}
 
 
-def label_column(sample: Sample) -> Column:
+def label_column(sample: Sample, data: TableDataConfig) -> Column:
     """Return how the cells of a label are read, inferred from the first ones: as numbers, or as names of
     classes. Raises UserError for numbers with a few texts among them."""
-    data, numeric = sample.data, Numeric(name=sample.name, **Numeric.inferred(sample))
+    numeric = Numeric(name=sample.name, **Numeric.inferred(sample))
     category = Category(name=sample.name, **Category.inferred(sample))
     if data.task != "auto":
         return numeric if data.task in ("regression", "counts") else category

@@ -9,7 +9,7 @@ import polars as pl
 from pydantic import ConfigDict, Field
 
 from dphybrid.config import Section
-from dphybrid.config.tables import TableDataConfig
+from dphybrid.config.tables import RowFiles
 from dphybrid.data.table.cells import (
     DASHES,
     FALSE,
@@ -292,7 +292,7 @@ def _not_dates(cells: pl.Series, day_first: bool) -> pl.Series:
     return cells.filter(~cells.str.contains(_DATE) | read_times(cells, day_first).is_null())
 
 
-def is_day_first(cells: pl.Series, data: TableDataConfig) -> bool | None:
+def is_day_first(cells: pl.Series, data: RowFiles) -> bool | None:
     """Return whether the day comes before the month: from the config, else from the cells; None if the cells
     allow both orders."""
     if data.dayfirst is not None:

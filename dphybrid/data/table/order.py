@@ -3,7 +3,7 @@
 import numpy as np
 import polars as pl
 
-from dphybrid.config.tables import TableDataConfig
+from dphybrid.config.tables import RowFiles
 from dphybrid.data.batches import Array
 from dphybrid.data.table.cells import DASHES, read_times, zones_of
 from dphybrid.data.table.numbers import is_day_first
@@ -15,7 +15,7 @@ _YEAR_MONTH, _MONTH_YEAR = (
 )
 
 
-def positions_in_time(texts: pl.Series, field: str, data: TableDataConfig) -> tuple[Array, str]:
+def positions_in_time(texts: pl.Series, field: str, data: RowFiles) -> tuple[Array, str]:
     """Return for each text a number by which to sort: that of a number, or the microseconds since 1970 of a
     date, -inf for no value or a dash; and how the dates were read (empty if there is only one way). field:
     names the column in messages.
@@ -52,7 +52,7 @@ def positions_in_time(texts: pl.Series, field: str, data: TableDataConfig) -> tu
     return instants.cast(pl.Float64).to_numpy().astype(np.float64), how
 
 
-def _with_dates(texts: pl.Series, field: str, data: TableDataConfig) -> pl.Series:
+def _with_dates(texts: pl.Series, field: str, data: RowFiles) -> pl.Series:
     """Return texts with months (2024-02, 2010.10, 10.2010) as their first day, and with dates of eight digits
     as 31/12/2024, where all of them are dates with the year last and not all are dates with the year first.
     Raises UserError for dates of six digits, unless all are a year and a month."""

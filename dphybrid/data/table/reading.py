@@ -77,7 +77,7 @@ class Plan:
             data,
             first,
             describe_columns(first, samples, data, schema, taken),
-            answer.model_copy(update={"name": label}) if answer else label_column(samples[label]),
+            answer.model_copy(update={"name": label}) if answer else label_column(samples[label], data),
             Numeric(name=weight, **Numeric.inferred(samples[weight])) if weight else None,
             # Times are only ordered, so that they stay as written.
             Category(name=split, **({} if data.split == "time" else Category.inferred(samples[split])))

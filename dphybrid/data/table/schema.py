@@ -12,7 +12,7 @@ import polars as pl
 from pydantic import Field, ValidationError
 
 from dphybrid.config import Section
-from dphybrid.config.tables import TableDataConfig
+from dphybrid.config.tables import RowFiles, TableDataConfig
 from dphybrid.data.table.cells import as_texts
 from dphybrid.data.table.column import Column, Sample
 from dphybrid.data.table.kinds import KINDS, Bag, Category, Ignore, Time, kind_of, roles
@@ -152,11 +152,12 @@ def _sample_of(rows: Rows, name: str, cells: pl.Series, data: TableDataConfig) -
         typed=cells.dtype.is_numeric(),
         floats=cells.dtype.is_float(),
         declared=given in (pl.Categorical, pl.Enum),
+        separator=data.separator,
         more=cells if len(cells) > len(known) else None,
     )
 
 
-def names_column(name: str, texts: pl.Series, data: TableDataConfig) -> Category:
+def names_column(name: str, texts: pl.Series, data: RowFiles) -> Category:
     """Return how a column of names is read: users, items, their features, or entities. texts: of all rows."""
     known = texts.drop_nulls()
     return Category(name=name, **Category.inferred(Sample(name, known, len(texts), True, data)))

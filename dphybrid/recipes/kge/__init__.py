@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from dphybrid.config import DataConfig, ModelConfig
-from dphybrid.config.tables import PACKED, Encoding, Quote
+from dphybrid.config import ModelConfig
+from dphybrid.config.tables import PACKED, DelimitedFiles
 from dphybrid.recipes.recipe import Recipe, imported
 from dphybrid.util.files import given_path
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dphybrid.training.metrics import Task
 
 
-class KgeDataConfig(DataConfig):
+class KgeDataConfig(DelimitedFiles):
     """The triples, and the entities that answers compete with in training."""
 
     required: ClassVar[frozenset[str]] = frozenset({"path"})
@@ -25,13 +25,6 @@ class KgeDataConfig(DataConfig):
     """Your triples: a folder with train.txt, valid.txt and perhaps test.txt, or one file; head,
     relation, tail, separated by tabs, commas or blanks. Also Parquet, Arrow, JSON lines, packed files, and
     OpenKE's train2id.txt."""
-    delimiter: str = "auto"
-    """Text between head, relation and tail; auto: inferred from the file."""
-    quote: Quote = "auto"
-    """Character around names that hold separators; none: quotes are plain text; auto: the double quote,
-    unless the file's lines rule it out."""
-    encoding: Encoding = "auto"
-    """Encoding of text files, such as latin-1 or utf-16; auto: UTF-8 or UTF-16, else Latin-1."""
     negatives: int = Field(default=1024, ge=0, le=2**20)
     """Random entities that compete with the answers of a batch; 0: all entities compete (1-vs-all), and each
     step reads and updates the whole table."""
@@ -40,8 +33,6 @@ class KgeDataConfig(DataConfig):
     test_path: str | None = None
     """File with test triples, instead of test.txt in the folder: the best checkpoint ranks them once, at the
     end."""
-    max_rejected: float = Field(default=0.001, ge=0.0, le=1.0)
-    """Largest share of unreadable lines; with more, preparation stops."""
 
 
 class KgeModelConfig(ModelConfig):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dphybrid.config import ExperimentConfig
-from dphybrid.config.tables import TableDataConfig
+from dphybrid.config.tables import DelimitedFiles, RowFiles
 from dphybrid.data.batches import Array, ArrayDataset, Dataset, Draw, DrawnDataset, Draws, lists_of
 from dphybrid.data.foreign import misread
 from dphybrid.data.store import Content, Prepared, Progress, Source, mapped
@@ -95,11 +95,14 @@ def _ranked(triples_B3: Array, arrays: Mapping[str, Array], info: Mapping[str, A
     return DrawnDataset(_rows(triples_B3), known)
 
 
-class _Reading(TableDataConfig):
+class _Reading(RowFiles):
     """How files of triples are read: any text but the empty one is a name, also NA and null."""
 
     @property
     def no_value(self) -> tuple[str, ...]:
+        return ()
+
+    def left_out(self, columns: Sequence[str]) -> Sequence[str]:
         return ()
 
 
@@ -238,14 +241,8 @@ class _TripleSource(Source):
             # The first of OpenKE's lines is the number of the others.
             first = lines[1] if len(lines) > 1 and lines[0].strip().isdigit() else b"".join(lines[:1])
             separator = "tab" if b"\t" in first else "auto" if b"," in first else "blank"
-        return _Reading(
-            path=d.path,
-            header="no",
-            delimiter=separator,
-            quote=d.quote,
-            encoding=d.encoding,
-            max_rejected=d.max_rejected,
-        )
+        written = d.model_dump(include={*DelimitedFiles.model_fields})
+        return _Reading(**written | {"header": "no", "delimiter": separator})
 
     def _counted(self, file: Path, triples: pl.DataFrame, count: int) -> pl.DataFrame:
         """Return the triples of a file whose first line counts them, as OpenKE writes them, with names for

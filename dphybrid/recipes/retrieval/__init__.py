@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from dphybrid.config import DataConfig, ExperimentConfig, ModelConfig, Names
-from dphybrid.config.tables import Encoding, Quote, TableDataConfig
+from dphybrid.config import ExperimentConfig, ModelConfig, Names
+from dphybrid.config.tables import RowFiles
 from dphybrid.recipes.recipe import Recipe, imported
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def softmax_for(num_items: int) -> Literal["full", "sampled"]:
     return "full" if num_items <= FULL_ITEMS else "sampled"
 
 
-class RetrievalDataConfig(DataConfig):
+class RetrievalDataConfig(RowFiles):
     """The interactions, their columns, and the items that compete with a user's item in training."""
 
     used_with: ClassVar[Mapping[str, str]] = {
@@ -80,22 +80,6 @@ class RetrievalDataConfig(DataConfig):
     2,048."""
     cutoffs: _Numbers = (10, 50)
     """Lengths k of the lists for recall@k and NDCG@k, separated by commas; NDCG at the first one decides."""
-    header: Literal["auto", "yes", "no"] = "auto"
-    """Whether the first line names the columns; auto: inferred from the file."""
-    delimiter: str = "auto"
-    """Text between columns, such as ;, tab or ::, or blank for any number of blanks; auto: inferred from
-    the file."""
-    quote: Quote = "auto"
-    """Character around cells that hold separators or line ends; none: quotes are plain text; auto: the double
-    quote, unless the file's lines rule it out."""
-    encoding: Encoding = "auto"
-    """Encoding of text files, such as latin-1, utf-16 or shift_jis; auto: UTF-8 or UTF-16, else Latin-1."""
-    dayfirst: bool | None = None
-    """true reads 3/12/2024 in data.time as 3 December, false as 12 March. Empty: inferred from the dates."""
-    missing: Names = ()
-    """Further texts that mean "no value", separated by commas."""
-    max_rejected: float = Field(default=0.001, ge=0.0, le=1.0)
-    """Largest share of rows that are unreadable or lack user or item; with more, preparation stops."""
 
     @model_validator(mode="after")
     def _columns_and_cutoffs_differ(self) -> Self:
@@ -139,20 +123,6 @@ class RetrievalDataConfig(DataConfig):
                 return self
             found[field] = fitting[0]
         return self.model_copy(update=found)
-
-    @property
-    def reading(self) -> TableDataConfig:
-        """How files are read, for `dphybrid.data.table`."""
-        return TableDataConfig(
-            path=self.path,
-            header=self.header,
-            delimiter=self.delimiter,
-            quote=self.quote,
-            encoding=self.encoding,
-            dayfirst=self.dayfirst,
-            missing=self.missing,
-            max_rejected=self.max_rejected,
-        )
 
 
 class RetrievalModelConfig(ModelConfig):

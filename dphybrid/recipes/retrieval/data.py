@@ -144,7 +144,7 @@ class _InteractionSource:
         if not self.read_files:
             return self._content(iter([sample(self.seed)]), progress)
         # Not into the list of `_rows`, as read_files counts the rows in its list.
-        chunks = read_files(self.read_files, self.data.reading, [], "read rows", progress)
+        chunks = read_files(self.read_files, self.data, [], "read rows", progress)
         first = next(chunks)
         source = replace(self, data=self.data.found_in(first.names))
         return source._content(chain([first], chunks), progress, found=source.data != self.data)
@@ -157,11 +157,11 @@ class _InteractionSource:
             by_name = f"users are in column {d.user!r}, items in {d.item!r}, by their names"
             notes[f"{by_name}; --data.user and --data.item override this"] = None
         rows, rejected = self._rows(chunks, notes)
-        forms = {name: names_column(name, rows[name], d.reading) for name in rows.columns if name != d.time}
+        forms = {name: names_column(name, rows[name], d) for name in rows.columns if name != d.time}
         rows = _in_form(rows, forms)
         times_N, how = None, ""
         if d.time is not None:
-            times_N, how = positions_in_time(rows[d.time], f"data.time={d.time!r}", d.reading)
+            times_N, how = positions_in_time(rows[d.time], f"data.time={d.time!r}", d)
         held_N = self._held_out(rows[d.user], times_N)
         train = rows.filter(~held_N)
         # The latest rows last, for the features; stable, so that rows of one time keep the file's order.
@@ -207,7 +207,7 @@ class _InteractionSource:
         ]
         test: dict[str, Array] = {}
         if self.test_files:
-            tests = read_files(self.test_files, d.reading, [], "read rows", progress)
+            tests = read_files(self.test_files, d, [], "read rows", progress)
             tested, odd = self._rows(tests, notes)
             tested = _in_form(tested, forms)
             rejected += odd

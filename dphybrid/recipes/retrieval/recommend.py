@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from dphybrid.config import ExperimentConfig
-from dphybrid.config.tables import TableDataConfig
+from dphybrid.config.tables import RowFiles
 from dphybrid.data.batches import Array, lists_of
 from dphybrid.data.foreign import misread, writing
 from dphybrid.data.table.cells import as_texts, clean, of_objects
@@ -111,7 +111,7 @@ class Recommender:
         info = read_state(self.checkpoint).info
         self._user, self._item = (str(next(iter(info[f"{side}_ids"]))) for side in ("user", "item"))
         self._forms = {name: Category(**info["forms"][name]) for name in (self._user, self._item)}
-        self._reading, self._time = config.data.reading, config.data.time
+        self._reading, self._time = config.data, config.data.time
         self._no_value = self._reading.no_value
         self._users, self._numbers = users, {name: number for number, name in enumerate(users["name"])}
         self._item_numbers = {name: number for number, name in enumerate(self.items)}
@@ -198,7 +198,7 @@ class Recommender:
         rows = pl.DataFrame({"user": known, "item": numbers}).with_columns(time=at).drop_nulls("user")
         return rows if items is not None else rows.unique("user", maintain_order=True)
 
-    def _from_events(self, parts: Sequence[pl.DataFrame], reading: TableDataConfig) -> "_People":
+    def _from_events(self, parts: Sequence[pl.DataFrame], reading: RowFiles) -> "_People":
         """Return the users of `_events`, each once, with the items of the events that training does not have,
         in the order of their times, or of the rows. reading: how times are written."""
         rows = pl.concat(
@@ -353,7 +353,7 @@ class Recommender:
         assert isinstance(data, RetrievalDataConfig)
         found: list[pl.DataFrame] = []
         rejected: list[Rejected] = []
-        for rows in read_files(files, data.reading, rejected):
+        for rows in read_files(files, data, rejected):
             if data.user not in rows.names:
                 raise UserError(
                     f"{rows.file}: has no column {data.user!r} with users; columns: {', '.join(rows.names)}"
@@ -364,7 +364,7 @@ class Recommender:
                 for name in (data.item, data.time)
             )
             found.append(self._events(rows.cells[data.user], items, times))
-        return self._from_events(found, data.reading), rejected
+        return self._from_events(found, data), rejected
 
     def _names(self, values: Any, side: str) -> pl.Series:
         """Return the names of users or items in the form that training settled; null for no value."""

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from dphybrid.config import DataConfig, ModelConfig
-from dphybrid.config.tables import Encoding
+from dphybrid.config import ModelConfig
+from dphybrid.config.tables import TextFiles
 from dphybrid.recipes.recipe import Recipe, imported
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dphybrid.training.metrics import Task
 
 
-class TextDataConfig(DataConfig):
+class TextDataConfig(TextFiles):
     """The text, and how it is split into tokens."""
 
     used_with: ClassVar[Mapping[str, str]] = {
@@ -32,8 +32,6 @@ class TextDataConfig(DataConfig):
     auto: bpe for source code, else words."""
     vocabulary: int = Field(default=4096, ge=300, le=2**20)
     """Number of byte pairs."""
-    encoding: Encoding = "auto"
-    """Encoding of the text, such as latin-1 or utf-16; auto: UTF-8 or UTF-16, else Latin-1."""
     min_count: int = Field(default=2, ge=1)
     """Words that occur fewer times than this in the training split become `<unk>`; bpe needs none."""
     window: int = Field(default=64, ge=2, le=8192)
