@@ -12,6 +12,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import IncrementalNewlineDecoder
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -30,7 +31,6 @@ _MAX_LINE_BYTES = 2**26
 """With a longer line, a file is taken not to be a table."""
 _HEAD_BYTES = 2**12
 """First bytes of a text from which its encoding is inferred."""
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _ENCODINGS = (
     (codecs.BOM_UTF8, "utf-8"),
     (codecs.BOM_UTF32_LE, "utf-32"),  # before utf-16, with whose mark it begins
@@ -63,6 +63,8 @@ _BINARY = (
     (rb"%PDF-", "a PDF"),
 )
 """Patterns of the first bytes of other formats, and their names."""
+_LATIN = "the text is not UTF-8, so it is read as Latin-1 (Windows-1252); --data.encoding overrides this"
+"""As browsers do. The five bytes that Windows-1252 leaves undefined occur in other encodings."""
 _UTF8_SIGN = re.compile(rb"[\xc3-\xdf][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}|[\xf0-\xf4][\x80-\xbf]{3}")
 
 
@@ -109,48 +111,44 @@ def whole_lines(file: Path, encoding: str, notes: list[str]) -> Iterator[tuple[b
     encoding: auto or a name that Python knows. What was inferred goes to `notes`. Raises UserError if the
     file cannot be unpacked or decoded, and for lines without end.
     """
-    rest, line, plain = b"", 0, True
+    rest, line, plain = "", 0, True
     with unpacked(file) as (stream, raw):
         first = stream.read(min(_HEAD_BYTES, BLOCK_BYTES))
         known = _encoding(first, encoding, notes)
-        blocks = _blocks(stream, first) if known == "utf-8" else _decoded(file, _blocks(stream, first), known)
-        following = next(blocks, b"")
-        latin = False
-        while block := following:
-            following = next(blocks, b"")
-            if b"\r" in block:
-                if block.endswith(b"\r"):  # perhaps the first half of \r\n
-                    block, following = block + following[:1], following[1:] or next(blocks, b"")
-                block = block.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-            if not following and not block.endswith(b"\n"):
-                block += b"\n"
-            if cut := block.rfind(b"\n") + 1:
-                text = rest + block[:cut]
-                if not text.isascii():  # concatenated files have byte-order marks inside, too
-                    text = text.replace(_BYTE_ORDER_MARK, b"")
-                    if not latin and (odd := _not_utf8(text)) is not None:
-                        # Only a file without any UTF-8 sign is taken for Latin-1.
-                        if encoding != "auto" or not plain or _UTF8_SIGN.search(text):
-                            raise _undecodable(file, "UTF-8", line + text.count(b"\n", 0, odd))
-                        latin = True
-                    if latin:
-                        text = _from_latin(file, text, line, notes)
-                    plain = False
-                yield text, raw.tell(), not following
-                line += count_sign(text, b"\n")
-            rest = block[cut:] if cut else rest + block
+        decoder, newlines = codecs.getincrementaldecoder(known)(), IncrementalNewlineDecoder(None, True)
+        block = first + stream.read(BLOCK_BYTES - len(first))
+        while block:
+            following = stream.read(BLOCK_BYTES)
+            last = not following
+            try:
+                text = decoder.decode(block, last)
+            except UnicodeDecodeError as error:
+                # Only a file without any UTF-8 sign is taken for Latin-1.
+                is_latin = encoding == "auto" and known == "utf-8" and plain
+                if not is_latin or _UTF8_SIGN.search(error.object):
+                    raise _undecodable(file, known, line, error) from error
+                known, decoder = "cp1252", codecs.getincrementaldecoder("cp1252")()
+                notes.append(_LATIN)
+                try:
+                    text = decoder.decode(error.object, last)
+                except UnicodeDecodeError as odd:
+                    raise _undecodable(file, "UTF-8 or Latin-1", line, odd) from odd
+            plain = plain and text.isascii()
+            # Concatenated files have byte-order marks inside, too.
+            text = rest + newlines.decode(text, last).replace("\ufeff", "")
+            text += "\n" * (last and not text.endswith("\n"))
+            cut = text.rfind("\n") + 1
+            text, rest, block = text[:cut], text[cut:], following
+            if text:
+                # Halves of a pair that are no sign of their own cannot be written as UTF-8.
+                found = text.encode("utf-8", "replace")
+                yield found, raw.tell(), last
+                line += count_sign(found, b"\n")
             if len(rest) > _MAX_LINE_BYTES:
                 raise UserError(
                     f"data.path={file}: has a line of over {_MAX_LINE_BYTES:,} bytes, so it is not "
                     "read as a table; give a text file with line ends"
                 )
-
-
-def _blocks(stream: IO[bytes], first: bytes) -> Iterator[bytes]:
-    block = first + stream.read(max(0, BLOCK_BYTES - len(first)))
-    while block:
-        yield block
-        block = stream.read(BLOCK_BYTES)
 
 
 def _encoding(first: bytes, encoding: str, notes: list[str]) -> str:
@@ -167,50 +165,13 @@ def _encoding(first: bytes, encoding: str, notes: list[str]) -> str:
     return marked or "utf-8"
 
 
-def _decoded(file: Path, blocks: Iterator[bytes], encoding: str) -> Iterator[bytes]:
-    """Yield text in another encoding as UTF-8."""
-    decoder, lines = codecs.getincrementaldecoder(encoding)(), 0
-    last = False
-    while not last:
-        block = next(blocks, b"")
-        last = not block
-        try:
-            text = decoder.decode(block, final=last)
-        except UnicodeDecodeError as error:
-            good = error.object[: error.start].decode(encoding, "ignore")
-            raise _undecodable(file, encoding, lines + good.count("\n")) from error
-        lines += text.count("\n")
-        # Halves of a pair that are no sign of their own cannot be written as UTF-8.
-        if found := text.encode("utf-8", "replace"):
-            yield found
-
-
-def _not_utf8(text: bytes) -> int | None:
-    """Return the position of the first byte that is not UTF-8; None if all are."""
-    try:
-        text.decode("utf-8")
-    except UnicodeDecodeError as error:
-        return error.start
-    return None
-
-
-def _from_latin(file: Path, text: bytes, line: int, notes: list[str]) -> bytes:
-    """Return Latin-1 text as UTF-8. Reads it as Windows-1252, as browsers do: the five bytes that this leaves
-    undefined occur in other encodings. line: number of lines before the text."""
-    try:
-        found = text.decode("cp1252")
-    except UnicodeDecodeError as error:
-        raise _undecodable(file, "UTF-8 or Latin-1", line + text.count(b"\n", 0, error.start)) from error
-    note = "the text is not UTF-8, so it is read as Latin-1 (Windows-1252); --data.encoding overrides this"
-    if note not in notes:
-        notes.append(note)
-    return found.encode()
-
-
-def _undecodable(file: Path, name: str, line: int) -> UserError:
+def _undecodable(file: Path, name: str, line: int, error: UnicodeDecodeError) -> UserError:
+    """line: number of lines before the block that cannot be decoded."""
+    good = error.object[: error.start].decode(error.encoding, "ignore")
+    line += len(re.findall("\r\n?|\n", good)) + 1
     return UserError(
-        f"data.path={file}: is not {name} text (line {line + 1}); set data.encoding, such as latin-1 or "
-        "utf-16, or save it as UTF-8"
+        f"data.path={file}: is not {name.upper() if name == 'utf-8' else name} text (line {line}); set "
+        "data.encoding, such as latin-1 or utf-16, or save it as UTF-8"
     )
 
 
