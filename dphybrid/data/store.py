@@ -350,7 +350,7 @@ def _write(partial: Path, content: Content, digest: str) -> Manifest:
     with naming(partial), (partial / "rejected.jsonl").open("w", encoding="utf-8") as stream:
         stream.writelines(json.dumps(row) + "\n" for row in content.rejected)
     if num_rejected:
-        where = "see rejected.jsonl in the prepared folder for their lines and the reasons"
+        where = "see rejected.jsonl in the prepared folder for lines and reasons"
         description = [*description, f"  {counted(num_rejected, 'row')} rejected: {where}"]
     facts: dict[str, Any] = dict(content.extra)
     written = [file for file in sorted(partial.rglob("*")) if file.is_file()]

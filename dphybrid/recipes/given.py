@@ -15,7 +15,7 @@ import torch
 from dphybrid.data.batches import Array
 from dphybrid.data.store import Content, Progress, Source
 from dphybrid.data.vocabulary import Vocabulary, write_vocabularies
-from dphybrid.util.errors import UserError, type_text
+from dphybrid.util.errors import UserError, counted, type_text
 
 Given = Any
 """A split: a mapping of arrays or tensors with samples on dim 0, a DataFrame (polars, pandas) of numbers, or
@@ -110,7 +110,7 @@ class GivenSource(Source):
         lines = [f"  {self.name}: {counts}: {shapes}"]
         vocabularies = self._given[1]
         sizes = {name: len(vocabulary) for name, vocabulary in vocabularies.items()}
-        lines += [f"  vocabulary {name}: {size:,} rows" for name, size in sizes.items()]
+        lines += [f"  vocabulary {name}: {counted(size, 'row')}" for name, size in sizes.items()]
         # Rows of a table for each array of ids: the largest id in either split decides. A vocabulary of the
         # same name knows better: it also counts the rows of unknown values.
         info = {

@@ -25,6 +25,7 @@ from dphybrid.training.clock import NOT_A_STEP
 from dphybrid.training.metrics import Task
 from dphybrid.training.results import Chart, Confusion
 from dphybrid.training.saving import checkpoint_uid
+from dphybrid.util.errors import counted
 from dphybrid.util.text import as_flags, as_markdown, masked, printable
 
 _SHOWN_COLUMNS = 20
@@ -336,7 +337,8 @@ def _about_the_network(config: ExperimentConfig, num_rows: int) -> str:
     """Return which network to try; empty for a model without kinds."""
     fields, model = fields_of(type(config.model)), config.model.model_dump()
     if num_rows < _FEW_ROWS and model.get("hidden", 0) > 32:
-        return f"network: {num_rows:,} rows are few for it; try --model.hidden 32 --model.dim 4"
+        few = counted(num_rows, "row is", "rows are")
+        return f"network: {few} few for it; try --model.hidden 32 --model.dim 4"
     if "kind" not in fields or get_origin(fields["kind"].annotation) is not Literal:
         return ""
     others = [kind for kind in get_args(fields["kind"].annotation) if kind not in (model["kind"], "auto")]

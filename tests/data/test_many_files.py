@@ -95,6 +95,7 @@ def test_folders_of_partitions_are_columns_of_any_format(tmp_path: Path, kind: s
         (0, "cm,,no.,,", "the units of the columns"),
         (240, ",Total,42,,80", "a total"),
         (120, "Total,,,,80", "a total"),
+        (120, ",Subtotal,,,80", "a total"),
     ],
 )
 def test_lines_that_are_no_rows_are_left_out_and_said(

@@ -121,6 +121,22 @@ def test_a_value_is_one_in_every_container_and_role(form: str, role: str, tmp_pa
             assert read(clean([cells], [])[0]) == wanted, (name, cells)
 
 
+def test_marks_of_thousands_that_training_lacks_are_told(tmp_path: Path) -> None:
+    table = {"user_id": [10_000 + n % 30 for n in range(60)], "y": [n % 2 for n in range(60)]}
+    encoder = Encoder.load(table_of(tmp_path, table).path / "encoder")
+    (said,) = encoder.doubts({"user_id": pl.Series(["10003", "10,017"])})
+    assert "holds '10,017'" in said and "data.thousands" in said
+    assert not encoder.doubts({"user_id": pl.Series([" 10003", "10003.0", "NA", "new", None])})
+
+
+@pytest.mark.parametrize("marks", ["CHF ", ""])
+def test_a_typographic_apostrophe_separates_thousands(marks: str, tmp_path: Path) -> None:
+    amounts = [f"{marks}{n % 9 + 1}\u2019{n:03d}.50" for n in range(60)]
+    encoder = Encoder.load(table_of(tmp_path, {"x": amounts, "y": [0, 1] * 30}).path / "encoder")
+    (column,) = encoder.numbers
+    assert column.values(pl.Series(["1\u2019234.5", "1'234.5"])).to_list() == [1234.5, 1234.5]
+
+
 @pytest.mark.parametrize("container", ["csv", "parquet"])
 @pytest.mark.parametrize("recipe", ["retrieval", "kge"])
 def test_users_items_and_names_beside_a_missing_one_are_those_without(

@@ -138,7 +138,7 @@ def test_the_latest_rows_validate_and_the_last_feature_counts(tmp_path: Path) ->
     assert data.info["user_ids"] == {"who": 2, "home": 2 + len(homes)}
     assert data.info["item_ids"] == {"what": 3, "note": 2}  # which nobody filled in
     assert [homes[ids[1] - 2] for ids in users["ids"].to_list()] == ["Oslo", "Bonn"]
-    assert "not evaluated: 1 rows of unseen users, 1 of unseen items" in data.describe()
+    assert "not evaluated: 1 row of unseen users, 1 of unseen items" in data.describe()
     assert data.manifest.rejected == 1
 
 
@@ -347,7 +347,7 @@ def test_later_interactions_are_evaluated_as_a_test_part(data_dir: Path, tmp_pat
     for found in (run.evaluate(later), run.evaluate(tmp_path / "later.csv")):
         assert found.metrics == pytest.approx(run.test_metrics)
         assert re.search(
-            "101 rows with .* items to find; not evaluated: 1 rows of unseen users", found.text()
+            "101 rows with .* items to find; not evaluated: 1 row of unseen users", found.text()
         )
     with refused("there is nothing to find in 300 rows"):
         run.evaluate(rows[:300])

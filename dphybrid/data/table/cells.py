@@ -48,6 +48,10 @@ IS_LIST = rf"(?s)^\s*(?:\[.*\]|[({{](?:\s*(?:{_QUOTED})\s*,?)+[)}}])\s*$"
 """A list as JSON and Python write it, also as a tuple or a set of texts."""
 TRUE, FALSE = ("1", "t", "true", "y", "yes"), ("0", "f", "false", "n", "no")
 """The two values of a flag, in lower case."""
+INFINITE = ("inf", "infinity", "+inf", "-inf", "+infinity", "-infinity", "nan")
+"""Lower-cased texts of numbers that are not finite; they count as no value."""
+Notation = tuple[str, str, bool]
+"""Decimal mark, thousands separator (empty: none), and whether numbers have other marks, as in $5 or 7%."""
 DASHES = ("-", "--", "–", "—")
 """What stands for no value among numbers and dates."""
 _ZONES = {
@@ -210,15 +214,28 @@ def number_texts(cells: pl.Series) -> pl.Series:
     return as_texts(numbers).zip_with(numbers.is_finite().fill_null(False), texts)
 
 
-def texts_of(cells: pl.Series, form: str = "text") -> pl.Series:
+def texts_of(cells: pl.Series, form: str, notation: Notation, ignore_case: bool) -> pl.Series:
     """Return cells as the texts of a column of categories, each value in one form.
 
-    form: text; number, where 7, 7.0 and +7 are one value; or FALSE/TRUE, the words for the values of a flag,
-    where True, TRUE, 1, 1.0 and yes are one value."""
-    if form == "text":
-        return as_texts(cells)
+    form: text; number, where 7, 7.0 and +7 are one value, written in `notation`, and infinity is none; or
+    FALSE/TRUE, the words for the values of a flag, where True, TRUE, 1, 1.0 and yes are one value."""
+    if cells.dtype == pl.List:
+        if form == "text" and not ignore_case:
+            return cells
+        items = cells.explode().drop_nulls().unique()
+        texts = texts_of(items, form, notation, ignore_case)
+        return cells.list.eval(pl.element().replace(items, texts).drop_nulls())
+    texts = as_texts(cells) if form == "text" else _in_form(cells, form, notation)
+    return texts.str.to_lowercase() if ignore_case else texts
+
+
+def _in_form(cells: pl.Series, form: str, notation: Notation) -> pl.Series:
     if form == "number":
-        return number_texts(cells)
+        plain = plain_numbers(cells, *notation)
+        texts = number_texts(
+            plain.zip_with(plain.is_not_null(), cells) if cells.dtype == pl.String else cells
+        )
+        return texts.set(is_infinite(texts), None)
     no, yes = form.split("/")
     words = dict.fromkeys(FALSE, no) | dict.fromkeys(TRUE, yes)
     texts = as_texts(cells)
@@ -227,6 +244,11 @@ def texts_of(cells: pl.Series, form: str = "text") -> pl.Series:
         return found
     low = texts.str.to_lowercase().str.replace(r"^([01])\.0*$", "$1")
     return low.replace_strict(words, default=None).fill_null(texts)
+
+
+def is_infinite(cells: pl.Series) -> pl.Series:
+    """Return a mask (B,) of numbers that are not finite, which count as no value."""
+    return cells.cast(pl.String).str.to_lowercase().is_in(INFINITE).fill_null(False)
 
 
 def numbers_of(cells: pl.Series, decimal: str = ".", thousands: str = "", marks: bool = False) -> pl.Series:
@@ -251,6 +273,8 @@ def plain_numbers(cells: pl.Series, decimal: str, thousands: str, marks: bool = 
     cells = without_marks(cells) if marks else cells
     if (decimal, thousands) == (".", ""):
         return cells
+    if thousands == "'":  # also the typographic one
+        cells = cells.str.replace_all("\u2019", thousands, literal=True)
     group = re.escape(thousands)
     # In India, groups have two digits, the last one has three.
     groups = (
@@ -264,12 +288,6 @@ def plain_numbers(cells: pl.Series, decimal: str, thousands: str, marks: bool = 
     texts = cells.str.replace_all(thousands, "", literal=True) if group else cells
     texts = texts.str.replace_all(decimal, ".", literal=True)
     return texts.set(~cells.str.contains(pattern).fill_null(True), None)
-
-
-def numbers_as_written(cells: pl.Series, decimal: str, thousands: str, marks: bool) -> pl.Series:
-    """Return `plain_numbers` of cells, and the texts that are none as they are."""
-    plain = plain_numbers(cells, decimal, thousands, marks)
-    return plain.zip_with(plain.is_not_null(), cells) if cells.dtype == pl.String else cells
 
 
 def without_marks(cells: pl.Series) -> pl.Series:

@@ -8,6 +8,7 @@ Letters: B rows, N dense columns, L items of a bag.
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache, cached_property
 from typing import Any, Literal, Self, cast
 
@@ -24,12 +25,13 @@ from dphybrid.data.table.cells import (
     IS_LIST,
     MISSING_ID,
     UNKNOWN_ID,
+    Notation,
     bag_ids,
     ids_of,
     items_of,
     number_texts,
-    numbers_as_written,
     numbers_of,
+    read_numbers,
     read_times,
     texts_of,
     time_parts,
@@ -38,6 +40,7 @@ from dphybrid.data.table.cells import (
 from dphybrid.data.table.column import Array, Column, Sample, TrainingValues
 from dphybrid.data.table.numbers import (
     USUAL,
+    WITH_MARKS,
     Scale,
     are_numbers,
     dashes_of,
@@ -47,7 +50,6 @@ from dphybrid.data.table.numbers import (
     how_dates_are_read,
     is_day_first,
     is_free_text,
-    is_infinite,
     looks_like_dates,
     may_be_grouped,
     not_numbers,
@@ -58,7 +60,7 @@ from dphybrid.data.table.numbers import (
     unlike,
     why_not_numeric,
 )
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, counted
 from dphybrid.util.text import as_flags
 
 _ROW_NUMBERS = 20
@@ -113,6 +115,11 @@ class Notated(Column):
     def inferred(cls, sample: Sample) -> dict[str, Any]:
         return dict(zip(("decimal", "thousands", "marks"), notation_of(sample)[0], strict=True))
 
+    @property
+    def notation(self) -> Notation:
+        """How the column writes numbers."""
+        return self.decimal, self.thousands, self.marks
+
 
 class Numbers(Column):
     """One or more numbers per cell: standardized, and in quantile buckets with an embedding each."""
@@ -162,20 +169,23 @@ class Numeric(Notated, Numbers):
         none = sample.cells.filter(column.read(sample.cells).is_null())
         notes = dashes_of(none)
         infinite = len(none) - int(none.is_in(DASHES).sum())
-        notes += [f"{infinite:,} infinite numbers count as no value"] if infinite else []
+        if infinite:
+            notes.append(
+                f"{counted(infinite, 'infinite number counts', 'infinite numbers count')} as no value"
+            )
         notes += [f"thousands separator {column.thousands!r}"] if column.thousands else []
         notes += [f"decimal mark {column.decimal!r}"] if column.decimal != "." else []
         if column.marks:
             lengths = sample.cells.head(_SOME).str.contains("[hms:]").any()
             notes.append("durations in seconds" if lengths else "numbers without their marks")
             notes += unlike(sample.cells)
-        usual = (column.decimal, column.thousands, column.marks) == USUAL
+        usual = column.notation == USUAL
         if usual and not sample.typed and (grouped := may_be_grouped(sample.cells)):
             notes.append(f"{grouped!r} is {float(grouped):g}; --data.thousands . reads thousands instead")
         return ", ".join(notes) + "; --data.decimal and --data.thousands override this" * (not usual)
 
     def read(self, cells: pl.Series) -> pl.Series:
-        return numbers_of(cells, self.decimal, self.thousands, self.marks)
+        return numbers_of(cells, *self.notation)
 
     def fitted(self, training: TrainingValues) -> Self:
         return self._fitted_to(training.numbers().to_numpy(), training.data)
@@ -359,12 +369,7 @@ class Category(Notated):
         return flag_of(sample.cells) or ("number" if are_numbers(sample) else "text")
 
     def read(self, cells: pl.Series) -> pl.Series:
-        if self.type == "number":
-            cells = numbers_as_written(cells, self.decimal, self.thousands, self.marks)
-        texts = texts_of(cells, self.type)
-        if self.type == "number":
-            texts = texts.set(is_infinite(texts), None)
-        return texts.str.to_lowercase() if self.ignore_case else texts
+        return texts_of(cells, self.type, self.notation, self.ignore_case)
 
     @cached_property
     def _with_zeros(self) -> str:
@@ -375,6 +380,12 @@ class Category(Notated):
     def doubt(self, cells: pl.Series) -> str:
         if cells.dtype.is_float() and self.type == "number" and (cells.fill_nan(0).abs() >= 2**53).any():
             return f"Column {self.name!r} holds floats beyond 2^53, which merge ids; give integers or texts"
+        if cells.dtype == pl.String and self.type == "number":
+            unread = cells.filter(cells.str.contains(WITH_MARKS))
+            unread = unread.filter(read_numbers(unread, *self.notation).is_null())
+            if len(unread):
+                how = "training had numbers without such marks; data.thousands and data.decimal name them"
+                return f"Column {self.name!r} holds {unread[0]!r}, but {how}"
         if not (cells.dtype.is_numeric() and self._with_zeros):
             return ""
         texts = f"texts such as {self._with_zeros!r}"
@@ -498,13 +509,13 @@ class Bag(Category):
 
     @classmethod
     def inferred(cls, sample: Sample) -> dict[str, Any]:
-        # Not as for categories, which looks at whole cells instead of their items.
-        if sample.cells.dtype == pl.List:
-            return {}
-        mark = sample.separator
+        mark = "" if sample.cells.dtype == pl.List else sample.separator
         if mark == "auto":
             mark = separator_of(sample.cells, is_bag=True)
-        return {"separator": mark} if mark else {}
+        found = {"separator": mark} if mark else {}
+        items = items_of(sample.cells, mark or "|").explode().drop_nulls()
+        numbers = super().inferred(replace(sample, cells=items))
+        return found | (numbers if numbers["type"] == "number" else {})
 
     @property
     def form(self) -> str:
@@ -517,7 +528,7 @@ class Bag(Category):
         return items_of(cells, self.separator, most)
 
     def read(self, cells: pl.Series) -> pl.Series:
-        return self.items(cells, self.max_items)
+        return super().read(self.items(cells, self.max_items))
 
     def doubt(self, cells: pl.Series) -> str:
         if cells.dtype != pl.String or type(self) is not Bag:

@@ -16,7 +16,9 @@ from dphybrid.data.table.cells import (
     FIRST_ID,
     IS_LIST,
     TRUE,
+    Notation,
     bucket_ids,
+    is_infinite,
     items_of,
     number_texts,
     plain_numbers,
@@ -29,13 +31,9 @@ from dphybrid.data.table.cells import (
 from dphybrid.data.table.column import Array, Sample
 from dphybrid.util.text import as_flags
 
-_INFINITE = ("inf", "infinity", "+inf", "-inf", "+infinity", "-infinity", "nan")
-"""Lower-cased texts of numbers that are not finite; they count as no value."""
 _NOTATIONS = [(".", ""), (".", ","), (",", "."), (",", "")]
 _NOTATIONS += [(decimal, group) for decimal in ".," for group in " '_"]
 """Pairs of decimal mark and thousands separator, in the order in which they are tried."""
-Notation = tuple[str, str, bool]
-"""Decimal mark, thousands separator (empty: none), and whether numbers have other marks, as in $5 or 7%."""
 USUAL: Notation = (".", "", False)
 FEW_OTHERS = 0.05
 """Largest share of cells other than numbers (or dates) that is taken for mistakes in a column of them; the
@@ -58,8 +56,8 @@ _REPEATED = 0.25
 """Whole numbers repeat if this share of the rows holds a value that occurs again."""
 LISTS = "reads the items between the marks"
 """Words in the reason of a column of categories whose cells look like lists."""
-# Digits with marks of decimals or groups of digits.
-_WITH_MARKS = r"^[+-]?\d[\d.,' _]*(?:e\d)?$"
+WITH_MARKS = r"^[+-]?\d[\d.,'\u2019 _]*(?:e\d)?$"
+"""Digits with marks of decimals or groups of digits."""
 _MAY_HAVE_MARKS = r"^(?:[^\p{L}\p{N}]|USD|EUR|GBP|CHF|Rs\.?)*\d"
 _UNLIKE = (
     (r"\d\s?m\b", r"\d\s?[kK]\b", "'m' is read as minutes beside 'k' for thousands; millions are written M"),
@@ -103,11 +101,6 @@ def not_numbers(cells: pl.Series, numbers: pl.Series) -> pl.Series:
     return odd & ~is_infinite(cells) & ~cells.cast(pl.String).is_in(DASHES) if odd.any() else odd
 
 
-def is_infinite(cells: pl.Series) -> pl.Series:
-    """Return a mask (B,) of numbers that are not finite, which count as no value."""
-    return cells.cast(pl.String).str.to_lowercase().is_in(_INFINITE).fill_null(False)
-
-
 @lru_cache(maxsize=1)  # several kinds ask this of one column in turn
 def notation_of(sample: Sample) -> tuple[Notation, pl.Series]:
     """Return how a column writes its numbers, and the cells that are not numbers in this notation. The config
@@ -132,11 +125,11 @@ def notation_of(sample: Sample) -> tuple[Notation, pl.Series]:
         return allowed[0], odd
     # Trying all notations takes time; most columns of texts do not look like numbers at all.
     some, marks = odd.head(_FEW), False
-    if not some.str.contains(_WITH_MARKS).all():
+    if not some.str.contains(WITH_MARKS).all():
         # First what excludes most texts: taking marks away takes 15 calls of polars.
         if 2 * int(some.str.contains(_MAY_HAVE_MARKS).sum()) < len(some):
             return allowed[0], odd
-        marks = bool(without_marks(some).str.contains(_WITH_MARKS).any())
+        marks = bool(without_marks(some).str.contains(WITH_MARKS).any())
     # min returns the first of equals, so that the usual notation wins a tie.
     tried = [(*signs[:2], marks) for signs in allowed]
     return min(((signs, others(signs)) for signs in tried), key=lambda found: len(found[1]))

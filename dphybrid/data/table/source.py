@@ -324,7 +324,7 @@ def _fitted(
 
 
 def _description(
-    table: Table, encoder: Encoder, split_text: str, sizes: Mapping[str, object], unseen: Mapping[str, float]
+    table: Table, encoder: Encoder, split_text: str, sizes: Mapping[str, Any], unseen: Mapping[str, float]
 ) -> list[str]:
     """Return a description of how a table was read, in lines for people. sizes: number of rows of each split,
     and the share of positive labels. unseen: by column, the share of validation values that no training row
@@ -335,20 +335,21 @@ def _description(
         origin = "as in data.base"
     how = "" if label.task == "binary" else f"{label.task} ({origin}): "
     lines = [
-        f"  {data.path}: {table.num_rows:,} rows, label {label.name!r}: {how}{_escaped(label.summary())}",
+        f"  {data.path}: {counted(table.num_rows, 'row')}, label {label.name!r}: {how}"
+        f"{_escaped(label.summary())}",
         *(f"  reading: {_escaped(note)}" for note in table.notes),
         *_column_lines(table, encoder),
     ]
     rates = {part: sizes.get(f"{part}_label_rate") for part in ("train", "valid", "test")}
     rows = sum(column["num_ids"] for column in encoder.id_columns)
     lines.append(
-        f"  {sizes['train_rows']:,} rows to train"
+        f"  {counted(sizes['train_rows'], 'row')} to train"
         + ("" if rates["train"] is None else f" ({rates['train']:.1%} positive)")
         + f", {sizes['valid_rows']:,} to validate"
         + ("" if rates["valid"] is None else f" ({rates['valid']:.1%})")
         + (f", {sizes['test_rows']:,} to test" if "test_rows" in sizes else "")
         + ("" if rates["test"] is None else f" ({rates['test']:.1%})")
-        + f", {rows:,} table rows"
+        + f", {counted(rows, 'table row')}"
     )
     lines.append(f"  {split_text}")
     # A reason with a semicolon names a remedy: it deserves a line of its own.
@@ -406,19 +407,20 @@ def _left_out_lines(table: Table, encoder: Encoder) -> list[str]:
         if not len(column.learned) and not column.hash_buckets
     ]
     lines += [
-        f"  {bag.name}: {count:,} cells hold more than {bag.max_items} items; only the "
-        f"{'first' if isinstance(bag, Text) else 'last'} {bag.max_items} are used (max_items in schema.toml)"
+        f"  {bag.name}: {counted(count, 'cell holds', 'cells hold')} more than {bag.max_items} items; only "
+        f"the {'first' if isinstance(bag, Text) else 'last'} {bag.max_items} are used (max_items in "
+        "schema.toml)"
         for bag in encoder.bags
         if (count := table.counts[f"column {bag.name}"])
     ]
     if unlabelled := table.counts["label"]:
-        lines.append(
-            f"  {unlabelled:,} rows without a value of {table.plan.label.name!r} are left out: they "
-            "have no answer to learn"
-        )
+        name = repr(table.plan.label.name)
+        left = f"row without a value of {name} is", f"rows without a value of {name} are"
+        lines.append(f"  {counted(unlabelled, *left)} left out: no answer to learn")
     if data.weight:
         weightless = table.counts["weight"]
-        zero = f"; {weightless:,} rows with a weight of 0 are left out" if weightless else ""
+        zero = counted(weightless, "row with a weight of 0 is", "rows with a weight of 0 are")
+        zero = f"; {zero} left out" if weightless else ""
         lines.append(f"  weights of rows, in loss and metrics: {data.weight}{zero}")
     return lines
 

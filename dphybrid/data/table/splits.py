@@ -14,7 +14,7 @@ from dphybrid.data.table.cells import PADDING_ID
 from dphybrid.data.table.encoder import Base, Encoder, old_ids
 from dphybrid.data.table.order import positions_in_time
 from dphybrid.data.table.reading import Table
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, counted
 
 _BLOCK = 2**20
 """Rows that are split or compared at a time, to limit memory."""
@@ -207,12 +207,14 @@ def extended_split(
         raise UserError(
             "data.base: the earlier model was trained on every row that could be held out; wait for more rows"
         )
+    new = counted(int(new_B.sum()), "row is", "rows are")
     text = (
-        f"{split.text}; {new_B.sum():,} rows are new, and the validation split has no row that "
-        f"{base.prepared.path.name} trained on"
+        f"{split.text}; {new} new, and the validation split has no row that {base.prepared.path.name} "
+        "trained on"
     )
     if left := int((part_B == LEFT_OUT).sum()):
-        text += f"; {left:,} test rows that it has seen are left out"
+        seen = counted(left, "test row that it has seen is", "test rows that it has seen are")
+        text += f"; {seen} left out"
     return RowSplit(part_B, text), np.flatnonzero(new_B)
 
 

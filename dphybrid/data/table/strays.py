@@ -13,6 +13,8 @@ from dphybrid.data.table.numbers import is_number
 from dphybrid.data.table.rows import STRAY, Rejected, Rows
 
 _TOTAL = r"(?i)^\s*(?:(?:(?:grand|sub)[ -]?)?totals?|sum|summe|gesamt(?:summe)?|insgesamt)\s*:?\s*$"
+_SUBTOTAL = r"(?i)^\s*(?:grand|sub)"
+"""Totals that are hardly values of a column, as Total may be."""
 _LOOKED_AT = 1000
 """Rows whose cells say that a column holds numbers."""
 
@@ -24,20 +26,26 @@ def without_strays(rows: Rows, first: bool) -> Rows:
         return rows
     # Columns of other types hold no header, total or unit.
     texts = {name: rows.cells.given[name] for name in names if rows.cells.given[name].dtype == pl.String}
-    found = dict.fromkeys(_totals(rows, texts), "a total")
+    totals, open_ones = _totals(rows, texts)
+    found = dict.fromkeys(totals, "a total")
     if len(texts) == len(names) > 1:
         found |= dict.fromkeys(_headers(texts), "the header once more")
         if first and len(rows) > 2 and _is_units(rows, names):
             found[0] = "the units of the columns"
+    notes = [
+        f"{rows.file.name}, line {rows.lines[row]}, looks like a subtotal and is read as a row; remove such "
+        "lines if they are totals"
+        for row in open_ones[:1]
+    ]
     if not found:
-        return rows
+        return replace(rows, notes=(*rows.notes, *notes)) if notes else rows
     keep = np.ones(len(rows), bool)
     keep[[*found]] = False
     rejected = [
         Rejected(file=str(rows.file), line=int(rows.lines[row]), reason=f"{STRAY}{what}")
         for row, what in sorted(found.items())
     ]
-    notes = [f"{rows.file.name}, line {row['line']}, {row['reason']}, is left out" for row in rejected]
+    notes += [f"{rows.file.name}, line {row['line']}, {row['reason']}, is left out" for row in rejected]
     return replace(
         rows,
         cells=rows.cells.kept(keep),
@@ -54,18 +62,29 @@ def _headers(texts: dict[str, pl.Series]) -> Iterator[int]:
             yield row
 
 
-def _totals(rows: Rows, texts: dict[str, pl.Series]) -> Iterator[int]:
-    """Yield the rows whose first value says that they are a total: the last ones, and any in a column that
-    holds numbers otherwise."""
-    for name in [*texts][:2]:
-        last = len(rows) - 1
-        for row in reversed(texts[name].str.contains(_TOTAL).arg_true()):
-            before = [*texts][: [*texts].index(name)]
-            if any(rows.cells[other][row] is not None for other in before):
-                continue
-            if row == last or _holds_numbers(rows.cells[name].head(row).tail(_LOOKED_AT)):
-                yield row
-                last -= row == last
+def _totals(rows: Rows, texts: dict[str, pl.Series]) -> tuple[list[int], list[int]]:
+    """Return the rows whose first value says that they are a total, and those that may be values: a total
+    stands at the end, in a column that holds numbers otherwise, or without other words beside it."""
+    found, open_ones = list[int](), list[int]()
+    for place, name in enumerate([*texts][:2]):
+        is_total = texts[name].str.contains(_TOTAL).fill_null(False)
+        for before in [*texts][:place]:
+            is_total &= rows.cells[before].is_null()
+        if not is_total.any():
+            continue
+        below = {each: rows.cells[each].filter(~is_total).head(_LOOKED_AT) for each in texts}
+        words = [each for each in texts if each != name and not _holds_numbers(below[each])]
+        alone = is_total
+        for each in words:
+            alone &= rows.cells[each].is_null()
+        certain = is_total if _holds_numbers(below[name]) else alone & bool(words)
+        last = len(rows) - int((~is_total).reverse().arg_max() or 0)
+        ends = pl.int_range(len(rows), eager=True) >= last
+        ends &= ~texts[name].is_in(texts[name].head(last).implode())
+        certain |= ends & is_total
+        found += certain.arg_true().to_list()
+        open_ones += (is_total & ~certain & texts[name].str.contains(_SUBTOTAL)).arg_true().to_list()
+    return found, open_ones
 
 
 def _is_units(rows: Rows, names: list[str]) -> bool:

@@ -9,6 +9,7 @@ from pydantic import Field
 from dphybrid.config import ModelConfig
 from dphybrid.config.tables import PACKED, DelimitedFiles
 from dphybrid.recipes.recipe import Recipe, imported
+from dphybrid.util.errors import counted
 from dphybrid.util.files import given_path
 
 if TYPE_CHECKING:
@@ -92,8 +93,9 @@ class Kge(Recipe):
         if num_relations <= max(20, num_triples / 10):
             return []
         return [
-            f"the second column has {num_relations:,} values in {num_triples:,} rows, many for relations "
-            "(a triple is head, relation, tail). If this is a table, use --recipe ctr --data.label COLUMN"
+            f"the second column has {num_relations:,} values in {counted(num_triples, 'row')}, many for "
+            "relations (a triple is head, relation, tail). If this is a table, use --recipe ctr --data.label "
+            "COLUMN"
         ]
 
     def recognises(self, data: Mapping[str, object]) -> str | None:

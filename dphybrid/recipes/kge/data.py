@@ -161,7 +161,10 @@ class _TripleSource(Source):
         # published results, and the printed lines count them.
         seen = np.zeros(len(entities), dtype=bool)
         seen[parts["train"][:, [0, 2]]] = True
-        lines = [f"  triples from {self.data.path}: {len(entities):,} entities, {len(relations):,} relations"]
+        lines = [
+            f"  triples from {self.data.path}: {counted(len(entities), 'entity', 'entities')}, "
+            f"{counted(len(relations), 'relation')}"
+        ]
         lines += [f"  reading: {note}" for note in notes]
         for part, triples in parts.items():
             if part != "train":
@@ -171,7 +174,7 @@ class _TripleSource(Source):
                 if part != "train"
                 else f", {len(triples) / len(entities):.3g} per entity"
             )
-            lines.append(f"  {part}: {len(triples):,} triples{known}")
+            lines.append(f"  {part}: {counted(len(triples), 'triple')}{known}")
         info = {
             "num_entities": len(entities),
             "num_relations": len(relations),

@@ -196,12 +196,12 @@ class _InteractionSource:
         unknown_N2 = valid_N2 < 0
         known = len(valid_N2) - unknown_N2.any(1).sum()
         lines = [
-            f"  {d.path or 'generated sample'}: {counted(len(rows), 'row')}, {len(users):,} users and "
-            f"{len(items):,} items in training",
+            f"  {d.path or 'generated sample'}: {counted(len(rows), 'row')}, "
+            f"{counted(len(users), 'user')} and {counted(len(items), 'item')} in training",
             *(f"  reading: {note}" for note in notes),
-            f"  {len(train_N2):,} rows to train, {len(valid_N2):,} to validate ({split}): "
-            f"{len(held_users):,} users with {len(held_items):,} items to find",
-            f"  not evaluated: {unknown_N2[:, 0].sum():,} rows of unseen users, "
+            f"  {counted(len(train_N2), 'row')} to train, {len(valid_N2):,} to validate ({split}): "
+            f"{counted(len(held_users), 'user')} with {counted(len(held_items), 'item')} to find",
+            f"  not evaluated: {counted(unknown_N2[:, 0].sum(), 'row')} of unseen users, "
             f"{unknown_N2[:, 1].sum():,} of unseen items, "
             f"{known - len(held_items):,} of repeated pairs",
         ]
@@ -214,8 +214,9 @@ class _InteractionSource:
             test_N2 = np.stack([users.numbers(tested[d.user]), items.numbers(tested[d.item])], 1)
             test = self._test(pairs_N2, times_N, test_N2, len(users))
             lines.append(
-                f"  test: {len(test_N2):,} rows of {d.test_path}: {len(test['test_users']):,} users with "
-                f"{len(test['test_held_items']):,} items to find"
+                f"  test: {counted(len(test_N2), 'row')} of {d.test_path}: "
+                f"{counted(len(test['test_users']), 'user')} with "
+                f"{counted(len(test['test_held_items']), 'item')} to find"
             )
         if not d.exclude_seen:
             lines.append("  items that a user has met may be recommended again (data.exclude_seen=false)")

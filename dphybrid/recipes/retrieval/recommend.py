@@ -241,8 +241,9 @@ class Recommender:
         users, items = ((pairs_N2[:, place] < 0).sum() for place in (0, 1))
         known = (pairs_N2 >= 0).all(1).sum()
         note = (
-            f"{len(events):,} rows with {len(held_items):,} items to find; not evaluated: {users:,} rows of "
-            f"unseen users, {items:,} of unseen items, {known - len(held_items):,} of repeated pairs"
+            f"{counted(len(events), 'row')} with {counted(len(held_items), 'item')} to find; not evaluated: "
+            f"{counted(users, 'row')} of unseen users, {items:,} of unseen items, "
+            f"{known - len(held_items):,} of repeated pairs"
         )
         if not len(held_items):
             raise UserError(f"there is nothing to find in {note}")

@@ -33,7 +33,6 @@ from cells import (  # type: ignore[import-not-found]  # noqa: E402
     ids_of,
     is_odd,
     items_of,
-    numbers_as_written,
     numbers_of,
     of_objects,
     one_width,
@@ -107,7 +106,7 @@ class Encoder:
                 most = column["max_items"]
                 of_text = column["role"] == "text"
                 items = words_of(values, most) if of_text else items_of(values, column["separator"], most)
-                bags.append(bag_ids(items, partial(_text_ids, column)))
+                bags.append(bag_ids(_texts_of(column, items), partial(_text_ids, column)))
         arrays: dict[str, np.ndarray] = {
             "ids_BF": np.stack(ids, 1).astype(np.int64) if ids else np.zeros((len(frame), 0), np.int64),
             "dense_BN": np.array(dense, np.float32).reshape(len(dense), len(frame)).T.copy(),
@@ -124,10 +123,7 @@ def _frame(rows: Any) -> pl.DataFrame:
 
 def _texts_of(column: Column, values: pl.Series) -> pl.Series:
     """Return the cells of a column of categories as texts of its form."""
-    if column["type"] == "number":
-        values = numbers_as_written(values, *_notation(column))
-    texts = texts_of(values, column["type"])
-    return texts.str.to_lowercase() if column["ignore_case"] else texts
+    return texts_of(values, column["type"], _notation(column), column["ignore_case"])
 
 
 def _notation(column: Column) -> tuple[str, str, bool]:
