@@ -84,6 +84,13 @@ class RowFiles(DelimitedFiles):
         """All texts that mean "no value", except the empty text."""
         return tuple(dict.fromkeys((*NO_VALUE, *self.missing)))
 
+    @property
+    def reading(self) -> dict[str, str | bool]:
+        """The notations that are set, by their keys in schema.toml; they override the columns' own."""
+        given = self.model_dump(include={"decimal", "thousands", "dayfirst", "separator"})
+        # An empty thousands separator is a value: no separator.
+        return {key: value for key, value in given.items() if value not in ("auto", None)}
+
     @model_validator(mode="after")
     def _signs_differ(self) -> Self:
         # Equal, but not both auto.
@@ -166,18 +173,6 @@ class TableDataConfig(RowFiles):
         """Return the columns in data.ignore. Unlike other recipes, a table also reads columns that no field
         names: their roles are inferred."""
         return [name for field, name in self.named_columns if self.role_fields().get(field) == "ignore"]
-
-    @property
-    def reading(self) -> dict[str, str | bool]:
-        """The notations that are set, by their keys in schema.toml; they override the columns' own."""
-        given = {
-            "decimal": self.decimal,
-            "thousands": self.thousands,
-            "dayfirst": self.dayfirst,
-            "separator": self.separator,
-        }
-        # An empty thousands separator is a value: no separator.
-        return {key: value for key, value in given.items() if value not in ("auto", None)}
 
     @model_validator(mode="after")
     def _split_has_its_column(self) -> Self:

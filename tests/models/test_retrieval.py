@@ -296,15 +296,22 @@ def test_columns_of_users_and_items_are_found_by_their_names(
 
 def test_a_user_is_found_by_a_number_of_any_type(unrecorded: None, tmp_path: Path) -> None:
     """As numpy has it in a frame's cells, and pandas beside a missing one."""
-    frame = pl.DataFrame({"user": [i % 9 for i in range(200)], "item": [i * i % 31 for i in range(200)]})
+    frame = pl.DataFrame(
+        {"user": [1000 + i % 9 for i in range(200)], "item": [i * i % 31 for i in range(200)]}
+    )
     run = dphybrid.train(frame, recipe="retrieval", epochs=1, devices="cpu", quiet=True)
-    wanted = run.recommend("7", k=2)
+    wanted = run.recommend("1007", k=2)
     assert wanted["score"].null_count() == 0
-    for user in (7, np.int64(7), 7.0):
+    for user in (1007, np.int64(1007), 1007.0):
         assert run.recommend(user, k=2).equals(wanted)
-    pl.DataFrame({"user": [None, 7.0]}).write_parquet(tmp_path / "who.parquet")
+    pl.DataFrame({"user": [None, 1007.0]}).write_parquet(tmp_path / "who.parquet")
     run.predictor.predict_file(tmp_path / "who.parquet", tmp_path / "top.parquet", top=2)
     assert pl.read_parquet(tmp_path / "top.parquet").equals(wanted)
+    (tmp_path / "who.csv").write_text("user\n1.007\n")
+    run.predictor.predict_file(tmp_path / "who.csv", tmp_path / "top.parquet", top=2, thousands=".")
+    assert pl.read_parquet(tmp_path / "top.parquet").equals(wanted)
+    with pytest.warns(UserWarning, match="holds '1,007', but training had numbers without such marks"):
+        run.recommend("1,007", k=2)
 
 
 def test_unknown_users_get_the_popular_items(trained: tuple[Report, Path], tmp_path: Path) -> None:
@@ -329,7 +336,6 @@ def test_unknown_users_get_the_popular_items(trained: tuple[Report, Path], tmp_p
     for more, words in (
         (["--threshold", "0.5"], "--threshold"),
         (["--top", "0"], "--top 0"),
-        (["--data.decimal", ","], "data.decimal"),
     ):
         assert words in command(*predict, "--out", str(tmp_path / "no.csv"), *more, ends=2)
     assert not (tmp_path / "no.csv").exists()
@@ -346,9 +352,7 @@ def test_later_interactions_are_evaluated_as_a_test_part(data_dir: Path, tmp_pat
     run = dphybrid.train(path, test=str(tmp_path / "later.csv"), recipe="retrieval", **given)
     for found in (run.evaluate(later), run.evaluate(tmp_path / "later.csv")):
         assert found.metrics == pytest.approx(run.test_metrics)
-        assert re.search(
-            "101 rows with .* items to find; not evaluated: 1 row of unseen users", found.text()
-        )
+        assert re.search("101 rows with .* items to find; not evaluated: 1 row of unseen users", found.text())
     with refused("there is nothing to find in 300 rows"):
         run.evaluate(rows[:300])
     with refused("the rows have no column 'item'"):

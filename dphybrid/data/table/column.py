@@ -116,6 +116,10 @@ class Column(Section):
         """Return what is to say of cells that may mean something else than in training; empty if nothing."""
         return ""
 
+    def written(self, data: RowFiles) -> Self:
+        """Return the column for files in the notation that `data` sets, such as another decimal mark."""
+        return self.model_copy(update={k: v for k, v in data.reading.items() if k in self.options()})
+
     def fitted(self, training: TrainingValues) -> Self:
         """Return the column fitted to the training rows, with its vocabulary or statistics in `learned`."""
         return self

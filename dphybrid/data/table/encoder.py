@@ -67,32 +67,21 @@ class Encoder:
     def positions(self) -> dict[str, list[tuple[str, int]]]:
         """For each of `names` where its cells are: pairs of an array's name and a position on its dim 1."""
         found: dict[str, list[tuple[str, int]]] = {name: [] for name in self.names}
-        num_ids, num_dense = 0, 0
-        for column in self.numbers:
-            for part in column.parts:
-                dense = range(num_dense, num_dense + 1 + part.learned.indicator)
-                found[column.name] += [("dense_BN", position) for position in dense]
-                num_dense = dense.stop
-                if part.learned.num_ids:
-                    found[column.name].append(("ids_BF", num_ids))
-                    num_ids += 1
-        for position, category in enumerate(self.categories, num_ids):
-            found[category.name].append(("ids_BF", position))
+        for position, (name, _) in enumerate(self.dense):
+            found[name].append(("dense_BN", position))
+        singles = (*self.numbers, *self.categories)
+        for position, name in enumerate(column.name for column in singles for _ in column.tables):
+            found[name].append(("ids_BF", position))
         for position, bag in enumerate(self.bags):
             found[bag.name].append(("bags_BFL", position))
         return found
 
     @property
-    def num_dense(self) -> int:
-        """Number of columns of dense_BN."""
-        return sum(1 + part.learned.indicator for column in self.numbers for part in column.parts)
-
-    @property
-    def flags(self) -> list[int]:
-        """The columns of dense_BN that are 1 where the number before them is missing, else 0."""
-        parts = [part for column in self.numbers for part in column.parts]
-        kinds = [flag for part in parts for flag in (False, True)[: 1 + part.learned.indicator]]
-        return [position for position, flag in enumerate(kinds) if flag]
+    def dense(self) -> list[tuple[str, bool]]:
+        """For each column of dense_BN the table's column, and whether it is 1 where the number before it is
+        missing, else 0."""
+        parts = ((column.name, part) for column in self.numbers for part in column.parts)
+        return [(name, flag) for name, p in parts for flag in (False, True)[: 1 + p.learned.indicator]]
 
     @property
     def max_items(self) -> int:
@@ -177,11 +166,8 @@ class Encoder:
 
     def written(self, data: TableDataConfig) -> "Encoder":
         """Return the encoder for files in the notation that `data` sets, such as another decimal mark."""
-        *columns, answer = (
-            c.model_copy(update={key: value for key, value in data.reading.items() if key in c.options()})
-            for c in (*self.columns, self.answer)
-        )
-        return replace(self, columns=tuple(columns), answer=answer)
+        columns = tuple(column.written(data) for column in self.columns)
+        return replace(self, columns=columns, answer=self.answer.written(data))
 
     def extended(self, newer: "Encoder") -> "Encoder":
         """Return the encoder with the values that only `newer` has added; old ids keep their meaning. Raises

@@ -164,20 +164,19 @@ class TableSource(Source):
         num_singles = len(encoder.id_columns) - len(encoder.bags)
         shapes: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {
             "ids_BF": ((num_rows, num_singles), np.dtype(np.int32)),
-            "dense_BN": ((num_rows, encoder.num_dense), np.dtype(np.float32)),
+            "dense_BN": ((num_rows, len(encoder.dense)), np.dtype(np.float32)),
         }
         if encoder.bags:
             shapes["bags_BFL"] = ((num_rows, len(encoder.bags), table.longest), np.dtype(np.int32))
         arrays = {"labels_B": labels_B} | ({} if weights_B is None else {"weights_B": weights_B})
+        flags = [position for position, (_, is_flag) in enumerate(encoder.dense) if is_flag]
         info: dict[str, object] = {
             "columns": encoder.id_columns,
             "num_ids": [column["num_ids"] for column in encoder.id_columns],
-            "num_dense": encoder.num_dense,
-            "dense": [
-                c.name for c in encoder.numbers for p in c.parts for _ in range(1 + p.learned.indicator)
-            ],
+            "num_dense": len(encoder.dense),
+            "dense": [name for name, _ in encoder.dense],
             # A base from before flags were inputs of their own goes on with the network that it has.
-            "flags": self.base.prepared.info.get("flags", []) if self.base else encoder.flags,
+            "flags": self.base.prepared.info.get("flags", []) if self.base else flags,
             "num_bags": len(encoder.bags),
             "inputs": encoder.names,
             "outputs": label.columns,

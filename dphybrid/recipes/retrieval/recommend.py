@@ -9,6 +9,7 @@ items, E width of a vector, N users and places, flat.
 
 import json
 import shutil
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -185,14 +186,18 @@ class Recommender:
         return self.recommend(frame[self._user].drop_nulls())
 
     def _events(
-        self, users: pl.Series, items: pl.Series | None, times: pl.Series | None = None
+        self,
+        users: pl.Series,
+        items: pl.Series | None,
+        times: pl.Series | None = None,
+        reading: RowFiles | None = None,
     ) -> pl.DataFrame:
         """Return the rows that have a user: its name, the item's number (-1: none that training knows), and
-        the time as a text (None: unknown)."""
-        known = self._names(users, self._user)
+        the time as a text (None: unknown). reading: how names are written; None: as in training."""
+        known = self._names(users, self._user, reading)
         numbers = np.full(len(users), -1)
         if items is not None:
-            names = self._names(items, self._item)
+            names = self._names(items, self._item, reading)
             numbers = np.fromiter((self._item_numbers.get(name, -1) for name in names), np.int64, len(names))
         at = as_texts(clean([times], self._no_value)[0]) if times is not None else pl.lit(None, pl.String)
         rows = pl.DataFrame({"user": known, "item": numbers}).with_columns(time=at).drop_nulls("user")
@@ -364,13 +369,17 @@ class Recommender:
                 rows.cells[name] if reads_items and name in rows.names else None
                 for name in (data.item, data.time)
             )
-            found.append(self._events(rows.cells[data.user], items, times))
+            found.append(self._events(rows.cells[data.user], items, times, data))
         return self._from_events(found, data), rejected
 
-    def _names(self, values: Any, side: str) -> pl.Series:
-        """Return the names of users or items in the form that training settled; null for no value."""
+    def _names(self, values: Any, side: str, reading: RowFiles | None = None) -> pl.Series:
+        """Return the names of users or items in the form that training settled; null for no value. Warns of
+        names that may mean something else than in training."""
         cells = values if isinstance(values, pl.Series) else of_objects(side, list(values), as_text=str)
-        return self._forms[side].values(clean([cells], self._no_value)[0])
+        form = self._forms[side].written(reading or self._reading)
+        if doubt := form.doubt(cells):
+            warnings.warn(doubt, stacklevel=2)
+        return form.values(clean([cells], self._no_value)[0])
 
     def _people(self, found: pl.Series) -> "_People":
         """Return users by their names, with no items but those that training knows."""
