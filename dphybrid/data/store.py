@@ -305,18 +305,13 @@ def _header(shape: tuple[int, ...], dtype: "np.dtype[Any]") -> bytes:
     return head.getvalue()
 
 
-def _prepared_path(folder: Path, name: str, digest: str) -> Path:
-    """Return the folder of the prepared data with a digest."""
-    return folder / f"{name}-{digest[:12]}"
-
-
 def build_once(folder: Path, name: str, digest: str, make: Callable[[Path], Content]) -> Prepared:
     """Return the prepared folder `folder/name-digest`. If it does not exist, build it from
     `make(scratch folder)`.
 
     Raises UserError if the folder is damaged or cannot be written; no partial work is left then.
     """
-    final = _prepared_path(folder, name, digest)
+    final = folder / f"{name}-{digest[:12]}"
     # No lock is needed: a folder with its final name is complete and never changes.
     if final.exists():
         with suppress(OSError):  # another user's
