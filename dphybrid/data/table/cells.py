@@ -224,6 +224,8 @@ def texts_of(cells: pl.Series, form: str, notation: Notation, ignore_case: bool)
             return cells
         items = cells.explode().drop_nulls().unique()
         texts = texts_of(items, form, notation, ignore_case)
+        if texts.equals(items):
+            return cells
         return cells.list.eval(pl.element().replace(items, texts).drop_nulls())
     texts = as_texts(cells) if form == "text" else _in_form(cells, form, notation)
     return texts.str.to_lowercase() if ignore_case else texts
