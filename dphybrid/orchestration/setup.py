@@ -120,6 +120,12 @@ async def _renew(page: dict[str, Any]) -> None:
             if (pull := entry.get("pull", page.get("pull"))) is not None:
                 new["pull_steps"] = pull
             await client.update_deployment(there.id, DeploymentUpdate(**new))
+            renewed = await client.read_deployment(there.id)
+            # The server has deleted the runs to come. Its scheduler makes them again seconds later, without
+            # those that have fallen due meanwhile. Of runs that are still there it makes no second ones.
+            if not renewed.paused and renewed.updated is not None:
+                since = {"start_time": renewed.updated.isoformat()}
+                await client.request("POST", f"/deployments/{there.id}/schedule", json=since)
 
 
 async def _without_schedules(deployments: Iterable[DeploymentResponse]) -> None:

@@ -7,10 +7,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+import numpy as np
 import polars as pl
 import psutil
 import pytest
@@ -20,7 +22,7 @@ from sklearn.metrics import roc_auc_score
 from dphybrid.recipes.registry import find_recipe
 from tests.flows.servers import REPOSITORY, Team
 from tests.test_pages import commands, write_visits
-from tests.waiting import patience
+from tests.waiting import patience, wait_until
 
 WRITE, ADDRESS, DEPLOY, RETRAIN, PREDICT = commands(deployed=True)
 
@@ -282,6 +284,18 @@ def test_deploying_again_renews_the_code_and_keeps_what_was_set_unless_it_is_res
     }
     assert automation("own-trigger")["enabled"]
     assert "stays" not in terminal.types(own_file.parent, deploy)
+
+    def planned() -> list[datetime]:
+        mine = (run for run in team.runs_of("train-hybrid") if run["deployment_id"] == now["id"])
+        return sorted(datetime.fromisoformat(run["expected_start_time"]) for run in mine)
+
+    # Every second a run falls due, in a queue without a worker.
+    team.post(path, {"work_pool_name": "gpu", "work_queue_name": "one"}, method="PATCH")
+    team.post(f"{path}/schedules", [{"schedule": {"interval": 1}, "slug": "seconds", "active": True}])
+    wait_until(planned, "the server schedules runs")
+    terminal.types(own_file.parent, deploy)
+    wait_until(lambda: planned()[-1] > datetime.now(UTC) + timedelta(seconds=30), "they are scheduled again")
+    assert set(np.diff(planned())) == {timedelta(seconds=1)}, "no run that fell due meanwhile is lost"
     team.post(path, method="DELETE")
 
 
