@@ -96,6 +96,7 @@ def test_folders_of_partitions_are_columns_of_any_format(tmp_path: Path, kind: s
         (240, ",Total,42,,80", "a total"),
         (120, "Total,,,,80", "a total"),
         (120, ",Subtotal,,,80", "a total"),
+        (120, ",a Total,,,80", "a total"),
     ],
 )
 def test_lines_that_are_no_rows_are_left_out_and_said(
@@ -109,6 +110,13 @@ def test_lines_that_are_no_rows_are_left_out_and_said(
     assert f"reading: x.csv, line {place + 2}, no row: {why}, is left out" in prepared.describe()
     (rejected,) = map(json.loads, (prepared.path / "rejected.jsonl").read_text().splitlines())
     assert (rejected["line"], rejected["reason"]) == (place + 2, f"no row: {why}")
+
+
+@pytest.mark.parametrize("line", ["1.5,Subtotal,u3,2024-01-02,1", "1.5,b subtotal,u3,2024-01-02,1"])
+def test_a_line_that_may_be_a_total_is_a_row_and_told(tmp_path: Path, line: str) -> None:
+    prepared = ctr(tmp_path, write(tmp_path, "x.csv", [*lines()[:120], line, *lines()[120:]]))
+    assert len(prepared.arrays["labels_B"]) == NUM_ROWS + 1
+    assert "x.csv, line 122, looks like a subtotal and is read as a row" in prepared.describe()
 
 
 def test_folders_further_up_are_no_partitions_and_brackets_no_patterns(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from dphybrid.data.table.rows import STRAY, Rejected, Rows
 _TOTAL = r"(?i)^\s*(?:(?:(?:grand|sub)[ -]?)?totals?|sum|summe|gesamt(?:summe)?|insgesamt)\s*:?\s*$"
 _SUBTOTAL = r"(?i)^\s*(?:grand|sub)"
 """Totals that are hardly values of a column, as Total may be."""
+_OF_ONE = r"(?i)[ -](?:sub[ -]?)?total\s*$"
 _LOOKED_AT = 1000
 """Rows whose cells say that a column holds numbers."""
 
@@ -64,26 +65,30 @@ def _headers(texts: dict[str, pl.Series]) -> Iterator[int]:
 
 def _totals(rows: Rows, texts: dict[str, pl.Series]) -> tuple[list[int], list[int]]:
     """Return the rows whose first value says that they are a total, and those that may be values: a total
-    stands at the end, in a column that holds numbers otherwise, or without other words beside it."""
+    stands at the end, in a column that holds numbers otherwise, or alone, where other rows have words."""
     found, open_ones = list[int](), list[int]()
     for place, name in enumerate([*texts][:2]):
-        is_total = texts[name].str.contains(_TOTAL).fill_null(False)
-        for before in [*texts][:place]:
-            is_total &= rows.cells[before].is_null()
+        of_one = texts[name].str.contains(_OF_ONE).fill_null(False)
+        if of_one.any():  # North Total, beside rows of North
+            of_one &= texts[name].str.replace(_OF_ONE, "").is_in(texts[name].implode())
+        is_total = texts[name].str.contains(_TOTAL).fill_null(False) | of_one
         if not is_total.any():
             continue
         below = {each: rows.cells[each].filter(~is_total).head(_LOOKED_AT) for each in texts}
-        words = [each for each in texts if each != name and not _holds_numbers(below[each])]
-        alone = is_total
-        for each in words:
+        words = [each for each in texts if not (below[each].null_count() or _holds_numbers(below[each]))]
+        first, alone = is_total, pl.repeat(bool({*words} - {name}), len(rows), eager=True)
+        for before in [*texts][:place]:
+            first &= rows.cells[before].is_null()
+        for each in {*words} - {name}:
             alone &= rows.cells[each].is_null()
-        certain = is_total if _holds_numbers(below[name]) else alone & bool(words)
-        last = len(rows) - int((~is_total).reverse().arg_max() or 0)
+        last = len(rows) - int((~first).reverse().arg_max() or 0)
         ends = pl.int_range(len(rows), eager=True) >= last
         ends &= ~texts[name].is_in(texts[name].head(last).implode())
-        certain |= ends & is_total
+        certain = first & (alone | ends | _holds_numbers(below[name]))
         found += certain.arg_true().to_list()
-        open_ones += (is_total & ~certain & texts[name].str.contains(_SUBTOTAL)).arg_true().to_list()
+        open_ones += (
+            (is_total & ~certain & (of_one | texts[name].str.contains(_SUBTOTAL))).arg_true().to_list()
+        )
     return found, open_ones
 
 
