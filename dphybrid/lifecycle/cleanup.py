@@ -9,6 +9,7 @@ them, or a rollback would.
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import cache
@@ -146,18 +147,15 @@ def remove(removal: Removal, settings: Settings) -> Iterator[str]:
                     forget_run(uri, run.page.run_id)
                 remove_folder(run.folder)
         except UserError as error:  # one run must not hold up the others
-            yield f"{run.folder.name}: stays, {error}"
+            yield f"{run.folder.name}: stays, {error}" if run.folder.exists() else f"{error}"
             continue
         yield f"{run.folder.name}: removed" + (f"; its run in MLflow is that of {owner}" if owner else "")
     needed = _used_by(all_runs(settings), settings)
     for path in removal.needless:
-        if path in needed or _is_fresh(path, settings):
-            continue
-        if path.is_dir():
-            remove_folder(path)
-        else:
-            path.unlink(missing_ok=True)
-        yield f"{path}: removed"
+        with suppress(FileNotFoundError):  # another command has removed it meanwhile
+            if path not in needed and not _is_fresh(path, settings):
+                remove_folder(path) if path.is_dir() else path.unlink()
+                yield f"{path}: removed"
 
 
 def _reason_to_keep(run: Run, settings: Settings, in_use: Callable[[str], Mapping[str, str]]) -> str:

@@ -82,10 +82,13 @@ def alive(folder: Path | None, process: str = "") -> bool:
 @contextmanager
 def holding(folder: Path, otherwise: str = RUNNING) -> Iterator[None]:
     """Hold the lock of the folder of a run or sweep during the block. Raises UserError when another process
-    holds it. otherwise: its message."""
+    holds it, or has removed the folder. otherwise: the message while it is held."""
     lock = FileLock(folder / LOCK)
-    with permission_explained(folder):
-        acquired = lock.acquire()
+    try:
+        with permission_explained(folder):
+            acquired = lock.acquire()
+    except FileNotFoundError as error:
+        raise UserError(f"{folder}: was removed meanwhile") from error
     if not acquired:
         raise UserError(otherwise.format(folder.name))
     try:

@@ -11,7 +11,7 @@ from mlflow.tracking import MlflowClient
 import dphybrid
 from dphybrid.cli.main import main
 from dphybrid.config.settings import load_settings
-from dphybrid.lifecycle.cleanup import plan_removal
+from dphybrid.lifecycle.cleanup import plan_removal, remove
 from dphybrid.run.folder import all_runs
 from dphybrid.tracking.models import Registry
 from dphybrid.tracking.record import RecordFile
@@ -108,8 +108,12 @@ def test_what_is_in_use_stays(rows: None, data_dir: Path) -> None:
     assert removal.kept.keys() == {"v2", "v3", "v4", "alive"}
     assert removal.kept["alive"] == "it is running"
     assert "v3: stays, version 3 of its model is m@champion" in command("runs", "remove", "v3", "--yes")
+    meanwhile = plan_removal(load_settings(), older_than_days=0)
     command("runs", "remove", "--older-than", "0", "--yes")
-    assert sorted(path.name for path in (data_dir / "runs").iterdir()) == ["v2", "v3", "v4"]
+    runs_dir = data_dir / "runs"
+    assert sorted(path.name for path in runs_dir.iterdir()) == ["v2", "v3", "v4"]
+    told = list(remove(meanwhile, load_settings()))
+    assert sorted(told) == [f"{runs_dir / name}: was removed meanwhile" for name in ("alive", "v1")]
     dphybrid.load("models:/m@champion")
     assert "champion is version 2 again" in command("rollback", "m")
     dphybrid.load("models:/m@champion")
