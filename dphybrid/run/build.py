@@ -281,18 +281,17 @@ def _environment_tags() -> dict[str, str]:
     tags |= {"host.name": platform.node(), "host.cpus": str(os.cpu_count())}
     if torch.cuda.is_available():
         tags["host.gpus"] = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-    package = Path(__file__).parents[1]
+    # The commit of dphybrid's own sources, not of the folder where the run was started. An installed package
+    # may lie in somebody else's repository, as that of its virtual environment.
+    sources = Path(__file__).parents[2]
+    if not (sources / ".git").exists():
+        return tags
+    command = ["git", "-C", str(sources), "status", "--porcelain=v2", "--branch"]
     try:
-        # An installed package may lie in somebody else's repository, as that of its virtual environment.
-        if Path(_git("rev-parse", "--show-toplevel")) != package.parent:
-            return tags
-        commit, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain")
+        told = subprocess.check_output(command, stderr=subprocess.PIPE, encoding="utf-8", timeout=10)
     except (OSError, subprocess.SubprocessError):
-        return tags  # installed without its repository
-    return tags | {"mlflow.source.git.commit": commit, "dphybrid.dirty": str(bool(changes)).lower()}
-
-
-def _git(*words: str) -> str:
-    # -C: the commit of dphybrid's own sources, not of the folder where the run was started
-    command = ["git", "-C", str(Path(__file__).parent), *words]
-    return subprocess.check_output(command, stderr=subprocess.PIPE, encoding="utf-8", timeout=10).strip()
+        return tags
+    lines = told.splitlines()
+    commit = next(line.split()[-1] for line in lines if line.startswith("# branch.oid"))
+    dirty = str(any(not line.startswith("#") for line in lines)).lower()
+    return tags | {"mlflow.source.git.commit": commit, "dphybrid.dirty": dirty}
