@@ -193,7 +193,9 @@ def test_wrong_calls_end_with_a_message(
 
 
 def test_the_module_of_any_run_comes_back_by_name_id_folder_or_alias(data_dir: Path) -> None:
-    report = run_with("recipe=hybrid", "train.epochs=1", "checkpoint.register_as=any")
+    report = run_with(
+        "recipe=hybrid", "train.epochs=1", "train.batch_size=1000", "checkpoint.register_as=any"
+    )
     whole = model_from_checkpoint(report.best_checkpoint).state_dict()
     folder = str(Path(report.best_checkpoint).parent.parent)
     for which in (report.run_name, report.run_id, folder, report.best_checkpoint, "models:/any@challenger"):

@@ -30,7 +30,7 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Report], Setti
         own_settings(patch, folder)
         patch.chdir(folder)
         settings = load_settings()
-        overrides = ["recipe=hybrid", "train.epochs=2"]
+        overrides = ["recipe=hybrid", "train.epochs=2", "train.batch_size=600"]
         reports = [
             run_job(load_config(None, [*overrides, f"devices={devices}"]), settings) for devices in DEVICES
         ]

@@ -130,7 +130,7 @@ def test_counts_of_a_step_are_the_same_after_a_resume(
 
 def test_a_report_and_a_profile_name_the_stages(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DPHYBRID_PROFILE", "4-6")
-    report = run_with("recipe=hybrid", "devices=cpu*3", "train.epochs=1")
+    report = run_with("recipe=hybrid", "devices=cpu*3", "train.epochs=1", "train.batch_size=1000")
     named = {"data", "lookup", "scatter", "replicate", "forward", "gather", "loss", "backward", "clip"}
     assert named | {"row_update", "dense_update", "evaluate", "checkpoint", "log"} <= set(report.stages)
     assert report.step_ms["p50"] <= report.step_ms["p95"]

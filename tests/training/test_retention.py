@@ -62,15 +62,15 @@ def test_the_best_of_those_that_are_there_is_taken(tmp_path: Path) -> None:
 
 
 def test_what_goes_from_disk_goes_from_the_record(data_dir: Path) -> None:
-    kept = ["checkpoint.every_steps=50", "checkpoint.keep_every=100", "checkpoint.keep_last=1"]
-    report = run_with("recipe=hybrid", "train.epochs=3", *kept)
+    kept = ["checkpoint.every_steps=5", "checkpoint.keep_every=10", "checkpoint.keep_last=1"]
+    report = run_with("recipe=hybrid", "train.epochs=3", "train.batch_size=640", *kept)
     folder = Path(report.best_checkpoint).parent
     on_disk = {step_of(path) for path in complete_checkpoints(folder)}
-    assert {100, 200, 300, 400} < on_disk
-    assert 50 not in on_disk
+    assert {10, 20, 30, 40} < on_disk
+    assert 5 not in on_disk
     roles = {int(model.name.rpartition("-")[2]): model.tags["dphybrid.role"] for model in models_of(report)}
     assert roles.keys() == on_disk
-    assert roles[100] == "kept"
+    assert roles[10] == "kept"
     assert roles[max(on_disk)].endswith("latest")
     # No epoch logs a model that is deleted soon.
     client = MlflowClient(report.tracking_uri)
@@ -82,7 +82,7 @@ def test_what_goes_from_disk_goes_from_the_record(data_dir: Path) -> None:
 def test_what_the_results_name_stays_until_there_are_others(
     data_dir: Path, unrecorded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    values = ["recipe=hybrid", "checkpoint.keep_last=1", "train.patience=0"]
+    values = ["recipe=hybrid", "train.batch_size=1000", "checkpoint.keep_last=1", "train.patience=0"]
     best = Path(run_with(*values, "train.epochs=1", run_name="mine").best_checkpoint)
 
     def killed(*_: object) -> None:
