@@ -189,7 +189,7 @@ def train(folder: Path, name: str, epochs: int, log: Path) -> "subprocess.Popen[
         return subprocess.Popen(argv, stdout=stream, stderr=stream, env=os.environ)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_foreign_process_gets_its_gpu_and_the_run_goes_on_with_the_same_bits(
     machine: Path,
     tmp_path: Path,

@@ -17,6 +17,7 @@ from dphybrid.tracking.compare import RunFacts, find_runs, page_path, read_runs,
 from tests.commands import command, run_with
 from tests.conftest import own_settings
 from tests.refusing import refused
+from tests.stores import put_database
 
 DEVICES = ("cpu", "cpu*2", "cpu*8")
 SPEED = ("samples/s", "speed-up", "efficiency")
@@ -233,6 +234,7 @@ def test_wrong_calls_say_what_is_there(
 
 
 def test_the_pages_open_at_the_recipe_that_was_trained_last(tmp_path: Path) -> None:
+    put_database("mlflow", tmp_path / "mlflow.db")
     client = MlflowClient(tracking_uri=(uri := f"sqlite:///{tmp_path / 'mlflow.db'}"))
     assert page_path(uri, "dphybrid", None).startswith("/experiments?")  # the list: nothing was trained yet
     ids = {name: client.create_experiment(f"dphybrid/{name}") for name in ("ctr", "text")}
@@ -243,6 +245,7 @@ def test_the_pages_open_at_the_recipe_that_was_trained_last(tmp_path: Path) -> N
 
 
 def test_metrics_that_are_not_finite(tmp_path: Path) -> None:
+    put_database("mlflow", tmp_path / "mlflow.db")
     client = MlflowClient(tracking_uri=(uri := f"sqlite:///{tmp_path / 'mlflow.db'}"))
     experiment = client.create_experiment("odd", artifact_location=tmp_path.as_uri())
     for seed, loss in enumerate((math.inf, math.inf, math.nan, 0.5)):
