@@ -210,6 +210,8 @@ def test_json_lines(tmp_path: Path) -> None:
     )
     mixed = '{"a": 1}\n{"a": true}\n{"a": "x"}\n'
     assert table(read(tmp_path, mixed))["a"].to_list() == ["1", "true", "x"]
+    lists = '{"a": 1, "b": "x"}\n{"a": [2, 3], "b": ["y"]}\n{"a": null}\n'
+    assert table(read(tmp_path, lists))["a"].to_list() == [[1], [2, 3], None]
     with refused(r"column 'a' holds Struct.* name it in data\.ignore"):
         read(tmp_path, '{"a": {"b": 1}, "c": 1}\n' * 3)
     with refused("is one JSON value over several lines"):

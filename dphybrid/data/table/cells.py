@@ -79,7 +79,8 @@ def is_odd(dtype: pl.DataType) -> bool:
 
 
 def of_objects(name: str, values: Sequence[Any], as_text: Callable[[Any], str] | None = None) -> pl.Series:
-    """Return a column of Python objects. None, nan, pd.NA and NaT are no value; arrays and tuples are lists.
+    """Return a column of Python objects. None, nan, pd.NA and NaT are no value; arrays and tuples are lists,
+    and so is a number beside them.
 
     as_text: for values of other types; without it, they raise TypeError."""
     types = set(map(type, values))
@@ -108,7 +109,11 @@ def of_objects(name: str, values: Sequence[Any], as_text: Callable[[Any], str] |
             )
         return as_text(value)
 
-    return pl.Series(name, list(map(plain, values)), strict=False)
+    found = list(map(plain, values))
+    if list in (kinds := set(map(type, found))) and str not in kinds:
+        known = (None if value != value else value for value in found)
+        found = [value if value is None or isinstance(value, list) else [value] for value in known]
+    return pl.Series(name, found, strict=False)
 
 
 def by_column(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

@@ -8,6 +8,7 @@ import numpy as np
 import polars as pl
 
 from dphybrid.config.tables import RowFiles
+from dphybrid.data.table.cells import by_column, of_objects
 from dphybrid.data.table.lines import unpacked, whole_lines
 from dphybrid.data.table.rows import SHOWN, Cells, Rejected, Rows, check_columns, check_types, is_odd
 from dphybrid.util.errors import UserError
@@ -77,27 +78,11 @@ def json_chunks(file: Path, data: RowFiles) -> Iterator[Rows]:
 def _frame(lines: Sequence[str]) -> tuple[pl.DataFrame, dict[int, str]]:
     """Return the rows of lines, and for each line that is no object, by its position, the reason."""
     try:
-        return _parsed(lines), {}
+        return pl.read_ndjson("".join(f"{line}\n" for line in lines).encode(), infer_schema_length=None), {}
     except pl.exceptions.PolarsError:
         pass
-    objects = [_object(line) for line in lines]
-    bad = {i: "not a JSON object" for i, found in enumerate(objects) if found is None}
-    try:
-        return _parsed([line for i, line in enumerate(lines) if i not in bad]), bad
-    except pl.exceptions.PolarsError:
-        pass
-    # A column of several types, such as true and 1: its cells become texts, as JSON writes them.
-    good = [found for found in objects if found is not None]
-    names = dict.fromkeys(name for found in good for name in found)
-    cells = {name: [_text(found.get(name)) for found in good] for name in names}
-    return pl.DataFrame(cells, schema=dict.fromkeys(names, pl.String)), bad
-
-
-def _parsed(lines: Sequence[str]) -> pl.DataFrame:
-    if not lines:
-        return pl.DataFrame()
-    return pl.read_ndjson("".join(f"{line}\n" for line in lines).encode(), infer_schema_length=None)
-
-
-def _text(value: object) -> str | None:
-    return value if value is None or isinstance(value, str) else json.dumps(value)
+    # No lines, an odd one, or a column of several types, such as true and 1: records as Python has them.
+    found = [_object(line) for line in lines]
+    bad = {i: "not a JSON object" for i, record in enumerate(found) if record is None}
+    columns = by_column([record for record in found if record is not None])
+    return pl.DataFrame([of_objects(name, cells) for name, cells in columns.items()]), bad
