@@ -27,11 +27,14 @@ _threads = local()
 
 
 class Dialect(NamedTuple):
-    """How cells are written. quote: empty for none. escape: precedes a quote within quotes."""
+    """How cells are written. quote: empty for none. escape: precedes a quote within quotes. num_skipped,
+    width: lines before the table and its columns, as `sniff` finds them."""
 
     separator: str
     quote: str
     escape: str
+    num_skipped: int = 0
+    width: int = 0
 
 
 class Bad(NamedTuple):
@@ -57,17 +60,7 @@ class Parsed:
     num_open: int = 0
 
 
-class Sniffed(NamedTuple):
-    """What DuckDB infers from the first lines of a text."""
-
-    separator: str
-    quote: str
-    escape: str
-    num_skipped: int
-    width: int
-
-
-def sniff(text: bytes, **options: object) -> Sniffed | None:
+def sniff(text: bytes, **options: object) -> Dialect | None:
     """Return how a text is written; None if DuckDB cannot say."""
     import duckdb
 
@@ -78,7 +71,7 @@ def sniff(text: bytes, **options: object) -> Sniffed | None:
             (found,) = _connection().execute(f"{query} from sniff_csv('{path}', {given})").fetchall()
         except duckdb.Error:  # such as a text whose lines all differ
             return None
-    return Sniffed(*found)
+    return Dialect(*found)
 
 
 def parse(text: bytes, dialect: Dialect, width: int, last: bool = True, ragged: bool = False) -> Parsed:
