@@ -241,6 +241,7 @@ def test_kge_notes_a_table_whose_second_column_has_too_many_values(tmp_path: Pat
         ("train --data clicks.csv", "--data: there is no such flag; did you mean '--data.path' or "),
         ("train --train=3", "did you mean '--train.epochs' or '--train.batch-size' or "),
         ("train clicks.csv", "unexpected 'clicks.csv'; write --data.path clicks.csv"),
+        ("train --data.ignore a b --data.label y", "unexpected 'b'; write --data.ignore a,b"),
         ("train toy --train.epochs 1", "unexpected 'toy'; write --recipe toy"),
     ],
 )

@@ -27,7 +27,7 @@ from dphybrid.util.errors import UserError, plain_words, suggestion
 from dphybrid.util.files import clear_scratch, disk_text
 from dphybrid.util.importing import missing_extra
 from dphybrid.util.terminal import guarded_output, tell
-from dphybrid.util.text import masked, printable
+from dphybrid.util.text import as_flags, masked, printable
 
 _MANY_FLAGS = 30
 """With more flags than this the usage line does not list them: it would take forty lines."""
@@ -121,7 +121,7 @@ class Parser(argparse.ArgumentParser):
         self.fill(argv)
         found, unknown = super().parse_known_args(argv, namespace)
         if unknown:
-            self._refuse(unknown)
+            self._refuse(unknown, argv)
         if self.command is not None:
             values = {n: v for n, v in vars(found).items() if v is not PydanticUndefined and n != "command"}
             try:
@@ -168,17 +168,23 @@ class Parser(argparse.ArgumentParser):
             self.usage = f"%(prog)s [--NAME VALUE ...]{positional}"
         return super().format_help()
 
-    def _refuse(self, unknown: Sequence[str]) -> NoReturn:
+    def _refuse(self, unknown: Sequence[str], argv: Sequence[str]) -> NoReturn:
         """Exit with an error about arguments that this command does not have."""
         flags, known = [text for text in unknown if text.startswith("-")], list(self._option_string_actions)
         if flags and self.command is not None:
             self.error(self.command.unknown(flags[0].partition("=")[0], known))
         if flags:
             self.error(f"{flags[0]}: there is no such flag{suggestion(flags[0], known)}")
-        # A value without its flag: guess the flag.
+        # A value without its flag: one more item of a list, or guess the flag.
+        before = argv[: argv.index(unknown[0])]
+        place = next((i for i in reversed(range(len(before))) if before[i].startswith("--")), len(before))
+        for action in (self._option_string_actions.get(flag) for flag in before[place : place + 1]):
+            if action is not None and action.metavar == _METAVARS["tuple[str,...]"]:
+                items = [*before[place + 1 :], *unknown]
+                self.error(f"unexpected {unknown[0]!r}; write {as_flags({before[place][2:]: items})}")
         file = "--config" if unknown[0].endswith(".toml") else "--data.path"
         meant = ["--recipe"] * (unknown[0] in recipe_names()) + [file, "--run-name"]
-        hint = next((f"; write {name} {unknown[0]}" for name in meant if name in known), "")
+        hint = next((f"; write {as_flags({name[2:]: unknown[0]})}" for name in meant if name in known), "")
         self.error(f"unexpected {' '.join(unknown)!r}{hint}")
 
     def _check_value(self, action: argparse.Action, value: str) -> None:

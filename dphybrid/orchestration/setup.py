@@ -256,7 +256,9 @@ def write(file: Path | None) -> None:
             with path.open("x", encoding="utf-8") as out:
                 out.write(PACKAGED.with_name(source).read_text(encoding="utf-8"))
         except OSError as error:
-            raise UserError(f"{path}: cannot be written: {error.strerror}") from error
+            raise UserError(
+                f"{path}: cannot be written: {error.strerror}; name another file with --file"
+            ) from error
         print(f"{path}: written")
     print(f"Edit {file.name}, then run `dphybrid deploy` in its folder")
 

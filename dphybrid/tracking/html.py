@@ -34,8 +34,8 @@ _HEAD = """<!doctype html>
   table { border-collapse: collapse; } th { vertical-align: bottom; } td + td, th + th { text-align: right; }
   th, td { text-align: left; padding: .1rem .5rem; border-bottom: 1px solid #d8dee6; }
   svg { max-width: 100%; height: auto; margin-right: 1.5rem; font-size: 11px; overflow: visible; }
-  @media (max-width: 45rem) { pre, table { font-size: .75rem; } pre:first-of-type { white-space: pre-wrap; }
-    th, td { padding: .1rem .15rem; } svg { margin: 0; } }
+  @media (max-width: 45rem) { pre, table { font-size: .75rem; } svg { margin: 0; }
+    pre:first-of-type { white-space: pre-wrap; overflow-wrap: anywhere; } th, td { padding: .1rem .15rem; } }
   svg .title { font-size: 13px; } .middle { text-anchor: middle; } .end { text-anchor: end; }
   .grid { stroke: #e4e8ed; } .axis { stroke: #1d2733; } .mark { fill: #4c78a8; }
   polyline { fill: none; stroke: #4c78a8; stroke-width: 1.5; }

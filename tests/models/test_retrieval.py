@@ -103,6 +103,7 @@ def test_evaluation_is_that_of_a_naive_reference(
 def test_recall_and_ndcg_are_their_definitions() -> None:
     found_BK = torch.tensor([[True, False, True, False], [False, False, False, False]])
     found = recall_and_ndcg(found_BK, torch.tensor([3, 1]), (2, 4, 9))
+    assert next(iter(found)) == "ndcg_at_2"  # which decides: lists of runs show the first metric
     ideal = 1 + 1 / math.log2(3)
     for cutoff, recall, ndcg in ((2, 1 / 3, 1 / ideal), (4, 2 / 3, 1.5 / (ideal + 1 / 2))):
         assert found[f"recall_at_{cutoff}"] == pytest.approx(recall / 2)  # the other user's is 0

@@ -67,9 +67,9 @@ def recall_and_ndcg(found_BK: Tensor, held_B: Tensor, cutoffs: Sequence[int]) ->
     out = {}
     for k in cutoffs:
         first_Bk = found_BK[:, :k].double()
-        out[f"recall_at_{k}"] = float((first_Bk.sum(1) / held_B).mean())
         best_B = ideal_K[held_B.clamp(max=first_Bk.shape[1]) - 1]
         out[f"ndcg_at_{k}"] = float(((first_Bk * gains_K[:k]).sum(1) / best_B).mean())
+        out[f"recall_at_{k}"] = float((first_Bk.sum(1) / held_B).mean())
     return out
 
 
