@@ -66,17 +66,12 @@ def field_types(recipe: str = DEFAULT) -> dict[str, FieldInfo]:
     return walk(find_recipe(recipe).config_class, "")
 
 
-def recipes_with(name: str) -> list[str]:
-    """Return the names of the built-in recipes whose config has the field `name` (dotted)."""
-    return [recipe for recipe in BUILT_IN if name in field_types(recipe)]
-
-
 def explain_unknown(name: str, recipe: str, flags: Sequence[str] = ()) -> str:
     """Return the message for a field that a recipe's config does not have, with the field that was probably
     meant. flags: all flags of the command, where `name` is an unknown flag."""
     bare = name.lstrip("-")
     # Only for names with a section: looking through all recipes imports polars, for ctr's kinds of columns.
-    others = recipes_with(bare.replace("-", "_")) if "." in bare else []
+    others = [other for other in BUILT_IN if "." in bare and bare.replace("-", "_") in field_types(other)]
     if others and recipe not in others:  # if it has this value, only `-` and `_` are mixed up
         return f"recipe {recipe} does not use it; it is a value of {', '.join(others)}"
     what, known = ("flag", flags) if flags else ("field", list(field_types(recipe)))

@@ -50,7 +50,8 @@ class GivenSource(Source):
         given: Any = self.rows(self.data, self.seed)
         splits, vocabularies = list(given) if isinstance(given, tuple) else [], {}
         # A split is a mapping of arrays.
-        if len(splits) > 2 and isinstance(splits[-1], Mapping) and _are_vocabularies(splits[-1]):
+        last = splits[-1] if len(splits) > 2 else None
+        if isinstance(last, Mapping) and all(isinstance(value, Vocabulary) for value in last.values()):
             vocabularies = splits.pop()
         if len(splits) not in (2, 3):
             raise UserError(
@@ -147,10 +148,6 @@ def as_arrays(given: Given, where: str) -> dict[str, Array]:
     if not lengths or len(set(lengths.values())) > 1 or not min(lengths.values()):
         raise UserError(f"{where}: {lengths or 'no'} samples; give each array the same number, one or more")
     return arrays
-
-
-def _are_vocabularies(given: Mapping[Any, object]) -> bool:
-    return all(isinstance(value, Vocabulary) for value in given.values())
 
 
 def _fits_float32(array: Array) -> bool:

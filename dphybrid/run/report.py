@@ -187,24 +187,21 @@ def _summary(report: Report, experiment: Experiment) -> dict[str, float]:
     return summary | {"summary_train_s": total}
 
 
-def _where(experiment: Experiment, report: Report) -> str:
-    config = experiment.config
-    return f"{config.recipe} on {report.devices}, batch {config.train.batch_size}, seed {config.train.seed}"
-
-
 def _texts(experiment: Experiment, report: Report) -> dict[str, str]:
     """Return the report as texts by title: the words of the terminal, the splits, the data, how to load the
     best checkpoint and how to repeat the run."""
-    data, name, best = experiment.data, report.registered_as, report.best_checkpoint
+    config, data = experiment.config, experiment.data
+    name, best = report.registered_as, report.best_checkpoint
     about = f"{data.path.name} from {experiment.source}, digest {report.digests['data'][:16]}"
     load = ["import dphybrid", "", f"model = dphybrid.load_model({best!r})  # a torch module"]
     if name:
         load.append(f'model = dphybrid.load_model("models:/{name}@challenger")  # or, from the registry')
     if experiment.recipe.tabular:
         load.append(f"predictor = dphybrid.load({best!r})  # with its preprocessing, for new rows")
-    given = masked(f"dphybrid train {as_flags(given_flags(experiment.config))}")
+    given = masked(f"dphybrid train {as_flags(given_flags(config))}")
+    what = f"{config.recipe} on {report.devices}, batch {config.train.batch_size}, seed {config.train.seed}"
     return {
-        _where(experiment, report): report.text.strip(),
+        what: report.text.strip(),
         "How batches were split": "\n".join(report.split_lines),
         "Data": f"{about}\n\n{data.describe()}",
         "Load the best checkpoint": "\n".join(load),
