@@ -72,6 +72,16 @@ def test_the_output_starts_at_zero_and_is_gated() -> None:
     torch.testing.assert_close(of(hidden, tokens), gate * (rows @ of.value.weight.T))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_model_of_another_precision_adds_its_own(dtype: torch.dtype) -> None:
+    of, hidden, tokens = memory(), 300 * torch.randn(2, 5, 8), torch.randint(30, (2, 5))
+    nn.init.ones_(of.value.weight)
+    wanted = of(hidden, tokens)
+    added = of.to(dtype)(hidden.to(dtype), tokens)
+    assert added.dtype == dtype
+    torch.testing.assert_close(added.float(), wanted, atol=0.05, rtol=0.05)
+
+
 def losses(devices: str, mode: str = "off", cut: bool = False) -> list[float]:
     """Return the losses of some steps. mode: of the pipeline, which must find the tokens by itself. cut:
     batches are windows of which forward takes all but the last token."""

@@ -185,7 +185,7 @@ def test_forty_retrainings_while_a_machine_dies_and_cron_knows_nothing(team: Tea
         while len(runs := hour.runs()) < 40 or any(run["state"]["type"] not in OVER for run in runs):
             assert hour.now < limit_s, team.logs()
             hour.goes_on()
-            for run in runs if hour.decisions and not lost else ():
+            for run in hour.runs() if hour.decisions and not lost else ():  # cron has taken its time
                 if run["state"]["name"] == "Running" and run["labels"].get("dphybrid.worker") == "red":
                     kill_tree(red)
                     lost, killed_at = run["id"], hour.now
