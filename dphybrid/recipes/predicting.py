@@ -16,6 +16,7 @@ from dphybrid.data.table.frames import Written, as_frame, table_target, write_pr
 from dphybrid.data.table.rows import Rejected, Rows, check_rejected
 from dphybrid.data.vocabulary import read_vocabularies
 from dphybrid.recipes.given import as_arrays
+from dphybrid.training.checkpoint import read_state
 from dphybrid.util.errors import UserError, counted, type_text
 
 
@@ -30,6 +31,8 @@ def samples_of(
         check_rejected(str(rows), rejected, sum(map(len, chunks)) + len(rejected), data.max_rejected)
         rows = pl.concat(pl.DataFrame({n: chunk.texts(n) for n in chunk.names}) for chunk in chunks)
     arrays = as_arrays(labelled(rows, read_vocabularies(checkpoint)), f"recipe {recipe}, labelled")
+    if missing := read_state(checkpoint).info["shapes"].keys() - arrays.keys():
+        raise UserError(f"recipe {recipe}: the rows have no {min(missing)!r}, which its training split has")
     return ArrayDataset(arrays, np.arange(len(next(iter(arrays.values()))))), []
 
 

@@ -266,6 +266,11 @@ class Recipe:
                 f"recipe {self.name}: has its own source; define samples(checkpoint, config, model, rows) to "
                 "evaluate new rows"
             )
+        if isinstance(rows, str | Path) and type(self).labelled is Recipe.labelled:
+            raise UserError(
+                f"recipe {self.name}: define labelled(rows, vocabularies) to evaluate files; run.evaluate "
+                "takes a split as rows() returns it"
+            )
         return samples_of(self.name, self.labelled, checkpoint, rows)
 
     @property

@@ -95,6 +95,7 @@ def test_a_file_is_predicted_with_trainings_words(data_dir: Path, capsys: pytest
     assert written["day"].to_list() == [1, 2, 3]
     assert written["rating"].to_list() == pytest.approx(found["rating"].to_list(), rel=1e-6)
     assert command(*PREDICT).splitlines()[0] == "rating"
+    assert "define labelled(rows, vocabularies) to" in command("evaluate", *PREDICT[1:], ends=2)
 
 
 @pytest.mark.parametrize(
@@ -163,3 +164,5 @@ def test_a_third_split_is_the_test_part_and_new_rows_are_evaluated_as_it_is(
     assert f"mae               {found.metrics['mae']:.4f}" in told
     with refused("importance: is that of a table's columns"):
         run.evaluate(held, importance=True)
+    with refused("the rows have no 'item_B', which its training split has"):
+        run.evaluate({name: cells for name, cells in held.items() if name != "item_B"})
