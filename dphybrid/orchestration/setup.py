@@ -125,7 +125,8 @@ async def _renew(page: dict[str, Any]) -> None:
             # those that have fallen due meanwhile. Of runs that are still there it makes no second ones.
             if not renewed.paused and renewed.updated is not None:
                 since = {"start_time": renewed.updated.isoformat()}
-                await client.request("POST", f"/deployments/{there.id}/schedule", json=since)
+                which = {"id": there.id}
+                await client.request("POST", "/deployments/{id}/schedule", path_params=which, json=since)
 
 
 async def _without_schedules(deployments: Iterable[DeploymentResponse]) -> None:
