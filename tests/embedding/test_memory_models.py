@@ -1,7 +1,11 @@
 """Gemma 4's per-layer rows and Qwen4-Exp's hashed n-grams as host tables: losses as with resident tables, on
-several devices, fetched ahead or not, and resumed."""
+several devices, fetched ahead or not, and resumed after a kill."""
 
 import copy
+import os
+import signal
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,9 +16,10 @@ from torch import nn
 
 from dphybrid.embedding import RowPipeline, dense_parameters, host_tables, row_optimizer
 from dphybrid.parallel import DataParallel
+from tests.conftest import REPOSITORY
 
 pytest.importorskip("transformers")
-STEPS, SAVED_AT = 10, 5
+STEPS, KILLED_AT, SAVED_AT = 20, 13, 10
 MODELS = ("gemma", "qwen")
 
 
@@ -46,6 +51,7 @@ def train(
     steps: range = range(STEPS),
     ahead: bool = False,
     state: Path | None = None,
+    die: bool = False,
 ) -> list[float]:
     """Return the losses. state: where to save after SAVED_AT steps, or to continue from."""
     dense = torch.optim.SGD([p for p in model.parameters() if p is not table], lr=0.005)
@@ -65,6 +71,8 @@ def train(
             losses.append(loss.item())
             if state is not None and step + 1 == SAVED_AT:
                 torch.save({"model": model.state_dict(), "rows": rows.state_dict()}, state)
+            if die and step + 1 == KILLED_AT:
+                os.kill(os.getpid(), signal.SIGKILL)
         if ahead and len(model.devices) > 1:  # one device on the CPU reads the table itself
             # Qwen computes its ids inside of its forward.
             is_known = "Gemma" in str(type(model.module.model))
@@ -96,7 +104,13 @@ def test_losses_are_those_of_a_resident_table_and_to_the_bit_of_a_resumed_or_pre
     name: str, devices: str, tmp_path: Path
 ) -> None:
     state = tmp_path / "state"
-    losses = train(*hosted(name, devices), state=state)
+    code = (
+        f"from pathlib import Path; from tests.embedding.test_memory_models import hosted, train; "
+        f"train(*hosted({name!r}, {devices!r}), state=Path({str(state)!r}), die=True)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    losses = train(*hosted(name, devices))
     assert losses == pytest.approx(resident(name), rel=1e-5)
     assert losses == train(*hosted(name, devices), ahead=True)
     resumed = train(*hosted(name, devices), steps=range(SAVED_AT, STEPS), state=state)
