@@ -141,8 +141,9 @@ class NgramMemory(nn.Module):
     def _gate(self, hidden_BTC: Tensor, key_BTC: Tensor) -> Tensor:
         """Return the gates (B, T), times the scale of the rows: so it multiplies B x T numbers. By the dot
         products of the normalized states, not the states: that takes a third less time."""
-        width, eps = hidden_BTC.shape[-1], torch.finfo(hidden_BTC.dtype).eps
-        wide = torch.promote_types(hidden_BTC.dtype, torch.float32)  # sums of squares overflow float16
+        # In float16, sums of squares overflow, and its epsilon is larger than the keys.
+        wide = torch.promote_types(hidden_BTC.dtype, torch.float32)
+        width, eps = hidden_BTC.shape[-1], torch.finfo(wide).eps
         hidden_BTC, key_BTC = hidden_BTC.to(wide), key_BTC.to(wide)
         dot = torch.linalg.vecdot
         hidden_BT = dot(hidden_BTC, hidden_BTC) / width + eps
