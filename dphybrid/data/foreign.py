@@ -37,9 +37,10 @@ def writing(file: Path) -> Iterator[None]:
     """Raise OSError with its file if polars cannot write it, in the block."""
     try:
         yield
-    # polars' errors have no errno; a full disk is the usual cause.
+    # polars' own errors have no number; a full disk is their usual cause.
     except (pl.exceptions.PolarsError, OSError) as error:
-        raise OSError(errno.ENOSPC, str(error), str(file)) from error
+        number = error.errno if isinstance(error, OSError) else None
+        raise OSError(number or errno.ENOSPC, str(error), str(file)) from error
 
 
 def check_memory(folder: Path) -> None:

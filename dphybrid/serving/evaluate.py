@@ -207,7 +207,7 @@ def evaluate_checkpoint(
     Args:
         rows: What `evaluate` takes for a table, else what the recipe's `samples` takes.
         predictor, model: Return the checkpoint's; one is called.
-        batch_size: For what is no table; None: as in training.
+        batch_size: Samples of a batch, for all recipes but tables; None: as in training.
     """
     state = read_state(checkpoint)
     config = stored_config(state.config, checkpoint / "state.json", load_settings())

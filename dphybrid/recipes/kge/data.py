@@ -20,7 +20,7 @@ from torch import Tensor
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.tables import DelimitedFiles, RowFiles
 from dphybrid.data.batches import Array, ArrayDataset, Dataset, Draw, DrawnDataset, Draws, lists_of
-from dphybrid.data.foreign import misread
+from dphybrid.data.foreign import misread, writing
 from dphybrid.data.store import Content, Prepared, Progress, Source, mapped
 from dphybrid.data.table.files import partitions, read_jobs
 from dphybrid.data.table.frames import as_frame
@@ -186,13 +186,13 @@ class _TripleSource(Source):
         arrays |= _known_answers(known_B3, len(entities), len(relations))
 
         def save(folder: Path) -> None:
-            names = {"entities": entities, "relations": relations}
             known = pl.DataFrame(known_B3.astype(np.int32), _NAMES)
             is_trained = (pl.int_range(pl.len()) < len(parts["train"])).alias("trained")
+            names = {"entities": entities.to_frame("name"), "relations": relations.to_frame("name")}
             (folder / "encoder").mkdir()
-            for name, texts in names.items():
-                texts.to_frame("name").write_parquet(folder / "encoder" / f"{name}.parquet")
-            known.with_columns(is_trained).write_parquet(folder / "encoder" / "known.parquet")
+            for name, frame in (names | {"known": known.with_columns(is_trained)}).items():
+                with writing(file := folder / "encoder" / f"{name}.parquet"):
+                    frame.write_parquet(file)
 
         return Content(arrays, info, lines, rejected=rejected, save=save)
 
