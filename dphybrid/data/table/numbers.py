@@ -58,7 +58,13 @@ LISTS = "reads the items between the marks"
 """Words in the reason of a column of categories whose cells look like lists."""
 WITH_MARKS = r"^[+-]?\d[\d.,'\u2019 _]*(?:e\d)?$"
 """Digits with marks of decimals or groups of digits."""
-_MAY_HAVE_MARKS = r"^(?:[^\p{L}\p{N}]|USD|EUR|GBP|CHF|Rs\.?)*\d"
+_MAY_HAVE_MARKS = (
+    r"^(?:[^\p{L}\p{N}]|USD|EUR|GBP|CHF|Rs\.?)*\d(?:[^\p{L}]|USD|EUR|GBP|CHF|[acdehimnorstuyEkKMB])*$"
+)
+"""What `without_marks` makes numbers of, and more: digits with signs and the letters of currencies, of 3.8M and of
+durations."""
+_MAY_BE_NUMBER = r"^[+-]?[\d.,'\u2019 _]+(?:[eE][+-]?\d+)?$"
+"""What every notation without marks of currencies and units reads, and more."""
 _UNLIKE = (
     (r"\d\s?m\b", r"\d\s?[kK]\b", "'m' is read as minutes beside 'k' for thousands; millions are written M"),
     (r"%\s*$", r"\d$", "percents are read without their sign, beside numbers without one"),
@@ -107,11 +113,11 @@ def notation_of(sample: Sample) -> tuple[Notation, pl.Series]:
     determines it, else the notation that reads the most cells."""
     cells, data = sample.cells, sample.data
 
-    def others(signs: Notation) -> pl.Series:
-        return cells.filter(not_numbers(cells, read_numbers(cells, *signs)))
+    def others(some: pl.Series, signs: Notation) -> pl.Series:
+        return some.filter(not_numbers(some, read_numbers(some, *signs)))
 
     if sample.typed:  # not written at all
-        return USUAL, others(USUAL)
+        return USUAL, others(cells, USUAL)
     allowed = [
         (decimal, thousands, False)
         for decimal, thousands in _NOTATIONS
@@ -120,7 +126,7 @@ def notation_of(sample: Sample) -> tuple[Notation, pl.Series]:
     if sample.comma_file:  # 1.500 and 2,527 are then 1500 and 2.527
         commas = [(".", "") if not cells.str.contains("[.,]").any() else (",", "."), (",", "")]
         allowed.sort(key=lambda signs: signs[:2] not in commas)
-    odd = others(allowed[0])
+    odd = others(cells, allowed[0])
     if cells.dtype != pl.String or not len(odd):
         return allowed[0], odd
     # Trying all notations takes time; most columns of texts do not look like numbers at all.
@@ -130,9 +136,13 @@ def notation_of(sample: Sample) -> tuple[Notation, pl.Series]:
         if 2 * int(some.str.contains(_MAY_HAVE_MARKS).sum()) < len(some):
             return allowed[0], odd
         marks = bool(without_marks(some).str.contains(WITH_MARKS).any())
+    # Cells that no notation reads are left out of the trial; without a mark, all notations read the same.
+    able = cells if marks else cells.filter(cells.str.contains(_MAY_BE_NUMBER))
+    if not marks and not able.str.contains("[.,'\u2019 _]").any():
+        return allowed[0], odd
     # min returns the first of equals, so that the usual notation wins a tie.
-    tried = [(*signs[:2], marks) for signs in allowed]
-    return min(((signs, others(signs)) for signs in tried), key=lambda found: len(found[1]))
+    best = min(((*signs[:2], marks) for signs in allowed), key=lambda signs: len(others(able, signs)))
+    return best, others(cells, best)
 
 
 def flag_of(cells: pl.Series) -> str:
