@@ -132,7 +132,7 @@ def _facts(report: Report) -> dict[str, str]:
     def numbers(metrics: Mapping[str, float]) -> str:
         return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
 
-    chosen = "" if report.test else " (validation, which chose the epoch)"
+    chosen = "" if report.test else " (which chose the epoch)"
     facts = {"Test": numbers(report.test), "Validation": numbers(report.metrics) + chosen}
     facts |= {"Baselines": report.beside}
     facts |= {f"Try {what}": text for what, _, text in (line.partition(": ") for line in report.advice)}

@@ -64,7 +64,7 @@ def test_the_test_rows_are_measured_once_and_shown_beside_validation(
 
     without = dphybrid.train(rows, label="y", epochs=1, devices="cpu", quiet=True)
     assert without.test_metrics == {}
-    assert "(validation, which chose the epoch)" in without.report().text.replace("\n" + " " * 13, " ")
+    assert "(which chose the epoch)" in without.report().text.replace("\n" + " " * 13, " ")
 
 
 def test_a_column_names_the_parts(tmp_path: Path) -> None:
