@@ -61,8 +61,8 @@ WITH_MARKS = r"^[+-]?\d[\d.,'\u2019 _]*(?:e\d)?$"
 _MAY_HAVE_MARKS = (
     r"^(?:[^\p{L}\p{N}]|USD|EUR|GBP|CHF|Rs\.?)*\d(?:[^\p{L}]|USD|EUR|GBP|CHF|[acdehimnorstuyEkKMB])*$"
 )
-"""What `without_marks` makes numbers of, and more: digits with signs and the letters of currencies, of 3.8M and of
-durations."""
+"""What `without_marks` makes numbers of, and more: digits with signs and the letters of currencies, of 3.8M
+and of durations."""
 _MAY_BE_NUMBER = r"^[+-]?[\d.,'\u2019 _]+(?:[eE][+-]?\d+)?$"
 """What every notation without marks of currencies and units reads, and more."""
 _UNLIKE = (
