@@ -177,11 +177,11 @@ class Parser(argparse.ArgumentParser):
             self.error(f"{flags[0]}: there is no such flag{suggestion(flags[0], known)}")
         # A value without its flag: one more item of a list, or guess the flag.
         before = argv[: argv.index(unknown[0])]
-        place = next((i for i in reversed(range(len(before))) if before[i].startswith("--")), len(before))
-        for action in (self._option_string_actions.get(flag) for flag in before[place : place + 1]):
-            if action is not None and action.metavar == _METAVARS["tuple[str,...]"]:
-                items = [*before[place + 1 :], *unknown]
-                self.error(f"unexpected {unknown[0]!r}; write {as_flags({before[place][2:]: items})}")
+        named = [number for number, word in enumerate(before) if word.startswith("--")]
+        flag, *items = before[named[-1] :] if named else [""]
+        action = self._option_string_actions.get(flag)
+        if action is not None and action.metavar == _METAVARS["tuple[str,...]"]:
+            self.error(f"unexpected {unknown[0]!r}; write {as_flags({flag[2:]: [*items, *unknown]})}")
         file = "--config" if unknown[0].endswith(".toml") else "--data.path"
         meant = ["--recipe"] * (unknown[0] in recipe_names()) + [file, "--run-name"]
         hint = next((f"; write {as_flags({name[2:]: unknown[0]})}" for name in meant if name in known), "")
