@@ -24,8 +24,13 @@ class LostRanks(RuntimeError):
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process as one of `size` ranks. local_size: ranks on this machine. device: of its blocks. folder:
-    the run's."""
+    """This process as one of `size` ranks.
+
+    Attributes:
+        local_size: Ranks on this machine.
+        device: Of its blocks.
+        folder: The run's.
+    """
 
     rank: int
     size: int

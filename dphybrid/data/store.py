@@ -71,9 +71,14 @@ class _ArrayFacts(BaseModel):
 class Manifest(Page):
     """`manifest.json`: what a prepared folder holds.
 
-    info: facts that models need. description: lines for people. rejected: number of rows left out. base: the
-    prepared folder that was extended. split: how the validation split was chosen. files: sha256 of the files
-    that are not arrays, by name. facts: further facts from the source.
+    Attributes:
+        info: Facts that models need.
+        description: Lines for people.
+        rejected: Number of rows left out.
+        base: The prepared folder that was extended.
+        split: How the validation split was chosen.
+        files: sha256 of the files that are not arrays, by name.
+        facts: Further facts from the source.
     """
 
     VERSION: ClassVar[int] = 2
@@ -190,8 +195,10 @@ _Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
 class Content:
     """What a source was encoded to: arrays to save, facts for models, lines for people, rejected rows.
 
-    save: writes more files into the folder. shapes, blocks: arrays too large for memory, all of which come
-    together in blocks along dim 0. extra: the manifest's source_digest, base, split and facts.
+    Attributes:
+        save: Writes more files into the folder.
+        shapes, blocks: Arrays too large for memory, all of which come together in blocks along dim 0.
+        extra: The manifest's source_digest, base, split and facts.
     """
 
     arrays: Mapping[str, Array]
@@ -441,9 +448,14 @@ def prepare_source(
 ) -> Prepared:
     """Return the prepared data of a source under `folder`; build it if it does not exist.
 
-    name: the recipe's. seed: chooses the validation rows. on_progress(what, done, total): called during the
-    work. view: see `Prepared`. The same bytes and values give the same digest on any machine. Raises
-    UserError for input that cannot be used; no partial work is left then.
+    The same bytes and values give the same digest on any machine. Raises UserError for input that cannot be
+    used; no partial work is left then.
+
+    Args:
+        name: The recipe's.
+        seed: Chooses the validation rows.
+        on_progress: Called during the work, as on_progress(what, done, total).
+        view: See `Prepared`.
     """
     progress = on_progress or _silent
     with reading_files():

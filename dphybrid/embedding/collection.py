@@ -24,13 +24,15 @@ from dphybrid.util.errors import UserError, suggestion
 
 class HostEmbeddingCollection(nn.Module):
     """Several tables (name -> num_rows), stored one after the other in `flat`, one HostEmbedding with all
-    their rows.
+    their rows. Row optimizers and `RowPipeline` see only `flat`, which `find_tables` lists under the
+    collection's name; give the pipeline `flat_ids(...)`.
 
-    dim: width of all rows. padding: name -> id whose row stays zero and is never trained. std: standard
-    deviation of the initial values, one for all tables or name -> std. make: builds the flat table from
-    (num_rows, dim, name=, std=, scales=, and the options). options: further arguments of `HostEmbedding`
-    (seed, dtype, storage, path). Row optimizers and `RowPipeline` see only `flat`, which `find_tables` lists
-    under the collection's name; give the pipeline `flat_ids(...)`.
+    Args:
+        dim: Width of all rows.
+        padding: Name -> id whose row stays zero and is never trained.
+        std: Standard deviation of the initial values, one for all tables or name -> std.
+        make: Builds the flat table from (num_rows, dim, name=, std=, scales=, and the options).
+        options: Further arguments of `HostEmbedding` (seed, dtype, storage, path).
     """
 
     def __init__(

@@ -22,15 +22,21 @@ run; all other threads would wait for an id that occurs thousands of times."""
 
 @dataclass
 class Counters:
-    """Running totals of a table in training; lookups without gradients do not count. Only the training
-    thread adds to them.
+    """Running totals of a table in training; lookups without gradients do not count. Only the training thread
+    adds to them.
 
-    ids: ids looked up. unique: rows touched, counted by replica. prepared: touched rows that a pipeline had
-    prepared. repaired: prepared rows that were read again because an update had changed them.
-    bytes_gathered: bytes of rows read from the table for lookups.
-    Milliseconds: dedup_ms: checking and sorting ids. gather_ms: reading rows. h2d_ms: copies to the devices.
-    d2h_ms: waiting for row gradients from the devices. update_ms: the row optimizer, including the sums of
-    gradients. repair_ms: finding and reading changed rows again.
+    Attributes:
+        ids: Ids looked up.
+        unique: Rows touched, counted by replica.
+        prepared: Touched rows that a pipeline had prepared.
+        repaired: Prepared rows that were read again because an update had changed them.
+        bytes_gathered: Bytes of rows read from the table for lookups.
+        dedup_ms: Milliseconds, like the following: checking and sorting ids.
+        gather_ms: Reading rows.
+        h2d_ms: Copies to the devices.
+        d2h_ms: Waiting for row gradients from the devices.
+        update_ms: The row optimizer, including the sums of gradients.
+        repair_ms: Finding and reading changed rows again.
     """
 
     ids: float = 0.0
@@ -55,10 +61,12 @@ class Counters:
 class Occurrences:
     """Where each unique id occurs among N ids.
 
-    unique_U: the unique ids, ascending (int64; all others are int32). inverse_N: the index of each id in
-    unique_U. order_N: the positions 0..N-1, sorted by the id there. starts_P: where in order_N each run
-    begins; a run is at most `RUN` occurrences of one id. first_U: index of each id's first run; empty
-    if every id has one run.
+    Attributes:
+        unique_U: The unique ids, ascending (int64; all others are int32).
+        inverse_N: The index of each id in unique_U.
+        order_N: The positions 0..N-1, sorted by the id there.
+        starts_P: Where in order_N each run begins; a run is at most `RUN` occurrences of one id.
+        first_U: Index of each id's first run; empty if every id has one run.
     """
 
     unique_U: Tensor

@@ -32,13 +32,18 @@ _LARGEST = 2**40
 class NgramMemory(nn.Module):
     """Adds what a table in host memory holds for the last tokens: `h = h + memory(h, tokens)`.
 
-    hidden: width C of the hidden state. rows: at most this many rows a head; each head has the largest
-    prime that no other head has. dim: width D of a row. orders: lengths of the n-grams, each at least 2.
-    heads: hash functions for each order. separator: token that ends a segment, such as the one between
-    documents; n-grams do not reach across it. seed: of the hash functions and the table's initial values;
-    None: drawn from torch's generator. scale: factor on the rows. With Adam it acts as a learning rate of so
-    many times the given one. make: builds the table from (num_rows, dim, std=, and the options), as
-    `HostEmbedding`. table: its further options (name, dtype, storage, path).
+    Args:
+        hidden: Width C of the hidden state.
+        rows: At most this many rows a head; each head has the largest prime that no other head has.
+        dim: Width D of a row.
+        orders: Lengths of the n-grams, each at least 2.
+        heads: Hash functions for each order.
+        separator: Token that ends a segment, such as the one between documents; n-grams do not reach across
+            it.
+        seed: Of the hash functions and the table's initial values; None: drawn from torch's generator.
+        scale: Factor on the rows. With Adam it acts as a learning rate of so many times the given one.
+        make: Builds the table from (num_rows, dim, std=, and the options), as `HostEmbedding`.
+        table: Its further options (name, dtype, storage, path).
 
     The output starts at zero, so that a trained decoder continues as it was. `table` is the host table. Its
     rows need no weight decay.

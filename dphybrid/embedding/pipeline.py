@@ -76,9 +76,12 @@ class DeclaresIds(Protocol):
 class RowPipeline:
     """Yields batches while a worker thread prepares the lookups of later ones; see the module's docstring.
 
-    model: the model whose tables are looked up ahead, or its tables as from `find_tables`. mode: "exact", or
-    "off" to yield batches without a worker. on_cpu: use a worker even without a GPU; slower, for tests that
-    the bits stay the same. Raises UserError for other values.
+    Args:
+        model: The model whose tables are looked up ahead, or its tables as from `find_tables`.
+        mode: "exact", or "off" to yield batches without a worker.
+        on_cpu: Use a worker even without a GPU; slower, for tests that the bits stay the same.
+
+    Raises UserError for other values.
     """
 
     def __init__(

@@ -32,10 +32,11 @@ def dot_products(queries_QD: Tensor, rows_ND: Tensor) -> Tensor:
 class Ranked:
     """Result of `rank_rows`.
 
-    rows_QK, scores_QK: the best rows and their scores, best first; padded with row -1 and score -inf.
-    ranks_Q: rank of each answer, 1 for the best; equal scores share the mean of their ranks, and scores that
-    are NaN count as better than the answer. loss_Q: cross entropy of a softmax over the answer and all rows
-    that are not hidden.
+    Attributes:
+        rows_QK, scores_QK: The best rows and their scores, best first; padded with row -1 and score -inf.
+        ranks_Q: Rank of each answer, 1 for the best; equal scores share the mean of their ranks, and scores
+            that are NaN count as better than the answer.
+        loss_Q: Cross entropy of a softmax over the answer and all rows that are not hidden.
     """
 
     rows_QK: Tensor

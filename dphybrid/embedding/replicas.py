@@ -63,9 +63,12 @@ class DeviceRows(torch.autograd.Function):
 class Share:
     """One replica's part of a lookup, which `channel` is sending to the device.
 
-    where: its unique ids and their occurrences, on the host. shape: of its ids. rows_UD, indices
-    (`where.indices()`): on the device, views of `memory`. ready: event of their arrival (None on the CPU).
-    dedup_ms, gather_ms: times of sorting its ids and of reading its rows from the table.
+    Attributes:
+        where: Its unique ids and their occurrences, on the host.
+        shape: Of its ids.
+        rows_UD, indices: On the device, views of `memory`; indices are `where.indices()`.
+        ready: Event of their arrival (None on the CPU).
+        dedup_ms, gather_ms: Times of sorting its ids and of reading its rows from the table.
     """
 
     channel: "Channel"

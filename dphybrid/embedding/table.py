@@ -39,14 +39,17 @@ class HostEmbedding(nn.Module):
     `dphybrid.embedding` read and write only those rows. torch's dense optimizers refuse a sparse gradient, so
     give them `dense_parameters(model)`.
 
-    num_embeddings, embedding_dim: shape of the table, also its `num_rows` and `dim`. padding_idx: a row that
-    starts as zeros and gets no gradient; negative values count from the end. std: standard deviation of the
-    normal initial values. scales: (first, last, factor)s that scale the initial values of the rows from
-    first to below last. seed: of the initial values; None: drawn from torch's generator, which
-    torch.manual_seed sets. name: for messages. dtype: float32, float64, or bfloat16 (looked-up rows and
-    gradients are float32 then, and updates are rounded stochastically); None: float64 if that is torch's
-    default type, else float32. storage: "memory", or "mmap" for unnamed files in the folder `path`, which end
-    with the process. freeze: True for a table that is not trained.
+    Args:
+        num_embeddings, embedding_dim: Shape of the table, also its `num_rows` and `dim`.
+        padding_idx: A row that starts as zeros and gets no gradient; negative values count from the end.
+        std: Standard deviation of the normal initial values.
+        scales: (first, last, factor)s that scale the initial values of the rows from first to below last.
+        seed: Of the initial values; None: drawn from torch's generator, which torch.manual_seed sets.
+        name: For messages.
+        dtype: float32, float64, or bfloat16 (looked-up rows and gradients are float32 then, and updates are
+            rounded stochastically); None: float64 if that is torch's default type, else float32.
+        storage: "memory", or "mmap" for unnamed files in the folder `path`, which end with the process.
+        freeze: True for a table that is not trained.
 
     Raises UserError, with the numbers, if the table does not fit. Other options of nn.Embedding (max_norm,
     ...) are not supported, nor is a weight that is computed from others (weight_norm, pruning, ...).

@@ -58,9 +58,11 @@ class FrozenRows:
 class RowsInfo:
     """What optimizers and gradients need to know about one weight; no two weights share one.
 
-    name, counters: of the table that had the weight first. synchronized: see `HostEmbedding.synchronized`.
-    make_states: allocates an optimizer's states in the same kind of storage as the rows (such as files).
-    changes: (version before, version after, changed rows) of the latest updates; None: not recorded.
+    Attributes:
+        name, counters: Of the table that had the weight first.
+        synchronized: See `HostEmbedding.synchronized`.
+        make_states: Allocates an optimizer's states in the same kind of storage as the rows (such as files).
+        changes: (version before, version after, changed rows) of the latest updates; None: not recorded.
     """
 
     name: str

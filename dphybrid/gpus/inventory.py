@@ -36,8 +36,10 @@ class Process:
 class Gpu:
     """The state of a GPU at one moment.
 
-    label: "GPU 1". utilisation: NVML's latest load in per cent, None where it reports none. fault: why the
-    GPU cannot be used, such as NVML's error for it; a GPU with a fault is never free.
+    Attributes:
+        label: "GPU 1".
+        utilisation: NVML's latest load in per cent, None where it reports none.
+        fault: Why the GPU cannot be used, such as NVML's error for it; a GPU with a fault is never free.
     """
 
     index: int

@@ -38,8 +38,13 @@ class CellFailed(Exception):
 
 
 class Result(BaseModel):
-    """What became of a run of a sweep. report: None if it has no result; why: the reason. pruned: the search
-    ended it early, which is no failure."""
+    """What became of a run of a sweep.
+
+    Attributes:
+        report: None if it has no result.
+        why: The reason.
+        pruned: The search ended it early, which is no failure.
+    """
 
     name: str
     values: dict[str, str]

@@ -48,10 +48,15 @@ _NUM_RESAMPLES = 300
 
 
 class Decision(BaseModel):
-    """The comparison of champion and challenger on the same rows. against: the champion's version, "" if
-    there was none. data: digest of the validation split that the rows are from. gain: positive if the
-    challenger is better; low, high: the ends of its 95 % interval. Of an earlier decision, which the registry
-    has as `text`, only the first three are known."""
+    """The comparison of champion and challenger on the same rows.
+
+    Attributes:
+        against: The champion's version, "" if there was none.
+        data: Digest of the validation split that the rows are from.
+        gain: Positive if the challenger is better.
+        low, high: The ends of its 95 % interval. Of an earlier decision, which the registry has as `text`,
+            only the first three are known.
+    """
 
     model_config = ConfigDict(frozen=True)
 

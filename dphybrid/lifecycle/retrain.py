@@ -36,8 +36,10 @@ _LOOK_EVERY_S = 0.5
 class Plan(BaseModel):
     """What a retraining will do.
 
-    config: the experiment, with the champion's data and weights filled in. champion: its version, "" for the
-    first model of its name. stop: why there is nothing to do.
+    Attributes:
+        config: The experiment, with the champion's data and weights filled in.
+        champion: Its version, "" for the first model of its name.
+        stop: Why there is nothing to do.
     """
 
     config: SerializeAsAny[AnyExperiment]

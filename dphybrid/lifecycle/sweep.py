@@ -53,12 +53,15 @@ _RANGE = {"low", "high", "log", "step"}
 
 @dataclass(frozen=True)
 class Sweep:
-    """What to train. grid: field -> a list of values; in a search also a range {"low": 0.001, "high": 0.1,
-    "log": true}. If both ends are integers, so are the values; "step" spaces them evenly.
+    """What to train.
 
-    trials: number of trainings of a search, including those before the sweep was continued; 0: all
-    combinations of the grid. prune: in a search, end a training after an epoch in which it does worse than
-    the median of the others at that epoch.
+    Attributes:
+        grid: Field -> a list of values; in a search also a range {"low": 0.001, "high": 0.1, "log": true}. If
+            both ends are integers, so are the values; "step" spaces them evenly.
+        trials: Number of trainings of a search, including those before the sweep was continued; 0: all
+            combinations of the grid.
+        prune: In a search, end a training after an epoch in which it does worse than the median of the others
+            at that epoch.
     """
 
     name: str

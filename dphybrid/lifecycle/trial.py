@@ -46,9 +46,15 @@ short batch, so the stop is inside the second epoch."""
 
 @dataclass
 class Trial:
-    """A recipe on a sample of its data. settings: of a temporary folder. experiment: the sample, made by
-    `prepare`. weights: file of the first training's last checkpoint -> digest. best: its best checkpoint.
-    not_prefetched: why it prefetched no rows, or ""."""
+    """A recipe on a sample of its data.
+
+    Attributes:
+        settings: Of a temporary folder.
+        experiment: The sample, made by `prepare`.
+        weights: File of the first training's last checkpoint -> digest.
+        best: Its best checkpoint.
+        not_prefetched: Why it prefetched no rows, or "".
+    """
 
     config: ExperimentConfig
     settings: Settings

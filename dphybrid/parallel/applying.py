@@ -173,9 +173,11 @@ _local = threading.local()
 class Replica:
     """The replica that a thread computes: `index` of `count`.
 
-    shares: samples of each replica's inputs, empty if unknown. seeds: seeds drawn for dropout so far; all
-    replicas use seeds[k] in their k-th call of dropout. calls: this replica's calls of dropout so far. dim:
-    that of the samples.
+    Attributes:
+        shares: Samples of each replica's inputs, empty if unknown.
+        seeds: Seeds drawn for dropout so far; all replicas use seeds[k] in their k-th call of dropout.
+        calls: This replica's calls of dropout so far.
+        dim: That of the samples.
     """
 
     index: int = 0

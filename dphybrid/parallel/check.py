@@ -22,11 +22,12 @@ OF_TORCH = frozenset(vars(nn.Module())) | {"_former_parameters", "_flat_weights"
 
 @dataclass(frozen=True)
 class Finding:
-    """One problem of a module. breaks: it fails or computes something wrong; otherwise results only differ
-    from those on one device.
+    """One problem of a module.
 
-    module: dotted name in the checked module. where: the module's class, its attribute, or its input or
-    output that differs.
+    Attributes:
+        breaks: It fails or computes something wrong; otherwise results only differ from those on one device.
+        module: Dotted name in the checked module.
+        where: The module's class, its attribute, or its input or output that differs.
     """
 
     breaks: bool

@@ -52,11 +52,15 @@ from dphybrid.util.stages import stage
 class DataParallel(nn.DataParallel):
     """Runs a module on every device, each on its share of the batch, and joins the outputs in order.
 
-    module: moved to the first device, where its parameters live. device_ids (or devices): device text,
-    `Devices`, a list of CUDA indices, texts or torch devices, or None for `DPHYBRID_DEVICES`, else auto.
-    output_device: where outputs are joined; the first device by default. dim: batch dimension of inputs and
-    outputs. whole: names of the module's arguments that every replica gets unsplit. Batches are split as by
-    torch.chunk, so a short batch uses fewer devices.
+    Args:
+        module: Moved to the first device, where its parameters live.
+        device_ids: Or devices: device text, `Devices`, a list of CUDA indices, texts or torch devices, or
+            None for `DPHYBRID_DEVICES`, else auto.
+        output_device: Where outputs are joined; the first device by default.
+        dim: Batch dimension of inputs and outputs.
+        whole: Names of the module's arguments that every replica gets unsplit.
+
+    Batches are split as by torch.chunk, so a short batch uses fewer devices.
 
     docs/differences.md lists all differences from torch.nn.DataParallel and their reasons. The main ones:
     devices may be virtual; inputs and outputs that cannot be split or joined raise an error that names them;

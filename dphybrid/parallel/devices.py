@@ -15,8 +15,10 @@ from dphybrid.util.errors import UserError
 class Devices:
     """The devices of a region's replicas.
 
-    text: canonical device text. replicas: one torch device per replica, in split order. virtual: whether
-    replicas share hardware.
+    Attributes:
+        text: Canonical device text.
+        replicas: One torch device per replica, in split order.
+        virtual: Whether replicas share hardware.
     """
 
     text: str

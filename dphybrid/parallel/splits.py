@@ -70,8 +70,11 @@ def sizes_of_shares(value: object, sizes: Sequence[int], dim: int) -> tuple[Size
 class Split:
     """How a forward was split, with replicas in device order.
 
-    input_sizes, output_sizes: size of the first tensor in each replica's inputs and outputs; () if there was
-    none. devices: the replicas' device labels. count: number of forwards that were split this way.
+    Attributes:
+        input_sizes, output_sizes: Size of the first tensor in each replica's inputs and outputs; () if there
+            was none.
+        devices: The replicas' device labels.
+        count: Number of forwards that were split this way.
     """
 
     input_sizes: tuple[Size, ...]

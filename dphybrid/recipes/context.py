@@ -21,13 +21,15 @@ Options = TypeVar("Options", bound=ModelConfig)
 class ModelContext(Generic[Options]):
     """What a model is built from.
 
-    devices: the blocks' devices; pass them to `dphybrid.parallel.DataParallel`.
-    info: facts about the prepared data, depending on the recipe: `num_words`, `num_ids`, `num_dense`, ...
-    options, data: the `model` and the `data` section of the config.
-    seed: of the tables' initial values, which torch's global generator does not draw.
-    table_dtype: "bfloat16", or "model" for the blocks' number format. table_folder: of the tables' files;
-    None: tables are in memory. rows: the training split, from which a new model may compute start weights;
-    None where a checkpoint supplies them.
+    Attributes:
+        devices: The blocks' devices; pass them to `dphybrid.parallel.DataParallel`.
+        info: Facts about the prepared data, depending on the recipe: `num_words`, `num_ids`, `num_dense`, ...
+        options, data: The `model` and the `data` section of the config.
+        seed: Of the tables' initial values, which torch's global generator does not draw.
+        table_dtype: "bfloat16", or "model" for the blocks' number format.
+        table_folder: Of the tables' files; None: tables are in memory.
+        rows: The training split, from which a new model may compute start weights; None where a checkpoint
+            supplies them.
     """
 
     devices: Devices

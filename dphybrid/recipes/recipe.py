@@ -59,16 +59,18 @@ def imported(path: str) -> Any:
 class Recipe:
     """Subclass it, set the attributes, and write `rows` (or `source` and `dataset`), `build` and `task`.
 
-    name: names runs, prepared folders and registered models. summary: one sentence for help and forms.
-    data, model: the recipe's own config sections, pydantic classes with a default for every field.
-    table, train, checkpoint: this recipe's defaults in these common sections, where they differ.
-    batches: about how many batches an epoch has where train.batch_size is 0, and the largest batch size.
-    tabular: its samples are rows of a table read by `dphybrid.data.table`. It has a schema file, its data may
-    grow by new files (retraining), and it scores the rows of new files (predict).
-    sample: what a sample is called where an evaluation counts them.
-    one_process: not tested with several processes; a config with `cluster` is refused.
-    example: columns of a few rows as `predict` takes them; `dphybrid check recipe` predicts these.
-    prints_shapes: print a split as PyTorch's data-parallel tutorial does, one line per replica.
+    Attributes:
+        name: Names runs, prepared folders and registered models.
+        summary: One sentence for help and forms.
+        data, model: The recipe's own config sections, pydantic classes with a default for every field.
+        table, train, checkpoint: This recipe's defaults in these common sections, where they differ.
+        batches: About how many batches an epoch has where train.batch_size is 0, and the largest batch size.
+        tabular: Its samples are rows of a table read by `dphybrid.data.table`. It has a schema file, its data
+            may grow by new files (retraining), and it scores the rows of new files (predict).
+        sample: What a sample is called where an evaluation counts them.
+        one_process: Not tested with several processes; a config with `cluster` is refused.
+        example: Columns of a few rows as `predict` takes them; `dphybrid check recipe` predicts these.
+        prints_shapes: Print a split as PyTorch's data-parallel tutorial does, one line per replica.
     """
 
     name: str = ""

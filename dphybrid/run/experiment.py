@@ -41,10 +41,14 @@ _FIXED = (
 
 @dataclass
 class Built:
-    """The model of a run that this process has built, so that it is built once. filled: whether its rows are
-    those of a checkpoint and not initial values. trained: with its optimizers, until it is trained. model:
-    after that, for the evaluation. outputs: the `validation_outputs` of the best
-    checkpoint, if this process evaluated it."""
+    """The model of a run that this process has built, so that it is built once.
+
+    Attributes:
+        filled: Whether its rows are those of a checkpoint and not initial values.
+        trained: With its optimizers, until it is trained.
+        model: After that, for the evaluation.
+        outputs: The `validation_outputs` of the best checkpoint, if this process evaluated it.
+    """
 
     filled: bool = False
     trained: Trained | None = None
@@ -54,9 +58,15 @@ class Built:
 
 @dataclass(frozen=True)
 class Experiment:
-    """Everything that defines a training. data: the recipe's prepared data. engine: trains in this process or
-    in the processes of a cluster. devices: text such as "cpu*2", once they are leased. found: the run to
-    resume, and each run once it is built. built: what this process has built of it so far."""
+    """Everything that defines a training.
+
+    Attributes:
+        data: The recipe's prepared data.
+        engine: Trains in this process or in the processes of a cluster.
+        devices: Text such as "cpu*2", once they are leased.
+        found: The run to resume, and each run once it is built.
+        built: What this process has built of it so far.
+    """
 
     recipe: Recipe
     config: ExperimentConfig

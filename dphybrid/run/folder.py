@@ -30,8 +30,14 @@ API_TAG = "prefect.api_url"
 
 
 class RunPage(Page):
-    """`run.json` describes a run. number: counts the data folder's runs. config: the experiment's values.
-    created: ISO time. links: name -> address, shown on the run's page in MLflow."""
+    """`run.json` describes a run.
+
+    Attributes:
+        number: Counts the data folder's runs.
+        config: The experiment's values.
+        created: ISO time.
+        links: Name -> address, shown on the run's page in MLflow.
+    """
 
     DEPTH: ClassVar[int] = 2
 

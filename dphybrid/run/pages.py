@@ -9,9 +9,16 @@ from dphybrid.util.pages import Page
 
 
 class ResultPage(Page):
-    """`result.json`: the results of training. checkpoint: the latest one. step_ms: times of the steps with a
-    full batch; there are steps_timed of them. stages: seconds. saving: what the checkpoints cost. splits: the
-    rows that each replica received; split_lines: the same as printed."""
+    """`result.json`: the results of training.
+
+    Attributes:
+        checkpoint: The latest one.
+        step_ms: Times of the steps with a full batch; there are steps_timed of them.
+        stages: Seconds.
+        saving: What the checkpoints cost.
+        splits: The rows that each replica received.
+        split_lines: The same as printed.
+    """
 
     DEPTH: ClassVar[int] = 2
 
@@ -48,10 +55,16 @@ class MetricsPage(Page):
 class Report(Page):
     """The report of a run; `--report FILE` writes it as JSON.
 
-    stages: seconds; stages_ms: milliseconds of an average step. saving: what the checkpoints cost.
-    beside, columns: the baselines and the most important columns, as text. advice: what to try if a baseline
-    is better. doubts: about the data, such as columns that leak the label. page: its file. registered_as:
-    "" if the model is not in the registry; not_registered then says why."""
+    Attributes:
+        stages: Seconds.
+        stages_ms: Milliseconds of an average step.
+        saving: What the checkpoints cost.
+        beside, columns: The baselines and the most important columns, as text.
+        advice: What to try if a baseline is better.
+        doubts: About the data, such as columns that leak the label.
+        page: Its file.
+        registered_as: "" if the model is not in the registry; not_registered then says why.
+    """
 
     run_name: str
     devices: str

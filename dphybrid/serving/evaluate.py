@@ -46,13 +46,19 @@ Progress = Callable[[str, int, int], None]
 class Evaluation:
     """What `evaluate` found.
 
-    intervals: of each metric, the 2.5 and 97.5 percentiles over rows drawn again with replacement (the
-    percentile bootstrap of Efron and Tibshirani 1993). thresholds: for a binary label, a row for each
-    threshold, the one with the best F1 and the model's own. classes: for several classes, a row for each.
-    importance: columns, the most important first: by how much the deciding metric gets worse when the
-    column's cells are shuffled (`dphybrid.training.importance`). notes: what was left out. charts: the same
-    as in a run's report: ROC, precision and recall, calibration, confusion matrix, or residuals. sample: what
-    `num_rows` counts, such as users."""
+    Attributes:
+        intervals: Of each metric, the 2.5 and 97.5 percentiles over rows drawn again with replacement (the
+            percentile bootstrap of Efron and Tibshirani 1993).
+        thresholds: For a binary label, a row for each threshold, the one with the best F1 and the model's
+            own.
+        classes: For several classes, a row for each.
+        importance: Columns, the most important first: by how much the deciding metric gets worse when the
+            column's cells are shuffled (`dphybrid.training.importance`).
+        notes: What was left out.
+        charts: The same as in a run's report: ROC, precision and recall, calibration, confusion matrix, or
+            residuals.
+        sample: What `num_rows` counts, such as users.
+    """
 
     num_rows: int
     left_out: int

@@ -271,9 +271,14 @@ def _signature(folder: Path) -> ModelSignature | None:
 
 @dataclass(frozen=True)
 class Version:
-    """A version of a registered model. run_tags: the tags of the run that trained it. decision: `promoted:`
-    or `kept:` and why, and all later decisions; "" before the first. undecided: it was trained as a
-    challenger, and is not compared with the champion yet, or the alias was not moved then."""
+    """A version of a registered model.
+
+    Attributes:
+        run_tags: The tags of the run that trained it.
+        decision: `promoted:` or `kept:` and why, and all later decisions; "" before the first.
+        undecided: It was trained as a challenger, and is not compared with the champion yet, or the alias was
+            not moved then.
+    """
 
     name: str
     number: str

@@ -48,8 +48,13 @@ _ENCODER = json.JSONEncoder(
 
 @dataclass(frozen=True)
 class Losses:
-    """What MLflow lacks of a record. refused: records that the server refused; damaged: lines; unkept: lines
-    that could not be written."""
+    """What MLflow lacks of a record.
+
+    Attributes:
+        refused: Records that the server refused.
+        damaged: Lines.
+        unkept: Lines that could not be written.
+    """
 
     refused: int = 0
     damaged: int = 0
@@ -71,10 +76,14 @@ class Losses:
 class Sent(Page):
     """`record.sent`: how much of a record MLflow has.
 
-    offset: of the first byte that has not arrived. refused: offset of a refused record -> the server's
-    reason; more_refused: the number of further ones. damaged: unreadable lines. unkept: lines that were not
-    written. told: the text about lost records on the run's page in MLflow. closed: the run has ended, and
-    everything has arrived.
+    Attributes:
+        offset: Of the first byte that has not arrived.
+        refused: Offset of a refused record -> the server's reason.
+        more_refused: The number of further ones.
+        damaged: Unreadable lines.
+        unkept: Lines that were not written.
+        told: The text about lost records on the run's page in MLflow.
+        closed: The run has ended, and everything has arrived.
     """
 
     model_config = ConfigDict(frozen=False)

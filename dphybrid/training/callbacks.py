@@ -16,10 +16,16 @@ _FIELD = "train.callbacks"
 class EpochEnd:
     """The state at the end of an epoch, after its evaluation and after its checkpoint was started.
 
-    run: the run's name. epoch: its number, from 1. epochs: `train.epochs`. step: optimizer steps so far.
-    train_loss: mean over the epoch. metrics: of the validation split, by name (`auc`, `loss`, ...). best:
-    whether this is the best epoch so far. model: the module in training, to read; with train.average, it has
-    the averaged weights. A change to it is not in this epoch's checkpoint, so a resume from that loses it.
+    Attributes:
+        run: The run's name.
+        epoch: Its number, from 1.
+        epochs: `train.epochs`.
+        step: Optimizer steps so far.
+        train_loss: Mean over the epoch.
+        metrics: Of the validation split, by name (`auc`, `loss`, ...).
+        best: Whether this is the best epoch so far.
+        model: The module in training, to read; with train.average, it has the averaged weights. A change to
+            it is not in this epoch's checkpoint, so a resume from that loses it.
     """
 
     run: str

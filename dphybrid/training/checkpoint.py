@@ -82,8 +82,11 @@ VALIDATION = "validation "
 class Progress:
     """How far training has come.
 
-    step: optimizer steps so far. batch: index of the epoch's next batch. stale_epochs: epochs since the best
-    one. history: one row for each epoch.
+    Attributes:
+        step: Optimizer steps so far.
+        batch: Index of the epoch's next batch.
+        stale_epochs: Epochs since the best one.
+        history: One row for each epoch.
     """
 
     step: int = 0
@@ -123,10 +126,12 @@ class OptimizerPage(TypedDict, total=False):
 class CheckpointState(Page):
     """`state.json` of a checkpoint: everything but its tensors.
 
-    since_full: how many checkpoints ago the last full one was; 0 for a full one. record: the states of
-    `Session.stateful` by name (splits, the current window of metrics, seconds by stage), with which a resumed
-    run's record continues without a gap. crc32: checksums of the tensor files, by their name in the
-    folder. sha256: checksums of the other files.
+    Attributes:
+        since_full: How many checkpoints ago the last full one was; 0 for a full one.
+        record: The states of `Session.stateful` by name (splits, the current window of metrics, seconds by
+            stage), with which a resumed run's record continues without a gap.
+        crc32: Checksums of the tensor files, by their name in the folder.
+        sha256: Checksums of the other files.
     """
 
     VERSION: ClassVar[int] = _FORMAT
@@ -162,9 +167,11 @@ class CheckpointState(Page):
 class Trained:
     """Everything that training changes: the model, its optimizers and the progress.
 
-    dense: optimizer of the dense parameters. rows: optimizer of the table rows. blocks: where a recipe has
-    several dense optimizers, these by name; `dense` then combines them. rates: initial learning rates of
-    dense's parameter groups, which the schedule scales.
+    Attributes:
+        dense: Optimizer of the dense parameters.
+        rows: Optimizer of the table rows.
+        blocks: Where a recipe has several dense optimizers, these by name; `dense` then combines them.
+        rates: Initial learning rates of dense's parameter groups, which the schedule scales.
     """
 
     model: nn.Module

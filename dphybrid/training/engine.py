@@ -159,13 +159,18 @@ class _Recorder(Protocol):
 class Session:
     """The parts of one training.
 
-    saver: writes the checkpoints. facts: further values of each checkpoint's page. profile_steps: steps to
-    record with torch's profiler. callbacks: user functions called after each epoch. take: the recipe's
-    `step`, which takes a `Step` and a batch and returns the summed loss and its number of terms. stateful:
-    further objects whose state checkpoints store, by name. named: steps of the checkpoints that the results
-    of an earlier attempt name, which therefore must stay. best_outputs: the `validation_outputs` of
-    the best evaluation, if this process made it. norms: the gradients' norms before they were clipped, since
-    the last line of metrics.
+    Attributes:
+        saver: Writes the checkpoints.
+        facts: Further values of each checkpoint's page.
+        profile_steps: Steps to record with torch's profiler.
+        callbacks: User functions called after each epoch.
+        take: The recipe's `step`, which takes a `Step` and a batch and returns the summed loss and its number
+            of terms.
+        stateful: Further objects whose state checkpoints store, by name.
+        named: Steps of the checkpoints that the results of an earlier attempt name, which therefore must
+            stay.
+        best_outputs: The `validation_outputs` of the best evaluation, if this process made it.
+        norms: The gradients' norms before they were clipped, since the last line of metrics.
     """
 
     config: ExperimentConfig

@@ -18,14 +18,20 @@ from dphybrid.util.roc import area_under_roc
 class Task:
     """What a recipe is evaluated by.
 
-    metric: name of the deciding metric. higher_is_better: its direction. compute: from all validation outputs
-    to metrics by name. reads: the entries of batches and outputs that `compute` needs besides loss and
-    weight, samples on dim 0. charts: from the same outputs to figures for the report. chosen_by: a loss among
-    the metrics (lower is better) that decides on the best checkpoint and on early stopping instead of
-    `metric`, for metrics that reach their maximum early on few rows; "" for `metric` itself. prediction: the
-    entry of `reads` whose mean over all rows serves as a baseline; "" for none. baselines: from the same
-    outputs to the metrics of simple rules, by the rule's name. given: from the validation metrics to the task
-    for test rows, where `compute` chooses something by the validation rows, such as a threshold.
+    Attributes:
+        metric: Name of the deciding metric.
+        higher_is_better: Its direction.
+        compute: From all validation outputs to metrics by name.
+        reads: The entries of batches and outputs that `compute` needs besides loss and weight, samples on dim
+            0.
+        charts: From the same outputs to figures for the report.
+        chosen_by: A loss among the metrics (lower is better) that decides on the best checkpoint and on early
+            stopping instead of `metric`, for metrics that reach their maximum early on few rows; "" for
+            `metric` itself.
+        prediction: The entry of `reads` whose mean over all rows serves as a baseline; "" for none.
+        baselines: From the same outputs to the metrics of simple rules, by the rule's name.
+        given: From the validation metrics to the task for test rows, where `compute` chooses something by the
+            validation rows, such as a threshold.
     """
 
     metric: str

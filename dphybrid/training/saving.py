@@ -57,8 +57,13 @@ little more."""
 
 @dataclass(frozen=True)
 class _Copied:
-    """What a checkpoint writes of a table. ids_U: the changed rows, or None for all. by_row: weight and
-    states at these rows. whole: states that do not have one entry for each row."""
+    """What a checkpoint writes of a table.
+
+    Attributes:
+        ids_U: The changed rows, or None for all.
+        by_row: Weight and states at these rows.
+        whole: States that do not have one entry for each row.
+    """
 
     ids_U: Tensor | None
     by_row: dict[str, Any]
@@ -69,10 +74,12 @@ class CheckpointWriter:
     """Writes the checkpoints of one training to `folder`. A context manager; leaving it waits until all are
     written.
 
-    full_every: every n-th checkpoint is full, the others hold the rows changed since. encoder: folder of the
-    data's encoder, which each checkpoint gets a copy of, so that it can predict from raw rows. encoder_sums:
-    expected sha256 of its files, by `encoder/NAME`. in_place: write all rows while training waits: for rows
-    that other processes hold.
+    Args:
+        full_every: Every n-th checkpoint is full, the others hold the rows changed since.
+        encoder: Folder of the data's encoder, which each checkpoint gets a copy of, so that it can predict
+            from raw rows.
+        encoder_sums: Expected sha256 of its files, by `encoder/NAME`.
+        in_place: Write all rows while training waits: for rows that other processes hold.
     """
 
     def __init__(

@@ -19,10 +19,14 @@ _MAX_LINES = 2000
 class SplitLog:
     """Collects the splits of training steps.
 
-    each: print lines at every step; otherwise only for a new split. whole: from the split over this process's
-    devices to the one over all processes. short: print one line for each split, and none on a single device,
-    instead of the tutorial's line for each replica. lines: the tutorial's lines for the record, at most
-    `_MAX_LINES`.
+    Args:
+        each: Print lines at every step; otherwise only for a new split.
+        whole: From the split over this process's devices to the one over all processes.
+        short: Print one line for each split, and none on a single device, instead of the tutorial's line for
+            each replica.
+
+    Attributes:
+        lines: The tutorial's lines for the record, at most `_MAX_LINES`.
     """
 
     def __init__(

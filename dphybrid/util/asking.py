@@ -18,8 +18,13 @@ _CLOCKS_S = 30.0
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server answered. status: 0 if it did not. wrong: the reason why there is no content, or "".
-    ahead_s: how far this machine's clock is ahead of the server's, in seconds; None if it does not say."""
+    """What a server answered.
+
+    Attributes:
+        status: 0 if it did not.
+        wrong: The reason why there is no content, or "".
+        ahead_s: How far this machine's clock is ahead of the server's, in seconds; None if it does not say.
+    """
 
     content: bytes = b""
     status: int = 0

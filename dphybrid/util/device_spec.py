@@ -23,8 +23,10 @@ MAX_DEVICES = 64
 class DeviceSpec:
     """A parsed device text.
 
-    names: one device name for each replica (`("cpu",) * 8` for `cpu*8`); empty for `auto`. virtual: whether
-    replicas share hardware, as in `cpu*8`, `cuda:0*4` or `cuda:0,cuda:0`. count: the 2 of `auto*2`, else 0.
+    Attributes:
+        names: One device name for each replica (`("cpu",) * 8` for `cpu*8`); empty for `auto`.
+        virtual: Whether replicas share hardware, as in `cpu*8`, `cuda:0*4` or `cuda:0,cuda:0`.
+        count: The 2 of `auto*2`, else 0.
     """
 
     text: str

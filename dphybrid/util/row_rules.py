@@ -14,9 +14,11 @@ number of steps of each row (int32)."""
 class RowRule:
     """One optimizer of table rows.
 
-    states: by the names used in checkpoints, the field of `struct table` in rows.c, and the kind. numbers:
-    options and their defaults. says: which state the optimizer keeps, for help texts. counts_updates: whether
-    the arithmetic needs the number of updates of the table.
+    Attributes:
+        states: By the names used in checkpoints, the field of `struct table` in rows.c, and the kind.
+        numbers: Options and their defaults.
+        says: Which state the optimizer keeps, for help texts.
+        counts_updates: Whether the arithmetic needs the number of updates of the table.
     """
 
     name: str

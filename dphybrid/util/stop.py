@@ -19,9 +19,13 @@ _NAMES = {
 class Interrupted(KeyboardInterrupt):
     """A run stopped on request. Its progress is in its newest checkpoint.
 
-    reason: text that says who asked. signal_number: the signal that asked, or None. requeue: whether the run
-    only gave way and wants to continue later. run: name of the run to continue; None if it stopped before it
-    had one.
+    Args:
+        reason: Text that says who asked.
+        signal_number: The signal that asked, or None.
+        requeue: Whether the run only gave way and wants to continue later.
+
+    Attributes:
+        run: Name of the run to continue; None if it stopped before it had one.
     """
 
     def __init__(self, reason: str, signal_number: int | None = None, requeue: bool = False) -> None:

@@ -273,8 +273,11 @@ def plain_numbers(cells: pl.Series, decimal: str, thousands: str, marks: bool = 
     """Return numbers in a notation as texts such as 1206.73, which polars reads; None for texts that do not
     follow the notation. Numbers in the usual notation are returned as they are, without a check.
 
-    decimal: the decimal mark. thousands: the separator of groups of three digits (empty: none). marks: read
-    also what `without_marks` takes away."""
+    Args:
+        decimal: The decimal mark.
+        thousands: The separator of groups of three digits (empty: none).
+        marks: Read also what `without_marks` takes away.
+    """
     if cells.dtype != pl.String:
         return cells
     cells = without_marks(cells) if marks else cells

@@ -21,10 +21,16 @@ Array = np.ndarray
 class Sample:
     """The cells of a column in the first rows, from which its kind is inferred.
 
-    cells: only those with a value, as texts (`as_texts`), whatever the file stores, or as lists. num_rows:
-    number of these rows. whole: the table has no other rows. more: the cells of more rows, if any. typed: the
-    file stores numbers. floats: of a type that has fractions. declared: the file says that the values are
-    categories. comma_file: other columns write decimals with a comma. separator: between items.
+    Attributes:
+        cells: Only those with a value, as texts (`as_texts`), whatever the file stores, or as lists.
+        num_rows: Number of these rows.
+        whole: The table has no other rows.
+        more: The cells of more rows, if any.
+        typed: The file stores numbers.
+        floats: Of a type that has fractions.
+        declared: The file says that the values are categories.
+        comma_file: Other columns write decimals with a comma.
+        separator: Between items.
     """
 
     name: str
@@ -56,9 +62,14 @@ class TrainingValues:
 class Column(Section):
     """A column of a table. All its fields except `name` and `learned` are keys of its section in schema.toml.
 
-    role: the kind's name. flag: the field of the data section that lists such columns; flag_help: its
-    description. noun: what a cell must hold; None: any cell can be read. lists: whether cells may be lists.
-    coded: values are texts, stored as codes of a dictionary; otherwise numbers or times, stored as they are.
+    Attributes:
+        role: The kind's name.
+        flag: The field of the data section that lists such columns.
+        flag_help: Its description.
+        noun: What a cell must hold; None: any cell can be read.
+        lists: Whether cells may be lists.
+        coded: Values are texts, stored as codes of a dictionary; otherwise numbers or times, stored as they
+            are.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)

@@ -31,8 +31,13 @@ _EXCEL_LINE = re.compile(rb'"?sep=(.|\\t)"?\n', re.I)
 
 @dataclass(frozen=True)
 class _Layout:
-    """How a delimited file is written. body: number of lines before the first row. index: the name of a
-    column that only numbers or names the rows. comments: whether lines that start with # are comments."""
+    """How a delimited file is written.
+
+    Attributes:
+        body: Number of lines before the first row.
+        index: The name of a column that only numbers or names the rows.
+        comments: Whether lines that start with # are comments.
+    """
 
     dialect: Dialect
     names: list[str]

@@ -27,8 +27,13 @@ _threads = local()
 
 
 class Dialect(NamedTuple):
-    """How cells are written. quote: empty for none. escape: precedes a quote within quotes. num_skipped,
-    width: lines before the table and its columns, as `sniff` finds them."""
+    """How cells are written.
+
+    Attributes:
+        quote: Empty for none.
+        escape: Precedes a quote within quotes.
+        num_skipped, width: Lines before the table and its columns, as `sniff` finds them.
+    """
 
     separator: str
     quote: str

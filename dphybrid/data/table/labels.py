@@ -35,8 +35,13 @@ _SMALL_NUMBER = 99
 
 
 class Label(Section):
-    """A kind of label. name: the column's. classes: texts in the order of their numbers, the positive one of
-    two last; empty for numbers. offset, scale: models learn (number - offset) / scale."""
+    """A kind of label.
+
+    Attributes:
+        name: The column's.
+        classes: Texts in the order of their numbers, the positive one of two last; empty for numbers.
+        offset, scale: Models learn (number - offset) / scale.
+    """
 
     task: ClassVar[_TaskName]
     name: str = ""

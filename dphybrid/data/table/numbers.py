@@ -395,9 +395,14 @@ def separator_of(cells: pl.Series, is_bag: bool) -> str:
 
 
 class Scale(Section):
-    """How a column of numbers is scaled, learned from the training rows. log: numbers first pass through
-    sign(x) log(1 + |x|). indicator: a second input is 1 for no value. edges: of the quantile buckets; None:
-    no buckets. known: the values that have an id each, instead of buckets, in the order of their ids."""
+    """How a column of numbers is scaled, learned from the training rows.
+
+    Attributes:
+        log: Numbers first pass through sign(x) log(1 + |x|).
+        indicator: A second input is 1 for no value.
+        edges: Of the quantile buckets; None: no buckets.
+        known: The values that have an id each, instead of buckets, in the order of their ids.
+    """
 
     log: bool = False
     mean: float = 0.0

@@ -114,9 +114,12 @@ class Table:
     """A table that was read. Its rows are stored in `folder` in blocks, as numbers, times and codes of the
     dictionaries (0: no value); the stored column "part" is that of the row's file.
 
-    lengths: rows of each block. counts: under "label" the rows without a label, under "weight" those of
-    weight 0, and under a bag's stored name its cells with too many items. longest: most items of a cell.
-    notes: what was inferred about how the files are written.
+    Attributes:
+        lengths: Rows of each block.
+        counts: Under "label" the rows without a label, under "weight" those of weight 0, and under a bag's
+            stored name its cells with too many items.
+        longest: Most items of a cell.
+        notes: What was inferred about how the files are written.
     """
 
     plan: Plan

@@ -66,10 +66,13 @@ class Cells(Mapping[str, pl.Series]):
 class Rows:
     """A chunk of rows: cells by column, the line of each row from 1 on, and the rejected rows.
 
-    cells: stripped text (None: no value), lists of texts, or numbers; not a frame, as polars reads names such
-    as `*` as patterns. header: whether the first line named the columns; always true for Parquet files.
-    bytes_read: of the file, up to the end of this chunk. notes: what was inferred about how the file is
-    written. index: the columns that only number or name the rows.
+    Attributes:
+        cells: Stripped text (None: no value), lists of texts, or numbers; not a frame, as polars reads names
+            such as `*` as patterns.
+        header: Whether the first line named the columns; always true for Parquet files.
+        bytes_read: Of the file, up to the end of this chunk.
+        notes: What was inferred about how the file is written.
+        index: The columns that only number or name the rows.
     """
 
     cells: Cells

@@ -35,9 +35,12 @@ class EmbeddedBins(nn.Module):
     that the other values share the rest. The number itself, `squashed`, is an input, too, because a few
     hundred rows are too few to learn a straight line from bins.
 
-    edges_NE: (N, K + 1), ascending; equal edges stand for bins that a column with few values does not need.
-    A buffer: the bins of training belong to the checkpoint. width: D. flags: columns of dense_BI that are 0
-    or 1. Bins would tell no more of them, so they follow the encoded numbers as they are.
+    Args:
+        edges_NE: (N, K + 1), ascending; equal edges stand for bins that a column with few values does not
+            need. A buffer: the bins of training belong to the checkpoint.
+        width: D.
+        flags: Columns of dense_BI that are 0 or 1. Bins would tell no more of them, so they follow the
+            encoded numbers as they are.
     """
 
     edges_NE: Tensor

@@ -183,9 +183,13 @@ class _Sum(nn.Module):
 class HistoryModel(nn.Module):
     """Trains a network over histories; in evaluation ranks all items for each user.
 
-    inputs: rows of a history's items. users: rows of users' features. items: output vectors of candidates
-    with the bias in the last column; None where the region has an output layer. depth: length of the longest
-    list that is evaluated. sizes: kind and sizes of the network.
+    Args:
+        inputs: Rows of a history's items.
+        users: Rows of users' features.
+        items: Output vectors of candidates with the bias in the last column; None where the region has an
+            output layer.
+        depth: Length of the longest list that is evaluated.
+        sizes: Kind and sizes of the network.
     """
 
     def __init__(

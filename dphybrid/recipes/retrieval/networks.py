@@ -24,8 +24,14 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Sizes:
-    """What networks are made of. dim: width of a row and of a vector. layers: 0: the network's own choice.
-    longest: the most items of a history. drop: makes a dropout layer of a share."""
+    """What networks are made of.
+
+    Attributes:
+        dim: Width of a row and of a vector.
+        layers: 0: the network's own choice.
+        longest: The most items of a history.
+        drop: Makes a dropout layer of a share.
+    """
 
     dim: int
     layers: int

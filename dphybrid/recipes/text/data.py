@@ -90,8 +90,13 @@ def part_of(prepared: Prepared, name: str) -> Dataset:
 @dataclass(frozen=True)
 class _TextSource:
     """Source of documents: the topics of Python's reference, the files of a folder, or the paragraphs of one
-    file. parts: the files of each part, if their names say so. test_file: the test part, if it is given by
-    itself. pairs: whether tokens are byte pairs."""
+    file.
+
+    Attributes:
+        parts: The files of each part, if their names say so.
+        test_file: The test part, if it is given by itself.
+        pairs: Whether tokens are byte pairs.
+    """
 
     data: TextDataConfig
     seed: int
