@@ -92,14 +92,16 @@ def host_tables(
         and not isinstance(module, HostEmbedding)
         and module.weight.nbytes > limit
     }
-    owners: dict[int, list[str]] = {}
-    for owner, parameter in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(parameter), []).append(owner)
+    owners: dict[int, dict[str, nn.Module]] = {}
+    for path, owner in model.named_modules():
+        for key, parameter in owner.named_parameters(path, recurse=False):
+            owners.setdefault(id(parameter), {})[key] = owner
     rows: dict[str, Tensor] = {}
     for name, module in found.items():
-        _check(name, module, [owner for owner in owners[id(module.weight)] if owner != f"{name}.weight"])
+        _check(name, module, [key for key, owner in owners[id(module.weight)].items() if owner is not module])
         if mapped is not None:
-            rows[name] = mapped_tensor(mapped, f"{name}.weight", tuple(module.weight.shape))
+            key = f"{name}.weight".removeprefix(".")  # the model itself may be the embedding
+            rows[name] = mapped_tensor(mapped, key, tuple(module.weight.shape))
         elif module.weight.is_meta:
             raise UserError(
                 f'host_tables: {name} is on "meta" and has no values; load it first, or map it with '
@@ -134,8 +136,9 @@ def _check(name: str, module: nn.Embedding, sharers: list[str]) -> None:
     size = f"{weight.nbytes / 1e6:,.0f} MB" if weight.nbytes > 1e6 else f"{weight.nbytes:,} B"
     if sharers:
         raise UserError(
-            f"host_tables: {name} ({size}) shares its weight with {sharers[0]}, which reads all of its rows "
-            f"at each step; untie them, or leave it where it is with larger_than={weight.nbytes}"
+            f"host_tables: {name} ({size}) shares its weight with {sharers[0]} (a tied output layer reads "
+            "all of its rows at each step); untie them, or leave it where it is with "
+            f"larger_than={weight.nbytes}"
         )
     if module.max_norm is not None or module.scale_grad_by_freq:
         option = "scale_grad_by_freq" if module.max_norm is None else "max_norm"

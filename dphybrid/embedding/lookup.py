@@ -7,6 +7,7 @@ row.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -117,6 +118,11 @@ def sum_by_row(grads_ND: Tensor, order_N: Tensor, starts_P: Tensor, first_U: Ten
     runs_P = torch.arange(len(starts_P), dtype=first_U.dtype, device=first_U.device)
     summed_UD: Tensor = torch.embedding_bag(summed_PD, runs_P, first_U)[0]
     return summed_UD
+
+
+def is_integer(value: object) -> bool:
+    """Whether it is an integer: neither 1e6, which is a float, nor True, which would be row 1."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def whole_numbers(ids: Tensor, name: str) -> Tensor:

@@ -13,15 +13,14 @@ rows of all heads.
 
 import math
 from collections.abc import Callable, Sequence
-from numbers import Integral
-from typing import Any
+from typing import Any, SupportsFloat
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dphybrid.embedding.lookup import whole_numbers
+from dphybrid.embedding.lookup import is_integer, whole_numbers
 from dphybrid.embedding.table import HostEmbedding
 from dphybrid.util.errors import UserError
 
@@ -40,15 +39,18 @@ class NgramMemory(nn.Module):
         heads: Hash functions for each order.
         separator: Token that ends a segment, such as the one between documents; n-grams do not reach across
             it.
-        seed: Of the hash functions and the table's initial values; None: drawn from torch's generator.
         scale: Factor on the rows. With Adam it acts as a learning rate of so many times the given one.
         make: Builds the table from (num_rows, dim, std=, and the options), as `HostEmbedding`.
-        table: Its further options (name, dtype, storage, path).
+        table: Its further options (name, dtype, storage, path, seed of the initial values).
+
+    The hash functions follow from rows, orders and heads alone: saved weights mean the same in every memory
+    that is made with these.
 
     The output starts at zero, so that a trained decoder continues as it was. `table` is the host table. Its
     rows need no weight decay.
 
-    Raises UserError for orders below 2, for rows that are too few for the heads, and for widths below 1.
+    Raises UserError for orders below 2, for rows that are too few for the heads, for widths below 1, for a
+    scale that is not above 0, and for a separator that is no token.
     """
 
     def __init__(
@@ -60,36 +62,37 @@ class NgramMemory(nn.Module):
         orders: Sequence[int] = (2, 3),
         heads: int = 2,
         separator: int | None = None,
-        seed: int | None = None,
         scale: float = 5.0,
         make: Callable[..., HostEmbedding] = HostEmbedding,
         **table: Any,
     ) -> None:
         super().__init__()
-        for what, value in {"hidden": hidden, "rows": rows, "dim": dim, "heads": heads}.items():
-            if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
-                raise UserError(f"NgramMemory: {what}={value!r}; give an integer of at least 1")
+        counts = {"hidden": hidden, "rows": rows, "dim": dim, "heads": heads}
+        for what, value in (counts if separator is None else counts | {"separator": separator}).items():
+            least = int(what in counts)  # token 0 may be the separator
+            if not is_integer(value) or value < least:
+                raise UserError(f"NgramMemory: {what}={value!r}; give an integer of at least {least}")
+        if not isinstance(scale, SupportsFloat) or not 0 < scale < math.inf:
+            raise UserError(f"NgramMemory: scale={scale!r}; give a finite number above 0")
         self.orders = tuple(orders)
-        if not self.orders or any(not isinstance(n, Integral) or n < 2 for n in self.orders):
+        if not self.orders or any(not is_integer(n) or n < 2 for n in self.orders):
             raise UserError(
                 f"NgramMemory: orders={list(self.orders)}; give lengths of at least 2, such as (2, 3). "
                 "Single tokens have rows in the model's own embedding"
             )
         if len(set(self.orders)) < len(self.orders):
             raise UserError(f"NgramMemory: orders={list(self.orders)} has a length twice; give each once")
-        if seed is None:
-            seed = int(torch.randint(2**63 - 1, (), device="cpu"))
         self.heads, self.separator = heads, separator
         sizes = _primes_up_to(rows, heads * len(self.orders))
         starts = np.cumsum([0, *sizes[:-1]])
         # Not buffers: they belong to the host table and must not follow the blocks to a GPU.
         self._sizes_H, self._starts_H = torch.tensor(sizes, device="cpu"), torch.from_numpy(starts)
-        # Odd, so that no bit of a token is lost; products wrap around.
-        drawn = np.random.default_rng([seed % 2**64, 0]).integers(2**62, size=max(self.orders))
+        # Odd, so that no bit of a token is lost; products wrap around. Always the same numbers.
+        drawn = np.random.default_rng([0, 0]).integers(2**62, size=max(self.orders))
         self._factors: list[int] = (2 * drawn + 1).tolist()
         self.scale = scale
         if make is HostEmbedding:
-            table = {"name": "memory", "seed": seed} | table
+            table = {"name": "memory"} | table
         self.table = make(sum(sizes), dim, std=0.02 / scale, **table)
         width = dim * len(sizes)
         self.key = nn.Linear(width, hidden, bias=False)

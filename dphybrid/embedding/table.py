@@ -10,9 +10,8 @@ from copy import copy
 from dataclasses import asdict
 from functools import partial
 from multiprocessing.context import get_spawning_popen
-from numbers import Integral
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, SupportsFloat
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dphybrid.embedding import native
 from dphybrid.embedding.ahead import LookupsAhead
 from dphybrid.embedding.gradients import Gates, merged, rows_op, sparse
-from dphybrid.embedding.lookup import Counters, copies_drift_apart, not_a_row, whole_numbers
+from dphybrid.embedding.lookup import Counters, copies_drift_apart, is_integer, not_a_row, whole_numbers
 from dphybrid.embedding.replicas import DeviceRows, Share, SizesOf
 from dphybrid.embedding.storage import StartValues, deferred_rows, open_rows, open_states, zero_rows
 from dphybrid.embedding.weights import FrozenRows, RowsInfo, info_of
@@ -74,14 +73,15 @@ class HostEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         num_rows, dim = num_embeddings, embedding_dim
-        # Integral also refuses 1e6, which is a float.
-        if any(not isinstance(n, Integral) or n < 1 for n in (num_rows, dim)) or dim > native.MAX_DIM:
+        if any(not is_integer(n) or n < 1 for n in (num_rows, dim)) or dim > native.MAX_DIM:
             raise UserError(
                 f"table {name!r}: {num_rows!r} rows of {dim!r} values; both must be integers of at least 1, "
                 f"and a row has at most {native.MAX_DIM} values"
             )
         padding_idx = _checked_padding(padding_idx, num_rows, name)
-        if not (seed is None or isinstance(seed, Integral)) or not 0 <= std < math.inf:
+        if not (seed is None or is_integer(seed)) or not (
+            isinstance(std, SupportsFloat) and 0 <= std < math.inf
+        ):
             raise UserError(
                 f"table {name!r}: seed={seed!r}, std={std!r}; give an integer, and a finite std from 0 on"
             )
@@ -242,8 +242,8 @@ class HostEmbedding(nn.Module):
         # In an update of several tables, -1 would be the last row of the table before.
         if isinstance(rows, Tensor):
             rows = rows.tolist()
-        for row in rows:  # a mask, of bool, would freeze the rows 0 and 1
-            if isinstance(row, bool) or not isinstance(row, Integral) or not 0 <= row < self.num_rows:
+        for row in rows:
+            if not is_integer(row) or not 0 <= row < self.num_rows:
                 raise UserError(f"table {self.name!r}: {row!r} is not a row; use 0 to {self.num_rows - 1}")
         self._frozen.set({*self._padding, *map(int, rows)})
         self.info.freeze(self._frozen)
@@ -447,6 +447,6 @@ def dense_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
 def _checked_padding(padding_idx: int | None, num_rows: int, name: str) -> int | None:
     if padding_idx is None:
         return None
-    if not isinstance(padding_idx, Integral) or not -num_rows <= padding_idx < num_rows:
+    if not is_integer(padding_idx) or not -num_rows <= padding_idx < num_rows:
         raise UserError(f"table {name!r}: padding_idx={padding_idx} is not a row; use 0 to {num_rows - 1}")
     return padding_idx % num_rows

@@ -35,7 +35,9 @@ def test_nothing_moves_or_casts_the_table() -> None:
     assert model[1].weight.device.type == "meta"
 
 
-@pytest.mark.parametrize(("num_rows", "dim"), [(0, 4), (10, -4), (1e6, 4), (10, 4.0), ("5", 4), (10, 20_000)])
+@pytest.mark.parametrize(
+    ("num_rows", "dim"), [(0, 4), (10, -4), (1e6, 4), (10, 4.0), ("5", 4), (True, 4), (10, 20_000)]
+)
 def test_a_size_that_is_none_is_named(num_rows: Any, dim: float) -> None:
     with refused_with([f"{num_rows!r} rows of {dim!r} values; both must be integers of at least 1"]):
         HostEmbedding(num_rows, dim, name="words")

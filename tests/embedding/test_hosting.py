@@ -116,10 +116,13 @@ def test_refuses_a_tied_output_before_it_changes_anything() -> None:
     model = nn.ModuleDict(
         {"other": nn.Embedding(100, 8), "rows": nn.Embedding(100, 8), "out": nn.Linear(8, 100)}
     )
+    model["alias"] = model["other"]  # the same lookup by another name shares nothing
     model["out"].weight = model["rows"].weight
     with pytest.raises(UserError, match=r"rows .* shares its weight with out.weight.*larger_than=3200"):
         host_tables(model, 100)
     assert not find_tables(model)
+    assert host_tables(nn.ModuleList([model["other"], model["alias"]]), 100) == ["0"]
+    assert host_tables(model["rows"], 100) == [""]
 
 
 def test_refuses_what_tables_do_not_do() -> None:

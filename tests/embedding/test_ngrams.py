@@ -36,6 +36,7 @@ def test_rows_follow_from_the_last_tokens_alone() -> None:
     assert torch.equal(ids[0, 2, :2], ids[1, 2, :2])  # the same last two
     assert not (ids[0, 2, 2:] == ids[1, 2, 2:]).any()  # but not the last three
     assert torch.equal(ids[0, 3], ids[1, 3])
+    assert torch.equal(ids, memory(seed=2).row_ids(torch.tensor([[5, 6, 7, 8], [9, 6, 7, 8]])))
 
 
 def test_each_head_has_rows_of_its_own_and_a_prime_of_its_own() -> None:
@@ -148,6 +149,12 @@ def test_replicas_share_the_table() -> None:
         ({"rows": 0}, "rows=0"),
         ({"rows": 5}, "give at least 7"),
         ({"rows": 1e6}, "rows=1000000.0"),
+        ({"rows": True}, "rows=True"),
+        ({"orders": (True, 2)}, "at least 2"),
+        ({"separator": "</s>"}, "separator='</s>'; give an integer of at least 0"),
+        ({"separator": -1}, "separator=-1"),
+        ({"scale": 0}, "scale=0; give a finite number above 0"),
+        ({"seed": 1.5}, "seed=1.5"),
     ],
 )
 def test_refuses_before_it_makes_a_table(options: dict[str, object], told: str) -> None:

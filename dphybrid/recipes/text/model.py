@@ -225,6 +225,5 @@ def _memory(context: ModelContext[TextModelConfig]) -> NgramMemory | None:
         orders=orders,
         heads=heads,
         separator=int(context.info["end"]),
-        seed=context.seed,
         make=make,
     )
