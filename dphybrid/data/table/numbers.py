@@ -284,15 +284,17 @@ def looks_like_dates(cells: pl.Series, day_first: bool) -> bool:
     return bool(len(cells)) and not len(_not_dates(cells, day_first))
 
 
-def _not_dates(cells: pl.Series, day_first: bool) -> pl.Series:
-    """Return the cells that are not written as dates; all cells if most of the first few are not."""
+def _not_dates(cells: pl.Series, *day_first: bool) -> pl.Series:
+    """Return the cells that are not written as dates, in the order of day and month that leaves the fewest;
+    all cells if most of the first few are not. day_first: the orders to try."""
     if cells.dtype != pl.String:
         return cells
     cells = cells.filter(~cells.is_in(DASHES))
     some = cells.head(_FEW)
     if not 2 * int(some.str.contains(_DATE).sum()) > len(some):
         return cells
-    return cells.filter(~cells.str.contains(_DATE) | read_times(cells, day_first).is_null())
+    other = ~cells.str.contains(_DATE)
+    return min((cells.filter(other | read_times(cells, first).is_null()) for first in day_first), key=len)
 
 
 def is_day_first(cells: pl.Series, data: RowFiles) -> bool | None:
@@ -341,7 +343,7 @@ def _few_others(odd: pl.Series, cells: pl.Series, noun: str) -> str:
 def _suggestion(odd: pl.Series, cells: pl.Series, sample: Sample) -> str:
     """Return a hint how else texts could be read, instead of as categories; empty if there is none. odd: the
     cells that are no numbers."""
-    dates = min((_not_dates(odd, first) for first in (False, True)), key=len)
+    dates = _not_dates(odd, False, True)
     if not len(dates):
         order = " (with --data.dayfirst true if the day comes first)"
         return f"dates or times, read as categories; --data.times reads hour, weekday and day{order}"
