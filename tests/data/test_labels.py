@@ -62,6 +62,11 @@ def test_what_a_label_is_taken_for(
         np.testing.assert_allclose(found, expected[: len(found)], rtol=1e-5, atol=1e-5)
 
 
+def test_notations_of_a_label_that_may_mean_different_amounts_are_said(tmp_path: Path) -> None:
+    described = labelled(tmp_path, ["41%", "0.41", "7%"]).describe()
+    assert "check label y: percents are read without their sign, beside numbers" in described
+
+
 def test_labels_that_turn_out_to_be_numbers_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schema, "LOOKED_AT", 10)
     prepared = labelled(tmp_path, [1, 2, 3] * 10 + [0.25])

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import polars as pl
+import pyarrow
 import pytest
 
 from dphybrid.data.table.cells import clean
@@ -187,12 +188,15 @@ def test_lists_are_one_as_text_and_as_values(trained: str, tmp_path: Path) -> No
         assert [items or [] for items in read] == _LISTS
 
 
-@pytest.mark.parametrize("writer", ["pandas", "polars"])
+@pytest.mark.parametrize("writer", ["pandas", "polars", "arrow"])
 def test_declared_categories_keep_their_texts(writer: str, tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     versions = random.choice(["1.1", "1.10", "1.2"], 100)
     frame = pd.DataFrame({"x": pd.Categorical(versions), "n": pd.Categorical(random.integers(0, 5, 100))})
     frame["y"] = random.integers(0, 2, 100)
+    if writer == "arrow":
+        numbers = pyarrow.array(frame["n"].to_list()).dictionary_encode()
+        frame["n"] = pd.Series(numbers, dtype=pd.ArrowDtype(numbers.type))
     if writer == "pandas":
         frame.to_parquet(tmp_path / "x.parquet")
     else:
@@ -249,6 +253,18 @@ def test_a_row_with_an_infinite_label_has_none(container: str, numbers: list[flo
     assert prepared.info["label"]["classes"] == classes
 
 
+@pytest.mark.parametrize(
+    "labels", [["0", "1", "-"], ["0", "1", "inf"], ["0", "1", "no", "yes"], ["no", "yes", "0.0", "TRUE"]]
+)
+def test_two_classes_are_two_in_any_notation(labels: list[str], tmp_path: Path) -> None:
+    ids = ["-", "inf", *map(str, range(100, 138))]
+    prepared = table_of(tmp_path, {"user_id": ids * 3, "y": labels * (120 // len(labels))})
+    found = prepared.arrays["labels_B"]
+    assert found.tolist() == [0, 1] * (len(found) // 2)
+    (column,) = Encoder.load(prepared.path / "encoder").categories
+    assert 10 < len({*column.learned} & {*ids[2:]}) == len(column.learned)
+
+
 @pytest.mark.parametrize("mark", ["-200", "-200.0"])
 def test_a_missing_number_is_missing_in_every_notation(mark: str, tmp_path: Path) -> None:
     for texts in (["-200", "7,5"], ["-200,0", "7,5"], ["-200.0", "7.5"], ["-200.00", "7.5"]):
@@ -301,6 +317,7 @@ def test_validation_rows_that_are_training_rows_are_said(tmp_path: Path) -> None
         (["25042003", "01052003", "13122004"], True),
         (["04252003", "12132004"], True),
         (["2010.2", "2010.10"], True),
+        (["2010.02", "2010.1"], True),
         (["12.2009", "2.2010", "10.2010"], True),
         (["12/2009", "02/2010"], True),
         (["201012", "201101"], True),

@@ -36,24 +36,25 @@ _QUICK_FORMS = {10: "%Y-%m-%d", 16: "%Y-%m-%d %H:%M", 19: "%Y-%m-%d %H:%M:%S"}
 """Forms of dates, by their number of letters."""
 _ZONE = r"(?:Z|UTC|GMT|(?:UTC|GMT)?[+-]\d{1,2}(?::?\d{2})?)(?:\s*[\[(][^\])]*[\])])?|\b[A-Z]{3,4}"
 _MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
-_DAYS, _HOURS = r"(\d+(?:\.\d+)?)\s*d", r"(\d+(?:\.\d+)?)\s*h"
-_MINUTES, _SECONDS = r"(\d+(?:\.\d+)?)\s*m(?:in(?:ute)?s?)?\b", r"(\d+(?:\.\d+)?)\s*s(?:ec(?:ond)?s?)?\b"
 _PART = r"\d+(?:\.\d+)?\s*(?:d(?:ays?)?|h(?:ours?|rs?)?|m(?:in(?:ute)?s?)?|s(?:ec(?:ond)?s?)?)"
 _DURATION = rf"^{_PART}(?:\s*{_PART})*$"
-_CLOCK = r"^(\d+):([0-5]\d):([0-5]\d(?:\.\d+)?)$"
+_ISO_DURATION = r"^P(?:\d+D)?(?:T[\dHM.]+[HMS])?$"
+_DAYS_OF_CLOCK, _CLOCK = r"^(\d+) days?,? (\d+:)", r"^(\d+d)?(\d+):([0-5]\d):([0-5]\d(?:\.\d+)?)$"
+_SIGN, _CODE = r"[A-Z]{0,2}\p{Sc}", "USD|EUR|GBP|CHF|JPY|INR"
+CURRENCY = f"(?:{_SIGN}|{_CODE})"
 _WORD = r"\w+(?:['’]\w+)*"
 _QUOTED = r"""\"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'"""
 _ITEM = rf"""{_QUOTED}|[^,\s"'][^,]*"""
-IS_LIST = rf"(?s)^\s*(?:\[.*\]|[({{](?:\s*(?:{_QUOTED})\s*,?)+[)}}])\s*$"
+IS_LIST = rf"(?s)^\s*(?:\[.*\]|[({{](?:\s*(?:{_QUOTED})\s*,?)+[)}}]|set\(\))\s*$"
 """A list as JSON and Python write it, also as a tuple or a set of texts."""
 TRUE, FALSE = ("1", "t", "true", "y", "yes"), ("0", "f", "false", "n", "no")
 """The two values of a flag, in lower case."""
-INFINITE = ("inf", "infinity", "+inf", "-inf", "+infinity", "-infinity", "nan")
-"""Lower-cased texts of numbers that are not finite; they count as no value."""
 Notation = tuple[str, str, bool]
 """Decimal mark, thousands separator (empty: none), and whether numbers have other marks, as in $5 or 7%."""
 DASHES = ("-", "--", "–", "—")
 """What stands for no value among numbers and dates."""
+_NO_NUMBERS = (*DASHES, "inf", "infinity", "+inf", "-inf", "+infinity", "-infinity", "nan")
+"""Lower-cased texts that count as no value among numbers."""
 _ZONES = {
     name: hours
     for hours, names in (
@@ -222,8 +223,8 @@ def number_texts(cells: pl.Series) -> pl.Series:
 def texts_of(cells: pl.Series, form: str, notation: Notation, ignore_case: bool) -> pl.Series:
     """Return cells as the texts of a column of categories, each value in one form.
 
-    form: text; number, where 7, 7.0 and +7 are one value, written in `notation`, and infinity is none; or
-    FALSE/TRUE, the words for the values of a flag, where True, TRUE, 1, 1.0 and yes are one value."""
+    form: text; number, where 7, 7.0 and +7 are one value, written in `notation`, and infinity and a dash
+    are none; or FALSE/TRUE, the words for the values of a flag, where True, TRUE, 1, 1.0 and yes are one."""
     if cells.dtype == pl.List:
         if form == "text" and not ignore_case:
             return cells
@@ -242,7 +243,7 @@ def _in_form(cells: pl.Series, form: str, notation: Notation) -> pl.Series:
         texts = number_texts(
             plain.zip_with(plain.is_not_null(), cells) if cells.dtype == pl.String else cells
         )
-        return texts.set(is_infinite(texts), None)
+        return texts.set(is_no_number(texts), None)
     no, yes = form.split("/")
     words = dict.fromkeys(FALSE, no) | dict.fromkeys(TRUE, yes)
     texts = as_texts(cells)
@@ -253,9 +254,9 @@ def _in_form(cells: pl.Series, form: str, notation: Notation) -> pl.Series:
     return low.replace_strict(words, default=None).fill_null(texts)
 
 
-def is_infinite(cells: pl.Series) -> pl.Series:
-    """Return a mask (B,) of numbers that are not finite, which count as no value."""
-    return cells.cast(pl.String).str.to_lowercase().is_in(INFINITE).fill_null(False)
+def is_no_number(cells: pl.Series) -> pl.Series:
+    """Return a mask (B,) of dashes and of numbers that are not finite, which count as no value."""
+    return cells.cast(pl.String).str.to_lowercase().is_in(_NO_NUMBERS).fill_null(False)
 
 
 def numbers_of(cells: pl.Series, decimal: str = ".", thousands: str = "", marks: bool = False) -> pl.Series:
@@ -303,27 +304,28 @@ def plain_numbers(cells: pl.Series, decimal: str, thousands: str, marks: bool = 
 def without_marks(cells: pl.Series) -> pl.Series:
     """Return texts of numbers without the marks of currencies and percent; with a minus for brackets, as in
     (0.13), and for the typographic one; with plain blanks; 29k, 3.8M and 1B as 29e3, 3.8e6 and 1e9; and
-    durations (2h20m, 1:02:30) as seconds. Other texts stay as they are."""
+    durations (2h20m, 1:02:30, 1 days 01:02:30, PT1H2M) as seconds. Other texts stay as they are."""
     texts = cells.str.replace_all(r"[\u{a0}\u{2007}\u{2009}\u{202f}]", " ").str.replace_all(
         "\u2212", "-", literal=True
     )
-    texts = texts.str.replace(r"^([+-]?)\s*(?:\p{Sc}|(?:USD|EUR|GBP|CHF|Rs\.?)\s)\s*([+-]?[\d.,].*)$", "$1$2")
-    texts = texts.str.replace(r"^(.*\d[.,]?(?:\s?[kKMB])?)\s*(?:\p{Sc}|%|USD|EUR|GBP|CHF)$", "$1")
-    texts = texts.str.replace(r"^\(\s*\p{Sc}?\s*(\d[\d.,' ]*?)\s*(?:\p{Sc}|%)?\s*\)$", "-$1")
+    texts = texts.str.replace(rf"^([+-]?)\s*(?:{_SIGN}|(?:{_CODE}|Rs\.?)\s)\s*([+-]?[\d.,].*)$", "$1$2")
+    texts = texts.str.replace(rf"^(.*\d[.,]?(?:\s?[kKMB])?)\s*(?:{CURRENCY}|%)$", "$1")
+    texts = texts.str.replace(rf"^\(\s*{CURRENCY}?\s*(\d[\d.,' ]*?)\s*(?:{CURRENCY}|%)?\s*\)$", "-$1")
     for mark, exponent in (("[kK]", "e3"), ("M", "e6"), ("B", "e9")):
         texts = texts.str.replace(rf"^([+-]?\d[\d.,]*)\s?{mark}$", f"${{1}}{exponent}")
-    parts = [
-        texts.str.extract(pattern).cast(pl.Float64, strict=False)
-        for pattern in (_DAYS, _HOURS, _MINUTES, _SECONDS)
-    ]
-    clock = [texts.str.extract(_CLOCK, number).cast(pl.Float64, strict=False) for number in (1, 2, 3)]
-    is_duration = texts.str.contains(_DURATION)
-    if not (is_duration.any() or clock[0].null_count() < len(texts)):
+    # The clock of pandas and Python first, then ISO's form, which polars writes.
+    texts = texts.str.replace(_DAYS_OF_CLOCK, "${1}d$2").str.replace(_CLOCK, "${1}${2}h${3}m${4}s")
+    is_iso = texts.str.contains(_ISO_DURATION).fill_null(False)
+    texts = texts.str.replace_all("[PT]", "").str.to_lowercase().zip_with(is_iso, texts)
+    is_duration = texts.str.contains(_DURATION).fill_null(False)
+    if not is_duration.any():
         return texts
-    days, hours, minutes, seconds = (part.fill_null(0.0) for part in parts)
+    days, hours, minutes, seconds = (
+        texts.str.extract(rf"(\d+(?:\.\d+)?)\s*{unit}").cast(pl.Float64, strict=False).fill_null(0.0)
+        for unit in "dhms"
+    )
     length = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-    length = length.zip_with(clock[0].is_null(), (clock[0] * 60 + clock[1]) * 60 + clock[2])
-    return texts.zip_with(~(is_duration | clock[0].is_not_null()).fill_null(False), length.cast(pl.String))
+    return texts.zip_with(~is_duration, length.cast(pl.String))
 
 
 def read_numbers(cells: pl.Series, decimal: str = ".", thousands: str = "", marks: bool = False) -> pl.Series:
@@ -464,7 +466,10 @@ def items_of(cells: pl.Series, separator: str, most: int | None = None) -> pl.Se
 
 def _listed(texts: pl.Series) -> pl.Series:
     """Return the items of lists as JSON or Python write them."""
-    inner = texts.str.replace(r"(?s)^\s*[\[({](.*)[\])}]\s*$", "$1")
+    inner = texts.str.replace(r"(?s)^\s*(?:set\(|[\[({])(.*)[\])}]\s*$", "$1")
+    # Arrays of numbers, as numpy writes them.
+    blanks = inner.str.contains(r"^[\d.+\-\s]+$").fill_null(False)
+    inner = inner.str.replace_all(r"(\d\.?)\s", "$1,").zip_with(blanks, inner)
     item = pl.element().str.strip_chars()
     is_quoted = item.str.contains("(?s)^(?:\".*\"|'.*')$")
     plain = pl.when(is_quoted).then(item.str.slice(1, item.str.len_chars() - 2)).otherwise(item)

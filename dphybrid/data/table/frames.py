@@ -86,7 +86,8 @@ def _column(name: str, values: Any) -> pl.Series:
     if isinstance(values, pl.Series):
         return values.alias(name)
     dtype = getattr(values, "dtype", None)
-    if hasattr(values, "iloc") and str(dtype) == "category":
+    if hasattr(values, "iloc") and (str(dtype) == "category" or str(dtype).startswith("dictionary<")):
+        values = values.astype("category")
         # As texts: polars knows no categories of numbers, and would drop that they were declared.
         kinds = of_objects(name, values.cat.categories.to_list(), as_text=str)
         codes = pl.Series(values.cat.codes.to_numpy()).cast(pl.Int64)

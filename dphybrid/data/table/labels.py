@@ -20,7 +20,7 @@ from dphybrid.data.batches import Array
 from dphybrid.data.table.cells import read_numbers
 from dphybrid.data.table.column import Column, Sample
 from dphybrid.data.table.kinds import Category, Numeric
-from dphybrid.data.table.numbers import FEW_OTHERS, is_number, mean_and_std
+from dphybrid.data.table.numbers import FEW_OTHERS, flag_of, is_number, mean_and_std
 from dphybrid.util.errors import UserError
 
 _TaskName = Literal["binary", "multiclass", "regression", "counts"]
@@ -185,9 +185,16 @@ def label_of_texts(column: Category, values: list[str], data: TableDataConfig) -
     Raises UserError if `data.task` does not fit the values, or if there are fewer than two.
     """
     name = column.name
+    # Looked at again, now that all values are known: the first rows may have held only a few numbers, or only
+    # 0 and 1 where others have yes and no.
+    forms = pl.Series(values, dtype=pl.String)
+    if flag := flag_of(forms):
+        words = "0/1" if {"0", "1"} <= {*values} else flag
+        column = column.model_copy(update={"type": words})
+        forms = column.read(forms)
+        values = forms.unique().to_list()
     _check_values(name, values, data)
-    # Looked at again, now that all values are known: the first rows may have held only a few numbers.
-    numbers = read_numbers(pl.Series(values, dtype=pl.String))
+    numbers = read_numbers(forms)
     if data.task == "auto" and not numbers.null_count() and _too_many_for_classes(numbers):
         numeric = Numeric(name=name, **column.model_dump(include={"decimal", "thousands", "marks"}))
         return _Regression(name=name), numeric, numbers.to_numpy()
@@ -204,7 +211,7 @@ def label_of_texts(column: Category, values: list[str], data: TableDataConfig) -
         classes.reverse()
     number = {value: float(position) for position, value in enumerate(classes)}
     label = (_Binary if two else _Multiclass)(name=name, classes=tuple(classes))
-    return label, column, np.array([number[value] for value in values])
+    return label, column, np.array([number[form] for form in forms])
 
 
 def _check_values(name: str, values: list[str], data: TableDataConfig) -> None:

@@ -11,6 +11,7 @@ from pydantic import ConfigDict, Field
 from dphybrid.config import Section
 from dphybrid.config.tables import RowFiles
 from dphybrid.data.table.cells import (
+    CURRENCY,
     DASHES,
     FALSE,
     FIRST_ID,
@@ -18,7 +19,7 @@ from dphybrid.data.table.cells import (
     TRUE,
     Notation,
     bucket_ids,
-    is_infinite,
+    is_no_number,
     items_of,
     number_texts,
     plain_numbers,
@@ -59,7 +60,7 @@ LISTS = "reads the items between the marks"
 WITH_MARKS = r"^[+-]?\d[\d.,'\u2019 _]*(?:e\d)?$"
 """Digits with marks of decimals or groups of digits."""
 _MAY_HAVE_MARKS = (
-    r"^(?:[^\p{L}\p{N}]|USD|EUR|GBP|CHF|Rs\.?)*\d(?:[^\p{L}]|USD|EUR|GBP|CHF|[acdehimnorstuyEkKMB])*$"
+    rf"^(?:[^\p{{L}}\p{{N}}]|{CURRENCY}|Rs\.?|PT?)*\d(?:[^\p{{L}}]|{CURRENCY}|[acdehimnorstuyDEHkKMBST])*$"
 )
 """What `without_marks` makes numbers of, and more: digits with signs and the letters of currencies, of 3.8M
 and of durations."""
@@ -104,7 +105,7 @@ def not_numbers(cells: pl.Series, numbers: pl.Series) -> pl.Series:
     """Return a mask (B,) of the cells that hold neither a number nor infinity nor a dash. numbers: the cells
     as read."""
     odd = cells.is_not_null() & numbers.is_null()
-    return odd & ~is_infinite(cells) & ~cells.cast(pl.String).is_in(DASHES) if odd.any() else odd
+    return odd & ~is_no_number(cells) if odd.any() else odd
 
 
 @lru_cache(maxsize=1)  # several kinds ask this of one column in turn
@@ -235,6 +236,7 @@ def whole_numbers(cells: pl.Series, signs: Notation) -> pl.Series | None:
         numbers = some.cast(pl.Float64, strict=False)
         if (numbers != numbers.floor()).any():
             return None
+    plain = plain.filter(numbers.is_finite())  # without dashes and infinity, which are no value
     for whole in (plain.cast(pl.Int64, strict=False), number_texts(plain).cast(pl.Int128, strict=False)):
         if not whole.null_count():
             return whole
@@ -273,7 +275,7 @@ def unlike(cells: pl.Series) -> list[str]:
         for one, other, why in _UNLIKE
         if cells.str.contains(one).any() and cells.str.contains(other).any()
     ]
-    signs = cells.str.extract(r"(\p{Sc}|USD|EUR|GBP|CHF)", 1).drop_nulls().unique().sort().to_list()
+    signs = cells.str.extract(f"({CURRENCY})", 1).drop_nulls().unique().sort().to_list()
     if len(signs) > 1:
         found.append(f"amounts in {' and '.join(signs)} are read as if of one currency")
     return found
@@ -382,7 +384,7 @@ def separator_of(cells: pl.Series, is_bag: bool) -> str:
     the parts must repeat more than the whole cells."""
     if cells.dtype != pl.String or not len(cells):
         return ""
-    if cells[0].lstrip()[:1] in tuple("[({") and cells.str.contains(IS_LIST).all():
+    if cells[0].lstrip()[:1] in tuple("[({s") and cells.str.contains(IS_LIST).all():
         return "[]"
     if not cells.str.contains(_ANY_SEPARATOR).any():
         return ""

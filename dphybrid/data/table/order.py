@@ -56,6 +56,8 @@ def _with_dates(texts: pl.Series, field: str, data: RowFiles) -> pl.Series:
     """Return texts with months (2024-02, 2010.10, 10.2010) as their first day, and with dates of eight digits
     as 31/12/2024, where all of them are dates with the year last and not all are dates with the year first.
     Raises UserError for dates of six digits, unless all are a year and a month."""
+    if texts.str.contains(r"^\d{4}\.0\d$").any():  # 2010.10 as a number loses its last zero
+        texts = texts.str.replace(r"^(\d{4}\.1)$", "${1}0")
     for month, iso in ((_YEAR_MONTH, "${1}-${2}-01"), (_MONTH_YEAR, "${2}-${1}-01")):
         if texts.str.contains(month).all():
             return texts.str.replace(month, iso)

@@ -16,11 +16,13 @@ import polars as pl
 from dphybrid.config.tables import TableDataConfig
 from dphybrid.data.batches import Array
 from dphybrid.data.store import Content, Progress, Source, check_unchanged, file_stamps, mapped, reading_files
+from dphybrid.data.table.cells import as_texts
 from dphybrid.data.table.column import Column, TrainingValues
 from dphybrid.data.table.encoder import Base, Encoder, open_base
 from dphybrid.data.table.files import find_files, partitions, read_jobs
-from dphybrid.data.table.kinds import KINDS, Category, Text
+from dphybrid.data.table.kinds import KINDS, Category, Numeric, Text
 from dphybrid.data.table.labels import Label, class_weights, label_of_numbers, label_of_texts
+from dphybrid.data.table.numbers import unlike
 from dphybrid.data.table.reading import Plan, Table, read_table
 from dphybrid.data.table.schema import GIVEN, SchemaFile, read_schema, schema_text
 from dphybrid.data.table.splits import TEST, TRAIN, VALID, RowSplit, extended_split, rows_in_both, split_rows
@@ -357,6 +359,10 @@ def _description(
         for found in table.plan.described
         if ";" in found.reason
     ]
+    answer = table.plan.label
+    if isinstance(answer, Numeric) and answer.marks:
+        of_label = unlike(as_texts(table.plan.first.cells[answer.name]))
+        lines += [f"  check label {_escaped(answer.name)}: {said}" for said in of_label]
     new = sorted(unseen.items(), key=lambda item: -item[1])[:5]
     if shares := ", ".join(f"{name} {share:.1%}" for name, share in new if share >= _UNSEEN_SHOWN):
         lines.append(f"  validation values without a training row: {shares}")

@@ -58,8 +58,8 @@ def without_strays(rows: Rows, first: bool) -> Rows:
 
 def _headers(texts: dict[str, pl.Series]) -> Iterator[int]:
     first, *others = texts
-    for row in (texts[first].str.to_lowercase() == first.lower()).arg_true():
-        if all((texts[name][row] or "").strip().lower() == name.lower() for name in others):
+    for row in (texts[first].str.strip_chars().str.to_lowercase() == first.strip().lower()).arg_true():
+        if all((texts[name][row] or "").strip().lower() == name.strip().lower() for name in others):
             yield row
 
 
