@@ -40,7 +40,7 @@ class Flags(Command):
         from dphybrid.tracking.tracker import ui_address
 
         settings = load_settings()
-        experiment = self.experiment or settings.experiment
+        experiment = settings.experiment if self.experiment is None else self.experiment
         if not self.runs and self.sweep is None and self.experiment is None:
             raise UserError("name runs to compare, or --experiment NAME, or --sweep ID (see --help)")
         if self.runs and self.sweep is not None:

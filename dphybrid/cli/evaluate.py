@@ -3,7 +3,8 @@
 examples:
   %(prog)s ctr-cpu-1121-044553 --data.path held.csv
   %(prog)s models:/clicks@champion --data.path 'march/*.csv.gz' --importance --out march.html
- Prints the recipe's metrics with a 95%% interval, precision and recall of each class, for two classes also by
+
+Prints the recipe's metrics with a 95%% interval, precision and recall of each class, for two classes also by
 threshold, and with --importance by how much the deciding metric gets worse when a column's cells are
 shuffled. --out writes the same as a page with figures: ROC, precision and recall, calibration and the
 confusion matrix, or residuals. The files hold rows with the label's column; of recipe retrieval later

@@ -124,7 +124,8 @@ def check_data(config: ExperimentConfig) -> None:
     """Raise UserError when a built-in recipe's data does not exist or its table cannot be opened, before the
     seconds that importing torch takes."""
     if config.recipe in BUILT_IN:
-        check_data_path(str(config.data.model_dump().get("path") or ""))
+        if path := config.data.model_dump().get("path"):
+            check_data_path(str(path))
         recipe = find_recipe(config.recipe)
         if recipe.tabular:
             recipe.source(config.data, config.train.seed)
@@ -194,5 +195,5 @@ def check_data_path(path: str) -> None:
     """Raise UserError when `path` does not exist. The readers check as well, but seconds later: they import
     polars."""
     plain = not any(sign in path for sign in "*?[")
-    if path and plain and not given_path(path, "data.path").exists():
+    if plain and not given_path(path, "data.path").exists():
         raise no_such_file(path, "data.path")

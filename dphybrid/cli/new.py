@@ -43,7 +43,7 @@ class Flags(Command):
     """The flags of `new`."""
 
     kind: CliPositionalArg[Literal["recipe", "data"]]
-    """What to create."""
+    """What to create: recipe or data."""
     name: CliPositionalArg[str]
     """recipe: name of the package and the recipe, lower-case letters, digits, underscores. data: a file, such
     as visits.csv."""

@@ -29,7 +29,7 @@ from dphybrid.util.errors import UserError
 class _Rows(BaseModel):
     """The rows to predict."""
 
-    path: str = Field(description="CSV, TSV or Parquet: a file, folder or pattern.")
+    path: str | None = Field(default=None, description="CSV, TSV or Parquet: a file, folder or pattern.")
 
 
 # How new files are written may differ from the training data; all else comes from the checkpoint.
@@ -50,7 +50,7 @@ class Flags(Command):
     shown_as: ClassVar[dict[str, str]] = {"data.path": "PATH", "keep": "COLUMN", "threshold": "P", "top": "K"}
     model: CliPositionalArg[str] = Field(alias="RUN_OR_MODEL")
     """A run (name or MLflow id), a checkpoint folder, or models:/NAME@champion."""
-    data: _Data | None = None
+    data: _Data = _Data()
     out: Path | None = None
     """File for the predictions, .parquet or .csv (default: printed as CSV)."""
     devices: str = "cpu"
@@ -74,11 +74,12 @@ class Flags(Command):
 
     def run(self) -> int:
         """Write or print predictions for new files, or continue a text."""
-        if (self.data is None) == (self.prompt is None):
-            raise UserError("predict: give either --data.path, or --prompt for a model of recipe text")
-        if self.data is None:
-            return self._continue_text()
         path = self.data.path
+        given: dict[str, Any] = self.data.model_dump(exclude={"path"}, exclude_none=True)
+        if (path is None) == (self.prompt is None) or (path is None and given):
+            raise UserError("predict: give either --data.path, or --prompt for a model of recipe text")
+        if path is None:
+            return self._continue_text()
         # A missing file is reported before the imports below, which take seconds.
         check_data_path(path)
         from dphybrid.serving.load import find_checkpoint
@@ -87,7 +88,6 @@ class Flags(Command):
 
         checkpoint = find_checkpoint(self.model, load_settings())
         predictor = open_predictor(checkpoint, self.devices, self.batch_size)
-        given: dict[str, Any] = self.data.model_dump(exclude={"path"}, exclude_none=True)
         if self.top is not None:
             if isinstance(predictor, Predictor):
                 raise UserError(

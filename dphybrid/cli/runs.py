@@ -29,7 +29,7 @@ class Flags(Command):
 
     shown_as: ClassVar[dict[str, str]] = {"older_than": "DAYS"}
     action: CliPositionalArg[Literal["list", "show", "remove"]] = "list"
-    """What to do with runs."""
+    """What to do with runs: list, show or remove."""
     names: CliPositionalArg[list[str]] = Field(default=[], alias="RUN")
     """Names of runs."""
     older_than: float | None = None

@@ -47,7 +47,7 @@ class Flags(ExperimentCommand):
             raise UserError(f"a sweep needs fields and their values; give --grid {_EXAMPLE}")
         grid, stop = _grid(self.grid), StopRequest()
         config, settings = self.experiment()
-        name = self.sweep or _new_name()
+        name = _new_name() if self.sweep is None else self.sweep
         from dphybrid.lifecycle.cells import failures, in_mlflow
         from dphybrid.lifecycle.sweep import Sweep, run_sweep
 
@@ -71,12 +71,20 @@ def _new_name() -> str:
 
 def _grid(text: str) -> dict[str, Any]:
     try:
-        grid = json.loads(text)
+        grid = json.loads(text, object_pairs_hook=_each_once)
     except (ValueError, RecursionError) as error:  # brackets by the thousand
         raise UserError(f"--grid {text[:200]}: not valid JSON ({error}); write {_EXAMPLE}") from error
     if not isinstance(grid, dict):
         raise UserError(f"--grid {text}: not a JSON object; write {_EXAMPLE}")
     return grid
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON, of which Python would keep only the last value of a repeated name."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError(f"a name is repeated: {', '.join(name for name, _ in pairs)}")
+    return values
 
 
 def _line(row: Mapping[str, object], served: bool) -> str:

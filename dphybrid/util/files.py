@@ -54,9 +54,11 @@ _SCRATCH = "dphybrid-"
 def given_path(text: str, name: str) -> Path:
     """Return the path that a user typed, with `~` expanded. It need not exist.
 
-    Raises UserError if it cannot be looked up: too long, with a NUL, `~` of an unknown user, or in a folder
-    without permission; and if it is not UTF-8. name: the field, for the message.
+    Raises UserError if it cannot be looked up: empty, too long, with a NUL, `~` of an unknown user, or in a
+    folder without permission; and if it is not UTF-8. name: the field, for the message.
     """
+    if not text:  # to Path, the working folder
+        raise UserError(f"{name}='': is empty; give a path")
     try:
         text.encode()
     # Python represents other bytes in file names by lone surrogates, which neither JSON files nor terminals

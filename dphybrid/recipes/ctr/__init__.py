@@ -234,8 +234,7 @@ class Ctr(Recipe):
         path = str(data.get("path") or "")
         if path.lower().endswith(_ENDINGS):
             return f"data.path={path} is a table"
-        folder = given_path(path, "data.path")
-        files = folder.iterdir() if path and folder.is_dir() else ()
+        files = folder.iterdir() if path and (folder := given_path(path, "data.path")).is_dir() else ()
         if any(file.name.lower().endswith(_ENDINGS) for file in files):
             return f"data.path={path} is a folder of tables"
         return None
