@@ -60,6 +60,8 @@ def test_a_run_reads_the_env_file_of_its_worker(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path / "run")
     assert load_settings() == of_worker
     assert not load_settings(threads=3).trusts_data_dir
+    monkeypatch.setenv("DPHYBRID_DATA_DIR", "")  # an empty variable counts as unset
+    assert not load_settings().trusts_data_dir
 
 
 TOY = ["--recipe", "toy", "--devices", "cpu", "--train.epochs", "1", "--tracking", "none"]

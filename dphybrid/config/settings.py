@@ -84,7 +84,11 @@ class Settings(BaseSettings):
 
     # extra="ignore": a .env file may hold misspelt settings, which are only noted.
     model_config = SettingsConfigDict(
-        env_prefix=_PREFIX, extra="ignore", frozen=True, use_attribute_docstrings=True
+        env_prefix=_PREFIX,
+        env_ignore_empty=True,  # an empty variable counts as unset
+        extra="ignore",
+        frozen=True,
+        use_attribute_docstrings=True,
     )
 
     @classmethod
@@ -205,7 +209,8 @@ class Settings(BaseSettings):
     def model_post_init(self, _: object) -> None:
         """Note whether `.env` chose the data folder."""
         named = _EnvFile(type(self)).values.get("data_dir")
-        if named is not None and f"{_PREFIX}DATA_DIR" not in map(str.upper, os.environ):
+        set_outside = {name.upper() for name, value in os.environ.items() if value}
+        if named and f"{_PREFIX}DATA_DIR" not in set_outside:
             self._of_env_file = given_path(named, "data_dir").absolute() == self.data_dir
 
     @property
@@ -217,7 +222,6 @@ class Settings(BaseSettings):
     @property
     def mlflow_uri(self) -> str | None:
         """The tracking URI to use; None: the embedded store."""
-        # `or`: an empty variable counts as unset.
         return self.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or None
 
     @property
