@@ -207,11 +207,12 @@ def as_texts(cells: pl.Series) -> pl.Series:
 
 
 def number_texts(cells: pl.Series) -> pl.Series:
-    """Return numbers as texts of one form, with all digits of whole ones: 7 for 7.0, +7, 007 and 7E0. Other
-    texts stay as they are."""
+    """Return numbers as texts of one form, with all digits of whole ones: 7 for 7.0, +7, 007 and 7E0, 1 for
+    True. Other texts stay as they are."""
     texts = as_texts(cells.cast(pl.Int8) if cells.dtype == pl.Boolean else cells)
     if cells.dtype != pl.String or not texts.str.contains(r"^0\d|[^\d]").any():
         return texts
+    texts = texts.str.replace("^(?i:true)$", "1").str.replace("^(?i:false)$", "0")
     texts = texts.str.replace(r"^\+?(-?)0*(\d+?)(?:\.0*)?$", "$1$2").str.replace("^-0$", "0")
     others = texts.str.contains(r"\d") & texts.str.contains(r"[.eE]") & texts.str.contains(_IS_NUMBER)
     if not others.any():

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
+from polars.selectors import by_name  # takes names literally; select() reads `*` as a pattern
 from pydantic import Field, ValidationError
 
 from dphybrid.config import Section
@@ -18,7 +19,7 @@ from dphybrid.data.table.column import Column, Sample
 from dphybrid.data.table.kinds import KINDS, Bag, Category, Ignore, Time, kind_of, roles
 from dphybrid.data.table.numbers import writes_commas
 from dphybrid.data.table.rows import Rows
-from dphybrid.util.errors import UserError, plain_words
+from dphybrid.util.errors import UserError, counted, plain_words
 from dphybrid.util.files import read_small_text
 from dphybrid.util.text import toml_text
 
@@ -161,6 +162,19 @@ def names_column(name: str, texts: pl.Series, data: RowFiles) -> Category:
     """Return how a column of names is read: users, items, their features, or entities. texts: of all rows."""
     known = texts.drop_nulls()
     return Category(name=name, **Category.inferred(Sample(name, known, len(texts), True, data)))
+
+
+def in_form(
+    rows: pl.DataFrame, forms: Mapping[str, Category], needed: Sequence[str], notes: dict[str, None]
+) -> pl.DataFrame:
+    """Return rows with each name in the form of its column, see `names_column`, without those whose cell of a
+    column in `needed` is no name in it, such as a dash among numbers. notes: gets how many these are."""
+    columns = (forms[c.name].read(c).alias(c.name) if c.name in forms else c for c in rows.get_columns())
+    found = pl.DataFrame(columns)
+    named = found.drop_nulls(by_name(*needed))
+    if left := len(found) - len(named):
+        notes[f"{counted(left, 'row')} left out, with a dash or an infinite number for a name"] = None
+    return named
 
 
 def describe_columns(

@@ -27,7 +27,7 @@ from dphybrid.data.table.frames import as_frame
 from dphybrid.data.table.kinds import Category
 from dphybrid.data.table.lines import format_of, read_text, whole_lines
 from dphybrid.data.table.rows import Rejected, check_rejected
-from dphybrid.data.table.schema import names_column
+from dphybrid.data.table.schema import in_form, names_column
 from dphybrid.recipes.kge import KgeDataConfig, files_of, is_openke
 from dphybrid.training.checkpoint import read_state
 from dphybrid.util.errors import UserError, counted
@@ -134,7 +134,7 @@ class _TripleSource(Source):
             frames[part] = self.triples(file, rejected, notes)
         frames = _without_headers(frames, notes)
         forms = _forms(pl.concat(frames.values()))
-        frames = {part: _in_form(frame, forms) for part, frame in frames.items()}
+        frames = {part: in_form(frame, forms, _NAMES, notes) for part, frame in frames.items()}
         num_rows = sum(map(len, frames.values()))
         check_rejected(str(self.data.path), rejected, num_rows + len(rejected), self.data.max_rejected)
         whole = pl.concat(frames.values())
@@ -312,10 +312,6 @@ def _forms(triples: pl.DataFrame) -> dict[str, Category]:
     return {"head": entities, "relation": relations, "tail": entities}
 
 
-def _in_form(triples: pl.DataFrame, forms: Mapping[str, Category]) -> pl.DataFrame:
-    return triples.with_columns(forms[cells.name].read(cells).alias(cells.name) for cells in triples)
-
-
 def _numbered(triples: pl.DataFrame, entities: pl.Series, relations: pl.Series) -> pl.DataFrame:
     """Return triples as positions among the names; null for another name."""
     return triples.select(
@@ -438,7 +434,7 @@ def later_triples(
         frame = as_frame(rows, "the rows").lazy().collect()
         triples = frame.select(pl.nth(_order("the rows:", frame.columns)))
         triples.columns = _NAMES
-    triples = _in_form(triples, forms)
+    triples = in_form(triples, forms, _NAMES, notes)
     numbered = _numbered(triples, entities["name"], relations["name"])
     triples_B3 = numbered.drop_nulls().to_numpy(order="c")
     if others := [name for column in _NAMES for name in triples[column].filter(numbered[column].is_null())]:

@@ -24,10 +24,9 @@ from dphybrid.data.batches import Array, Dataset, lists_of
 from dphybrid.data.foreign import writing
 from dphybrid.data.store import Content, Prepared, Progress, source_digests
 from dphybrid.data.table.files import find_files, partitions, read_files
-from dphybrid.data.table.kinds import Category
 from dphybrid.data.table.order import positions_in_time
 from dphybrid.data.table.rows import Cells, Rejected, Rows, check_rejected
-from dphybrid.data.table.schema import names_column
+from dphybrid.data.table.schema import in_form, names_column
 from dphybrid.data.vocabulary import Vocabulary
 from dphybrid.recipes.retrieval import RetrievalDataConfig
 from dphybrid.recipes.retrieval.histories import histories
@@ -71,12 +70,6 @@ def _lists(starts: Array, items: Array) -> pl.Series:
         .group_by("user", maintain_order=True)
         .agg("item")["item"]
     )
-
-
-def _in_form(rows: pl.DataFrame, forms: Mapping[str, Category]) -> pl.DataFrame:
-    """Return rows with each name in the form of its column."""
-    columns = (forms[c.name].read(c).alias(c.name) if c.name in forms else c for c in rows.get_columns())
-    return pl.DataFrame(columns)
 
 
 @dataclass(frozen=True)
@@ -158,7 +151,7 @@ class _InteractionSource:
             notes[f"{by_name}; --data.user and --data.item override this"] = None
         rows, rejected = self._rows(chunks, notes)
         forms = {name: names_column(name, rows[name], d) for name in rows.columns if name != d.time}
-        rows = _in_form(rows, forms)
+        rows = in_form(rows, forms, (d.user, d.item), notes)
         times_N, how = None, ""
         if d.time is not None:
             times_N, how = positions_in_time(rows[d.time], f"data.time={d.time!r}", d)
@@ -209,7 +202,7 @@ class _InteractionSource:
         if self.test_files:
             tests = read_files(self.test_files, d, [], "read rows", progress)
             tested, odd = self._rows(tests, notes)
-            tested = _in_form(tested, forms)
+            tested = in_form(tested, forms, (d.user, d.item), notes)
             rejected += odd
             test_N2 = np.stack([users.numbers(tested[d.user]), items.numbers(tested[d.item])], 1)
             test = self._test(pairs_N2, times_N, test_N2, len(users))
