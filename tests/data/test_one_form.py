@@ -190,7 +190,7 @@ def test_lists_are_one_as_text_and_as_values(trained: str, tmp_path: Path) -> No
         assert [items or [] for items in read] == _LISTS
 
 
-@pytest.mark.parametrize("writer", ["pandas", "polars", "arrow"])
+@pytest.mark.parametrize("writer", ["pandas", "feather", "polars", "arrow"])
 def test_declared_categories_keep_their_texts(writer: str, tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     versions = random.choice(["1.1", "1.10", "1.2"], 100)
@@ -203,6 +203,8 @@ def test_declared_categories_keep_their_texts(writer: str, tmp_path: Path) -> No
         frame.to_parquet(tmp_path / "x.parquet")
     else:
         as_frame(frame, "x").lazy().collect().write_parquet(tmp_path / "x.parquet")
+    if writer == "feather":
+        frame.to_feather(tmp_path / "x.parquet")
     encoder = Encoder.load(from_file(tmp_path / "x.parquet").path / "encoder")
     assert [column.role for column in encoder.columns] == ["categorical", "categorical"]
     assert sorted(encoder.categories[0].learned) == ["1.1", "1.10", "1.2"]

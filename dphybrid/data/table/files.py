@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from os import SEEK_END
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -179,7 +180,7 @@ def _frame_chunks(file: Path, kind: str, data: RowFiles) -> Iterator[Rows]:
         schema = lazy.collect_schema()
         check_columns(file, len(schema))
         check_types(schema, f"data.path={file}", "data.ignore", data.left_out(schema.names()))
-        index, declared = _by_pandas(file, schema) if kind == "parquet" else ((), ())
+        index, declared = _by_pandas(file, kind, schema) if kind != "arrow stream" else ((), ())
         for frame in lazy.collect_batches(chunk_size=BLOCK_ROWS, maintain_order=True):
             yield _frame_rows(frame, file, data, start, index, declared)
             start += len(frame)
@@ -198,12 +199,19 @@ def _scan(file: Path, kind: str) -> pl.LazyFrame:
     return pl.read_ipc_stream(file).lazy()
 
 
-def _by_pandas(file: Path, schema: pl.Schema) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _by_pandas(file: Path, kind: str, schema: pl.Schema) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the columns that are the index of a data frame that pandas wrote, and those that it declared as
     categories, which polars forgets where they are numbers."""
-    about = pl.read_parquet_metadata(file).get("pandas")
     try:
-        page = json.loads(about) if about else {"index_columns": [], "columns": []}
+        if kind == "parquet":
+            page = json.loads(pl.read_parquet_metadata(file).get("pandas", ""))
+        else:  # polars does not return what Arrow's footer says; its size stands before the last mark
+            with file.open("rb") as stream:
+                stream.seek(-10, SEEK_END)
+                size = int.from_bytes(stream.read(4), "little")
+                stream.seek(-10 - size, SEEK_END)
+                text = stream.read(size).decode("utf-8", "replace")
+            page, _ = json.JSONDecoder().raw_decode(text, text.find('{"index_columns"'))
         declared = [each["field_name"] for each in page["columns"] if each["pandas_type"] == "categorical"]
         index = [name for name in page["index_columns"] if isinstance(name, str)]
     except (ValueError, KeyError, TypeError):  # not written by pandas
