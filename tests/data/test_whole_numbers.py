@@ -30,6 +30,7 @@ def _role(folder: Path, name: str, numbers: Array, **values: object) -> str:
         ("user_id", 400, "categorical"),
         ("zip code", 400, "categorical"),
         ("house_no", 40, "categorical"),
+        ("House No.", 40, "categorical"),
         ("Key", 40, "categorical"),
         ("itemNr", 40, "categorical"),
         ("id_client", 40, "categorical"),

@@ -42,8 +42,8 @@ first one is then named as the reason why the column is read otherwise."""
 
 # user_id, "user id", id_user and userId name ids; paid does not.
 _NAMES_AN_ID = re.compile(
-    r"(?:^|[\W_])(?i:ids?|uid|uuid|guid|code|key|no|nr|zip|zipcode|postcode)$|^(?i:ids?)[\W_]"
-    r"|[a-z0-9](?:Id|ID|Code|Key|No|Nr)$"
+    r"(?:^|[\W_])(?i:ids?|uid|uuid|guid|code|key|no|nr|zip|zipcode|postcode)\.?$|^(?i:ids?)[\W_]"
+    r"|[a-z0-9](?:Id|ID|Code|Key|No|Nr)\.?$"
 )
 _NUMBERS_ROWS = re.compile(
     r"^(?:|0|#|n|x|unnamed.*|(?:.*[\W_])?(?:index|idx|rows?|rownames?|row_?num|row_?number|line|record|number"
