@@ -190,6 +190,13 @@ def test_lists_are_one_as_text_and_as_values(trained: str, tmp_path: Path) -> No
         assert [items or [] for items in read] == _LISTS
 
 
+def test_texts_beside_lists_are_lists() -> None:
+    cells = [["a", "b"], "c", '["x", "y"]', "[]", (1, 2.5), None]
+    for table in ([{"x": cell} for cell in cells], pd.DataFrame({"x": pd.Series(cells, dtype=object)})):
+        found = as_frame(table, "x").lazy().collect()["x"]
+        assert found.to_list() == [["a", "b"], ["c"], ["x", "y"], [], ["1", "2.5"], None]
+
+
 @pytest.mark.parametrize("writer", ["pandas", "feather", "polars", "arrow"])
 def test_declared_categories_keep_their_texts(writer: str, tmp_path: Path) -> None:
     random = np.random.default_rng(0)

@@ -81,7 +81,7 @@ def is_odd(dtype: pl.DataType) -> bool:
 
 def of_objects(name: str, values: Sequence[Any], as_text: Callable[[Any], str] | None = None) -> pl.Series:
     """Return a column of Python objects. None, nan, pd.NA and NaT are no value; arrays and tuples are lists,
-    and so is a number beside them.
+    and so is a number or a text beside them.
 
     as_text: for values of other types; without it, they raise TypeError."""
     types = set(map(type, values))
@@ -111,9 +111,13 @@ def of_objects(name: str, values: Sequence[Any], as_text: Callable[[Any], str] |
         return as_text(value)
 
     found = list(map(plain, values))
-    if list in (kinds := set(map(type, found))) and str not in kinds:
+    if list in (kinds := set(map(type, found))):
         known = (None if value != value else value for value in found)
-        found = [value if value is None or isinstance(value, list) else [value] for value in known]
+        lists = ((_parsed(value) if isinstance(value, str) else None, value) for value in known)
+        found = [value if items is None else items for items, value in lists]
+        found = [value if value is None or isinstance(value, list) else [value] for value in found]
+        if str in kinds:
+            found = [value and [item if item is None else str(item) for item in value] for value in found]
     return pl.Series(name, found, strict=False)
 
 
