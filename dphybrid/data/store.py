@@ -39,7 +39,7 @@ from dphybrid.util.pages import Page
 S = TypeVar("S")
 T = TypeVar("T")
 
-PREPARED_VERSION = 19
+PREPARED_VERSION = 20
 """Part of the digest. Increase it when the same input and options would give other arrays or another split,
 so that folders prepared before are not used."""
 ENCODER_VERSION = 11
