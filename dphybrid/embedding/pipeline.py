@@ -162,10 +162,12 @@ class RowPipeline:
                 if ids_of is None:
                     ids_of = self._table_ids = learned_ids(batch, seen, self._memories)
         if ids_of is None:
-            self._warn_once(
-                "the ids are not known ahead, and no tensor of the first batch is looked up as it is; give "
-                "prefetch a function from a batch to {table: ids}, or the model a method table_ids(batch)"
-            )
+            if source.num_drawn and torch.is_grad_enabled():  # else nothing was there to learn from
+                self._warn_once(
+                    "the ids are not known ahead, and no tensor of the first batch is looked up as it is; "
+                    "give prefetch a function from a batch to {table: ids}, or the model a method "
+                    "table_ids(batch)"
+                )
             return
         # One replica on the CPU reads rows from the table itself: there is nothing to prepare.
         if uses_worker and any(table.ahead.is_placed for table in self.tables.values()):

@@ -67,8 +67,10 @@ def resolve_devices(spec: "str | Devices | Sequence[int | str | torch.device] | 
         return spec
     if isinstance(spec, int | torch.device):
         text = _text_of(spec)
-    elif spec is None or isinstance(spec, str):
-        text = spec or os.environ.get("DPHYBRID_DEVICES") or "auto"
+    elif isinstance(spec, str):
+        text = spec
+    elif spec is None:
+        text = os.environ.get("DPHYBRID_DEVICES") or "auto"
     else:
         text = ",".join(_text_of(item) for item in spec)
     try:

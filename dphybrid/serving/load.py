@@ -54,15 +54,15 @@ def find_checkpoint(which: str, settings: Settings) -> Path:
     if which.startswith("models:/"):
         return checkpoint_folder(which, store_to_read(settings.mlflow_uri, settings.mlflow_dir))
     folder = given_path(which, "run or checkpoint")
-    if which and (folder / "state.json").is_file():
+    if (folder / "state.json").is_file():
         return folder
     # A path from the current folder wins over a run of the same name, as in other programs.
-    there = which and (folder / "run.json").is_file()
+    there = (folder / "run.json").is_file()
     run = read_run(folder, settings) if there else find_run(settings, which)
     if run is None:
         names = [run.folder.name for run in all_runs(settings)]
         what = "no run, checkpoint folder or models:/ address of that name"
-        raise UserError(f"{which or repr(which)}: {what}{suggestion(which, names)}")
+        raise UserError(f"{which}: {what}{suggestion(which, names)}")
     if not (run.folder / "result.json").is_file():
         raise UserError(
             f"{which}: the training of run {run.folder.name} has not ended; wait for it, continue it with "

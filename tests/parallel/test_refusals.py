@@ -145,6 +145,7 @@ def test_it_is_refused_as_the_page_says(what: str) -> None:
 
 FURTHER: list[tuple[Callable[[], object], str]] = [
     (lambda: DataParallel(nn.Linear, TWO), "a type is not a module"),  # type: ignore[arg-type]
+    (lambda: wraps(devices=""), "devices='': cannot read ''"),
     (lambda: wraps(devices=63), "cuda:63 does not exist"),
     (lambda: wraps(devices="cuda:98,cuda:99"), "cuda:98, cuda:99 do not exist"),
     (lambda: gives(1, 1), "output: an int cannot be joined"),

@@ -138,6 +138,10 @@ def test_nothing_is_said_where_there_is_nothing_to_fetch() -> None:
         warnings.simplefilter("error")
         train(Looks("cpu"), announced, on_cpu=True)  # rows are where they belong
         train(Plainly("cpu*2"), None, mode="off", on_cpu=True)
+        turned = Turned("cpu*2")
+        with torch.no_grad(), RowPipeline(turned, on_cpu=True) as pipeline:  # evaluates
+            assert len([turned(batch) for batch in pipeline.prefetch(BATCHES)]) == len(BATCHES)
+            assert not list(pipeline.prefetch([]))
 
 
 def test_a_table_of_two_regions_delivers_to_both_or_is_refused() -> None:

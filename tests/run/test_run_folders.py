@@ -67,10 +67,10 @@ def test_a_running_run_is_not_run_twice_and_a_wrong_name_is_told_before_all(data
 
 def test_an_empty_name_resumes_no_run(data_dir: Path) -> None:
     command("train", "--recipe", "toy", "--run-name", "one", "--tracking", "none")
-    told = command("train", "--recipe", "toy", "--tracking", "none", "--resume", "", ends=2)
-    assert "--resume : there is no such run" in told
-    for name in ("", " "):
-        with refused("no run, checkpoint folder or models:/ address of that name"):
+    said = command("train", "--recipe", "toy", "--tracking", "none", "--resume", "", ends=2)
+    assert "--resume : there is no such run" in said
+    for name, told in (("", "is empty"), (" ", "no run, checkpoint folder or models:/ address of that name")):
+        with refused(told):
             find_checkpoint(name, load_settings())
 
 
