@@ -1,11 +1,13 @@
-"""Shared by all tests: one torch thread, data folders, groups that share servers, nightly tests."""
+"""Shared by all tests: one torch thread, a home, data folders, groups that share servers, nightly tests."""
 
 import gc
 import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,9 @@ models of a fixture are made once."""
 USED = [f"DPHYBRID_{name}" for name in ("TRACKING_URI", "DEVICES", "EXPERIMENT", "PROFILE")]
 """Variables that commands set in their own process."""
 
+HOMES = {"PREFECT_HOME": "prefect", "DPHYBRID_DATA_DIR": "data"}
+"""Variables of the folders that Prefect and dphybrid keep in the user's home, and their names in the tests' home."""
+
 torch.set_num_threads(1)
 # Compile once: each of the many programs that tests start would compile the package anew.
 sys.dont_write_bytecode = False
@@ -39,6 +44,17 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.env
 for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give all tests one new home and no server. The processes of xdist inherit it from the first one."""
+    if hasattr(config, "workerinput"):
+        return
+    home = Path(tempfile.mkdtemp(prefix="dphybrid-tests-"))
+    config.add_cleanup(lambda: shutil.rmtree(home, ignore_errors=True))
+    os.environ.update({variable: str(home / folder) for variable, folder in HOMES.items()})
+    for variable in ("MLFLOW_TRACKING_URI", "PREFECT_API_URL"):
+        os.environ.pop(variable, None)
 
 
 @pytest.hookimpl(tryfirst=True)
