@@ -32,7 +32,7 @@ USED = [f"DPHYBRID_{name}" for name in ("TRACKING_URI", "DEVICES", "EXPERIMENT",
 """Variables that commands set in their own process."""
 
 HOMES = {"PREFECT_HOME": "prefect", "DPHYBRID_DATA_DIR": "data"}
-"""Variables of the folders that Prefect and dphybrid keep in the user's home, and their names in the tests' home."""
+"""Variables of folders that are otherwise in the user's home, and their names in the tests' home."""
 
 torch.set_num_threads(1)
 # Compile once: each of the many programs that tests start would compile the package anew.
