@@ -242,7 +242,7 @@ def test_kge_notes_a_table_whose_second_column_has_too_many_values(tmp_path: Pat
         ("worker --limit -1", "--limit '-1': must be greater than or equal to 1"),
         ("check --rows -3", "--rows '-3': must be greater than or equal to 1"),
         ("train --tag x", "--tag 'x': write NAME=VALUE"),
-        ("export nobody", "required: --out"),
+        ("export nobody", "required: FOLDER"),
         ("train --data clicks.csv", "--data: there is no such flag; did you mean '--data.path' or "),
         ("train --train=3", "did you mean '--train.epochs' or '--train.batch-size' or "),
         ("train clicks.csv", "unexpected 'clicks.csv'; write --data.path clicks.csv"),
@@ -331,7 +331,7 @@ def test_every_option_with_a_path_knows_the_home_folder(
     assert "<svg" in (home / "page.html").read_text()
     command("predict", "~/one", "--data.path=~/x 1.csv", "--out=~/scores.csv")
     assert len((home / "scores.csv").read_text().splitlines()) == 91
-    command("export", "~/one", "--out=~/exported")
-    assert (home / "exported/README.md").is_file()
+    command("export", "~/one", "~/exported")
+    assert (home / "exported/state.json").is_file()
     assert "write --config" in told("prepare", "~/s.toml")
     assert not list(tmp_path.rglob("~*"))

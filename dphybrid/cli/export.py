@@ -1,39 +1,49 @@
-"""Write a trained model as a folder that predicts without dphybrid.
+"""Copy a trained model into a new folder, from which dphybrid.load predicts on any machine.
 
 examples:
-  %(prog)s ctr-cpu-1121-044553 --out clicks/
-  %(prog)s models:/clicks@champion --out clicks/
+  %(prog)s ctr-cpu-1121-044553 clicks/
+  %(prog)s models:/clicks@champion clicks/
 
-For a model that scores rows of a table, the folder holds the embedding tables (memory-mapped when read), the
-other layers as traced by torch.export, the encoder, an example request, and predict.py, which needs torch,
-safetensors, numpy and polars. It predicts the same bits as `dphybrid.load` on the CPU. For recipe retrieval,
-the folder holds the vectors of all users and items, and recommend.py.
-The folder appears under its name when it is complete. Its README.md says how to use it.
+The folder is the run's best checkpoint: weights, encoder and pages. It needs neither the run nor its prepared
+data. To use it, install dphybrid without extras: Prefect and MLflow are not needed.
 """
 
-from typing import ClassVar
+import shlex
+import shutil
 
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
 from dphybrid.cli.parser import Command
 from dphybrid.config.settings import load_settings
+from dphybrid.util.errors import UserError
+from dphybrid.util.files import check_target, given_path, making
 
 
 class Flags(Command):
     """The flags of `export`."""
 
-    shown_as: ClassVar[dict[str, str]] = {"out": "FOLDER"}
     model: CliPositionalArg[str] = Field(alias="RUN_OR_MODEL")
     """A run (name or MLflow id), a checkpoint folder, or models:/NAME@champion."""
-    out: str
-    """New folder for the exported model."""
+    folder: CliPositionalArg[str] = Field(alias="FOLDER")
+    """New folder for the model."""
 
     def run(self) -> int:
-        """Write a trained model as a folder that predicts without dphybrid."""
-        from dphybrid.serving.export import export
+        """Copy a model's checkpoint into a new folder."""
         from dphybrid.serving.load import find_checkpoint
+        from dphybrid.training.checkpoint import verify_checkpoint
 
-        folder = export(find_checkpoint(self.model, load_settings()), self.out)
-        print(f"{folder}: {folder / 'README.md'} says how to use it")
+        checkpoint = find_checkpoint(self.model, load_settings())
+        target = given_path(self.folder, "FOLDER")
+        taken = UserError(f"{self.folder}: exists already; give a new folder, or remove it first")
+        if target.exists():
+            raise taken
+        check_target(target, self.folder)
+        try:
+            with making(target) as partial:
+                shutil.copytree(checkpoint, partial, dirs_exist_ok=True)
+                verify_checkpoint(partial)
+        except FileExistsError as error:
+            raise taken from error
+        print(f"{target}: dphybrid.load({shlex.quote(str(target))!r}) predicts from it")
         return 0

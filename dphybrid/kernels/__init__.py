@@ -158,7 +158,7 @@ def may_train(*tensors: Tensor) -> bool:
     a training, which records a gradient, in float32. Autocast, forward derivatives and transforms of
     torch.func need torch's operations.
 
-    Elsewhere torch's operations compute: predictions of a run and of its export, which has no kernels, are
+    Elsewhere torch's operations compute: predictions are
     then one program with the same bits.
     """
     return (

@@ -1,1 +1,1 @@
-"""Use of trained models: loading, predictions, export, the MLflow flavor."""
+"""Use of trained models: loading, predictions, evaluation, the MLflow flavor."""

@@ -154,13 +154,6 @@ class Predictor:
             raise UserError(f"label {self.task.label.name!r} is a number and has no classes; use predict")
         return self.task.classes(self.predict(rows), self.threshold)
 
-    def batch(self, rows: pl.DataFrame) -> dict[str, torch.Tensor]:
-        """Return the model's batch for rows, with bags of at least two items: `torch.export` would make a
-        size of 1 a constant."""
-        columns = self.encoder.columns
-        cells = self._cells(rows)
-        return tensors_of(self.encoder.arrays({c.name: c.read(cells[c.name]) for c in columns}, longest=2))
-
     def encoded(self, rows: pl.DataFrame) -> dict[str, torch.Tensor]:
         """Return the model's batch for rows, with zeros as labels."""
         return tensors_of(self.encoder.encode(self._cells(rows))[0])

@@ -1,7 +1,5 @@
 """Retrieval from histories against plain PyTorch and naive references, on any devices."""
 
-import inspect
-import json
 import warnings
 from pathlib import Path
 
@@ -24,7 +22,7 @@ from dphybrid.recipes.retrieval import RetrievalDataConfig, RetrievalModelConfig
 from dphybrid.recipes.retrieval.histories import HistoryModel
 from dphybrid.recipes.retrieval.networks import NETWORKS, Sizes
 from dphybrid.run.pages import ResultPage
-from tests.commands import python, run_with
+from tests.commands import run_with
 from tests.models.test_retrieval import write_rows
 from tests.preparing import prepare
 from tests.refusing import refused
@@ -350,30 +348,6 @@ def test_events_that_training_has_are_not_added_and_times_order_the_others(train
     )
 
 
-def test_the_exported_program_recommends_the_same(trained: TrainedRun, tmp_path: Path) -> None:
-    folder = tmp_path / "exported"
-    folder.mkdir()
-    trained.predictor.export(folder)
-    users, items = (
-        pl.read_parquet(trained.checkpoint / "encoder" / f"{n}.parquet") for n in ("users", "items")
-    )
-    history = items["name"].gather(users["history"][0]).to_list()
-
-    twice = (
-        "import json, sys; from runpy import run_path\n"
-        "for sys.argv in json.loads(sys.argv[1]): run_path('recommend.py', run_name='__main__'); print('\\0')"
-    )
-    argvs = [["recommend.py", *words] for words in ((users["name"][0], "nobody"), ("--history", *history))]
-    *pages, _ = python("-c", twice, json.dumps(argvs), cwd=folder).stdout.split("\0\n")
-    two, one = map(json.loads, pages)
-    for answer in two:
-        frame = trained.recommend(answer["user"])
-        assert answer["items"] == frame["item"].to_list()
-    assert two[1]["scores"] is None  # an unknown user gets popular items
-    np.testing.assert_allclose(two[0]["scores"], trained.recommend(users["name"][0])["score"], rtol=1e-4)
-    assert one[0]["items"] == trained.recommend(history=history)["item"].to_list()
-
-
 def test_what_cannot_be_learned_is_refused(unrecorded: None) -> None:
     once = pl.DataFrame({"user": [f"u{i}" for i in range(150)], "item": [f"i{i % 7}" for i in range(150)]})
     with refused("no user has two training rows|nothing to find"):
@@ -448,8 +422,3 @@ def test_a_new_network_is_a_class_and_an_entry(tmp_path: Path, monkeypatch: pyte
     one = model.vectors(history_BLF, lengths_B, batch["features_BG"])
     alone = model.vectors(history_BLF[:, 3:], lengths_B - 3, batch["features_BG"])
     torch.testing.assert_close(one, alone)
-
-
-def test_a_network_needs_torch_alone() -> None:
-    """The exported copy of networks.py runs without dphybrid."""
-    assert "dphybrid" not in Path(inspect.getfile(Sizes)).read_text()

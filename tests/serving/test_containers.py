@@ -1,12 +1,11 @@
-"""One value means the same in every container: a column of each type is predicted from frames, records, files
-and an export with equal bits, or refused by its name."""
+"""One value means the same in every container: a column of each type is predicted from frames, records and
+files with equal bits, or refused by its name."""
 
 import datetime
 import enum
 import json
 from collections.abc import Callable
 from pathlib import Path
-from runpy import run_path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ import polars as pl
 import pytest
 
 import dphybrid
-from dphybrid.serving.export import export
 from dphybrid.serving.predict import open_predictor
 from dphybrid.util.errors import UserError
 from tests.refusing import refused
@@ -53,7 +51,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
         values = {"categorical": ["size"], "missing": ["-999"], "min_count": 1}
         run = dphybrid.train(_table(), label="y", run_name="containers", **given, **values)
         page = json.loads((run.checkpoint / "encoder" / "encoder.json").read_text())
-        out = export(run.checkpoint, folder / "out")
     assert {c["name"]: c["role"] for c in page["columns"]} == {
         "user_id": "categorical",
         "amount": "numeric",
@@ -64,9 +61,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
         "tags": "bag",
         "grade": "categorical",
     }
-    model = run_path(str(out / "predict.py"))["Model"]()
     rows = _table().drop("y")
-    return run, model, rows, run.predict(rows)
+    return run, rows, run.predict(rows)
 
 
 def _pandas(rows: pl.DataFrame, **types: str) -> pd.DataFrame:
@@ -129,13 +125,11 @@ WAYS: dict[str, Callable[[pl.DataFrame], object]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_value_is_itself_in_every_container(way: str, trained: Any) -> None:
-    run, model, rows, wanted = trained
+    run, rows, wanted = trained
     for part in (rows, rows[-5:], rows[7:8]):
         given = WAYS[way](part)
         expected = wanted if len(part) == _ROWS else run.predict(part)
         assert np.array_equal(run.predict(given), expected)
-        if isinstance(given, pl.DataFrame | dict | list):
-            assert np.array_equal(model.predict(given), expected)
 
 
 @pytest.mark.parametrize("ending", ["csv", "parquet"])
@@ -143,7 +137,7 @@ def test_a_value_is_itself_in_every_container(way: str, trained: Any) -> None:
     "way", ["polars", "7.0", "TRUE", "bits", "datetime", "categories", "-999.0", "texts", "zone"]
 )
 def test_files_hold_what_frames_hold(ending: str, way: str, trained: Any, tmp_path: Path) -> None:
-    run, _, rows, wanted = trained
+    run, rows, wanted = trained
     frame: Any = WAYS[way](rows)
     file = tmp_path / f"x.{ending}"
     if ending == "csv":
@@ -174,17 +168,14 @@ ODD: dict[str, Callable[[int], Any]] = {
 @pytest.mark.parametrize("num_rows", [3, _ROWS])
 @pytest.mark.parametrize("odd", ODD)
 def test_other_things_are_refused_by_name(odd: str, num_rows: int, trained: Any) -> None:
-    run, model, rows, _ = trained
+    run, rows, _ = trained
     frame = _pandas(rows[:num_rows]).assign(shop=ODD[odd](num_rows))
     with refused("the rows: column 'shop' holds "):
         run.predict(frame)
-    if odd not in ("period", "interval"):
-        with pytest.raises((TypeError, ValueError), match="shop"):
-            model.predict(frame.to_dict("list"))
 
 
 def test_intervals_are_categories_if_declared_so(tmp_path: Path, trained: Any) -> None:
-    run, _, rows, _ = trained
+    run, rows, _ = trained
     frame = _pandas(rows).assign(shop=pd.cut(np.arange(_ROWS), 3))
     assert len(run.predict(frame)) == _ROWS
     assert len(run.predict([{**rows.row(0, named=True), "tags": []}])) == 1

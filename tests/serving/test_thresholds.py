@@ -1,7 +1,6 @@
 """Class weights and chosen thresholds: scikit-learn's formulas, and every way to use a model agrees."""
 
 from pathlib import Path
-from runpy import run_path
 from typing import Any, cast
 
 import numpy as np
@@ -124,10 +123,6 @@ def test_a_chosen_threshold_is_used_by_every_way_to_predict(
     loaded = LoadedCheckpoint(run.checkpoint)
     assert cast(Any, loaded.predict(held, {"classes": True})).tolist() == expected
     assert np.array_equal(cast(Any, loaded.predict(held)), probability)
-    command("export", run.name, "--out", str(tmp_path / "export"))
-    exported = run_path(str(tmp_path / "export" / "predict.py"))["Model"]()
-    told = exported.predict_classes(pl.read_csv(tmp_path / "held.csv", infer_schema=False))
-    assert list(told) == expected
     found = run.evaluate(held)
     assert found.thresholds is not None
     assert found.thresholds.filter(pl.col("") == "the model's")["threshold"].to_list() == [threshold]

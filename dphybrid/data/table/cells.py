@@ -1,6 +1,5 @@
 """Turns the cells of a table into numbers, times, items and ids.
 
-An exported model contains a copy of this file, so it imports nothing from the package.
 Ids: 0 = no value, 1 = unknown value. Letters: B rows, L items of a bag.
 """
 

@@ -10,7 +10,6 @@ A further network is a class here, its entry in `NETWORKS`, and its name in `mod
 many of a user's latest items it reads by default. `next_item` says what it learns: a vector after each item,
 which predicts the next one, or one vector of a part of the history, which gives back all of it.
 
-This file needs torch alone: an exported model brings a copy of it.
 Letters: B users, L items of a history (padded at the end), D width of a row and of a vector.
 """
 

@@ -7,8 +7,6 @@ items' vectors and one block of scores. Letters: B users, S items that a user ha
 items, E width of a vector, N users and places, flat.
 """
 
-import json
-import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +21,7 @@ from torch import nn
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.tables import RowFiles
 from dphybrid.data.batches import Array, lists_of
-from dphybrid.data.foreign import misread, writing
+from dphybrid.data.foreign import misread
 from dphybrid.data.table.cells import as_texts, clean, of_objects
 from dphybrid.data.table.files import find_files, read_files
 from dphybrid.data.table.frames import Written, as_frame, table_target, write_frames
@@ -36,35 +34,10 @@ from dphybrid.recipes.retrieval import RetrievalDataConfig
 from dphybrid.recipes.retrieval.data import HeldDataset, to_find
 from dphybrid.recipes.retrieval.histories import HistoryModel, histories
 from dphybrid.training.checkpoint import read_state
-from dphybrid.training.tensor_file import write_tensors
 from dphybrid.util.errors import UserError, counted, type_text
-from dphybrid.util.files import write_text
 
 _COLUMNS = {"user": pl.String, "rank": pl.Int32, "item": pl.String, "score": pl.Float32}
 """Columns of recommendations. Ranks start at 1. score: null for an unknown user, who gets popular items."""
-
-_EXPORTED = Path(__file__).parent / "exported"
-_README = """# {model}
-
-    python recommend.py USER [USER ...]
-    python recommend.py --history ITEM [ITEM ...]
-
-This needs torch, safetensors and polars. In Python:
-
-    import sys; sys.path.append("this/folder")
-    from recommend import Model
-    model = Model()
-    model.recommend(["USER", ...], k=10)
-
-| file | what it holds |
-| --- | --- |
-| recommend.py | the program: an exact search over all items, without those that the user has met |
-| networks.py | the network that makes a vector of a history |
-| vectors.safetensors | the network's weights, and for each item a vector in `inputs` and one in `items` |
-| model.json | the network's sizes |
-| users.parquet | names of users, numbers of the items that each has met |
-| items.parquet | names of items in the order of the vectors, the most popular first |
-"""
 
 
 @dataclass
@@ -307,32 +280,6 @@ class Recommender:
 
         write_frames(frames(), _COLUMNS, target, rejected)
         return done
-
-    @torch.inference_mode()
-    def export(self, folder: Path) -> None:
-        """Write vectors and names of all users and items, the network, and recommend.py, which works without
-        dphybrid."""
-        model, network = self._model, self._model.region.module.network.state_dict()
-        tensors = {f"network.{name}": tensor for name, tensor in network.items()}
-        tensors["items"] = model.catalog(self._catalog_VF)
-        tensors["inputs"] = model.inputs(self._catalog_VF).sum(1)
-        if model.users is not None:
-            tensors["features"] = model.users(self._users_UF[:, 1:]).sum(1)
-        write_tensors(
-            folder / "vectors.safetensors", {name: tensor.cpu() for name, tensor in tensors.items()}
-        )
-        facts = {"network": model.sizes, "features": model.users is not None}
-        write_text(
-            folder / "model.json", json.dumps({**facts, "exclude_seen": self._excludes_seen}, indent=1)
-        )
-        shutil.copyfile(_EXPORTED / "recommend.py", folder / "recommend.py")
-        shutil.copyfile(Path(__file__).parent / "networks.py", folder / "networks.py")
-        users, items = folder / "users.parquet", folder / "items.parquet"
-        with writing(users):
-            self._users.select("name", "seen", "history").write_parquet(users)
-        with writing(items):
-            self.items.to_frame().write_parquet(items)
-        write_text(folder / "README.md", _README.format(model=self))
 
     def summary(self, done: _Recommended) -> list[str]:
         """Return lines for the console: how many users got recommendations, and how many of them are
