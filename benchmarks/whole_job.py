@@ -2,11 +2,13 @@
 of a script in polars and plain PyTorch, and of LightGBM.
 
     python -m benchmarks.whole_job [--rows 200000] [--tests 100000] [--repeats 5] [--only NAME]
+        [--against COMMIT]
 
 dphybrid is measured as a script of three lines in one process, like the others, and as three commands: as
 users run it, with its record in an MLflow database that earlier runs have made, and without a record. Each
 process counts with its imports and its peak memory. The ways take turns, so that a busy moment of the machine
-affects all of them. Set OMP_NUM_THREADS=1 to compare single threads.
+affects all of them. Set OMP_NUM_THREADS=1 to compare single threads. --against measures dphybrid's ways also
+at another commit, in a worktree and an environment of its own: a figure of another day or machine is no peer.
 """
 
 import json
@@ -17,7 +19,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,6 +42,21 @@ PLAIN, TREES = "polars and plain PyTorch", "LightGBM"
 WAYS = [OURS, OURS + ALONE, COMMANDS, COMMANDS + ALONE, PLAIN, TREES]
 _EPOCHS = 1
 """Passes of the plain script: after a second one its AUC is lower."""
+_OURS = """import dphybrid
+run = dphybrid.train({train!r}, label="label", devices="cpu", **{values!r})
+run.predictor.predict_file({test!r}, {out!r})"""
+"""The job in three lines of dphybrid."""
+
+
+@dataclass(frozen=True)
+class Checkout:
+    """A commit's code, and the Python that has its dependencies."""
+
+    folder: Path
+    python: str
+
+
+HERE = Checkout(Path(__file__).parents[1], sys.executable)
 
 
 def main() -> None:
@@ -48,18 +67,55 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=WAYS, default=WAYS, help="measure these ways")
     values = "values of dphybrid's training, by their full names"
     parser.add_argument("--train", type=json.loads, default={}, metavar="JSON", help=values)
+    parser.add_argument(
+        "--against", metavar="COMMIT", help="measure this commit, too, in turns"
+    )
     options = parser.parse_args()
     ways = [way for way in options.only if way != TREES or find_spec("lightgbm")]
-    with tempfile.TemporaryDirectory(prefix="dphybrid-bench-") as name:
-        found = run(Path(name), options.rows, options.tests, options.repeats, ways, options.train)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dphybrid-bench-")))
+        other = stack.enter_context(checkout(options.against, folder)) if options.against else None
+        found = run(folder, options.rows, options.tests, options.repeats, ways, options.train, other)
     show(found, text, options.out)
 
 
+@contextmanager
+def checkout(commit: str, folder: Path) -> Iterator[tuple[str, Checkout]]:
+    """Make a worktree and an environment of a commit in `folder`, with this environment's version of torch;
+    give the commit's short name and its checkout. The worktree is removed at the end.
+
+    Raises subprocess.CalledProcessError: git does not know the commit, or its installation failed."""
+    import torch
+
+    git = ["git", "-C", str(HERE.folder)]
+    asked = subprocess.run([*git, "rev-parse", "--short", commit], capture_output=True, text=True, check=True)
+    tree, environment = folder / "worktree", folder / "environment"
+    subprocess.run([*git, "worktree", "add", "--quiet", "--detach", tree, commit], check=True)
+    try:
+        print(f"installing {commit} takes minutes", file=sys.stderr)
+        subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+        python = str(environment / "bin" / "python")
+        packages = [f"torch=={torch.__version__.partition('+')[0]}", "-e", f"{tree}[mlflow]"]
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
+        yield asked.stdout.strip(), Checkout(tree, python)
+    finally:
+        subprocess.run([*git, "worktree", "remove", "--force", tree], check=True)
+
+
 def run(
-    folder: Path, rows: int, tests: int, rounds: int, ways: list[str], train: dict[str, str] | None = None
+    folder: Path,
+    rows: int,
+    tests: int,
+    rounds: int,
+    ways: list[str],
+    train: dict[str, str] | None = None,
+    other: tuple[str, Checkout] | None = None,
 ) -> dict[str, Any]:
-    """Write the clicks into `folder` and let the ways take turns; return medians by way and part. train:
-    values of the training, by their full names, such as train.epochs."""
+    """Write the clicks into `folder` and let the ways take turns; return medians by way and part.
+
+    train: values of the training, by their full names, such as train.epochs.
+    other: another commit's name and checkout; dphybrid's ways are measured there, too.
+    """
     # Imported here, not by the processes that are measured.
     from dphybrid.tracking.opening import make_database
     from dphybrid.tracking.tracker import embedded_uri
@@ -72,19 +128,25 @@ def run(
     store = folder / "mlflow"
     if recorded := {OURS, COMMANDS} & {*ways}:
         make_database(embedded_uri(store), store)
-    measured: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
+    turns = {way: (way, HERE) for way in ways}
+    if other:
+        commit, there = other
+        turns |= {f"{way}, {commit}": (way, there) for way in ways if way not in _PEERS}
+    measured: dict[str, list[dict[str, Any]]] = {name: [] for name in turns}
     for number in range(rounds):
-        for way in ways:
-            place = folder / f"{number}-{ways.index(way)}"
+        for turn, (name, (way, code)) in enumerate(turns.items()):
+            place = folder / f"{number}-{turn}"
             place.mkdir()
             if way in recorded:
                 shutil.copytree(store, place / "data" / "mlflow")
-            measure = partial(_commands if way.startswith(COMMANDS) else _script, way)
+            measure = partial(_commands if way.startswith(COMMANDS) else _script, way, code)
             parts = measure(folder, place, train or {})
             column = pl.read_parquet(place / "out.parquet")[:, -1]
             parts["auc"] = area_under_roc(labels_B, column.to_numpy().astype(float))
-            measured[way].append(parts)
-    pairs = {way: [_total(one) for one in each] for way, each in measured.items()}
+            measured[name].append(parts)
+    cpu_s = {name: [_total(parts) for parts in in_rounds] for name, in_rounds in measured.items()}
+    pairs = [(name, peer) for name, (way, _) in turns.items() for peer in _PEERS if way not in _PEERS]
+    pairs += [(way, name) for name, (way, code) in turns.items() if code != HERE]
     return {
         "rows": rows,
         "tests": tests,
@@ -92,28 +154,27 @@ def run(
         "processor": processor(),
         "load": os.getloadavg()[0],
         "best_auc": planted.best_auc,
-        "ways": {way: _medians(each) for way, each in measured.items()},
+        "ways": {name: _medians(in_rounds) for name, in_rounds in measured.items()},
         "ratios": {
-            f"{mine} / {other}": [ours / its for ours, its in zip(pairs[mine], pairs[other], strict=True)]
-            for mine in WAYS[:4]
-            for other in (PLAIN, TREES)
-            if mine in pairs and other in pairs
+            f"{mine} / {peer}": [ours / its for ours, its in zip(cpu_s[mine], cpu_s[peer], strict=True)]
+            for mine, peer in pairs
+            if peer in cpu_s
         },
     }
 
 
-def _env(way: str, place: Path) -> dict[str, str]:
+def _env(way: str, code: Checkout, place: Path) -> dict[str, str]:
     """Return the variables of a way's processes."""
     own = {name: value for name, value in os.environ.items() if not name.endswith("_TRACKING_URI")}
     own |= {"DPHYBRID_TRACKING_URI": "none"} if way.endswith(ALONE) else {}
-    return own | {"DPHYBRID_DATA_DIR": str(place / "data")}
+    return own | {"PYTHONPATH": str(code.folder), "DPHYBRID_DATA_DIR": str(place / "data")}
 
 
-def _commands(way: str, folder: Path, place: Path, train: dict[str, str]) -> dict[str, Any]:
+def _commands(way: str, code: Checkout, folder: Path, place: Path, train: dict[str, str]) -> dict[str, Any]:
     data = ["--data.path", str(folder / "train.csv"), "--data.label", "label"]
-    env = _env(way, place)
+    env = _env(way, code, place)
     given = [word for name, value in train.items() for word in (f"--{name}", value)]
-    command = [sys.executable, "-m", "dphybrid"]
+    command = [code.python, "-m", "dphybrid"]
     rows = ["--data.path", str(folder / "test.csv"), "--out", str(place / "out.parquet")]
     parts = {"prepare": _measured([*command, "prepare", "--recipe", "ctr", *data], env)}
     job = ["train", "--recipe", "ctr", *data, "--devices", "cpu", "--run-name", "job", *given]
@@ -122,16 +183,23 @@ def _commands(way: str, folder: Path, place: Path, train: dict[str, str]) -> dic
     return parts
 
 
-def _script(way: str, folder: Path, place: Path, train: dict[str, str]) -> dict[str, Any]:
-    job, more = _PROGRAMS[way].__name__, f", {train!r}" if way.startswith(OURS) else ""
-    code = f"from benchmarks.whole_job import {job}; {job}({str(folder)!r}, {str(place)!r}{more})"
-    return {"all": _measured([sys.executable, "-c", code], _env(way, place))}
+def _script(way: str, code: Checkout, folder: Path, place: Path, train: dict[str, str]) -> dict[str, Any]:
+    if way in _PEERS:
+        job = _PEERS[way].__name__
+        program = f"from benchmarks.whole_job import {job}; {job}({str(folder)!r}, {str(place)!r})"
+    else:
+        values = {name.replace(".", "__"): value for name, value in train.items()}
+        files = {"train": f"{folder}/train.csv", "test": f"{folder}/test.csv", "out": f"{place}/out.parquet"}
+        program = _OURS.format(**files, values=values)
+    return {"all": _measured([code.python, "-c", program], _env(way, code, place))}
 
 
 def _measured(command: list[str], env: dict[str, str]) -> dict[str, float]:
     """Run a command; return its CPU and wall seconds and its peak memory in MiB."""
     started = time.monotonic()
-    process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    # Python imports from the working folder first, which is this checkout: the root folder has no packages.
+    pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, env=env, cwd="/", **pipes)
     assert process.stderr
     told = process.stderr.read()  # to its end, so that the process is not blocked by a full pipe
     _, status, usage = os.wait4(process.pid, 0)
@@ -140,15 +208,6 @@ def _measured(command: list[str], env: dict[str, str]) -> dict[str, float]:
         raise RuntimeError(f"{' '.join(command)}: {told.decode(errors='replace')[-2000:]}")
     seconds = {"cpu_s": usage.ru_utime + usage.ru_stime, "wall_s": time.monotonic() - started}
     return seconds | {"peak_mib": usage.ru_maxrss / 1024}
-
-
-def ours(folder: str, place: str, train: Mapping[str, str]) -> None:
-    """The job in three lines of dphybrid."""
-    import dphybrid
-
-    values: dict[str, Any] = {name.replace(".", "__"): value for name, value in train.items()}
-    run = dphybrid.train(f"{folder}/train.csv", label="label", devices="cpu", **values)
-    run.predictor.predict_file(f"{folder}/test.csv", Path(place, "out.parquet"))
 
 
 def plain(folder: str, place: str) -> None:
@@ -241,7 +300,7 @@ def trees(folder: str, place: str) -> None:
     pl.DataFrame({"p": np.asarray(model.predict(encoded(asked)))}).write_parquet(Path(place, "out.parquet"))
 
 
-_PROGRAMS = {OURS: ours, OURS + ALONE: ours, PLAIN: plain, TREES: trees}
+_PEERS = {PLAIN: plain, TREES: trees}
 
 
 def _read(folder: str, part: str) -> pl.DataFrame:
@@ -274,12 +333,12 @@ def text(found: dict[str, Any]) -> str:
     lines = [
         f"{found['rows']:,} rows to train on, {found['tests']:,} to predict, medians of {found['rounds']} "
         f"rounds, {found['processor']}, load {found['load']:.1f}",
-        f"  {'':<36} {'CPU s':>7} {'wall s':>7} {'peak MiB':>9} {'test AUC':>9}  parts",
+        f"  {'':<44} {'CPU s':>7} {'wall s':>7} {'peak MiB':>9} {'test AUC':>9}  parts",
     ]
     for way, one in found["ways"].items():
         parts = ", ".join(f"{name} {cpu_s:.1f}" for name, cpu_s in one["parts"].items())
         seconds = f"{one['cpu_s']:>7.1f} {one['wall_s']:>7.1f}"
-        lines.append(f"  {way:<36} {seconds} {one['peak_mib']:>9,.0f} {one['auc']:>9.4f}  {parts}")
+        lines.append(f"  {way:<44} {seconds} {one['peak_mib']:>9,.0f} {one['auc']:>9.4f}  {parts}")
     for ways, ratios in found["ratios"].items():
         times = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         lines.append(f"CPU time, {ways}: {times}")
