@@ -67,9 +67,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=WAYS, default=WAYS, help="measure these ways")
     values = "values of dphybrid's training, by their full names"
     parser.add_argument("--train", type=json.loads, default={}, metavar="JSON", help=values)
-    parser.add_argument(
-        "--against", metavar="COMMIT", help="measure this commit, too, in turns"
-    )
+    parser.add_argument("--against", metavar="COMMIT", help="measure this commit, too, in turns")
     options = parser.parse_args()
     ways = [way for way in options.only if way != TREES or find_spec("lightgbm")]
     with ExitStack() as stack:
