@@ -58,7 +58,7 @@ class Model(nn.Module):
         self.layers = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, VOCABULARY))
         self.has_memory = rows > 0
         if self.has_memory:
-            self.memory = NgramMemory(width, rows // 4, DIM, seed=0)
+            self.memory = NgramMemory(width, rows, DIM, seed=0)
             self.memory.table = hold(self.memory.table)  # type: ignore[assignment]
             nn.init.normal_(self.memory.value.weight, std=0.02)
 

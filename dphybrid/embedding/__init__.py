@@ -11,7 +11,7 @@ files), `hosting` (embeddings of any model), `ngrams` (memory of a language mode
 
 from dphybrid.embedding.collection import HostEmbeddingCollection, find_tables
 from dphybrid.embedding.combined import CombinedOptimizer
-from dphybrid.embedding.gradients import clip_grad_norm_
+from dphybrid.embedding.gradients import clip_grad_norm_, clip_rows_too
 from dphybrid.embedding.hosting import host_tables, mapped_tensor
 from dphybrid.embedding.ngrams import NgramMemory
 from dphybrid.embedding.optim import (
@@ -43,6 +43,7 @@ __all__ = [
     "RowPipeline",
     "RowSGD",
     "clip_grad_norm_",
+    "clip_rows_too",
     "dense_parameters",
     "find_tables",
     "host_tables",

@@ -289,3 +289,16 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float) -> T
         if values:
             torch._foreach_mul_(values, factor)
     return torch.tensor(total, dtype=torch.float64, device=native.CPU)
+
+
+def clip_rows_too(trainer: Any) -> None:
+    """Make a Trainer of transformers clip rows and dense parameters by their common norm, and log it; torch's
+    functions refuse sparse gradients."""
+
+    def clip(parameters: Iterable[Tensor], max_norm: float, *_: Any) -> Tensor:
+        # The replaced function unscales, too; it has an effect only with float16.
+        trainer.accelerator.unscale_gradients()
+        return clip_grad_norm_(parameters, max_norm)
+
+    # The Trainer clips by this function of its accelerator.
+    trainer.accelerator.clip_grad_norm_ = clip

@@ -12,7 +12,7 @@ rows of all heads.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, SupportsFloat
 
 import numpy as np
@@ -33,7 +33,8 @@ class NgramMemory(nn.Module):
 
     Args:
         hidden: Width C of the hidden state.
-        rows: At most this many rows a head; each head has the largest prime that no other head has.
+        rows: At most this many rows in all; each head has the largest prime, up to its share, that no other
+            head has.
         dim: Width D of a row.
         orders: Lengths of the n-grams, each at least 2.
         heads: Hash functions for each order.
@@ -44,7 +45,8 @@ class NgramMemory(nn.Module):
         table: Its further options (name, dtype, storage, path, seed of the initial values).
 
     The hash functions follow from rows, orders and heads alone: saved weights mean the same in every memory
-    that is made with these.
+    that is made with these. Orders, heads, separator and scale are part of the state, and a state with others
+    is refused.
 
     The output starts at zero, so that a trained decoder continues as it was. `table` is the host table. Its
     rows need no weight decay.
@@ -99,15 +101,46 @@ class NgramMemory(nn.Module):
         self.value = nn.Linear(width, hidden, bias=False)
         nn.init.zeros_(self.value.weight)
 
-    def row_ids(self, tokens_BT: Tensor) -> Tensor:
+    def get_extra_state(self) -> Tensor:
+        """Return what the rows mean beside their number and width: scale, separator, heads and orders."""
+        separator = -1 if self.separator is None else self.separator
+        options = [self.scale, separator, self.heads, *self.orders]
+        return torch.tensor(options, dtype=torch.float64, device="cpu")
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Nothing is left to do: `_load_from_state_dict` has compared the options."""
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *others: Any) -> None:
+        saved = state_dict.get(f"{prefix}_extra_state")
+        if saved is not None and saved.tolist() != self.get_extra_state().tolist():
+            scale, separator, heads, *orders = saved.tolist()
+            raise UserError(
+                f"NgramMemory: the state is of scale={scale:g}, separator={int(separator)} (-1: None), "
+                f"heads={int(heads)}, orders={[int(n) for n in orders]}, this one has {self.extra_repr()}; "
+                "make it with the options of the state"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
+    def row_ids(self, tokens_BT: Tensor, before: Tensor | None = None) -> Tensor:
         """Return the rows (B, T, H) of `table` for token ids (B, T), on the CPU.
 
-        Tokens before the first one, and those before a separator, count as missing: the n-gram is then
-        shorter, and has rows of its own. Raises UserError for negative ids and for other types.
+        before: the tokens (B, any number) in front of these, as under a key/value cache; the last
+        max(orders) - 1 of them count. Tokens before the first one, and those before a separator, count as
+        missing: the n-gram is then shorter, and has rows of its own. Raises UserError for negative ids and
+        for other types.
         """
         tokens_BT = whole_numbers(tokens_BT, self.table.name)
         if tokens_BT.dim() != 2:
             raise UserError(f"NgramMemory: tokens of shape {tuple(tokens_BT.shape)}; give (B, T)")
+        if before is not None:
+            before = whole_numbers(before, self.table.name)
+            if before.dim() != 2 or len(before) != len(tokens_BT):
+                raise UserError(
+                    f"NgramMemory: tokens {tuple(tokens_BT.shape)} with before={tuple(before.shape)}; give "
+                    "(B, T) and (B, any number)"
+                )
+            before = before[:, -(max(self.orders) - 1) :]
+            return self.row_ids(torch.cat([before, tokens_BT], 1))[:, before.shape[1] :]
         if tokens_BT.numel() and int(tokens_BT.min()) < 0:
             raise UserError(
                 f"NgramMemory: token {int(tokens_BT.min())} is negative; replace padding by a token"
@@ -132,14 +165,15 @@ class NgramMemory(nn.Module):
                 ids_BTH.append((first, hashed_BTh))
         return torch.cat([ids for _, ids in sorted(ids_BTH, key=lambda pair: pair[0])], -1)
 
-    def forward(self, hidden_BTC: Tensor, tokens_BT: Tensor) -> Tensor:
-        """Return what is to be added to hidden_BTC: value * sigmoid(norm(hidden) . norm(key) / sqrt(C))."""
+    def forward(self, hidden_BTC: Tensor, tokens_BT: Tensor, before: Tensor | None = None) -> Tensor:
+        """Return what is to be added to hidden_BTC: value * sigmoid(norm(hidden) . norm(key) / sqrt(C)).
+        before: see `row_ids`; a decoder with a key/value cache must give them."""
         if tokens_BT.shape != hidden_BTC.shape[:2]:
             raise UserError(
                 f"NgramMemory: hidden state {tuple(hidden_BTC.shape)} and tokens {tuple(tokens_BT.shape)}; "
                 "give (B, T, C) and (B, T)"
             )
-        rows_BTHD = self.table(self.row_ids(tokens_BT), to=hidden_BTC.device)
+        rows_BTHD = self.table(self.row_ids(tokens_BT, before), to=hidden_BTC.device)
         rows_BTR = rows_BTHD.flatten(-2).to(hidden_BTC.dtype)  # of a model in half precision, too
         value_BTC = self.value(rows_BTR)
         gate_BT1 = self._gate(hidden_BTC, self.key(rows_BTR)).unsqueeze(-1)
@@ -160,23 +194,27 @@ class NgramMemory(nn.Module):
         return self.scale * torch.sigmoid(match_BT / math.sqrt(width))
 
     def extra_repr(self) -> str:
-        return f"orders={self.orders}, heads={self.heads}, separator={self.separator}"
+        return (
+            f"scale={self.scale:g}, separator={self.separator}, heads={self.heads}, "
+            f"orders={list(self.orders)}"
+        )
 
 
-def _primes_up_to(limit: int, count: int) -> list[int]:
-    """Return the `count` largest primes up to `limit`, descending. Raises UserError if there are fewer."""
-    if limit > _LARGEST:
-        raise UserError(f"NgramMemory: rows={limit}; give at most {_LARGEST:,} a head")
+def _primes_up_to(rows: int, count: int) -> list[int]:
+    """Return the `count` largest primes up to an equal share of `rows`, descending. Raises UserError if there
+    are fewer."""
+    if rows > _LARGEST * count:
+        raise UserError(f"NgramMemory: rows={rows}; give at most {_LARGEST * count:,} for {count} heads")
     primes: list[int] = []
-    number = int(limit)
+    number = int(rows) // count
     while len(primes) < count and number > 1:
         if _is_prime(number):
             primes.append(number)
         number -= 1
     if len(primes) < count:
         raise UserError(
-            f"NgramMemory: rows={limit} are too few; {count} heads need a prime of their own each, so give "
-            f"at least {_primes_needed(count)}"
+            f"NgramMemory: rows={rows} are too few; {count} heads need a prime of their own each, so give "
+            f"at least {_primes_needed(count) * count}"
         )
     return primes
 

@@ -301,9 +301,11 @@ def dense_state(model: nn.Module) -> dict[str, Tensor]:
     # than among the model's modules.
     rows = {id(table.weight) for table in find_tables(model).values()}
     values = model.state_dict(keep_vars=True).items()
-    # `get_extra_state` of a module may have added values that are not tensors.
+    # Without what `get_extra_state` of modules adds, which is not copied to by `load_weights`.
     return {
-        key: value.detach() for key, value in values if isinstance(value, Tensor) and id(value) not in rows
+        key: value.detach()
+        for key, value in values
+        if isinstance(value, Tensor) and id(value) not in rows and not key.endswith("_extra_state")
     }
 
 

@@ -43,8 +43,8 @@ class Decoder(nn.Module):
     def __init__(self, memory: bool) -> None:
         super().__init__()
         self.bytes, self.places = nn.Embedding(256, WIDTH), nn.Embedding(WINDOW, WIDTH)
-        # 100,000 rows for each of 4 heads: 13 MB. The same line takes 100 million rows.
-        self.memory = NgramMemory(WIDTH, rows=100_000, orders=(3, 5), seed=0) if memory else None
+        # 400,000 rows of 32 values: 51 MB. The same line takes 400 million rows.
+        self.memory = NgramMemory(WIDTH, rows=400_000, orders=(3, 5), seed=0) if memory else None
         self.layers = nn.ModuleList(Layer() for _ in range(2))
         self.out = nn.Linear(WIDTH, 256)
 

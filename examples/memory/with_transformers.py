@@ -17,8 +17,14 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.models.gemma4 import Gemma4ForCausalLM, Gemma4TextConfig
 from transformers.models.qwen4_exp import Qwen4ExpForCausalLM, Qwen4ExpTextConfig
 
-from dphybrid.embedding import CombinedOptimizer, dense_parameters, host_tables, row_optimizer
-from examples.trainers.with_transformers import clip_rows_too, losses_of
+from dphybrid.embedding import (
+    CombinedOptimizer,
+    clip_rows_too,
+    dense_parameters,
+    host_tables,
+    row_optimizer,
+)
+from examples.trainers.with_transformers import losses_of
 
 VOCABULARY, STEPS = 1024, 10
 TOKENS: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}

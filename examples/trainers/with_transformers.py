@@ -4,13 +4,11 @@ python -m examples.trainers.with_transformers
 """
 
 import tempfile
-from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
-from dphybrid.embedding import clip_grad_norm_
+from dphybrid.embedding import clip_rows_too
 from examples.trainers.clicks import BATCH_SIZE, MAX_NORM, NUM_EPOCHS, Samples, make_model, make_optimizer
 
 
@@ -37,19 +35,6 @@ def make_trainer(folder: str, optimizers: Any = None, **options: Any) -> Trainer
     )
     clip_rows_too(trainer)
     return trainer
-
-
-def clip_rows_too(trainer: Trainer) -> None:
-    """Make the Trainer clip rows and dense parameters by their common norm; torch's clipping refuses sparse
-    gradients."""
-
-    def clip(parameters: Iterable[Tensor], max_norm: float, *_: Any) -> Tensor:
-        # The replaced function unscales, too; it has an effect only with float16.
-        trainer.accelerator.unscale_gradients()
-        return clip_grad_norm_(parameters, max_norm)
-
-    # The Trainer clips by this function of its accelerator.
-    trainer.accelerator.clip_grad_norm_ = clip
 
 
 def losses_of(trainer: Trainer) -> list[float]:

@@ -15,7 +15,7 @@ class Language(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tokens = nn.Embedding(30, 8)
-        self.memory = NgramMemory(8, 500, 4, seed=1, separator=0)
+        self.memory = NgramMemory(8, 2000, 4, seed=1, separator=0)
         self.out = nn.Linear(8, 30)
         nn.init.normal_(self.memory.value.weight, std=0.1)
 
@@ -26,7 +26,7 @@ class Language(nn.Module):
 
 
 def memory(**options: object) -> NgramMemory:
-    return NgramMemory(8, 500, 4, **{"seed": 1, "orders": (2, 3), "heads": 2, **options})  # type: ignore[arg-type]
+    return NgramMemory(8, 2000, 4, **{"seed": 1, "orders": (2, 3), "heads": 2, **options})  # type: ignore[arg-type]
 
 
 def test_rows_follow_from_the_last_tokens_alone() -> None:
@@ -61,6 +61,34 @@ def test_no_n_gram_reaches_across_a_separator(separator: int) -> None:
     assert not torch.equal(ids[0, 2], ids[1, 2])  # the separator itself belongs to the segment before
     alone = memory(separator=separator).row_ids(torch.tensor([[3, 4]]))
     assert torch.equal(ids[0, 3:], alone[0])
+
+
+def test_rows_under_a_cache_are_those_of_the_whole_text() -> None:
+    tokens, hidden = torch.randint(1, 30, (2, 9)), torch.randn(2, 9, 8)
+    tokens[0, 5] = 0
+    for of in (memory(orders=(2, 4)), memory(orders=(2, 4), separator=0)):
+        nn.init.ones_(of.value.weight)
+        whole = of(hidden, tokens)
+        for start, stop in ((0, 1), (1, 2), (4, 9), (7, 8)):
+            part = of(hidden[:, start:stop], tokens[:, start:stop], before=tokens[:, :start])
+            torch.testing.assert_close(part, whole[:, start:stop])
+    with pytest.raises(UserError, match=r"before=\(1, 3\)"):
+        of.row_ids(tokens, tokens[:1, :3])
+
+
+@pytest.mark.parametrize(
+    "options", [{"orders": (3, 2)}, {"orders": (3, 4)}, {"heads": 1}, {"separator": 0}, {"scale": 1.0}]
+)
+def test_a_state_of_other_options_is_refused_before_it_changes_anything(options: dict[str, object]) -> None:
+    saved = memory().state_dict()
+    other = memory(seed=2, **options)
+    before = other.table.weight.detach().clone()
+    with pytest.raises(UserError, match=r"scale=5, separator=-1 .*heads=2, orders=\[2, 3\]"):
+        other.load_state_dict(saved)
+    assert torch.equal(other.table.weight, before)
+    same = memory(seed=2)
+    same.load_state_dict(saved)
+    assert torch.equal(same.table.weight, saved["table.weight"])
 
 
 def test_the_output_starts_at_zero_and_is_gated() -> None:
@@ -147,7 +175,7 @@ def test_replicas_share_the_table() -> None:
         ({"heads": 0}, "heads=0"),
         ({"dim": 0}, "dim=0"),
         ({"rows": 0}, "rows=0"),
-        ({"rows": 5}, "give at least 7"),
+        ({"rows": 20}, "give at least 28"),
         ({"rows": 1e6}, "rows=1000000.0"),
         ({"rows": True}, "rows=True"),
         ({"orders": (True, 2)}, "at least 2"),
@@ -159,7 +187,7 @@ def test_replicas_share_the_table() -> None:
 )
 def test_refuses_before_it_makes_a_table(options: dict[str, object], told: str) -> None:
     with pytest.raises(UserError, match=told):
-        NgramMemory(8, **{"rows": 500, "dim": 4, **options})  # type: ignore[arg-type]
+        NgramMemory(8, **{"rows": 2000, "dim": 4, **options})  # type: ignore[arg-type]
 
 
 def test_refuses_tokens_that_are_none() -> None:

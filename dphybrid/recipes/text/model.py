@@ -217,13 +217,5 @@ def _memory(context: ModelContext[TextModelConfig]) -> NgramMemory | None:
     o = context.options
     if not o.memory:
         return None
-    heads, orders = 2, (2, 3)
     make = partial(context.table, name="memory")
-    return NgramMemory(
-        o.hidden,
-        o.memory // (heads * len(orders)),
-        orders=orders,
-        heads=heads,
-        separator=int(context.info["end"]),
-        make=make,
-    )
+    return NgramMemory(o.hidden, o.memory, separator=int(context.info["end"]), make=make)
