@@ -49,6 +49,7 @@ from dphybrid.embedding.table import HostEmbedding
 from dphybrid.util.compiling import labelled
 from dphybrid.util.errors import UserError, type_text
 from dphybrid.util.memory import is_out_of_memory
+from dphybrid.util.threads import use_num_threads
 
 Batch = TypeVar("Batch")
 Ids = Mapping[str, Tensor | Sequence[Tensor]]
@@ -305,6 +306,7 @@ class _Worker(Generic[Batch]):
         self._permits = threading.Semaphore(0)
         self._is_ahead = False  # whether one batch is prepared ahead
         self._stopping = threading.Event()
+        self._num_threads = torch.get_num_threads()
         # A daemon: a batch source that hangs must not keep the interpreter from exiting.
         self._thread = threading.Thread(target=self._work, name="dphybrid-rows", daemon=True)
         self._thread.start()
@@ -374,6 +376,7 @@ class _Worker(Generic[Batch]):
                 share.channel.reserve(len(share.memory), _BATCHES_IN_TRANSIT)
 
     def _work(self) -> None:
+        use_num_threads(self._num_threads)  # a batch source may compute
         try:
             for number in itertools.count():
                 self._permits.acquire()

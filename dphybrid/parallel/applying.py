@@ -19,6 +19,7 @@ from dphybrid.parallel.scattering import DeviceNames
 from dphybrid.parallel.splits import first_size
 from dphybrid.util.compiling import is_transformed
 from dphybrid.util.errors import UserError
+from dphybrid.util.threads import use_num_threads
 
 
 def parallel_apply(
@@ -134,13 +135,15 @@ os.register_at_fork(after_in_child=_pool.cache_clear)  # a forked child has no t
 
 def _thread_state(devices: Devices, count: int) -> Callable[[int], ExitStack]:
     """Return a function that gives the thread of replica i the calling thread's state, which torch keeps per
-    thread: grad and inference mode, autocast with its number format, current stream of the replica's GPU.
+    thread: grad and inference mode, autocast with its number format, number of threads of an operation,
+    current stream of the replica's GPU.
 
     If each replica has its own GPU, each gets its own seed. torch seeds all GPUs alike, so replicas with
     equal shares would draw equal dropout masks.
     """
     used = devices.replicas[:count]
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    num_threads = torch.get_num_threads()
     # torch's parallel_apply passes on that autocast is on, but not its number format: in threads, bfloat16
     # would become float16.
     casts = [
@@ -153,6 +156,7 @@ def _thread_state(devices: Devices, count: int) -> Callable[[int], ExitStack]:
     seeds = torch.randint(2**62, (count,), device="cpu").tolist() if devices.at_once else []
 
     def enter(index: int) -> ExitStack:
+        use_num_threads(num_threads)
         stack = ExitStack()
         stack.enter_context(_on(used[index], streams[index]))
         stack.enter_context(torch.inference_mode(inference))

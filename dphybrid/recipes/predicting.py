@@ -18,6 +18,7 @@ from dphybrid.data.vocabulary import read_vocabularies
 from dphybrid.recipes.given import as_arrays
 from dphybrid.training.checkpoint import read_state
 from dphybrid.util.errors import UserError, counted, type_text
+from dphybrid.util.threads import use_num_threads
 
 
 def samples_of(
@@ -60,6 +61,7 @@ class RowsPredictor:
 
     @torch.inference_mode()
     def _predicted(self, rows: pl.DataFrame) -> pl.DataFrame:
+        use_num_threads()
         predicted = self._predict(self._model, rows, self.vocabularies)
         if not isinstance(predicted, pl.DataFrame):
             what = f"recipe {self._recipe}: predict returned {type_text(predicted)}"

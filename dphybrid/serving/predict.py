@@ -37,6 +37,7 @@ from dphybrid.training.label_tasks import HALF, label_task
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.files import scratch_folder
 from dphybrid.util.terminal import data_output
+from dphybrid.util.threads import use_num_threads
 
 PLACE = {"file": pl.String, "line": pl.Int64}
 """The first columns of a file of predictions: where each row comes from. `Label.columns` follow."""
@@ -273,6 +274,7 @@ class Predictor:
         arrays, wrong = encoder.encode(cells)
         num_rows = len(arrays["ids_BF"])
         scores = [self.task.nothing]
+        use_num_threads()
         with torch.no_grad():  # not inference_mode: a region would copy inference tensors in each call
             for start in range(0, num_rows, self.batch_size):
                 rows = slice(start, start + self.batch_size)

@@ -12,6 +12,7 @@ from dphybrid.serving.load import model_from_checkpoint
 from dphybrid.serving.predict import open_predictor
 from dphybrid.tracking.loader import refusing
 from dphybrid.training.checkpoint import verify_checkpoint
+from dphybrid.util.threads import use_num_threads
 
 
 class LoadedCheckpoint:
@@ -40,6 +41,7 @@ class LoadedCheckpoint:
         model cannot predict from rows of a table.
         """
         if isinstance(data, Mapping) and data and all(isinstance(value, Tensor) for value in data.values()):
+            use_num_threads()
             with torch.no_grad():
                 return self._module(data)
         with refusing():

@@ -130,6 +130,21 @@ def test_leaving_the_loop_ends_the_worker(error: type[BaseException]) -> None:
     assert_no_worker()
 
 
+def test_a_batch_source_computes_the_same_bits_in_the_worker() -> None:
+    table, x, weight = placed(10, 2), torch.randn(40, 8, dtype=torch.float64), torch.randn(64, 8).double()
+
+    def products() -> list[torch.Tensor]:  # MKL's last bits depend on the number of threads
+        return [x[:size] @ weight.t() for size in range(1, 40)]
+
+    expected = torch.cat(products())
+    with AlwaysAhead({"t": table}) as pipeline:
+        ids = torch.tensor([1, 2])
+        batches = ((ids, torch.cat(products())) for _ in range(3))
+        for batch in pipeline.prefetch(batches, lambda batch: {"t": batch[0]}):
+            rows_of(table, batch[0])
+            assert torch.equal(batch[1], expected)
+
+
 def test_prepares_one_batch_ahead() -> None:
     drawn: list[int] = []
 

@@ -50,20 +50,25 @@ def test_an_empty_batch_runs_once() -> None:
     assert DataParallel(nn.Linear(5, 2), "cpu*3")(torch.empty(0, 5)).shape == (0, 2)
 
 
-def test_threads_see_the_callers_modes() -> None:
-    seen: list[tuple[bool, bool, torch.dtype]] = []
+def test_threads_see_the_callers_modes_and_number_of_threads() -> None:
+    seen: list[tuple[bool, bool, torch.dtype, int]] = []
 
     class Look(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen.append(
-                (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_autocast_dtype("cpu"))
-            )
+            modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+            seen.append((*modes, torch.get_autocast_dtype("cpu"), torch.get_num_threads()))
             return x
 
-    devices = resolve_devices("cpu*2")
-    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.float16):
-        parallel_apply([Look(), Look()], [(torch.ones(1),)] * 2, [{}] * 2, devices, mode="threads")
-    assert seen == [(False, True, torch.float16)] * 2
+    devices, before = resolve_devices("cpu*2"), torch.get_num_threads()
+    try:
+        for number in (2, 3):  # the pool's threads last
+            torch.set_num_threads(number)
+            with torch.inference_mode(), torch.autocast("cpu", dtype=torch.float16):
+                parallel_apply([Look(), Look()], [(torch.ones(1),)] * 2, [{}] * 2, devices, mode="threads")
+            assert seen == [(False, True, torch.float16, number)] * 2
+            seen.clear()
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_plan_names_idle_devices_and_a_better_batch_size() -> None:

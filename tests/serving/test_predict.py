@@ -4,6 +4,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -104,6 +105,19 @@ def test_a_file_and_a_frame_of_many_rows_give_the_same_bits(predictor: Predictor
     pieces = [predictor.predict(frame[start : start + 3072]) for start in (0, 3072, 6144)]
     assert np.concatenate(pieces).tolist() == whole.tolist()
     assert predict(predictor, tmp_path / "many.csv", tmp_path).tolist() == whole.tolist()
+
+
+def test_a_servers_thread_predicts_the_same_bits(predictor: Predictor) -> None:
+    frame = pl.read_csv("\n".join([HEADER, *rows(7, 2)]).encode())
+    before = torch.get_num_threads()
+    try:
+        for number in (1, 2):
+            torch.set_num_threads(number)
+            expected = predictor.predict(frame).tolist()
+            with ThreadPoolExecutor(1) as pool:
+                assert pool.submit(predictor.predict, frame).result().tolist() == expected
+    finally:
+        torch.set_num_threads(before)
 
 
 def predict(predictor: Predictor, path: Path, folder: Path) -> np.ndarray:

@@ -11,6 +11,7 @@ import dphybrid
 from dphybrid.api.run import TrainedRun
 from dphybrid.recipes.configs import load_config
 from dphybrid.training.callbacks import EpochEnd, run_callbacks
+from dphybrid.training.engine import Engine
 from tests.refusing import refused
 
 
@@ -40,6 +41,13 @@ def test_each_epoch_is_seen_and_numbers_are_logged(data_dir: Path) -> None:
     plain = train(tracking="none", run_name="plain")
     for name, value in plain.model.state_dict().items():
         assert torch.equal(value, run.model.state_dict()[name])
+
+
+def test_patience_counts_epochs_since_the_best_one(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = iter([5.0, 6.0, 4.0, 4.5, 3.0, 3.5, 3.6, 1.0])
+    monkeypatch.setattr(Engine, "metrics", lambda *_: {"mse": next(errors)})
+    run = train(epochs=8, patience=2, tracking="none")
+    assert run.history["validation mse"].to_list() == [5.0, 6.0, 4.0, 4.5, 3.0, 3.5, 3.6]
 
 
 def test_a_callback_ends_the_training_and_resume_goes_on(

@@ -6,10 +6,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from dphybrid.embedding import RowSGD
 from dphybrid.run.train import Report
 from dphybrid.serving.load import model_from_checkpoint
 from dphybrid.training.checkpoint import complete_checkpoints, load_weights, read_state
@@ -138,6 +140,27 @@ def test_schedules_end_at_a_hundredth() -> None:
     for schedule in ("cosine", "linear"):
         assert learning_rate_factor(schedule, 0.0) == 1.0
         assert learning_rate_factor(schedule, 1.0) == pytest.approx(0.01)
+
+
+def test_rates_of_tables_and_blocks_follow_the_schedule(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates: dict[type, list[float]] = {RowSGD: [], torch.optim.SGD: []}
+    for kind, seen in rates.items():
+
+        def note(self: Any, step: Any = kind.step, seen: list[float] = seen) -> Any:
+            seen.append(self.param_groups[0]["lr"])
+            return step(self)
+
+        monkeypatch.setattr(kind, "step", note)
+    options = ["recipe=hybrid", "devices=cpu", "train.epochs=2", "train.patience=0", "train.batch_size=500"]
+    optimizers = ["train.optimizer=sgd", "train.lr=0.3", "table.optimizer=sgd", "table.lr=0.2"]
+    run_with(*options, *optimizers, "train.schedule=linear")
+    count = len(rates[RowSGD])
+    factors = [learning_rate_factor("linear", step / count) for step in range(count)]
+    assert count > 2
+    assert rates[RowSGD] == pytest.approx([0.2 * factor for factor in factors])
+    assert rates[torch.optim.SGD] == pytest.approx([0.3 * factor for factor in factors])
 
 
 @pytest.mark.slow

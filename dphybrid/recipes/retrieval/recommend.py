@@ -35,6 +35,7 @@ from dphybrid.recipes.retrieval.data import HeldDataset, to_find
 from dphybrid.recipes.retrieval.histories import HistoryModel, histories
 from dphybrid.training.checkpoint import read_state
 from dphybrid.util.errors import UserError, counted, type_text
+from dphybrid.util.threads import use_num_threads
 
 _COLUMNS = {"user": pl.String, "rank": pl.Int32, "item": pl.String, "score": pl.Float32}
 """Columns of recommendations. Ranks start at 1. score: null for an unknown user, who gets popular items."""
@@ -365,6 +366,7 @@ class Recommender:
         """Yield the recommendations of `batch_size` users at a time."""
         if not len(people.names):
             return
+        use_num_threads()
         num_items = len(self.items)
         has_vector_U = self._has_vector(people)
         for start in range(0, len(people.names), self.batch_size):
