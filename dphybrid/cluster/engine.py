@@ -22,7 +22,7 @@ from dphybrid.util.errors import UserError
 from dphybrid.util.stop import Interrupted, StopRequest
 
 _INSTALL = "pip install 'dphybrid[cluster]' (docs/cluster.md says how on a machine without a GPU)"
-_NEEDED = {"torchrec": "1.8.", "fbgemm-gpu": "1.8.", "torch": "2.13."}
+_NEEDED = {"torchrec": "1.9.", "fbgemm-gpu": "1.9.", "torch": "2.14."}
 """Versions of the packages that work together."""
 
 

@@ -64,11 +64,11 @@ def test_each_rank_has_one_device_and_its_rows_in_memory(tmp_path: Path) -> None
 
 
 def test_missing_packages_are_named_with_the_line_that_installs_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = {"torch": "2.13.0", "fbgemm-gpu-cpu": "1.7.0"}
+    there = {"torch": "2.14.1", "fbgemm-gpu-cpu": "1.7.0"}
     monkeypatch.setattr(engine, "installed_version", lambda name: there.get(name, ""))
     with pytest.raises(UserError) as caught:
         check_installed(2)
-    assert "torchrec is missing, needed 1.8.*; fbgemm-gpu 1.7.0, needed 1.8.*" in str(caught.value)
+    assert "torchrec is missing, needed 1.9.*; fbgemm-gpu 1.7.0, needed 1.9.*" in str(caught.value)
     assert "pip install 'dphybrid[cluster]'" in str(caught.value)
 
 
