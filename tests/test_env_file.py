@@ -1,5 +1,5 @@
-"""`.env` says where runs are; it chooses no code, and no data folder whose pages may name code. A new data
-folder is its owner's alone, whoever makes it and whatever its name."""
+"""`.env` says where runs are; it chooses no code, no address for credentials, and no data folder whose runs
+act. A new data folder is its owner's alone, whoever makes it and whatever its name."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from mlflow.tracking import MlflowClient
 
-from dphybrid.config.settings import ENV_FILE, load_settings
+from dphybrid.config.settings import ENV_FILE, load_settings, notes_on_settings
 from dphybrid.lifecycle.champion import open_registry
 from dphybrid.run.folder import find_run
 from dphybrid.tracking.opening import store_to_read
@@ -25,6 +25,7 @@ PAGE = {
     "prepared": "",
     "data_digest": "",
     "created": "2026-01-01T00:00:00+00:00",
+    "uid": "0123",
 }
 
 
@@ -38,12 +39,34 @@ def test_an_unpacked_folder_runs_none_of_its_code(tmp_path: Path, monkeypatch: p
     assert command("runs").splitlines()[1].split()[:3] == ["x", "evil:R", "stopped"]
     run = find_run(load_settings(), "x")
     assert run is not None
-    with refused(r"chosen by a \.env, not by DPHYBRID_DATA_DIR in the environment; recipe = 'evil:R' would"):
+    with refused("recipe = 'evil:R' is code of no installed package"):
         _ = run.config
-    assert "evil:R" in command("train", "--recipe", "toy", "--resume", "x", ends=2)
+    Path("data/.own-runs").write_text("0123 x\n")  # a list that was unpacked, too
+    for argv in (["train", "--recipe", "toy", "--resume", "x"], ["runs", "remove", "x"]):
+        assert "chosen by a .env; set DPHYBRID_DATA_DIR in the environment" in command(*argv, ends=2)
     monkeypatch.setenv("DPHYBRID_DATA_DIR", str(tmp_path / "data"))  # the user's own choice
     with pytest.raises(RuntimeError, match="code of the unpacked folder runs"):
         command("train", "--recipe", "toy", "--resume", "x")
+
+
+def test_an_env_file_gives_no_address_to_the_credentials_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    Path(".env").write_text("DPHYBRID_TRACKING_URI=http://theirs:5000\n")
+    assert load_settings().mlflow_uri == "http://theirs:5000"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://own:5000")
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "secret")
+    assert load_settings().mlflow_uri == "http://own:5000"
+    assert "DPHYBRID_TRACKING_URI is ignored: the environment's credentials" in notes_on_settings()[0]
+    Path(".env").write_text("DPHYBRID_TRACKING_URI=none\n")
+    assert load_settings().mlflow_uri == "none"
+    monkeypatch.delenv("MLFLOW_TRACKING_TOKEN")
+    (tmp_path / ".mlflow").mkdir()
+    (tmp_path / ".mlflow" / "credentials").touch()  # which MLflow's client sends anywhere
+    Path(".env").write_text("DPHYBRID_TRACKING_URI=https://theirs\n")
+    assert load_settings().mlflow_uri == "http://own:5000"
 
 
 def test_a_run_reads_the_env_file_of_its_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,23 +1,32 @@
-"""What docs/security.md says that no other test holds."""
+"""What docs/security.md says that no other test holds: what a run folder from elsewhere cannot do, and that
+nothing is unpickled."""
 
 import io
 import json
 import pickle
 import re
 import shutil
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from mlflow.tracking import MlflowClient
 
 import dphybrid
-from dphybrid.config.settings import load_settings
+from dphybrid.config.settings import Settings, load_settings
 from dphybrid.recipes.configs import load_config
+from dphybrid.run.folder import API_TAG, FLOW_RUN_TAG, RunPage
 from dphybrid.run.train import run_job
+from dphybrid.tracking.record import RecordFile
+from dphybrid.tracking.tracker import embedded_uri
 from dphybrid.util.digests import SUMS, value_digest
+from tests.commands import command
 from tests.conftest import REPOSITORY
 from tests.reliability.trials import SMALL, TABLE, write_clicks
 
@@ -69,6 +78,111 @@ def test_no_file_of_a_checkpoint_is_unpickled(unrecorded: None, tmp_path: Path) 
                 dphybrid.load(str(given)).predict(ROWS)
             shutil.rmtree(given)
     assert not (tmp_path / "exploded").exists()
+
+
+class Server:
+    """An HTTP server that keeps the headers which it is sent."""
+
+    def __init__(self) -> None:
+        asked = self.asked = list[str]()
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                asked.append(str(self.headers))
+                self.send_response(200)
+                self.send_header("Content-Length", "2")
+                self.end_headers()
+                self.wfile.write(b"{}")
+
+            do_POST = do_GET
+
+            def log_message(self, *_: object) -> None: ...
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.address = f"http://127.0.0.1:{self.http.server_port}"
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+
+
+@pytest.fixture
+def foreign(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """A run `nice` of another data folder, copied into this one. Its pages name addresses of the server that
+    is returned, a file outside of the run's folder, and a checkpoint with files outside of its own."""
+    theirs, server = Settings(data_dir=tmp_path / "theirs"), Server()
+    run_job(load_config(None, ["recipe=toy", "devices=cpu"]), theirs, run_name="nice")
+    folder = theirs.runs_dir / "nice"
+    (tmp_path / "key").write_text("TOP SECRET")
+    (folder / "deep").mkdir()
+    (folder / "deep" / "state.json").write_text(json.dumps({"sha256": {"../../../../key": "0"}, "info": {}}))
+    card = {"uid": "u", "name": "x", "step": 9, "folder": "deep", "role": "best", "metrics": {}}
+    record = RecordFile(folder)
+    for more in (
+        {"op": "file", "path": str(tmp_path / "key"), "folder": ""},
+        {"op": "file", "path": "../../../key", "folder": ""},
+        {"op": "file", "path": "report.json", "folder": "../../../.."},
+        {"op": "checkpoints", "kept": [card], "dataset": None},
+        {"op": "checkpoints", "kept": [card | {"folder": "../../.."}], "dataset": None},
+        {"op": "register", "name": "theirs", "uid": "u", "alias": "challenger"},
+    ):
+        record.append(more)
+    record.release()
+    record.rewrite({**record.destination(), "tracking_uri": server.address})
+    page = RunPage.read(folder / "run.json")
+    tags = {API_TAG: f"{server.address}/api", FLOW_RUN_TAG: "11111111-1111-4111-8111-111111111111"}
+    page.model_copy(update={"tags": tags, "run_id": "0" * 32}).write(folder / "run.json")
+    (folder / "report.json").unlink()
+    shutil.copytree(folder, data_dir / "runs" / "nice")
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "MY TOKEN")
+    monkeypatch.setenv("PREFECT_API_AUTH_STRING", "admin:secret")
+    yield server
+    server.http.shutdown()
+    server.http.server_close()
+
+
+def test_a_run_from_elsewhere_is_read_and_does_not_act(foreign: Server, data_dir: Path) -> None:
+    before = set(data_dir.parent.rglob("*"))
+    assert dphybrid.load_model("nice").state_dict()
+    (run,) = dphybrid.runs()
+    assert run.checkpoint.is_relative_to(data_dir / "runs" / "nice")
+    adopting = "nice: it was not made in this data folder; `dphybrid runs adopt nice`"
+    assert adopting in command("runs", "remove", "nice", "--yes", ends=2)
+    assert adopting in command("train", "--recipe", "toy", "--resume", "nice", ends=2)
+    assert adopting in command("train", "--resume", "nice", ends=2)
+    assert "nice: not sent: it was not made in this data folder" in command("sync", "--wait", "3")
+    assert "nice" not in command("runs", "remove", "--older-than", "0", "--yes")
+    assert foreign.asked == []
+    assert set(data_dir.parent.rglob("*")) - before <= {data_dir / "mlflow"}
+
+
+def test_an_adopted_run_is_sent_to_the_own_store_without_files_from_outside(
+    foreign: Server, data_dir: Path
+) -> None:
+    command("runs", "adopt", "nice")
+    assert "nice: is this data folder's own run already" in command("runs", "adopt", "nice", ends=2)
+    command("sync", "--wait", "20", ends=1)  # what names other files is refused
+    client = MlflowClient(load_settings().mlflow_uri or embedded_uri(load_settings().mlflow_dir))
+    (run,) = client.search_runs([each.experiment_id for each in client.search_experiments()])
+    assert run.info.run_name == "nice"
+    assert run.data.metrics
+    assert client.search_registered_models() == []
+    assert not [path for path in data_dir.rglob("*") if path.is_file() and b"TOP SECRET" in path.read_bytes()]
+    assert foreign.asked == []
+    command("train", "--recipe", "toy", "--devices", "cpu", "--train.epochs", "2", "--resume", "nice")
+    assert command("runs", "remove", "nice", "--yes") == "nice: removed\n"
+    assert (data_dir.parent / "key").is_file()
+    assert foreign.asked == []
+
+
+def test_the_list_of_own_runs_is_its_owner_s_alone(unrecorded: None, data_dir: Path) -> None:
+    run_job(load_config(None, ["recipe=toy", "devices=cpu"]), load_settings(), run_name="mine")
+    assert oct((data_dir / ".own-runs").stat().st_mode & 0o777) == "0o600"
+    shutil.copytree(data_dir / "runs/mine", data_dir / "runs/copy")
+    command("train", "--resume", "copy", ends=2)
+    command("train", "--recipe", "toy", "--devices", "cpu", "--train.epochs", "2", "--resume", "mine")
+    shutil.rmtree(data_dir / "runs/mine")  # and a folder from elsewhere takes its name
+    shutil.copytree(data_dir / "runs/copy", data_dir / "runs/mine")
+    page = RunPage.read(data_dir / "runs/mine/run.json")
+    page.model_copy(update={"uid": "0" * 16}).write(data_dir / "runs/mine/run.json")
+    command("train", "--resume", "mine", ends=2)
 
 
 def test_each_exception_from_the_rules_of_security_has_its_reason() -> None:

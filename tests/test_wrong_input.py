@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 
 from dphybrid.cli.main import main
-from dphybrid.config.settings import load_settings, notes_on_settings
+from dphybrid.config.settings import load_settings
 from dphybrid.lifecycle.cells import Cell
 from dphybrid.recipes.configs import stored_config
 from dphybrid.run.train import Report
 from dphybrid.tracking.loader import checkpoint_folder
 from tests.commands import command
-from tests.conftest import REPOSITORY
 from tests.lifecycle.test_sweep import some_report
 from tests.refusing import refused
 
@@ -273,17 +272,8 @@ def test_names_of_runs_stay_on_one_line_and_are_quoted(
     assert "Look at it:  dphybrid ui 'a b'" in command("train", "--recipe", "toy", "--run-name", "a b")
 
 
-def test_a_misspelt_setting_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_env_file_that_is_no_text_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path(".env").write_text("dphybrid_datadir=1\nDPHYBRID_THREADS=1\nOTHER=1\n")
-    for name in ("TRACKING_URL", "STATE"):
-        monkeypatch.setenv(f"DPHYBRID_{name}", "1")
-    assert main(["devices"]) == 0
-    words = "Note: DPHYBRID_{}: there is no such setting; did you mean DPHYBRID_{}?"
-    wanted = [words.format(*names) for names in (("DATADIR", "DATA_DIR"), ("TRACKING_URL", "TRACKING_URI"))]
-    assert capsys.readouterr().err.splitlines() == wanted
     Path(".env").write_bytes(b"\xff")
     with refused(f"{tmp_path}/.env: is not UTF-8 text"):
         load_settings()
@@ -294,15 +284,6 @@ def test_an_address_of_no_model_makes_no_database(tmp_path: Path, monkeypatch: p
     with refused("models:/clicks: write models:/NAME@champion, models:/NAME/VERSION or"):
         checkpoint_folder("models:/clicks", f"sqlite:///{tmp_path}/x.db")
     assert not Path("mlflow.db").exists()
-
-
-def test_no_variable_of_the_project_itself_looks_misspelt(monkeypatch: pytest.MonkeyPatch) -> None:
-    for place in ("dphybrid", "flows", "infra", "benchmarks", "tests"):
-        for file in (REPOSITORY / place).rglob("[!.]*"):
-            if file.suffix in ("", ".py", ".yaml", ".sh") and file.is_file() and file != Path(__file__):
-                for variable in re.findall(r"\bDPHYBRID_[A-Z_]*[A-Z]\b", file.read_text()):
-                    monkeypatch.setenv(variable, "1")
-    assert notes_on_settings() == []
 
 
 def test_a_data_folder_that_cannot_be_made_is_told_by_its_setting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,14 @@
-"""List runs, show one, or remove runs with everything that only they need.
+"""List runs, show one, adopt one from elsewhere, or remove runs with everything that only they need.
 
 examples:
   %(prog)s
   %(prog)s show ctr-cpu-1121-044553
   %(prog)s remove ctr-cpu-1121-044553 text-cpux2-1121-045901
   %(prog)s remove --older-than 30 --yes
+  %(prog)s adopt ctr-cpu-1121-044553
+
+adopt makes a run folder that you have copied into the data folder, and that you trust, your own. Other runs
+from elsewhere are only read: they are not continued, sent or removed.
 
 remove prints what would go; with --yes it goes: the run's folder and records, its prepared data and frames,
 and its run and models in MLflow, where `mlflow gc` empties the trash. A run stays if it is running, if it
@@ -28,8 +32,8 @@ class Flags(Command):
     """The flags of `runs`."""
 
     shown_as: ClassVar[dict[str, str]] = {"older_than": "DAYS"}
-    action: CliPositionalArg[Literal["list", "show", "remove"]] = "list"
-    """What to do with runs: list, show or remove."""
+    action: CliPositionalArg[Literal["list", "show", "remove", "adopt"]] = "list"
+    """What to do with runs: list, show, remove or adopt."""
     names: CliPositionalArg[list[str]] = Field(default=[], alias="RUN")
     """Names of runs."""
     older_than: float | None = None
@@ -46,6 +50,8 @@ class Flags(Command):
             raise UserError("--older-than, --yes: only for `dphybrid runs remove`")
         if self.action == "show":
             return _show(self.names)
+        if self.action == "adopt":
+            return _adopt(self.names)
         from dphybrid.lifecycle.cleanup import row_of
         from dphybrid.run.folder import all_runs
 
@@ -79,6 +85,18 @@ def _show(names: list[str]) -> int:
             print(f"{key:<11} {value}")
         for path, size in needs_of(run, settings).items():
             print(f"{'needs':<11} {path} ({size / 2**20:.1f} MiB)")
+    return 0
+
+
+def _adopt(names: list[str]) -> int:
+    from dphybrid.run.folder import adopt
+
+    if not names:
+        raise UserError("runs adopt: name the runs; `dphybrid runs` lists them")
+    settings = load_settings()
+    for name in names:
+        run = adopt(settings, name)
+        print(f"{name}: is your own now" + (f" ({run.page.run_id})" if run.page.run_id else ""))
     return 0
 
 

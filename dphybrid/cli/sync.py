@@ -9,9 +9,10 @@ lost, or a model could not be compared.
 from typing import ClassVar
 
 from dphybrid.cli.parser import Command
+from dphybrid.config.own_runs import own_folders, why_foreign
 from dphybrid.config.settings import load_settings
 from dphybrid.run.folder import retrainings
-from dphybrid.util.text import masked
+from dphybrid.util.text import masked, printable
 
 
 class Flags(Command):
@@ -26,7 +27,11 @@ class Flags(Command):
         from dphybrid.tracking.sync import sync
 
         settings, arrived = load_settings(), list[bool]()
-        where = settings.runs_dir, settings.mlflow_dir, settings.mlflow_uri, settings.experiment
+        own = own_folders(settings)
+        for name in sorted({page.parent.name for page in settings.runs_dir.glob("*/record.jsonl")}):
+            if settings.runs_dir / name not in own:
+                print(printable(f"{name}: not sent: {why_foreign(settings, name)}"), flush=True)
+        where = own, settings.mlflow_dir, settings.mlflow_uri, settings.experiment
         for line, is_whole in sync(*where, settings.upload_limit_mib * 2**20, wait_s=self.wait):
             print(masked(line), flush=True)
             arrived.append(is_whole)

@@ -3,15 +3,18 @@ file. Settings are not part of an experiment. Devices and threads change a resul
 number of GPUs also by other dropout masks; the other settings do not change it."""
 
 import os
-from difflib import get_close_matches
-from io import StringIO
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from dotenv import dotenv_values
 from pydantic import Field, PrivateAttr, ValidationError, field_validator
-from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import (
+    BaseSettings,
+    DotEnvSettingsSource,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
 
 from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError, plain_words
@@ -21,57 +24,16 @@ from dphybrid.util.hours import parse_training_hours
 _PREFIX = "DPHYBRID_"
 EXPERIMENT = "dphybrid"
 """What the names of the recipes' experiments in MLflow begin with."""
-_ALMOST = 0.85
-"""Similarity (difflib's ratio) from which on a variable counts as a misspelt setting."""
 _CENTURY_S = 100 * 365 * 86_400.0
 """The longest time that a setting may give: the system's calls refuse some that are longer."""
-_NAMING_CODE = ("nvml", "factory_packages")
-"""Settings that choose code to import. A `.env` file cannot set them: it belongs to a folder, and copying a
-folder, or unpacking it, must not be enough to run its code."""
-
-
 ENV_FILE = "DPHYBRID_ENV_FILE"
 """Variable with the path of the file that is read instead of the working folder's `.env`: a worker's runs
 read that of the worker, wherever they work."""
+_NAMING_CODE = ("nvml",)
+"""Settings that choose code to import. A `.env` file cannot set them: it belongs to a folder, and copying a
+folder, or unpacking it, must not be enough to run its code."""
 _PATHS = ("data_dir", "lease_dir")
-
-
-class _EnvFile(PydanticBaseSettingsSource):
-    """The settings in the working folder's `.env`, if it is a file of the user's or root's that nobody else
-    may write. Paths in it are relative to its folder. notes: why lines, or all of them, are left out."""
-
-    def __init__(self, settings_cls: type[BaseSettings]) -> None:
-        super().__init__(settings_cls)
-        self.values: dict[str, str | None] = {}
-        self.notes: list[str] = []
-        file = env_file()
-        # Some people have a folder of this name, with a virtual environment in it.
-        if file.is_dir() or not os.path.lexists(file):
-            return
-        try:
-            lines = dotenv_values(stream=StringIO(read_own_text(file)))
-        except UserError as fault:
-            self.notes.append(str(fault))
-            return
-        for name, value in lines.items():
-            setting = name.lower().removeprefix(_PREFIX.lower())
-            if not name.upper().startswith(_PREFIX):
-                continue  # other programs' variables
-            if setting in _NAMING_CODE:
-                self.notes.append(
-                    f"{file.absolute()}: {name.upper()} is ignored, because it names code to import; set it "
-                    "in the environment"
-                )
-            elif setting in _PATHS and value and value[0] != "~":
-                self.values[setting] = str(file.absolute().parent / value)
-            else:
-                self.values[setting] = value
-
-    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        return self.values.get(field_name), field_name, False
-
-    def __call__(self) -> dict[str, Any]:
-        return {name: text for name, text in self.values.items() if text is not None}
+_CREDENTIALS = ("TOKEN", "USERNAME", "PASSWORD", "AUTH", "CLIENT_CERT_PATH")
 
 
 def env_file() -> Path:
@@ -79,10 +41,39 @@ def env_file() -> Path:
     return Path(os.environ.get(ENV_FILE) or ".env")
 
 
+def _read_env_file(settings_cls: type[BaseSettings]) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings of `.env`, and why it, or a line of it, is ignored. Paths in it are relative to its
+    folder. It chooses no code, and no address for the credentials of the environment."""
+    file = env_file()
+    # Some people have a folder of this name, with a virtual environment in it.
+    if file.is_dir() or not os.path.lexists(file):
+        return {}, []
+    try:
+        read_own_text(file)
+    except UserError as fault:
+        return {}, [str(fault)]
+    values = DotEnvSettingsSource(settings_cls, env_file=file, env_file_encoding="utf-8")()
+    ignored = {name: "it names code to import" for name in _NAMING_CODE if name in values}
+    if "://" in str(values.get("tracking_uri")) and _has_credentials():
+        ignored["tracking_uri"] = "the environment's credentials for MLflow are not for its address"
+    for name in _PATHS:
+        if (path := str(values.get(name) or "")) and path[0] != "~":
+            values[name] = str(file.absolute().parent / path)
+    where = f"{file.absolute()}: {_PREFIX}"
+    notes = [f"{where}{n.upper()} is ignored: {why}; set it in the environment" for n, why in ignored.items()]
+    return {name: value for name, value in values.items() if name not in ignored}, notes
+
+
+def _has_credentials() -> bool:
+    """Return whether MLflow's client would send the user's credentials to any address."""
+    given = any(os.environ.get(f"MLFLOW_TRACKING_{name}") for name in _CREDENTIALS)
+    return given or Path("~/.mlflow/credentials").expanduser().exists()
+
+
 class Settings(BaseSettings):
     """Settings of this machine and user."""
 
-    # extra="ignore": a .env file may hold misspelt settings, which are only noted.
+    # extra="ignore": a .env file may hold other programs' variables.
     model_config = SettingsConfigDict(
         env_prefix=_PREFIX,
         env_ignore_empty=True,  # an empty variable counts as unset
@@ -96,7 +87,8 @@ class Settings(BaseSettings):
         cls, settings_cls: type[BaseSettings], *sources: Any, **named: Any
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Read the arguments, then the environment, then `.env`."""
-        return named["init_settings"], named["env_settings"], _EnvFile(settings_cls)
+        of_file = InitSettingsSource(settings_cls, init_kwargs=_read_env_file(settings_cls)[0])
+        return named["init_settings"], named["env_settings"], of_file
 
     _of_env_file: bool = PrivateAttr(default=False)
 
@@ -116,10 +108,6 @@ class Settings(BaseSettings):
     upload_limit_mib: int = Field(default=900, ge=1)
     """Checkpoint files larger than this many MiB are not uploaded to an MLflow server; their path and digest
     are recorded instead."""
-    factory_packages: str = ""
-    """Packages, separated by commas, whose code others may name as recipe, model.factory or train.callbacks,
-    in checkpoints from elsewhere. Your own commands and flows and the runs in your data_dir may name any
-    package."""
     cluster_timeout_s: float = Field(default=300.0, gt=0, le=_CENTURY_S)
     """Seconds that a rank waits for the other ranks in a joint operation. A rank that has died is noticed at
     once."""
@@ -208,15 +196,15 @@ class Settings(BaseSettings):
 
     def model_post_init(self, _: object) -> None:
         """Note whether `.env` chose the data folder."""
-        named = _EnvFile(type(self)).values.get("data_dir")
+        named = _read_env_file(type(self))[0].get("data_dir")
         set_outside = {name.upper() for name, value in os.environ.items() if value}
         if named and f"{_PREFIX}DATA_DIR" not in set_outside:
             self._of_env_file = given_path(named, "data_dir").absolute() == self.data_dir
 
     @property
     def trusts_data_dir(self) -> bool:
-        """Whether pages in the data folder may name code of any package: not if a `.env` chose the folder, as
-        both may have been unpacked together."""
+        """Whether the data folder's list of own runs counts: not if a `.env` chose the folder, as both may
+        have been unpacked together."""
         return not self._of_env_file
 
     @property
@@ -256,7 +244,7 @@ def load_settings(**given: object) -> Settings:
     """Read the settings. given: values that override them. Raises UserError that names the wrong variable."""
     # Not cached: a command may set variables between two calls.
     try:
-        _EnvFile(Settings)  # here, as pydantic would wrap the error of a file that is not UTF-8
+        _read_env_file(Settings)  # here, as pydantic would wrap the error of a file that is not UTF-8
         settings = Settings.model_validate(given)
     except ValidationError as error:
         lines = [
@@ -277,18 +265,7 @@ def load_settings(**given: object) -> Settings:
 
 
 def notes_on_settings() -> list[str]:
-    """Return a line for each part of `.env` that is ignored, and for each variable of the environment or
-    `.env` that looks like a misspelt setting, with the setting that was probably meant."""
-    known = [name.upper() for name in Settings.model_fields]
-    given = {name.upper().removeprefix(_PREFIX) for name in os.environ if name.upper().startswith(_PREFIX)}
-    notes: list[str] = []
-    try:
-        file = _EnvFile(Settings)
-    except (UnicodeDecodeError, OSError):  # `load_settings` reports them
-        pass
-    else:
-        notes, given = file.notes, given | {name.upper() for name in file.values}
-    # Unknown names far from any setting are no mistakes: infra/ and dphybrid's own processes use the prefix.
-    near = ((name, get_close_matches(name, known, 1, _ALMOST)) for name in sorted(given.difference(known)))
-    line = "{0}{1}: there is no such setting; did you mean {0}{2}?"
-    return notes + [line.format(_PREFIX, name, close) for name, found in near for close in found]
+    """Return why `.env`, or a line of it, is ignored."""
+    with suppress(UnicodeDecodeError, OSError):  # `load_settings` reports them
+        return _read_env_file(Settings)[1]
+    return []

@@ -15,8 +15,9 @@ from datetime import UTC, datetime, timedelta
 from functools import cache
 from pathlib import Path
 
+from dphybrid.config.own_runs import check_own
 from dphybrid.config.settings import Settings
-from dphybrid.run.folder import Run, all_runs
+from dphybrid.run.folder import Run, all_runs, own_runs
 from dphybrid.run.pages import Report
 from dphybrid.tracking.opening import noted_store
 from dphybrid.tracking.record import RecordFile
@@ -95,7 +96,7 @@ def plan_removal(
 
     why_queued: returns why a run with these tags will be continued by its flow run; "" if it will not. A run
     stays if MLflow, which knows the champions, cannot be asked about it where its record says that it is.
-    Raises UserError for a name that no run has, and for days below 0 or beyond a century.
+    Raises UserError for a name that no run of this data folder has, and for days below 0 or beyond a century.
     """
     if older_than_days is not None and not 0 <= older_than_days <= _MOST_DAYS:
         raise UserError(f"older than {older_than_days:g} days: give days, from 0 to {_MOST_DAYS}")
@@ -110,10 +111,12 @@ def plan_removal(
         raise UserError(
             f"{unknown[0]}: there is no such run{suggestion(unknown[0], list(known) or ['none yet'])}"
         )
+    for name in names:
+        check_own(known[name].folder, settings, "or remove its folder yourself")
     chosen = [known[name] for name in names]
     if older_than_days is not None:
         limit = (datetime.now(UTC) - timedelta(days=older_than_days)).isoformat()
-        chosen += [run for run in runs if run.page.created < limit and run not in chosen]
+        chosen += [run for run in own_runs(settings) if run.page.created < limit and run not in chosen]
     kept, removed = dict[str, str](), list[Run]()
     in_use = cache(_runs_in_use)
     for run in chosen:
@@ -140,8 +143,7 @@ def remove(removal: Removal, settings: Settings) -> Iterator[str]:
     for run in removal.runs:
         try:
             with holding(run.folder):
-                uri, owner = _recorded_in(run, settings)
-                if uri and not owner:
+                if uri := _recorded_in(run, settings):
                     from dphybrid.tracking.removing import forget_run
 
                     forget_run(uri, run.page.run_id)
@@ -149,7 +151,7 @@ def remove(removal: Removal, settings: Settings) -> Iterator[str]:
         except UserError as error:  # one run must not hold up the others
             yield f"{run.folder.name}: stays, {error}" if run.folder.exists() else f"{error}"
             continue
-        yield f"{run.folder.name}: removed" + (f"; its run in MLflow is that of {owner}" if owner else "")
+        yield f"{run.folder.name}: removed"
     needed = _used_by(all_runs(settings), settings)
     for path in removal.needless:
         with suppress(FileNotFoundError):  # another command has removed it meanwhile
@@ -161,8 +163,7 @@ def remove(removal: Removal, settings: Settings) -> Iterator[str]:
 def _reason_to_keep(run: Run, settings: Settings, in_use: Callable[[str], Mapping[str, str]]) -> str:
     if alive(run.folder):
         return "it is running"
-    uri, owner = _recorded_in(run, settings)
-    if uri is None or owner:
+    if (uri := _recorded_in(run, settings)) is None:
         return ""
     if why := in_use(uri).get(run.page.run_id):
         return why
@@ -170,17 +171,9 @@ def _reason_to_keep(run: Run, settings: Settings, in_use: Callable[[str], Mappin
     return "its records are not in MLflow yet; `dphybrid sync` sends them" if waits else ""
 
 
-def _recorded_in(run: Run, settings: Settings) -> tuple[str | None, str]:
-    """Return where MLflow has a run, None if nowhere, and the folder that MLflow's run belongs to if this one
-    is a copy of that. Raises UserError if that cannot be asked."""
-    if not run.page.run_id:
-        return None, ""
-    uri = noted_store(run.folder, settings.mlflow_uri, settings.mlflow_dir)
-    if uri is None:
-        return None, ""
-    from dphybrid.tracking.removing import owner_of
-
-    return uri, owner_of(uri, run.page.run_id, run.folder)
+def _recorded_in(run: Run, settings: Settings) -> str | None:
+    """Return where MLflow has a run, None if nowhere. Raises UserError if that cannot be asked."""
+    return noted_store(run.folder, settings.mlflow_uri, settings.mlflow_dir) if run.page.run_id else None
 
 
 def _runs_in_use(uri: str) -> Mapping[str, str]:

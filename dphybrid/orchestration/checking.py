@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from dphybrid.orchestration.forms import experiment
 from dphybrid.recipes.configs import apply_overrides
 from dphybrid.util.errors import UserError, plain_words
-from dphybrid.util.files import no_such_file, read_small_text
+from dphybrid.util.files import no_such_file, read_own_text, read_small_text
 from dphybrid.util.importing import import_module_of
 from dphybrid.util.text import flag_text
 
@@ -63,7 +63,8 @@ def _laid_over(below: Any, above: Any) -> Any:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        page = yaml.safe_load(read_small_text(file))
+        # Code beside a file is imported with it, so the file must be the user's own.
+        page = yaml.safe_load(read_small_text(file) if file == PACKAGED else read_own_text(file))
     except FileNotFoundError as error:
         raise no_such_file(str(file), "--file") from error
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:

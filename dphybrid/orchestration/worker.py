@@ -370,6 +370,8 @@ def run(pool: str, name: str, limit: int, queues: Sequence[str] | None, wait: bo
         # The runs work in folders of their own.
         os.environ[ENV_FILE] = str(env_file().absolute())
         settings = load_settings()
+        # As the user who started the worker has chosen it: of a data folder that a `.env` chose, no run acts.
+        os.environ["DPHYBRID_DATA_DIR"] = str(settings.data_dir)
         free_now(Inventory(settings.nvml), settings)  # or the lease folder's fault would end the worker later
         wanted = list(queues or [name, *SHARED_QUEUES])
         with reaching_server():

@@ -7,7 +7,6 @@ path.
 
 import difflib
 import json
-import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -21,11 +20,12 @@ from pydantic import BaseModel, BeforeValidator, ValidationError, WithJsonSchema
 from pydantic.fields import FieldInfo
 
 from dphybrid.config import ExperimentConfig, Section, fields_of, flatten, merge, nest
+from dphybrid.config.own_runs import wrote
 from dphybrid.config.settings import Settings
 from dphybrid.recipes.registry import BUILT_IN, DEFAULT, find_recipe, infer_recipe, recipe_names
 from dphybrid.util.errors import UserError, plain_words, type_text
 from dphybrid.util.files import given_path, read_small_text
-from dphybrid.util.importing import check_import
+from dphybrid.util.importing import check_installed
 from dphybrid.util.text import split_items
 
 Values = dict[str, Any]
@@ -44,7 +44,6 @@ _ELSEWHERE = {
     "gradient_clip_val": "clip_norm",
 }
 """Names of fields in other libraries -> the name here."""
-_UNPACKED = "its data folder was chosen by a .env, not by DPHYBRID_DATA_DIR in the environment"
 _CODE_FIELDS = ("recipe", "model.factory", "train.callbacks")
 """Fields of a config that name code as package.module:NAME."""
 
@@ -213,43 +212,24 @@ def stored_config(
     """Return the config stored in the page of a run or checkpoint.
 
     given: a config by the user; code that it names may be imported. Raises UserError for invalid values, and
-    for a page that somebody else wrote and that names code of a package that is not allowed.
+    for a page that somebody else wrote and that names code outside of installed packages.
     """
-    _check_code(values, page, settings, given.model_dump() if given else {})
+    if not wrote(page, settings):
+        _check_code(values, page, given.model_dump() if given else {})
     try:
         return _validated(values, str(values.get("recipe", DEFAULT)), {})
     except UserError as error:
         raise UserError(f"{page}: {error}; if the recipe's fields have changed since, train again") from error
 
 
-def written_here(page: Path, settings: Settings) -> bool:
-    """Return whether this user's runs wrote a page here, or recorded it in the embedded MLflow store, in a
-    data folder that the user chose."""
-    if not settings.trusts_data_dir:
-        return False
-    # Follow links first: one in the user's own folder may lead to somebody else's page.
-    path, roots = page.resolve(), (settings.runs_dir, settings.mlflow_dir)
-    return any(path.is_relative_to(root.resolve()) for root in roots) and path.stat().st_uid == os.getuid()
-
-
-def _check_code(
-    config: Mapping[str, object], page: Path, settings: Settings, known: Mapping[str, object]
-) -> None:
-    """Raise UserError when a page that this user's runs did not write names code of a package that
-    DPHYBRID_FACTORY_PACKAGES does not allow.
-
-    known: values of a config that the user gave; the user chose the code that it names, so that is allowed.
-    """
-    # Opening a model imports the code that its page names: a page from elsewhere must not choose that code.
-    if written_here(page, settings):
-        return
+def _check_code(config: Mapping[str, object], page: Path, known: Mapping[str, object]) -> None:
+    """Raise UserError when a page that this data folder's runs did not write names code outside of installed
+    packages. known: values of a config that the user gave, who chose the code that it names."""
     chosen = {path for field in _CODE_FIELDS for path in _named(known, field)}
     for field in _CODE_FIELDS:
         for path in _named(config, field):
             if path not in chosen:
-                why = "none of your own runs wrote it" if settings.trusts_data_dir else _UNPACKED
-                where = f"{page}: {why}; {field}"
-                check_import(path, where, settings.factory_packages)
+                check_installed(path, f"{page}: none of your own runs wrote it; {field}")
 
 
 def _named(config: Mapping[str, object], field: str) -> list[str]:

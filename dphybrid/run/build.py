@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from dphybrid.config import ExperimentConfig, flatten
+from dphybrid.config.own_runs import enter, own_folders
 from dphybrid.config.settings import Settings
 from dphybrid.data.table.labels import Label
 from dphybrid.embedding import dense_parameters, find_tables
@@ -37,6 +38,7 @@ from dphybrid.run.folder import (
 from dphybrid.run.prepare import prepare
 from dphybrid.run.trainer import build_trained, set_up_process
 from dphybrid.tracking import CHANGED_TAG, Tracker, waiting
+from dphybrid.tracking.record import RECORD
 from dphybrid.tracking.tracker import FILES, FOLDER_TAG
 from dphybrid.training.callbacks import Callback, find_callbacks
 from dphybrid.training.checkpoint import complete_checkpoints
@@ -135,9 +137,9 @@ def _begun(
         given |= {f"{CHANGED_TAG}{name}": both for name, both in changed.items()}
     # A new run gets its id from the server, so that must answer. A resumed run has an id and a record, which
     # is sent once the server is back.
-    resumed = previous is not None and previous.page.run_id
-    tracker = attached(previous) if previous and resumed else open_run_tracker(settings, config.recipe)
-    if count := waiting(settings.runs_dir):
+    recorded = previous is not None and (previous.folder / RECORD).is_file()
+    tracker = attached(previous) if previous and recorded else open_run_tracker(settings, config.recipe)
+    if count := waiting(own_folders(settings)):
         print(
             f"Records of {counted(count, 'earlier run')} are not in MLflow yet; `dphybrid sync` sends them",
             flush=True,
@@ -146,6 +148,7 @@ def _begun(
     now = datetime.now(UTC)
     if previous:
         folder, before = previous.folder, previous.page
+        before = before.model_copy(update={"run_id": before.run_id or (tracker.run_id if recorded else "")})
         held.enter_context(holding(folder))
     else:
         # `cpu*8` becomes `cpux8`: a shell would expand a `*` in a folder's name.
@@ -153,9 +156,15 @@ def _begun(
         name = f"{experiment.recipe.name}-{where}-{now.astimezone():%m%d-%H%M%S}"
         folder = new_run_folder(settings, run_name or name)
         held.enter_context(holding(folder))
-        number, created = next_number(settings), now.isoformat()
         before = RunPage(
-            run_id="", attempt=0, config={}, prepared="", data_digest="", created=created, number=number
+            run_id="",
+            attempt=0,
+            config={},
+            prepared="",
+            data_digest="",
+            created=now.isoformat(),
+            number=next_number(settings),
+            uid=enter(folder),
         )
     page = before.model_copy(
         update={
@@ -169,10 +178,11 @@ def _begun(
         }
     )
     try:
+        page.write(folder / "run.json")  # with its uid, by which `dphybrid sync` knows the record
         run_id = _recorded(Run(folder, page, settings), experiment, tracker, given, facts)
     except BaseException:
         if previous is None:
-            shutil.rmtree(folder)  # without run.json, which is written below, it is no run
+            shutil.rmtree(folder)
         raise
     finally:
         # This closes the tracker, not the MLflow run: training attaches to that, perhaps in another process.

@@ -3,6 +3,7 @@
 import re
 import shlex
 import sys
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,12 +12,13 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from dphybrid.config import ExperimentConfig, flatten
+from dphybrid.config.own_runs import check_own, enter, is_own, why_foreign
 from dphybrid.config.settings import EXPERIMENT, Settings
 from dphybrid.recipes.configs import stored_config
 from dphybrid.tracking import Tracker, open_tracker
 from dphybrid.tracking.opening import tracker_of
-from dphybrid.tracking.tracker import CHAMPION_TAG
-from dphybrid.util.alive import alive
+from dphybrid.tracking.tracker import CHAMPION_TAG, FOLDER_TAG
+from dphybrid.util.alive import alive, holding
 from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.files import make_folder, sync, write_text
@@ -33,6 +35,7 @@ class RunPage(Page):
     """`run.json` describes a run.
 
     Attributes:
+        uid: Names the run in the data folder's list of its own runs.
         number: Counts the data folder's runs.
         config: The experiment's values.
         created: ISO time.
@@ -51,6 +54,7 @@ class RunPage(Page):
     tags: dict[str, str] = Field(default_factory=dict)
     created: str
     number: int = 0
+    uid: str = ""
 
     @property
     def recipe(self) -> str:
@@ -103,16 +107,17 @@ class Run:
 
 
 def named_run(settings: Settings, which: str, recipe: str) -> Run:
-    """Return the newest run of a recipe ("latest"), or the run with a name or MLflow id. Raises UserError if
-    there is none."""
+    """Return the data folder's own run to continue: the newest of a recipe ("latest"), or the one with a name
+    or MLflow id. Raises UserError if there is none."""
     if which != "latest":
         found = find_run(settings, which)
     else:
-        found = next((run for run in reversed(all_runs(settings)) if run.page.recipe == recipe), None)
+        found = next((run for run in reversed(own_runs(settings)) if run.page.recipe == recipe), None)
     if found is None:
         known = suggestion(which, [run.folder.name for run in all_runs(settings)] or ["none yet"])
         what = f"recipe {recipe} has no run" if which == "latest" else "there is no such run"
         raise UserError(f"--resume {which}: {what} in {settings.runs_dir}{known}")
+    check_own(found.folder, settings, "--resume continues only your own runs")
     return found
 
 
@@ -154,6 +159,34 @@ def all_runs(settings: Settings) -> list[Run]:
     return sorted(runs, key=lambda run: (run.page.number, run.page.created, run.folder.name))
 
 
+def own_runs(settings: Settings) -> list[Run]:
+    """Return the runs that the data folder has made or adopted, oldest first."""
+    return [run for run in all_runs(settings) if is_own(run.folder, settings)]
+
+
+def adopt(settings: Settings, name: str) -> Run:
+    """Make a run folder from elsewhere, which lies in the data folder, the data folder's own: give it a run
+    in the MLflow that is configured here, and forget the addresses that it names. Return the run. Raises
+    UserError for a run that is running or cannot be adopted."""
+    check_run_name(name)
+    folder = settings.runs_dir / name
+    run = read_run(folder, settings)
+    if is_own(folder, settings):
+        raise UserError(f"{name}: is this data folder's own run already")
+    if not settings.trusts_data_dir:
+        raise UserError(f"{name}: {why_foreign(settings, name)}")
+    if folder.is_symlink():
+        raise UserError(f"{name}: is a link; copy the folder that it leads to")
+    with holding(folder):
+        tags = {FOLDER_TAG: str(folder.absolute())}
+        with closing(open_run_tracker(settings, run.page.recipe)) as tracker:
+            run_id = tracker.adopt(name, tags)
+        new = {"run_id": run_id, "tags": {}, "links": {}, "number": next_number(settings)}
+        page = run.page.model_copy(update={**new, "uid": enter(folder)})
+        page.write(folder / "run.json")
+    return Run(folder, page, settings)
+
+
 def next_number(settings: Settings) -> int:
     """Return the number of a new run, greater than those of all earlier ones of the data folder."""
     file = settings.data_dir / ".run-number"
@@ -170,15 +203,15 @@ def next_number(settings: Settings) -> int:
 def retrainings(settings: Settings, model: str | None = None) -> list[Run]:
     """Return the runs that retrained a registered model, which may have been the first of its name. model:
     only those of this one."""
-    found = [run for run in all_runs(settings) if CHAMPION_TAG in run.page.tags and run.page.register_as]
+    found = [run for run in own_runs(settings) if CHAMPION_TAG in run.page.tags and run.page.register_as]
     return [run for run in found if model in (None, run.page.register_as)]
 
 
 def find_tagged_run(settings: Settings, tag: str, value: str | None) -> str | None:
-    """Return the name of the run with this value of a tag, or None."""
+    """Return the name of the own run with this value of a tag, or None."""
     if value is None:
         return None
-    return next((run.folder.name for run in all_runs(settings) if run.page.tags.get(tag) == value), None)
+    return next((run.folder.name for run in own_runs(settings) if run.page.tags.get(tag) == value), None)
 
 
 def check_run_name(name: str | None, where: str = "run name") -> None:

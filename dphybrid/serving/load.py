@@ -4,11 +4,12 @@ from pathlib import Path
 
 from torch import nn
 
+from dphybrid.config.own_runs import wrote
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.data.foreign import check_memory, misread
 from dphybrid.embedding.storage import deferred_rows, unfilled_rows
 from dphybrid.parallel import resolve_devices
-from dphybrid.recipes.configs import stored_config, written_here
+from dphybrid.recipes.configs import stored_config
 from dphybrid.recipes.context import ModelContext
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.run.folder import all_runs, find_run, read_run
@@ -16,6 +17,7 @@ from dphybrid.run.pages import ResultPage
 from dphybrid.tracking.loader import checkpoint_folder
 from dphybrid.tracking.opening import store_to_read
 from dphybrid.training.checkpoint import load_weights, verify_checkpoint
+from dphybrid.util.digests import inside
 from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.files import given_path
 
@@ -34,7 +36,7 @@ def model_from_checkpoint(
     state = verify_checkpoint(Path(folder))
     settings, page = settings or load_settings(), Path(folder) / "state.json"
     config = stored_config(state.config, page, settings)
-    if not written_here(page, settings):
+    if not wrote(page, settings):
         check_memory(Path(folder))
     # Without drawing the tables' initial values, which are overwritten at once.
     resolved = resolve_devices(devices)
@@ -74,7 +76,7 @@ def find_checkpoint(which: str, settings: Settings) -> Path:
             f"{which}: run {run.folder.name} ended before its first checkpoint; continue it with --resume "
             f"{run.folder.name}"
         )
-    return Path(best)
+    return inside(run.folder, best)
 
 
 def load_model(which: str, devices: str = "cpu", *, train: bool = False) -> nn.Module:

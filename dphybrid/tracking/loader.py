@@ -13,7 +13,7 @@ from urllib.parse import urlparse
 from pydantic import BaseModel, TypeAdapter
 
 from dphybrid.tracking.tracker import LEFT_OUT
-from dphybrid.util.digests import SUMS, allow_links, own_files
+from dphybrid.util.digests import SUMS, allow_links, inside, own_files
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import given_path, scratch_folder
 
@@ -140,15 +140,12 @@ def _with_left_out(root: Path) -> Path:
     # the process ends, because callers load from it later.
     whole = Path(tempfile.mkdtemp(dir=_scratch()))
     shutil.copytree(root, whole, copy_function=os.symlink, dirs_exist_ok=True)
-    inside = (whole / "checkpoint").resolve()
-    allow_links(inside)
+    checkpoint = (whole / "checkpoint").resolve()
     for entry in entries:
-        # The page may come from a stranger: `../` in a name must not lead out of the folder.
-        target = inside / entry.name
-        if not target.resolve().is_relative_to(inside) or target.resolve() == inside:
-            raise UserError(
-                f"{page}: names {entry.name!r}, which is outside the model's folder; this model is not loaded"
-            )
+        inside(checkpoint, entry.name, "; this model is not loaded")
+    allow_links(checkpoint)
+    for entry in entries:
+        target = checkpoint / entry.name
         entry.check()
         target.parent.mkdir(parents=True, exist_ok=True)  # uploads leave out empty folders
         target.unlink(missing_ok=True)

@@ -28,7 +28,7 @@ from mlflow.utils import get_results_from_paginated_fn
 from dphybrid.tracking.record import Record
 from dphybrid.tracking.tracker import CHAMPION_TAG, LEFT_OUT, safe_name
 from dphybrid.util.alive import lives, process_name
-from dphybrid.util.digests import SUMS
+from dphybrid.util.digests import SUMS, inside
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import make_folder, scratch_folder
 
@@ -198,7 +198,7 @@ class CheckpointModels:
         sums = {kind: page.get(kind, {}) for kind in SUMS}
         left_out: list[dict[str, object]] = []
         for name in ["state.json", *(name for found in sums.values() for name in found)]:
-            source, wanted = folder / name, target / "checkpoint" / name
+            source, wanted = inside(folder, name), target / "checkpoint" / name
             wanted.parent.mkdir(parents=True, exist_ok=True)
             size = source.stat().st_size
             if (size <= self._limit or not uploads) and _linked(source, wanted):

@@ -15,7 +15,7 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Any
 from pydantic import ConfigDict, Field
 
 from dphybrid.util.errors import UserError, counted
+from dphybrid.util.files import write_bytes
 from dphybrid.util.locks import FileLock, is_held
 from dphybrid.util.pages import Page
 
@@ -115,6 +116,15 @@ class RecordFile:
         self._appending = threading.Lock()
         self._unkept = 0
         self._lock: FileLock | None = None
+
+    def rewrite(self, address: Record) -> None:
+        """Give the record another address, whence nothing of it has arrived. Leaves out the earlier address,
+        and the models that the run has registered there."""
+        lines = [{"t": int(time.time() * 1000), **address}]
+        lines += [line for line in self.all() if line["op"] not in ("run", "register", DAMAGED)]
+        kept = [{name: value for name, value in line.items() if name not in ("n", "end")} for line in lines]
+        write_bytes(self.path, b"".join(as_line(_ENCODER.encode(line).encode()) for line in kept), _MODE)
+        (self.folder / SENT).unlink(missing_ok=True)
 
     def append(self, record: Record, *, sync: bool = False) -> int:
         """Append a record with the current time; return where its line begins. sync: it, and all before it,
@@ -281,18 +291,18 @@ def of_line(line: bytes) -> Record | None:
     return dict(json.loads(body)) if line[-_SUM_BYTES:] == _SUM % zlib.crc32(body) else None
 
 
-def records(runs: Path) -> list[RecordFile]:
-    """Return the records of the runs in a folder, oldest first."""
+def records(folders: Iterable[Path]) -> list[RecordFile]:
+    """Return the records of runs, oldest first. folders: of the runs, which may have no record."""
     found = []
-    for path in runs.glob(f"*/{RECORD}"):
-        with suppress(FileNotFoundError):  # the run was removed meanwhile
-            found.append((path.stat().st_mtime, path.parent))
+    for folder in folders:
+        with suppress(FileNotFoundError):  # no record, or the run was removed meanwhile
+            found.append(((folder / RECORD).stat().st_mtime, folder))
     return [RecordFile(folder) for _, folder in sorted(found)]
 
 
-def waiting(runs: Path) -> int:
-    """Return the number of runs in a folder whose records wait for MLflow and are sent by no process."""
-    return sum(record.waits() and not is_held(record.path) for record in records(runs))
+def waiting(folders: Iterable[Path]) -> int:
+    """Return the number of runs whose records wait for MLflow and are sent by no process."""
+    return sum(record.waits() and not is_held(record.path) for record in records(folders))
 
 
 def of_metrics(metrics: Mapping[str, float], step: int, op: str = "metrics") -> Record:

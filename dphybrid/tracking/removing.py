@@ -1,18 +1,14 @@
-"""Removes runs from MLflow, and says which are still in use and to which folder a run belongs."""
+"""Removes runs from MLflow, and says which are still in use."""
 
-import platform
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from mlflow.utils import get_results_from_paginated_fn
 
 from dphybrid.tracking.models import CheckpointModels, former_champions
-from dphybrid.tracking.tracker import FOLDER_TAG
 from dphybrid.util.errors import UserError
-from dphybrid.util.files import read_json
 
 _PAGE = 100
 
@@ -44,23 +40,6 @@ def runs_in_use(uri: str) -> dict[str, str]:
                     version = client.get_model_version(model.name, number)
                     found[str(version.run_id)] = f"version {number} of its model is {what}"
     return found
-
-
-def owner_of(uri: str, run_id: str, folder: Path) -> str:
-    """Return the folder that a run in MLflow belongs to, if `folder` is only a copy of that; "" if the run
-    belongs to `folder`, which may have been renamed. Raises UserError when the server does not answer."""
-    client = MlflowClient(tracking_uri=uri, registry_uri=uri)
-    with _explained(f"MLflow at {uri} does not say whose run {run_id} is"):
-        tags = client.get_run(run_id).data.tags if _exists(client, run_id) else {}
-    if FOLDER_TAG not in tags or (named := Path(tags[FOLDER_TAG])) == folder.absolute():
-        return ""
-    if tags["host.name"] != platform.node():
-        return f"{tags['host.name']}:{named}"
-    with suppress(UserError):  # no page, or a damaged one
-        # The same folder may have another path, through a link.
-        if read_json(named / "run.json")["run_id"] == run_id and not named.samefile(folder):
-            return str(named)
-    return ""
 
 
 def forget_run(uri: str, run_id: str) -> None:

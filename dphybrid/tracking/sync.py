@@ -1,7 +1,7 @@
 """Completes records afterwards: sends those of ended runs, and ends runs in MLflow whose process died."""
 
 from collections import defaultdict
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 
@@ -21,7 +21,7 @@ _MAY_COME_LATE = ("metrics", "summary", "params", "file", "table", "dataset", "r
 
 
 def sync(
-    runs: Path,
+    folders: Iterable[Path],
     store: Path,
     tracking_uri: str | None,
     experiment: str,
@@ -29,7 +29,7 @@ def sync(
     *,
     wait_s: float = 60.0,
 ) -> Iterator[tuple[str, bool]]:
-    """Send the records of the runs in `runs` to the addresses that they note, and end orphaned runs of their
+    """Send the records of the runs in `folders` to the addresses that they note; end orphaned runs of their
     experiments and of `experiment`; yield lines to print, each with whether all records of that run have
     arrived.
 
@@ -40,7 +40,7 @@ def sync(
     waiting, experiments = set[str](), defaultdict[str, set[str]](set)
     if uri is not None:
         experiments[uri] = set()
-    for record in records(runs):
+    for record in records(folders):
         name = record.folder.name
         try:
             there = record.destination()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
-from dphybrid.tracking.record import Record, RecordFile, of_metrics
+from dphybrid.tracking.record import RECORD, Record, RecordFile, of_metrics
 from dphybrid.util.files import make_folder, write_bytes
 from dphybrid.util.text import masked, shown_address
 
@@ -123,6 +123,28 @@ class Tracker:
         self.set_tags(tags)
         return self.run_id
 
+    def adopt(self, run_name: str, tags: Mapping[str, str]) -> str:
+        """Give the record of a run from elsewhere a run of its own in this MLflow instead of the one that it
+        names; return the id. Raises UserError if MLflow refuses it."""
+        folder = self._runs / run_name if self._runs is not None else None
+        if folder is None or not (folder / RECORD).is_file():
+            return ""
+        self.run_id = run_name
+        if self._server is not None:
+            from dphybrid.tracking.writer import create_run
+
+            self._experiment_id, self.run_id = create_run(self._server, run_name, "")
+        self._file = RecordFile(folder)
+        self._file.rewrite(self._address(run_name))
+        self._addressed = True
+        self.set_tags(tags)
+        return self.run_id
+
+    def _address(self, run_name: str) -> Record:
+        noted = FILES if self._server is None else self._server.noted
+        where = {"run_id": self.run_id, "experiment_id": self._experiment_id, "tracking_uri": noted}
+        return {"op": "run", "name": run_name, **where}
+
     def resume(self, run_name: str, tags: Mapping[str, str]) -> None:
         """Continue a run that ended: mark it as running, and do not record again the steps that it
         recorded."""
@@ -149,9 +171,7 @@ class Tracker:
             return 0
         if not self._addressed and (self._experiment_id or not self._file.path.exists()):
             # By each part of the run once more: one damaged line must not cost the address.
-            where = {"run_id": self.run_id, "experiment_id": self._experiment_id}
-            noted = FILES if self._server is None else self._server.noted
-            self._file.append({"op": "run", "name": self._file.folder.name, **where, "tracking_uri": noted})
+            self._file.append(self._address(self._file.folder.name))
         self._addressed = True
         number = self._file.append(record, sync=sync)
         self._sending()

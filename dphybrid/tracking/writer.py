@@ -22,6 +22,7 @@ from dphybrid.tracking.record import RECORD, Record, metrics_of
 from dphybrid.tracking.sender import METRICS, Refused
 from dphybrid.tracking.tracker import Server, safe_name
 from dphybrid.util.alive import process_name
+from dphybrid.util.digests import inside
 from dphybrid.util.errors import UserError
 from dphybrid.util.text import shown_address, without_secrets_of
 
@@ -147,6 +148,8 @@ class MlflowWriter:
                 # moment, so that one is tried again.
                 raise Refused(str(error), again=error.error_code == "BAD_REQUEST") from error
             raise
+        except UserError as error:  # it names a file outside of the run's folder
+            raise Refused(str(error)) from error
 
     def _check_run(self) -> None:
         """Raise RuntimeError if the run does not exist or was deleted."""
@@ -190,14 +193,18 @@ class MlflowWriter:
         self._log("tags", tags, _MAX_PAIRS)
 
     def _file(self, record: Record) -> None:
-        path = self._folder / record["path"]
+        path = inside(self._folder, record["path"])
+        if record["folder"]:
+            inside(self._folder, record["folder"])
         if not path.exists():
             raise Refused(f"{path}: no longer exists")
         self._client.log_artifact(self._run_id, str(path), record["folder"] or None)
 
     def _placed(self, record: Record) -> Record:
         """Return a record of checkpoints with their folders where the run's folder is now."""
-        return record | {"kept": [{**c, "folder": str(self._folder / c["folder"])} for c in record["kept"]]}
+        return record | {
+            "kept": [{**c, "folder": str(inside(self._folder, c["folder"]))} for c in record["kept"]]
+        }
 
     def _table(self, record: Record) -> None:
         self._file(record)

@@ -4,13 +4,14 @@ import ast
 import hashlib
 import inspect
 import json
+import os
 import stat
 import sys
 import textwrap
 import zlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path, PurePath
+from pathlib import Path
 from types import CodeType, ModuleType
 
 from dphybrid.util.errors import UserError
@@ -149,6 +150,16 @@ def own_files(folder: Path, remedy: str) -> list[str]:
     return found
 
 
+def inside(folder: Path, name: str, remedy: str = "") -> Path:
+    """Return the path that a page of `folder` names. Raises UserError unless it is in that folder, and no
+    link in it leads out."""
+    path, home = folder / name, folder.resolve()
+    below = folder.absolute() in Path(os.path.normpath(path.absolute())).parents
+    if not below or not (home in _LINKED or path.resolve().is_relative_to(home)):
+        raise UserError(f"{folder}: names the file {name!r}, which is outside of this folder{remedy}")
+    return path
+
+
 def verify_files(
     folder: Path, page: str, sums: Mapping[str, Mapping[str, str]], remedy: str, beside: str = "/"
 ) -> None:
@@ -164,8 +175,7 @@ def verify_files(
     """
     listed = {name for files in sums.values() for name in files}
     for name in listed:
-        if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
-            raise UserError(f"{folder}: names the file {name!r}, which is outside of this folder; {remedy}")
+        inside(folder, name, f"; {remedy}")
     for name in own_files(folder, remedy):
         if name not in listed and name != page and not name.startswith(f"{beside}/"):
             raise UserError(f"{folder / name}: is not listed in {page}, so nobody vouches for it; remove it")

@@ -156,12 +156,12 @@ def temporary(path: Path, kind: str = "partial") -> Path:
     return path.with_name(f".{path.name}.{kind}-{next(_NUMBERS):x}-{process_name()}")
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file atomically and durably. If that fails, the old content stays."""
+def write_bytes(path: Path, content: bytes, mode: int = 0o666) -> None:
+    """Write a file atomically and durably. If that fails, the old content stays. mode: less the umask."""
     partial = temporary(path)
     try:
         with naming(path):
-            with open(partial, "wb") as stream:
+            with open(partial, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as stream:
                 stream.write(content)
                 stream.flush()
                 # Before the rename: otherwise a power loss may leave the new name with missing bytes.

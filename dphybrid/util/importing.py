@@ -1,8 +1,8 @@
-"""Import functions and classes that a config names as `package.module:NAME`, from allowed packages; speed up
-large imports."""
+"""Import functions and classes that a config names as `package.module:NAME`; speed up large imports."""
 
 import gc
 import importlib
+import importlib.util
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,18 +41,21 @@ def missing_extra(error: ModuleNotFoundError) -> UserError:
     return UserError(f"needs {package}, which is missing: pip install 'dphybrid[{_EXTRAS[package]}]'")
 
 
-def check_import(path: str, field: str, packages: str) -> None:
-    """Raise UserError unless `path`, which somebody else wrote, is in dphybrid or in an allowed package.
-    field: its name, for messages. packages: the allowed ones, separated by commas."""
-    module = path.partition(":")[0]
-    allowed = ["dphybrid", *filter(None, map(str.strip, packages.split(",")))]
-    if any(module == name or module.startswith(f"{name}.") for name in allowed):
-        return
-    package = module.partition(".")[0]
-    raise UserError(
-        f"{field} = {path!r} would run code of package {package!r}; if you trust it, set "
-        f"DPHYBRID_FACTORY_PACKAGES={package}"
-    )
+def check_installed(path: str, field: str) -> None:
+    """Raise UserError unless `path`, which somebody else wrote, is in an installed package: not in Python's
+    own library, and not in the working folder. field: its name, for messages."""
+    package, files = path.partition(":")[0].partition(".")[0], list[str | None]()
+    allowed = bool(package) and package not in sys.stdlib_module_names
+    if allowed and package not in sys.modules:  # else it has run its code already
+        spec = importlib.util.find_spec(package)
+        files = [spec.origin, *(spec.submodule_search_locations or ())] if spec else []
+        allowed = bool(files) and not any(
+            file and Path(file).absolute().parent == Path.cwd() for file in files
+        )
+    if not allowed:
+        raise UserError(
+            f"{field} = {path!r} is code of no installed package; install {package or 'it'} first"
+        )
 
 
 def import_named(name: str) -> ModuleType:

@@ -78,7 +78,6 @@ class Team:
             "PYTHONPATH": f"{os.environ['PYTHONPATH']}:{self.folder}",
             "DPHYBRID_NVML": "tests.fake_nvml",
             "DPHYBRID_LEASE_DIR": str(self.leases),
-            "DPHYBRID_FACTORY_PACKAGES": "slowly, tests",
             "DPHYBRID_GPU_WINDOW_S": "0",
             "DPHYBRID_GPU_POLL_S": "0.2",
             "DPHYBRID_REQUEUE_AFTER_S": "1",

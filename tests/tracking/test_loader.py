@@ -41,7 +41,7 @@ def lacking(folder: Path, name: str) -> str:
 
 @pytest.mark.parametrize("name", ["../../escaped", "/tmp/escaped-by-dphybrid", "a/../../b", ".", ""])
 def test_a_left_out_file_stays_inside_the_models_folder(tmp_path: Path, name: str) -> None:
-    with refused("outside the model's folder"):
+    with refused("outside of this folder; this model is not loaded"):
         checkpoint_folder(lacking(tmp_path, name))
     assert not Path("/tmp/escaped-by-dphybrid").exists()
     whole = checkpoint_folder(lacking(tmp_path, "tables/rows.safetensors"))
@@ -71,12 +71,13 @@ def test_a_damaged_page_of_left_out_files_is_told(tmp_path: Path, text: str) -> 
 
 @pytest.fixture
 def factory(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module `mymodels`, which tells when it is imported."""
+    """A module `mymodels` of the working folder, which tells when it is imported."""
+    monkeypatch.delitem(sys.modules, "mymodels", raising=False)
     (tmp_path / "mymodels.py").write_text(FACTORY)
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
-def test_a_factory_runs_for_own_runs_and_for_others_only_where_allowed(
+def test_a_factory_runs_for_own_runs_and_for_others_only_if_it_is_installed(
     factory: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report = run_with("recipe=toy", "model.factory=mymodels:make", "checkpoint.register_as=mine")
@@ -87,18 +88,15 @@ def test_a_factory_runs_for_own_runs_and_for_others_only_where_allowed(
     shutil.copytree(report.best_checkpoint, elsewhere)
     del sys.modules["mymodels"]
     (tmp_path / "imported").unlink()
-    for packages in ("", "my, models", "mymodel"):
-        monkeypatch.setenv("DPHYBRID_FACTORY_PACKAGES", packages)
-        with refused(
-            r"model.factory = 'mymodels:make' would run code .* set DPHYBRID_FACTORY_PACKAGES=mymodels"
-        ):
-            dphybrid.load_model(str(elsewhere))
+    with refused("model.factory = 'mymodels:make' is code of no installed package; install mymodels first"):
+        dphybrid.load_model(str(elsewhere))
     link = load_settings().runs_dir / "link"
     link.symlink_to(elsewhere)
-    with refused("would run code"):
+    with refused("is code of no installed package"):
         dphybrid.load_model(str(link))
     assert not (tmp_path / "imported").exists()
-    monkeypatch.setenv("DPHYBRID_FACTORY_PACKAGES", "others, mymodels")
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
     for key, value in dphybrid.load_model(str(elsewhere)).state_dict().items():
         assert torch.equal(value, own.state_dict()[key])
 
@@ -109,7 +107,8 @@ def test_a_run_of_settings_that_were_passed_is_the_users_own(factory: None, tmp_
     run = TrainedRun(settings.runs_dir / run_job(config, settings).run_name, settings)
     assert run.config == config
     assert run.model.state_dict()
-    with refused("would run code"):
+    del sys.modules["mymodels"]
+    with refused("is code of no installed package"):
         TrainedRun(run.folder).model  # noqa: B018 - of the data folder in force
 
 

@@ -1,0 +1,83 @@
+"""The runs that this data folder has made or adopted, in a list of the data folder. Only they act: continue,
+send their record, are removed, and run code of the working folder. Any other run folder is only read."""
+
+import os
+import secrets
+from contextlib import suppress
+from pathlib import Path
+
+from dphybrid.config.settings import Settings
+from dphybrid.util.errors import UserError
+from dphybrid.util.files import read_json, sync
+
+LIST = ".own-runs"
+"""Name of the list in the data folder: a line `UID NAME` for each run."""
+_UNTRUSTED = "its data folder was chosen by a .env; set DPHYBRID_DATA_DIR in the environment"
+
+
+def enter(folder: Path) -> str:
+    """Enter a run folder of the data folder into the list; return its new uid, which its `run.json` holds."""
+    uid = secrets.token_hex(8)
+    file = folder.absolute().parents[1] / LIST
+    handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        os.write(handle, f"{uid} {folder.name}\n".encode())
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    sync(file.parent)
+    return uid
+
+
+def is_own(folder: Path, settings: Settings) -> bool:
+    """Return whether the data folder has made or adopted the run in `folder`, which may have been renamed
+    since. A copy of a run that still exists is not its own."""
+    if not settings.trusts_data_dir or folder.resolve().parent != settings.runs_dir.resolve():
+        return False
+    uid = _uid_of(folder)
+    name = _entered(settings).get(uid) if uid else None
+    return name is not None and (name == folder.name or _uid_of(settings.runs_dir / name) != uid)
+
+
+def own_folders(settings: Settings) -> list[Path]:
+    """Return the folders of the data folder's own runs."""
+    return [page.parent for page in settings.runs_dir.glob("*/run.json") if is_own(page.parent, settings)]
+
+
+def wrote(page: Path, settings: Settings) -> bool:
+    """Return whether a run of this data folder wrote a page of a run, a checkpoint or a model."""
+    # Links first: one in the user's own folder may lead to somebody else's page.
+    path, runs = page.resolve(), settings.runs_dir.resolve()
+    if path.is_relative_to(runs):
+        return is_own(runs / path.relative_to(runs).parts[0], settings)
+    return settings.trusts_data_dir and path.is_relative_to(settings.mlflow_dir.resolve())
+
+
+def check_own(folder: Path, settings: Settings, deed: str) -> None:
+    """Raise UserError unless the run is the data folder's own. deed: what it would do."""
+    if not is_own(folder, settings):
+        raise UserError(f"{folder.name}: {why_foreign(settings, folder.name)}; {deed}")
+
+
+def why_foreign(settings: Settings, name: str) -> str:
+    """Return why a run does not act, and the remedy."""
+    if not settings.trusts_data_dir:
+        return _UNTRUSTED
+    return (
+        f"it was not made in this data folder; `dphybrid runs adopt {name}`, if you trust it, makes it yours"
+    )
+
+
+def _entered(settings: Settings) -> dict[str, str]:
+    """Return uid -> name of all runs in the list; none of a list of another account."""
+    with suppress(FileNotFoundError, PermissionError):
+        lines = (settings.data_dir / LIST).read_text(encoding="utf-8").split("\n")
+        return {line.partition(" ")[0]: line.partition(" ")[2] for line in lines}
+    return {}
+
+
+def _uid_of(folder: Path) -> str:
+    with suppress(UserError):  # no page, or a damaged one
+        page = read_json(folder / "run.json")
+        return str(page.get("uid", "")) if isinstance(page, dict) else ""
+    return ""
