@@ -18,6 +18,7 @@ from dphybrid.recipes.registry import OF_TABLES
 from dphybrid.serving.predict import Predictor
 from dphybrid.training.label_tasks import HALF
 from dphybrid.util.errors import UserError, suggestion
+from dphybrid.util.text import without_credentials
 
 _TARGET, _WEIGHT = "the label", "the weight"
 """Columns that `fit` adds to the table; their names have a blank, so that hardly any table has them
@@ -75,6 +76,11 @@ class _HybridEstimator(BaseEstimator):
         nested({_value(name): None for name in params if name not in own}, recipe)
         self.__dict__.update(params)
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for a pickle, without user and password in the address of MLflow."""
+        state: dict[str, Any] = super().__getstate__()
+        return state | {"tracking": self.tracking and without_credentials(self.tracking)[0]}
 
     def _weighed(
         self, frame: pl.DataFrame, y: object, sample_weight: object

@@ -1,6 +1,7 @@
 """Runs for Python and notebooks: metrics, splits, model, predictions and report."""
 
 import html
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -190,9 +191,11 @@ class TrainedRun:
         return file
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the state for a pickle: the run's place, without its model."""
+        """Return the state for a pickle: the run's place, without its model and MLflow's address."""
         # Model and predictor are read again from the folder; a pickled table could be larger than memory.
-        return {name: value for name, value in vars(self).items() if name not in ("model", "predictor")}
+        # The address may hold a password, and a run that is read does not need it.
+        settings = self._settings.model_copy(update={"tracking_uri": None})
+        return {"folder": self.folder, "_settings": settings, "_run": replace(self._run, settings=settings)}
 
     @property
     def doubts(self) -> list[str]:

@@ -86,6 +86,11 @@ class Predictor:
         # Before the encoder is read: this also compares the checksums of the encoder's files.
         self.model = _model(self.folder, config.recipe, devices, settings)
         self.encoder = Encoder.load(self.folder / "encoder")
+        reads = self.encoder.id_columns, len(self.encoder.dense)
+        if reads != (state.info.get("columns"), state.info.get("num_dense")):
+            raise UserError(
+                f"{folder}: its encoder does not have the columns that its model reads; use another checkpoint"
+            )
         self.classes, self.batch_size = self.encoder.classes, batch_size
         # model.threshold=best-f1 found it on the validation rows of this checkpoint.
         chosen = state.progress.metrics.get("threshold", config.model.model_dump().get("threshold", HALF))
