@@ -89,7 +89,7 @@ class Predictor:
         reads = self.encoder.id_columns, len(self.encoder.dense)
         if reads != (state.info.get("columns"), state.info.get("num_dense")):
             raise UserError(
-                f"{folder}: its encoder does not have the columns that its model reads; use another checkpoint"
+                f"{folder}: its encoder lacks columns that its model reads; use another checkpoint"
             )
         self.classes, self.batch_size = self.encoder.classes, batch_size
         # model.threshold=best-f1 found it on the validation rows of this checkpoint.
