@@ -28,7 +28,7 @@ from dphybrid.embedding import (
     NgramMemory,
     RowPipeline,
     dense_parameters,
-    mapped_tensor,
+    host_tables,
     row_optimizer,
 )
 
@@ -131,8 +131,8 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def mapped_table(folder: Path, gib: float) -> HostEmbedding:
-    """Return a frozen table over a sparse safetensors file: it has the size, and takes no space on the
-    disk."""
+    """Return a frozen table over a sparse safetensors file of float32: it has the size, and takes no space on
+    the disk."""
     rows = int(gib * 2**30 / DIM / 4)
     entry = {"dtype": "F32", "shape": [rows, DIM], "data_offsets": [0, rows * DIM * 4]}
     header = json.dumps({"weight": entry}).encode()
@@ -141,7 +141,10 @@ def mapped_table(folder: Path, gib: float) -> HostEmbedding:
     with file.open("wb") as stream:
         stream.write(len(header).to_bytes(8, "little") + header)
         stream.truncate(8 + len(header) + rows * DIM * 4)
-    return HostEmbedding.from_pretrained(mapped_tensor(file, "weight"), name="memory")
+    table: nn.Module = nn.Embedding(rows, DIM, device="meta")
+    host_tables(table, 0, mapped=file)
+    assert isinstance(table, HostEmbedding)
+    return table
 
 
 def main() -> None:

@@ -6,13 +6,13 @@ each replica the unique rows of its share, gets their summed gradients back, and
 Where to read: `table` (the module), `gradients` (from lookups to one sparse gradient), `optim` (the
 optimizers), `native` (the C kernels as functions of tensors), `replicas` (rows to the devices, gradients
 back), `ahead` and `pipeline` (exact prefetching), `collection` (many tables in one), `storage` (memory or
-files), `hosting` (embeddings of any model), `ngrams` (memory of a language model).
+files), `hosting` (embeddings of any model), `published` (checkpoints), `ngrams` (memory of a language model).
 """
 
 from dphybrid.embedding.collection import HostEmbeddingCollection, find_tables
 from dphybrid.embedding.combined import CombinedOptimizer
 from dphybrid.embedding.gradients import clip_grad_norm_, clip_rows_too
-from dphybrid.embedding.hosting import host_tables, mapped_tensor
+from dphybrid.embedding.hosting import host_tables, load_rows, save_rows
 from dphybrid.embedding.ngrams import NgramMemory
 from dphybrid.embedding.optim import (
     LazyAdam,
@@ -24,6 +24,7 @@ from dphybrid.embedding.optim import (
     row_optimizer,
 )
 from dphybrid.embedding.pipeline import DeclaresIds, RowPipeline
+from dphybrid.embedding.published import merge_rows
 from dphybrid.embedding.ranking import Ranked, rank_rows
 from dphybrid.embedding.softmax import linear_cross_entropy, sampled_softmax
 from dphybrid.embedding.table import HostEmbedding, dense_parameters
@@ -47,9 +48,11 @@ __all__ = [
     "dense_parameters",
     "find_tables",
     "host_tables",
+    "load_rows",
+    "merge_rows",
     "linear_cross_entropy",
-    "mapped_tensor",
     "rank_rows",
     "row_optimizer",
     "sampled_softmax",
+    "save_rows",
 ]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dphybrid.embedding import native
 from dphybrid.embedding.replicas import Channel
-from dphybrid.embedding.weights import FrozenRows, RowsInfo, info_of
+from dphybrid.embedding.weights import FrozenRows, RowsInfo, info_of, rows_of
 from dphybrid.kernels import is_batched
 from dphybrid.util.errors import UserError
 
@@ -226,7 +226,7 @@ def merged(weight: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
 def rows_op(weight: Tensor, ids: Tensor, frozen: Tensor | None = None) -> Tensor:  # noqa: ARG001
     """Return the rows of `ids`, as an operator. Graphs that torch captures cannot hold a Python function such
     as `_Rows`. frozen: which of the ids, in the same shape, give their rows no gradient."""
-    return native.look_up(weight.detach(), ids.to("cpu", torch.int64))[0]
+    return native.look_up(rows_of(weight), ids.to("cpu", torch.int64))[0]
 
 
 @rows_op.register_fake
@@ -278,7 +278,11 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float) -> T
         # In new memory, as the values are scaled in place below. The old ones may be the incoming gradient
         # itself, which a hook or a later backward still holds.
         weight.grad = sparse(rows[0], rows[1], weight.shape)
-        squares.append(rows[2].sum())
+        info = info_of(weight)
+        if info is not None and info.numbers_of is not None:  # the sum's order is that of the numbers
+            squares.append(rows[2][info.numbers_of(rows[0]).argsort()].sum())
+        else:
+            squares.append(rows[2].sum())
     if norms:
         squares = [*torch.stack(norms).double().cpu().square(), *squares]
     # Not torch.sqrt, which is not always correctly rounded and differs between processors.

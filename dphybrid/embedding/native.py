@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import dphybrid.kernels as kernels
-from dphybrid.kernels import STORED, address, is_plain, team
+from dphybrid.kernels import PUBLISHED, SCALES, STORED, address, is_plain, team
 from dphybrid.util.errors import UserError
 
 MAX_DIM = 16384
@@ -33,7 +33,7 @@ table."""
 
 def real_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the type of looked-up rows, gradients and states of rows stored as `dtype`."""
-    return torch.float32 if dtype == torch.bfloat16 else dtype
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _rows_address(weight_VD: Tensor) -> tuple[int, int, int]:
@@ -46,22 +46,65 @@ def _rows_address(weight_VD: Tensor) -> tuple[int, int, int]:
     return address(weight_VD, "table", weight_VD.dtype, weight_VD.shape), *weight_VD.shape
 
 
+class StoredRows:
+    """Frozen rows (num_rows, dim) of a published table as its files hold them; lookups give them as float32.
+
+    pieces: tensors (rows, dim) of one type of `kernels.PUBLISHED`, which follow each other. scale: factor of
+    all rows (one value), of each row (rows, 1), or of each block of values (rows, blocks); None: there is
+    none. Its type is one of `kernels.SCALES`.
+    """
+
+    dtype = torch.float32
+    """Of looked-up rows."""
+
+    def __init__(self, pieces: Sequence[Tensor], scale: Tensor | None = None) -> None:
+        self.pieces, self.scale = pieces, scale
+        first, counts = pieces[0], [len(piece) for piece in pieces]
+        self.shape = torch.Size((sum(counts), first.shape[1]))
+        self.row_bytes = first.shape[1] * first.element_size()
+        starts = [sum(counts[:number]) for number in range(len(pieces))]
+        self._starts = (c.c_int64 * len(pieces))(*starts)
+        addresses = [address(piece, "piece", first.dtype, (len(piece), self.shape[1])) for piece in pieces]
+        self._addresses = (c.c_void_p * len(pieces))(*addresses)
+        per_row = 0 if scale is None or scale.numel() == 1 else scale.shape[1]
+        if scale is not None and (self.shape[1] % 32 if per_row > 1 else per_row and len(scale) != len(self)):
+            raise TypeError(f"scales of shape {tuple(scale.shape)} for rows of shape {tuple(self.shape)}")
+        scale_at = None if scale is None else address(scale, "scales", scale.dtype, scale.shape)
+        self.arguments = (
+            None, *self.shape, PUBLISHED[first.dtype], c.addressof(self._addresses),
+            c.addressof(self._starts), len(pieces), None, scale_at,
+            0 if scale is None else SCALES[scale.dtype], per_row,
+        )  # fmt: skip
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def data_ptr(self) -> int:
+        """Return the address of the first row."""
+        return self.pieces[0].data_ptr()
+
+
 def look_up(
-    weight_VD: Tensor, ids: Tensor, out_XD: Tensor | None = None, threads: int | None = None
+    weight_VD: Tensor | StoredRows, ids: Tensor, out_XD: Tensor | None = None, threads: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return (the rows of `ids` (int64), flat_N: a flat copy of the ids). bfloat16 rows come as float32.
 
     out_XD: memory for the rows. threads: the most to use; None: torch's number if the lookup is large enough.
     Raises IndexError if an id is not a row; `args[0]` is its position in the flat ids.
     """
-    rows, num_rows, dim = _rows_address(weight_VD)
     real, ids, count = real_dtype(weight_VD.dtype), ids.contiguous(), ids.numel()
+    flat_N = torch.empty(count, dtype=torch.int64, device=CPU)
+    if isinstance(weight_VD, StoredRows):
+        row_bytes, places_N = weight_VD.row_bytes, torch.empty_like(flat_N)
+        table = (*weight_VD.arguments[:7], places_N.data_ptr(), *weight_VD.arguments[8:])
+    else:
+        row_bytes = weight_VD.shape[-1] * weight_VD.element_size()
+        table = (*_rows_address(weight_VD), STORED[weight_VD.dtype], None, None, 0, None, None, 0, 0)
+    dim = weight_VD.shape[-1]
     if out_XD is None:
         out_XD = torch.empty((*ids.shape, dim), dtype=real, device=CPU)
-    flat_N = torch.empty(count, dtype=torch.int64, device=CPU)
     call = kernels.Lookup(
-        team(count, dim * weight_VD.element_size(), threads), address(ids, "ids", torch.int64, ids.shape),
-        count, rows, num_rows, dim, STORED[weight_VD.dtype],
+        team(count, row_bytes, threads), address(ids, "ids", torch.int64, ids.shape), count, *table,
         address(out_XD, "looked-up rows", real, (*ids.shape, dim)), flat_N.data_ptr(),
     )  # fmt: skip
     if not kernels.call("look_up", call):
@@ -84,7 +127,7 @@ def flatten(ids_BF: Tensor, starts_F: Tensor, num_rows_F: Tensor) -> Tensor:
     return flat_BF
 
 
-def gather(weight_VD: Tensor, threads: int | None, ids_N: Tensor, out_ND: Tensor) -> None:
+def gather(weight_VD: Tensor | StoredRows, threads: int | None, ids_N: Tensor, out_ND: Tensor) -> None:
     """Copy the rows of ids_N, checked before, to out_ND. Raises UserError, with out_ND untouched, if an id is
     not a row any more."""
     try:

@@ -353,7 +353,7 @@ class _Worker(Generic[Batch]):
         try:
             for name, wanted in ids.items():
                 table = self._tables[name]
-                made = [table.ahead.prepare(table.weight, each) for each in each_lookup(wanted)]
+                made = [table.prepared(each) for each in each_lookup(wanted)]
                 lookups[name] = [lookup for lookup in made if lookup is not None]
         except UserError:
             return {}

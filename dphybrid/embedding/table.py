@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dphybrid.embedding import native
-from dphybrid.embedding.ahead import LookupsAhead
+from dphybrid.embedding.ahead import Lookup, LookupsAhead
 from dphybrid.embedding.gradients import Gates, merged, rows_op, sparse
 from dphybrid.embedding.lookup import Counters, copies_drift_apart, is_integer, not_a_row, whole_numbers
 from dphybrid.embedding.replicas import DeviceRows, Share, SizesOf
 from dphybrid.embedding.storage import StartValues, deferred_rows, open_rows, open_states, zero_rows
-from dphybrid.embedding.weights import FrozenRows, RowsInfo, info_of
+from dphybrid.embedding.weights import FrozenRows, RowsInfo, info_of, rows_of
 from dphybrid.kernels import may_read
 from dphybrid.util.compiling import is_transformed
 from dphybrid.util.errors import UserError
@@ -228,6 +228,10 @@ class HostEmbedding(nn.Module):
     def synchronized(self, value: bool) -> None:
         self.info.synchronized = value
 
+    def prepared(self, ids: Tensor) -> Lookup | None:
+        """Prepare a lookup of these ids; see `LookupsAhead.prepare`."""
+        return self.ahead.prepare(self.weight, ids)
+
     def settled(self) -> Tensor:
         """Return all rows as a plain tensor, without autograd."""
         return self.weight.detach()
@@ -334,7 +338,7 @@ class HostEmbedding(nn.Module):
                 )
             # The kernel checks the ids while it reads them; the wrong one is looked for only after a failure.
             try:
-                rows, flat_N = native.look_up(weight, ids)
+                rows, flat_N = native.look_up(rows_of(weight), ids)
             except IndexError:
                 raise not_a_row(ids, len(weight), self.name) from None
             if torch.is_grad_enabled():

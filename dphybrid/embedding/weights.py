@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dphybrid.embedding.lookup import Counters
+from dphybrid.embedding.native import StoredRows
 from dphybrid.embedding.storage import zero_rows
 from dphybrid.util.errors import UserError
 
@@ -62,6 +63,8 @@ class RowsInfo:
         name, counters: Of the table that had the weight first.
         synchronized: See `HostEmbedding.synchronized`.
         make_states: Allocates an optimizer's states in the same kind of storage as the rows (such as files).
+        stored: Where the rows are if the weight has only their shape: a published table.
+        numbers_of: Function from rows of the weight to their numbers in the table; None: they are equal.
         changes: (version before, version after, changed rows) of the latest updates; None: not recorded.
     """
 
@@ -69,6 +72,8 @@ class RowsInfo:
     counters: Counters
     make_states: Callable[[Mapping[str, tuple[tuple[int, ...], torch.dtype]]], dict[str, Tensor]]
     synchronized: bool = False
+    stored: StoredRows | None = None
+    numbers_of: Callable[[Tensor], Tensor] | None = None
     changes: deque[tuple[int, int, Tensor]] | None = None
     _applied: tuple[weakref.ref[Tensor], int] | None = None
     _frozen_by: list[FrozenRows] = field(default_factory=list)
@@ -108,3 +113,10 @@ class RowsInfo:
 def info_of(weight: Tensor) -> RowsInfo | None:
     """Return the info of the table that owns a weight, or None for the weight of another module."""
     return getattr(weight, "rows_info", None)
+
+
+def rows_of(weight: Tensor) -> Tensor | StoredRows:
+    """Return what holds a weight's rows: the weight itself, without autograd, or the files of a published
+    table."""
+    info = info_of(weight)
+    return weight.detach() if info is None or info.stored is None else info.stored

@@ -21,6 +21,11 @@ from dphybrid.util.errors import UserError
 STORED = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 """Type of stored values -> its number in `enum stored` of rows.c."""
 
+PUBLISHED = {torch.float32: 0, torch.bfloat16: 2, torch.float16: 3, torch.float8_e4m3fn: 4}
+"""The same for published tables, which are only looked up."""
+SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e8m0fnu: 2}
+"""Type of their scales -> its number in `enum scale`."""
+
 # Bound once: `is_plain` runs a dozen times a step, and looking these names up takes longer than using them.
 _PLAIN, _keys_of = frozenset((Tensor, nn.Parameter)), torch._C._dispatch_keys
 _key = torch._C.DispatchKey

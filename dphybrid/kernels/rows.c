@@ -12,6 +12,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
 #define PASTE_(a, b, c) a##_##b##_##c
 #define PASTE(a, b, c) PASTE_(a, b, c)
 
@@ -28,7 +29,8 @@
  * by row; prefetching rows for writing saved another sixth. */
 enum { LINE = 64, AHEAD = 24, ROWS_AHEAD = 8, DIGIT_BITS = 11, MAX_PASSES = 6, MAX_DIM = 16384 };
 enum { BLOCK_BYTES = 1 << 16 }; /* of rows that a thread takes at a time */
-enum stored { FLOAT32, FLOAT64, BFLOAT16, STORED_TYPES };
+enum stored { FLOAT32, FLOAT64, BFLOAT16, STORED_TYPES, FLOAT16 = STORED_TYPES, FLOAT8, PUBLISHED_TYPES };
+enum scale { SCALE_FLOAT32, SCALE_BFLOAT16, SCALE_EXPONENT }; /* the last: 2^(byte - 127), or NaN of 255 */
 #include "rules.h"
 #define RULE(name) RULE_##name
 #define NUMBERED(name) RULE(name),
@@ -46,8 +48,14 @@ struct lookup {
     struct team team;
     const int64_t *ids;
     int64_t count;
-    const void *rows;
+    const void *rows; /* NULL if they lie in pieces */
     int64_t num_rows, dim, stored;
+    const void *const *pieces; /* where the rows of each piece begin */
+    const int64_t *starts;     /* number of the first row of each piece, ascending */
+    int64_t num_pieces;
+    int64_t *places;    /* scratch, count: address of each id's row; NULL without pieces */
+    const void *scales; /* factors of the rows; NULL if there are none */
+    int64_t scale_type, scales_per_row; /* 0 a row: one for all */
     void *out;     /* float64 or float32 */
     int64_t *flat; /* out: a copy of the ids */
     int64_t wrong; /* out: position of the first id that is not a row, or count */
@@ -164,7 +172,7 @@ static void run(const struct team *team, void (*part)(void *, int64_t, int64_t),
         take_blocks(&job);
 }
 
-static const int64_t STORED_BYTES[] = {4, 8, 2}, REAL_BYTES[] = {4, 8, 4};
+static const int64_t STORED_BYTES[] = {4, 8, 2, 2, 1}, REAL_BYTES[] = {4, 8, 4}, SCALE_BYTES[] = {4, 2, 1};
 
 static int64_t block_of(int64_t row_bytes)
 {
@@ -198,6 +206,34 @@ INLINE uint64_t mixed(uint64_t seed)
     return (uint64_t)(noise ^ noise >> 32);
 }
 
+INLINE float scale_at(const struct lookup *l, int64_t at)
+{
+    uint32_t bits;
+    float scale;
+    if (l->scale_type == SCALE_FLOAT32)
+        return ((const float *)l->scales)[at];
+    if (l->scale_type == SCALE_BFLOAT16)
+        bits = (uint32_t)((const uint16_t *)l->scales)[at] << 16;
+    else {
+        uint32_t exponent = ((const uint8_t *)l->scales)[at];
+        bits = exponent == 0 ? 1u << 22 : exponent == 255 ? 0x7FC00000u : exponent << 23;
+    }
+    memcpy(&scale, &bits, sizeof scale);
+    return scale;
+}
+
+/* The piece that holds a row. */
+INLINE int64_t piece_of(const struct lookup *l, int64_t id)
+{
+    int64_t piece = 0;
+    for (int64_t left = l->num_pieces; left > 1;) { /* no branch on the id */
+        int64_t half = left / 2;
+        piece += l->starts[piece + half] <= id ? half : 0;
+        left -= half;
+    }
+    return piece;
+}
+
 /* ------------------------------------------------------------------ by type of value and width of vector */
 
 typedef struct { uint16_t bits; } bfloat16;
@@ -222,7 +258,7 @@ typedef void part(void *, int64_t, int64_t);
 int look_up(struct lookup *l)
 {
     l->wrong = l->count;
-    if (!fits(l->dim, l->stored))
+    if (l->places ? l->dim < 1 || l->num_pieces < 1 || l->stored < 0 || l->stored >= PUBLISHED_TYPES : !fits(l->dim, l->stored))
         return 0;
     /* The calling thread checks all ids, as starting a second team would cost more than the check. It copies them, and
      * the team reads the copy: another thread of the caller cannot change an id after it was checked. */
@@ -233,8 +269,14 @@ int look_up(struct lookup *l)
             return 0;
         }
         l->flat[n] = id;
+        if (l->places) {
+            int64_t piece = piece_of(l, id), row_bytes = l->dim * STORED_BYTES[l->stored];
+            l->places[n] = (int64_t)(intptr_t)l->pieces[piece] + (id - l->starts[piece]) * row_bytes;
+        }
     }
-    part *copy = BY_TYPE(copies, l->stored, l->dim);
+    part *copy = l->stored == FLOAT8    ? BY_WIDTH(copies, float8, float, l->dim)
+                 : l->stored == FLOAT16 ? BY_WIDTH(copies, float16, float, l->dim)
+                                        : BY_TYPE(copies, l->stored, l->dim);
     run(&l->team, copy, l, l->count, block_of(l->dim * STORED_BYTES[l->stored]));
     return 1;
 }

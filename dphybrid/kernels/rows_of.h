@@ -24,17 +24,54 @@ INLINE void OF(store)(REAL *to, VEC v)
     *(VEC *)to = v;
 }
 
+#if defined(IS_BFLOAT16) || defined(IS_SMALL_FLOAT)
 #ifdef IS_BFLOAT16
+#define BITS uint16_t
+#else
+#define BITS STORED
+#endif
 #ifdef IS_SINGLE
 typedef uint32_t OF(wide);
-typedef uint16_t OF(half);
+typedef uint16_t OF(middle);
+typedef BITS OF(half);
 #define CONVERT(v, type) ((type)(v))
+#define WHERE(condition) ((condition) ? UINT32_MAX : 0)
 #else
 typedef uint32_t OF(wide) __attribute__((vector_size(VECTOR_BYTES)));
-typedef uint16_t OF(half) __attribute__((vector_size(VECTOR_BYTES / 2)));
+typedef uint16_t OF(middle) __attribute__((vector_size(VECTOR_BYTES / 2)));
+typedef BITS OF(half) __attribute__((vector_size(LANES * sizeof(BITS))));
 #define CONVERT(v, type) __builtin_convertvector(v, type)
+#define WHERE(condition) ((OF(wide))(condition))
+#endif
+#undef BITS
 #endif
 
+#ifdef IS_SMALL_FLOAT
+/* The exponent gets float32's bias. A subnormal number, of exponent 0, is one of exponent 1 less the leading 1: so nothing
+ * here is subnormal in float32, which takes some processors long. From `top` on, numbers are infinity or NaN: all of
+ * float16's last exponent, and the last number of float8 (e4m3fn). */
+INLINE VEC OF(load_row)(const STORED *from)
+{
+    const uint32_t sign_place = 8 * sizeof(STORED) - 1, sign_bit = 1u << sign_place;
+    const uint32_t top = sizeof(STORED) == 1 ? sign_bit - 1 : 31u << MANTISSA;
+    OF(half) half;
+    memcpy(&half, from, sizeof half);
+    /* In two steps, as gcc 12 converts bytes to words of 32 bits one by one. */
+    OF(wide) bits = CONVERT(CONVERT(half, OF(middle)), OF(wide)), sign = (bits & sign_bit) << (31 - sign_place);
+    bits &= sign_bit - 1;
+    OF(wide) is_small = WHERE(bits < (1u << MANTISSA)), is_top = WHERE(bits >= top);
+    OF(wide) ones = is_small & ((BIAS + 1u) << 23);
+    bits = (bits << (23 - MANTISSA)) + (BIAS << 23) + (is_small & (1u << 23)) + (is_top & (BIAS << 23));
+    VEC v, one;
+    memcpy(&v, &bits, sizeof v);
+    memcpy(&one, &ones, sizeof one);
+    v -= one;
+    memcpy(&bits, &v, sizeof v);
+    bits |= sign;
+    memcpy(&v, &bits, sizeof v);
+    return v;
+}
+#elif defined(IS_BFLOAT16)
 INLINE VEC OF(load_row)(const STORED *from)
 {
     OF(half) half;
@@ -56,16 +93,11 @@ INLINE void OF(store_row)(STORED *to, VEC v, uint32_t row_noise, int64_t column)
     noise = (noise + (uint32_t)column) * 0x9E3779B1u + row_noise;
     noise = (noise ^ noise >> 16) * 0x85EBCA6Bu;
     noise = (noise ^ noise >> 13) * 0xC2B2AE35u;
-#ifdef IS_SINGLE
-    is_nan = v != v ? UINT32_MAX : 0;
-#else
-    is_nan = (OF(wide))(v != v);
-#endif
+    is_nan = WHERE(v != v);
     bits = (bits + (noise >> 16)) >> 16;
     OF(half) half = CONVERT((bits & ~is_nan) | (is_nan & 0x7FC0u), OF(half));
     memcpy(to, &half, sizeof half);
 }
-#undef CONVERT
 #else
 INLINE VEC OF(load_row)(const STORED *from)
 {
@@ -140,16 +172,34 @@ INLINE REAL OF(square_of)(const REAL *sum, int64_t dim)
     }
 #endif
 
+/* Multiply a row by its scale, or each block of its values by the block's. */
+INLINE void OF(scale)(const struct lookup *l, int64_t id, REAL *row, int64_t dim)
+{
+    const int64_t blocks = MAX(l->scales_per_row, 1), width = dim / blocks;
+    for (int64_t b = 0; b < blocks; b++) {
+        const REAL scale = (REAL)scale_at(l, id * l->scales_per_row + b);
+        for (int64_t d = b * width; d < (b + 1) * width; d += LANES)
+            OF(store)(row + d, OF(load)(row + d) * scale);
+    }
+}
+
 INLINE void OF(copy)(const struct lookup *l, int64_t first, int64_t last, int64_t dim)
 {
     const STORED *rows = l->rows;
-    const int64_t *ids = l->flat, end = l->count - 1;
+    const int64_t *ids = l->flat, *places = l->places, end = l->count - 1;
+#define ROW(n) (places ? (const STORED *)(intptr_t)places[n] : rows + ids[n] * dim)
     for (int64_t n = first; n < last; n++) {
-        prefetch_for_reading((const char *)(rows + ids[MIN(n + AHEAD, end)] * dim), dim * (int64_t)sizeof(STORED));
-        const STORED *from = rows + ids[n] * dim;
+        int64_t ahead = MIN(n + AHEAD, end);
+        prefetch_for_reading((const char *)ROW(ahead), dim * (int64_t)sizeof(STORED));
+        if (l->scales_per_row)
+            __builtin_prefetch((const char *)l->scales + ids[ahead] * l->scales_per_row * SCALE_BYTES[l->scale_type], 0);
+        const STORED *from = ROW(n);
         REAL *to = (REAL *)l->out + n * dim;
         EACH_VECTOR(d) OF(store)(to + d, OF(load_row)(from + d));
+        if (l->scales)
+            OF(scale)(l, ids[n], to, dim);
     }
+#undef ROW
 }
 
 static void OF(copies)(void *pointer, int64_t first, int64_t last)
@@ -160,6 +210,7 @@ static void OF(copies)(void *pointer, int64_t first, int64_t last)
 #undef CALL
 }
 
+#ifndef IS_SMALL_FLOAT
 INLINE void OF(prefetch_gradient)(const int64_t *places, int64_t num_places, int64_t at, int64_t dim)
 {
     prefetch_for_reading((const char *)(intptr_t)places[MIN(at + AHEAD, num_places - 1)], dim * (int64_t)sizeof(REAL));
@@ -324,6 +375,9 @@ static void OF(updates)(void *pointer, int64_t first, int64_t last)
 #undef CALL
 }
 
+#endif
+#undef CONVERT
+#undef WHERE
 #undef OF
 #undef VEC
 #undef EACH_VECTOR

@@ -14,6 +14,29 @@
 #undef IS_BFLOAT16
 #undef TYPE
 #undef STORED
+
+/* Types of published tables, which are only looked up. MANTISSA: its bits; BIAS: what is added to the exponent. */
+#define IS_SMALL_FLOAT
+#define TYPE float16
+#define STORED uint16_t
+#define MANTISSA 10
+#define BIAS 112
+#include "rows_of.h"
+#undef TYPE
+#undef STORED
+#undef MANTISSA
+#undef BIAS
+
+#define TYPE float8
+#define STORED uint8_t
+#define MANTISSA 3
+#define BIAS 120
+#include "rows_of.h"
+#undef TYPE
+#undef STORED
+#undef MANTISSA
+#undef BIAS
+#undef IS_SMALL_FLOAT
 #undef REAL
 
 #define TYPE float64

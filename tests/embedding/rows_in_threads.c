@@ -53,7 +53,8 @@ static void train(struct team team, int64_t stored, int64_t rule, int64_t width,
     memset(mean, 0, sizeof mean), memset(square, 0, sizeof square), memset(steps, 0, sizeof steps);
     for (int64_t n = 0; n < IDS; n++)
         ids[n] = (int64_t)(mixed((uint64_t)n) % ROWS * (mixed((uint64_t)n) % 7) / 7);
-    struct lookup lookup = {team, ids, IDS, rows, ROWS, width, stored, grads, flat, 0};
+    struct lookup lookup = {.team = team, .ids = ids, .count = IDS, .rows = rows, .num_rows = ROWS, .dim = width,
+                            .stored = stored, .out = grads, .flat = flat};
     struct segment segment = {flat, IDS, 0, ROWS, (const char *)grads, width * REAL_BYTES[stored]};
     struct arrange arranged = {.segments = &segment, .num_segments = 1, .count = IDS, .num_keys = ROWS, .words = words,
                                .keys = keys, .bounds = bounds, .places = places, .inverse = inverse};
