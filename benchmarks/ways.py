@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from benchmarks.embedding import fbgemm_tables
 from dphybrid.embedding import HostEmbeddingCollection, row_optimizer
 from dphybrid.embedding.softmax import IGNORED
-from dphybrid.parallel import Dropout, resolve_devices
+from dphybrid.parallel import resolve_devices
 from dphybrid.recipes.ctr.numbers import EmbeddedBins
 from dphybrid.recipes.ctr.pairs import Pairs
 from dphybrid.run.experiment import Experiment
@@ -73,14 +73,11 @@ def _embedding(table: HostEmbeddingCollection) -> nn.Module:
 
 
 def _by_torch(blocks: nn.Module) -> nn.Module:
-    """Replace our dropout by torch's, and kernels by torch's operations, as a script with another library
-    would use them: modules use these in evaluation mode."""
-    for parent in list(blocks.modules()):
-        if isinstance(parent, EmbeddedBins | Pairs):
-            parent.eval().train = lambda *_, own=parent: own  # type: ignore[method-assign]
-        for name, part in parent.named_children():
-            if isinstance(part, Dropout):
-                setattr(parent, name, nn.Dropout(part.p))
+    """Replace kernels by torch's operations, as a script with another library would use them: modules use
+    these in evaluation mode."""
+    for part in blocks.modules():
+        if isinstance(part, EmbeddedBins | Pairs):
+            part.eval().train = lambda *_, own=part: own  # type: ignore[method-assign]
     return blocks
 
 
@@ -164,7 +161,7 @@ def plain_text(experiment: Experiment) -> Way:
     network = nn.LSTM(o.dim, o.hidden, o.layers, batch_first=True, dropout=o.dropout)
     blocks = nn.ModuleDict({"network": network, "output": nn.Linear(o.hidden, num_words)})
     # The recipe's start weights, so that the losses of all ways can be compared.
-    start = model.region.state_dict()
+    start = model.region.module.state_dict()
     blocks.load_state_dict(
         {
             name.replace("network.network", "network").replace("output.layer", "output"): value

@@ -183,7 +183,7 @@ MANY = json.dumps({"train.seed": list(range(380))}, separators=(",", ":"))
         ('sweep --recipe toy --grid {"train.lr":[1],"train.lr":[2]}', "repeated: train.lr, train.lr"),
         ("compare one two --sweep x", "--sweep x: give a sweep or runs .*, not both"),
         ("train --train.epochs three", "'three' .from --train.epochs.: must be a valid integer$"),
-        ("train --train.compile maybe", "must be true or false$"),
+        ("train --train.deterministic maybe", "must be true or false$"),
         (f"train {OK} --run-name {LONG}", "use a plain name of at most 180 bytes, it also"),
         ("ui --no-browser", "no run is recorded there yet; train one first"),
         ("check recipe", "give one recipe"),

@@ -6,8 +6,7 @@ examples:
   %(prog)s my_models:build_block              a function without arguments, or one that takes a ModelContext
   %(prog)s recipe my_package.my_module:Mine   a recipe: data, resume, prefetching, devices, predictions
 
-Each finding names the place and the remedy. BREAKS: it fails, or computes with wrong weights, on two GPUs.
-differs: it gives other results than one device. A recipe is trained on a sample of its data, stopped, resumed
+Each finding names the place and the remedy. A recipe is trained on a sample of its data, stopped, resumed
 and compared, in a temporary folder. The exit code is 1 when something breaks.
 """
 
@@ -56,8 +55,8 @@ class Flags(ConfigCommand):
         for block, findings in found:
             print(f"{block}: {f'{len(findings)} finding(s)' if findings else 'no findings'}")
             for finding in findings:
-                print(f"  {finding.text()}")
-            breaks += sum(finding.breaks for finding in findings)
+                print(f"  {finding}")
+            breaks += sum("statistics" not in finding for finding in findings)  # BatchNorm's only differ
         return 1 if breaks else 0
 
     def _check_recipe(self, recipes: list[str]) -> int:

@@ -161,8 +161,6 @@ def _reason(
         return "DPHYBRID_TABLE_STORAGE=mmap: each rank holds its rows in memory; use memory, or more ranks"
     if train.precision != "float32":
         return f"train.precision={train.precision} was not tried with several ranks; use float32"
-    if train.compile:
-        return "train.compile was not tried with several ranks; leave it out"
     if train.callbacks or callbacks:
         return "callbacks (train.callbacks) cannot be called, as other processes train; leave them out"
     if train.warm_start and config.data.model_dump().get("base"):

@@ -197,9 +197,6 @@ class TrainConfig(Section):
     device cannot hold the whole batch."""
     deterministic: bool = False
     """Stop with an error when a block uses a GPU operation whose bits may differ from run to run."""
-    compile: bool = False
-    """Compile the dense blocks with torch.compile; one device only. The first step takes about a minute, and
-    results differ by rounding."""
     shuffle_rows: int = Field(default=2**24, ge=1)
     """Rows shuffled at once. An epoch with more rows is dealt at random in blocks of 4,096 neighbours and
     shuffled this many rows at a time, so that files larger than memory are read in long runs."""

@@ -171,6 +171,13 @@ class HostEmbedding(nn.Module):
         vars(new).update(vars(self))
         return new
 
+    def twin(self) -> Self:
+        """Return a copy that shares the weight, and has a placement, lookups and counters of its own."""
+        new = copy(self)
+        new._gates, new.counters, new._placed = Gates(), Counters(), None
+        new.ahead = LookupsAhead(new.name, new.counters)
+        return new
+
     def __getstate__(self) -> dict[str, object]:
         """Return the state of a deep copy or pickle, which has its rows in memory."""
         # Without the path: two tables that write to the same file would overwrite each other.

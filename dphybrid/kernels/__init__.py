@@ -65,9 +65,8 @@ def _structs(*names: str) -> list[type[c.Structure]]:
     return list(made.values())
 
 
-Team, Lookup, Columns, Segment, Arrange, Sums, Table, Update, Dropout, Bins, Pairs, Draws = _structs(
-    *("team", "lookup", "columns", "segment", "arrange", "sums", "table", "update"),
-    *("dropout", "bins", "pairs", "draws"),
+Team, Lookup, Columns, Segment, Arrange, Sums, Table, Update, Bins, Pairs, Draws = _structs(
+    *("team", "lookup", "columns", "segment", "arrange", "sums", "table", "update", "bins", "pairs", "draws"),
 )
 
 

@@ -1,4 +1,4 @@
-/* Kernels on rows of embedding tables in host memory: look up, sort, sum, update. Also dropout, bins, pairs and draws.
+/* Kernels on rows of embedding tables in host memory: look up, sort, sum, update. Also bins, pairs and draws.
  *
  * __init__.py calls them through ctypes, so they run without the GIL and use no Python API. The caller keeps all memory
  * alive and passes its sizes; here every id is compared with the number of rows before anything is written.
@@ -107,15 +107,6 @@ struct update {
     double lr, decay, eps, beta1, beta2;
     const double *fix1, *fix2; /* bias corrections 1 / (1 - beta1^k), 1 / sqrt(1 - beta2^k) for k = 0 to last_fix */
     int64_t last_fix;
-};
-struct dropout { /* of rows x width values; first: number of the whole batch's rows before these */
-    struct team team;
-    const void *values;
-    void *out;
-    int64_t rows, width, first, stored;
-    uint64_t seed;
-    uint32_t dropped; /* probability of a zero, times 2^32 */
-    double scale;
 };
 struct bins { /* see EmbeddedBins */
     struct team team;
@@ -414,7 +405,6 @@ int update_rows(struct update *u)
     return 1;
 }
 
-#include "dropout.h"
 #include "bins.h"
 #include "pairs.h"
 #include "draws.h"

@@ -10,8 +10,8 @@ from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
 from dphybrid.data import batches
 from dphybrid.gpus.devices import wanted_spec
-from dphybrid.parallel import compare_split, find_data_parallel, resolve_devices, split_plan
-from dphybrid.parallel.check import Finding, check_module
+from dphybrid.parallel import check_split, find_data_parallel, resolve_devices, split_sizes
+from dphybrid.parallel.check import check_module
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.run.experiment import Experiment
 from dphybrid.util.errors import UserError, failure_text, type_text
@@ -23,7 +23,7 @@ _COMPARED_ROWS = 64
 
 def check_target(
     target: str | None, config: ExperimentConfig, settings: Settings, rows: int | None = None
-) -> tuple[str, list[tuple[str, list[Finding]]]]:
+) -> tuple[str, list[tuple[str, list[str]]]]:
     """Check `package.module:factory`, or the recipe's model; return how its batches are split, as text, and
     the findings by block.
 
@@ -33,7 +33,7 @@ def check_target(
     evaluation mode, to find layers that compute across the batch. rows: rows of an epoch (None: those of the
     data). Raises UserError when the factory does not return a module.
     """
-    across, split = list[tuple[str, list[Finding]]](), ""
+    across, split = list[tuple[str, list[str]]](), ""
     if target is None or _takes_context(target):
         recipe = find_recipe(config.recipe)
         data = recipe.prepare(config.data, settings.prepared_dir, config.train.seed)
@@ -42,7 +42,8 @@ def check_target(
         experiment = Experiment.open(config, settings, data.path)
         config, rows = experiment.config, rows or len(data.dataset("train"))
         devices = resolve_devices(wanted_spec(config, settings).text)
-        split = split_plan(rows, config.train.batch_size, devices.labels)
+        sizes = split_sizes(min(rows, config.train.batch_size), len(devices))
+        split = f"{rows} rows in batches of {config.train.batch_size}, each split into {sizes}"
         build = partial(experiment.build, resolve_devices("cpu"))
         model = build() if target is None else _made(target, build)
         if find_data_parallel(model):
@@ -50,8 +51,10 @@ def check_target(
             compared = min(config.train.batch_size, _COMPARED_ROWS)
             batch = next(batches(samples, compared, seed=0, epoch=0, shuffle=False))
             for mode in ("training", "evaluation"):
-                if findings := compare_split(model.train(mode == "training"), batch):
-                    across.append((f"the first batch in {mode}, unsplit and split", findings))
+                try:
+                    check_split(model.train(mode == "training"), batch)
+                except UserError as error:
+                    across.append((f"the first batch in {mode}, unsplit and split", [str(error)]))
                     break  # in both modes it would be the same layer
     else:
         model = _made(target, import_callable(target, "check"))

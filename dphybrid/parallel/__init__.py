@@ -4,39 +4,29 @@ A forward of `DataParallel` has torch's four steps, one module each: `scattering
 `replication` (copies of the module), `applying` (calls them), `gathering` (joins the outputs).
 
 Where to read: `data_parallel` (the class), then the four steps; `splits` (sizes of the shares, and their
-record), `nests` (nested inputs and outputs), `comparison` (a batch split and unsplit; `copies` and `chance`
-belong to it), `check` (what differs or breaks in a module), `devices` (device texts), `dropout` (masks that
-do not depend on the split).
+record), `nests` (nested inputs and outputs), `comparison` (a step split and on one device), `check` (layers
+that differ or fail), `devices` (device texts).
 """
 
 from dphybrid.parallel.applying import parallel_apply
-from dphybrid.parallel.comparison import check_split, compare_split
-from dphybrid.parallel.data_parallel import (
-    DataParallel,
-    compile_regions,
-    data_parallel,
-    find_data_parallel,
-)
+from dphybrid.parallel.comparison import check_split
+from dphybrid.parallel.data_parallel import DataParallel, data_parallel, find_data_parallel
 from dphybrid.parallel.devices import Devices, before_cuda_starts, device_count, resolve_devices, start_on
-from dphybrid.parallel.dropout import Dropout
 from dphybrid.parallel.gathering import gather
 from dphybrid.parallel.nests import Parts, Whole, parts
 from dphybrid.parallel.replication import replicate
 from dphybrid.parallel.scattering import RowSource, scatter, scatter_kwargs
-from dphybrid.parallel.splits import Split, split_plan, split_sizes
+from dphybrid.parallel.splits import Split, split_sizes
 
 __all__ = [
     "DataParallel",
     "Devices",
-    "Dropout",
     "Parts",
     "RowSource",
     "Split",
     "Whole",
     "before_cuda_starts",
     "check_split",
-    "compare_split",
-    "compile_regions",
     "data_parallel",
     "device_count",
     "find_data_parallel",
@@ -47,7 +37,6 @@ __all__ = [
     "resolve_devices",
     "scatter",
     "scatter_kwargs",
-    "split_plan",
     "split_sizes",
     "start_on",
 ]

@@ -6,9 +6,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -16,7 +15,6 @@ from torch import nn
 from dphybrid.parallel.devices import Devices, resolve_devices
 from dphybrid.parallel.nests import leaves
 from dphybrid.parallel.scattering import DeviceNames
-from dphybrid.parallel.splits import first_size
 from dphybrid.util.compiling import is_transformed
 from dphybrid.util.errors import UserError
 from dphybrid.util.threads import use_num_threads
@@ -28,8 +26,6 @@ def parallel_apply(
     kwargs: Sequence[dict[str, object]] | None = None,
     devices: DeviceNames | None = None,
     mode: Literal["inline", "threads"] | None = None,
-    sizes: Sequence[int] | None = None,
-    dim: int = 0,
 ) -> list[object]:
     """Call each replica on its inputs (a tuple or list of arguments, or one argument); return the outputs in
     device order.
@@ -42,8 +38,6 @@ def parallel_apply(
         mode: `inline` calls one after the other in this thread (deterministic, works in a debugger),
             `threads` calls all at once; None: threads if each replica has its own GPU. Always inline inside a
             transform of torch.func, which other threads do not see.
-        sizes: The samples of each replica's share, on `dim`, by which `Dropout` draws; None: the rows of the
-            first tensor of each replica's inputs.
     """
     if mode not in (None, "inline", "threads"):
         raise UserError(f"parallel_apply: mode={mode!r}; use inline or threads")
@@ -57,13 +51,11 @@ def parallel_apply(
         )
 
     named = [{}] * count if kwargs is None else kwargs
-    shares = sizes or [(*first_size(each), 0)[0] for each in zip(inputs, named, strict=True)]
-    dropout_seeds: list[int] = []  # shared by all replicas of this call
 
     def call(index: int) -> object:
         given = inputs[index]
         arguments = given if isinstance(given, tuple | list) else (given,)
-        before, _local.replica = running(), Replica(index, count, shares, dropout_seeds, dim=dim)
+        before, _local.replica = running(), Replica(index, count)
         try:
             return replicas[index](*arguments, **named[index])
         except Exception as error:
@@ -173,36 +165,11 @@ def _thread_state(devices: Devices, count: int) -> Callable[[int], ExitStack]:
 _local = threading.local()
 
 
-@dataclass
-class Replica:
-    """The replica that a thread computes: `index` of `count`.
-
-    Attributes:
-        shares: Samples of each replica's inputs, empty if unknown.
-        seeds: Seeds drawn for dropout so far; all replicas use seeds[k] in their k-th call of dropout.
-        calls: This replica's calls of dropout so far.
-        dim: That of the samples.
-    """
+class Replica(NamedTuple):
+    """The replica that a thread computes: `index` of `count`."""
 
     index: int = 0
     count: int = 1
-    shares: Sequence[int] = ()
-    seeds: list[int] = field(default_factory=list)
-    calls: int = 0
-    dim: int = 0
-
-
-@contextmanager
-def as_replica(
-    index: int, count: int, shares: Sequence[int] = (), seeds: list[int] | None = None
-) -> Iterator[None]:
-    """While the block runs, this thread computes replica `index` of `count`."""
-    before = running()
-    _local.replica = Replica(index, count, shares, [] if seeds is None else seeds)
-    try:
-        yield
-    finally:
-        _local.replica = before
 
 
 def running() -> Replica:

@@ -1,398 +1,359 @@
-"""Compares a batch split over devices with the same batch unsplit, to find modules that compute something
-else when they run as replicas.
+"""`check_split`: whether a training step gives the same when its batch is split over devices.
 
-Each data-parallel block trains for two steps with its own input of the batch, in the mode that it is in: one
-copy of it unsplit, another one split. Compared is what leaves the block, the outputs and gradients of all its
-calls, and what it keeps for the next call. The module to blame is looked for only after a difference.
+Two copies of the model train on the batch, one with every region on one device, one with every region split.
+Both take two steps: the second starts from other weights and from what the first one wrote. Compared are
+what a forward writes into a region's module, the regions' outputs, and the gradients.
 """
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+import copy
+import inspect
+import math
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from dphybrid.parallel.applying import as_replica
-from dphybrid.parallel.chance import ExpectedValues, own_random_state
-from dphybrid.parallel.check import Finding
-from dphybrid.parallel.copies import Key, copied, copied_module, itself, same, state_of, unchanged
+from dphybrid.parallel.applying import running
+from dphybrid.parallel.check import check_module
 from dphybrid.parallel.data_parallel import DataParallel, find_data_parallel
-from dphybrid.parallel.gathering import gather
-from dphybrid.parallel.nests import Whole, batch_rows, joined, leaves, map_leaves, map_tensors, named_inputs
-from dphybrid.parallel.replication import copied_and_shared, replicate_modules
-from dphybrid.parallel.scattering import is_table, split
-from dphybrid.parallel.splits import split_sizes
-from dphybrid.util.errors import UserError, counted, type_text
+from dphybrid.parallel.devices import Devices
+from dphybrid.parallel.nests import leaves
+from dphybrid.parallel.scattering import connect, is_table, shared_tables
+from dphybrid.util.errors import UserError, type_text
 from dphybrid.util.memory import is_out_of_memory
 
-NOT_COMPARED = "not compared"
-"""`Finding.where` of a block that the batch does not split."""
+_OF_TORCH = frozenset(vars(nn.Module())) | {"_former_parameters", "_flat_weights", "_flat_weight_refs"}
+"""Names of torch's internal attributes of a module."""
 
 _ERRORS = ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError
 
-_Event = tuple[str, str, list[Tensor]]
-"""(module to blame if the tensors differ, what they are, the tensors)."""
+_Values = dict[tuple[str, str], list[Tensor]]
+"""(module, quantity) -> its tensors."""
+
+_Difference = tuple[str, str, float]
+"""(module, quantity, size relative to the largest value; infinite if there is no size)."""
 
 
-def compare_split(
-    model: nn.Module, *args: object, rtol: float = 1e-3, atol: float = 1e-4, **kwargs: object
-) -> list[Finding]:
-    """Call `model` on one batch and compare each data-parallel block in it, unsplit against split. Return,
-    for each block that differs, the first place where it does, and each block that was not compared.
+class _NotCompared(Exception):
+    """The split cannot be compared, for the reason in the text."""
 
-    model: a `DataParallel` or a module that contains some, in the mode to compare. Parameters, gradients,
-    buffers, attributes, modes and all random generators stay as they are; hooks run. Two copies of a
-    block take two steps on its first device, with the memory of a whole batch; one with a single device is
-    compared in two shares. BatchNorm, which normalises each share by itself, is compared with its running
-    statistics. rtol, atol: tolerances for float32, relative to a value and to the largest one of its tensor;
-    float64 is held to 1e-9. Raises UserError for a model with parameters that have no size yet.
+
+def check_split(model: nn.Module, *args: object, **kwargs: object) -> str:
+    """Train copies of `model` on one batch, split and on one device; return what the comparison says.
+
+    model: a `DataParallel` or a module that contains some, in the mode to compare. It is not changed, and
+    random generators are set back. Dropout is off, torch's random numbers are constants, and BatchNorm uses
+    its running statistics. The first device needs memory for two copies and a whole batch; tables in host
+    memory share their rows with the copies. A region on one device is compared in two shares. Raises
+    UserError for a model without regions, and for a difference, with its module and quantity.
     """
-    if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
-        raise UserError(f"compare_split: {lazy[0]} has no size yet; call the model with a sample first")
-    blocks = find_data_parallel(model)
-    calls: dict[str, list[Any]] = {name: [] for name in blocks}
-    with torch.inference_mode(False), torch.enable_grad():
-        # Inputs of blocks come from the model around them, so one call of the whole model collects them.
-        with unchanged(model), ExitStack() as hooks:
-            for name, block in blocks.items():
-
-                def keep(block: Any, args: Any, kwargs: Any, name: str = name) -> None:
-                    given = joined(block.with_wholes(args, kwargs), block.devices.home, block.dim)
-                    calls[name].append(_leaves_of_graph(given))
-
-                hooks.callback(block.register_forward_pre_hook(keep, with_kwargs=True).remove)
-                hooks.enter_context(own_random_state(block.devices.home))
-            model(*args, **kwargs)
-        with unchanged(model):
-            found = [
-                _Comparison(name, block, calls[name], itself(model)).finding(rtol, atol)
-                for name, block in blocks.items()
-            ]
-    return [finding for finding in found if finding is not None]
-
-
-def check_split(model: nn.Module, *args: object, **kwargs: Any) -> None:
-    """Raise UserError with what breaks by `compare_split` on this batch, and for a model or a batch of which
-    nothing is split. For one line in your own loop: `check_split(model, batch)` before the first step."""
-    if not (blocks := find_data_parallel(model)):
+    if not (regions := find_data_parallel(model)):
         raise UserError(
-            f"check_split: {type_text(model)} contains no DataParallel, so nothing would be split or "
-            "compared; give the model whose blocks are wrapped: DataParallel(blocks, devices)"
+            f"check_split: {type_text(model)} contains no DataParallel, so nothing would be split. Wrap the "
+            "blocks: DataParallel(blocks, devices)"
         )
-    found = compare_split(model, *args, **kwargs)
-    refuse_differences(found)
-    if len(missed := [finding for finding in found if finding.where == NOT_COMPARED]) == len(blocks):
-        raise UserError("\n".join(["check_split compared nothing:", *(each.text() for each in missed)]))
+    notes = [
+        f"in {name or 'the model'}, {note}"
+        for name, region in regions.items()
+        for note in check_module(region.module)
+    ]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    try:
+        with _generators_set_back(), torch.inference_mode(False), torch.enable_grad():
+            difference, idle = _compare(model, (args, kwargs))
+    except _NotCompared as error:
+        return f"not compared: {error}"
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return "not compared: the first device has no memory for two copies of the model"
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+    if difference is None:
+        unused = [f"{name or 'the model'} was not split, so it was not compared" for name in idle]
+        return "; ".join(["the same results split and on one device", *unused, *notes])
+    module, quantity, size = difference
+    by = "" if size == math.inf else f" by {size:.2g} of its largest value"
+    problem = (
+        f"check_split: {module or 'the model'}: {quantity} differs{by} between a split batch and the same "
+        "batch on one device. Compute it outside of the DataParallel, or wrap what all samples share in "
+        "Whole(...)"
+    )
+    raise UserError("\n".join([problem, *notes]))
 
 
-def refuse_differences(found: Sequence[Finding], *more: str) -> None:
-    """Raise UserError with the findings that break, if there are any. more: further lines of the message."""
-    if wrong := [finding.text() for finding in found if finding.breaks]:
-        lines = ["the model computes something else when the first batch is split:", *wrong, *more]
-        raise UserError("\n".join(lines))
+def _compare(model: nn.Module, batch: Any) -> tuple[_Difference | None, list[str]]:
+    """Return the first difference, or None, and the names of regions that the batch does not split."""
+    whole, split = _Trial(model, batch, split=False), _Trial(model, batch, split=True)
+    for _ in range(2):
+        whole.forward()
+        try:
+            split.forward()
+        except _ERRORS as error:
+            if is_out_of_memory(error):
+                raise
+            raise UserError(f"check_split: works on one device and fails when split: {error}") from error
+        idle = [name for name, replicas in split.replicas.items() if len(replicas) < 2]
+        if len(idle) == len(split.regions):
+            raise _NotCompared("no DataParallel was called with two rows or more")
+        if found := _written(whole, split) or _in_outputs(model, batch, whole, split):
+            return found, idle
+        one, two = whole.gradients(), split.gradients()
+        largest = max((_largest(gradient) for values in one.values() for gradient in values), default=0.0)
+        if found := _first_difference(one, [two], split.eps, floor=8 * split.eps * largest):
+            return found, idle
+        for trial in (whole, split):
+            tables = [part for part in trial.model.modules() if is_table(part)]
+            shared = {id(weight) for table in tables for weight in table.parameters()}
+            for parameter in trial.model.parameters():
+                if parameter.requires_grad and id(parameter) not in shared:
+                    parameter.data *= 1.1
+    return None, idle
 
 
-class _Comparison:
-    """Compares one block, unsplit and split. calls: (args, kwargs) of each of its calls. around: a memo with
-    what copies of the block share with it, see `itself`."""
+def _written(whole: "_Trial", split: "_Trial") -> _Difference | None:
+    """Return a parameter, buffer or attribute that forward writes and replicas lose. All replicas but the
+    first lose what they write, unless all of them write the same, as for a cache."""
+    found = _first_difference(whole.parameters(), [split.parameters()], split.eps)
+    for name, replicas in split.replicas.items():
+        if replicas and found is None:
+            states = [_state(name, replica) for replica in replicas]
+            found = _first_difference(_state(name, whole.regions[name].module), states, split.eps)
+    return found
 
-    def __init__(self, name: str, block: DataParallel, calls: list[Any], around: dict[int, Any]) -> None:
-        self.name, self.module, self.calls, self.around = name, block.module, calls, around
-        self.home, self.dim, self.count = block.devices.home, block.dim, max(2, len(block.devices))
-        self.rows = [batch_rows(args, kwargs, block.dim) or 0 for args, kwargs in calls]
-        self.sizes = [split_sizes(rows, self.count) if rows else [] for rows in self.rows]
-        self.mode = ExpectedValues()
 
-    def finding(self, rtol: float, atol: float) -> Finding | None:
-        """Return the first difference, or None."""
-        self.rtol, self.atol = rtol, atol
-        if (most := max(self.rows, default=0)) > 1:
-            return self._difference()
-        problem = f"its batch has {counted(most, 'row')}, which several devices cannot share"
-        if not self.calls:
-            problem = "the model does not call it with this batch"
-        remedy = f"give a batch of at least {self.count} rows that reaches it"
-        return self._found(NOT_COMPARED, problem, remedy, breaks=False)
-
-    def _difference(self) -> Finding | None:
-        whole, parted = (copied_module(self.module, self.around) for _ in range(2))
-        for step in (1, 2):
-            outputs: tuple[list[Tensor], list[Tensor]] = [], []
-            for call, sizes in zip(self.calls, self.sizes, strict=True):
-                memo = self.around | itself(whole)
-                before = {key: copied(value, memo) for key, value in state_of(whole).items()}
-                one = _tensors(self._call(whole, self._here(call)))
-                try:
-                    output, replicas = self._split_call(parted, call, sizes)
-                except _ERRORS as error:
-                    if is_out_of_memory(error):
-                        raise
-                    return self._fails(error, sizes)
-                two, states = _tensors(output), map(state_of, (whole, parted, *replicas))
-                written = self._written(before, *states)
-                if by := self._distances(one, two):
-                    return self._blamed(call, sizes) or written or self._differs("its output", by, sizes)
-                if written:
-                    return written
-                outputs[0].extend(one)
-                outputs[1].extend(two)
-            if step == 1 and (found := self._gradients((whole, parted), outputs)):
-                return found
+def _in_outputs(model: nn.Module, batch: Any, whole: "_Trial", split: "_Trial") -> _Difference | None:
+    """Return the first module whose output differs, if a region's does."""
+    found = _first_difference(whole.values[0], split.values.values(), split.eps)
+    if found is None:
         return None
+    one, other = (_Trial(model, batch, split=False) for _ in range(2))
+    one.forward()
+    other.forward(seed=1)
+    if _first_difference(one.values[0], [other.values[0]], split.eps):
+        raise _NotCompared("the model draws random numbers that are not torch's, so no two steps are equal")
+    one, two = (_Trial(model, batch, split=is_split, watch_all=True) for is_split in (False, True))
+    for _ in range(2):  # the second call sees what the first one left behind
+        one.forward()
+        two.forward()
+    return _first_difference(one.values[0], two.values.values(), split.eps, join=True) or found
 
-    # A call, unsplit and split
 
-    def _call(self, module: nn.Module, given: Any, index: int = 0, sizes: Sequence[int] = (0,)) -> Any:
-        """Call a module with (args, kwargs), as replica `index` of a batch that is split into `sizes`."""
-        with own_random_state(self.home), as_replica(index, len(sizes), sizes), self.mode:
-            return module(*given[0], **given[1])
+class _Trial(TorchDispatchMode):
+    """A copy of a model that trains on a batch.
 
-    def _split_call(self, module: nn.Module, call: Any, sizes: list[int]) -> tuple[Any, list[nn.Module]]:
-        """Return the joined output and the replicas, like a forward of `DataParallel`."""
-        if not sizes:  # no tensor, or an empty batch
-            return self._call(module, self._here(call)), [module]
-        devices = (self.home,) * len(sizes)
-        parts, tables = copied_and_shared(module)
-        replicas = replicate_modules(parts, devices, detach=False, tables=tables)
-        shares = enumerate(split(call, devices, sizes, self.dim))
-        outputs = [self._call(replicas[index], share, index, sizes) for index, share in shares]
-        return gather(outputs, self.home, self.dim, sizes), replicas
+    Attributes:
+        regions, replicas: The copy's regions by name, and the replicas of each one's latest call.
+        values: Replica number -> outputs of regions; with `watch_all`, inputs and outputs of all modules in
+            regions, as each replica has seen them.
+        eps: Rounding error of the coarsest floating-point type that an operation has returned.
+    """
 
-    def _here(self, call: Any) -> Any:
-        return map_tensors(lambda tensor: tensor.to(self.home, copy=True), call)
+    def __init__(self, model: nn.Module, batch: Any, split: bool, watch_all: bool = False) -> None:
+        super().__init__()
+        self.model, self.batch, self.eps = _copied(model), batch, 0.0
+        self.values: dict[int, _Values] = {}
+        self.regions, self.replicas = find_data_parallel(self.model), dict[str, list[nn.Module]]()
+        for name, region in self.regions.items():
+            home, count = region.devices.home, max(2, len(region.devices)) if split else 1
+            region.use_devices(Devices(f"{home}*{count}", (home,) * count, count > 1))
+            for table in shared_tables(region.module).values() if region.dim == 0 else ():
+                connect(table, region)  # type: ignore[arg-type]
+            self.replicas[name] = []
+            self._keep_replicas(name, region)
+            region.module.register_forward_pre_hook(lambda *_: self._seed())  # the same in each replica
+            self._watch(name, region, outputs_only=True)
+            for path, part in region.module.named_modules(prefix=name) if watch_all else ():
+                self._watch(path, part)
 
-    # What is compared
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.native_dropout.default:
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.eps = max(self.eps, _eps(result))
+            if torch.Tag.nondeterministic_seeded in function.tags:
+                result.fill_(0.5 if _eps(result) else 0)
+        return result
 
-    def _gradients(
-        self, modules: tuple[nn.Module, nn.Module], outputs: tuple[list[Tensor], list[Tensor]]
-    ) -> Finding | None:
-        """Compare the gradients of parameters and inputs; take a step with them in both copies, so that the
-        second one starts from other weights."""
-        tables = {
-            f"{name}.{key}": weight
-            for name, part in self.module.named_modules()
-            if is_table(part)
-            for key, weight in part.named_parameters(recurse=False)
-            if weight.requires_grad
-        }
-        trained = (name for name, parameter in self.module.named_parameters() if parameter.requires_grad)
-        names = [name for name in trained if name not in tables]
-        named = [
-            (f"its {path}" if path.startswith("input ") else f"its input {path}", tensor)
-            for call in self.calls
-            for path, leaf in named_inputs(*call)
-            for tensor in _tensors(leaf.value if isinstance(leaf, Whole) else leaf)
-            if tensor.requires_grad
-        ]
-        paths = [*(path for path, _ in named), *tables]
-        inputs = [*(tensor for _, tensor in named), *tables.values()]
-        parameters = [[module.get_parameter(name) for name in names] for module in modules]
-        one, two = (self._backward(o, [*p, *inputs]) for o, p in zip(outputs, parameters, strict=True))
-        largest = max([1.0, *(_largest(grad) for grad in (*one, *two) if grad is not None)])
-        for what, a, b in zip((*names, *paths), one, two, strict=True):
-            by = 0.0 if a is b else float("inf") if a is None or b is None else self._distance(a, b, largest)
-            if by:
-                return self._differs(f"the gradient of {what}", by, max(self.sizes, key=len))
-        with torch.no_grad():
-            for grad, a, b in zip(one, *parameters, strict=False):
-                if grad is not None and (steepest := _largest(grad)) > 0:
-                    change = grad.nan_to_num(0.0, 0.0, 0.0) * (0.01 * (_largest(a) or 1.0) / steepest)
-                    a -= change
-                    b -= change
-        return None
+    def _keep_replicas(self, name: str, region: DataParallel) -> None:
+        replicate = region.replicate
 
-    def _backward(self, outputs: list[Tensor], wanted: list[Tensor]) -> list[Tensor | None]:
-        """Return the gradients of a sum of the outputs with fixed factors, no two rows' alike."""
-        draws = torch.Generator().manual_seed(0)
-        total = torch.zeros((), dtype=torch.float64, device=self.home)
-        for output in outputs:
-            if output.requires_grad:
-                dense = output.to_dense() if output.is_sparse else output
-                dense = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
-                factors = torch.rand(dense.shape, generator=draws, dtype=torch.float32, device="cpu") + 0.5
-                total = total + (dense * factors.to(dense)).sum().to(total)
-        for tensor in wanted:
-            tensor.grad = None
+        def kept(*given: Any) -> list[nn.Module]:
+            self.replicas[name] = replicate(*given)
+            return self.replicas[name]
+
+        region.replicate = kept  # type: ignore[method-assign]
+
+    def _watch(self, name: str, part: nn.Module, outputs_only: bool = False) -> None:
+        def note(quantity: str, nest: object) -> None:
+            values, call = self.values.setdefault(running().index, {}), 2
+            what = quantity
+            while (name, what) in values:
+                what, call = f"{quantity} in call {call}", call + 1
+            values[name, what] = [leaf.detach().clone() for leaf in leaves(nest) if isinstance(leaf, Tensor)]
+
+        if not outputs_only:
+            part.register_forward_pre_hook(lambda _, *given: note("its input", given), with_kwargs=True)
+        part.register_forward_hook(lambda _, __, output: note("its output", output))
+
+    def _seed(self) -> None:
+        torch.manual_seed(self.seed)
+        random.seed(self.seed)
+        if numpy := sys.modules.get("numpy"):
+            numpy.random.seed(self.seed)
+
+    def forward(self, seed: int = 0) -> None:
+        """Call the model with a copy of the batch."""
+        self.values, self.seed = {0: {}}, seed
+        args, kwargs = self.given = copy.deepcopy(self.batch)
+        self._seed()
+        with self:
+            self.outputs = [leaf for leaf in leaves(self.model(*args, **kwargs)) if isinstance(leaf, Tensor)]
+
+    def gradients(self) -> _Values:
+        """Return the gradients of a sum of the outputs in which each value has its own factor."""
+        draws, total = torch.Generator().manual_seed(0), torch.zeros((), dtype=torch.float64)
+        for output in (output for output in self.outputs if output.requires_grad):
+            values = torch.view_as_real(output.resolve_conj()) if output.is_complex() else output.to_dense()
+            factors = torch.rand(values.shape, generator=draws).to(values) + 0.5
+            total = total + (values * factors).sum().double().cpu()
         if total.requires_grad:
-            with self.mode:  # activation checkpointing computes forwards again; it refuses autograd.grad
+            with self:  # activation checkpointing computes forwards again
                 total.backward()
-        return [None if tensor.grad is None else _whole(tensor.grad) for tensor in wanted]
+        inputs = [leaf for leaf in leaves(self.given) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        wanted = {("the model", f"its input tensor {n}'s gradient"): leaf for n, leaf in enumerate(inputs)}
+        wanted |= {(name, "its gradient"): weight for name, weight in self.model.named_parameters()}
+        gradients = {place: [] if tensor.grad is None else [tensor.grad] for place, tensor in wanted.items()}
+        for tensor in wanted.values():
+            tensor.grad = None
+        return gradients
 
-    def _written(
-        self, before: dict[Key, Any], after: dict[Key, Any], parted: dict[Key, Any], *held: dict[Key, Any]
-    ) -> Finding | None:
-        """Find state that a forward writes and replicas lose. before, after: of the unsplit copy. parted: of
-        the split one. held: of its replicas. What all replicas write alike is no such state, unless it is a
-        parameter: a cache depends only on the module."""
-        for key, value in after.items():
-            if trained := isinstance(value, nn.Parameter):
-                if value is not before.get(key):
-                    problem = "forward makes this parameter, and replicas lose it: it would not be trained"
-                    remedy = "make it in __init__, or call the module with a sample before it is wrapped"
-                    return self._found(key[1], problem, remedy, key[0])
-            elif same(value, before.get(key)):
-                continue
-            if not all(same(value, of.get(key), 1e-6) for of in ((parted, *held) if trained else held)):
-                problem = "forward writes it, and all replicas but the first lose what they write"
-                remedy = "return the value, or keep it outside of the data-parallel block"
-                return self._found(key[1], problem, remedy, key[0])
-        return None
-
-    def _distances(self, one: list[Tensor], two: list[Tensor]) -> float:
-        if len(one) != len(two):
-            return float("inf")
-        return max((self._distance(a, b) for a, b in zip(one, two, strict=True)), default=0.0)
-
-    def _distance(self, one: Tensor, two: Tensor, largest: float = 1.0) -> float:
-        """Return the largest absolute difference beyond the tolerances, or 0. What is a rounding
-        error beside `largest` is no difference."""
-        if one.shape != two.shape:
-            return float("inf")
-        if one.layout is not torch.strided or two.layout is not torch.strided:
-            one, two = one.to_dense(), two.to_dense()
-        rtol = atol = eps = 0.0  # of whole numbers
-        if one.is_floating_point() or one.is_complex():
-            eps = max(self.mode.eps, torch.finfo(one.dtype).eps)
-            # Rounding errors of float64 are far below these.
-            rtol, atol = (max(t, 4 * eps) if eps > 1e-9 else min(t, 1e-9) for t in (self.rtol, self.atol))
-        one, two = (each.detach().to(torch.promote_types(each.dtype, torch.float64)) for each in (one, two))
-        alike = (one == two) | (one.isnan() & two.isnan())
-        apart = torch.where(alike, 0.0, (one - two).abs()).nan_to_num(float("inf"))
-        own = max(_largest(one), _largest(two))
-        allowed = rtol * two.abs().nan_to_num(0.0, 0.0, 0.0) + max(atol * own, 4 * eps * largest)
-        return float(torch.where(apart > allowed, apart, 0.0).max()) if one.numel() else 0.0
-
-    # What a difference is blamed on
-
-    def _blamed(self, call: Any, sizes: list[int]) -> Finding | None:
-        """Return the first place inside of the block whose values differ, in copies without what earlier
-        calls have left; None if nothing differs there."""
-        if self._by_chance(call, sizes):
-            problem = "draws random numbers that are not torch's, so split and unsplit could not be compared"
-            remedy = "draw them with torch, or pass them in as an input"
-            return self._found("its output", problem, remedy, breaks=False)
-        whole = self._events(self._here(call))
-        shares = enumerate(split(call, [self.home] * len(sizes), sizes, self.dim))
-        parts = [self._events(share, index, sizes) for index, share in shares]
-        for index, (module, what, tensors) in enumerate(whole):
-            of_shares = [events[index] if index < len(events) else ("", "", []) for events in parts]
-            by = float("inf")
-            if all(of[:2] == (module, what) and len(of[2]) == len(tensors) for of in of_shares):
-                columns = zip(tensors, *(of[2] for of in of_shares), strict=True)
-                by = max((self._apart(tensor, pieces) for tensor, *pieces in columns), default=0.0)
-            if by:
-                return self._differs(what, by, sizes, module)
-        return None
-
-    def _events(self, given: Any, index: int = 0, sizes: Sequence[int] = (0,)) -> list[_Event]:
-        """Return what goes into and comes out of each part of a new copy, in the order of the calls."""
-        module = copied_module(self.module, self.around)
-        names = {id(part): name for name, part in module.named_modules()}
-        events, stack = list[_Event](), [""]
-
-        def values(nest: object) -> list[Tensor]:
-            return [tensor.detach().clone() for tensor in _tensors(nest)]
-
-        def enter(part: nn.Module, args: object, kwargs: object) -> None:
-            name = names.get(id(part), "")
-            if part is not module:  # a part's inputs were computed by the part around it, which is to blame
-                events.append((stack[-1], f"its input to {name}", values((args, kwargs))))
-            stack.append(name)
-
-        def leave(*of_call: object) -> None:
-            events.append((stack.pop(), "its output", values(of_call[-1])))
-
-        for part in module.modules():
-            part.register_forward_pre_hook(enter, with_kwargs=True)
-            part.register_forward_hook(leave)
-        self._call(module, given, index, sizes)
-        return events
-
-    def _apart(self, whole: Tensor, parts: list[Tensor]) -> float:
-        """Return the smallest difference between a tensor and its shares, joined in one way or another.
-
-        Inside of a block the batch may be on any dim, or flattened, so shares are joined on each dim that
-        allows it. A tensor that is the same in all shares, such as a mask, is compared as it is.
-        """
-        if whole.is_nested or whole.layout is not torch.strided:
-            return 0.0
-        found = [max(self._distance(whole, part) for part in parts)]
-        for axis in range(whole.dim()):
-            rests = {(*part.shape[:axis], ..., *part.shape[axis + 1 :]) for part in (whole, *parts)}
-            if len(rests) == 1:
-                found.append(self._distance(whole, torch.cat(parts, axis)))
-        return min(found)
-
-    def _by_chance(self, call: Any, sizes: list[int]) -> bool:
-        """Return whether random numbers may explain a difference: the unsplit module gives something else
-        with another seed, and the first share's rows do not depend on the other rows."""
-
-        def repeated(leaf: Any) -> Any:  # the first share's rows again instead of the others
-            if not isinstance(leaf, Tensor) or not leaf.dim():
-                return leaf
-            rows = torch.arange(leaf.shape[self.dim], device=leaf.device)
-            return leaf.index_select(self.dim, rows % sizes[0])
-
-        def output(given: Any, seed: int = 0) -> list[Tensor]:
-            with own_random_state(self.home, seed):
-                return _tensors(self._call(copied_module(self.module, self.around), self._here(given)))
-
-        def of_first(outputs: list[Tensor]) -> list[Tensor]:
-            dense = [each for each in outputs if each.dim() and not each.is_sparse]
-            return [t.narrow(self.dim, 0, t.shape[self.dim] * sizes[0] // sum(sizes)) for t in dense]
-
-        one = output(call)
-        if not sizes or not self._distances(one, output(call, seed=1)):
-            return False
-        return not self._distances(of_first(one), of_first(output(map_leaves(repeated, call))))
-
-    def _fails(self, error: Exception, sizes: list[int]) -> Finding:
-        problem = f"works for all {sum(sizes)} rows, and fails in shares of {_text(sizes)}: {error}"
-        if isinstance(error, UserError):
-            return self._found("its output", problem, "return rows of samples")
-        remedy = "wrap what all samples share, such as a mask or class weights, in Whole(...)"
-        return self._found("its inputs", problem, remedy)
-
-    def _differs(self, what: str, by: float, sizes: list[int], module: str = "") -> Finding:
-        shares = f"the batch as a whole and in shares of {_text(sizes)} rows"
-        problem = f"differs by {by:.3g} between {shares}: it computes across the batch"
-        remedy = "compute that outside of the data-parallel block"
-        return self._found(what, problem, f"{remedy}, and wrap what all samples share in Whole(...)", module)
-
-    def _found(self, where: str, problem: str, remedy: str, module: str = "", breaks: bool = True) -> Finding:
-        name = ".".join(part for part in (self.name, module) if part) or "the model"
-        return Finding(breaks, name, where, problem, remedy)
+    def parameters(self) -> _Values:
+        """Return the parameters of the copy and of its tables."""
+        return {(name, "its value"): [weight] for name, weight in self.model.named_parameters()}
 
 
-def _text(sizes: Sequence[int]) -> str:
-    return ",".join(map(str, sizes))
+# Subclasses get a wrapper there that imports the compiler at the first call, 1.5 CPU seconds of each process.
+_Trial.__torch_dispatch__ = inspect.unwrap(_Trial.__torch_dispatch__)  # type: ignore[method-assign]
 
 
-def _leaves_of_graph(value: Any) -> Any:
-    """Return a nest with copies of its tensors that require a gradient where the tensors do."""
+def _copied(model: nn.Module) -> nn.Module:
+    """Return a copy without gradients and dropout, whose tables share their weights with the model's."""
+    memo: dict[int, Any] = {}
+    for part in model.modules():
+        if hasattr(part, "twin"):
+            memo[id(part)] = part.twin()  # type: ignore[operator]
+        for value in tree_leaves(vars(part)):
+            if isinstance(value, Tensor) and not value.is_leaf:  # deepcopy refuses tensors with a graph
+                memo[id(value)] = value.detach().clone()
+    try:
+        copied = copy.deepcopy(model, memo)
+    except _ERRORS as error:
+        if is_out_of_memory(error):
+            raise
+        raise _NotCompared(f"the model cannot be copied: {error}") from error
+    for part in copied.modules():
+        drops = isinstance(part, _DropoutNd | nn.RReLU)
+        if drops or (isinstance(part, _BatchNorm) and part.track_running_stats):
+            part.training = False
+        for name, value in vars(part).items():
+            if isinstance(value, float) and ("drop" in name or (drops and name == "p")):
+                vars(part)[name] = 0.0
+    for parameter in copied.parameters():
+        parameter.grad = None
+    return copied
 
-    def copy_of(leaf: Any) -> Any:
-        if isinstance(leaf, Whole):
-            return Whole(_leaves_of_graph(leaf.value))
-        return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
-    return map_leaves(copy_of, value)
-
-
-def _tensors(value: object) -> list[Tensor]:
-    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
-
-
-def _whole(grad: Tensor) -> Tensor:
-    """Return a gradient without a layout of its own: of a large table, its batch's rows alone."""
-    if not grad.is_sparse:
-        return grad
-    rows = grad.coalesce()
-    return rows.to_dense() if rows.numel() <= 2**20 else rows.values()
+def _state(name: str, module: nn.Module) -> _Values:
+    """Return the tensors, numbers and arrays in the buffers and attributes of a region's module."""
+    return {
+        (path, f"self.{key}, which forward writes and replicas lose,"): [
+            torch.as_tensor(leaf)
+            for leaf in tree_leaves(list(value) if isinstance(value, set) else value)
+            if isinstance(leaf, Tensor | int | float) or hasattr(leaf, "__array__")
+        ]
+        for path, part in module.named_modules(prefix=name)
+        if not is_table(part)
+        for key, value in (part._buffers | vars(part)).items()
+        if key not in _OF_TORCH and key not in part._parameters
+    }
 
 
-def _largest(tensor: Tensor) -> float:
-    finite = tensor.detach().abs().nan_to_num(0.0, 0.0, 0.0)
-    return float(finite.max()) if finite.numel() else 0.0
+# How values are compared
+
+
+def _first_difference(
+    whole: _Values, shares: Iterable[_Values], eps: float, join: bool = False, floor: float = 0.0
+) -> _Difference | None:
+    """Return (module, quantity, size) of the first tensor that differs from those of the shares.
+
+    join: or from the shares joined on any dim. Inside of a module the batch may be on any dim, and what all
+    samples share, such as a mask, is in each share. floor: differences up to it are rounding errors.
+    """
+    parts = list(shares)
+    for place, tensors in whole.items():
+        of_shares = [part[place] for part in parts if place in part]
+        if {len(values) for values in of_shares} != {len(tensors)}:
+            return *place, math.inf
+        for tensor, *pieces in zip(tensors, *of_shares, strict=True):
+            sizes = [max(_difference(tensor, piece, eps, floor) for piece in pieces)]
+            for dim in range(tensor.dim()) if join and tensor.layout is torch.strided else ():
+                if len({(*each.shape[:dim], *each.shape[dim + 1 :]) for each in (tensor, *pieces)}) == 1:
+                    sizes.append(_difference(tensor, torch.cat(pieces, dim), eps, floor))
+            if min(sizes):
+                return *place, min(sizes)
+    return None
+
+
+def _difference(one: Tensor, two: Tensor, eps: float, floor: float) -> float:
+    """Return the largest difference beyond rounding errors, relative to the largest value; 0 if none."""
+    if one is two:
+        return 0.0
+    if one.is_sparse and two.is_sparse and one.shape == two.shape:
+        one, two = one.coalesce(), two.coalesce()
+        if torch.equal(one.indices(), two.indices()):  # of a large table, compare the batch's rows alone
+            one, two = one.values(), two.values()
+    if one.shape != two.shape:
+        return math.inf
+    one, two = one.detach().to_dense(), two.detach().to_dense()
+    tolerance = 0.0 if not _eps(one) else 1e-9 if eps < 1e-9 else max(5e-4, 4 * eps)
+    if not tolerance:
+        one, two = one.double(), two.double()
+    if not torch.equal(one.isnan(), two.isnan()):
+        return math.inf
+    apart = torch.where(one == two, 0.0, (one - two).abs()).nan_to_num(0.0, math.inf)
+    worst, largest = _largest(apart, math.inf), max(_largest(one), _largest(two))
+    return worst / (largest or 1.0) if worst > tolerance * largest + floor else 0.0
+
+
+def _largest(tensor: Tensor, infinite: float = 0.0) -> float:
+    """Return the largest absolute value. infinite: what counts for an infinite one."""
+    values = tensor.detach().coalesce().values() if tensor.is_sparse else tensor.detach()
+    return float(values.abs().nan_to_num(0.0, infinite, 0.0).max()) if values.numel() else 0.0
+
+
+def _eps(tensor: Tensor) -> float:
+    return torch.finfo(tensor.dtype).eps if tensor.is_floating_point() or tensor.is_complex() else 0.0
+
+
+@contextmanager
+def _generators_set_back() -> Iterator[None]:
+    numpy, state = sys.modules.get("numpy"), random.getstate()
+    numpy_state = numpy.random.get_state() if numpy else None
+    try:
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
+            yield
+    finally:
+        random.setstate(state)
+        if numpy:
+            numpy.random.set_state(numpy_state)

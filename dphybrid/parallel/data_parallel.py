@@ -1,15 +1,13 @@
 """`DataParallel`: the interface of torch.nn.DataParallel, but a result is exact or an error, and every split
 is recorded.
 
-One class, as in torch. Its methods are in the order of a call; subclasses may override the steps.
+One class, as in torch. Its methods are in the order of a call.
 """
 
 import inspect
 import itertools
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -34,14 +32,7 @@ from dphybrid.parallel.replication import (
     replicate,
     replicate_modules,
 )
-from dphybrid.parallel.scattering import (
-    DeviceNames,
-    RowSource,
-    connect,
-    scatter_kwargs,
-    shared_tables,
-    split,
-)
+from dphybrid.parallel.scattering import DeviceNames, RowSource, connect, shared_tables, split
 from dphybrid.parallel.splits import Key, Record, Split, first_size, shares, sizes_of_shares, split_sizes
 from dphybrid.util.compiling import is_exporting, outside_of_graphs
 from dphybrid.util.errors import UserError, suggestion, type_text
@@ -64,9 +55,9 @@ class DataParallel(nn.DataParallel):
 
     docs/differences.md lists all differences from torch.nn.DataParallel and their reasons. The main ones:
     devices may be virtual; inputs and outputs that cannot be split or joined raise an error that names them;
-    state-dict keys have no `module.` prefix, so files are the same for 1, 8 or virtual devices and for the
-    bare module. a parameter that no replica used gets no gradient. As in torch,
-    BatchNorm normalises each share by itself, and only replica 0's changes to buffers last.
+    a parameter that no replica used gets no gradient; scatter and gather cannot be overridden. As in torch,
+    state-dict keys begin with `module.`, BatchNorm normalises each share by itself, and only replica 0's
+    changes to buffers last.
     """
 
     def __init__(
@@ -87,7 +78,13 @@ class DataParallel(nn.DataParallel):
                 f"DataParallel: device_ids={device_ids!r} and devices={devices!r} name the same thing; give "
                 "one of them"
             )
-        self.devices = resolve_devices(device_ids if devices is None else devices)
+        for step in ("scatter", "gather"):
+            if getattr(type(self), step) is not getattr(nn.DataParallel, step):
+                raise UserError(
+                    f"DataParallel: {type(self).__name__} overrides {step}, which is not called here. Pass "
+                    "tensors, pytrees or dataclasses, or subclass torch.nn.DataParallel"
+                )
+        self.use_devices(resolve_devices(device_ids if devices is None else devices))
         home = self.devices.home
         if len(self.devices) > 1:
             refuse_unsuitable(module)
@@ -95,69 +92,54 @@ class DataParallel(nn.DataParallel):
         self.dim = dim
         self.whole = frozenset([whole] if isinstance(whole, str) else whole)
         self._positional = _positional(module, self.whole) if self.whole else []
-        self.device_ids = _device_ids(self.devices)
         self._target = _output_device(output_device, home)
         self.output_device = self._target  # type: ignore[assignment] # torch keeps an index
         self.src_device_obj = home
-        # Subclasses such as PyTorch Geometric's override steps; those are called instead of the faster paths.
-        steps = ("scatter", "replicate", "parallel_apply", "gather")
-        self._overridden = {n for n in steps if getattr(type(self), n) is not getattr(DataParallel, n)}
         self._record = Record()
-        self.register_load_state_dict_post_hook(self._loaded)
         if dim == 0:  # else rows cannot be fetched ahead; lookups work
             for table in shared_tables(module).values():
                 connect(cast(RowSource, table), self)
 
+    def use_devices(self, devices: Devices) -> None:
+        """Split over these devices from now on; their first one must be where the parameters are."""
+        self.devices = devices
+        # torch's attribute: indices of GPUs, none on the plain CPU. Virtual devices on the CPU have no index.
+        replicas = devices.replicas
+        on_cpu: list[Any] = list(replicas) if len(devices) > 1 else []
+        self.device_ids = [each.index for each in replicas] if devices.home.type == "cuda" else on_cpu
+
     def forward(self, *inputs: object, **kwargs: object) -> object:
         """Return the module's output for the whole batch. Raises UserError for inputs that cannot be split
         and outputs that cannot be joined."""
-        if len(self.devices) == 1 and not ("scatter" in self._overridden and self.device_ids):
+        if len(self.devices) == 1:
             return self._on_first_device(inputs, kwargs)
         return self._split_and_joined(inputs, kwargs)
 
     @outside_of_graphs
     def _split_and_joined(self, inputs: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        sizes = None
         if self.whole:
             inputs, kwargs = self.with_wholes(inputs, kwargs)
-        if "scatter" in self._overridden:
-            with stage("scatter"):
-                replica_inputs, replica_kwargs = _paired(*self.scatter(inputs, kwargs, self.device_ids))
-            if len(self.devices) == 1:
-                return self.module(*replica_inputs[0], **replica_kwargs[0])
-        else:
-            rows = batch_rows(inputs, kwargs, self.dim)
-            if not rows:  # no tensor, or an empty batch: call the module once, on the first device
-                return self._on_first_device(inputs, kwargs)
-            sizes = split_sizes(rows, len(self.devices))
-            with stage("scatter"):
-                # Together, so that a tensor that is passed twice stays one tensor in each share.
-                shares_of_both = split((inputs, kwargs), self.devices.replicas[: len(sizes)], sizes, self.dim)
-                replica_inputs, replica_kwargs = map(list, zip(*shares_of_both, strict=True))
+        rows = batch_rows(inputs, kwargs, self.dim)
+        if not rows:  # no tensor, or an empty batch: call the module once, on the first device
+            return self._on_first_device(inputs, kwargs)
+        sizes = split_sizes(rows, len(self.devices))
+        with stage("scatter"):
+            # Together, so that a tensor that is passed twice stays one tensor in each share.
+            shares_of_both = split((inputs, kwargs), self.devices.replicas[: len(sizes)], sizes, self.dim)
+            replica_inputs, replica_kwargs = map(list, zip(*shares_of_both, strict=True))
         with stage("replicate"):
-            replicas = self.replicate(self.module, self.device_ids[: len(replica_inputs)])
-        apply = (
-            self.parallel_apply
-            if "parallel_apply" in self._overridden
-            else partial(parallel_apply, devices=self.devices, sizes=sizes, dim=self.dim)
-        )
+            replicas = self.replicate(self.module, self.device_ids[: len(sizes)])
         try:
-            outputs = apply(replicas, replica_inputs, replica_kwargs)
+            outputs = self.parallel_apply(replicas, replica_inputs, replica_kwargs)
         except Exception as error:
-            if sizes is not None and len(sizes) > 1 and not is_out_of_memory(error):
+            if len(sizes) > 1 and not is_out_of_memory(error):
                 # The traceback shows only the inside of the module; users can change what they pass to it.
                 _note_shares(error, inputs, kwargs, self.dim, sizes)
             raise
-        given_sizes = (
-            tuple(first_size(given) for given in zip(replica_inputs, replica_kwargs, strict=True))
-            if sizes is None
-            else sizes_of_shares((inputs, kwargs), sizes, self.dim)
+        self._record.note(
+            (sizes_of_shares((inputs, kwargs), sizes, self.dim), tuple(map(first_size, outputs)))
         )
-        self._record.note((given_sizes, tuple(map(first_size, outputs))))
         with stage("gather"):
-            if "gather" in self._overridden:
-                return self.gather(outputs, self.output_device)
-            # `sizes` is None after an overridden scatter: only that knows them, so outputs are not checked.
             return gather(outputs, self._target, self.dim, sizes)
 
     def with_wholes(
@@ -191,15 +173,8 @@ class DataParallel(nn.DataParallel):
         """Return the number of rows of each used replica's share of a batch of `rows` rows."""
         return shares(len(self.devices), rows)
 
-    def scatter(
-        self, inputs: tuple[object, ...], kwargs: dict[str, object] | None, device_ids: DeviceNames
-    ) -> Any:
-        """Split arguments over devices; return (tuples of positional arguments, dicts of keyword arguments),
-        one of each per used device. May be overridden."""
-        return scatter_kwargs(inputs, kwargs, device_ids, self.dim)
-
     def replicate(self, module: nn.Module, device_ids: DeviceNames) -> list[nn.Module]:
-        """Return one replica per device. May be overridden. Raises UserError for modules that cannot be
+        """Return one replica per device. Raises UserError for modules that cannot be
         replicated."""
         if module is not self.module or not len(device_ids):
             return replicate(module, device_ids, not torch.is_grad_enabled())
@@ -218,12 +193,8 @@ class DataParallel(nn.DataParallel):
         inputs: Sequence[object],
         kwargs: Sequence[dict[str, object]] | None,
     ) -> list[object]:
-        """Call each replica on its inputs; return the outputs in device order. May be overridden."""
+        """Call each replica on its inputs; return the outputs in device order."""
         return parallel_apply(replicas, inputs, kwargs, self.devices)  # a short batch uses the first of them
-
-    def gather(self, outputs: Sequence[object], output_device: int | str | torch.device) -> object:
-        """Join the outputs on a device. May be overridden. Raises UserError for what cannot be joined."""
-        return gather(outputs, output_device, self.dim)
 
     def _on_first_device(self, inputs: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Call the module on the first device."""
@@ -263,103 +234,6 @@ class DataParallel(nn.DataParallel):
         inputs, outputs = (tuple(map(tuple, sizes)) for sizes in key)
         return Split(inputs, outputs, self.devices.labels[: len(inputs)], count)
 
-    def __getattr__(self, name: str) -> Any:
-        # functional_call and get_parameter walk the modules by the names of the state dict. Those have no
-        # `module.` here, so names of the module's parts must work on this object too.
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            for held in self._named(name):
-                return held[name]
-            raise
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        for held in self._named(name):
-            if isinstance(value, Tensor):  # functional_call swaps parameters for tensors that are none
-                held[name] = value
-            else:
-                setattr(self.module, name, value)
-            return
-        is_part = isinstance(value, nn.Module | nn.Parameter) and name != "module"
-        if is_part and "module" in self.__dict__.get("_modules", {}):
-            raise UserError(
-                f"DataParallel: the module has no {name!r}; set it on the module, region.module.{name}"
-            )
-        super().__setattr__(name, value)
-
-    def _beside_the_module(self, name: str, *_: object, **__: object) -> None:
-        """Raise UserError: it would take no part in the forward, and be missing in the state dict."""
-        raise UserError(f"DataParallel: {name!r} would be beside the module; use region.module")
-
-    register_buffer = register_parameter = add_module = register_module = _beside_the_module
-
-    def __delattr__(self, name: str) -> None:
-        if any(True for _ in self._named(name)):
-            delattr(self.module, name)
-        else:
-            super().__delattr__(name)
-
-    def _named(self, name: str) -> Iterator[dict[str, object]]:
-        """Yield the module's dict (of parameters, buffers or submodules) that has this name, if there is
-        one."""
-        module = self.__dict__.get("_modules", {}).get("module")
-        if module is not None:
-            yield from (h for h in (module._parameters, module._buffers, module._modules) if name in h)
-
-    def state_dict(self, *args: object, **kwargs: object) -> Any:
-        """Return the module's own state dict, with keys without `module.`."""
-        # torch's own method would add the prefix; the rest of it is to call the hooks.
-        named: dict[str, Any] = {
-            **dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)),
-            **kwargs,
-        }
-        prefix, keep_vars = named.get("prefix", ""), named.get("keep_vars", False)
-        for before in self._state_dict_pre_hooks.values():
-            before(self, prefix, keep_vars)
-        found = self.module.state_dict(**named)
-        for after in self._state_dict_hooks.values():
-            found = after(self, found, prefix, found._metadata.get(prefix[:-1], {})) or found
-        return found
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, object],
-        prefix: str,
-        local_metadata: dict[str, object],
-        strict: bool,
-        *told: list[str],
-    ) -> None:
-        own = self.module.state_dict(keep_vars=True).keys()
-        mine = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
-        # Files of torch's class have keys with `module.`, ours do not, and the module may itself have a child
-        # called `module`. So count which reading matches more keys.
-        wrapped = sum(key.startswith("module.") and key.removeprefix("module.") in own for key in mine)
-        if wrapped <= sum(key in own for key in mine):
-            found = {key: state_dict.pop(f"{prefix}{key}") for key in mine}
-            state_dict.update({f"{prefix}module.{key}": value for key, value in found.items()})
-            # torch looks up the versions of the module's parts under `module.`, too, in a dict that only its
-            # own recursion has.
-            versions = sys._getframe(1).f_locals.get("metadata") or {}
-            before = _under(prefix, versions)
-            for key in before:
-                del versions[key]
-            for key, value in before.items():
-                versions[f"{prefix}module.{key[len(prefix) :]}".removesuffix(".")] = value
-            self.__dict__["_loading"] = prefix, versions, before, [(texts, len(texts)) for texts in told]
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *told)
-
-    @staticmethod
-    def _loaded(region: "DataParallel", _: object) -> None:
-        """After loading, put the file's versions back, and name keys in messages as in the file."""
-        if "_loading" not in region.__dict__:
-            return
-        prefix, versions, before, told = region.__dict__.pop("_loading")
-        for key in _under(prefix, versions):
-            del versions[key]
-        versions |= before
-        for texts, count in told:
-            texts[count:] = [text.replace(f"{prefix}module.", prefix, 1) for text in texts[count:]]
-
     def extra_repr(self) -> str:
         return f"devices={self.devices.text!r}"
 
@@ -388,19 +262,6 @@ def _note_shares(
     )
 
 
-def _under(prefix: str, versions: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of a module and its parts, whose keys begin with `prefix`."""
-    return {key: value for key, value in versions.items() if f"{key}.".startswith(prefix) or not prefix}
-
-
-def _device_ids(devices: Devices) -> list[Any]:
-    """Return torch's attribute `device_ids`: indices of GPUs, none on the plain CPU. Virtual devices on the
-    CPU have no index and appear as torch devices."""
-    if devices.home.type == "cuda":
-        return [device.index for device in devices.replicas]
-    return list(devices.replicas) if len(devices) > 1 else []
-
-
 def _output_device(wanted: int | str | torch.device | None, home: torch.device) -> torch.device:
     # An index, such as output_device=0, of virtual devices on the CPU: they are all the same device.
     if wanted is None or (isinstance(wanted, int) and home.type == "cpu"):
@@ -411,14 +272,6 @@ def _output_device(wanted: int | str | torch.device | None, home: torch.device) 
             f"DataParallel: output_device={wanted!r} does not exist; name one of the module's devices, or cpu"
         )
     return torch.device("cuda", 0) if device == torch.device("cuda") else device
-
-
-def _paired(inputs: Any, kwargs: Any) -> tuple[list[Any], list[Any]]:
-    """Return equally many positional and keyword arguments. An overridden `scatter` may return only one of
-    the two."""
-    inputs, kwargs = list(inputs or ()), list(kwargs or ())
-    count = max(len(inputs), len(kwargs), 1)
-    return inputs + [()] * (count - len(inputs)), kwargs + [{}] * (count - len(kwargs))
 
 
 def data_parallel(
@@ -438,28 +291,3 @@ def data_parallel(
 def find_data_parallel(model: nn.Module) -> dict[str, DataParallel]:
     """Return the data-parallel blocks of a model by dotted name ("" for the model itself)."""
     return {name: module for name, module in model.named_modules() if isinstance(module, DataParallel)}
-
-
-def compile_regions(model: nn.Module, **options: Any) -> list[str]:
-    """Compile the modules of a model's data-parallel blocks in place; return the blocks' names. Parameters
-    and state-dict keys stay the same.
-
-    options: of torch.compile. Raises UserError for a block on several devices: its replicas are new for each
-    batch, but a graph would keep using the weights of those for which it was compiled.
-    """
-    blocks = find_data_parallel(model)
-    for name, block in blocks.items():
-        if len(block.devices) > 1:
-            raise UserError(
-                f"compile: {name or 'the model'} runs on {len(block.devices)} devices "
-                f"({block.devices.text}), and replicas cannot be compiled; use one device, or do not compile"
-            )
-    for block in blocks.values():
-        block.module._compiled_call_impl = torch.compile(partial(_call, block.module), **options)
-    return list(blocks)
-
-
-def _call(module: nn.Module, *args: object, **kwargs: object) -> object:
-    # A function of this package: `module.compile()` would not compile modules of torch's own classes, such as
-    # nn.Sequential.
-    return module._call_impl(*args, **kwargs)

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
 
-from dphybrid.parallel.nests import flatten, opened, path_of, rebuilt, unflatten
+from dphybrid.parallel.nests import attributes, is_leaf, with_attributes
 from dphybrid.util.errors import UserError, type_text
 
 
@@ -47,7 +48,7 @@ def as_device(device: torch.device | str | int) -> torch.device:
 def _join(outputs: list[Any], target: torch.device, dim: int, sizes: Sequence[int] | None) -> Any:
     if all(isinstance(output, Tensor) for output in outputs):
         return _join_tensors(outputs, target, dim, sizes)
-    found, spec = flatten(outputs[0])
+    found, spec = pytree.tree_flatten(outputs[0], is_leaf)
     try:
         # By key: replicas may have filled their dicts in different orders.
         columns = [spec.flatten_up_to(output) for output in outputs]
@@ -58,9 +59,10 @@ def _join(outputs: list[Any], target: torch.device, dim: int, sizes: Sequence[in
         try:
             found[index] = _join_leaf([column[index] for column in columns], target, dim, sizes)
         except _CannotJoin as error:
-            error.path = path_of(outputs[0], index) + error.path
+            keys, _ = pytree.tree_flatten_with_path(outputs[0], is_leaf)[0][index]
+            error.path = pytree.keystr(keys) + error.path
             raise
-    return unflatten(found, spec)
+    return pytree.tree_unflatten(found, spec)
 
 
 def _join_leaf(outputs: list[Any], target: torch.device, dim: int, sizes: Sequence[int] | None) -> Any:
@@ -79,12 +81,8 @@ def _join_leaf(outputs: list[Any], target: torch.device, dim: int, sizes: Sequen
             "a PackedSequence has no batch dim to join on; unpack it inside the module (pad_packed_sequence "
             "with total_length)"
         )
-    if (inner := opened(first)) is not None:
-        items = [dict(zip(*(opened(output) or inner), strict=True)) for output in outputs]
-        if any(each.keys() != items[0].keys() for each in items):
-            raise _CannotJoin("replicas returned different containers; return the same items from each")
-        values = _join([[each[name] for name in inner[0]] for each in items], target, dim, sizes)
-        return rebuilt(first, inner[0], values)
+    if attributes(first) is not None:
+        return with_attributes(first, _join([attributes(output) for output in outputs], target, dim, sizes))
     raise _CannotJoin(
         f"{type_text(first)} cannot be joined over replicas; return tensors with the batch on dim {dim}"
     )

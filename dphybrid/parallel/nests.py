@@ -2,17 +2,17 @@
 rows, and refuses contents that cannot be split.
 
 Containers are those that torch's pytree knows (tuple, list, dict, named tuple, OrderedDict, defaultdict,
-deque, torch's return types, and every class registered with it, such as the model outputs of Hugging Face),
-dataclasses, and subclasses of dict, list and tuple.
+deque, torch's return types, and every class registered with it, such as the model outputs of Hugging Face)
+and dataclasses.
 """
 
-import array
 import copy
 import dataclasses
 import types
-from collections import deque
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AnySet
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
-from dphybrid.util.errors import UserError, type_text
+from dphybrid.util.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,48 +33,13 @@ class Whole:
 @dataclasses.dataclass(frozen=True, eq=False)
 class Parts:
     """Marks a value that is split already: one tensor per used replica, on the replica's device, with as many
-    rows as the replica's share."""
+    rows as the replica's share. Only a region takes it; operations on the rows belong inside."""
 
     tensors: Sequence[Tensor]
 
     def joined(self, device: torch.device, dim: int) -> Tensor:
         """Return all parts as one tensor on `device`."""
         return torch.cat([part.to(device) for part in self.tensors], dim)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copy, pickle and others only ask whether a special method exists
-            raise AttributeError(name)
-        raise AttributeError(_only_in_regions(name))
-
-    @classmethod
-    def __torch_function__(cls, function: Callable[..., object], *_: object) -> None:
-        # torch functions and layers call this for an argument that has it. Without it, their error would only
-        # name this class and not say what to do.
-        raise AttributeError(_only_in_regions(function.__name__))
-
-
-def _only_in_regions(name: str) -> str:
-    return (
-        f"{name}: these rows are on their devices already, in parts, and only a region takes them; call "
-        f"{name} inside the region's module"
-    )
-
-
-def _refusing(operator: str) -> Callable[..., None]:
-    def refuse(*_: object) -> None:
-        raise UserError(_only_in_regions(operator))
-
-    return refuse
-
-
-# Python looks operators up in the class, so `__getattr__` does not see them.
-for _operator in (
-    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor"),
-    *("radd", "rsub", "rmul", "rtruediv", "rfloordiv", "rmod", "rpow", "rmatmul", "rand", "ror", "rxor"),
-    *("neg", "pos", "abs", "invert", "lt", "le", "gt", "ge", "eq", "ne"),
-    *("len", "bool", "iter", "getitem", "setitem", "contains", "float", "int"),
-):
-    setattr(Parts, f"__{_operator}__", _refusing(_operator))
 
 
 def parts(tensors: Sequence[Tensor]) -> Tensor | Parts:
@@ -86,99 +51,71 @@ def parts(tensors: Sequence[Tensor]) -> Tensor | Parts:
 # Taking apart and putting together
 
 
-def flatten(value: object) -> tuple[list[Any], pytree.TreeSpec]:
-    """Return a nest's leaves and what `unflatten` needs. Containers that torch does not know are leaves here;
-    see `opened`."""
-    return pytree.tree_flatten(value, _is_leaf)
+def is_leaf(value: object) -> bool:
+    """Return whether torch's pytree must leave a value whole, although it would open it."""
+    return isinstance(value, PackedSequence)  # a named tuple
 
 
-unflatten = pytree.tree_unflatten
-
-
-def _is_leaf(value: object) -> bool:
-    return isinstance(value, PackedSequence | deque)  # for torch a named tuple and a list
-
-
-def opened(value: object) -> tuple[list[Any], list[object]] | None:
-    """Return the names and items of a container that torch's pytree does not know, or None for another value.
-    Raises UserError for a container with tensors in attributes that are not items."""
-    if isinstance(value, Whole | Parts | type | PackedSequence | torch.Size):
+def attributes(value: object) -> dict[str, object] | None:
+    """Return a dataclass object's attributes, also those that are not fields; None for another value."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, Whole | Parts | type):
         return None
-    if isinstance(value, deque) and not any(isinstance(leaf, Tensor) for leaf in leaves(list(value))):
-        return None  # numbers, one for each sample perhaps
-    if isinstance(value, dict | list | tuple | deque):
-        if any(isinstance(leaf, Tensor) for held in held_by(value) for leaf in leaves(held)):
-            raise UserError(
-                f"{type_text(value)} carries a tensor beside its items; give it as an item or an argument, "
-                "or register the class with torch.utils._pytree"
-            )
-        pairs = value.items() if isinstance(value, dict) else enumerate(value)
-        names, items = zip(*pairs, strict=True) if value else ((), ())
-        return list(names), list(items)
-    if dataclasses.is_dataclass(value):
-        # All attributes, including those that __post_init__ set in addition to the fields.
-        fields = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-        attributes = list(dict.fromkeys([*fields, *getattr(value, "__dict__", {})]))
-        return attributes, [getattr(value, name) for name in attributes]
-    return None
+    fields = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+    names = dict.fromkeys([*fields, *getattr(value, "__dict__", {})])
+    return {name: getattr(value, name) for name in names}
 
 
-def rebuilt(like: Any, names: list[Any], items: Sequence[object]) -> object:
-    """Return a container like `like`, which was `opened`, with other items. No constructor runs: a
+def with_attributes(value: object, changed: Mapping[str, object]) -> object:
+    """Return a copy of a dataclass object with other attributes. Its constructor does not run: a
     `__post_init__` would compute from a share what it computed from the batch."""
-    new: Any
-    if isinstance(like, tuple):
-        new = tuple.__new__(type(like), items)
-        vars(new).update(vars(like)) if hasattr(like, "__dict__") else None
-        return new
-    new = copy.copy(like)
-    if isinstance(like, list | deque):
-        new.clear()
-        new.extend(items)
-    elif isinstance(like, dict):
-        for name, item in zip(names, items, strict=True):
-            new[name] = item
-    else:
-        for name, item in zip(names, items, strict=True):
-            object.__setattr__(new, name, item)
+    new = copy.copy(value)
+    for name, item in changed.items():
+        object.__setattr__(new, name, item)
     return new
+
+
+def flatten(value: object) -> tuple[list[Any], Callable[[Sequence[object]], Any]]:
+    """Return a nest's leaves, and a function that returns such a nest with other leaves."""
+    found, spec = pytree.tree_flatten(value, is_leaf)
+    held = {index: of for index, leaf in enumerate(found) if (of := attributes(leaf)) is not None}
+    if not held:
+        return found, lambda leaves: pytree.tree_unflatten(leaves, spec)
+    opened = {index: flatten(of) for index, of in held.items()}
+
+    def rebuilt(leaves: Sequence[object]) -> Any:
+        rest = iter(leaves)
+        items = []
+        for index, leaf in enumerate(found):
+            if index in opened:
+                inner, made = opened[index]
+                items.append(with_attributes(leaf, made(list(islice(rest, len(inner))))))
+            else:
+                items.append(next(rest))
+        return pytree.tree_unflatten(items, spec)
+
+    each = (opened[index][0] if index in opened else [leaf] for index, leaf in enumerate(found))
+    return [leaf for of_one in each for leaf in of_one], rebuilt
 
 
 def leaves(value: object) -> list[Any]:
     """Return everything in a nest that is not a container."""
-    found: list[Any] = []
-    for leaf in flatten(value)[0]:
-        inner = None if isinstance(leaf, Tensor) or type(leaf) in PLAIN else opened(leaf)
-        found += [leaf] if inner is None else leaves(inner[1])
-    return found
+    return flatten(value)[0]
 
 
 def named_leaves(value: object, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (path, leaf) for everything in a nest that is not a container."""
-    for keys, leaf in pytree.tree_flatten_with_path(value, _is_leaf)[0]:
+    for keys, leaf in pytree.tree_flatten_with_path(value, is_leaf)[0]:
         where = path + pytree.keystr(keys)
-        if (inner := opened(leaf)) is None:
+        if (held := attributes(leaf)) is None:
             yield where, leaf
         else:
-            for name, item in zip(*inner, strict=True):
-                yield from named_leaves(item, f"{where}[{name!r}]")
-
-
-def path_of(value: object, index: int) -> str:
-    """Return the path, such as `['a'][0]`, of a leaf of `flatten`."""
-    return pytree.keystr(pytree.tree_flatten_with_path(value, _is_leaf)[0][index][0])
+            yield from named_leaves(held, where)
 
 
 def map_leaves(function: Callable[[Any], object], value: object) -> Any:
     """Return the nest with `function` applied to everything in it that is not a container."""
-    found, spec = flatten(value)
-    for index, leaf in enumerate(found):
-        inner = None if isinstance(leaf, Tensor) else opened(leaf)
-        if inner is None:
-            found[index] = function(leaf)
-        else:
-            found[index] = rebuilt(leaf, inner[0], [map_leaves(function, item) for item in inner[1]])
-    return unflatten(found, spec)
+    found, rebuilt = flatten(value)
+    return rebuilt([function(leaf) for leaf in found])
 
 
 def joined(value: object, device: torch.device, dim: int) -> Any:
@@ -263,7 +200,7 @@ def _num_rows(leaf: object, dim: int) -> int | None:
     if isinstance(leaf, Parts):
         return sum(part.shape[dim] for part in leaf.tensors)
     if not isinstance(leaf, Tensor):
-        if type(leaf) not in PLAIN and not isinstance(leaf, Whole):
+        if type(leaf) not in _PLAIN and not isinstance(leaf, Whole):
             _refuse_unsplittable(leaf)
         return None
     if leaf.is_nested or leaf.layout not in (torch.strided, torch.sparse_coo):
@@ -282,13 +219,10 @@ def _num_rows(leaf: object, dim: int) -> int | None:
     return leaf.shape[dim] if -leaf.dim() <= dim < leaf.dim() else -1
 
 
-PLAIN: frozenset[type] = frozenset(
+_PLAIN: frozenset[type] = frozenset(
     (types.NoneType, bool, int, float, complex, str, bytes, slice, range, torch.dtype, torch.device)
 )
 """Types whose values neither are nor contain tensors."""
-
-_ARRAYS = ("__array__", "__dataframe__", "__arrow_c_stream__", "__arrow_c_array__")
-"""Methods by which classes of numpy, pandas, polars, pyarrow and others give their data."""
 
 
 def _refuse_unsplittable(leaf: Any) -> None:
@@ -302,29 +236,28 @@ def _refuse_unsplittable(leaf: Any) -> None:
         )
     if isinstance(leaf, Iterator):
         raise UserError(f"a {kind} can be read only once, by the first replica; give a list or a tensor")
-    is_scalar = getattr(leaf, "ndim", None) == 0
-    is_array = not is_scalar and any(hasattr(type(leaf), name) for name in _ARRAYS)
-    if is_array or isinstance(leaf, array.array | bytearray | memoryview | deque):
-        of_numpy = type(leaf).__module__.partition(".")[0] == "numpy"
+    is_array = any(hasattr(type(leaf), name) for name in ("__array__", "__arrow_c_stream__"))
+    if (is_array and getattr(leaf, "ndim", 1)) or isinstance(leaf, array | bytearray | memoryview):
         raise UserError(
-            f"a {'numpy array' if of_numpy else kind} is not split; give torch.from_numpy(...) or another "
-            "tensor, or Whole(...) for what all replicas share"
+            f"a {kind} is not split; give torch.from_numpy(...) or another tensor, or Whole(...) for what "
+            "all replicas share"
         )
-    if isinstance(leaf, nn.Module) or any(
-        isinstance(each, Tensor) for held in held_by(leaf) for each in leaves(held)
-    ):
+    if isinstance(leaf, nn.Module) or any(isinstance(each, Tensor) for each in leaves(_held_by(leaf))):
         raise UserError(
             f"a {kind} carries tensors that cannot be split; give them as arguments, in a tuple, list, dict "
-            "or dataclass, or wrap what all replicas share in Whole(...)"
+            "or dataclass, register the class with torch.utils._pytree, or wrap what all replicas share in "
+            "Whole(...)"
         )
 
 
-def held_by(value: Any) -> Iterator[object]:
-    """Yield what an object holds directly: attributes, slots, and the items of a set or mapping."""
+def _held_by(value: Any) -> list[object]:
+    """Return what an object holds directly: attributes, slots, and the items of a collection."""
     if isinstance(value, type | types.ModuleType):
-        return
+        return []
     slots = (slot for kind in type(value).__mro__ for slot in vars(kind).get("__slots__", ()))
-    yield from (getattr(value, slot, None) for slot in slots)
-    if isinstance(value, AnySet) or (isinstance(value, Mapping) and not isinstance(value, dict)):
-        yield from value.values() if isinstance(value, Mapping) else value
-    yield from getattr(value, "__dict__", {}).values()
+    held = [getattr(value, slot, None) for slot in slots]
+    if isinstance(value, Mapping):
+        held += value.values()
+    elif isinstance(value, AnySet | list | tuple):
+        held += value
+    return [*held, *getattr(value, "__dict__", {}).values()]

@@ -14,16 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dphybrid.parallel.devices import Devices, resolve_devices
-from dphybrid.parallel.nests import (
-    Parts,
-    Whole,
-    batch_rows,
-    flatten,
-    map_tensors,
-    opened,
-    rebuilt,
-    unflatten,
-)
+from dphybrid.parallel.nests import Parts, Whole, batch_rows, flatten, map_tensors
 from dphybrid.parallel.splits import shares
 from dphybrid.util.errors import UserError, type_text
 
@@ -31,8 +22,7 @@ DeviceNames = str | Devices | Sequence[int | str | torch.device]
 
 
 def scatter(inputs: object, devices: DeviceNames, dim: int = 0) -> list[Any]:
-    """Split every tensor of a nest (tuples, lists, dicts, namedtuples, dataclasses) on `dim`; return one nest
-    per used device.
+    """Split every tensor of a nest (pytrees, dataclasses) on `dim`; return one nest per used device.
 
     Every device gets all `Whole` values and everything that is not a tensor. Raises UserError for tensors
     with different numbers of rows, and for unknown containers of tensors.
@@ -53,31 +43,13 @@ def scatter_kwargs(
     return tuple(share[0] for share in found), tuple(share[1] for share in found)
 
 
-def split(
-    value: object,
-    devices: Sequence[torch.device],
-    sizes: list[int],
-    dim: int,
-    seen: dict[int, list[Any]] | None = None,
-) -> list[Any]:
-    """Split a value that `batch_rows` has checked; return one value per device.
-
-    sizes: rows of each device. seen: id of a leaf -> its shares, so that a tensor which is passed twice stays
-    one tensor in each share.
-    """
-    seen = {} if seen is None else seen
-    found, spec = flatten(value)
-    columns = []
-    for leaf in found:
-        if id(leaf) not in seen:
-            inner = None if isinstance(leaf, Tensor) else opened(leaf)
-            if inner is None:
-                seen[id(leaf)] = _split_leaf(leaf, devices, sizes, dim)
-            else:
-                of_devices = split(inner[1], devices, sizes, dim, seen)
-                seen[id(leaf)] = [rebuilt(leaf, inner[0], items) for items in of_devices]
-        columns.append(seen[id(leaf)])
-    return [unflatten([column[j] for column in columns], spec) for j in range(len(devices))]
+def split(value: object, devices: Sequence[torch.device], sizes: list[int], dim: int) -> list[Any]:
+    """Split a value that `batch_rows` has checked; return one value per device. sizes: rows of each device. A
+    tensor that is passed twice stays one tensor in each share."""
+    found, rebuilt = flatten(value)
+    unique = {id(leaf): leaf for leaf in found}
+    parts_of = {key: _split_leaf(leaf, devices, sizes, dim) for key, leaf in unique.items()}
+    return [rebuilt([parts_of[id(leaf)][j] for leaf in found]) for j in range(len(devices))]
 
 
 def _split_leaf(leaf: Any, devices: Sequence[torch.device], sizes: list[int], dim: int) -> list[Any]:

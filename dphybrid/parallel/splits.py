@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dphybrid.parallel.nests import Parts, batch_tensor
-from dphybrid.util.errors import UserError, counted
+from dphybrid.util.errors import UserError
 
 Size = tuple[int, ...]
 Key = tuple[tuple[Size, ...], tuple[Size, ...]]
@@ -103,29 +103,3 @@ def _size(size: Size) -> str:
 
 def _whole(sizes: tuple[Size, ...]) -> Size:
     return (sum(size[0] for size in sizes), *sizes[0][1:]) if sizes[0] else ()
-
-
-def split_plan(rows: int, batch_size: int, labels: Sequence[str]) -> str:
-    """Return a text that shows how an epoch of `rows` rows will be split over the labelled devices, and how
-    to avoid idle ones. Raises UserError for numbers below 1."""
-    if rows < 1:
-        raise UserError(f"rows={rows}: must be at least 1")
-    count, (num_full, rest) = len(labels), divmod(rows, batch_size)
-    full = split_sizes(batch_size, count)
-    batches = [(f"{num_full} x {counted(batch_size, 'row')}", full)] if num_full else []
-    if rest:
-        batches.append((f"last: {counted(rest, 'row')}", split_sizes(rest, count)))
-    wide = max(len(label) for label, _ in batches)
-    lines = [f"{counted(rows, 'row')} in batches of {batch_size} over {counted(count, 'device')}:", ""]
-    lines += [f"  {label:<{wide}}  {','.join(map(str, sizes))}" for label, sizes in batches]
-    lines.append("")
-    for label, sizes in batches:
-        if idle := labels[len(sizes) :]:
-            lines.append(f"{label}: {len(idle)} of {count} devices idle ({', '.join(idle)}).")
-    if num_full and (len(full) < count or max(full) != min(full)):
-        better = -(-batch_size // count) * count
-        lines.append(
-            f"A batch size that fills {count} devices evenly is a multiple of {count}: {better} gives "
-            f"{counted(better // count, 'row')} each."
-        )
-    return "\n".join(lines if lines[-1] else [*lines, "Every device is used by every batch."])

@@ -15,7 +15,7 @@ from torch import nn
 from dphybrid.data import Prepared
 from dphybrid.data.table.encoder import Encoder, old_rows, open_base
 from dphybrid.embedding import find_tables, row_optimizer
-from dphybrid.parallel import Devices, compile_regions, start_on
+from dphybrid.parallel import Devices, start_on
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import Run, attached
 from dphybrid.run.pages import ResultPage
@@ -178,8 +178,6 @@ def build_trained(experiment: Experiment, devices: Devices, filled: bool) -> Tra
     with engine.new_tables(filled):
         model = experiment.build(devices, None if filled else experiment.data.dataset("train"))
     engine.place(model)
-    if config.train.compile:
-        compile_regions(model)
     tables, table = find_tables(model), config.table
     decay = table.weight_decay
     rows = row_optimizer(table.optimizer, tables, lr=table.lr, weight_decay=decay) if tables else None

@@ -3,8 +3,8 @@
 `step-000500/` holds `blocks.safetensors` (dense parameters and buffers), `blocks_optimizer.safetensors`,
 `tables/NAME.safetensors` (table and its row states; see `tensor_file` for `changed/`) and `state.json` (step,
 next batch, generator states, metrics, a checksum of each file). `saving` writes a temporary folder, fsyncs
-and renames it, so a folder with its final name is complete. Parameter names have no `module.` prefix: a
-checkpoint loads on any number of devices, real or virtual.
+and renames it, so a folder with its final name is complete. Names of parameters lack the `module.` of their
+data-parallel block: a checkpoint loads on any number of devices, real or virtual, and into the bare module.
 """
 
 import re
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from typing_extensions import TypedDict  # pydantic takes that of typing from Python 3.12 on
 
 from dphybrid.embedding import RowOptimizer, find_tables
+from dphybrid.parallel import find_data_parallel
 from dphybrid.training.optimizers import swap_average
 from dphybrid.training.tensor_file import (
     REMEDY,
@@ -300,11 +301,16 @@ def dense_state(model: nn.Module) -> dict[str, Tensor]:
     # By identity: a table used by two modules has two names, and one inside of a region has another name here
     # than among the model's modules.
     rows = {id(table.weight) for table in find_tables(model).values()}
-    values = model.state_dict(keep_vars=True).items()
+    regions = [f"{name}." if name else "" for name in find_data_parallel(model)]
+
+    def bare(key: str) -> str:
+        region = next((name for name in regions if key.startswith(f"{name}module.")), None)
+        return key if region is None else region + key.removeprefix(f"{region}module.")
+
     # Without what `get_extra_state` of modules adds, which is not copied to by `load_weights`.
     return {
-        key: value.detach()
-        for key, value in values
+        bare(key): value.detach()
+        for key, value in model.state_dict(keep_vars=True).items()
         if isinstance(value, Tensor) and id(value) not in rows and not key.endswith("_extra_state")
     }
 

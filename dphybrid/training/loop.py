@@ -8,13 +8,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from dphybrid.config import TrainConfig
 from dphybrid.data import Dataset, batches, num_batches
 from dphybrid.embedding import DeclaresIds, RowPipeline
-from dphybrid.parallel import compare_split, find_data_parallel
-from dphybrid.parallel.comparison import refuse_differences
+from dphybrid.parallel import check_split, find_data_parallel
 from dphybrid.training.callbacks import EpochEnd, run_callbacks
 from dphybrid.training.checkpoint import VALIDATION, Progress
 from dphybrid.training.engine import Session
@@ -26,8 +24,7 @@ from dphybrid.training.optimizers import averaged, learning_rate_factor
 from dphybrid.training.results import SavingCosts
 from dphybrid.training.saving import best_steps, checkpoint_cards, prune_checkpoints
 from dphybrid.training.step import Step
-from dphybrid.util.errors import UserError, counted, failure_text
-from dphybrid.util.memory import is_out_of_memory
+from dphybrid.util.errors import UserError, counted
 from dphybrid.util.stages import stage, timed
 
 
@@ -97,23 +94,10 @@ def _check_split(session: Session, observer: Observer) -> None:
         return
     try:
         with numerics(float32):
-            found = compare_split(model, next(_batches_of_epoch(session)))
-    except UserError:
-        raise
-    except Exception as error:  # noqa: BLE001 # an error of the model itself stops the training anyway
-        full = "the first device cannot hold the whole batch"
-        why = full if is_out_of_memory(error) else failure_text(error)
-        observer.line(f"train.check_split: not compared, as {why}")
-        return
-    refuse_differences(found, "train.check_split=false trains it nevertheless")
-    for finding in found:  # nothing breaks, but a block may not have been compared
-        observer.line(f"train.check_split: {finding.text()}")
-    if not found:
-        normed = any(isinstance(part, _BatchNorm) for block in blocks for part in block.modules())
-        observer.line(
-            "The first batch gives the same results unsplit and split"
-            + (", except for BatchNorm, which normalises each share by itself" if normed else "")
-        )
+            found = check_split(model, next(_batches_of_epoch(session)))
+    except UserError as error:
+        raise UserError(f"{error}\ntrain.check_split=false trains it nevertheless") from error
+    observer.line(f"train.check_split: {found}")
 
 
 @torch.no_grad()

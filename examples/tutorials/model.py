@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from dphybrid.config import ModelConfig
 from dphybrid.embedding import HostEmbedding
-from dphybrid.parallel import DataParallel, Devices, Dropout
+from dphybrid.parallel import DataParallel, Devices
 from dphybrid.recipes.context import ModelContext
 
 from . import (
@@ -141,8 +141,8 @@ def build_digits(context: ModelContext[DigitsModelConfig]) -> Supervised:
     network = nn.Sequential(
         nn.Conv2d(channels, 32, 3, padding=1), nn.ReLU(),
         nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(),
-        nn.MaxPool2d(2), nn.Flatten(), Dropout(o.dropout),
-        nn.Linear(64 * (height // 2) * (width // 2), o.hidden), nn.ReLU(), Dropout(o.dropout),
+        nn.MaxPool2d(2), nn.Flatten(), nn.Dropout(o.dropout),
+        nn.Linear(64 * (height // 2) * (width // 2), o.hidden), nn.ReLU(), nn.Dropout(o.dropout),
         nn.Linear(o.hidden, _CLASSES),
     )  # fmt: skip
     return Supervised(DataParallel(network, context.devices), _IMAGES, _cross_entropy, context.dtype)

@@ -36,7 +36,6 @@ def config(*values: str) -> ExperimentConfig:
         (["table.optimizer=sgd", "table.weight_decay=0.1"], "use adagrad, or 0"),
         (["table.dtype=bfloat16"], "use table.dtype=model"),
         (["model.dtype=float64"], "use model.dtype=float32"),
-        (["train.compile=true"], "train.compile"),
         (["train.callbacks=mine:tell"], "train.callbacks"),
         (["train.warm_start=x", "data.base=y"], "data.base"),
         (["train.batch_size=1"], "use at least 2"),

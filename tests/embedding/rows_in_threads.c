@@ -73,9 +73,6 @@ static void train(struct team team, int64_t stored, int64_t rule, int64_t width,
         run(&team, BY_TYPE(updates, stored, width), &update, count, block);
     } else if (!update_rows(&update))
         abort();
-    struct dropout drop = {team, grads, grads, IDS, width, 5, stored == BFLOAT16 ? FLOAT32 : stored, 1, 1u << 30, 4.0 / 3};
-    if (!drop_out(&drop))
-        abort();
     add(grads, (size_t)(IDS * width * REAL_BYTES[stored]));
     add(squares, (size_t)count * sizeof *squares);
     add(rows, (size_t)(ROWS * width * STORED_BYTES[stored]));

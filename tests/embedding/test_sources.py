@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from dphybrid.embedding import HostEmbedding, RowPipeline, RowSGD
-from dphybrid.parallel import DataParallel, Dropout
+from dphybrid.parallel import DataParallel
 
 KINDS = pytest.mark.parametrize(
     ("devices", "mode"),
@@ -25,7 +25,7 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.table = HostEmbedding(50, 4, seed=1)
-        self.net = DataParallel(nn.Sequential(nn.Linear(4, 4), Dropout(0.5), nn.Linear(4, 1)), devices)
+        self.net = DataParallel(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1)), devices)
 
     def forward(self, ids: Tensor) -> Tensor:
         loss: Tensor = self.net(self.net.rows(self.table, ids)).square().mean()

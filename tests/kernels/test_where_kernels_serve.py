@@ -19,7 +19,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import dphybrid.kernels as kernels
 from dphybrid.embedding import HostEmbedding, HostEmbeddingCollection
 from dphybrid.kernels import is_plain, may_read, may_train
-from dphybrid.parallel import Dropout
 from dphybrid.recipes.ctr import model as ctr_model
 from dphybrid.recipes.ctr.model import SideBySide
 from dphybrid.recipes.ctr.numbers import EmbeddedBins
@@ -37,7 +36,6 @@ COMPUTING: dict[str, Case] = {
     "numbers": (lambda: EmbeddedBins(EDGES_NE, 4), (torch.randn(3, 2),)),
 }
 READING: dict[str, Case] = {
-    "dropout": (lambda: Dropout(0.5), (torch.ones(3, 4),)),
     "table": (lambda: HostEmbedding(3, 2, seed=0), (IDS_BF,)),
     "collection": (lambda: HostEmbeddingCollection({"a": 3, "b": 2}, 4, seed=0), (IDS_BF,)),
 }

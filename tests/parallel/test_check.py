@@ -1,9 +1,6 @@
 """The checker of modules."""
 
-import types
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -16,51 +13,26 @@ from dphybrid.training.memory import own_gpus
 from tests.parallel import zoo
 
 
-def holding(value: object) -> nn.Module:
-    module = nn.Module()
-    module.held = value
-    return module
-
-
-def calls(layer: nn.Module) -> Callable[[Any], Any]:
-    return lambda x: layer(x)
-
-
 @pytest.mark.parametrize(
-    ("make", "breaks", "words"),
+    ("make", "words"),
     [
-        (lambda: holding({"table": torch.ones(3)}), True, ["self.held", "register_buffer"]),
-        (lambda: holding(types.SimpleNamespace(table=torch.ones(3))), True, ["self.held", "register_buffer"]),
-        (lambda: holding(nn.Linear(3, 3).forward), True, ["self.held", "bound method"]),
-        (lambda: holding(partial(nn.Linear(3, 3).forward)), True, ["self.held", "bound method"]),
-        (
-            lambda: holding([(lambda layer: lambda x: layer(x))(nn.ReLU())]),
-            True,
-            ["self.held", "stored function"],
-        ),
-        (lambda: holding([nn.TransformerEncoderLayer(4, 2)]), True, ["self.held", "nn.ModuleList"]),
-        (lambda: nn.SyncBatchNorm(3), True, ["processes"]),
-        (lambda: nn.LSTM(3, 3), True, ["batch_first=True"]),
-        (lambda: nn.Dropout(), False, ["masks differ", "dphybrid.parallel.Dropout"]),
-        (lambda: nn.TransformerEncoderLayer(4, 2, 8), True, ["self_attn", "batch_first=True"]),
-        (zoo.mlp_batchnorm, False, ["BatchNorm1d", "GroupNorm"]),
-        (zoo.Tied, False, ["table", "output", "HostEmbedding"]),
-        (lambda: DataParallel(nn.Linear(2, 2), "cpu*2"), True, ["is data-parallel itself"]),
-        (lambda: nn.LazyLinear(3), True, ["without a size"]),
+        (lambda: nn.SyncBatchNorm(3), ["the module (SyncBatchNorm)", "processes"]),
+        (lambda: nn.Sequential(nn.LSTM(3, 3)), ["0 (LSTM)", "batch_first=True"]),
+        (lambda: nn.TransformerEncoderLayer(4, 2, 8), ["self_attn", "batch_first=True"]),
+        (zoo.mlp_batchnorm, ["1 (BatchNorm1d)", "GroupNorm"]),
+        (lambda: nn.InstanceNorm1d(3, track_running_stats=True), ["track_running_stats=False"]),
+        (lambda: DataParallel(nn.Linear(2, 2), "cpu*2"), ["is data-parallel itself"]),
+        (lambda: nn.LazyLinear(3), ["without a size"]),
     ],
 )
-def test_the_checker_names_place_and_remedy(
-    make: Callable[[], nn.Module], breaks: bool, words: list[str]
-) -> None:
-    found = check_module(make())
-    assert any(finding.breaks == breaks for finding in found)
-    shown = "\n".join(finding.text() for finding in found)
+def test_the_checker_names_place_and_remedy(make: Callable[[], nn.Module], words: list[str]) -> None:
+    (found,) = check_module(make())
     for word in words:
-        assert word in shown
+        assert word in found
 
 
 @pytest.mark.parametrize(
-    "make", [m for m in zoo.SHAPES if m not in (zoo.mlp_batchnorm, zoo.Tied)], ids=lambda f: f.__name__
+    "make", [m for m in zoo.SHAPES if m is not zoo.mlp_batchnorm], ids=lambda f: f.__name__
 )
 def test_the_checker_raises_no_false_alarm(make: Callable[[], nn.Module]) -> None:
     assert check_module(make()) == []

@@ -1,4 +1,4 @@
-"""torch.compile: of regions, and of a whole model around its table's lookups and its region's split."""
+"""torch.compile of a whole model around its table's lookups and its region's split."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dphybrid.embedding import HostEmbedding, RowAdam, dense_parameters
-from dphybrid.parallel import DataParallel, compile_regions, find_data_parallel
+from dphybrid.parallel import DataParallel
 
 
 @pytest.fixture(autouse=True)
@@ -61,24 +61,3 @@ def test_a_whole_model_compiles_around_its_table_and_its_split(devices: str) -> 
     assert trained(model, torch.compile(model, backend=backend)) == expected
     assert [split.count for split in model.region.splits()] == [3, 1]
     assert any("linear" in graph for graph in graphs), "something is left to compile"
-
-
-def test_regions_compile_in_place_on_one_device() -> None:
-    expected = trained(model := Model("cpu"), model)
-    model = Model("cpu")
-    keys = list(model.state_dict())
-    graphs: list[str] = []
-
-    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
-        graphs.append(str(graph.graph))
-        return graph.forward
-
-    assert compile_regions(model, backend=backend) == list(find_data_parallel(model)) == ["region"]
-    assert trained(model, model) == expected
-    assert graphs
-    assert all(graph.count("call_function") >= 3 for graph in graphs), (
-        "two layers and what is between them in one graph"
-    )
-    assert list(model.state_dict()) == keys
-    compiled = DataParallel(torch.compile(nn.Linear(3, 2), backend="eager"), "cpu")  # type: ignore[arg-type]
-    assert compiled(torch.ones(4, 3)).shape == (4, 2)

@@ -12,7 +12,6 @@ from dphybrid.parallel import (
     device_count,
     parallel_apply,
     resolve_devices,
-    split_plan,
     split_sizes,
 )
 from dphybrid.util.errors import UserError
@@ -39,13 +38,6 @@ def test_split_sizes_are_those_of_chunk() -> None:
             assert split_sizes(rows, devices) == [len(part) for part in torch.arange(rows).chunk(devices)]
 
 
-def test_state_dict_keys_are_those_of_the_bare_module() -> None:
-    bare, inner = (nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)) for _ in range(2))
-    wrapped = nn.Sequential(DataParallel(inner, "cpu*2"))
-    assert list(wrapped.state_dict()) == [f"0.{key}" for key in bare.state_dict()]
-    bare.load_state_dict(wrapped[0].state_dict())
-
-
 def test_an_empty_batch_runs_once() -> None:
     assert DataParallel(nn.Linear(5, 2), "cpu*3")(torch.empty(0, 5)).shape == (0, 2)
 
@@ -69,20 +61,6 @@ def test_threads_see_the_callers_modes_and_number_of_threads() -> None:
             seen.clear()
     finally:
         torch.set_num_threads(before)
-
-
-def test_the_plan_names_idle_devices_and_a_better_batch_size() -> None:
-    text = split_plan(100, 30, resolve_devices("cpu*8").labels)
-    for words in (
-        "4,4,4,4,4,4,4,2",
-        "2,2,2,2,2\n",
-        "3 of 8 devices idle (cpu[5], cpu[6], cpu[7])",
-        "32 gives 4 rows each",
-    ):
-        assert words in text
-    assert "Every device is used" in split_plan(64, 16, ["cpu[0]", "cpu[1]"])
-    # Fewer rows than a batch: another batch size would change nothing.
-    assert split_plan(6, 16, ["a", "b", "c"]).endswith("2,2,2\n\nEvery device is used by every batch.")
 
 
 def test_devices_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

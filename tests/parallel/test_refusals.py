@@ -3,7 +3,7 @@
 import re
 import types
 from array import array
-from collections import UserDict, deque
+from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pack_sequence
 
 from dphybrid.embedding import HostEmbedding
-from dphybrid.parallel import DataParallel, compile_regions, gather, parallel_apply, parts
+from dphybrid.parallel import DataParallel, gather, parallel_apply, parts
 from dphybrid.util.errors import UserError
 from tests.conftest import REPOSITORY
 from tests.parallel.zoo import Does
@@ -41,7 +41,6 @@ class Slotted:
 class Batch(dict):  # type: ignore[type-arg]
     def __init__(self, x: Tensor) -> None:
         super().__init__(x=x)
-        self.lengths = torch.ones(len(x))
 
 
 def gives(*found: Any) -> None:
@@ -86,9 +85,9 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "is a `HostEmbedding`": lambda: DataParallel(HostEmbedding(8, 2), TWO)(torch.arange(8)),
     "has parameters on another device": moved_after_wrapping,
     "is or contains a SyncBatchNorm": lambda: wraps(nn.Sequential(nn.SyncBatchNorm(3))),
-    "is to be compiled by `compile_regions`, on several devices": lambda: compile_regions(
-        nn.Sequential(DataParallel(nn.Linear(3, 3), TWO))
-    ),
+    "is of a subclass that overrides `scatter` or `gather`": lambda: type(
+        "Own", (DataParallel,), {"scatter": lambda *_: None}
+    )(nn.Linear(3, 3), TWO),
     "tensors with different numbers of rows": lambda: takes(torch.ones(6), torch.ones(1)),
     "a nested (jagged) tensor": lambda: takes(nested()),
     "a CSR tensor": lambda: takes(torch.eye(4).to_sparse_csr()),
@@ -97,8 +96,8 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "a generator": lambda: takes(row for row in X),
     "a numpy array": lambda: takes(X.numpy()),
     "an object or a set that contains tensors": lambda: takes(Carrier(X)),
-    "a deque or array of numbers, or a frame of pandas or polars": lambda: takes(X, deque([1.0] * 8)),
-    "a subclass of list, dict or tuple with a tensor in an attribute": lambda: takes(Batch(X)),
+    "an array of numbers, or a frame of pandas or polars": lambda: takes(X, array("d", [1.0] * 8)),
+    "a subclass of list, dict or tuple that torch's pytree does not know": lambda: takes(Batch(X)),
     "`parts` with other sizes than the split": lambda: takes(parts([torch.ones(1), torch.ones(5)])),
     "`parts` for one device": lambda: DataParallel(nn.Identity(), "cpu")(parts([X, X])),
     "`parallel_apply` with different numbers of replicas, inputs and devices": lambda: parallel_apply(
@@ -160,9 +159,9 @@ FURTHER: list[tuple[Callable[[], object], str]] = [
     (lambda: takes(nn.Linear(2, 2)), "input 0: a Linear carries tensors"),
     (lambda: takes(UserDict(x=X)), "input 0: a UserDict carries tensors"),
     (lambda: takes(X, {"w": array("d", [1.0] * 8)}), "w']: a array is not split"),
-    (lambda: takes(X, [np.ma.array(np.arange(8.0))]), "input 1[0]: a numpy array is not split"),
+    (lambda: takes(X, [np.ma.array(np.arange(8.0))]), "input 1[0]: a MaskedArray is not split"),
     (lambda: takes(X, np.arange(8.0).view(type("Own", (np.ndarray,), {}))), "input 1: a Own is not split"),
-    (lambda: takes(X, np.matrix(np.arange(8.0))), "input 1: a numpy array is not split"),
+    (lambda: takes(X, np.matrix(np.arange(8.0))), "input 1: a matrix is not split"),
     (lambda: takes(X, pl.Series([1.0] * 8)), "input 1: a Series is not split"),
     (lambda: takes(X, pl.DataFrame({"w": [1.0] * 8})), "input 1: a DataFrame is not split"),
     (lambda: gives({"a": X}, {"b": X}), "output: replicas returned different containers"),
@@ -174,13 +173,6 @@ FURTHER: list[tuple[Callable[[], object], str]] = [
 def test_a_slip_is_told_in_plain_words(wrong: Callable[[], object], told: str) -> None:
     with pytest.raises(UserError, match=re.escape(told)):
         wrong()
-
-
-def test_rows_outside_of_a_region_say_where_they_belong() -> None:
-    rows = DataParallel(nn.Linear(3, 3), TWO).rows(HostEmbedding(9, 3), torch.arange(8))
-    for slip in (lambda: torch.cat([rows, rows], 1), lambda: nn.Linear(3, 3)(rows)):  # type: ignore[list-item]
-        with pytest.raises(AttributeError, match="only a region takes them"):
-            slip()
 
 
 def test_one_device_and_one_name_need_no_list() -> None:
@@ -203,11 +195,7 @@ def test_whole_names_arguments_however_they_are_given() -> None:
         DataParallel(Masked(), TWO, whole=["maks"])
 
 
-def test_nothing_is_put_beside_the_module() -> None:
-    region = DataParallel(nn.Linear(3, 3), TWO)
-    for register in (region.register_buffer, region.register_parameter, region.add_module):
-        with pytest.raises(UserError, match="'more' would be beside the module"):
-            register("more", None)
+def test_a_mode_that_does_not_exist_is_refused() -> None:
     with pytest.raises(UserError, match="mode='thread'"):
         parallel_apply([nn.Linear(3, 3)], [X], mode="thread")  # type: ignore[arg-type]
 
@@ -255,25 +243,6 @@ def test_max_norm_works_on_one_device_and_is_refused_on_several() -> None:
     for kind in (nn.Embedding, nn.EmbeddingBag):
         with pytest.raises(UserError, match="module '0' has max_norm"):
             DataParallel(nn.Sequential(kind(8, 8, max_norm=1.0)), "cpu*2")
-
-
-OPERATIONS = {
-    "add": lambda rows: rows + 1,
-    "rmul": lambda rows: 2 * rows,
-    "matmul": lambda rows: rows @ torch.ones(4, 1),
-    "getitem": lambda rows: rows[0],
-    "len": len,
-    "eq": lambda rows: rows == 0,
-    "neg": lambda rows: -rows,
-    "iter": list,
-}
-
-
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_operations_on_rows_that_are_on_several_devices_say_where_they_belong(name: str) -> None:
-    rows = DataParallel(nn.Linear(4, 1), "cpu*2").rows(HostEmbedding(9, 4), torch.tensor([1, 2]))
-    with pytest.raises(UserError, match=rf"{name}: these rows are .* inside the region's module"):
-        OPERATIONS[name](rows)
 
 
 def test_a_table_in_distributed_data_parallel_refuses_before_torchs_backward(tmp_path: Any) -> None:

@@ -162,8 +162,6 @@ def test_rows_in_parts_are_for_regions() -> None:
     table, region = HostEmbedding(60, 4, seed=0), DataParallel(nn.Identity(), "cpu*2")
     rows = region.rows(table, BATCHES[0])
     assert isinstance(rows, Parts)
-    with pytest.raises(AttributeError, match="flatten: these rows are on their devices already, in parts"):
-        rows.flatten(1)  # type: ignore[operator]
     with pytest.raises(UserError, match="rows are split on dim 0, and this region splits on dim 1"):
         DataParallel(nn.Identity(), "cpu*2", dim=1).rows(table, BATCHES[0])
 

@@ -133,7 +133,7 @@ def test_bins_belong_to_the_checkpoint(data_dir: Path, tmp_path: Path, unrecorde
     whole = run_with(*values, "train.epochs=2", run_name="whole")
     run_with(*values, "train.epochs=1", run_name="broken")
     assert run_with(*values, "train.epochs=2", resume="broken").digests == whole.digests
-    edges_NE = load_model("whole").state_dict()["region.network.numbers.edges_NE"]
+    edges_NE = load_model("whole").state_dict()["region.module.network.numbers.edges_NE"]
     (prepared,) = (data_dir / "prepared").glob("ctr-*[0-9a-f]")
     dense_BN = np.load(prepared / "dense_BN.npy")
     train_BN = dense_BN[np.load(prepared / "train_rows.npy")]

@@ -1,4 +1,4 @@
-"""The record of splits, and the checks of train.check_split and train.compile."""
+"""The record of splits, and the check of train.check_split."""
 
 from pathlib import Path
 
@@ -108,20 +108,15 @@ def test_a_model_that_computes_across_the_batch_does_not_train(
 ) -> None:
     (tmp_path / "split_models.py").write_text(MODELS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    with refused(r"(?s)something else when the first batch is split.*region.1 \[its output\]: differs"):
+    with refused(r"(?s)region.1: its output differs.*train.check_split=false trains it"):
         run_with(*QUIET, "model.factory=split_models:across", "devices=cpu*3")
     run_with(*QUIET, "model.factory=split_models:across", "devices=cpu")
     run_with(*UNCHECKED, "model.factory=split_models:across", "devices=cpu*3")
     capsys.readouterr()
     checked = run_with(*QUIET, "model.factory=split_models:alone", "devices=cpu*3")
-    assert "The first batch gives the same results unsplit and split\n" in capsys.readouterr().out
+    assert "train.check_split: the same results split and on one device\n" in capsys.readouterr().out
     plain = run_with(*UNCHECKED, "model.factory=split_models:alone", "devices=cpu*3")
-    assert "The first batch gives" not in capsys.readouterr().out
+    assert "the same results split" not in capsys.readouterr().out
     assert checked.metrics == plain.metrics, "the check changes no number"
     assert checked.splits == plain.splits
     assert checked.splits[0].device == "cpu[0]"
-
-
-def test_replicas_are_not_compiled(unrecorded: None) -> None:
-    with refused(r"compile: network runs on 2 devices"):
-        run_with(*QUIET, "train.compile=true", "devices=cpu*2")

@@ -33,7 +33,7 @@ import dphybrid.kernels as kernels
 from dphybrid.data.batches import Draw, Draws
 from dphybrid.data.table.cells import MISSING_ID, UNKNOWN_ID
 from dphybrid.embedding import HostEmbeddingCollection
-from dphybrid.parallel import DataParallel, Dropout
+from dphybrid.parallel import DataParallel
 from dphybrid.recipes.context import ModelContext
 from dphybrid.recipes.ctr import CtrModelConfig
 from dphybrid.recipes.ctr.numbers import EmbeddedBins, OnNumbers, Squashed, bins_of
@@ -67,7 +67,7 @@ class Sizes:
         steps: list[nn.Module] = []
         for narrow, wide in itertools.pairwise(widths):
             linear = nn.Linear if steps else SideBySide
-            steps += [linear(narrow, wide), nn.ReLU(), Dropout(self.dropout)]
+            steps += [linear(narrow, wide), nn.ReLU(), nn.Dropout(self.dropout)]
         return Network(*steps, nn.Linear(widths[-1], self.outputs))
 
 

@@ -28,7 +28,7 @@ from dphybrid.config import ExperimentConfig
 from dphybrid.data.batches import Array, Dataset, DrawnDataset, Draws, lists_of
 from dphybrid.embedding import HostEmbeddingCollection
 from dphybrid.embedding.softmax import IGNORED, linear_cross_entropy
-from dphybrid.parallel import DataParallel, Dropout
+from dphybrid.parallel import DataParallel
 from dphybrid.recipes.context import ModelContext
 from dphybrid.recipes.retrieval import RetrievalModelConfig, softmax_for
 from dphybrid.recipes.retrieval.networks import NETWORKS, Sizes, vectors_of
@@ -309,7 +309,7 @@ def build_histories(context: ModelContext[RetrievalModelConfig]) -> HistoryModel
         nn.init.normal_(output.weight, std=0.05)
         nn.init.zeros_(output.bias)
     users = padded(features, "users") if features else None
-    network = NETWORKS[o.kind](Sizes(**sizes, drop=Dropout))
+    network = NETWORKS[o.kind](Sizes(**sizes, drop=nn.Dropout))
     region = DataParallel(_Region(network, output), context.devices)
     given = padded(item_ids, "inputs"), users, items, region, max(info["cutoffs"])
     return HistoryModel(*given, {"kind": o.kind, **sizes})

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dphybrid.embedding.ngrams import NgramMemory
-from dphybrid.parallel import Dropout
 
 _ROTARY_BASE = 10_000.0
 
@@ -49,7 +48,7 @@ class _Layer(nn.Module):
         self.leave = nn.Linear(hidden, hidden, bias=False)
         self.up = nn.Linear(hidden, 4 * hidden, bias=False)
         self.down = nn.Linear(4 * hidden, hidden, bias=False)
-        self.dropout = Dropout(dropout)
+        self.dropout = nn.Dropout(dropout)
         nn.init.zeros_(self.leave.weight)
         nn.init.zeros_(self.down.weight)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dphybrid.embedding import HostEmbedding
 from dphybrid.embedding.ngrams import NgramMemory
 from dphybrid.embedding.softmax import IGNORED, linear_cross_entropy
-from dphybrid.parallel import DataParallel, Dropout
+from dphybrid.parallel import DataParallel
 from dphybrid.recipes.context import ModelContext
 from dphybrid.recipes.text import TextModelConfig
 from dphybrid.recipes.text.decoder import Decoder
@@ -34,7 +34,7 @@ class Recurrent(nn.Module):
         network = {"lstm": nn.LSTM, "gru": nn.GRU}[kind]
         widths = [dim] + [hidden] * (layers - 1)
         self.network = nn.ModuleList(network(width, hidden, batch_first=True) for width in widths)
-        self.dropout = Dropout(dropout)
+        self.dropout = nn.Dropout(dropout)
         self.register_state_dict_post_hook(_with_layered_names)
         self.register_load_state_dict_pre_hook(_with_own_names)
 
@@ -75,8 +75,6 @@ class _CausalTransformer(nn.Module):
         layer = nn.TransformerEncoderLayer(
             hidden, heads, 4 * hidden, dropout, batch_first=True, norm_first=True
         )
-        # torch's own dropout would draw other masks for another number of devices.
-        layer.dropout, layer.dropout1, layer.dropout2 = (Dropout(dropout) for _ in range(3))
         # Nested tensors do not work with norm_first; without this argument torch warns about it.
         norm = nn.LayerNorm(hidden)
         self.network = nn.TransformerEncoder(layer, layers, norm, enable_nested_tensor=False)
@@ -154,7 +152,7 @@ class _LanguageRegion(nn.Module):
 
     def __init__(self, network: nn.Module, output: nn.Module, dropout: float) -> None:
         super().__init__()
-        self.dropout = Dropout(dropout)
+        self.dropout = nn.Dropout(dropout)
         self.network = network
         self.output = output
 
