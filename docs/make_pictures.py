@@ -78,16 +78,9 @@ def prefect_server(folder: Path) -> Iterator[str]:
 
 
 def picture_prefect(page: Any, out: Path, address: str) -> None:
-    """Retrain a model; save pictures of the run, and of the form of a deployment."""
+    """Retrain a model; save a picture of the run."""
     run("dphybrid.flows.retrain_hybrid", "--recipe", "ctr", *VALUES, "--checkpoint.register-as", "visits")
-    run("dphybrid", "deploy")
-    deployments, (flow_run,) = (
-        page.request.post(f"{address}/api/{kind}/filter", data={}).json()
-        for kind in ("deployments", "flow_runs")
-    )
-    forms = {each["name"]: each["id"] for each in deployments}
-    form = f"{address}/deployments/deployment/{forms['train-ctr']}/run"
-    keep(page, form, out / "prefect-form.png", wait_s=8)
+    (flow_run,) = page.request.post(f"{address}/api/flow_runs/filter", data={}).json()
     shown = f"{address}/runs/flow-run/{flow_run['id']}"
     keep(page, shown, out / "prefect-run.png", wait_s=8, tab="Artifacts")
 

@@ -4,7 +4,6 @@ import importlib
 import signal
 import sys
 
-from dphybrid.util.errors import UserError
 from dphybrid.util.importing import kept_from_gc, missing_extra
 
 # `python -m dphybrid.flows...`: let Ctrl-C end the process during the imports, which take seconds, instead of
@@ -17,8 +16,3 @@ try:
             importlib.import_module(name)
 except ModuleNotFoundError as error:
     raise missing_extra(error) from error
-except UserError as error:  # in Prefect's settings, or in files that hold them
-    if sys.argv[:1] != ["-m"]:
-        raise
-    print(f"error: {error}", file=sys.stderr)
-    sys.exit(2)

@@ -13,7 +13,6 @@ from pydantic import Field
 
 from dphybrid.config.settings import load_settings
 from dphybrid.lifecycle.cleanup import plan_removal, remove
-from dphybrid.orchestration.queueing import why_queued
 from dphybrid.orchestration.supervised import supervised
 
 
@@ -27,7 +26,7 @@ def clean_up(keep_days: Annotated[float, Field(ge=0, le=36500)] = 30, dry_run: b
     """
     with supervised():
         settings = load_settings()
-        removal = plan_removal(settings, older_than_days=keep_days, why_queued=why_queued)
+        removal = plan_removal(settings, older_than_days=keep_days)
         for name, why in removal.kept.items():
             print(f"{name}: stays, {why}", flush=True)
         size = f"{removal.num_bytes / 2**20:,.1f} MiB"

@@ -7,6 +7,7 @@ same validation rows -> promote the challenger or keep the champion.
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Any
 
 from prefect import flow, runtime
 from prefect.artifacts import create_markdown_artifact
@@ -23,25 +24,12 @@ from dphybrid.orchestration.embedded import in_this_process
 from dphybrid.orchestration.forms import experiment
 from dphybrid.orchestration.queueing import ended, giving_back, shown_waiting, too_late
 from dphybrid.orchestration.shown import tolerating_outage
-from dphybrid.orchestration.steps import FLOW_RUN_TAG, prepare, step, trained
+from dphybrid.orchestration.steps import as_task, trained
 from dphybrid.orchestration.supervised import supervised
-from dphybrid.recipes.configs import AnyExperiment, build_config
-from dphybrid.recipes.registry import OF_TABLES
-from dphybrid.run.folder import find_tagged_run, read_run
+from dphybrid.run.folder import FLOW_RUN_TAG, find_tagged_run, read_run
+from dphybrid.run.train import prepare_data
 from dphybrid.tracking.tracker import CHAMPION_TAG
 from dphybrid.util.stop import StopRequest
-
-
-@step("plan")
-def plan(config: ExperimentConfig, event: str) -> Plan:
-    """Look for new data, and for the champion to continue from."""
-    return plan_retraining(config, load_settings(), event)
-
-
-@step("compare")
-def compare(run_folder: str, min_gain: float) -> Decision:
-    """Compare challenger and present champion; promote the challenger or keep the champion."""
-    return judge(run_folder, load_settings(), min_gain)
 
 
 @flow(name="retrain-hybrid", log_prints=True)
@@ -49,14 +37,12 @@ def retrain_hybrid(
     data_path: str | None = None,
     label: str | None = None,
     register_as: str | None = None,
+    recipe: str | None = None,
     devices: str | None = None,
-    epochs: int | None = None,
-    batch_size: int | None = None,
-    lr: float | None = None,
     overrides: list[str] = [],  # noqa: B006 - never changed, and the form shows it
     min_new_rows: int = 1,
     min_gain: float = 0.0,
-    config: AnyExperiment = build_config({"recipe": OF_TABLES}),  # noqa: B008 - frozen, and the form shows it
+    config: dict[str, Any] = {},  # noqa: B006 - never changed, and the form shows it
     event: str = "",
     skip_if_late_min: float = 0,
 ) -> State:
@@ -66,15 +52,13 @@ def retrain_hybrid(
         data_path: File, folder or pattern of the data.
         label: Column to predict.
         register_as: Name of the model in MLflow's registry.
+        recipe: Kind of model; empty: the data decides.
         devices: Where the blocks run: auto, auto*2 (two free GPUs), cpu, cpu*8 (eight virtual devices),
             cuda:0.
-        epochs: Passes over the training split.
-        batch_size: Rows of a batch over all devices together.
-        lr: Learning rate of the dense blocks.
         overrides: Single values that override all others, such as `model.hidden=64`.
         min_new_rows: Retrain only if there are at least this many new rows.
         min_gain: Promote if the whole 95 % interval of the metric's gain is above this.
-        config: All other values; a field left empty keeps the recipe's value.
+        config: Values by section, such as `{"train": {"epochs": 3}}`; the others are the recipe's.
         event: Reason to retrain even without new data.
         skip_if_late_min: Skip a scheduled run that starts more than this many minutes late; 0: never skip.
     """
@@ -85,7 +69,7 @@ def retrain_hybrid(
         chosen, run, settings = experiment(given), runtime.flow_run, load_settings()
         with (
             shown_waiting(run.id, "WaitingForModel", "the model") as report,
-            giving_back(stop, settings.gpu_give_back_s, "the model"),
+            giving_back(stop, "the model"),
         ):
             # From here on this is the only retraining of the model, until its decision.
             turn = retraining(retrained_model(chosen), settings, f"flow run {run.name}", stop, report)
@@ -111,18 +95,26 @@ def _retrained(
     if before:
         run = read_run(settings.runs_dir / before, settings)
         if (run.folder / "report.json").is_file():  # trained and reported: only the comparison was missing
-            return _decided(model, compare(str(run.folder), min_gain))
+            return _compared(model, run.folder.name, min_gain)
         planned = Plan(config=run.config, model=model, champion=run.page.tags.get(CHAMPION_TAG, ""))
     else:
-        planned = plan(config, event)
+        # New data, and the champion to continue from.
+        planned = as_task("plan", lambda: plan_retraining(config, settings, event))
     if planned.stop:
         return decided or ended("NothingNew", planned.stop)
-    prepared = prepare(planned.config)
+    prepared = as_task("prepare", lambda: str(prepare_data(planned.config, settings).data.path))
     if planned.champion and not before and (wait := reason_to_wait(prepared, min_new_rows, event)):
         return decided or ended("NotEnoughNew", wait)
     tags = {CHAMPION_TAG: planned.champion or "none", MIN_GAIN_TAG: f"{min_gain:g}"}
     report = trained(planned.config, stop, tags=tags, prepared=prepared)
-    return _decided(model, compare(str(settings.runs_dir / report.run_name), min_gain))
+    return _compared(model, report.run_name, min_gain)
+
+
+def _compared(model: str, run_name: str, min_gain: float) -> State:
+    """Compare challenger and present champion; promote the challenger or keep the champion."""
+    settings = load_settings()
+    folder = str(settings.runs_dir / run_name)
+    return _decided(model, as_task("compare", lambda: judge(folder, settings, min_gain)))
 
 
 def _decided(model: str, decision: Decision) -> State:
@@ -160,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config, _ = args.experiment()
         with in_this_process():
             retrain_hybrid.with_options(log_prints=False)(
-                config=config,
+                config=config.model_dump(exclude_unset=True),
                 min_new_rows=args.min_new_rows,
                 min_gain=args.min_gain,
                 event=args.event,

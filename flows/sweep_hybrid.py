@@ -19,10 +19,10 @@ from dphybrid.config.settings import load_settings
 from dphybrid.lifecycle.cells import Cell, CellFailed, Result, Train, failures
 from dphybrid.lifecycle.sweep import Sweep, run_sweep
 from dphybrid.orchestration.forms import experiment
-from dphybrid.orchestration.queueing import tags_of_flow, too_late
+from dphybrid.orchestration.queueing import too_late
 from dphybrid.orchestration.shown import show_run, tolerating_outage
 from dphybrid.orchestration.supervised import supervised
-from dphybrid.recipes.configs import AnyExperiment, build_config
+from dphybrid.run.folder import FLOW_RUN_TAG
 from dphybrid.run.train import Report
 
 
@@ -51,17 +51,15 @@ def sweep_hybrid(
     grid: dict[str, Any],
     data_path: str | None = None,
     label: str | None = None,
+    recipe: str | None = None,
     devices: str | None = None,
-    epochs: int | None = None,
-    batch_size: int | None = None,
-    lr: float | None = None,
     overrides: list[str] = [],  # noqa: B006 - never changed, and the form shows it
     sweep: str | None = None,
     at_once: int = 0,
     retries: int = 1,
     trials: int = 0,
     prune: bool = True,
-    config: AnyExperiment = build_config({}),  # noqa: B008 - frozen, and the form shows it
+    config: dict[str, Any] = {},  # noqa: B006 - never changed, and the form shows it
     skip_if_late_min: float = 0,
 ) -> State:
     """Train every combination of the grid's values, or search among them.
@@ -71,18 +69,16 @@ def sweep_hybrid(
             "auto*2"]}`; in a search also ranges, `{"train.lr": {"low": 0.0001, "high": 0.1, "log": true}}`.
         data_path: File, folder or pattern of the data.
         label: Column to predict.
+        recipe: Kind of model; empty: the data decides.
         devices: Where the blocks run: auto, auto*2 (two free GPUs), cpu, cpu*8 (eight virtual devices),
             cuda:0.
-        epochs: Passes over the training split.
-        batch_size: Rows of a batch over all devices together.
-        lr: Learning rate of the dense blocks.
         overrides: Single values that override all others, such as `model.hidden=64`.
         sweep: Name of the sweep; the name of an earlier one continues it. Empty: the flow run's name.
         at_once: Trainings at the same time; 0: as many as there are free GPUs.
         retries: How often a failed training is tried again.
         trials: Trainings in a search, whose values Optuna chooses; 0: every combination of the grid.
         prune: End a search's training after an epoch in which it does worse than the median of the others.
-        config: All other values, common to all trainings; a field left empty keeps the recipe's value.
+        config: Values by section, such as `{"train": {"epochs": 3}}`; the others are the recipe's.
         skip_if_late_min: Skip a scheduled run that starts more than this many minutes late; 0: never skip.
     """
     given = locals()  # first line, so these are just the parameters: the form's values by name
@@ -96,8 +92,8 @@ def sweep_hybrid(
         def wrap(train: Train) -> Train:
             return lambda cell, enough: as_task(cell, lambda: train(cell, enough))
 
-        tags = {**tags_of_flow(), "mlflow.source.name": "sweep-hybrid"}
-        show_run(str(runtime.flow_run.id), chosen.folder(settings), [chosen.config.recipe], "")
+        tags = {FLOW_RUN_TAG: str(runtime.flow_run.id), "mlflow.source.name": "sweep-hybrid"}
+        show_run(str(runtime.flow_run.id), chosen.name, [chosen.config.recipe], "")
         results = run_sweep(chosen, settings, stop, at_once, tags, wrap)
         stop.obey("with runs left; they continue when the sweep does")
         return _reported(chosen, results)

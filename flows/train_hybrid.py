@@ -6,7 +6,7 @@
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prefect import flow
 from prefect.client.schemas.objects import State
@@ -14,14 +14,11 @@ from prefect.client.schemas.objects import State
 from dphybrid.cli.flags import RunCommand
 from dphybrid.cli.parser import run_cli
 from dphybrid.cli.train import flow_parser, keep_report
-from dphybrid.config.settings import load_settings
 from dphybrid.orchestration.embedded import in_this_process
 from dphybrid.orchestration.forms import experiment
 from dphybrid.orchestration.queueing import too_late
 from dphybrid.orchestration.supervised import supervised
-from dphybrid.recipes.configs import AnyExperiment, build_config
 from dphybrid.util.importing import kept_from_gc
-from dphybrid.util.stop import Interrupted
 
 if TYPE_CHECKING:
     from dphybrid.run.report import Report
@@ -33,13 +30,10 @@ def train_hybrid(
     label: str | None = None,
     recipe: str | None = None,
     devices: str | None = None,
-    epochs: int | None = None,
-    batch_size: int | None = None,
-    lr: float | None = None,
     overrides: list[str] = [],  # noqa: B006 - never changed, and the form shows it
     run_name: str | None = None,
     resume: str | None = None,
-    config: AnyExperiment = build_config({}),  # noqa: B008 - frozen, and the form shows it
+    config: dict[str, Any] = {},  # noqa: B006 - never changed, and the form shows it
     skip_if_late_min: float = 0,
 ) -> "Report | State":
     """Train a hybrid model and record its splits, timings and checkpoints in MLflow.
@@ -51,13 +45,10 @@ def train_hybrid(
             more; empty: the data decides.
         devices: Where the blocks run: auto, auto*2 (two free GPUs), cpu, cpu*8 (eight virtual devices),
             cuda:0.
-        epochs: Passes over the training split.
-        batch_size: Rows of a batch over all devices together.
-        lr: Learning rate of the dense blocks.
         overrides: Single values that override all others, such as `model.hidden=64`.
         run_name: Name of the run; empty: the flow run's name.
         resume: `latest`, or a run's name: continue from its newest checkpoint.
-        config: All other values; a field left empty keeps the recipe's value.
+        config: Values by section, such as `{"train": {"epochs": 3}}`; the others are the recipe's.
         skip_if_late_min: Skip a scheduled run that starts more than this many minutes late; 0: never skip.
     """
     given = locals()  # first line, so these are just the parameters: the form's values by name
@@ -79,17 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     def run() -> int:
         args = flow_parser("train_hybrid", sentence, RunCommand).parse(given)
         config, _ = args.experiment()
-        with in_this_process() as stop_server:
-            try:
-                done = train_hybrid.with_options(log_prints=False)(
-                    config=config, run_name=args.run_name, resume=args.resume
-                )
-            except Interrupted as interruption:
-                if interruption.requeue:
-                    from dphybrid.gpus.devices import go_on_later
-
-                    go_on_later(interruption, load_settings(), stop_server)
-                raise
+        with in_this_process():
+            done = train_hybrid.with_options(log_prints=False)(
+                config=config.model_dump(exclude_unset=True), run_name=args.run_name, resume=args.resume
+            )
         assert not isinstance(done, State)  # only a scheduled run can be skipped
         keep_report(done, args.report)
         return 0

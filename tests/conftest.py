@@ -28,7 +28,7 @@ SERVERS = {
 """Files whose tests share servers. One process runs them, as it runs the tests of a file, so that servers and
 models of a fixture are made once."""
 
-USED = [f"DPHYBRID_{name}" for name in ("TRACKING_URI", "DEVICES", "EXPERIMENT", "PROFILE")]
+USED = [f"DPHYBRID_{name}" for name in ("TRACKING_URI", "DEVICES", "EXPERIMENT")]
 """Variables that commands set in their own process."""
 
 HOMES = {"PREFECT_HOME": "prefect", "DPHYBRID_DATA_DIR": "data"}

@@ -42,7 +42,7 @@ def gpu(number: int, **more: Any) -> dict[str, Any]:
 def stand_in(patch: Any, folder: Path, count: int, **settings: object) -> Path:
     """Give this process, and those that it starts, `count` free GPUs; return the file that describes them."""
     file = folder / "nvml.json"
-    found = {"NVML": __name__, "LEASE_DIR": folder / "leases", "GPU_WINDOW_S": 0} | settings
+    found = {"NVML": __name__, "LEASE_DIR": folder / "leases"} | settings
     for name, value in {f"DPHYBRID_{name}": value for name, value in found.items()}.items():
         patch.setenv(name, str(value))
     patch.setenv("FAKE_NVML", str(file))

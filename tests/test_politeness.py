@@ -2,10 +2,8 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,11 +14,11 @@ import torch
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import load_settings
 from dphybrid.gpus import devices as leasing
+from dphybrid.gpus import waiting
 from dphybrid.gpus.devices import expected_devices, leased_devices, reason_to_yield
 from dphybrid.gpus.leases import ask_for, find_holder
 from dphybrid.recipes.configs import build_config
 from tests.commands import command
-from tests.conftest import REPOSITORY
 from tests.fake_nvml import gpu, stand_in, write_state
 from tests.refusing import refused
 from tests.waiting import patience, wait_until
@@ -29,15 +27,18 @@ from tests.waiting import patience, wait_until
 @pytest.fixture
 def machine(tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Three free stand-in GPUs for this process and those it starts; returns the file that describes them."""
-    soon = {"GPU_POLL_S": 0.05, "GPU_WAIT_S": 60, "REQUEUE_AFTER_S": 0}
-    return stand_in(monkeypatch, tmp_path, 3, **soon)
+    monkeypatch.setattr(waiting, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(leasing, "LOOK_EVERY_S", 0.05)
+    return stand_in(monkeypatch, tmp_path, 3, GPU_WAIT_S=60)
 
 
 def config(devices: str) -> ExperimentConfig:
     return build_config({"recipe": "hybrid", "devices": devices})
 
 
-def test_device_texts_become_leases_and_what_torch_calls_them(machine: Path) -> None:
+def test_device_texts_become_leases_and_what_torch_calls_them(
+    machine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     settings = load_settings()
     for wanted, text, number in (
         ("auto", "cpu*3", 3),
@@ -52,25 +53,15 @@ def test_device_texts_become_leases_and_what_torch_calls_them(machine: Path) -> 
             assert len(devices.lease.gpus if devices.lease else ()) == number
     with leased_devices(config("auto"), settings, run="resumed", replicas=2) as devices:
         assert devices.text == "cpu*2"
+    at_most_two = settings.model_copy(update={"max_gpus": 2})
+    with leased_devices(config("auto"), at_most_two, run="resumed", replicas=3) as devices:
+        assert devices.text == expected_devices(config("auto"), at_most_two) == "cpu*2"
+    assert "this run had 3 devices, and may take 2 GPUs here" in capsys.readouterr().out
     with refused("cuda:7 does not exist"), leased_devices(config("cuda:7"), settings, run="test"):
         pass
     write_state(machine, [gpu(0)], init_error="DRIVER_NOT_LOADED")
     with leased_devices(config("auto"), settings, run="test") as devices:
         assert (devices.text, devices.lease) == ("cpu", None)
-
-
-def test_ctrl_c_ends_a_run_that_gave_way_without_a_traceback(tmp_path: Path) -> None:
-    code = (
-        "from dphybrid.config.settings import Settings; from dphybrid.gpus.devices import go_on_later; "
-        "from dphybrid.util.stop import Interrupted; go_on_later(Interrupted('x'), Settings())"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, stderr=subprocess.PIPE) as process:
-        line = Path(f"/proc/{process.pid}/cmdline")
-        wait_until(lambda: b"time.sleep" in line.read_bytes(), "not asleep")
-        time.sleep(0.5)
-        process.send_signal(signal.SIGINT)
-        _, said = process.communicate()
-    assert (process.returncode, said) == (-signal.SIGINT, b"")
 
 
 def test_reasons_to_give_way_follow_the_policy(
@@ -190,7 +181,7 @@ def train(folder: Path, name: str, epochs: int, log: Path) -> "subprocess.Popen[
 
 
 @pytest.mark.nightly
-def test_a_foreign_process_gets_its_gpu_and_the_run_goes_on_with_the_same_bits(
+def test_a_run_gives_its_gpu_to_a_foreign_process_and_goes_on_with_the_same_bits(
     machine: Path,
     tmp_path: Path,
     stranger: int,
@@ -204,15 +195,11 @@ def test_a_foreign_process_gets_its_gpu_and_the_run_goes_on_with_the_same_bits(
     polite = train(tmp_path, "polite", 10, log)
     wait_until(lambda: b"epoch 2/10" in log.read_bytes(), "it trains")
     write_state(machine, [gpu(0), gpu(1, processes=[[stranger, 38]], free_gib=41)])
-    waiting = b"Waiting for GPUs: GPU 1: 38.0 GiB taken by"
-    wait_until(lambda: waiting in log.read_bytes(), "it waits for the GPU")
+    assert polite.wait(patience(120)) == os.EX_TEMPFAIL, log.read_text()
+    assert "Continue with `dphybrid train --resume polite`" in log.read_text()
     assert [find_holder(folder, unit["uuid"]) for unit in free] == [None, None]
-    assert polite.poll() is None
     write_state(machine, free)
-    assert polite.wait(patience(120)) == 0, log.read_text()
-    shown = log.read_text()
-    assert "Giving way" in shown
-    assert "Resuming from" in shown
+    command("train", "--tracking", "none", "--resume", "polite", "--report", f"{tmp_path / 'polite'}.json")
     one, other = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("undisturbed", "polite"))
     assert one["digests"] == other["digests"]
     assert one["metrics"] == other["metrics"]

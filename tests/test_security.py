@@ -21,7 +21,7 @@ from mlflow.tracking import MlflowClient
 import dphybrid
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.recipes.configs import load_config
-from dphybrid.run.folder import API_TAG, FLOW_RUN_TAG, RunPage
+from dphybrid.run.folder import FLOW_RUN_TAG, RunPage
 from dphybrid.run.train import run_job
 from dphybrid.tracking.record import RecordFile
 from dphybrid.tracking.tracker import embedded_uri
@@ -127,7 +127,7 @@ def foreign(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     record.release()
     record.rewrite({**record.destination(), "tracking_uri": server.address})
     page = RunPage.read(folder / "run.json")
-    tags = {API_TAG: f"{server.address}/api", FLOW_RUN_TAG: "11111111-1111-4111-8111-111111111111"}
+    tags = {"prefect.api_url": f"{server.address}/api", FLOW_RUN_TAG: "11111111-1111-4111-8111-111111111111"}
     page.model_copy(update={"tags": tags, "run_id": "0" * 32}).write(folder / "run.json")
     (folder / "report.json").unlink()
     shutil.copytree(folder, data_dir / "runs" / "nice")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from dphybrid.cli.parser import run_cli
 from dphybrid.config.settings import load_settings
 from dphybrid.gpus import devices as leasing
 from dphybrid.gpus.leases import ask_for, find_holder
@@ -118,6 +119,20 @@ def test_a_second_signal_interrupts_at_once_and_a_signal_ends_what_only_gives_wa
     with pytest.raises(Interrupted) as caught:
         stop.obey()
     assert (caught.value.signal_number, caught.value.requeue) == (signal.SIGTERM, False)
+
+
+@pytest.mark.parametrize("run", ["night", None])
+def test_a_command_whose_run_gave_way_ends_with_75_and_names_what_continues_it(
+    run: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def gives_way() -> int:
+        interruption = Interrupted("stopped by its owner", requeue=True)
+        interruption.run = run
+        raise interruption
+
+    assert run_cli(gives_way) == 75
+    told = capsys.readouterr().err
+    assert ("Continue with `dphybrid train --resume night`" in told) == (run is not None)
 
 
 def test_a_look_that_fails_is_told_once_and_tried_again(capsys: pytest.CaptureFixture[str]) -> None:

@@ -157,7 +157,6 @@ MANY = json.dumps({"train.seed": list(range(380))}, separators=(",", ":"))
         (f"train {OK} --devices gpu", "'gpu' .from --devices.: cannot read 'gpu'; use auto, "),
         ("train --config ok.csv", "--config ok.csv: cannot be read .Expected '='"),
         (f"train {OK} --report nowhere/x.json", "nowhere/x.json: cannot be written there; name a file"),
-        (f"train {OK} --profile 24-20", "'24-20': give steps as FIRST-LAST, counted from 1"),
         ("train --recipe os:path", "recipe = 'os:path': os has no recipe 'path'"),
         ("devices --ask 0", "--ask 0: there is no cuda:0"),
         ("rollback nobody", "no run is recorded there yet; train one first"),

@@ -1,6 +1,5 @@
 """Show the GPUs: memory, load, the processes on them, the run that leases them."""
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 class Flags(Command):
     """The flags of `devices`."""
 
-    live: bool = False
-    """Refresh every second until Ctrl-C."""
     ask: int | None = None
     """Ask the run on cuda:N to free its GPUs."""
 
@@ -46,8 +43,6 @@ class Flags(Command):
                 )
             print(ask_for(folder, chosen[self.ask]))
             return 0
-        if self.live:
-            _show_live(inventory, folder, settings)
         _plain_console().print(_table(units, folder, settings))
         return 0
 
@@ -87,14 +82,3 @@ def _table(units: Sequence[Gpu], folder: Path, settings: Settings) -> "Table":
             style="dim" if number is None else "green" if not holder and not busy else "yellow",
         )
     return table
-
-
-def _show_live(inventory: Inventory, folder: Path, settings: Settings) -> None:
-    """Show the table until Ctrl-C."""
-    from rich.live import Live
-
-    # No auto_refresh: Rich's thread would only redraw the last reading.
-    with Live(console=_plain_console(), auto_refresh=False, screen=False) as live:
-        while True:
-            live.update(_table(inventory.read(), folder, settings), refresh=True)
-            time.sleep(1)

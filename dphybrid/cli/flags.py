@@ -158,7 +158,6 @@ class RunCommand(ExperimentCommand):
         **ExperimentCommand.shown_as,
         "resume": "RUN",
         "run_name": "NAME",
-        "profile": "FIRST-LAST",
     }
     resume: str | None = None
     """Continue a run (name or MLflow id) with its values; without RUN: the recipe's newest."""
@@ -166,8 +165,6 @@ class RunCommand(ExperimentCommand):
     """Name of the run and its folder (default: made of recipe, devices and time)."""
     report: Path | None = None
     """Write the run's report: as a page if FILE ends in .html, else as JSON."""
-    profile: str | None = None
-    """Steps to record with torch's profiler, such as 20-24 (opens in Perfetto)."""
 
     @classmethod
     def add_to(cls, parser: Parser, argv: Sequence[str]) -> None:
@@ -179,8 +176,6 @@ class RunCommand(ExperimentCommand):
         """Return config and settings; replace `resume` by the name of its run. Raises UserError."""
         if self.report is not None:
             self.report = check_target(self.report, f"--report {self.report}")
-        if self.profile is not None:
-            os.environ["DPHYBRID_PROFILE"] = self.profile
         if self.resume is None:
             return super().experiment()
         if self.tracking is not None:

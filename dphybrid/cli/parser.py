@@ -238,8 +238,8 @@ def prefect_part(name: str) -> ModuleType:
 def run_cli(function: Callable[[], int | None]) -> int:
     """Call `function` and return the exit code of the process.
 
-    A UserError is printed as one message: code 2. An interruption is 128 + the number of its signal: 130 for
-    Ctrl-C.
+    A UserError is printed as one message: code 2. An interruption is 128 + the number of its signal, 130 for
+    Ctrl-C; or 75 (try again later) for a run that gave way.
     """
     # Python searches all imported modules for garbage at its end, for two seconds, unless they are frozen.
     atexit.register(gc.freeze)
@@ -261,6 +261,10 @@ def run_cli(function: Callable[[], int | None]) -> int:
         return 2
     except KeyboardInterrupt as interruption:
         tell(f"\n{interruption}" if str(interruption) else "\ninterrupted")
+        if vars(interruption).get("requeue"):
+            if run := vars(interruption).get("run"):
+                tell(f"Continue with `dphybrid train --resume {run}`")
+            return os.EX_TEMPFAIL
         # Only `Interrupted` carries a signal's number; shells report 128 + that number, and Ctrl-C is 2.
         return 128 + (vars(interruption).get("signal_number") or 2)
     except BrokenPipeError:

@@ -16,13 +16,12 @@ waits in Prefect's queue, if its records wait, or if its model has an alias or i
 rollback` returns to.
 """
 
-from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
-from dphybrid.cli.parser import Command, prefect_part
+from dphybrid.cli.parser import Command
 from dphybrid.config.settings import load_settings
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.text import aligned
@@ -100,23 +99,13 @@ def _adopt(names: list[str]) -> int:
     return 0
 
 
-def _why_queued(tags: Mapping[str, str]) -> str:
-    from dphybrid.run.folder import API_TAG
-
-    # Prefect is imported only for runs that it made.
-    if API_TAG not in tags:
-        return ""
-    why: str = prefect_part("queueing").why_queued(tags)
-    return why
-
-
 def _remove(names: list[str], older_than: float | None, sure: bool) -> int:
     from dphybrid.lifecycle.cleanup import plan_removal, remove
 
     if not names and older_than is None:
         raise UserError("runs remove: name the runs, or give --older-than DAYS")
     settings = load_settings()
-    removal = plan_removal(settings, names, older_than, _why_queued)
+    removal = plan_removal(settings, names, older_than)
     for name, why in removal.kept.items():
         print(f"{name}: stays, {why}")
     if sure:

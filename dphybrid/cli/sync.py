@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from dphybrid.cli.parser import Command
 from dphybrid.config.own_runs import own_folders, why_foreign
-from dphybrid.config.settings import load_settings
+from dphybrid.config.settings import UPLOAD_LIMIT, load_settings
 from dphybrid.run.folder import retrainings
 from dphybrid.util.text import masked, printable
 
@@ -32,7 +32,7 @@ class Flags(Command):
             if settings.runs_dir / name not in own:
                 print(printable(f"{name}: not sent: {why_foreign(settings, name)}"), flush=True)
         where = own, settings.mlflow_dir, settings.mlflow_uri, settings.experiment
-        for line, is_whole in sync(*where, settings.upload_limit_mib * 2**20, wait_s=self.wait):
+        for line, is_whole in sync(*where, UPLOAD_LIMIT, wait_s=self.wait):
             print(masked(line), flush=True)
             arrived.append(is_whole)
         if retrainings(settings):

@@ -85,23 +85,15 @@ class Flags(RunCommand):
         return config.model_copy(update={"train": config.train.model_copy(update=tried)}), settings
 
     def run(self) -> int:
-        """Train. A run that gave way waits and then runs this command again."""
+        """Train."""
         tags = dict(tag.split("=", 1) for tag in self.tag)
         config, settings = self.experiment()
         with kept_from_gc():
-            from dphybrid.gpus.devices import go_on_later
             from dphybrid.run.train import run_job
-            from dphybrid.util.stop import Interrupted
 
         if self.fast_dev_run:
             return self._try_everything(lambda name: run_job(config, settings, run_name=name), settings)
-        try:
-            report = run_job(config, settings, run_name=self.run_name, resume=self.resume, tags=tags)
-        except Interrupted as interruption:
-            # Does not return: it replaces this process, so that nothing is left on the GPUs.
-            if interruption.requeue:
-                go_on_later(interruption, settings)
-            raise
+        report = run_job(config, settings, run_name=self.run_name, resume=self.resume, tags=tags)
         print(report.text)
         keep_report(report, self.report)
         return 0

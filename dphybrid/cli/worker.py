@@ -10,8 +10,6 @@ from typing import ClassVar
 from pydantic import Field
 
 from dphybrid.cli.parser import Command, prefect_part
-from dphybrid.config.settings import load_settings
-from dphybrid.gpus.inventory import Inventory, visible
 
 
 class Flags(Command):
@@ -23,7 +21,7 @@ class Flags(Command):
     name: str = socket.gethostname().split(".")[0]
     """Name of this worker and of its own queue (default: the host's)."""
     limit: int | None = Field(default=None, ge=1)
-    """Runs at once (default: one per GPU, at least one)."""
+    """Runs at once (default: one for each GPU that answers, at least one)."""
     queue: list[str] | None = None
     """Queue to take runs from; may be repeated (default: its own, urgent, any, night)."""
     wait: bool = False
@@ -31,8 +29,5 @@ class Flags(Command):
 
     def run(self) -> int:
         """Run the worker until signals stop it."""
-        # No more runs than GPUs: the rest would wait here, and be ahead of an urgent run that comes later.
-        gpus = visible(Inventory(load_settings().nvml).read())
-        limit = self.limit or max(1, len(gpus))
-        code: int = prefect_part("worker").run(self.pool, self.name, limit, self.queue, self.wait)
+        code: int = prefect_part("worker").run(self.pool, self.name, self.limit, self.queue, self.wait)
         return code

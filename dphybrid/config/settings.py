@@ -24,6 +24,8 @@ from dphybrid.util.hours import parse_training_hours
 _PREFIX = "DPHYBRID_"
 EXPERIMENT = "dphybrid"
 """What the names of the recipes' experiments in MLflow begin with."""
+UPLOAD_LIMIT = 900 * 2**20
+"""A checkpoint's file of more bytes is not uploaded to an MLflow server: its path and digest are recorded."""
 _CENTURY_S = 100 * 365 * 86_400.0
 """The longest time that a setting may give: the system's calls refuse some that are longer."""
 ENV_FILE = "DPHYBRID_ENV_FILE"
@@ -105,9 +107,6 @@ class Settings(BaseSettings):
     tracking_uri: str | None = None
     """MLflow server or database. Empty: MLFLOW_TRACKING_URI, else a SQLite database in data_dir, or files if
     MLflow is not installed. files: only runs/NAME/record.jsonl. none: nothing is recorded."""
-    upload_limit_mib: int = Field(default=900, ge=1)
-    """Checkpoint files larger than this many MiB are not uploaded to an MLflow server; their path and digest
-    are recorded instead."""
     cluster_timeout_s: float = Field(default=300.0, gt=0, le=_CENTURY_S)
     """Seconds that a rank waits for the other ranks in a joint operation. A rank that has died is noticed at
     once."""
@@ -125,17 +124,6 @@ class Settings(BaseSettings):
     gpu_wait_s: float = Field(default=86400.0, ge=0, le=_CENTURY_S)
     """Seconds that a run waits for GPUs before it fails and gives the reason. Hours outside of training_hours
     do not count."""
-    gpu_give_back_s: float = Field(default=600.0, gt=0, le=_CENTURY_S)
-    """Seconds that a worker's run waits for GPUs before it goes back to Prefect's queue, where a workstation
-    with free GPUs can take it."""
-    gpu_free_share: float = Field(default=0.9, gt=0, le=1)
-    """Share of a GPU's memory that must be unused for the GPU to count as free."""
-    gpu_max_load: int = Field(default=10, ge=0, le=100)
-    """Highest utilisation, in per cent, at which a GPU counts as free."""
-    gpu_window_s: float = Field(default=2.0, ge=0, le=_CENTURY_S)
-    """Seconds for which a GPU must have been free before it is taken."""
-    gpu_poll_s: float = Field(default=1.0, gt=0, le=_CENTURY_S)
-    """Seconds between two checks of the GPUs, while waiting for them and while training on them."""
     gpu_ignore: str = "Xorg,Xwayland,gnome-shell"
     """Commands whose processes on a GPU are ignored, separated by commas."""
     yield_to_others: Literal["never", "ask", "always"] = "ask"
@@ -144,8 +132,6 @@ class Settings(BaseSettings):
     training_hours: str = ""
     """When training may use GPUs, in this machine's local time: `20:00-08:00`, `mon-fri 19:00-07:30, sat,
     sun`. Empty: always."""
-    requeue_after_s: float = Field(default=60.0, ge=0, le=_CENTURY_S)
-    """Seconds after which a run that gave its GPUs back asks for them again."""
     nvml: str = "pynvml"
     """Module with NVML's functions. The GPUs of any module other than pynvml are simulated: virtual devices
     on the CPU."""

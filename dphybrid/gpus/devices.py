@@ -5,12 +5,10 @@ and asks the run to stop when others need them.
 """
 
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from typing import NoReturn
 
 import torch
 
@@ -18,6 +16,7 @@ from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
 from dphybrid.gpus.inventory import (
     GIB,
+    LOOK_EVERY_S,
     REAL_NVML,
     Gpu,
     Inventory,
@@ -29,12 +28,10 @@ from dphybrid.gpus.inventory import (
 from dphybrid.gpus.leases import Lease, asked_by
 from dphybrid.gpus.waiting import Wanted, acquire
 from dphybrid.parallel import before_cuda_starts, resolve_devices
-from dphybrid.util.alive import LOCK
 from dphybrid.util.device_spec import DeviceSpec, parse_device_spec
-from dphybrid.util.errors import UserError
+from dphybrid.util.errors import UserError, counted
 from dphybrid.util.hours import parse_training_hours
-from dphybrid.util.locks import FileLock
-from dphybrid.util.stop import Interrupted, StopRequest, watching
+from dphybrid.util.stop import StopRequest, watching
 
 _SQUEEZE_SHARE = 0.02
 """A run gives way when another process is on its GPU and less than this share of the memory is free: soon one
@@ -70,7 +67,7 @@ def expected_devices(config: ExperimentConfig, settings: Settings) -> str:
     units = _units(spec, settings, Inventory(settings.nvml))
     if not units:
         return resolve_devices(spec.text).text
-    count = spec.count or min(len(units), settings.max_gpus or len(units))
+    count = spec.count or _most(units, settings)
     # Simulated GPUs (DPHYBRID_NVML) have real leases, but torch computes on as many virtual devices.
     return _virtual(spec, count) if settings.nvml != REAL_NVML else resolve_devices(spec.text).text
 
@@ -82,8 +79,13 @@ def num_at_once(configs: Sequence[ExperimentConfig], settings: Settings) -> int:
     specs = [wanted_spec(config, settings) for config in configs]
     if not units or any("cpu" in spec.names for spec in specs):
         return 1
-    everything = settings.max_gpus or len(units)
-    return max(1, len(units) // min(spec.count or len(set(spec.names)) or everything for spec in specs))
+    fewest = min(spec.count or len(set(spec.names)) or _most(units, settings) for spec in specs)
+    return max(1, len(units) // fewest)
+
+
+def _most(units: Sequence[Gpu], settings: Settings) -> int:
+    """Return how many of these GPUs `auto` may take."""
+    return min(len(units), settings.max_gpus or len(units))
 
 
 @contextmanager
@@ -103,7 +105,7 @@ def leased_devices(
     Args:
         run: The run's name, shown to other users.
         replicas: How many devices a resumed run had. `auto` takes as many again, so that the result keeps its
-            bits, or fewer if the machine has fewer.
+            bits, or fewer if it may take only fewer.
         on_wait: Called with the reason for waiting.
         stop: A request that ends the waiting.
     """
@@ -121,11 +123,12 @@ def leased_devices(
             spec = parse_device_spec("cpu")
         yield _LeasedDevices(resolve_devices(spec.text).text)
         return
-    if spec.is_auto and not spec.count and replicas > len(units):
-        few = f"Note: this run had {replicas} devices, and this machine has {len(units)} GPUs"
+    most = _most(units, settings)
+    if spec.is_auto and not spec.count and replicas > most:
+        few = f"Note: this run had {replicas} devices, and may take {counted(most, 'GPU')} here"
         print(f"{few}; its results will be rounded differently", flush=True)
     wanted = Wanted(
-        count=spec.count or min(replicas, len(units)),
+        count=spec.count or min(replicas, most),
         # a set: `cuda:1*2` computes two replicas on one GPU, which is leased once
         numbers=tuple(sorted({int(name.split(":")[1]) for name in spec.names})),
         at_most=settings.max_gpus,
@@ -219,22 +222,20 @@ def giving_way(devices: _LeasedDevices, settings: Settings, stop: StopRequest) -
         stop.ask(reason, requeue=True)
         return True
 
-    with watching(look, settings.gpu_poll_s, "dphybrid-giving-way"):
+    with watching(look, LOOK_EVERY_S, "dphybrid-giving-way"):
         yield
 
 
 def reason_to_yield(devices: _LeasedDevices, settings: Settings, now: datetime) -> str | None:
     """Return why the GPUs should be given back at this moment, or None.
 
-    Reasons are the end of training hours and a lost lease; unless `yield_to_others` is `never`, a request,
-    and another process that leaves too little memory; with `always`, any other process.
+    Reasons are the end of training hours; unless `yield_to_others` is `never`, a request, and another process
+    that leaves too little memory; with `always`, any other process.
     """
     if devices.lease is None or devices.inventory is None:
         return None
     if closed := parse_training_hours(settings.training_hours).closed_reason(now):
         return f"the end of training hours ({closed})"
-    if lost := devices.lease.lost():
-        return lost
     if settings.yield_to_others == "never":
         return None
     if asked := asked_by(devices.lease):
@@ -257,37 +258,3 @@ def _crowding_reason(gpu: Gpu, settings: Settings) -> str | None:
     if gpu.free_bytes < _SQUEEZE_SHARE * gpu.total_bytes:
         return f"{gpu.label}: {gpu.free_bytes / GIB:.1f} GiB left beside {describe_process(others[0])}"
     return None
-
-
-def go_on_later(
-    interruption: Interrupted, settings: Settings, before: Callable[[], None] = lambda: None
-) -> NoReturn:
-    """Replace this process by one that sleeps and then continues the interrupted run; meanwhile nothing is
-    left on the GPUs.
-
-    before: called first, to end other processes. The same command runs again, with `--resume RUN` if the run
-    has a folder. Meanwhile the run's lock is held, so that nobody removes the run.
-    """
-    print(
-        f"{interruption}\nGiving way; asks for GPUs again in {settings.requeue_after_s:.0f} s (Ctrl-C ends "
-        "it)",
-        flush=True,
-    )
-    before()
-    # A bare interpreter sleeps: it imports neither torch nor dphybrid, so it uses little memory.
-    # SIG_DFL: Ctrl-C then ends it without a traceback.
-    code = (
-        "import os, signal, sys, time; signal.signal(signal.SIGINT, signal.SIG_DFL); "
-        "time.sleep(float(sys.argv[1])); sys.argv[2] and os.close(int(sys.argv[2])); "
-        "os.execv(sys.argv[3], sys.argv[3:])"
-    )
-    resume, held = list[str](), None
-    if interruption.run:
-        resume = ["--resume", interruption.run]
-        held = FileLock(settings.runs_dir / interruption.run / LOCK).acquire_for_exec()
-    # orig_argv, not argv: it still has `-m dphybrid` and the interpreter's own flags.
-    again = [sys.executable, *sys.orig_argv[1:], *resume]
-    # exec, not a sleep in this process: CUDA frees its memory only when the process image is replaced
-    os.execv(  # noqa: S606 - this program again, with its own arguments
-        sys.executable, [sys.executable, "-c", code, str(settings.requeue_after_s), str(held or ""), *again]
-    )

@@ -16,6 +16,10 @@ from dphybrid.util.importing import import_named
 from dphybrid.util.limited import NVML_LIMIT_S, Limited
 
 GIB = 2**30
+LOOK_EVERY_S = 1.0
+"""Seconds between two readings of the GPUs, while a run waits for them and while it trains on them."""
+_FREE_SHARE, _MAX_LOAD = 0.9, 10
+"""A GPU is free if this share of its memory is unused and its load, in per cent, is at most this."""
 REAL_NVML = "pynvml"
 _T = TypeVar("_T")
 
@@ -56,7 +60,7 @@ class Gpu:
 class Inventory:
     """Reads the GPUs through a module with NVML's functions: nvidia-ml-py's `pynvml`, or a replacement.
 
-    reason: why the last reading found no GPU. broken: there is a driver, and it does not work. Raises
+    reason: why the last reading found no GPU. broken: a driver is installed, and it does not work. Raises
     UserError when the module cannot be imported.
     """
 
@@ -92,8 +96,8 @@ class Inventory:
         except nvml.NVMLError as error:
             # call nvmlInit again at the next reading: the driver may have been reloaded by then
             self.reason, self._open = f"NVML: {error}", False
-            absent = (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED)
-            self.broken = error.value not in absent
+            # Without NVML's library there is no driver. A driver that is installed and not loaded has GPUs.
+            self.broken = error.value != nvml.NVML_ERROR_LIBRARY_NOT_FOUND
             return ()
         units = tuple(self._gpu(index) for index in range(count))
         self.broken = False
@@ -209,11 +213,11 @@ def busy_reason(gpu: Gpu, settings: Settings) -> str | None:
     if foreign := foreign_processes(gpu, settings):
         return f"{gpu.label}: " + ", ".join(describe_process(process) for process in foreign)
     # Without the rights to see other users' or containers' processes, only the used memory gives them away.
-    if gpu.free_bytes < settings.gpu_free_share * gpu.total_bytes:
+    if gpu.free_bytes < _FREE_SHARE * gpu.total_bytes:
         used = (gpu.total_bytes - gpu.free_bytes) / GIB
         of = f"{used:.1f} of {gpu.total_bytes / GIB:.1f} GiB"
         return f"{gpu.label}: {of} in use by processes that cannot be seen from here"
-    if gpu.utilisation is not None and gpu.utilisation > settings.gpu_max_load:
+    if gpu.utilisation is not None and gpu.utilisation > _MAX_LOAD:
         return f"{gpu.label}: at {gpu.utilisation} % load"
     return None
 

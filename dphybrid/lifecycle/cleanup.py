@@ -89,14 +89,13 @@ def plan_removal(
     settings: Settings,
     names: Collection[str] = (),
     older_than_days: float | None = None,
-    why_queued: Callable[[Mapping[str, str]], str] = lambda tags: "",
 ) -> Removal:
     """Find what to remove: the named runs, or all that were created more than `older_than_days` days ago,
     with data that no run has used since.
 
-    why_queued: returns why a run with these tags will be continued by its flow run; "" if it will not. A run
-    stays if MLflow, which knows the champions, cannot be asked about it where its record says that it is.
-    Raises UserError for a name that no run of this data folder has, and for days below 0 or beyond a century.
+    A run stays if MLflow, which knows the champions, cannot be asked about it where its record says that it
+    is. Raises UserError for a name that no run of this data folder has, and for days below 0 or beyond a
+    century.
     """
     if older_than_days is not None and not 0 <= older_than_days <= _MOST_DAYS:
         raise UserError(f"older than {older_than_days:g} days: give days, from 0 to {_MOST_DAYS}")
@@ -124,7 +123,7 @@ def plan_removal(
             why = _reason_to_keep(run, settings, in_use)
         except UserError as error:
             why = f"it is not known whether its model is in use: {error}"
-        if why := why or ("" if run.status == "finished" else why_queued(run.page.tags)):
+        if why:
             kept[run.folder.name] = why
         else:
             removed.append(run)

@@ -8,6 +8,7 @@ from importlib.metadata import version
 import prefect.server.api.server  # noqa: F401 - incompatible versions fail here, as the server's start would
 from prefect.settings.models.root import Settings
 
+from dphybrid.orchestration.checking import PACKAGED
 from dphybrid.util.asking import Answer, clock_check
 
 
@@ -46,7 +47,7 @@ def checks(ask: Callable[[str, str | None], Answer]) -> Iterator[tuple[bool, str
         "PREFECT_PLUGINS_ENABLED=true": settings.plugins.enabled,
     }
     if missing := [name for name, good in wanted.items() if not good]:
-        where = "infra/make-env writes them for services, else `dphybrid deploy --write` to prefect.toml"
+        where = f"infra/make-env writes them for services, else copy {PACKAGED.with_suffix('.toml')}"
         yield False, f"Prefect settings: set {', '.join(missing)} ({where})"
     else:
         yield True, "Prefect settings: runs wait out outages and send heartbeats, bare deployment names work"

@@ -1,21 +1,19 @@
 """The states of a flow run that waits for GPUs, gives way, is late or is queued again, as Prefect shows them.
 
 A run whose process died is queued again by its worker, which sees the process end. If the worker or the whole
-machine died, too, the next worker of that name on that machine queues it again, or any worker of the pool
-once Prefect's automation misses its heartbeats.
+machine died, too, the next worker on that machine queues it again, or any worker of the pool once Prefect's
+automation misses its heartbeats.
 """
 
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import TypeVar
 from uuid import UUID
 
 import httpx
-from prefect import runtime
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import (
     FlowRunFilter,
@@ -28,37 +26,28 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.context import FlowRunContext, SettingsContext, get_settings_context
-from prefect.exceptions import ObjectNotFound, PrefectException
-from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from prefect.exceptions import PrefectException
+from prefect.settings import PREFECT_API_URL
 from prefect.states import AwaitingRetry, Cancelled, Completed, Crashed, Running
 
 from dphybrid.config.settings import Settings
-from dphybrid.run.folder import API_TAG, FLOW_RUN_TAG
 from dphybrid.util.alive import lives
-from dphybrid.util.asking import ahead_s
+from dphybrid.util.device_spec import parse_device_spec
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import StopRequest
-from dphybrid.util.text import shown_address
-
-_T = TypeVar("_T")
 
 STARTED_BY = "DPHYBRID_STARTED_BY"
 """Environment variable of a run's process: this start of the run, as in `OWNER_LABEL`."""
+WAITED = "DPHYBRID_WAITED"
+"""Environment variable of a run's process: set if its worker left it in the queue while no GPU was free."""
 OWNER_LABEL = "dphybrid.home"
 """Label of a flow run: the last start of it: the name of its worker's process and a token. A process that
 reads a different value no longer owns the run."""
 PROCESS_LABEL = "dphybrid.process"
 """Label of a flow run: the name of the process that runs it."""
-WORKER = "DPHYBRID_WORKER"
-"""Environment variable of a run's process: the name of its worker, which is also the name of a queue."""
-WORKER_LABEL = "dphybrid.worker"
-"""Label of a flow run: the name of the worker that started it last."""
 STARTS_LABEL = "dphybrid.begun"
 """Label of a flow run: how often it was started, without the starts that ended by an orderly return to the
 queue. Prefect's own `run_count` also grows with each `Running` state that says why the run waits."""
-
-FOLDER_LABEL, BEGAN_LABEL = "dphybrid.folder", "dphybrid.began_on"
-"""Labels of a flow run: its run's or sweep's folder in the data folder, and the worker that has begun it."""
 
 NO_GPU_TAG = "without-gpu"
 """Tag of a flow run that needs no GPU and obeys no training hours."""
@@ -137,22 +126,6 @@ def client_for_threads() -> Callable[[], AbstractContextManager[SyncPrefectClien
     return opened
 
 
-def clock_ahead(answer: httpx.Response) -> timedelta:
-    """Return how far this machine's clock is ahead of that of the server, which decides when runs are due.
-    answer: the server's, to whatever request."""
-    return timedelta(seconds=ahead_s(answer.headers.get("Date")) or 0.0)
-
-
-def every_page(read: Callable[[int], list[_T]]) -> list[_T]:
-    """Return all that `read` returns in pages, each of at most 200, from an offset on."""
-    found = list[_T]()
-    while page := read(len(found)):
-        found += page
-        if len(page) < _PAGE:
-            break
-    return found
-
-
 def ended(name: str, text: str) -> State:
     """Return the final state `name`, one of `ENDINGS`, and print it."""
     assert name in ENDINGS
@@ -181,7 +154,7 @@ def shown_waiting(
 
 
 @contextmanager
-def giving_back(stop: StopRequest, after_s: float, what: str = "GPUs") -> Iterator[None]:
+def giving_back(stop: StopRequest, what: str = "GPUs", after_s: float = 600.0) -> Iterator[None]:
     """If the block, which waits for `what`, takes longer than this, let the run of a worker go back to the
     queue, for workstations with free GPUs. It neither holds its worker's slot nor its deployment's."""
     if STARTED_BY not in os.environ:
@@ -198,16 +171,22 @@ def giving_back(stop: StopRequest, after_s: float, what: str = "GPUs") -> Iterat
 
 
 def wants_gpu(run: FlowRun, settings: Settings) -> bool:
-    """Return whether a flow run will wait for a GPU, as far as its tags and parameters say."""
+    """Return whether a flow run will wait for a GPU, as far as its tags and parameters say. A run whose
+    devices cannot be read waits for nothing: it fails."""
     if NO_GPU_TAG in run.tags:
         return False
-    given, config = run.parameters, run.parameters.get("config")
-    devices = (config.get("devices") if isinstance(config, dict) else None, given.get("devices"))
-    text = str(next(filter(None, reversed(devices)), "auto"))
-    for override in given.get("overrides") or []:
+    parameters, config = run.parameters, run.parameters.get("config")
+    text = (
+        parameters.get("devices") or (config.get("devices") if isinstance(config, dict) else None) or "auto"
+    )
+    for override in parameters.get("overrides") or []:
         name, _, value = str(override).partition("=")
         text = value if name.strip() == "devices" else text
-    return not (settings.devices if text.strip() == "auto" else text).strip().startswith("cpu")
+    try:
+        spec = parse_device_spec(str(text))
+        return "cpu" not in parse_device_spec(settings.devices if spec.text == "auto" else spec.text).names
+    except UserError:
+        return False
 
 
 def set_state(flow_run_id: str, state: State, only_if: str | None = None) -> bool:
@@ -273,50 +252,17 @@ def _died_here(run: FlowRun) -> bool:
     return lives(worker) is False and not lives(str(run.labels.get(PROCESS_LABEL, "")))
 
 
-def is_elsewhere(run: FlowRun, settings: Settings) -> bool:
-    """Return whether a flow run has begun a run or sweep that is not in this data folder."""
-    folder = run.labels.get(FOLDER_LABEL)
-    return folder is not None and not (settings.data_dir / str(folder)).is_dir()
-
-
-def tags_of_flow() -> dict[str, str]:
-    """Return the tags by which a run names its flow run, and the server that has it in its queue."""
-    found = {FLOW_RUN_TAG: str(runtime.flow_run.id)}
-    # Without a deployment nobody queues it again.
-    return found | ({API_TAG: shown_address(PREFECT_API_URL.value() or "")} if runtime.deployment.id else {})
-
-
-def why_queued(tags: Mapping[str, str]) -> str:
-    """Return why a run must stay whose flow run will continue it, as one that gave way and waits in the
-    queue; "" if none will, or if Prefect's server no longer knows it. tags: of the run."""
-    address = tags.get(API_TAG)
-    if address is None:
-        return ""
-    try:
-        there = temporary_settings({PREFECT_API_URL: address, PREFECT_CLIENT_MAX_RETRIES: 0})
-        with there, get_client(sync_client=True) as client:
-            run = client.read_flow_run(UUID(tags[FLOW_RUN_TAG]))
-    except ObjectNotFound:
-        return ""
-    except UNREACHABLE as error:
-        why = refusal(error) or "no answer"
-        return f"its flow run may continue it, and Prefect at {address} does not say ({why}); see it there"
-    if run.state is None or (run.state.is_final() and run.state.message != SILENT):
-        return ""
-    return f"flow run {run.name} ({run.state.name}) will continue it; cancel that one first"
-
-
 class LostRuns:
     """Finds the runs of a pool whose machine died, or whose worker died before it started them: those of
-    whatever machine, if Prefect's automation has marked them; and those that carry the name of this `worker`
-    but whose processes no longer exist, as after a power cut.
+    whatever machine, if Prefect's automation has marked them; and those of this machine whose processes no
+    longer exist, as after a power cut.
 
     How long a run has been in a state, this object measures from its first look: the server's and this
     machine's clocks may differ.
     """
 
-    def __init__(self, pool: str, worker: str) -> None:
-        self._pool, self._worker = pool, worker
+    def __init__(self, pool: str) -> None:
+        self._pool = pool
         self._seen: dict[UUID, float] = {}
 
     def queue(self) -> list[str]:
@@ -330,18 +276,20 @@ class LostRuns:
                     tags=FlowRunFilterTags(all_=["dphybrid"]),
                 )
                 pool = WorkPoolFilter(name=WorkPoolFilterName(any_=[self._pool]))
-                found = every_page(
-                    lambda offset: client.read_flow_runs(
-                        work_pool_filter=pool,
-                        flow_run_filter=of_these,
-                        sort=FlowRunSort.ID_DESC,
-                        offset=offset,
-                    )
-                )
-                states = [run.state.id for run in found if run.state is not None]
+                runs = list[FlowRun]()
+                while page := client.read_flow_runs(
+                    work_pool_filter=pool,
+                    flow_run_filter=of_these,
+                    sort=FlowRunSort.ID_DESC,
+                    offset=len(runs),
+                ):
+                    runs += page
+                    if len(page) < _PAGE:
+                        break
+                states = [run.state.id for run in runs if run.state is not None]
                 self._seen = {state: before.get(state, now) for state in states}
-                for run in found:
-                    state = self._state_if_lost(client, run, now)
+                for run in runs:
+                    state = self._state_if_lost(run, now)
                     if state is not None:
                         client.set_flow_run_state(run.id, state, force=True)
                         lines.append(f"flow run {run.name}: {state.message}")
@@ -349,36 +297,22 @@ class LostRuns:
             pass
         return lines
 
-    def _state_if_lost(self, client: SyncPrefectClient, run: FlowRun, now: float) -> State | None:
+    def _state_if_lost(self, run: FlowRun, now: float) -> State | None:
         """Return the new state of a run that nobody else will continue or end, else None."""
         assert run.state is not None  # the caller asks for certain states
         since_s = now - self._seen[run.state.id]
         if run.state.type == StateType.PENDING:
             return state_after_death(run, "its process did not start") if since_s >= _STUCK_S else None
         if run.state.type != StateType.CRASHED:
-            lost = run.labels.get(WORKER_LABEL) == self._worker and _died_here(run)
-            return state_after_death(run, "its worker died with it") if lost else None
+            return state_after_death(run, "its worker died with it") if _died_here(run) else None
         if run.state.message != SILENT or since_s < _OBJECTION_S:
             return None  # the run itself crashed, or was queued too often; or it may live
-        return _queued_before(client, run) or state_after_death(run, SILENT)
-
-
-def _queued_before(client: SyncPrefectClient, run: FlowRun) -> State | None:
-    """Return a copy of the queued state that a run had before the automation marked it as dead, or None if it
-    was not queued.
-
-    The automation can be wrong about runs that a schedule planned: it sees their states up to 15 minutes
-    late. Prefect holds back an event until the preceding one has arrived, and planning emits no event.
-    """
-    *_, before, _ = [None, *client.read_flow_run_states(run.id)]  # None: a run may have one state only
-    if before is None or before.type != StateType.SCHEDULED:
-        return None
-    return AwaitingRetry(scheduled_time=before.state_details.scheduled_time, message=before.message)
+        return state_after_death(run, SILENT)
 
 
 def too_late(limit_min: float) -> State | None:
     """Return the final state SkippedLate if a schedule planned this run more than `limit_min` minutes ago, or
-    None. 0: no limit.
+    None. 0: no limit. A run that its worker left in the queue because no GPU was free is not late.
 
     When a worker comes back, Prefect starts a run for every missed time of a schedule; one is enough.
     """
@@ -391,6 +325,7 @@ def too_late(limit_min: float) -> State | None:
         or run.expected_start_time is None
         or run.start_time is None
         or run.run_count > 1  # it started in time and was queued again
+        or WAITED in os.environ
     ):
         return None
     late_min = (run.start_time - run.expected_start_time).total_seconds() / 60

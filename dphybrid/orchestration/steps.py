@@ -1,10 +1,9 @@
 """Shared parts of the flows: `trained` is `dphybrid.run.train.run_job` with each step as a Prefect task."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import TypeVar
 
 from prefect import runtime, task
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
@@ -14,55 +13,42 @@ from prefect.states import Cancelled
 
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings, load_settings
-from dphybrid.orchestration.queueing import REFUSED, giving_back, shown_waiting, tags_of_flow
-from dphybrid.orchestration.shown import show_run, shown_progress, tolerating_outage
+from dphybrid.orchestration.queueing import REFUSED, giving_back, shown_waiting
+from dphybrid.orchestration.shown import show_run, tolerating_outage
 from dphybrid.run import train as job
 from dphybrid.run.folder import FLOW_RUN_TAG, Run, attached, find_tagged_run
-from dphybrid.training.callbacks import Callback
 from dphybrid.util.alive import alive
 from dphybrid.util.files import disk_errors_told
 from dphybrid.util.stop import Interrupted, StopRequest
 
 _LOOK_EVERY_S = 0.5
-_P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def step(name: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Make a function a Prefect task that is called like the function.
+def as_task(name: str, work: Callable[[], _R]) -> _R:
+    """Do `work` as a task of the current flow run; return its result, which does not pass through Prefect.
 
-    An Interrupted leaves the call as it would leave the function, and the task ends as Cancelled; Prefect
-    alone would log a crash.
+    An Interrupted leaves this call as it would leave `work`, and the task ends as Cancelled; Prefect alone
+    would log a crash.
     """
+    done, interruptions = list[_R](), list[Interrupted]()
 
-    def made(work: Callable[_P, _R]) -> Callable[_P, _R]:
-        @wraps(work)
-        def ending(*args: _P.args, **named: _P.kwargs) -> "_R | State[Any]":
-            try:
-                return work(*args, **named)
-            except Interrupted as interruption:
-                return Cancelled(message=str(interruption), data=interruption)
+    @task(name=name, cache_policy=NO_CACHE)
+    # Inside the task, although `build_run` does the same around it: Prefect logs the traceback of any
+    # exception but a UserError that leaves a task.
+    @disk_errors_told("then continue with --resume")
+    def run() -> State[Interrupted] | None:
+        try:
+            done.append(work())
+        except Interrupted as interruption:
+            interruptions.append(interruption)
+            return Cancelled(message=str(interruption), data=interruption)
+        return None
 
-        as_task = task(name=name, cache_policy=NO_CACHE)(ending)
-
-        @wraps(work)
-        def call(*args: _P.args, **named: _P.kwargs) -> _R:
-            done: Any = as_task(*args, **named)
-            if isinstance(done, State):
-                interruption: Any = done.data
-                raise interruption.result  # not done.result(), which raises an exception of its own
-            result: _R = done
-            return result
-
-        return call
-
-    return made
-
-
-@step("prepare")
-def prepare(config: ExperimentConfig) -> str:
-    """Make the prepared data; return its folder."""
-    return str(job.prepare_data(config, load_settings()).data.path)
+    run()
+    if interruptions:
+        raise interruptions[0]
+    return done[0]
 
 
 class _InFlow(job.Around):
@@ -75,22 +61,11 @@ class _InFlow(job.Around):
         self.name = runtime.flow_run.name or ""
 
     def step(self, name: str, work: Callable[[], _R]) -> _R:
-        """Do a step as a task. Its result does not pass through Prefect."""
-        done: list[_R] = []
-
-        @step(name)
-        # Inside the task, although `build_run` does the same around it: Prefect logs the traceback of any
-        # exception but a UserError that leaves a task.
-        @disk_errors_told("then continue with --resume")
-        def run() -> None:
-            done.append(work())
-
-        run()
-        return done[0]
+        return as_task(name, work)
 
     @contextmanager
     def waiting(self) -> Iterator[Callable[[str], None] | None]:
-        back = giving_back(self.stop, self.settings.gpu_give_back_s)
+        back = giving_back(self.stop)
         with shown_waiting(runtime.flow_run.id) as report_wait, back:
             yield report_wait
 
@@ -103,14 +78,9 @@ class _InFlow(job.Around):
                 address = tracker.run_url or run.ui_command
         register_as = run.config.checkpoint.register_as
         shown = [run.page.recipe, run.page.devices, *filter(None, [register_as])]
-        show_run(runtime.flow_run.id, run.folder, shown, address)
+        show_run(runtime.flow_run.id, run.folder.name, shown, address)
         if address and runtime.deployment.id:
             print(f"MLflow: {address}", flush=True)
-
-    @contextmanager
-    def training(self, run: Run) -> Iterator[Sequence[Callback]]:
-        with shown_progress(runtime.flow_run.id) as on_epoch:
-            yield [on_epoch]
 
     def reported(self, report: job.Report) -> None:
         print(report.text, flush=True)
@@ -170,7 +140,7 @@ def trained(
 def _tags() -> dict[str, str]:
     run, deployment = runtime.flow_run, runtime.deployment
     found = {
-        **tags_of_flow(),
+        FLOW_RUN_TAG: run.id,
         "prefect.flow_run_name": run.name,
         "prefect.deployment_id": deployment.id,
         "mlflow.source.name": "train-hybrid",

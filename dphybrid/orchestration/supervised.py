@@ -13,32 +13,28 @@ from uuid import UUID
 
 from prefect import runtime
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.client.schemas.objects import State, StateType
 from prefect.exceptions import ObjectNotFound, Pause, TerminationSignal
 from prefect.states import AwaitingRetry, Cancelled
 
-from dphybrid.config.settings import load_settings
 from dphybrid.orchestration.queueing import (
-    BEGAN_LABEL,
     DELETED,
-    FOLDER_LABEL,
     PROCESS_LABEL,
     STARTED_BY,
     STARTS_LABEL,
     UNREACHABLE,
     alive_again,
     client_for_threads,
-    clock_ahead,
-    is_elsewhere,
     num_starts,
     owned_elsewhere,
-    refusal,
 )
 from dphybrid.util.alive import lives, process_name
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import Interrupted, StopRequest, stop_signals, watching
 
 _ASK_EVERY_S = 15.0
+AGAIN_AFTER_S = 60.0
+"""How long a run that gave its GPUs back waits before it asks for them again."""
 _ENDED = {StateType.CANCELLING, StateType.CANCELLED, StateType.CRASHED, StateType.PAUSED}
 
 
@@ -64,14 +60,14 @@ def supervised() -> Iterator[StopRequest]:
             if flow_run_id is None:
                 raise  # no worker looks at how this process ends: its command reports the checkpoint
             asked_to_end = interruption.signal_number == signal.SIGTERM
-            later = interruption.requeue or asked_to_end
-            _leave(flow_run_id, str(interruption), later)
+            after_s = AGAIN_AFTER_S if interruption.requeue else 0.0 if asked_to_end else None
+            _leave(flow_run_id, str(interruption), after_s)
             if asked_to_end:
                 raise TerminationSignal(signal=signal.SIGTERM) from interruption
             raise
         except TerminationSignal as ended:  # Prefect's handler: the signal came while `stop_signals` was off
             if flow_run_id is not None:
-                _leave(flow_run_id, f"stopped by {ended!r}", True)
+                _leave(flow_run_id, f"stopped by {ended!r}", 0.0)
             raise
 
 
@@ -83,10 +79,9 @@ def watched_flow_run(flow_run_id: str, stop: StopRequest, every_s: float = _ASK_
     Prefect's own observer ends for good after an outage of half a minute; a run cancelled later would
     continue to train.
     """
-    opened, told = client_for_threads(), False
+    opened = client_for_threads()
 
     def look() -> bool:
-        nonlocal told
         try:
             with opened() as client:
                 run = client.read_flow_run(UUID(flow_run_id))
@@ -97,10 +92,7 @@ def watched_flow_run(flow_run_id: str, stop: StopRequest, every_s: float = _ASK_
         except ObjectNotFound:
             stop.ask(f"Prefect ({DELETED})")
             return True
-        except UNREACHABLE as error:
-            if (why := refusal(error)) and not told:
-                print(f"Note: Prefect refuses to say whether this run is cancelled: {why}", flush=True)
-                told = True
+        except UNREACHABLE:
             return False
         if run.state is not None and run.state.type in _ENDED:
             stop.ask(f"Prefect (flow run {run.state.name})")
@@ -126,27 +118,13 @@ def _own(flow_run_id: str) -> None:
             else:
                 own: Any = {PROCESS_LABEL: process_name()}
                 client.update_flow_run_labels(run.id, own)
-                _note_new_beginning(run)
     except ObjectNotFound:
         why = DELETED.capitalize()
-    except UNREACHABLE as error:
-        if refused := refusal(error):
-            print(f"Note: Prefect refuses: {refused}", flush=True)
+    except UNREACHABLE:
         return  # `watched_flow_run` will notice later
     if why:
         print(f"{why}; this process ends", flush=True)
         os._exit(0)  # with another code, this process's worker would mark the other worker's run as crashed
-
-
-def _note_new_beginning(run: FlowRun) -> None:
-    """Say it when a flow run has a run on another workstation, which cannot be continued here."""
-    if is_elsewhere(run, load_settings()):
-        print(
-            f"Note: {run.labels[FOLDER_LABEL]} is in the data folder of workstation "
-            f"{run.labels.get(BEGAN_LABEL)}, which does not take it now; it starts anew here. Workstations "
-            "that share DPHYBRID_DATA_DIR continue each other's runs",
-            flush=True,
-        )
 
 
 @contextmanager
@@ -181,12 +159,13 @@ def _adds_to_the_state(record: logging.LogRecord) -> bool:
     return not isinstance(error, UserError | KeyboardInterrupt)
 
 
-def _leave(flow_run_id: str, reason: str, later: bool) -> None:
+def _leave(flow_run_id: str, reason: str, after_s: float | None) -> None:
     """Set the final or queued state of an interrupted flow run, and raise Pause so that Prefect sets no other
     one; return without a change if Prefect should choose the state.
 
-    A cancelled or deleted run becomes Cancelled, and a paused one stays so. If `later` and a worker
-    can take it, it is queued again after some time. A run that another process owns by now is left as it is.
+    A cancelled or deleted run becomes Cancelled, and a paused one stays so. If a worker can take it, it is
+    queued again after `after_s` seconds; None: it is not. A run that another process owns by now is left as
+    it is.
     """
     state: State[object] | None = None
     try:
@@ -201,9 +180,9 @@ def _leave(flow_run_id: str, reason: str, later: bool) -> None:
                 state = run.state
             elif now in (StateType.CANCELLING, StateType.CANCELLED):
                 state = Cancelled(message=reason)
-            elif later and now == StateType.RUNNING and run.deployment_id and run.work_queue_id:
-                later_by = timedelta(seconds=load_settings().requeue_after_s) - clock_ahead(client.hello())
-                state = AwaitingRetry(scheduled_time=datetime.now(UTC) + later_by, message=reason)
+            elif after_s is not None and now == StateType.RUNNING and run.deployment_id and run.work_queue_id:
+                due = datetime.now(UTC) + timedelta(seconds=after_s)
+                state = AwaitingRetry(scheduled_time=due, message=reason)
             if state is not None and not state.is_final():
                 # This start does not count towards `MAX_RUNS`.
                 starts: Any = {STARTS_LABEL: max(0, num_starts(run) - 1)}
@@ -217,10 +196,7 @@ def _leave(flow_run_id: str, reason: str, later: bool) -> None:
     except UNREACHABLE as error:
         # Exit at once: Prefect would retry for long and then mark the run as crashed. The worker sees this
         # exit code and queues the run.
-        why = f"Prefect's server is unreachable ({error}); the run is queued again when it answers"
-        if refused := refusal(error):
-            why = f"Prefect refuses: {refused}; the run is not queued again, its folder stays"
-        print(f"{reason}\n{why}", flush=True)
+        print(f"{reason}\nPrefect's server does not take this state: {error}", flush=True)
         os._exit(128 + signal.SIGTERM)
     if state is not None:
         raise Pause(state=state)  # Prefect then sets no state of its own, and the process exits with 0

@@ -16,15 +16,12 @@ import sys
 import warnings
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid4
 
 import psutil
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import WorkerFilter, WorkerFilterStatus
-from prefect.client.schemas.objects import WorkerStatus
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import (
     PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
@@ -35,21 +32,17 @@ from prefect.states import Failed
 from prefect.workers.process import ProcessWorker, ProcessWorkerResult
 
 from dphybrid.config.settings import ENV_FILE, Settings, env_file, load_settings
-from dphybrid.gpus.inventory import Inventory
-from dphybrid.gpus.waiting import Turns, free_now
+from dphybrid.gpus.inventory import Inventory, visible
+from dphybrid.gpus.waiting import free_now
 from dphybrid.orchestration.queueing import (
-    BEGAN_LABEL,
     DELETED,
     OWNER_LABEL,
     SILENT_FOR,
     STARTED_BY,
     STARTS_LABEL,
     UNREACHABLE,
-    WORKER,
-    WORKER_LABEL,
+    WAITED,
     LostRuns,
-    clock_ahead,
-    is_elsewhere,
     num_starts,
     reaching_server,
     refusal,
@@ -75,23 +68,6 @@ _LOAD = "import sys; from prefect.flows import load_flow_from_entrypoint as load
 _log = logging.getLogger("prefect.worker.dphybrid")
 
 
-def _leave_deaths_to_settle() -> None:
-    """Keep Prefect from showing a run as Crashed, and from ending `--watch`, while `_settle` queues it again.
-    A version of Prefect without this method shows it for some seconds."""
-    try:
-        from prefect.runner._state_proposer import StateProposer
-    except ImportError:
-        return
-    propose = StateProposer.propose_crashed
-
-    async def propose_crashed(self: StateProposer, flow_run: "FlowRun", message: str) -> Any:
-        # Without a process there is nothing to settle.
-        return await propose(self, flow_run, message) if "could not start" in message else None
-
-    StateProposer.propose_crashed = propose_crashed  # type: ignore[method-assign]
-
-
-_leave_deaths_to_settle()
 # Prefect warns about a second worker class of type "process". DrainingWorker is meant to replace the first.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -101,90 +77,22 @@ with warnings.catch_warnings():
 
         type = "process"
         draining = False
-        inventory: Inventory | None = None
-        has_gpus = nvml_told = clocks_told = False
-        turns: Turns
-        without_gpu: set[UUID]
-        left = 0
-        """How many runs the worker has left in the queue at its last look, because no GPU is free."""
+        nvml_told = False
 
-        def __init__(self, *args: Any, **named: Any) -> None:
+        def __init__(self, *args: Any, follows_gpus: bool = False, **named: Any) -> None:
             super().__init__(*args, **named)
-            self.without_gpu, self.turns = set(), Turns()
-            self.ahead_of_time_s = self._prefetch_seconds
-
-        async def _submit_scheduled_flow_runs(
-            self, flow_run_response: "list[WorkerFlowRunResponse]"
-        ) -> "list[FlowRun]":
-            settings, taken = load_settings(), []
-            try:
-                # In a thread: the GPUs' driver may take its time, and the loop sends heartbeats.
-                room = await asyncio.to_thread(self._room, settings)
-            except UserError:
-                room = None  # the run will say what is wrong here
-            elsewhere = await self._begun_elsewhere(flow_run_response, settings)
-            for entry in flow_run_response:
-                if entry.flow_run.id in elsewhere:
-                    continue
-                if room is None or not wants_gpu(entry.flow_run, settings):
-                    taken.append(entry)
-                elif room > 0:
-                    taken.append(entry)
-                    room -= 1
-            left = len(flow_run_response) - len(taken) - len(elsewhere)
-            if left and not self.left:
-                _log.info(
-                    f"no GPU is free here; left in the queue, for other workers: {counted(left, 'run')}"
-                )
-            self.left = left
-            return await super()._submit_scheduled_flow_runs(taken)
-
-        async def _begun_elsewhere(
-            self, entries: "list[WorkerFlowRunResponse]", settings: Settings
-        ) -> set[UUID]:
-            """Return the runs that another workstation has begun in a data folder of its own, and whose
-            worker is there to continue them."""
-            found = {
-                entry.flow_run.id: str(began)
-                for entry in entries
-                if (began := entry.flow_run.labels.get(BEGAN_LABEL)) not in (None, self.name)
-                and is_elsewhere(entry.flow_run, settings)
-            }
-            if not found:
-                return set()
-            there = WorkerFilter(status=WorkerFilterStatus(any_=[WorkerStatus.ONLINE]))
-            workers = await self.client.read_workers_for_work_pool(self._work_pool_name, worker_filter=there)
-            online = {one.name for one in workers}
-            return {run for run, began in found.items() if began in online}
-
-        def _room(self, settings: Settings) -> int | None:
-            """Return how many GPUs are free for new runs; None on a machine without GPUs."""
-            self.inventory = self.inventory or Inventory(settings.nvml)
-            free = free_now(self.inventory, settings, self.turns)
-            # After a reading that failed, no GPU is free; the machine has some all the same.
-            self.has_gpus |= free is not None
-            if self.inventory.broken and not self.nvml_told:
-                _log.warning(f"{self.inventory.reason}; runs that need a GPU stay in the queue")
-            self.nvml_told = self.inventory.broken
-            if free is None:
-                return 0 if self.has_gpus else None
-            count, served = free
-            own = {child.pid for child in psutil.Process().children(recursive=True)}
-            # Runs that are still starting will want one of the free GPUs soon.
-            return count - max(0, self.num_running - len(self.without_gpu) - len(served & own))
+            self.follows_gpus = follows_gpus
+            self.inventory = Inventory(load_settings().nvml)
+            self.without_gpu = set[UUID]()
+            self.left = set[UUID]()
+            """The runs that the worker left in the queue at its last look, because no GPU was free."""
 
         async def get_and_submit_flow_runs(self) -> "list[FlowRun]":
             if self.draining:
                 return []
-            # Prefect's worker asks for the runs that are due by its machine's clock.
-            ahead = clock_ahead(await self.client.hello())
-            if not self.clocks_told and abs(ahead) > timedelta(seconds=30):
-                _log.warning(
-                    f"this machine's clock is {ahead.total_seconds():+.0f} s from the server's, so Prefect "
-                    "may show its runs as crashed for moments; set both by NTP"
-                )
-                self.clocks_told = True
-            self._prefetch_seconds = self.ahead_of_time_s - ahead.total_seconds()
+            if self.follows_gpus:
+                # In a thread: the GPUs' driver may take its time, and the loop sends heartbeats.
+                self.limiter.total_tokens = await asyncio.to_thread(self._num_gpus) or 1
             try:
                 return await super().get_and_submit_flow_runs()
             except RuntimeError as error:
@@ -194,16 +102,54 @@ with warnings.catch_warnings():
                     raise
                 return []
 
+        def _num_gpus(self) -> int:
+            return len(visible(self.inventory.read()))
+
+        async def _submit_scheduled_flow_runs(
+            self, flow_run_response: "list[WorkerFlowRunResponse]"
+        ) -> "list[FlowRun]":
+            settings, taken, left = load_settings(), [], set[UUID]()
+            try:
+                room = await asyncio.to_thread(self._room, settings)
+            except UserError:
+                room = None  # the run will say what is wrong here
+            for entry in flow_run_response:
+                if room is None or not wants_gpu(entry.flow_run, settings):
+                    taken.append(entry)
+                elif room > 0:
+                    taken.append(entry)
+                    room -= 1
+                else:
+                    left.add(entry.flow_run.id)
+            if left and not self.left:
+                _log.info(
+                    f"no GPU is free here; left in the queue, for other workers: {counted(len(left), 'run')}"
+                )
+            # Those that are taken now keep their note until they start.
+            self.left = left | self.left.intersection(entry.flow_run.id for entry in taken)
+            return await super()._submit_scheduled_flow_runs(taken)
+
+        def _room(self, settings: Settings) -> int | None:
+            """Return how many GPUs are free for new runs; None on a machine without GPUs."""
+            free = free_now(self.inventory, settings)
+            if self.inventory.broken and not self.nvml_told:
+                _log.warning(f"{self.inventory.reason}; runs that need a GPU stay in the queue")
+            self.nvml_told = self.inventory.broken
+            if free is None:
+                return None
+            count, served = free
+            own = {child.pid for child in psutil.Process().children(recursive=True)}
+            # Runs that are still starting will want one of the free GPUs soon.
+            return count - max(0, self.num_running - len(self.without_gpu) - len(served & own))
+
         async def run(
             self, flow_run: "FlowRun", configuration: Any, task_status: Any = None
         ) -> ProcessWorkerResult:
             started_by = f"{process_name()} {uuid4()}"
-            configuration.env |= {STARTED_BY: started_by, WORKER: self.name}
-            labels: Any = {
-                OWNER_LABEL: started_by,
-                STARTS_LABEL: num_starts(flow_run) + 1,
-                WORKER_LABEL: self.name,
-            }
+            configuration.env |= {STARTED_BY: started_by}
+            if flow_run.id in self.left:
+                configuration.env |= {WAITED: "1"}
+            labels: Any = {OWNER_LABEL: started_by, STARTS_LABEL: num_starts(flow_run) + 1}
             await self.client.update_flow_run_labels(flow_run.id, labels)
             if not wants_gpu(flow_run, load_settings()):
                 self.without_gpu.add(flow_run.id)
@@ -211,23 +157,25 @@ with warnings.catch_warnings():
                 result = await super().run(flow_run, configuration, task_status)
             finally:
                 self.without_gpu.discard(flow_run.id)
-            while True:
-                try:
-                    await self._settle(flow_run, started_by, result.status_code)
-                except ObjectNotFound:
-                    _log.warning(f"flow run {flow_run.name}: {DELETED}; it has ended, its run folder stays")
-                except UNREACHABLE as error:
-                    if why := refusal(error):
-                        _log.error(f"flow run {flow_run.name}: Prefect refuses its new state: {why}")
-                        break
-                    # A process that ended with 0 has reported its run's state already.
-                    if result.status_code != 0 and not self.draining:
-                        await asyncio.sleep(_ASK_AGAIN_S)
-                        continue
-                # Done; or draining without a server: another worker queues the run once its heartbeats stop.
-                break
+            while not await self._is_settled(flow_run, started_by, result.status_code):
+                await asyncio.sleep(_ASK_AGAIN_S)
             # 0, because Prefect's worker marks a run as crashed for any other code.
             return ProcessWorkerResult(status_code=0, identifier=result.identifier)
+
+        async def _is_settled(self, flow_run: "FlowRun", started_by: str, status: int) -> bool:
+            """Settle a run whose process has ended. Return False if the server has to be asked again."""
+            try:
+                await self._settle(flow_run, started_by, status)
+            except ObjectNotFound:
+                _log.warning(f"flow run {flow_run.name}: {DELETED}; it has ended, its run folder stays")
+            except UNREACHABLE as error:
+                if why := refusal(error):
+                    _log.error(f"flow run {flow_run.name}: Prefect refuses its new state: {why}")
+                    return True
+                # A process that ended with 0 has reported its run's state. A worker that stops leaves the
+                # run to another one, which queues it once its heartbeats stop.
+                return status == 0 or self.draining
+            return True
 
         async def _settle(self, flow_run: "FlowRun", started_by: str, status: int) -> None:
             """Queue a run again whose process died, or set the final state that fits. Raises ObjectNotFound
@@ -312,7 +260,7 @@ async def work(worker: DrainingWorker, pool: str, wait: bool) -> int:
     working = asyncio.create_task(worker.start())
     try:
         # end_s=0: a thread that waits for an unreachable server must not hold up the worker's end.
-        look = partial(_look_for_lost, LostRuns(pool, worker.name))
+        look = partial(_look_for_lost, LostRuns(pool))
         with watching(look, _LOOK_FOR_LOST_EVERY_S, "dphybrid-lost-runs", end_s=0):
             while not working.done():
                 await asyncio.sleep(_LOOK_EVERY_S)
@@ -347,11 +295,12 @@ def _signal_runs(number: int, but: Collection[int] = ()) -> set[int]:
     return signalled
 
 
-def run(pool: str, name: str, limit: int, queues: Sequence[str] | None, wait: bool) -> int:
+def run(pool: str, name: str, limit: int | None, queues: Sequence[str] | None, wait: bool) -> int:
     """Run a worker; return the exit code.
 
     Args:
-        limit: How many runs may train at once.
+        limit: How many runs may train at once; None: one for each GPU that answers, at least one. The rest
+            would wait here, and be ahead of an urgent run that comes later.
         queues: The queues to serve; None: its own and the shared ones.
         wait: At the first signal, let the runs finish.
     """
@@ -380,7 +329,8 @@ def run(pool: str, name: str, limit: int, queues: Sequence[str] | None, wait: bo
             work_pool_name=pool,
             work_queues=wanted,
             name=name,
-            limit=limit,
+            limit=limit or 1,
+            follows_gpus=limit is None,
             create_pool_if_not_found=False,
         )
         return asyncio.run(work(worker, pool, wait))

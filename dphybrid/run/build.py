@@ -112,7 +112,7 @@ def build_run(
                 yield replace(experiment, found=run)
         except BaseException as error:
             if isinstance(error, Interrupted):
-                error.run = run.folder.name  # `go_on_later` resumes the run by it
+                error.run = run.folder.name  # the command says how to continue it
             # Interrupted is a KeyboardInterrupt, not an Exception: the run was asked to end and did not fail.
             attached(run).finish("FAILED" if isinstance(error, Exception) else "KILLED")
             raise

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from dphybrid.config import ExperimentConfig, flatten
 from dphybrid.config.own_runs import check_own, enter, is_own, why_foreign
-from dphybrid.config.settings import EXPERIMENT, Settings
+from dphybrid.config.settings import EXPERIMENT, UPLOAD_LIMIT, Settings
 from dphybrid.recipes.configs import stored_config
 from dphybrid.tracking import Tracker, open_tracker
 from dphybrid.tracking.opening import tracker_of
@@ -27,7 +27,6 @@ from dphybrid.util.pages import Page
 
 FLOW_RUN_TAG = "prefect.flow_run_id"
 """Tag of a run: the flow run that trains it."""
-API_TAG = "prefect.api_url"
 """Tag of a run: the address of the Prefect server whose deployment made the flow run."""
 
 
@@ -259,7 +258,7 @@ def open_run_tracker(settings: Settings, recipe: str) -> Tracker:
         experiment,
         settings.mlflow_dir,
         runs=settings.runs_dir,
-        upload_limit=settings.upload_limit_mib * 2**20,
+        upload_limit=UPLOAD_LIMIT,
     )
 
 
@@ -267,4 +266,4 @@ def attached(run: Run) -> Tracker:
     """Return a tracker that continues the record of a run where it is recorded; its server need not answer
     now."""
     settings = run.settings
-    return tracker_of(run.folder, settings.mlflow_uri, settings.mlflow_dir, settings.upload_limit_mib * 2**20)
+    return tracker_of(run.folder, settings.mlflow_uri, settings.mlflow_dir, UPLOAD_LIMIT)

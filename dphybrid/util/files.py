@@ -32,17 +32,9 @@ _REMEDIES = {
     errno.EROFS: "its disk is read-only: make it writable, or name another folder in DPHYBRID_DATA_DIR",
     errno.EIO: "its disk fails: look at the system's log",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
-    errno.ENFILE: "the system has too many open files: end programs that hold them",
     errno.ENOLCK: "its file system has no file locks: name a folder on a local disk",
-    errno.EOPNOTSUPP: "its file system cannot do this: name a folder on a local disk",
-    errno.ENOSYS: "its file system cannot do this: name a folder on a local disk",
-    errno.ESTALE: "its server has lost it: mount the folder again",
 }
-_OTHER_REMEDIES = {
-    errno.ENOENT: "it was removed meanwhile: run the command again",
-    errno.EACCES: "name a folder that you may write",
-    errno.EPERM: "name a folder that you may write",
-}
+"""Remedies for the disk's errors."""
 _SMALL_BYTES = 2**24
 # What `temporary` gives: .NAME.KIND-NUMBER-PROCESS
 _LEFTOVER = re.compile(rf"\.(.+)\.(partial|removed|replaced)-[0-9a-f]+-({NAME.pattern})")
@@ -348,7 +340,8 @@ def naming(path: Path) -> Iterator[None]:
 
 def disk_text(error: OSError) -> str:
     """Return the message of a file's error: file, reason, and the remedy for this reason."""
-    remedy = (_REMEDIES | _OTHER_REMEDIES).get(error.errno or 0)
+    denied = isinstance(error, PermissionError)
+    remedy = "name a folder that you may write" if denied else _REMEDIES.get(error.errno or 0)
     return f"{error.filename or 'a file'}: {error.strerror or error}{(remedy and f'; {remedy}') or ''}"
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK
+NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK
 """Flags of `os.open`: do not follow a symbolic link, and do not wait for the other end of a pipe."""
 
 
@@ -28,7 +28,7 @@ class FileLock:
         """Take the lock; return whether that worked. Without `wait` it fails if another process or thread
         holds the lock. Never follows a symbolic link."""
         while self._handle is None:
-            handle = os.open(self.path, os.O_RDWR | os.O_CREAT | _NO_LINK, self._mode)
+            handle = os.open(self.path, os.O_RDWR | os.O_CREAT | NO_LINK, self._mode)
             try:
                 if not lock(handle, wait):
                     return False
@@ -40,13 +40,6 @@ class FileLock:
                 if handle >= 0:
                     os.close(handle)
         return True
-
-    def acquire_for_exec(self) -> int | None:
-        """Take the lock for the program that replaces this process; return its handle, or None if another
-        process holds the lock."""
-        if self.acquire() and self._handle is not None:
-            os.set_inheritable(self._handle, True)
-        return self._handle
 
     def release(self) -> None:
         """Release the lock."""
@@ -72,7 +65,7 @@ def locked(path: Path) -> Iterator[None]:
 def is_held(path: Path) -> bool:
     """Return whether any process or thread holds the lock on `path`."""
     try:
-        handle = os.open(path, os.O_RDONLY | _NO_LINK)
+        handle = os.open(path, os.O_RDONLY | NO_LINK)
     except FileNotFoundError:
         return False
     try:

@@ -78,9 +78,6 @@ class Team:
             "PYTHONPATH": f"{os.environ['PYTHONPATH']}:{self.folder}",
             "DPHYBRID_NVML": "tests.fake_nvml",
             "DPHYBRID_LEASE_DIR": str(self.leases),
-            "DPHYBRID_GPU_WINDOW_S": "0",
-            "DPHYBRID_GPU_POLL_S": "0.2",
-            "DPHYBRID_REQUEUE_AFTER_S": "1",
             "DPHYBRID_YIELD_TO_OTHERS": "always",
         }
         server = {

@@ -9,7 +9,10 @@ from typing import Any
 from dphybrid.tutorials.model import build_hybrid
 from torch import Tensor, nn
 
+from dphybrid.orchestration import supervised
 from dphybrid.recipes import ModelContext
+
+supervised.AGAIN_AFTER_S = 1.0
 
 
 def build(context: ModelContext) -> nn.Module:

@@ -28,7 +28,7 @@ check(None)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(
     int(version("setuptools").split(".")[0]) < 77,
     reason="setuptools 77 builds the wheel; the extra `test` has it",

@@ -1,12 +1,10 @@
 """What becomes of a dead run, and what a worker does with other people's deployments."""
 
 import asyncio
-import re
 import subprocess
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
-from email.utils import format_datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,34 +12,30 @@ from uuid import uuid4
 
 import httpx
 import pytest
+from anyio import CapacityLimiter
 from prefect.client import orchestration
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.exceptions import ObjectNotFound, Pause
-from prefect.settings import PREFECT_API_URL
-from prefect.states import AwaitingRetry, Crashed, Running
+from prefect.states import Crashed
 from prefect.workers.process import ProcessWorker, ProcessWorkerResult
 
 from dphybrid.config.settings import load_settings
 from dphybrid.orchestration import queueing, supervised, worker
 from dphybrid.orchestration.plugin import setup_environment
 from dphybrid.orchestration.queueing import (
-    BEGAN_LABEL,
-    FOLDER_LABEL,
     MAX_RUNS,
     OWNER_LABEL,
     PROCESS_LABEL,
     SILENT,
     STARTED_BY,
     STARTS_LABEL,
-    WORKER_LABEL,
     LostRuns,
     owned_elsewhere,
     state_after_death,
 )
-from dphybrid.run.folder import API_TAG, FLOW_RUN_TAG
 from dphybrid.util.alive import process_name
 from dphybrid.util.stop import StopRequest
-from tests.commands import command, run_with
+from tests.fake_nvml import gpu, stand_in, write_state
 from tests.waiting import wait_until
 
 
@@ -80,21 +74,19 @@ def test_an_orderly_return_to_the_queue_does_not_count_as_a_start(
 ) -> None:
     """A run that was paused on Prefect's pages stays so until it is resumed there."""
     run, given = dead_run(StateType[kind], starts=MAX_RUNS, work_queue_id=uuid4()), list[State]()
-    now = datetime.now(UTC) - timedelta(hours=1)  # the server's
     client = SimpleNamespace(
-        hello=lambda: httpx.Response(200, headers={"Date": format_datetime(now, usegmt=True)}),
         read_flow_run=lambda _: run,
         update_flow_run_labels=lambda _, labels: run.labels.update(labels),
         set_flow_run_state=lambda _id, state, force: given.append(state),
     )
     monkeypatch.setattr(supervised, "get_client", lambda **_: nullcontext(client))
     with pytest.raises(Pause):
-        supervised._leave(str(run.id), "it gave way", True)
+        supervised._leave(str(run.id), "it gave way", 60.0)
     assert [state.name for state in given] == states
     for state in given:
         due = state.state_details.scheduled_time
         assert due is not None
-        assert -2 < (due - now).total_seconds() - load_settings().requeue_after_s < 60
+        assert 50 < (due - datetime.now(UTC)).total_seconds() <= 60
     assert run.labels[STARTS_LABEL] == MAX_RUNS - 1
 
 
@@ -176,66 +168,8 @@ def test_a_worker_asks_again_while_the_server_is_away_and_not_when_it_refuses(
     assert ("Prefect refuses its new state: " in caplog.text) == refused
 
 
-def test_a_workstation_continues_what_it_began_while_its_worker_is_there(
-    data_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
-    """Another one would start at the first epoch, unless they share the data folder."""
-    runs = {name: dead_run(StateType.SCHEDULED, name=name) for name in ("new", "own", "here", "two", "three")}
-    for name, began in (("own", "one"), ("here", "two"), ("two", "two"), ("three", "three")):
-        runs[name].labels |= {FOLDER_LABEL: f"runs/run-{name}", BEGAN_LABEL: began}
-    (data_dir / "runs" / "run-here").mkdir(parents=True)
-    taken: list[str] = []
-
-    async def submit(_worker: object, entries: list[Any]) -> list[Any]:
-        taken.extend(entry.flow_run.name for entry in entries)
-        return []
-
-    async def workers(_pool: str, worker_filter: Any) -> list[Any]:
-        assert worker_filter.status.any_ == ["ONLINE"]
-        return [SimpleNamespace(name="one"), SimpleNamespace(name="two")]
-
-    monkeypatch.setattr(ProcessWorker, "_submit_scheduled_flow_runs", submit)
-    monkeypatch.setattr(worker, "free_now", lambda *_: None)
-    one = worker.DrainingWorker(work_pool_name="gpu", name="one")
-    monkeypatch.setattr(one, "inventory", SimpleNamespace(broken=False))
-    monkeypatch.setattr(one, "_client", SimpleNamespace(read_workers_for_work_pool=workers))
-    asyncio.run(one._submit_scheduled_flow_runs([SimpleNamespace(flow_run=run) for run in runs.values()]))
-    assert taken == ["new", "own", "here", "three"]
-
-
-def test_a_run_that_waited_when_it_was_thought_dead_waits_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    run, when = dead_run(StateType.CRASHED), datetime(2030, 1, 1, tzinfo=UTC)
-    run.state = Crashed(message=SILENT)
-    states = [Running(), AwaitingRetry(scheduled_time=when, message="GPU 0 is wanted"), run.state]
-    given: list[State] = []
-    client = SimpleNamespace(
-        read_flow_runs=lambda **_: [run],
-        read_flow_run_states=lambda _: states,
-        set_flow_run_state=lambda _id, state, force: given.append(state),
-    )
-    monkeypatch.setattr(queueing, "get_client", lambda **_: nullcontext(client))
-    lost = LostRuns("gpu", "one")
-    assert lost.queue() == [], "it may say that it lives"
-    monkeypatch.setattr(queueing, "_OBJECTION_S", 0)
-    assert lost.queue() == ["flow run run: GPU 0 is wanted"]
-    del states[1]
-    assert lost.queue() == [f"flow run run: {SILENT}; queued again"]
-    assert given[0].state_details.scheduled_time == when
-    assert [state.name for state in given] == ["AwaitingRetry"] * 2
-
-
 def deleted(_id: object) -> FlowRun:
     raise ObjectNotFound(Exception("404"))
-
-
-def raising(error: Exception) -> FlowRun:
-    raise error
-
-
-def silent_run() -> FlowRun:
-    run = dead_run()
-    run.state = Crashed(message=SILENT)
-    return run
 
 
 @pytest.mark.parametrize(
@@ -282,21 +216,20 @@ def test_only_runs_whose_processes_no_longer_exist_are_taken_back(monkeypatch: p
     number, started, namespace, _, host = own.split("-")
     earlier = f"{number}-{started}-{namespace}-00000000-{host}"
     runs = []
-    for case, owner, name, process in [
-        ("gone", dead, "one", dead),
-        ("another worker's", dead, "two", dead),
-        ("another machine's of this name", dead.replace(f"-{host}", "-00000000"), "one", dead),
-        ("its worker lives", own, "one", dead),
-        ("it writes a checkpoint", dead, "one", own),
-        ("its number is another process's now", own.replace(f"-{started}-", f"-1{started}-"), "one", dead),
-        ("before a reboot", earlier, "one", earlier),
-        ("of an earlier version", "77", "one", ""),
+    for case, owner, process in [
+        ("gone", dead, dead),
+        ("another machine's", dead.replace(f"-{host}", "-00000000"), dead),
+        ("its worker lives", own, dead),
+        ("it writes a checkpoint", dead, own),
+        ("its number is another process's now", own.replace(f"-{started}-", f"-1{started}-"), dead),
+        ("before a reboot", earlier, earlier),
+        ("of an earlier version", "77", ""),
     ]:
         runs.append(dead_run(name=case))
-        runs[-1].labels |= {OWNER_LABEL: f"{owner} token", WORKER_LABEL: name, PROCESS_LABEL: process}
+        runs[-1].labels |= {OWNER_LABEL: f"{owner} token", PROCESS_LABEL: process}
     client = SimpleNamespace(read_flow_runs=lambda **_: runs, set_flow_run_state=lambda *_, **__: None)
     monkeypatch.setattr(queueing, "get_client", lambda **_: nullcontext(client))
-    assert LostRuns("gpu", "one").queue() == [
+    assert LostRuns("gpu").queue() == [
         f"flow run {case}: its worker died with it; queued again"
         for case in ("gone", "its number is another process's now", "before a reboot")
     ]
@@ -312,13 +245,12 @@ def test_no_clock_decides_which_runs_are_lost(ahead_s: int, monkeypatch: pytest.
     every = [pending, *[dead_run(StateType.RUNNING) for _ in range(250)], silent]
     client = SimpleNamespace(
         read_flow_runs=lambda offset, **_: every[offset : offset + 200],
-        read_flow_run_states=lambda _: [Running(), silent.state],
         set_flow_run_state=lambda *_, **__: None,
     )
     monkeypatch.setattr(queueing, "get_client", lambda **_: nullcontext(client))
     now = 1000.0
     monkeypatch.setattr(queueing, "time", SimpleNamespace(monotonic=lambda: now))
-    lost = LostRuns("gpu", "one")
+    lost = LostRuns("gpu")
     assert lost.queue() == []
     now += 40
     assert lost.queue() == []
@@ -326,49 +258,6 @@ def test_no_clock_decides_which_runs_are_lost(ahead_s: int, monkeypatch: pytest.
     assert [line.split(":")[0] for line in lost.queue()] == ["flow run silent"]
     now += 100
     assert "flow run pending: its process did not start; queued again" in lost.queue()
-
-
-@pytest.mark.parametrize(
-    ("state", "words"),
-    [
-        (lambda _: dead_run(StateType.SCHEDULED), "flow run run (.*) will continue it"),
-        (lambda _: dead_run(StateType.PAUSED), "flow run run (.*) will continue it"),
-        (lambda _: silent_run(), "flow run run (.*) will continue it"),
-        (lambda _: dead_run(StateType.CANCELLED), None),
-        (lambda _: dead_run(StateType.FAILED), None),
-        (lambda _: deleted(None), None),
-        (
-            lambda _: raising(httpx.ConnectError("away")),
-            "Prefect at http://here/api does not say (no answer)",
-        ),
-        (lambda _: raising(answer(401)), "does not say (401 Unauthorized; check PREFECT_API_AUTH_STRING)"),
-    ],
-)
-def test_a_run_that_its_flow_run_will_continue_is_not_removed(
-    state: Callable[[object], FlowRun],
-    words: str | None,
-    data_dir: Path,
-    unrecorded: None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked = list[str]()
-
-    def get_client(**_: object) -> Any:
-        asked.append(PREFECT_API_URL.value())
-        return nullcontext(SimpleNamespace(read_flow_run=state))
-
-    monkeypatch.setattr(queueing, "get_client", get_client)
-    tags = {FLOW_RUN_TAG: str(uuid4()), API_TAG: "http://here/api"}
-    run_with("recipe=toy", "devices=cpu", "train.epochs=1", run_name="run", tags=tags)
-    assert "would be removed" in command("runs", "remove", "run"), "it has ended"
-    (data_dir / "runs" / "run" / "report.json").unlink()
-    told = command("runs", "remove", "run", "--yes")
-    assert asked == ["http://here/api"]
-    if words is None:
-        assert told == "run: removed\n"
-    else:
-        assert re.match(f"run: stays, .*{re.escape(words).replace(re.escape('.*'), '.*')}", told)
-        assert (data_dir / "runs" / "run").is_dir()
 
 
 def test_a_process_knows_when_its_run_lives_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,7 +293,7 @@ def test_a_worker_leaves_runs_in_the_queue_that_need_a_gpu_while_none_is_free(
         SimpleNamespace(flow_run=dead_run(StateType.SCHEDULED, name=name, parameters=parameters, tags=tags))
         for name, parameters, tags in (
             ("auto", {}, []),
-            ("cpu", {"config": {"devices": "cuda:0"}, "overrides": ["devices = cpu*2"]}, []),
+            ("cpu", {"config": {"devices": "cuda:0"}, "overrides": ["devices = CPU*2"]}, []),
             ("two", {"devices": "auto*2", "config": {"devices": "cpu"}}, []),
             ("clean-up", {}, ["without-gpu"]),
         )
@@ -417,15 +306,18 @@ def test_a_worker_leaves_runs_in_the_queue_that_need_a_gpu_while_none_is_free(
 
     caplog.set_level("INFO")
     monkeypatch.setattr(one, "inventory", SimpleNamespace(broken=False))
+    late = entries[0].flow_run.id
     assert submitted(None) == ["auto", "cpu", "two", "clean-up"], "a machine without GPUs"
     assert submitted((2, set())) == ["auto", "cpu", "two", "clean-up"]
     assert submitted((1, set())) == ["auto", "cpu", "clean-up"]
     running = 1  # it is still starting, and will take the free GPU
     assert submitted((1, set())) == ["cpu", "clean-up"]
     assert submitted((0, set())) == ["cpu", "clean-up"]
+    assert late in one.left
     assert caplog.text.count("no GPU is free here") == 1
     with subprocess.Popen(["sleep", "60"]) as child:
         assert submitted((1, {child.pid})) == ["auto", "cpu", "clean-up"], "it has leased its GPU"
+        assert late in one.left, "so that it does not count as late when it starts"
         child.kill()
     monkeypatch.setenv("DPHYBRID_DEVICES", "cpu")
     assert submitted((0, set())) == ["auto", "cpu", "clean-up"]
@@ -433,12 +325,46 @@ def test_a_worker_leaves_runs_in_the_queue_that_need_a_gpu_while_none_is_free(
 
 def test_a_run_that_waits_too_long_goes_back_to_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     stop = StopRequest()
-    with queueing.giving_back(stop, 0.01):
+    with queueing.giving_back(stop, after_s=0.01):
         assert not stop.pending, "nobody else could take a run that no worker started"
     monkeypatch.setenv(STARTED_BY, "77 token")
-    with queueing.giving_back(stop, 60):
+    with queueing.giving_back(stop):
         pass
     assert not stop.pending
-    with queueing.giving_back(stop, 0.01):
+    with queueing.giving_back(stop, after_s=0.01):
         wait_until(lambda: stop.pending, "it was asked")
     assert stop.interruption("").requeue
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_a_worker_takes_as_many_runs_as_gpus_answer_now(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def nothing(_worker: object) -> list[Any]:
+        return []
+
+    monkeypatch.setattr(ProcessWorker, "get_and_submit_flow_runs", nothing)
+    machine = stand_in(monkeypatch, tmp_path, 2)
+
+    async def limits() -> list[float]:
+        found = []
+        for follows in (True, False):
+            one = worker.DrainingWorker(work_pool_name="gpu", name="one", limit=7, follows_gpus=follows)
+            monkeypatch.setattr(one, "_limiter", CapacityLimiter(7))
+            await one.get_and_submit_flow_runs()
+            write_state(machine, [gpu(n) for n in range(number)])
+            await one.get_and_submit_flow_runs()
+            found.append(one.limiter.total_tokens)
+        return found
+
+    assert asyncio.run(limits()) == [max(1, number), 7]
+
+
+def test_a_worker_whose_driver_is_not_loaded_leaves_what_needs_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_state(stand_in(monkeypatch, tmp_path, 2), [gpu(0)], init_error="DRIVER_NOT_LOADED")
+    one = worker.DrainingWorker(work_pool_name="gpu", name="one")
+    monkeypatch.setattr(worker.DrainingWorker, "num_running", property(lambda _: 0))
+    assert one._room(load_settings()) == 0
+    assert "Driver Not Loaded; runs that need a GPU stay in the queue" in caplog.text

@@ -62,8 +62,7 @@ def test_three_days_of_data(
 ) -> None:
     days = tmp_path / "days"
     days.mkdir()
-    monkeypatch.delattr("dphybrid.orchestration.steps.prepare")  # the flow prepares once
-    experiment, runs = config(days), data_dir / "runs"
+    experiment, runs = config(days).model_dump(exclude_unset=True), data_dir / "runs"
 
     def retrain(**more: object) -> str:
         state = retrain_hybrid(config=experiment, return_state=True, **more)

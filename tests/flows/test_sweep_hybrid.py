@@ -67,7 +67,7 @@ def test_a_sweep_runs_at_once_and_tries_again(
     marks = tmp_path / "marks"
     marks.mkdir()
     (tmp_path / "swept.py").write_text(FACTORY)
-    stand_in(monkeypatch, tmp_path, 3, GPU_POLL_S=0.1)
+    stand_in(monkeypatch, tmp_path, 3)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("MARKS", str(marks))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)

@@ -23,7 +23,6 @@ from prefect.settings import (
 )
 
 from dphybrid.orchestration import embedded
-from dphybrid.orchestration.temporary_server import TemporaryServer
 from dphybrid.run import train as job
 from flows import train_hybrid
 from tests.commands import command
@@ -37,8 +36,14 @@ def test_the_flow_runs_without_a_server_and_reuses_prepared_data(
     tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     command("prepare", "--recipe", "toy")
-    servers, start = list[TemporaryServer](), embedded.start_server
-    monkeypatch.setattr(embedded, "start_server", lambda: servers.append(start()) or servers[0])
+    servers, start = list["subprocess.Popen[bytes]"](), embedded.start_server
+
+    def start_noted() -> "tuple[subprocess.Popen[bytes], str]":
+        server, address = start()
+        servers.append(server)
+        return server, address
+
+    monkeypatch.setattr(embedded, "start_server", start_noted)
     database = tmp_path / "prefect.db"
     put_database("prefect", database)
     EventsWorker.drain_all()  # that of an earlier flow would send to the server of that flow
@@ -47,7 +52,7 @@ def test_the_flow_runs_without_a_server_and_reuses_prepared_data(
         argv = ["--recipe", "toy", "--devices", "cpu*3", "--report", str(tmp_path / "report.json")]
         assert train_hybrid.main(argv) == 0
         EventsWorker.drain_all()
-    servers[0].stop()  # as it ends with its process; it writes the events first
+    embedded.stop_server(servers[0])  # as it ends with its process; it writes the events first
     out, err = capfd.readouterr()
     assert "Let's use 3 devices!\nThe first batch gives the same results unsplit and split\n" in out
     assert "\tIn Model: input size torch.Size([10, 5]) output size torch.Size([10, 2])\n" in out
@@ -68,7 +73,7 @@ def test_the_flow_runs_without_a_server_and_reuses_prepared_data(
         assert counts("SELECT state_name, count(*) FROM task_run GROUP BY 1") == {"Completed": 5}
         assert counts("SELECT 'log', count(DISTINCT flow_run_id) FROM log") == {"log": 1}
         assert set(counts("SELECT key, count(*) FROM artifact GROUP BY 1").items()) == {
-            (key, 1) for key in ("mlflow-run", "progress", "metrics", "splits", "result")
+            (key, 1) for key in ("mlflow-run", "metrics", "splits", "result")
         }
         told = counts("SELECT event, count(*) FROM events GROUP BY 1")
         assert (told["prefect.flow-run.Completed"], told["prefect.task-run.Completed"]) == (1, 5)
@@ -99,7 +104,7 @@ def run_until_signalled(
     log = folder / "log"
     with log.open("wb") as stream:
         # A session of its own, as a terminal makes one: a signal of the terminal reaches every process in it,
-        # the embedded server too.
+        # the temporary server too.
         child = subprocess.Popen(
             argv,
             stdout=stream,

@@ -1,11 +1,20 @@
 """A folder of leases, and the GPUs that a stand-in for NVML describes (`machine` of each file)."""
 
+from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from dphybrid.config.settings import Settings
+from dphybrid.gpus import waiting
 from dphybrid.gpus.inventory import Inventory
 from dphybrid.gpus.leases import lease_folder
+
+
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "LOOK_EVERY_S", 0.01)
 
 
 @pytest.fixture
@@ -16,3 +25,11 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def fake(machine: Path) -> Inventory:
     return Inventory("tests.fake_nvml")
+
+
+def waits(folder: Path, fake: Inventory, numbers: Iterable[int], least: int, run: str = "") -> ExitStack:
+    """Hold the ticket of a run that waits for `least` of these GPUs, until the end of the `with` block."""
+    queued, units = ExitStack(), fake.read()
+    eligible, wanted = [units[number] for number in numbers], waiting.Wanted(count=least)
+    waiting._take_ticket(waiting._Search(wanted, eligible, fake, folder, run, Settings()), queued)
+    return queued

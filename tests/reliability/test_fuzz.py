@@ -285,7 +285,6 @@ FLAGS = [
     "--resume",
     "--run-name",
     "--report",
-    "--profile",
     "--tag",
     "--config",
     "--data.path",
@@ -309,8 +308,7 @@ def test_command_lines(folder: Path, command: str, flags: list[tuple[str, str]],
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train.Flags, "run", lambda flags: flags.experiment() and 0)
-        for name in ("DPHYBRID_TRACKING_URI", "DPHYBRID_PROFILE"):
-            patch.setenv(name, "none" if "TRACKING" in name else "1-1")
+        patch.setenv("DPHYBRID_TRACKING_URI", "none")
         try:
             code = main(argv)
         except SystemExit as end:

@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
@@ -15,10 +14,9 @@ from dphybrid.config.settings import load_settings
 from dphybrid.lifecycle.cleanup import plan_removal
 from dphybrid.run.folder import Run
 from dphybrid.run.train import Around
-from dphybrid.util.alive import LOCK, holding, lives, process_name
-from dphybrid.util.locks import FileLock, is_held
+from dphybrid.util.alive import holding, lives, process_name
+from dphybrid.util.locks import is_held
 from tests.commands import command, run_with
-from tests.conftest import REPOSITORY
 
 
 def test_a_name_of_a_process_is_its_own_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,27 +120,3 @@ def test_another_users_lock_keeps_its_run_and_no_other(
     told = command("runs", "remove", "--older-than", "0", "--yes")
     assert "own: removed" in told
     assert re.search(r"theirs: stays, .* run theirs belongs to user \d+, and you may not open \S+lock;", told)
-
-
-def test_a_run_that_gave_way_is_not_removed_until_it_goes_on(data_dir: Path, unrecorded: None) -> None:
-    run_with("recipe=toy", "devices=cpu", "train.epochs=1", run_name="run")
-    lock = data_dir / "runs" / "run" / LOCK
-    code = (
-        "from dphybrid.config.settings import load_settings; from dphybrid.gpus.devices import go_on_later; "
-        "from dphybrid.util.stop import Interrupted; i = Interrupted('x'); i.run = 'run'; "
-        "import sys; again = 'import sys, time; print(sys.argv, flush=True); time.sleep(60)'; "
-        "sys.orig_argv = [sys.executable, '-c', again]; "
-        "go_on_later(i, load_settings().model_copy(update={'requeue_after_s': 2}))"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
-    ) as waiting:
-        assert waiting.stdout is not None
-        assert [waiting.stdout.readline()[:10] for _ in range(2)] == ["x\n", "Giving way"]
-        while not is_held(lock):
-            assert waiting.poll() is None
-        assert "run: stays, it is running" in command("runs", "remove", "run", "--yes")
-        assert "--resume" in waiting.stdout.readline()
-        assert not is_held(lock), "the command that goes on takes it itself"
-        waiting.kill()
-    assert FileLock(lock).acquire()

@@ -177,7 +177,7 @@ def test_a_large_file_of_a_checkpoint_is_recorded_by_path_and_still_loads(
     from dphybrid.serving.load import model_from_checkpoint
     from dphybrid.tracking.loader import checkpoint_folder
 
-    monkeypatch.setenv("DPHYBRID_UPLOAD_LIMIT_MIB", "1")
+    monkeypatch.setattr("dphybrid.run.folder.UPLOAD_LIMIT", 2**20)
     config = load_config(
         None, ["recipe=hybrid", "model.dim=400", "train.epochs=1", "checkpoint.register_as=wide"]
     )
