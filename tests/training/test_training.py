@@ -55,8 +55,6 @@ def test_it_trains_to_the_same_losses_on_any_number_of_devices(
     kind: str, data_dir: Path, small_text: str
 ) -> None:
     options = [small_text, *SMALL_TEXT, f"model.kind={kind}"]
-    if kind == "lstm":  # one drops between layers, in front of and behind them
-        options += ["model.dropout=0.2", "model.layers=2"]
     if kind == "hybrid":
         options = ["recipe=hybrid", "model.dtype=float64", "train.epochs=1", "train.batch_size=143"]
     one = run_with(*options, "devices=cpu")
