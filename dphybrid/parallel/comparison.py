@@ -253,6 +253,7 @@ def _copied(model: nn.Module) -> nn.Module:
     for part in model.modules():
         if hasattr(part, "twin"):
             memo[id(part)] = part.twin()  # type: ignore[operator]
+            memo |= {id(weight): weight for weight in part.parameters()}  # other layers may have it, too
         for value in tree_leaves(vars(part)):
             if isinstance(value, Tensor) and not value.is_leaf:  # deepcopy refuses tensors with a graph
                 memo[id(value)] = value.detach().clone()
