@@ -84,8 +84,9 @@ with warnings.catch_warnings():
             self.follows_gpus = follows_gpus
             self.inventory = Inventory(load_settings().nvml)
             self.without_gpu = set[UUID]()
-            self.left = set[UUID]()
-            """The runs that the worker left in the queue at its last look, because no GPU was free."""
+            self.num_left = 0
+            self.waited = set[UUID]()
+            """The runs that the worker has left in the queue once, because no GPU was free."""
 
         async def get_and_submit_flow_runs(self) -> "list[FlowRun]":
             if self.draining:
@@ -108,7 +109,7 @@ with warnings.catch_warnings():
         async def _submit_scheduled_flow_runs(
             self, flow_run_response: "list[WorkerFlowRunResponse]"
         ) -> "list[FlowRun]":
-            settings, taken, left = load_settings(), [], set[UUID]()
+            settings, taken = load_settings(), []
             try:
                 room = await asyncio.to_thread(self._room, settings)
             except UserError:
@@ -120,13 +121,13 @@ with warnings.catch_warnings():
                     taken.append(entry)
                     room -= 1
                 else:
-                    left.add(entry.flow_run.id)
-            if left and not self.left:
+                    self.waited.add(entry.flow_run.id)
+            num_left = len(flow_run_response) - len(taken)
+            if num_left and not self.num_left:
                 _log.info(
-                    f"no GPU is free here; left in the queue, for other workers: {counted(len(left), 'run')}"
+                    f"no GPU is free here; left in the queue, for other workers: {counted(num_left, 'run')}"
                 )
-            # Those that are taken now keep their note until they start.
-            self.left = left | self.left.intersection(entry.flow_run.id for entry in taken)
+            self.num_left = num_left
             return await super()._submit_scheduled_flow_runs(taken)
 
         def _room(self, settings: Settings) -> int | None:
@@ -147,7 +148,7 @@ with warnings.catch_warnings():
         ) -> ProcessWorkerResult:
             started_by = f"{process_name()} {uuid4()}"
             configuration.env |= {STARTED_BY: started_by}
-            if flow_run.id in self.left:
+            if flow_run.id in self.waited:
                 configuration.env |= {WAITED: "1"}
             labels: Any = {OWNER_LABEL: started_by, STARTS_LABEL: num_starts(flow_run) + 1}
             await self.client.update_flow_run_labels(flow_run.id, labels)
