@@ -162,7 +162,7 @@ def test_kernels_that_read_rows_or_draw_are_not_called_where_torch_looks_on(
         warnings.simplefilter("ignore")  # that tracing is deprecated
         WATCHED[how](module, *given)
     # A captured lookup is one operation, `rows_op`; its kernel may run within it.
-    assert set(called) <= ({"look_up"} if name != "dropout" else set())
+    assert set(called) <= {"look_up"}
 
 
 def odd_tensors() -> Iterator[tuple[str, Tensor]]:
@@ -212,7 +212,7 @@ def test_the_question_is_asked_in_one_place_and_all_who_ask_it_are_tried_here() 
         if re.search(r"_len_torch_dispatch_stack|_get_tracing_state|_has_storage|is_functorch_wrapped", text):
             by_hand.add(file.name)
     assert asked == {
-        "embedding/table.py", "embedding/collection.py", "parallel/dropout.py", "recipes/ctr/model.py",
-        "recipes/ctr/numbers.py", "recipes/ctr/pairs.py",
+        "embedding/table.py", "embedding/collection.py", "recipes/ctr/model.py", "recipes/ctr/numbers.py",
+        "recipes/ctr/pairs.py",
     }  # fmt: skip
     assert not by_hand
