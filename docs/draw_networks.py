@@ -17,22 +17,9 @@ COLOURS = {"host": ("#fff3e0", "#e65100"), "device": ("#e8f5e9", "#2e7d32")}
 
 NETWORKS: dict[str, list[Sequence[str]]] = {
     "mlp": [["*rows", "numbers in bins"], ["side by side"], ["hidden layers"], ["answer"]],
-    "wide-deep": [["*rows, 1st column", "*rows, the others"], ("sum", "hidden layers"), ["answer: the sum"]],
-    "deepfm": [
-        ["*rows", "numbers times rows"],
-        ["sum", "product of each pair", "hidden layers"],
-        ["answer: the sum"],
-    ],
     "dlrm": [["*rows", "numbers, a layer"], ["product of each pair"], ["hidden layers"], ["answer"]],
     "dcn": [["*rows", "numbers in bins"], ["input x its map", "hidden layers"], ["answer: the sum"]],
-    "attend": [
-        ["*row at hand", "*rows of the bag"],
-        ["weight of each item"],
-        ["weighted sum"],
-        ["any network"],
-    ],
     "bag": [["*rows of all items"], ["sum / root of n"], ["tanh"], ["x output vectors"]],
-    "gru": [["*rows in order"], ["GRU, step by step"], ["vector after each"], ["x output vectors"]],
     "transformer": [
         ["*rows in order", "positions"],
         ["causal attention"],
@@ -41,7 +28,7 @@ NETWORKS: dict[str, list[Sequence[str]]] = {
     ],
     "complex": [["*head", "*tail", "relation"], ["complex product"], ["score"]],
     "transe": [["*head", "*tail", "relation"], ["head + relation - tail"], ["score: - length"]],
-    "text": [["*rows of the words"], ["LSTM, GRU, attention"], ["softmax over words"]],
+    "text": [["*rows of the words"], ["LSTM or decoder"], ["softmax over words"]],
 }
 
 

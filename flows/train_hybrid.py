@@ -42,7 +42,7 @@ def train_hybrid(
         data_path: File, folder or pattern of the data.
         label: Column to predict.
         recipe: Kind of model: ctr for a table with a label, kge for triples, retrieval for interactions, and
-            more; empty: the data decides.
+            more; empty: ctr with a label, else text.
         devices: Where the blocks run: auto, auto*2 (two free GPUs), cpu, cpu*8 (eight virtual devices),
             cuda:0.
         overrides: Single values that override all others, such as `model.hidden=64`.

@@ -92,7 +92,7 @@ def test_from_a_messy_table_to_predictions(data_dir: Path, capsys: pytest.Captur
     assert re.search(r"^Test: +auc 0\.\d+", told["train"], flags=re.MULTILINE)
     assert re.search(r"1,200 rows", told["check"])
     assert {"first", "deep"} <= set(re.findall(r"\w+", told["compare"]))
-    assert "deepfm" in told["compare"]
+    assert "dcn" in told["compare"]
     scored = pl.read_csv("predictions.csv")
     assert len(scored) == 300
     auc = roc_auc_score(answers, scored["probability"])

@@ -170,7 +170,7 @@ MANY = json.dumps({"train.seed": list(range(380))}, separators=(",", ":"))
         ("train --recipe toy --model.factory builtins:id", "returned an int"),
         ("train --recipe toy --resume", "--resume latest: recipe toy has no run in"),
         ("prepare --recipe retrieval --data.cutoffs 10,10", "that differ"),
-        ("train --recipe ctr --model.kind lstm", "model.kind = 'lstm'.*deepfm.*dlrm"),
+        ("train --recipe ctr --model.kind lstm", "model.kind = 'lstm'.*mlp.*dlrm"),
         ("train --config nowhere.toml", "--config nowhere.toml: cannot be read .*No such file"),
         ("train --recipe retrieval --data.path ok.csv", "has no column 'user'"),
         ("predict nobody --data.path ok.csv", "nobody: no run, checkpoint folder or models:/ address"),

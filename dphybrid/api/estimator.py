@@ -16,7 +16,6 @@ from dphybrid.api.training import nested, train
 from dphybrid.data.table.frames import as_frame
 from dphybrid.recipes.registry import OF_TABLES
 from dphybrid.serving.predict import Predictor
-from dphybrid.training.label_tasks import HALF
 from dphybrid.util.errors import UserError, suggestion
 from dphybrid.util.text import without_credentials
 
@@ -234,7 +233,7 @@ class HybridClassifier(ClassifierMixin, _HybridEstimator):
         valid: validation rows in place of a share of the training rows: a pair (X, y), or a table with the
             column `label`.
         values: any value of the recipe, by the names that `dphybrid.train` takes: `epochs=5, batch_size=128,
-            table__lr=0.1, class_weight="balanced", threshold="best-f1"`. `lr`, `optimizer` and `weight_decay`
+            table__lr=0.1`. `lr`, `optimizer` and `weight_decay`
             without a section are those of the blocks.
 
     After `fit`: `classes_` (the labels, sorted), `n_features_in_`, `feature_names_in_` if X has names, `run_`
@@ -273,13 +272,8 @@ class HybridClassifier(ClassifierMixin, _HybridEstimator):
         return np.stack([1 - found, found], axis=1) if found.ndim == 1 else found
 
     def predict(self, X: object) -> np.ndarray:
-        """Return the class (B,) of each row: the most probable one, or of two classes the second one from the
-        threshold on, if `threshold` was given."""
-        found = self.predict_proba(X)
-        if found.shape[1] == 2 and (threshold := self._predictor.threshold) != HALF:
-            # As float32, in which the predictor compares.
-            return self.classes_[(found[:, 1].astype(np.float32) >= np.float32(threshold)) * 1]
-        return self.classes_[found.argmax(axis=1)]
+        """Return the class (B,) of each row: the most probable one."""
+        return self.classes_[self.predict_proba(X).argmax(axis=1)]
 
     def __sklearn_tags__(self) -> Tags:
         tags = super().__sklearn_tags__()
@@ -292,7 +286,6 @@ class HybridRegressor(RegressorMixin, _HybridEstimator):
     """Numbers from a table of numbers, categories, bags and texts, with recipe ctr. The arguments and
     attributes are those of `HybridClassifier`, except `classes_`.
 
-    `task="counts"` learns whole numbers of 0 or more as counts.
     """
 
     def fit(self, X: object, y: object = None, sample_weight: object = None) -> Self:

@@ -134,35 +134,13 @@ class TrainedRun:
         """Return the predictor's answer for new rows; see `Predictor.predict`."""
         return self.predictor.predict(rows)
 
-    def evaluate(self, rows: object, importance: bool = False) -> "Evaluation":
+    def evaluate(self, rows: object) -> "Evaluation":
         """Evaluate the best checkpoint on rows with known answers: metrics with intervals, for a table also
-        thresholds, classes and, if asked for, the importance of each column. rows: of a table, later
-        interactions, triples, texts, or a split as a recipe's `rows` returns it; also a path. Raises
-        UserError for rows that the recipe does not evaluate."""
+        thresholds and classes. rows: of a table, later interactions, triples, texts, or a split as a recipe's
+        `rows` returns it; also a path. Raises UserError for rows that the recipe does not evaluate."""
         from dphybrid.serving.evaluate import evaluate_checkpoint
 
-        return evaluate_checkpoint(
-            self.checkpoint, rows, lambda: self.predictor, lambda: self.model, importance=importance
-        )
-
-    def importance(self, rows: object = None) -> "pl.DataFrame":
-        """Return column and importance, the most important first: what the deciding metric loses when a
-        column's cells are shuffled. rows: rows with known labels; None: the validation rows, on which it was
-        measured at the end of the training. Raises UserError without such a measurement."""
-        import polars as pl
-
-        from dphybrid.run.pages import MetricsPage
-
-        if rows is not None:
-            found = self.evaluate(rows, importance=True).importance
-            assert found is not None
-            return found
-        lost = MetricsPage.read(self._trained("metrics.json")).importance
-        if not lost:
-            raise UserError(
-                f"run {self.name}: the importance of its columns was not measured; give rows with their label"
-            )
-        return pl.DataFrame({"column": list(lost), "importance": list(lost.values())})
+        return evaluate_checkpoint(self.checkpoint, rows, lambda: self.predictor, lambda: self.model)
 
     def recommend(self, users: object = None, k: int = 10, *, history: object = None) -> "pl.DataFrame":
         """Return user, rank, item and score of the k best items for each user; see `Recommender.recommend`.
@@ -197,20 +175,12 @@ class TrainedRun:
         settings = self._settings.model_copy(update={"tracking_uri": None})
         return {"folder": self.folder, "_settings": settings, "_run": replace(self._run, settings=settings)}
 
-    @property
-    def doubts(self) -> list[str]:
-        """What makes the figures doubtful, such as columns that leak the label; empty before the run has
-        ended."""
-        page = self.folder / "report.json"
-        return RunReport(self._run, page).values.doubts if page.is_file() else []
-
     def __repr__(self) -> str:
         shown = ", ".join(f"{name} {value:.4f}" for name, value in self.metrics.items())
-        return f"<run {'; '.join([f'{self.name}: {shown or self.status}', *self.doubts])}>"
+        return f"<run {self.name}: {shown or self.status}>"
 
     def _repr_html_(self) -> str:
-        doubts = "".join(f"<p>Doubt: {html.escape(doubt)}</p>" for doubt in self.doubts)
-        return Runs([self])._repr_html_() + doubts
+        return Runs([self])._repr_html_()
 
 
 class RunReport:

@@ -19,7 +19,7 @@ from dphybrid.recipes.configs import (
     given_values,
     read_config_file,
 )
-from dphybrid.recipes.registry import OF_TABLES, find_recipe, infer_recipe
+from dphybrid.recipes.registry import OF_TABLES, choose_recipe, find_recipe
 from dphybrid.util.errors import UserError, suggestion, type_text
 from dphybrid.util.files import make_folder, naming
 
@@ -151,10 +151,10 @@ def experiment(
     """Return the config made of `config` and the values given by keyword, which override it.
 
     given: by full name (`recipe`, `data.path`); None: not given. values: as `nested` takes them. Without a
-    recipe the data decides it. Raises UserError that names the keyword.
+    recipe it is that of `registry.choose_recipe`. Raises UserError that names the keyword.
     """
     known = merge(_values_of(config), nest({n: value for n, value in given.items() if value is not None}))
-    recipe = known.get("recipe") or infer_recipe(known)[0]
+    recipe = choose_recipe(known)
     origins: dict[str, str] = {}
     chosen = merge(known, nested(values, recipe, origins))
     return build_config({**chosen, "recipe": recipe}, origins)

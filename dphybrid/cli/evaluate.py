@@ -2,11 +2,10 @@
 
 examples:
   %(prog)s ctr-cpu-1121-044553 --data.path held.csv
-  %(prog)s models:/clicks@champion --data.path 'march/*.csv.gz' --importance --out march.html
+  %(prog)s models:/clicks@champion --data.path 'march/*.csv.gz' --out march.html
 
-Prints the recipe's metrics with a 95%% interval, precision and recall of each class, for two classes also by
-threshold, and with --importance by how much the deciding metric gets worse when a column's cells are
-shuffled. --out writes the same as a page with figures: ROC, precision and recall, calibration and the
+Prints the recipe's metrics with a 95%% interval, precision and recall of each class, and for two classes also
+by threshold. --out writes the same as a page with figures: ROC, precision and recall, calibration and the
 confusion matrix, or residuals. The files hold rows with the label's column; of recipe retrieval later
 interactions, of kge later triples, of text later text. An own recipe reads them by labelled(rows,
 vocabularies).
@@ -38,8 +37,6 @@ class Flags(Command):
     model: CliPositionalArg[str] = Field(alias="RUN_OR_MODEL")
     """A run (name or MLflow id), a checkpoint folder, or models:/NAME@champion."""
     data: _Rows
-    importance: bool = False
-    """Also measure how much each column matters."""
     out: Path | None = None
     """Also write a page with figures: a file that ends in .html."""
     devices: str = "cpu"
@@ -66,7 +63,6 @@ class Flags(Command):
                 Path(self.data.path),
                 lambda: open_predictor(checkpoint, self.devices, size or 1024),
                 lambda: model_from_checkpoint(checkpoint, self.devices),
-                importance=self.importance,
                 batch_size=size,
                 on_progress=progress,
             )

@@ -12,7 +12,7 @@ from dphybrid.cli.parser import Command, Parser, recipes_text
 from dphybrid.config import ExperimentConfig, merge, nest
 from dphybrid.config.settings import Settings, load_settings
 from dphybrid.recipes.configs import Values, explain_unknown, load_config, read_config_file
-from dphybrid.recipes.registry import BUILT_IN, DEFAULT, OF_TABLES, find_recipe, infer_recipe
+from dphybrid.recipes.registry import BUILT_IN, DEFAULT, OF_TABLES, choose_recipe, find_recipe
 from dphybrid.run.folder import named_run
 from dphybrid.util.errors import UserError
 from dphybrid.util.files import check_target, given_path, no_such_file
@@ -40,10 +40,11 @@ def recipe_of(argv: Sequence[str]) -> str:
         if words[:1] == ["recipe"]:  # dphybrid check recipe NAME
             given["recipe"] = "".join(words[1:2])
         values = merge(read_config_file(file) if file else {}, nest(given))
-        inferred, reason = infer_recipe(values)
-        # Most readers of the help have a table.
-        inferred = OF_TABLES if not reason and _asks_help(argv) else inferred
-        return find_recipe(values.get("recipe") or _recipe_of_run(resume) or inferred).key
+        if "recipe" not in values and (resumed := _recipe_of_run(resume)):
+            values["recipe"] = resumed
+        if "recipe" not in values and _asks_help(argv):  # most readers of the help have a table
+            values["recipe"] = OF_TABLES
+        return find_recipe(choose_recipe(values)).key
     # TypeError: a file may set `recipe` to a list, which `find_recipe`'s cache cannot hash.
     except (argparse.ArgumentError, UserError, OSError, TypeError):
         return DEFAULT

@@ -8,7 +8,7 @@ examples:
 
 Each row read gives one prediction: its file, its line, and the probability of the label's positive value; for
 several classes, the likeliest class and the probability of each; for a number, the number. --threshold adds
-the predicted class of two, as does a model trained with a threshold. --keep adds columns of the input. A
+the predicted class of two. --keep adds columns of the input. A
 model of recipe retrieval gives user, rank, item and score instead: --top items for each user. Without
 --out, predictions are printed as CSV. A model of recipe text continues the text of --prompt.
 """

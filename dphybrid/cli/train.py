@@ -8,9 +8,8 @@ examples:
   %(prog)s --resume                           continue the newest run of the recipe
   %(prog)s --config experiment.toml --report result.html
 
-Without --recipe the data decides: a label or a table selects ctr, a folder of triples kge, anything else
-text. A TOML file uses the same names as the flags: `recipe = "ctr"`, then sections like [train] with
-`batch_size = 512`.
+Without --recipe, a label selects ctr, anything else text. A TOML file uses the same names as the flags:
+`recipe = "ctr"`, then sections like [train] with `batch_size = 512`.
 Data, checkpoints and the MLflow store are in DPHYBRID_DATA_DIR (~/.dphybrid).
 """
 

@@ -120,14 +120,11 @@ class TableDataConfig(RowFiles):
     """Your table: CSV, TSV or Parquet; a file, a folder, or a pattern such as day-*.csv.gz."""
     label: str | None = None
     """Column to predict: its name, or its position 0, 1, ... in a file without a header."""
-    task: Literal["auto", "binary", "multiclass", "regression", "counts"] = "auto"
+    task: Literal["auto", "binary", "multiclass", "regression"] = "auto"
     """Type of the label. auto: binary with two values; multiclass with texts, or with up to 20 whole numbers
-    below 100; regression with other numbers. Counts are never inferred."""
+    below 100; regression with other numbers."""
     weight: str | None = None
     """Column with each row's weight in loss and metrics, a number of 0 or more; it is not a feature."""
-    class_weight: Literal["balanced"] | None = None
-    """balanced: in training, each class counts as much as another, as in scikit-learn: rows / (classes * rows
-    of the class). Probabilities are then not shares of rows any more. Empty: each row counts once."""
     schema_file: str | None = None
     """File with the columns' roles and encodings, such as an edited schema.toml of a prepared folder."""
     base: str | None = None

@@ -29,7 +29,6 @@ from dphybrid.util.digests import code_digest, combined_digest, file_digest, val
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.files import (
     disk_text,
-    make_folder,
     making_once,
     naming,
     sync,
@@ -50,7 +49,6 @@ _CHUNK_BYTES = 2**24
 """Bytes of a file that are digested at a time."""
 
 _REMEDY = "delete the folder and run the preparation again"
-_FACTS = "facts"
 
 THREADS = min(4, os.cpu_count() or 1)
 """Default number of threads of `mapped`."""
@@ -104,14 +102,6 @@ class Manifest(Page):
         return {"crc32": crc32, "sha256": self.files}
 
 
-class _Fact(Page):
-    """A value that was computed from prepared data. data: the digest of that."""
-
-    name: str
-    data: str
-    value: Any
-
-
 @dataclass(frozen=True)
 class Prepared:
     """A prepared folder. reused: it existed before this call. view: the recipe's function that returns a part
@@ -139,26 +129,6 @@ class Prepared:
     def info(self) -> dict[str, Any]:
         """Facts that models need: task, num_words, num_ids, num_dense, ..."""
         return self.manifest.info
-
-    def fact(self, name: str, compute: "Callable[[], T]") -> "T":
-        """Return a value that depends on this data alone: computed once, then kept in the folder as
-        `facts/NAME.json`.
-
-        name: changes with the code that computes the value. The value: what JSON holds (lists, not tuples).
-        The value of a file that is damaged, or of other data, is computed anew; a folder that cannot be
-        written keeps nothing.
-        """
-        file = self.path / _FACTS / f"{name}.json"
-        with suppress(UserError):
-            kept = _Fact.read(file)
-            if (kept.name, kept.data) == (name, self.digest):
-                value: T = kept.value
-                return value
-        value = compute()
-        with suppress(OSError):
-            make_folder(file.parent)
-            _Fact(name=name, data=self.digest, value=value).write(file)
-        return value
 
     def describe(self) -> str:
         """Return a description of the data for people, in lines."""
@@ -300,7 +270,7 @@ def verify_prepared(path: Path) -> Prepared:
     """Open a prepared folder and check every byte against its manifest. Raises UserError that names the first
     damaged file."""
     prepared = open_prepared(path)
-    verify_files(path, "manifest.json", prepared.manifest.sums, _REMEDY, beside=_FACTS)
+    verify_files(path, "manifest.json", prepared.manifest.sums, _REMEDY)
     return prepared
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from dphybrid.config import ExperimentConfig, flatten, merge, nest
 from dphybrid.recipes.configs import as_config, build_config, parse_overrides
-from dphybrid.recipes.registry import infer_recipe
 
 _FIELDS = {
     "data_path": "data.path",
@@ -20,7 +19,7 @@ _FIELDS = {
 
 def experiment(parameters: Mapping[str, Any]) -> ExperimentConfig:
     """Return the experiment that a flow's parameters describe: `config`, overridden by the single parameters,
-    overridden by `overrides`. Without a recipe the data decides, as on the command line.
+    overridden by `overrides`. Without a recipe it is that of `choose_recipe`.
 
     A single parameter that is None or "" leaves the config's. Raises UserError for values that are wrong, or
     that the recipe does not use.
@@ -30,8 +29,4 @@ def experiment(parameters: Mapping[str, Any]) -> ExperimentConfig:
     overrides = parse_overrides(parameters.get("overrides") or [])
     values = as_config(parameters.get("config") or {}).model_dump(exclude_unset=True)
     values = merge(merge(values, nest(single)), overrides)
-    if "recipe" not in values:
-        values["recipe"], reason = infer_recipe(values)
-        if reason:
-            print(f"Recipe {values['recipe']}: {reason}", flush=True)
     return build_config(values, dict.fromkeys([*single, *flatten(overrides)], "overrides"))

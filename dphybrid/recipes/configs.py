@@ -22,7 +22,7 @@ from pydantic.fields import FieldInfo
 from dphybrid.config import ExperimentConfig, Section, fields_of, flatten, merge, nest
 from dphybrid.config.own_runs import wrote
 from dphybrid.config.settings import Settings
-from dphybrid.recipes.registry import BUILT_IN, DEFAULT, find_recipe, infer_recipe, recipe_names
+from dphybrid.recipes.registry import BUILT_IN, DEFAULT, choose_recipe, find_recipe, recipe_names
 from dphybrid.util.errors import UserError, plain_words, type_text
 from dphybrid.util.files import given_path, read_small_text
 from dphybrid.util.importing import check_installed
@@ -127,13 +127,11 @@ def build_config(values: Values, origins: dict[str, str] | None = None) -> Exper
     """Validate nested values by the class of their recipe. Raises UserError that lists every wrong value with
     its place and remedy.
 
-    Without `recipe` the other values decide it (`registry.infer_recipe`). origins: dotted name -> where the
-    value came from.
+    Without `recipe`, `choose_recipe` does. origins: dotted name -> where the value came from.
     """
     origins = origins or {}
     given = {field: value for field, value in values.items() if field != "recipe" or value is not None}
-    # For Python and forms; for the command line `load_config` has inferred it and printed the reason.
-    name = given.get("recipe", infer_recipe(given)[0])
+    name = choose_recipe(given)
     if not isinstance(name, str):
         raise UserError(f"recipe = {name!r}: expected a name such as {', '.join(recipe_names())}")
     config = _validated(given, name, origins)
@@ -263,7 +261,7 @@ def load_config(
     """Compose a config: the recipe's defaults, then the file, then what is given: nested values of flags, or
     override texts. Raises UserError.
 
-    If neither names a recipe, the values decide, and the reason is printed. base: the config of a run that is
+    If neither names a recipe, `choose_recipe` does. base: the config of a run that is
     resumed; it supplies the values that are not given, except for `cluster`: another number of ranks may
     resume a run.
     """
@@ -274,10 +272,6 @@ def load_config(
     values = merge(from_file, from_flags)
     if base and values.get("recipe", base.recipe) == base.recipe:
         values = merge({name: v for name, v in given_values(base).items() if name != "cluster"}, values)
-    if "recipe" not in values:
-        values["recipe"], reason = infer_recipe(values)
-        if reason:
-            print(f"Recipe: {values['recipe']}, because {reason} (--recipe chooses another)", flush=True)
     return build_config(values, origins)
 
 

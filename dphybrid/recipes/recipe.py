@@ -117,19 +117,12 @@ class Recipe:
         `dphybrid.data.DrawnDataset`. info: facts about the prepared data. model: the `model` section."""
         return rows
 
-    def baselines(self, data: "Prepared") -> dict[str, dict[str, float]]:
-        """Return the metrics of simple predictions on the validation split, by name, to compare a model with.
-        Without any, dphybrid compares with a constant, provided that the task names its `prediction`."""
-        return {}
-
     def floor(self, data: "Prepared") -> "dict[str, Tensor] | None":
-        """Return the simplest prediction on the validation split, in the form of the model's outputs.
-        Retraining does not promote a first model that does not beat it. None: no such comparison."""
+        """Return the best constant prediction on the validation split, in the form of the model's outputs. It
+        stands beside the result of each run, and retraining does not promote a first model that does not
+        beat it. None: results stand beside the mean of the model's predictions, provided that the task names
+        its `prediction`, and retraining promotes the first model."""
         return None
-
-    def doubts(self, data: "Prepared") -> list[str]:
-        """Return warnings about the prepared data, to print before training."""
-        return []
 
     def sized(
         self, config: ExperimentConfig, num_rows: int, info: Mapping[str, Any]
@@ -320,11 +313,6 @@ class Recipe:
             temperature: 0 for the likeliest token each time.
         """
         raise UserError(f"recipe {self.name}: writes no text; --prompt is for recipe text")
-
-    def recognises(self, data: Mapping[str, object]) -> str | None:
-        """Return why these values of the data section mean this recipe, or None if they do not. Called only
-        when no recipe is given."""
-        return None
 
     def prepare(
         self, data: DataConfig, folder: Path, seed: int, on_progress: "Progress | None" = None

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from copy import copy
 from functools import cache
 from importlib.metadata import entry_points
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from dphybrid.recipes.recipe import Recipe
 from dphybrid.util.errors import UserError, suggestion
@@ -76,14 +76,10 @@ def _is_recipe(value: object) -> TypeGuard[type[Recipe]]:
     return isinstance(value, type) and issubclass(value, Recipe) and value is not Recipe
 
 
-def infer_recipe(values: Mapping[str, object]) -> tuple[str, str]:
-    """Return the recipe that nested values without `recipe` mean, and the reason. If no recipe recognises the
-    data, return the default one and an empty reason."""
+def choose_recipe(values: Mapping[str, Any]) -> Any:
+    """Return the recipe that nested values name; without one, that for tables if they name a label, else the
+    default one."""
+    if "recipe" in values:
+        return values["recipe"]
     data = values.get("data")
-    if not isinstance(data, dict):
-        return DEFAULT, ""
-    # The first one that recognises the data, in the order of BUILT_IN.
-    for name in BUILT_IN:
-        if reason := find_recipe(name).recognises(data):
-            return name, reason
-    return DEFAULT, ""
+    return OF_TABLES if isinstance(data, Mapping) and data.get("label") not in (None, "") else DEFAULT

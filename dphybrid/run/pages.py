@@ -41,15 +41,13 @@ class ResultPage(Page):
 
 class MetricsPage(Page):
     """`metrics.json`: the best checkpoint's metrics on the validation rows and on the test rows, if there are
-    any, the metrics of the baselines, the charts of its predictions for the test rows (without any, the
-    validation rows), if its task has any, and for a table how much the deciding metric loses when a column is
-    shuffled."""
+    any, the metrics of the baseline, and the charts of its predictions for the test rows (without any, the
+    validation rows), if its task has any."""
 
     metrics: dict[str, float]
     test: dict[str, float] = Field(default_factory=dict)
     baselines: dict[str, dict[str, float]] = Field(default_factory=dict)
     charts: list[Chart | Confusion] = Field(default_factory=list)
-    importance: dict[str, float] = Field(default_factory=dict)
 
 
 class Report(Page):
@@ -59,9 +57,7 @@ class Report(Page):
         stages: Seconds.
         stages_ms: Milliseconds of an average step.
         saving: What the checkpoints cost.
-        beside, columns: The baselines and the most important columns, as text.
-        advice: What to try if a baseline is better.
-        doubts: About the data, such as columns that leak the label.
+        beside: The comparison with the baseline, as text.
         page: Its file.
         registered_as: "" if the model is not in the registry; not_registered then says why.
     """
@@ -75,9 +71,6 @@ class Report(Page):
     metrics: dict[str, float]
     test: dict[str, float] = Field(default_factory=dict)
     beside: str = ""
-    columns: str = ""
-    advice: list[str] = Field(default_factory=list)
-    doubts: list[str] = Field(default_factory=list)
     best_checkpoint: str
     latest_checkpoint: str
     page: str = ""

@@ -20,8 +20,6 @@ def prepare(
         data = recipe.prepare(config.data, settings.prepared_dir, config.train.seed, progress)
     print(f"{'Reusing prepared data' if data.reused else 'Prepared data'}: {data.path}", flush=True)
     print(printable(data.describe()), flush=True)
-    for doubt in recipe.doubts(data):
-        print(f"Note: {doubt}", flush=True)
     config, sizes = recipe.sized(config, len(data.dataset("train")), data.info)
     if sizes:
         print("\n  ".join(["Chosen for this data (a flag overrides each):", *sizes]), flush=True)

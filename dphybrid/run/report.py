@@ -4,15 +4,12 @@
 
 import shlex
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
 from math import isfinite, nan
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
 
-from dphybrid.config import ExperimentConfig, fields_of
 from dphybrid.data import rows_of_batch
-from dphybrid.data.table.numbers import LISTS
 from dphybrid.recipes.configs import given_flags
 from dphybrid.run.experiment import Experiment
 from dphybrid.run.folder import attached
@@ -25,25 +22,18 @@ from dphybrid.training.clock import NOT_A_STEP
 from dphybrid.training.metrics import Task
 from dphybrid.training.results import Chart, Confusion
 from dphybrid.training.saving import checkpoint_uid
-from dphybrid.util.errors import counted
 from dphybrid.util.text import as_flags, as_markdown, masked, printable
 
-_SHOWN_COLUMNS = 20
-"""Bars of the figure of columns."""
 _FEW_POINTS = 30
 """A curve of fewer points has a mark on each."""
 _MOST_LINES = 24
 """The most lines of a block in MLflow's description, which may have 8,000 characters."""
-_MANY_UNSEEN = 0.3
-"""A column is doubtful if so many of its validation values have no training row."""
-_FEW_ROWS = 5000
-"""With fewer training rows, a smaller network overfits less."""
 
 
 def report_run(experiment: Experiment) -> Report:
     """Write the report of a trained and evaluated run, end its MLflow run, and return the report."""
     run, engine, task = experiment.run, experiment.engine, experiment.task
-    folder, config, data = run.folder, experiment.config, experiment.data
+    folder, config = run.folder, experiment.config
     result, evaluated = ResultPage.read(folder / "result.json"), MetricsPage.read(folder / "metrics.json")
     # Closed whatever happens: an open tracker holds the record, and a run resumed in this process could not
     # send its records.
@@ -54,8 +44,6 @@ def report_run(experiment: Experiment) -> Report:
                 name, checkpoint_uid(Path(result.best_checkpoint)), "challenger"
             )
         state = read_state(Path(result.best_checkpoint))
-        beside, loses = _beside(evaluated, task)
-        tried = evaluated.importance, state.progress.epoch, result.epochs
         in_step = {stage: s for stage, s in result.stages.items() if stage not in NOT_A_STEP}
         replicas = engine.num_parts(
             result.devices, in_first_split=sum(row.number == 1 for row in result.splits)
@@ -71,10 +59,7 @@ def report_run(experiment: Experiment) -> Report:
             ui_command=tracker.run_url or (run.ui_command if "://" in tracker.tracking_uri else ""),
             metrics=evaluated.metrics,
             test=evaluated.test,
-            beside=beside,
-            advice=advice(config, data.manifest.facts, len(data.dataset("train")), *tried) if loses else [],
-            doubts=experiment.recipe.doubts(data),
-            columns=_most_important(evaluated.importance, task.metric),
+            beside=_beside(evaluated, task),
             best_checkpoint=result.best_checkpoint,
             latest_checkpoint=result.checkpoint,
             page=str(tracker.page) if tracker.page else "",
@@ -105,9 +90,8 @@ def report_run(experiment: Experiment) -> Report:
     return report
 
 
-def _beside(evaluated: MetricsPage, task: Task) -> tuple[str, bool]:
-    """Return a text that compares the run with its baselines in the task's deciding metric, and whether one
-    is better."""
+def _beside(evaluated: MetricsPage, task: Task) -> str:
+    """Return a text that compares the run with its baseline in the task's deciding metric."""
     sign, own = 1 if task.higher_is_better else -1, evaluated.metrics[task.metric]
     values = {which: metrics[task.metric] for which, metrics in evaluated.baselines.items()}
     gains = {which: sign * (own - value) for which, value in values.items()}
@@ -116,14 +100,7 @@ def _beside(evaluated: MetricsPage, task: Task) -> tuple[str, bool]:
         f"(this run is {abs(gain):.4f} {'better' if gain >= 0 else 'WORSE'})"
         for which, gain in gains.items()
     ]
-    return ", ".join(words), any(gain < 0 for gain in gains.values())
-
-
-def _most_important(importance: Mapping[str, float], metric: str) -> str:
-    """Return the columns that matter most, as text."""
-    shown = ", ".join(f"{printable(name)} {value:.3g}" for name, value in list(importance.items())[:5])
-    more = f", {len(importance) - 5} more" if len(importance) > 5 else ""
-    return shown and f"{shown}{more} ({metric} lost when a column is shuffled)"
+    return ", ".join(words)
 
 
 def _facts(report: Report) -> dict[str, str]:
@@ -134,9 +111,7 @@ def _facts(report: Report) -> dict[str, str]:
 
     chosen = "" if report.test else " (which chose the epoch)"
     facts = {"Test": numbers(report.test), "Validation": numbers(report.metrics) + chosen}
-    facts |= {"Baselines": report.beside}
-    facts |= {f"Try {what}": text for what, _, text in (line.partition(": ") for line in report.advice)}
-    facts |= {"Columns": report.columns}
+    facts |= {"Baseline": report.beside}
     full = [row for row in report.splits if row.number == 1]  # of the first batch, which is full
     rows = [row.rows for row in full if row.block == full[0].block]
     if len(rows) > 1:
@@ -167,8 +142,7 @@ def _closing_words(report: Report) -> str:
         words += [f"Run:         {report.run_name}" + ("" if report.run_id else ", not recorded")]
     words += [f"Checkpoint:  {report.best_checkpoint}"]
     words += [f"Report:      {report.page}"] if report.page != report.ui_command else []
-    # Last, where it is seen: metrics that a leak makes say nothing.
-    return "\n".join([*words, *(filled("Doubt", doubt) for doubt in report.doubts)])
+    return "\n".join(words)
 
 
 def _summary(report: Report, experiment: Experiment) -> dict[str, float]:
@@ -228,7 +202,7 @@ def _description(experiment: Experiment, report: Report) -> str:
 
 def report_page(experiment: Experiment, report: Report) -> str:
     """Return the report of a finished run as one HTML page: the same texts, and figures."""
-    folder, metric = experiment.run.folder, experiment.task.metric
+    folder = experiment.run.folder
     history = ResultPage.read(folder / "result.json").history
     evaluated = MetricsPage.read(folder / "metrics.json")
     kept = step_of(Path(report.best_checkpoint))
@@ -245,13 +219,11 @@ def report_page(experiment: Experiment, report: Report) -> str:
         for name, seconds in sorted(report.stages.items(), key=lambda stage: -stage[1])
         if seconds > 0.005 * total
     }
-    most = dict(list(evaluated.importance.items())[:_SHOWN_COLUMNS])
     figures = {
         "How it learned": curves,
         f"What it predicts: {'test' if report.test else 'validation'} rows": [
             chart_figure(chart) for chart in evaluated.charts
         ],
-        "Which columns matter": [bars(most, f"{metric} lost when a column is shuffled")],
         "Where time went": [bars(times, "seconds")],
     }
     return html_of(report.run_name, _texts(experiment, report), figures)
@@ -268,75 +240,3 @@ def chart_figure(chart: Chart | Confusion) -> str:
     if chart.line != "none":
         shown.insert(0, (ends, ends if chart.line == "equal" else [0.0, 0.0], "reference"))
     return lines(shown, chart.title, chart.xlabel, chart.ylabel)
-
-
-def advice(
-    config: ExperimentConfig,
-    facts: Mapping[str, Any],
-    num_rows: int,
-    importance: Mapping[str, float],
-    best_epoch: int,
-    epochs: int,
-) -> list[str]:
-    """Return what to try after a run that loses to a baseline, as sentences with flags.
-
-    Args:
-        facts: The manifest's facts about the columns.
-        num_rows: Rows of the training split.
-        best_epoch: Counted from 1.
-        epochs: How many were trained.
-    """
-    found = [
-        _about_columns(facts, importance),
-        _about_epochs(config, best_epoch, epochs),
-        _about_the_network(config, num_rows),
-    ]
-    return [line for line in found if line]
-
-
-def _about_columns(facts: Mapping[str, Any], importance: Mapping[str, float]) -> str:
-    """Return which columns to read otherwise; empty for data without columns."""
-    columns: Sequence[Mapping[str, Any]] = facts.get("columns", ())
-    if not columns:
-        return ""
-    unseen = max(facts.get("unseen", {}).items(), key=lambda item: item[1], default=("", 0.0))
-    needless = [name for name, lost in importance.items() if lost <= 0]
-    lists = [str(column["name"]) for column in columns if LISTS in str(column.get("reason", ""))]
-    if lists:
-        names = ", ".join(lists[:4])
-        return (
-            f"columns: cells of {names} look like lists of values; try {as_flags({'data.bags': lists[:4]})}"
-        )
-    if unseen[1] >= _MANY_UNSEEN:
-        return (
-            f"columns: {unseen[1]:.0%} of the validation values of {unseen[0]} have no training row; try "
-            + as_flags({"data.ignore": [unseen[0]]})
-        )
-    if needless:
-        without = as_flags({"data.ignore": needless[:4]})
-        return f"columns: shuffling these does not harm validation; try {without}"
-    return "columns: dphybrid prepare shows how each is read; --data.bags, --data.categorical, ... change it"
-
-
-def _about_epochs(config: ExperimentConfig, best_epoch: int, epochs: int) -> str:
-    rate = config.train.lr
-    if best_epoch >= epochs:
-        return f"epochs: the last of {epochs} was the best; try --train.epochs {max(2 * epochs, 4)}"
-    if best_epoch <= 2:
-        why = "it learns too fast"
-        return f"epochs: the best was {best_epoch} of {epochs}, {why}; try --train.lr {rate / 3:.2g}"
-    return (
-        f"epochs: the best was {best_epoch} of {epochs}, so more do not help; try --train.lr {rate / 2:.2g}"
-    )
-
-
-def _about_the_network(config: ExperimentConfig, num_rows: int) -> str:
-    """Return which network to try; empty for a model without kinds."""
-    fields, model = fields_of(type(config.model)), config.model.model_dump()
-    if num_rows < _FEW_ROWS and model.get("hidden", 0) > 32:
-        few = counted(num_rows, "row is", "rows are")
-        return f"network: {few} few for it; try --model.hidden 32 --model.dim 4"
-    if "kind" not in fields or get_origin(fields["kind"].annotation) is not Literal:
-        return ""
-    others = [kind for kind in get_args(fields["kind"].annotation) if kind not in (model["kind"], "auto")]
-    return f"network: {model['kind']} is one of several; try --model.kind {' or '.join(others[:3])}"

@@ -13,11 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from torch import nn
-
 from dphybrid.config import ExperimentConfig
 from dphybrid.config.settings import Settings
-from dphybrid.data.table.encoder import Encoder
 from dphybrid.gpus.devices import giving_way, leased_devices
 from dphybrid.run.build import build_run, prepare_data
 from dphybrid.run.experiment import Experiment
@@ -27,10 +24,8 @@ from dphybrid.run.report import report_run
 from dphybrid.run.trainer import train_here
 from dphybrid.training.callbacks import Callback
 from dphybrid.training.checkpoint import load_weights, verify_checkpoint
-from dphybrid.training.display import preparation_progress
-from dphybrid.training.importance import importance
 from dphybrid.training.loop import validation_outputs
-from dphybrid.training.metrics import constant_prediction
+from dphybrid.training.metrics import CONSTANT, constant_prediction
 from dphybrid.util.errors import UserError
 from dphybrid.util.stop import StopRequest, stop_signals
 
@@ -181,19 +176,20 @@ def evaluate_run(experiment: Experiment) -> dict[str, float]:
     outputs, experiment.built.outputs = experiment.built.outputs, {}
     outputs = outputs or validation_outputs(model, data.dataset("valid"), batch_size, task)
     metrics, tested, drawn = task.compute(outputs), dict[str, float](), outputs
-    fixed = task.given(metrics) if task.given else task
     if "test" in data.parts:
-        drawn = validation_outputs(model, data.dataset("test"), batch_size, fixed)
-        tested = fixed.compute(drawn)
-    charts = fixed.charts(drawn) if fixed.charts else []
-    own = task.baselines(outputs) if task.baselines else constant_prediction(outputs, task)
-    baselines = experiment.recipe.baselines(data) or own
+        drawn = validation_outputs(model, data.dataset("test"), batch_size, task)
+        tested = task.compute(drawn)
+    charts = task.charts(drawn) if task.charts else []
+    floor = experiment.recipe.floor(data)
+    if floor is not None:
+        baselines = {CONSTANT: task.compute(floor)}
+    else:
+        baselines = task.baselines(outputs) if task.baselines else constant_prediction(outputs, task)
     page = MetricsPage(
         metrics=metrics,
         test=tested,
         baselines={which: dict(values) for which, values in baselines.items()},
         charts=list(charts),
-        importance=_importance(model, experiment),
     )
     page.write(run.folder / "metrics.json")
     with closing(attached(run)) as tracker:
@@ -203,20 +199,6 @@ def evaluate_run(experiment: Experiment) -> dict[str, float]:
             where = f"baseline_{which.replace(' ', '_')}"
             tracker.log_summary({f"{where}_{name}": value for name, value in values.items()})
     return metrics
-
-
-def _importance(model: nn.Module, experiment: Experiment) -> dict[str, float]:
-    """Return how much each column of a table matters on validation rows; empty for other data."""
-    folder, _ = experiment.encoder
-    if folder is None or not experiment.recipe.tabular:
-        return {}
-    positions = Encoder.load(folder).positions
-    # A batch as large as those of predictions: as the rows are few, their number of calls counts.
-    batch_size = max(1024, experiment.config.train.batch_size)
-    with preparation_progress() as progress:
-        return importance(
-            model, experiment.data.dataset("valid"), experiment.task, positions, batch_size, progress
-        )
 
 
 __all__ = [

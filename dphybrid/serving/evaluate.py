@@ -1,5 +1,5 @@
 """Evaluates a trained model on rows with known answers: the recipe's metrics with their intervals; for a
-table also the predicted class at each threshold, each class, and how much each column matters.
+table also the predicted class at each threshold, and each class.
 
 Letters: B rows, R bootstrap samples, C classes.
 """
@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import polars as pl
 import torch
+from sklearn.metrics import precision_recall_fscore_support
 from torch import Tensor, nn
 
 from dphybrid.config.settings import load_settings
-from dphybrid.data.batches import Array
+from dphybrid.data.batches import Array, ArrayDataset
 from dphybrid.data.table.cells import clean
 from dphybrid.data.table.files import find_files, read_files
 from dphybrid.data.table.frames import as_frame
@@ -24,13 +25,12 @@ from dphybrid.data.table.rows import Rejected
 from dphybrid.recipes.configs import stored_config
 from dphybrid.recipes.registry import find_recipe
 from dphybrid.run.report import chart_figure
+from dphybrid.serving.curves import figures
 from dphybrid.serving.predict import Predictor
 from dphybrid.tracking.html import html_of, table
 from dphybrid.training.checkpoint import read_state
-from dphybrid.training.importance import SECONDS, in_memory
-from dphybrid.training.importance import importance as permuted
 from dphybrid.training.loop import validation_outputs
-from dphybrid.training.metrics import Task, best_threshold, f1_at
+from dphybrid.training.metrics import Task
 from dphybrid.training.results import Chart, Confusion
 from dphybrid.util.errors import UserError, counted, suggestion
 from dphybrid.util.text import aligned
@@ -49,14 +49,10 @@ class Evaluation:
     Attributes:
         intervals: Of each metric, the 2.5 and 97.5 percentiles over rows drawn again with replacement (the
             percentile bootstrap of Efron and Tibshirani 1993).
-        thresholds: For a binary label, a row for each threshold, the one with the best F1 and the model's
-            own.
+        thresholds: For a binary label, a row for each threshold.
         classes: For several classes, a row for each.
-        importance: Columns, the most important first: by how much the deciding metric gets worse when the
-            column's cells are shuffled (`dphybrid.training.importance`).
         notes: What was left out.
-        charts: The same as in a run's report: ROC, precision and recall, calibration, confusion matrix, or
-            residuals.
+        charts: ROC, precision and recall, calibration, confusion matrix, or residuals.
         sample: What `num_rows` counts, such as users.
     """
 
@@ -67,7 +63,6 @@ class Evaluation:
     intervals: dict[str, tuple[float, float]]
     thresholds: pl.DataFrame | None = None
     classes: pl.DataFrame | None = None
-    importance: pl.DataFrame | None = None
     notes: list[str] = field(default_factory=list)
     charts: list[Chart | Confusion] = field(default_factory=list)
     sample: str = "row"
@@ -78,7 +73,6 @@ class Evaluation:
         titles = {
             "thresholds": "Predicted positive from a probability on",
             "classes": "Classes",
-            "importance": f"Columns by importance ({self.metric} lost when a column is shuffled)",
         }
         return [(t, frame) for name, t in titles.items() if (frame := getattr(self, name)) is not None]
 
@@ -138,9 +132,7 @@ def evaluate(
     predictor: Predictor,
     rows: object,
     *,
-    importance: bool = False,
     seed: int = 0,
-    seconds: float = SECONDS,
     on_progress: Progress | None = None,
 ) -> Evaluation:
     """Evaluate a model on rows that have its label.
@@ -150,8 +142,6 @@ def evaluate(
 
     Args:
         rows: What `Predictor.predict` takes. Rows without a label are left out.
-        importance: Also measure that of each column, on some thousand rows.
-        seconds: For at most so long.
     """
     frame = _frame_of(predictor, rows)
     label = predictor.encoder.label
@@ -166,34 +156,21 @@ def evaluate(
         raise UserError(f"the rows have no label: {label.name!r} is empty in all of them")
     frame = frame.filter(known_B)
     labels_B = torch.from_numpy(label.encoded(predictor.encoder.answers(cells.filter(known_B))))
-    data = in_memory({**predictor.encoded(frame), "labels_B": labels_B})
+    encoded = {**predictor.encoded(frame), "labels_B": labels_B}
+    arrays = {name: tensor.numpy() for name, tensor in encoded.items()}
+    data = ArrayDataset(arrays, np.arange(len(labels_B)))
     outputs = validation_outputs(predictor.model, data, predictor.batch_size, predictor.task)
     metrics, intervals = _measured(predictor.task, outputs, seed, on_progress)
     probabilities = predictor.task.link(outputs["logits"]).numpy()
-    found, positions, notes = None, predictor.encoder.positions, list[str]()
-    if importance:
-        lost = permuted(
-            predictor.model, data, predictor.task, positions, predictor.batch_size, on_progress, seconds
-        )
-        found = pl.DataFrame(
-            {"column": list(lost), "importance": list(lost.values())},
-            schema={"column": pl.String, "importance": pl.Float64},
-        )
-        if len(lost) < len(positions):
-            notes.append(f"Importance: {len(lost)} of {len(positions)} columns, for {seconds:g} s had passed")
     return Evaluation(
         num_rows=len(frame),
         left_out=int((~known_B).sum()),
         metric=predictor.task.metric,
         metrics=metrics,
         intervals=intervals,
-        thresholds=_thresholds(labels_B.numpy(), probabilities, predictor.threshold)
-        if label.task == "binary"
-        else None,
+        thresholds=_thresholds(labels_B.numpy(), probabilities) if label.task == "binary" else None,
         classes=_classes(predictor, labels_B.numpy(), probabilities) if predictor.classes else None,
-        importance=found,
-        notes=notes,
-        charts=list(predictor.task.charts(outputs)) if predictor.task.charts else [],
+        charts=figures(predictor.task, outputs),
     )
 
 
@@ -203,12 +180,10 @@ def evaluate_checkpoint(
     predictor: Callable[[], Any],
     model: Callable[[], nn.Module],
     *,
-    importance: bool = False,
     batch_size: int | None = None,
     on_progress: Progress | None = None,
 ) -> Evaluation:
-    """Evaluate a checkpoint of any recipe on rows whose answers are known. Raises UserError, also for
-    importance of what has no columns.
+    """Evaluate a checkpoint of any recipe on rows whose answers are known. Raises UserError.
 
     Args:
         rows: What `evaluate` takes for a table, else what the recipe's `samples` takes.
@@ -219,9 +194,7 @@ def evaluate_checkpoint(
     config = stored_config(state.config, checkpoint / "state.json", load_settings())
     recipe = find_recipe(config.recipe)
     if recipe.tabular:
-        return evaluate(predictor(), rows, importance=importance, on_progress=on_progress)
-    if importance:
-        raise UserError(f"importance: is that of a table's columns; recipe {recipe.name} reads none")
+        return evaluate(predictor(), rows, on_progress=on_progress)
     loaded, task = model(), recipe.task_of(config, state.info)
     data, notes = recipe.samples(checkpoint, config, loaded, rows)
     outputs = validation_outputs(loaded, data, batch_size or config.train.batch_size, task)
@@ -279,42 +252,23 @@ def _frame_of(predictor: Predictor, rows: object) -> pl.DataFrame:
     return pl.concat(pieces, how="vertical_relaxed")
 
 
-def _thresholds(labels_B: Array, probabilities_B: Array, own: float) -> pl.DataFrame:
-    """Return precision, recall, F1 and the share predicted positive, by threshold; the one with the best F1
-    is marked, and the model's own one."""
-    best, _ = best_threshold(labels_B, probabilities_B)
-    table = []
-    for threshold in sorted({*THRESHOLDS, best, own}):
+def _thresholds(labels_B: Array, probabilities_B: Array) -> pl.DataFrame:
+    """Return precision, recall, F1 and the share predicted positive, by threshold."""
+    rows = []
+    for threshold in THRESHOLDS:
         chosen_B = probabilities_B >= threshold
-        hits, positive = float((labels_B[chosen_B] > 0).sum()), float((labels_B > 0).sum())
-        marks = ["best F1 of these rows"] * (threshold == best) + ["the model's"] * (threshold == own)
-        table.append(
-            {
-                "threshold": threshold,
-                "precision": hits / chosen_B.sum() if chosen_B.any() else None,
-                "recall": hits / positive if positive else None,
-                "f1": f1_at(threshold, labels_B, probabilities_B),
-                "predicted_positive": float(chosen_B.mean()),
-                "": ", ".join(marks),
-            }
-        )
-    return pl.DataFrame(table, infer_schema_length=None)
+        scores = precision_recall_fscore_support(labels_B, chosen_B, average="binary", zero_division=np.nan)
+        rows.append((threshold, *scores[:3], float(chosen_B.mean())))
+    names = ["threshold", "precision", "recall", "f1", "predicted_positive"]
+    return pl.DataFrame(rows, names, orient="row").fill_nan(None)
 
 
 def _classes(predictor: Predictor, labels_B: Array, probabilities: Array) -> pl.DataFrame:
-    """Return rows, precision, recall and F1 of each class; of a binary label at the model's threshold."""
-    found_B = probabilities.argmax(1) if probabilities.ndim == 2 else probabilities >= predictor.threshold
-    table = []
-    for number, name in enumerate(predictor.classes):
-        is_B, said_B = labels_B == number, found_B == number
-        hits = float((is_B & said_B).sum())
-        table.append(
-            {
-                "class": name,
-                "rows": int(is_B.sum()),
-                "precision": hits / said_B.sum() if said_B.any() else None,
-                "recall": hits / is_B.sum() if is_B.any() else None,
-                "f1": 2 * hits / (is_B.sum() + said_B.sum()) if (is_B | said_B).any() else None,
-            }
-        )
-    return pl.DataFrame(table, infer_schema_length=None)
+    """Return rows, precision, recall and F1 of each class."""
+    predicted_B = probabilities.argmax(1) if probabilities.ndim == 2 else probabilities >= 0.5
+    numbers = np.arange(len(predictor.classes))
+    precision_C, recall_C, f1_C, rows_C = precision_recall_fscore_support(
+        labels_B, predicted_B, labels=numbers, zero_division=np.nan
+    )
+    columns = {"class": predictor.classes, "rows": rows_C, "precision": precision_C, "recall": recall_C}
+    return pl.DataFrame({**columns, "f1": f1_C}).fill_nan(None)

@@ -33,7 +33,7 @@ from dphybrid.recipes.configs import build_config, stored_config
 from dphybrid.recipes.registry import OF_TABLES, find_recipe
 from dphybrid.serving.load import find_checkpoint, model_from_checkpoint
 from dphybrid.training.checkpoint import read_state
-from dphybrid.training.label_tasks import HALF, label_task
+from dphybrid.training.label_tasks import label_task
 from dphybrid.util.errors import UserError, counted
 from dphybrid.util.files import scratch_folder
 from dphybrid.util.terminal import data_output
@@ -61,9 +61,7 @@ class Predicted(Written):
 class Predictor:
     """A trained model of a recipe that reads tables, with its preprocessing. classes: the label's values, of
     a binary label the positive one last; empty for a numeric label. task: how the label is learned.
-    threshold: of a binary label, the probability from which on a row is of the positive class; 0.5, unless
-    the model was trained with another one (model.threshold). no_value: texts that mean "no value", besides
-    the empty one."""
+    no_value: texts that mean "no value", besides the empty one."""
 
     def __init__(
         self,
@@ -92,10 +90,7 @@ class Predictor:
                 f"{folder}: its encoder lacks columns that its model reads; use another checkpoint"
             )
         self.classes, self.batch_size = self.encoder.classes, batch_size
-        # model.threshold=best-f1 found it on the validation rows of this checkpoint.
-        chosen = state.progress.metrics.get("threshold", config.model.model_dump().get("threshold", HALF))
-        self.threshold = HALF if chosen == "best-f1" else float(chosen)
-        self.task = label_task(state.info, self.threshold)
+        self.task = label_task(state.info)
         assert isinstance(config.data, TableDataConfig)  # as every config of a recipe with an encoder
         self._recipe, self._data, self.no_value = config.recipe, config.data, config.data.no_value
 
@@ -116,8 +111,7 @@ class Predictor:
         """Return the predictions for rows. Columns are found by name; others are ignored.
 
         The result depends on the label: the probability (B,) float32 of the positive class, the probabilities
-        (B, C) float32 of `classes`, or the number (B,) float64 in the label's own units (for counts their
-        mean).
+        (B, C) float32 of `classes`, or the number (B,) float64 in the label's own units.
 
         rows: a polars DataFrame or LazyFrame (scored piece by piece), a pandas DataFrame, an Arrow table, a
         dict of columns, a list of records, or the path of files as `predict_file` takes it. Texts in
@@ -153,12 +147,11 @@ class Predictor:
         return np.concatenate(scores)
 
     def predict_classes(self, rows: object) -> np.ndarray:
-        """Return the class (B,) of each row, as text: of two classes the positive one from `threshold` on, of
-        several the most probable one. rows: as for `predict`. Raises UserError for a label that is a
-        number."""
+        """Return the most probable class (B,) of each row, as text. rows: as for `predict`. Raises UserError
+        for a label that is a number."""
         if not self.classes:
             raise UserError(f"label {self.task.label.name!r} is a number and has no classes; use predict")
-        return self.task.classes(self.predict(rows), self.threshold)
+        return self.task.classes(self.predict(rows))
 
     def encoded(self, rows: pl.DataFrame) -> dict[str, torch.Tensor]:
         """Return the model's batch for rows, with zeros as labels."""
@@ -220,8 +213,6 @@ class Predictor:
             )
         if threshold is not None and not 0 <= threshold <= 1:
             raise UserError(f"--threshold {threshold}: is not a probability; give a number from 0 to 1")
-        if threshold is None and self.threshold != HALF:
-            threshold = self.threshold
         columns = PLACE | {name: _TYPES[kind] for name, kind in label.columns.items()}
         columns |= {} if threshold is None else {_CLASS: pl.String}
         data = self.reading(path, values)

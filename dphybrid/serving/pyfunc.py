@@ -37,8 +37,8 @@ class LoadedCheckpoint:
 
         data: a DataFrame (pandas, polars) or columns by name, for recipes that read tables; or the model's
         own batch, a dict of tensors with samples on dim 0. params: {"classes": True} returns the classes
-        instead, of two by the model's threshold. Raises MlflowException when columns are missing, or when the
-        model cannot predict from rows of a table.
+        instead. Raises MlflowException when columns are missing, or when the model cannot predict from rows
+        of a table.
         """
         if isinstance(data, Mapping) and data and all(isinstance(value, Tensor) for value in data.values()):
             use_num_threads()

@@ -1,7 +1,7 @@
 """Tasks: the metrics of a recipe's validation outputs, and which of them decides on the best checkpoint."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from dphybrid.training.results import Chart, Confusion
+from dphybrid.training.results import Chart
 from dphybrid.util.errors import UserError
 from dphybrid.util.roc import area_under_roc
+
+CONSTANT = "constant prediction"
+"""Name of the baseline that predicts the same for every row."""
 
 
 @dataclass(frozen=True)
@@ -24,25 +27,22 @@ class Task:
         compute: From all validation outputs to metrics by name.
         reads: The entries of batches and outputs that `compute` needs besides loss and weight, samples on dim
             0.
-        charts: From the same outputs to figures for the report.
+        charts: From the same outputs to figures for the report of a run.
         chosen_by: A loss among the metrics (lower is better) that decides on the best checkpoint and on early
             stopping instead of `metric`, for metrics that reach their maximum early on few rows; "" for
             `metric` itself.
         prediction: The entry of `reads` whose mean over all rows serves as a baseline; "" for none.
         baselines: From the same outputs to the metrics of simple rules, by the rule's name.
-        given: From the validation metrics to the task for test rows, where `compute` chooses something by the
-            validation rows, such as a threshold.
     """
 
     metric: str
     higher_is_better: bool
     compute: Callable[[dict[str, Tensor]], dict[str, float]]
     reads: tuple[str, ...] = ()
-    charts: Callable[[dict[str, Tensor]], Sequence[Chart | Confusion]] | None = None
+    charts: Callable[[dict[str, Tensor]], Sequence[Chart]] | None = None
     chosen_by: str = ""
     prediction: str = ""
     baselines: Callable[[dict[str, Tensor]], dict[str, dict[str, float]]] | None = None
-    given: "Callable[[Mapping[str, float]], Task] | None" = None
 
 
 def constant_prediction(outputs: dict[str, Tensor], task: Task) -> dict[str, dict[str, float]]:
@@ -59,42 +59,13 @@ def constant_prediction(outputs: dict[str, Tensor], task: Task) -> dict[str, dic
     no_loss_B = torch.full_like(outputs["loss"], torch.nan)
     metrics = task.compute(outputs | {task.prediction: mean, "loss": no_loss_B})
     known = {name: value for name, value in metrics.items() if math.isfinite(value)}
-    return {"constant prediction": known} if task.metric in known else {}
+    return {CONSTANT: known} if task.metric in known else {}
 
 
 def sample_weights(outputs: dict[str, Tensor]) -> np.ndarray | None:
     """Return the sample weights (B,) in float64, or None if all are 1."""
     weights_B = outputs.get("weight")
     return None if weights_B is None or bool((weights_B == 1).all()) else weights_B.double().numpy()
-
-
-def best_threshold(
-    labels_B: np.ndarray, probabilities_B: np.ndarray, weights_B: np.ndarray | None = None
-) -> tuple[float, float]:
-    """Return the probability from which on to predict label 1 for the best F1, and this F1. The probability
-    lies half-way to the next lower one, so that rounding moves no row across it."""
-    order_B = np.argsort(-probabilities_B, kind="stable")
-    found_B, ones_B = probabilities_B[order_B].astype(np.float64), labels_B[order_B] > 0
-    each_B = np.ones(len(ones_B)) if weights_B is None else weights_B[order_B]
-    hits_B, chosen_B = np.cumsum(each_B * ones_B), np.cumsum(each_B)
-    f1_B = 2 * hits_B / (chosen_B + max(hits_B[-1], 1e-12))
-    # Equal probabilities are predicted alike: only the last row of each can be the last one chosen.
-    f1_B[:-1][found_B[:-1] == found_B[1:]] = -1
-    best = int(f1_B.argmax())
-    below = found_B[best + 1] if best + 1 < len(found_B) else 0.0
-    return float((found_B[best] + below) / 2), float(f1_B[best])
-
-
-def f1_at(
-    threshold: float,
-    labels_B: np.ndarray,
-    probabilities_B: np.ndarray,
-    weights_B: np.ndarray | None = None,
-) -> float:
-    """Return the F1 of predicting label 1 from a probability on; 0 without any row of it."""
-    each_B = np.ones(len(labels_B)) if weights_B is None else weights_B
-    is_B, said_B = each_B * (labels_B > 0), each_B * (probabilities_B >= threshold)
-    return float(2 * (is_B * (said_B > 0)).sum() / max(is_B.sum() + said_B.sum(), 1e-12))
 
 
 def _mean_loss(outputs: dict[str, Tensor]) -> float:

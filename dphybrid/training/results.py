@@ -2,9 +2,12 @@
 takes longer than to list a hundred runs."""
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import BaseModel
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Chart(BaseModel):
@@ -19,17 +22,22 @@ class Chart(BaseModel):
     line: Literal["equal", "zero", "none"] = "equal"
     drawn: Literal["points", "line"] = "points"
 
+    @classmethod
+    def of(
+        cls, name: str, title: str, axes: tuple[str, str], x_T: "np.ndarray", y_T: "np.ndarray", **more: Any
+    ) -> Self:
+        """Return the plot of these points. axes: names of x and y. more: `line` and `drawn`."""
+        points = list(zip(x_T.tolist(), y_T.tolist(), strict=True))
+        return cls(name=name, title=title, xlabel=axes[0], ylabel=axes[1], points=points, **more)
+
 
 class Confusion(BaseModel):
-    """A confusion matrix. counts: one line for each true class, one column for each
-    predicted class; sums of weights where rows are weighted. recall: of each class; None for a class without
-    rows."""
+    """A confusion matrix. counts: one line for each true class, one column for each predicted class."""
 
     name: str
     title: str
     classes: list[str]
     counts: list[list[float]]
-    recall: list[float | None]
 
 
 class SavingCosts(BaseModel):

@@ -160,9 +160,7 @@ def inside(folder: Path, name: str, remedy: str = "") -> Path:
     return path
 
 
-def verify_files(
-    folder: Path, page: str, sums: Mapping[str, Mapping[str, str]], remedy: str, beside: str = "/"
-) -> None:
+def verify_files(folder: Path, page: str, sums: Mapping[str, Mapping[str, str]], remedy: str) -> None:
     """Check that `folder` holds the files that its page lists, with their checksums, and no other ones.
 
     Raises UserError that names the first file that differs or is not listed, and for a name that leads out of
@@ -171,13 +169,12 @@ def verify_files(
     Args:
         page: Name of the page.
         sums: Kind (a key of `SUMS`) -> name in the folder -> checksum.
-        beside: A folder in it whose files have checksums of their own.
     """
     listed = {name for files in sums.values() for name in files}
     for name in listed:
         inside(folder, name, f"; {remedy}")
     for name in own_files(folder, remedy):
-        if name not in listed and name != page and not name.startswith(f"{beside}/"):
+        if name not in listed and name != page:
             raise UserError(f"{folder / name}: is not listed in {page}, so nobody vouches for it; remove it")
     # Threads use all cores, because hashing releases the interpreter lock.
     with ThreadPoolExecutor() as pool:

@@ -36,7 +36,7 @@ pytestmark = [needs_torchrec, pytest.mark.slow]
 CASES: dict[str, list[str]] = {
     "clipped": ["data.bags=genres", "table.weight_decay=0.01", "train.clip_norm=0.2"],
     "dlrm": ["model.kind=dlrm", "table.optimizer=sgd", "train.optimizer=sgd", "train.clip_norm=0"],
-    "deepfm": ["model.kind=deepfm", "data.bags=genres", "train.schedule=linear", "train.batch_size=503"],
+    "dcn": ["model.kind=dcn", "data.bags=genres", "train.schedule=linear", "train.batch_size=503"],
 }
 # A rank that owns no row of a batch counts towards its norm all the same.
 CASES["half-used"] = ["model.factory=tests.cluster.mortal:half_used", "train.clip_norm=0.2"]

@@ -32,12 +32,15 @@ SIZES = [20.5 + i for i in range(60)]
         (list(range(20)), {}, "multiclass", tuple(map(str, range(20)))),
         (["yes", "no"], {"task": "multiclass"}, "multiclass", ("no", "yes")),
         (["0.5", "1.5"], {}, "binary", ("0.5", "1.5")),
+        # A positive word that sorts first is the positive class, which is last.
+        (["Click", "none"], {}, "binary", ("none", "Click")),
+        (["positive", "unknown"], {}, "binary", ("unknown", "positive")),
+        (["click", "none"], {"task": "multiclass"}, "multiclass", ("click", "none")),
         (list(range(21)), {}, "regression", ()),
         ([1, 2, 300], {}, "regression", ()),
         (SIZES, {}, "regression", ()),
         ([1, 2, 3], {"task": "regression"}, "regression", ()),
         ([0, 1], {"task": "regression"}, "regression", ()),
-        ([0, 1, 5], {"task": "counts"}, "counts", ()),
         (["1.206,50", "3,25", "7,125"], {"decimal": ",", "thousands": "."}, "regression", ()),
     ],
 )
@@ -54,8 +57,8 @@ def test_what_a_label_is_taken_for(
     if classes:
         assert [classes[int(number)] for number in labels_B[: len(values)]] == [str(v) for v in values]
     else:
-        assert labels_B[train].mean() == pytest.approx(float(task == "counts"), abs=1e-5)
-        assert task == "counts" or labels_B[train].std() == pytest.approx(1, abs=1e-5)
+        assert labels_B[train].mean() == pytest.approx(0, abs=1e-5)
+        assert labels_B[train].std() == pytest.approx(1, abs=1e-5)
         found = label.offset + label.scale * labels_B[: len(values)]
         plain_values = [float(str(v).replace(".", "").replace(",", ".")) for v in values]
         expected = plain_values if "decimal" in more else [float(v) for v in values]
@@ -80,10 +83,7 @@ def test_labels_that_turn_out_to_be_numbers_later(tmp_path: Path, monkeypatch: p
         (["a"], {}, ["data.label=y", "two different values", "column 'y' has 1: 'a'", "name another column"]),
         ([7], {"task": "regression"}, ["two different values", "column 'y' has 1: '7'"]),
         ([1, 2, 3], {"task": "binary"}, ["column 'y' has 3: '1', '2', '3'", "another data.task"]),
-        ([2, 3, -1], {"task": "counts"}, ["data.label='y'", "line 4", "holds '-1'", "data.task=regression"]),
-        ([2, 0.5, 1], {"task": "counts"}, ["line 3", "holds '0.5'", "whole numbers"]),
         ([*SIZES[:59], "soon"], {}, ["column 'y' holds 'soon' among numbers", "data.missing"]),
-        ([*SIZES[:59], "soon"], {"task": "counts"}, ["holds '20.5'"]),
         ([*SIZES[:59], "soon"], {"task": "regression"}, ["line 61", "data.label", "'soon', not a number"]),
         ([f"n{i}" for i in range(1001)], {}, ["column 'y' has 1,001 different", "at most 1,000 classes"]),
         ([1, 2], {"weight": "y"}, ["data.weight='y'", "already the label"]),

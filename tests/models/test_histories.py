@@ -28,7 +28,9 @@ from tests.preparing import prepare
 from tests.refusing import refused
 from tests.training.stopping import stopped_and_resumed
 
-KINDS = ["bag", "gru", "transformer"]
+KINDS = ["bag", "transformer"]
+BOTH = [("bag", "full"), ("transformer", "sampled"), ("transformer", "full")]
+"""Networks with what competes with a user's item."""
 
 
 def small(folder: Path, **values: object) -> Prepared:
@@ -210,7 +212,7 @@ def test_a_softmax_over_candidates_is_its_definition(kind: str, tmp_path: Path) 
     torch.testing.assert_close(catalog, torch.cat([vectors_CD, bias_C[:, None]], 1).float())
 
 
-@pytest.mark.parametrize(("kind", "softmax"), [("bag", "full"), ("gru", "sampled"), ("transformer", "full")])
+@pytest.mark.parametrize(("kind", "softmax"), BOTH)
 def test_prefetching_changes_no_bit(kind: str, softmax: str, tmp_path: Path) -> None:
     data, o = small(tmp_path), options(kind, softmax=softmax, dropout=0.3)
     found = []
@@ -260,7 +262,7 @@ def test_seen_items_may_be_found_again(tmp_path: Path) -> None:
     assert seen.list.len().to_list() == [0] * len(seen)
 
 
-@pytest.mark.parametrize(("kind", "softmax"), [("bag", "full"), ("gru", "full"), ("transformer", "sampled")])
+@pytest.mark.parametrize(("kind", "softmax"), BOTH)
 def test_a_broken_run_comes_to_the_same_bits_and_eight_devices_to_the_same_loss(
     kind: str, softmax: str, unrecorded: None, data_dir: Path
 ) -> None:
@@ -289,7 +291,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             recipe="retrieval",
             kind=request.param,
             time="day",
-            user_features="country" if request.param == "gru" else "",
+            user_features="country" if request.param == "transformer" else "",
             item_features="genre",
             dim=8,
             epochs=2,
@@ -365,7 +367,7 @@ def test_every_kind_learns_the_order_of_a_cycle(unrecorded: None) -> None:
         for step in range(12)
     ]
     found = {}
-    for kind in ("bag", "gru", "transformer"):
+    for kind in KINDS:
         run = dphybrid.train(
             pl.DataFrame(rows),
             recipe="retrieval",
@@ -385,7 +387,6 @@ def test_every_kind_learns_the_order_of_a_cycle(unrecorded: None) -> None:
             table__weight_decay=0.0,
         )
         found[kind] = run.metrics["recall_at_1"]
-    assert found["gru"] > 0.9
     assert found["transformer"] > 0.9
     assert found["bag"] < 0.5
 
@@ -403,7 +404,7 @@ class _Last(torch.nn.Module):
         return self.leave(rows_BLD)
 
 
-@pytest.mark.parametrize(("kind", "by"), [("bag", "loss"), ("gru", ""), ("transformer", "")])
+@pytest.mark.parametrize(("kind", "by"), [("bag", "loss"), ("transformer", "")])
 def test_ranks_choose_the_epoch_of_a_network_of_next_items(kind: str, by: str) -> None:
     config = build_config({"recipe": "retrieval", "model": {"kind": kind}})
     task = find_recipe("retrieval").task_of(config, {"cutoffs": [10, 50]})
@@ -413,7 +414,7 @@ def test_ranks_choose_the_epoch_of_a_network_of_next_items(kind: str, by: str) -
 def test_a_new_network_is_a_class_and_an_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(NETWORKS, "last", _Last)
     data = small(tmp_path)
-    o = options("gru").model_copy(update={"kind": "last"})
+    o = options("transformer").model_copy(update={"kind": "last"})
     model = model_for(data, o, "cpu*2")
     (batch, *_) = training(data, o)
     assert batch["history_BLF"].shape[1] == 7

@@ -1,7 +1,6 @@
 """The recipes' networks are their papers' formulas, the same on several devices, and learn."""
 
 import itertools
-from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import dphybrid
 from dphybrid.config.settings import load_settings
 from dphybrid.data import batches
 from dphybrid.data.batches import ArrayDataset
@@ -19,13 +17,12 @@ from dphybrid.parallel import find_data_parallel, resolve_devices
 from dphybrid.parallel.check import check_module
 from dphybrid.recipes import ModelContext, find_recipe
 from dphybrid.recipes.configs import load_config
-from dphybrid.recipes.ctr.model import DCN, DLRM, DeepFM, SideBySide, Sizes, WideDeep
+from dphybrid.recipes.ctr.model import DCN, DLRM, SideBySide, Sizes
 from dphybrid.recipes.ctr.pairs import Pairs
-from dphybrid.recipes.text.model import IGNORED, AdaptiveSoftmax
+from dphybrid.recipes.text.model import IGNORED
 from dphybrid.run.train import run_job
 from tests.commands import run_with
 from tests.preparing import prepare
-from tests.refusing import refused
 
 INFO = {"ctr": {"num_ids": [5, 7, 4], "num_dense": 2}, "text": {"num_words": 60}}
 CONFIGS = {recipe: find_recipe(recipe).model for recipe in ("ctr", "text", "kge")}
@@ -75,44 +72,13 @@ def test_several_devices_give_one_devices_losses_and_gradients(recipe: str, kind
 
 
 EVERY = [*RECIPES, *(("kge", kind) for kind in KINDS["kge"])]
-EVERY += [("retrieval", kind) for kind in ("bag", "gru", "transformer")]
+EVERY += [("retrieval", kind) for kind in ("bag", "transformer")]
 
 
 @pytest.mark.parametrize(("recipe", "kind"), EVERY)
 def test_nothing_breaks_under_data_parallelism(recipe: str, kind: str) -> None:
     for block in find_data_parallel(model_of(recipe, kind)).values():
         assert check_module(block.module) == []
-
-
-def test_a_factorization_machine_is_the_sum_over_pairs() -> None:
-    torch.manual_seed(0)
-    network = DeepFM(Sizes(3, 5, 2, 8, 1, 0.0)).double()
-    for parameter in network.deep.parameters():
-        nn.init.zeros_(parameter)
-    rows_BFD, dense_BN = torch.randn(4, 3, 5, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
-    for b in range(4):
-        fields = [*rows_BFD[b], *(dense_BN[b, n] * network.dense_ND[n] for n in range(2))]
-        expected = sum(field[0] for field in fields) + sum(
-            one[1:] @ two[1:] for one, two in itertools.combinations(fields, 2)
-        )
-        torch.testing.assert_close(network(rows_BFD, dense_BN)[b], expected)
-
-
-def test_a_flag_is_a_field_of_a_factorization_machine() -> None:
-    """Beside numbers of two pieces each, whose fields are the sums of their pieces."""
-    torch.manual_seed(0)
-    network = DeepFM(Sizes(1, 3, 5, 8, 1, 0.0, pieces=2, flags=1)).double()
-    rows_BFD, dense_BN = torch.randn(4, 1, 3).double(), torch.randn(4, 5).double()
-    alone = DeepFM(Sizes(1, 3, 3, 8, 1, 0.0)).double()  # the same fields as numbers of one piece
-    alone.load_state_dict(
-        {name: t for name, t in network.state_dict().items() if name != "dense_ND"}, strict=False
-    )
-    for b in range(4):
-        rows_ND = network.dense_ND.detach() * dense_BN[b][:, None]
-        with torch.no_grad():
-            alone.dense_ND.copy_(torch.stack([rows_ND[0] + rows_ND[1], rows_ND[2] + rows_ND[3], rows_ND[4]]))
-        one = alone(rows_BFD[b : b + 1], torch.ones(1, 3).double())
-        torch.testing.assert_close(network(rows_BFD[b : b + 1], dense_BN[b : b + 1]), one)
 
 
 @pytest.mark.parametrize("num_dense", [0, 2])
@@ -164,104 +130,33 @@ def test_a_cross_layer_multiplies_the_input_with_a_map_of_itself(rank: int) -> N
     )
 
 
-BAGS = {
-    "num_ids": [5, 7, 6, 4],
-    "num_dense": 2,
-    "num_bags": 2,
-    "columns": [{"name": name, "role": "categorical"} for name in ("item", "day", "tags", "a:history")],
-}
-
-
-def with_bags(size: int) -> dict[str, Tensor]:
-    draw = torch.Generator().manual_seed(0)
-    lengths = torch.randint(1, 4, (size, 2, 1), generator=draw)
-    items_BGL = torch.stack([torch.randint(n, (size, 3), generator=draw) for n in (6, 4)], 1)
-    return {
-        "ids_BF": torch.stack([torch.randint(n, (size,), generator=draw) for n in (5, 7)], 1),
-        "bags_BFL": torch.where(torch.arange(3) < lengths, items_BGL, -1),
-        "dense_BN": torch.randn(size, 2, generator=draw),
-        "labels_B": torch.randint(2, (size,), generator=draw).float(),
-    }
+BAGS = {"num_ids": [5, 7, 6, 4], "num_dense": 2, "num_bags": 2}
 
 
 @pytest.mark.parametrize("devices", ["cpu", "cpu*3"])
-@pytest.mark.parametrize("kind", ["mlp", "dlrm"])
-def test_attention_weighs_a_bags_items_beside_the_row_at_hand(kind: str, devices: str) -> None:
-    """One row at a time, without padding, and nn.Embedding's lookup."""
-    options = CONFIGS["ctr"](
-        kind=kind, dim=6, hidden=8, dropout=0.0, dtype="float64", attend="item:a:history"
-    )
-    context = ModelContext(resolve_devices(devices), BAGS, options, 3, rows=ROWS)
-    model = find_recipe("ctr").new_model(context)
-    batch = with_bags(7)
-    found = model(batch)
-    region, weight = model.region.module, model.table.flat.weight.detach()
-    item, day, tags, history = weight.split([5, 7, 6, 4])
-    first, act, last = region.attention.unit
+@pytest.mark.parametrize("kind", KINDS["ctr"])
+def test_a_bag_is_the_mean_of_its_items_rows(kind: str, devices: str) -> None:
+    """One row at a time, without padding."""
+    options = CONFIGS["ctr"](kind=kind, dim=6, hidden=8, dropout=0.0, dtype="float64")
+    model = find_recipe("ctr").new_model(ModelContext(resolve_devices(devices), BAGS, options, 3, rows=ROWS))
+    draw = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 4, (7, 2, 1), generator=draw)
+    items_BGL = torch.stack([torch.randint(n, (7, 3), generator=draw) for n in (6, 4)], 1)
+    batch = {
+        "ids_BF": torch.stack([torch.randint(n, (7,), generator=draw) for n in (5, 7)], 1),
+        "bags_BFL": torch.where(torch.arange(3) < lengths, items_BGL, -1),
+        "dense_BN": torch.randn(7, 2, generator=draw),
+        "labels_B": torch.randint(2, (7,), generator=draw).float(),
+    }
+    item, day, *bags = model.table.flat.weight.detach().split([5, 7, 6, 4])
     losses = []
     for b in range(7):
         one, two = batch["ids_BF"][b]
-        kept = [bag[bag >= 0] for bag in batch["bags_BFL"][b]]
-        pooled = torch.zeros(6, dtype=torch.float64)
-        for row in history[kept[1]]:
-            seen = torch.cat([item[one], row, item[one] - row, item[one] * row])
-            hidden = seen @ first.weight.T + first.bias
-            hidden = torch.where(hidden > 0, hidden, act.weight * hidden)
-            pooled = pooled + (hidden @ last.weight[0] + last.bias) * row
-        rows = torch.stack([item[one], day[two], tags[kept[0]].mean(0), pooled])
-        logit = region.network(rows[None], batch["dense_BN"][b : b + 1].double())
+        means = [rows[ids[ids >= 0]].mean(0) for rows, ids in zip(bags, batch["bags_BFL"][b], strict=True)]
+        rows = torch.stack([item[one], day[two], *means])
+        logit = model.region.module.network(rows[None], batch["dense_BN"][b : b + 1].double())
         losses.append(F.binary_cross_entropy_with_logits(logit, batch["labels_B"][b : b + 1].double()))
-    torch.testing.assert_close(found["loss"], torch.stack(losses))
-    found["loss"].sum().backward()
-    assert region.attention.unit[0].weight.grad.abs().sum() > 0
-    with refused("model.attend='day:history': give COLUMN:BAG.*bags: tags, a:history"):
-        find_recipe("ctr").new_model(
-            replace(context, options=options.model_copy(update={"attend": "day:history"}))
-        )
-
-
-def test_attention_finds_an_item_in_a_history_that_its_mean_hides(unrecorded: None) -> None:
-    """The label: whether an item of the history is of the row's own group."""
-    random = np.random.default_rng(0)
-    item, history = random.integers(24, size=3000), np.argsort(random.random((3000, 24)), 1)[:, :6]
-    rows = {
-        "item": [f"i{each}" for each in item],
-        "history": ["|".join(f"i{each}" for each in some) for some in history],
-        "met": (history // 3 == item[:, None] // 3).any(1).astype(int),
-    }
-    sizes = {"dim": 8, "hidden": 32, "unknown": 0.0, "epochs": 8, "batch_size": 128}
-    sizes |= {"train__lr": 0.01, "table__lr": 0.01}
-    aucs = [
-        dphybrid.train(
-            rows, recipe="ctr", label="met", bags="history", attend=attend, devices="cpu", quiet=True, **sizes
-        ).metrics["auc"]
-        for attend in ("", "item:history")
-    ]
-    assert aucs[1] > aucs[0] + 0.04
-
-
-def test_the_wide_part_is_linear_in_the_first_column() -> None:
-    network = WideDeep(Sizes(3, 5, 0, 8, 1, 0.0))
-    rows_BFD = torch.randn(2, 3, 5)
-    more = rows_BFD.clone()
-    more[:, 1, 0] += 1.5
-    added_B = network(more, torch.zeros(2, 0)) - network(rows_BFD, torch.zeros(2, 0))
-    torch.testing.assert_close(added_B, torch.full((2,), 1.5))
-
-
-def test_an_adaptive_softmax_is_a_distribution_over_all_words() -> None:
-    torch.manual_seed(0)
-    output = AdaptiveSoftmax(32, 60).double()
-    hidden = torch.randn(1, 1, 32, dtype=torch.float64).expand(60, 1, 32)
-    loss_B = output(hidden, torch.arange(60)[:, None])[:, 0]
-    assert (-loss_B).exp().sum().item() == pytest.approx(1.0)
-    assert output(hidden[:2], torch.full((2, 1), IGNORED)).tolist() == [[0.0], [0.0]]
-    with refused(r"model\.output=adaptive: 3 words are too few"):
-        AdaptiveSoftmax(32, 3)
-    with refused(r"model\.hidden=8; use 16 or more"):
-        AdaptiveSoftmax(8, 60)
-    model = model_of("text", "gru", output="adaptive", hidden=16)
-    assert torch.isfinite(model(batch_of("text"))["loss"]).all()
+    torch.testing.assert_close(model(batch)["loss"], torch.stack(losses))
 
 
 def test_digits_are_learnt(unrecorded: None) -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from dphybrid.data.batches import ArrayDataset
-from dphybrid.recipes.ctr.model import DeepFM, Sizes
 from dphybrid.recipes.ctr.numbers import (
     BIN_ROWS,
     RUN_ROWS,
@@ -104,19 +103,6 @@ def test_bins_of_long_data_come_from_runs_over_all_of_it() -> None:
     assert (len(sampled_B), sampled_B[0], sampled_B[-1]) == (RUNS * RUN_ROWS, 0, num_rows - 1)
     quarters = np.array([0.25, 0.5, 0.75])
     assert np.quantile(sampled_B, quarters) == pytest.approx(quarters * num_rows, rel=0.02)
-
-
-def test_a_field_of_a_factorization_machine_is_the_sum_over_a_numbers_pieces() -> None:
-    torch.manual_seed(0)
-    pieces = DeepFM(Sizes(2, 5, 6, 8, 1, 0.0, pieces=3)).double()
-    whole = DeepFM(Sizes(2, 5, 2, 8, 1, 0.0)).double()
-    rows_BFD, dense_BX = torch.randn(4, 2, 5).double(), torch.randn(4, 6).double()
-    state = pieces.state_dict()
-    for b in range(4):
-        summed_ND = (dense_BX[b, :, None] * pieces.dense_ND).detach().view(2, 3, 5).sum(1)
-        whole.load_state_dict({**state, "dense_ND": summed_ND})
-        found = whole(rows_BFD[b : b + 1], torch.ones(1, 2).double())[0]
-        torch.testing.assert_close(found, pieces(rows_BFD, dense_BX)[b])
 
 
 def test_bins_belong_to_the_checkpoint(data_dir: Path, tmp_path: Path, unrecorded: None) -> None:

@@ -162,7 +162,5 @@ def test_a_third_split_is_the_test_part_and_new_rows_are_evaluated_as_it_is(
     told = command("evaluate", "one", "--data.path", "held.csv")
     assert "Evaluated on 100 rows" in told
     assert f"mae               {found.metrics['mae']:.4f}" in told
-    with refused("importance: is that of a table's columns"):
-        run.evaluate(held, importance=True)
     with refused("the rows have no 'item_B', which its training split has"):
         run.evaluate({name: cells for name, cells in held.items() if name != "item_B"})

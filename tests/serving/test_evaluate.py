@@ -52,20 +52,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TrainedRun]:
 def test_metrics_are_those_of_the_predictions_and_lie_in_their_intervals(runs: dict[str, TrainedRun]) -> None:
     held = table(400, 1)
     yes_B, wanted_B = runs["clicked"].predict(held), (held["clicked"] == "yes").to_numpy()
-    found = runs["clicked"].evaluate(held, importance=True)
+    found = runs["clicked"].evaluate(held)
     assert found.metrics["auc"] == pytest.approx(metrics.roc_auc_score(wanted_B, yes_B))
     assert found.metrics["log_loss"] == pytest.approx(metrics.log_loss(wanted_B, yes_B), rel=1e-4)
     for name, (low, high) in found.intervals.items():
         assert low < found.metrics[name] < high
-    assert found.importance is not None
-    assert found.importance["column"].to_list()[0] == "price"
-    assert abs(found.importance["importance"].to_list()[-1]) < 0.02
     assert found.thresholds is not None
     half = found.thresholds.filter(pl.col("threshold") == 0.5)
     assert half["precision"].item() == pytest.approx(metrics.precision_score(wanted_B, yes_B >= 0.5))
     assert half["recall"].item() == pytest.approx(metrics.recall_score(wanted_B, yes_B >= 0.5))
-    best = found.thresholds.filter(pl.col("") == "best F1 of these rows")
-    assert best["f1"].item() == pytest.approx(max(metrics.f1_score(wanted_B, yes_B >= p) for p in yes_B))
+    assert half["f1"].item() == pytest.approx(metrics.f1_score(wanted_B, yes_B >= 0.5))
 
     classes = runs["kind"].evaluate(held)
     assert classes.classes is not None
@@ -95,22 +91,19 @@ def test_a_file_is_evaluated_like_a_frame_and_rows_without_a_label_are_left_out(
         "clicked",
         "--data.path",
         str(tmp_path / "held.csv"),
-        "--importance",
         "--out",
         f"{tmp_path}/page.html",
     )
     assert "Evaluated on 290 rows" in told
     assert f"auc               {from_file.metrics['auc']:.4f}" in told
-    assert "best F1" in told
     assert "null" not in told
     page = (tmp_path / "page.html").read_text()
     assert page.count("<svg") == 4
-    for title in ("ROC curve", "Precision and recall", "Calibration", "Rows of each class", "best F1"):
+    for title in ("ROC curve", "Precision and recall", "Calibration", "Rows of each class"):
         assert title in page
     given = ("evaluate", "clicked", "--data.path", str(tmp_path / "held.csv"))
     assert "the page is HTML; name a file that ends in .html" in command(*given, "--out", "page.csv", ends=2)
     assert "cannot be written there" in command(*given, "--out", str(tmp_path / "none/page.html"), ends=2)
-    assert "Columns by importance (auc lost when a column is shuffled)" in told
 
 
 def test_what_cannot_be_evaluated_is_named(runs: dict[str, TrainedRun]) -> None:
@@ -169,9 +162,6 @@ def test_a_later_file_is_measured_as_the_test_part_is(
     given = ("evaluate", recipe, "--data.path")
     nothing = "empty.txt: is empty" if recipe == "kge" else "empty.txt: holds no words"
     assert nothing in command(*given, str(tmp_path / "empty.txt"), ends=2)
-    assert "importance: is that of a table's columns" in command(
-        *given, str(tmp_path / "later.txt"), "--importance", ends=2
-    )
 
 
 def test_triples_of_unknown_names_are_left_out_and_counted(data_dir: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from dphybrid.embedding import CombinedOptimizer, HostEmbedding, RowPipeline
 from dphybrid.embedding.ahead import LookupsAhead
 from dphybrid.parallel import DataParallel, resolve_devices, start_on
 from dphybrid.recipes.configs import build_config
-from dphybrid.recipes.text.model import Recurrent
+from dphybrid.recipes.text.model import Lstm
 from dphybrid.training.checkpoint import Generators
 from dphybrid.training.loop import numerics
 from dphybrid.training.memory import make_states
@@ -28,14 +28,13 @@ from tests.preparing import clicks
 from tests.refusing import refused
 
 
-@pytest.mark.parametrize("kind", ["lstm", "gru"])
-def test_layers_with_dropout_between_are_the_layered_network_bit_for_bit(kind: str) -> None:
+def test_layers_with_dropout_between_are_the_layered_network_bit_for_bit() -> None:
     """cuDNN's layered networks draw dropout from a state that no checkpoint holds; one layer draws none."""
     torch.manual_seed(3)
-    ours = Recurrent(kind, 5, 8, layers=3, dropout=0.4)
+    ours = Lstm(5, 8, layers=3, dropout=0.4)
     torch.manual_seed(3)
-    theirs = {"lstm": nn.LSTM, "gru": nn.GRU}[kind](5, 8, 3, batch_first=True, dropout=0.4)
-    assert all(module.num_layers == 1 for module in ours.modules() if isinstance(module, nn.RNNBase))
+    theirs = nn.LSTM(5, 8, 3, batch_first=True, dropout=0.4)
+    assert all(module.num_layers == 1 for module in ours.modules() if isinstance(module, nn.LSTM))
     state = {f"network.{name}": value for name, value in theirs.state_dict().items()}
     assert list(ours.state_dict()) == list(state), "files of today's checkpoints go on working"
     assert all(torch.equal(ours.state_dict()[name], value) for name, value in state.items())
@@ -52,7 +51,7 @@ def test_layers_with_dropout_between_are_the_layered_network_bit_for_bit(kind: s
     theirs.dropout = 0.0
     for training in (True, False):
         assert torch.equal(ours.train(training)(rows_BTD), theirs.train(training)(rows_BTD)[0])
-    other = nn.Sequential(Recurrent(kind, 5, 8, layers=3, dropout=0.4))
+    other = nn.Sequential(Lstm(5, 8, layers=3, dropout=0.4))
     other.load_state_dict({f"0.{name}": value for name, value in state.items()})
     assert torch.equal(other.eval()(rows_BTD), ours(rows_BTD))
 
@@ -62,7 +61,7 @@ def test_replicas_of_a_recurrent_network_put_their_weights_into_one_piece_and_on
 ) -> None:
     calls: list[bool] = []
     flatten = nn.LSTM.flatten_parameters
-    network = Recurrent("lstm", 3, 4, layers=2, dropout=0.0)
+    network = Lstm(3, 4, layers=2, dropout=0.0)
 
     def seen(layer: nn.LSTM) -> None:
         calls.append("_is_replica" in vars(layer))

@@ -63,19 +63,6 @@ class Encoder:
         tables = [table for c in (*self.numbers, *self.categories, *self.bags) for table in c.tables]
         return [{"name": name, "role": role, "num_ids": num_ids} for name, role, num_ids in tables]
 
-    @cached_property
-    def positions(self) -> dict[str, list[tuple[str, int]]]:
-        """For each of `names` where its cells are: pairs of an array's name and a position on its dim 1."""
-        found: dict[str, list[tuple[str, int]]] = {name: [] for name in self.names}
-        for position, (name, _) in enumerate(self.dense):
-            found[name].append(("dense_BN", position))
-        singles = (*self.numbers, *self.categories)
-        for position, name in enumerate(column.name for column in singles for _ in column.tables):
-            found[name].append(("ids_BF", position))
-        for position, bag in enumerate(self.bags):
-            found[bag.name].append(("bags_BFL", position))
-        return found
-
     @property
     def dense(self) -> list[tuple[str, bool]]:
         """For each column of dense_BN the table's column, and whether it is 1 where the number before it is

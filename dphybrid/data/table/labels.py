@@ -2,8 +2,7 @@
 
 - binary: two values;
 - multiclass: three or more texts, or 3 to 20 different whole numbers from -99 to 99;
-- regression: other numbers;
-- counts: whole numbers of 0 or more, only if set, never inferred.
+- regression: other numbers.
 
 Letters: B rows."""
 
@@ -23,7 +22,7 @@ from dphybrid.data.table.kinds import Category, Numeric
 from dphybrid.data.table.numbers import FEW_OTHERS, flag_of, is_number, mean_and_std
 from dphybrid.util.errors import UserError
 
-_TaskName = Literal["binary", "multiclass", "regression", "counts"]
+_TaskName = Literal["binary", "multiclass", "regression"]
 
 _POSITIVE = ("1", "true", "yes", "y", "t", "positive", "click", "clicked")
 """Label values that are the positive class even if they sort first."""
@@ -127,19 +126,7 @@ class _Regression(Label):
         return self.model_copy(update={"offset": mean, "scale": std})
 
 
-class _Counts(Label):
-    """A count, divided by the mean count of the training rows."""
-
-    task = "counts"
-
-    def summary(self) -> str:
-        return f"mean {self.scale:.6g} in training"
-
-    def fitted(self, train_B: Array, weights_B: Array | None) -> Self:
-        return self.model_copy(update={"scale": float(np.average(train_B, weights=weights_B)) or 1.0})
-
-
-_LABELS: dict[str, type[Label]] = {kind.task: kind for kind in (_Binary, _Multiclass, _Regression, _Counts)}
+_LABELS: dict[str, type[Label]] = {kind.task: kind for kind in (_Binary, _Multiclass, _Regression)}
 
 
 def label_column(sample: Sample, data: TableDataConfig) -> Column:
@@ -148,7 +135,7 @@ def label_column(sample: Sample, data: TableDataConfig) -> Column:
     numeric = Numeric(name=sample.name, **Numeric.inferred(sample))
     category = Category(name=sample.name, **Category.inferred(sample))
     if data.task != "auto":
-        return numeric if data.task in ("regression", "counts") else category
+        return numeric if data.task == "regression" else category
     # Many different numbers are values to predict, not classes. A few texts among them are probably mistakes,
     # but only the user knows.
     numbers = numeric.read(sample.cells)
@@ -175,7 +162,7 @@ def label_of_numbers(name: str, numbers_B: Array, data: TableDataConfig) -> Labe
     """Return the label for a column of numbers. Raises UserError if all numbers are equal."""
     if len(numbers_B) and numbers_B.min() == numbers_B.max():
         _check_values(name, [f"{numbers_B[0]:g}"], data)
-    return _LABELS["counts" if data.task == "counts" else "regression"](name=name)
+    return _Regression(name=name)
 
 
 def label_of_texts(column: Category, values: list[str], data: TableDataConfig) -> tuple[Label, Column, Array]:
@@ -225,12 +212,3 @@ def _check_values(name: str, values: list[str], data: TableDataConfig) -> None:
 
 def _shown(values: list[str]) -> str:
     return ", ".join(repr(value) for value in sorted(values)[:6]) + (", ..." if len(values) > 6 else "")
-
-
-def class_weights(labels_B: Array, num_classes: int, weights_B: Array | None = None) -> Array:
-    """Return weights (C,) with which all rows of a class together count as much as those of another: rows /
-    (classes * rows of the class), scikit-learn's "balanced". A class without rows gets 1. weights_B: the
-    rows' own weights."""
-    sums_C = np.bincount(labels_B.astype(np.int64), weights_B, minlength=num_classes).astype(np.float64)
-    there_C = sums_C > 0
-    return np.divide(sums_C.sum(), there_C.sum() * sums_C, out=np.ones(num_classes), where=there_C)

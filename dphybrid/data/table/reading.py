@@ -270,12 +270,7 @@ def _encoded(plan: Plan, rows: Rows, dictionaries: Mapping[str, Dictionary]) -> 
 
 def _weightless(plan: Plan, rows: Rows, values: Mapping[str, pl.Series]) -> Array:
     """Return a mask (B,) of the rows with weight 0. Raises UserError that names the first line with a wrong
-    weight or, for data.task=counts, with a label that is not a count."""
-    if plan.data.task == "counts":
-        counts_B = values["label"].to_numpy()
-        wrong_B = (counts_B < 0) | (counts_B != np.floor(counts_B)) & ~np.isnan(counts_B)
-        what, remedy = "counts are whole numbers of 0 or more", "give data.task=regression"
-        _refuse(rows, wrong_B, "data.label", plan.label, f"{what}; correct it, or {remedy}")
+    weight."""
     if plan.weight is None:
         return np.zeros(len(rows), bool)
     weights_B = values["weight"].to_numpy()

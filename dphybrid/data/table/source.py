@@ -21,7 +21,7 @@ from dphybrid.data.table.column import Column, TrainingValues
 from dphybrid.data.table.encoder import Base, Encoder, open_base
 from dphybrid.data.table.files import find_files, partitions, read_jobs
 from dphybrid.data.table.kinds import KINDS, Category, Numeric, Text
-from dphybrid.data.table.labels import Label, class_weights, label_of_numbers, label_of_texts
+from dphybrid.data.table.labels import Label, label_of_numbers, label_of_texts
 from dphybrid.data.table.numbers import unlike
 from dphybrid.data.table.reading import Plan, Table, read_table
 from dphybrid.data.table.schema import GIVEN, SchemaFile, read_schema, schema_text
@@ -70,7 +70,6 @@ class TableSource(Source):
         # The contents of files count (as digests of their bytes, schema and base), not their paths: a moved
         # table is not prepared again.
         excluded = {"path", "valid_path", "test_path", "schema_file", "base"}
-        excluded |= set() if self.data.class_weight else {"class_weight"}  # as prepared before it was there
         return self.data.model_dump(mode="json", exclude=excluded) | {
             "schema": self.schema.model_dump(mode="json"),
             "partitions": [partitions(file) for file in self.files],
@@ -108,11 +107,6 @@ class TableSource(Source):
         table = read_table(plan, self.files, of_files, scratch / "rows", progress)
         # The first rows determined how to read the label; its task and classes need all values.
         label, answer, answers_B = _answers(table)
-        if self.data.class_weight and not label.classes:
-            raise UserError(
-                f"data.class_weight={self.data.class_weight}: is for classes, and label {label.name!r} is "
-                f"{label.task}; leave it out"
-            )
         classes_B = label.encoded(answers_B) if label.classes else np.zeros(table.num_rows)
         split = split_rows(table, self.seed, classes_B)
         if label.task == "binary" and not self.base:
@@ -185,15 +179,6 @@ class TableSource(Source):
             **label.facts(),
         }
         lines = _description(table, encoder, split_text, sizes, unseen)
-        if self.data.class_weight:
-            train = parts["train_rows"]
-            own_B = None if weights_B is None else weights_B[train]
-            weights = class_weights(labels_B[train], len(label.classes), own_B).tolist()
-            info["class_weights"] = weights
-            named = zip(label.classes[:8], weights[:8], strict=True)
-            shown = ", ".join(f"{_escaped(name)} {weight:.3g}" for name, weight in named)
-            more = ", ..." if len(weights) > 8 else ""
-            lines.append(f"  weights of classes in training, balanced: {shown}{more}")
         extra = {
             "label": label.name,
             "classes": list(label.classes),

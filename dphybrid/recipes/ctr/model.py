@@ -2,27 +2,19 @@
 numbers, and the loss.
 
 - mlp: hidden layers over rows and numbers side by side;
-- wide-deep: Wide & Deep (Cheng et al. 2016): a one-wide column of each row is the wide part, the others feed
-  a deep network;
-- deepfm: DeepFM (Guo et al. 2017): the same, with a factorization machine over all pairs of rows instead of
-  the wide part alone;
 - dlrm: DLRM (Naumov et al. 2019): dot products of all pairs of rows and of a network's view of the numbers
   feed a second network;
 - dcn: DCN-v2 (Wang et al. 2021, "DCN V2: Improved Deep & Cross Network", the parallel structure): layers that
   multiply the input with a linear map of itself, beside hidden layers.
 
-A bag enters the network as the mean of its items' rows, or, with model.attend, by attention of another
-column's row over them: DIN (Zhou et al. 2018, "Deep Interest Network for Click-Through Rate Prediction").
-
-The linear part of wide-deep and deepfm is a row's first column. With several outputs (C classes) it is a
-linear map of the whole row to the outputs instead; deepfm maps the products of pairs to the outputs, too.
+A bag enters the network as the mean of its items' rows.
 
 Letters: B samples, F id columns, N numeric columns, G columns of bags, L items of a bag, D width of a row, V
 fields (rows and numbers), P pairs, C outputs. logits are logits_B with one output, logits_BC with more.
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,14 +31,12 @@ from dphybrid.recipes.ctr import CtrModelConfig
 from dphybrid.recipes.ctr.numbers import EmbeddedBins, OnNumbers, Squashed, bins_of
 from dphybrid.recipes.ctr.pairs import Pairs
 from dphybrid.training.label_tasks import cross_entropy_of_two, label_task
-from dphybrid.util.errors import UserError
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a network: its inputs (num_columns rows of width dim, and num_dense numbers, of which `pieces`
-    encode one number of the table, and the last `flags` are each a flag), its hidden layers, its outputs per
-    sample, and dcn's cross layers."""
+    """Sizes of a network: its inputs (num_columns rows of width dim, and num_dense numbers), its hidden
+    layers, its outputs per sample, and dcn's cross layers."""
 
     num_columns: int
     dim: int
@@ -55,8 +45,6 @@ class Sizes:
     layers: int
     dropout: float
     outputs: int = 1
-    pieces: int = 1
-    flags: int = 0
     cross_layers: int = 2
     cross_rank: int = 0
 
@@ -134,58 +122,6 @@ class _Mlp(nn.Module):
         return self.deep(rows_BFD.flatten(1), dense_BN).squeeze(1)
 
 
-class WideDeep(nn.Module):
-    """(rows_BFD, dense_BN) -> logits; column 0 of a row is its wide weight."""
-
-    def __init__(self, s: Sizes) -> None:
-        super().__init__()
-        self.deep = s.network(s.num_columns * (s.dim - 1) + s.num_dense)
-        self.wide = nn.Linear(s.num_dense, s.outputs) if s.num_dense else None
-        self.linear = nn.Linear(s.dim, s.outputs, bias=False) if s.outputs > 1 else None
-
-    def forward(self, rows_BFD: Tensor, dense_BN: Tensor) -> Tensor:
-        deep_BC = self.deep(torch.cat([rows_BFD[:, :, 1:].flatten(1), dense_BN], dim=1))
-        linear = rows_BFD[:, :, 0].sum(1) if self.linear is None else self.linear(rows_BFD.sum(1))
-        logits = deep_BC.squeeze(1) + linear
-        return logits if self.wide is None else logits + self.wide(dense_BN).squeeze(1)
-
-
-class DeepFM(nn.Module):
-    """(rows_BFD, dense_BN) -> logits. A number is a field, too: its value times a learned row, summed over
-    the pieces that encode the number (neighbours in dense_BN). So is a flag."""
-
-    def __init__(self, s: Sizes) -> None:
-        super().__init__()
-        self.pieces, encoded = s.pieces, s.num_dense - s.flags
-        self.widths = [encoded, s.flags]
-        self.dense_ND = nn.Parameter(torch.randn(s.num_dense, s.dim) * 0.01)
-        self.deep = s.network((s.num_columns + encoded // s.pieces + s.flags) * (s.dim - 1))
-        self.bias = nn.Parameter(torch.zeros(s.outputs))
-        self.linear = nn.Linear(2 * s.dim - 1, s.outputs, bias=False) if s.outputs > 1 else None
-
-    def forward(self, rows_BFD: Tensor, dense_BN: Tensor) -> Tensor:
-        if self.pieces == 1:
-            numbers_BND = dense_BN[:, :, None] * self.dense_ND
-        else:
-            (encoded_BX, flags_BN), (rows_XD, rows_ND) = (
-                tensor.split(self.widths, dim) for tensor, dim in ((dense_BN, 1), (self.dense_ND, 0))
-            )
-            by_number = (-1, self.pieces)
-            dense_BNK, rows_NKD = encoded_BX.unflatten(1, by_number), rows_XD.unflatten(0, by_number)
-            numbers_BND = torch.einsum("bnk,nkd->bnd", dense_BNK, rows_NKD)
-            if len(rows_ND):
-                numbers_BND = torch.cat([numbers_BND, flags_BN[:, :, None] * rows_ND], dim=1)
-        fields_BVD = torch.cat([rows_BFD, numbers_BND], dim=1)
-        linear_B, vectors_BVD = fields_BVD[:, :, 0].sum(1), fields_BVD[:, :, 1:]
-        # The sum over pairs is half of (square of the sum - sum of the squares).
-        pairs_BD = vectors_BVD.sum(1).square() - vectors_BVD.square().sum(1)
-        if self.linear is None:
-            shallow = linear_B + 0.5 * pairs_BD.sum(1)
-        else:
-            shallow = self.linear(torch.cat([fields_BVD.sum(1), 0.5 * pairs_BD], dim=1))
-        return shallow + self.deep(vectors_BVD.flatten(1)).squeeze(1) + self.bias
-
-
 class DLRM(nn.Module):
     """(rows_BFD, dense_BN) -> logits."""
 
@@ -232,50 +168,21 @@ class DCN(nn.Module):
         return (self.deep(input_BX) + self.linear(crossed_BX)).squeeze(1)
 
 
-_NETWORKS: dict[str, type[nn.Module]] = {
-    "mlp": _Mlp,
-    "wide-deep": WideDeep,
-    "deepfm": DeepFM,
-    "dlrm": DLRM,
-    "dcn": DCN,
-}
-
-
-class Attention(nn.Module):
-    """(row_BD, items_BLD, is_item_BL) -> the sum of a bag's rows, each times a weight that a small network
-    gives it beside the row at hand: the activation unit of DIN. The weights are not normalized, so that the
-    sum also tells how much the bag holds that matters; the paper's Dice is a PReLU here."""
-
-    def __init__(self, dim: int, hidden: int = 36) -> None:
-        super().__init__()
-        self.unit = nn.Sequential(nn.Linear(4 * dim, hidden), nn.PReLU(), nn.Linear(hidden, 1))
-
-    def forward(self, row_BD: Tensor, items_BLD: Tensor, is_item_BL: Tensor) -> Tensor:
-        row_BLD = row_BD.unsqueeze(1).expand_as(items_BLD)
-        pairs_BLX = torch.cat([row_BLD, items_BLD, row_BLD - items_BLD, row_BLD * items_BLD], dim=2)
-        weights_BL1 = self.unit(pairs_BLX) * is_item_BL.to(items_BLD.dtype).unsqueeze(2)
-        pooled_BD: Tensor = (weights_BL1 * items_BLD).sum(1)
-        return pooled_BD
+_NETWORKS: dict[str, type[nn.Module]] = {"mlp": _Mlp, "dlrm": DLRM, "dcn": DCN}
 
 
 class _ClickRegion(nn.Module):
     """(rows_BFD, dense_BN, labels_B) -> (loss_B, logits). loss: of a `LabelTask`.
 
     shares_BGL: each row's share in its bag's mean, for G bags of L rows; 0 for padding. With it, the last
-    G * L of rows_BFD are the bags' rows, and the network gets one pooled row per bag. attend: a column and
-    the bag that its row attends over, whose pooled row takes the place of the mean.
+    G * L of rows_BFD are the bags' rows, and the network gets their means.
     """
 
     def __init__(
-        self,
-        network: nn.Module,
-        loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy_of_two,
-        attend: tuple[int, int] | None = None,
-        dim: int = 0,
+        self, network: nn.Module, loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy_of_two
     ) -> None:
         super().__init__()
-        self.network, self.loss, self.attend = network, loss, attend
-        self.attention = Attention(dim) if attend else None
+        self.network, self.loss = network, loss
 
     def forward(
         self, rows_BFD: Tensor, dense_BN: Tensor, labels_B: Tensor, shares_BGL: Tensor | None = None
@@ -283,17 +190,9 @@ class _ClickRegion(nn.Module):
         if shares_BGL is not None:
             bags, items = shares_BGL.shape[1:]
             rows_BFD, bag_BND = rows_BFD.split([rows_BFD.shape[1] - bags * items, bags * items], dim=1)
-            shares_BGL1 = shares_BGL.to(bag_BND.dtype)[..., None]
             items_BGLD = bag_BND.unflatten(1, (bags, items))
-            if self.attention is None or self.attend is None:
-                pooled = [(items_BGLD * shares_BGL1).sum(2)]
-            else:
-                column, bag = self.attend
-                sides = (slice(bag), slice(bag + 1, None))
-                before, after = ((items_BGLD[:, side] * shares_BGL1[:, side]).sum(2) for side in sides)
-                found_BD = self.attention(rows_BFD[:, column], items_BGLD[:, bag], shares_BGL[:, bag] > 0)
-                pooled = [before, found_BD.unsqueeze(1), after]
-            rows_BFD = torch.cat([rows_BFD, *pooled], dim=1)
+            means_BGD = (items_BGLD * shares_BGL.to(bag_BND.dtype)[..., None]).sum(2)
+            rows_BFD = torch.cat([rows_BFD, means_BGD], dim=1)
         logits = self.network(rows_BFD, dense_BN.to(rows_BFD.dtype))
         return self.loss(logits, labels_B), logits
 
@@ -339,18 +238,14 @@ class _ClickModel(nn.Module):
 def build_ctr(context: ModelContext[CtrModelConfig]) -> _ClickModel:
     o = context.options.settled()
     num_ids, num_dense = [int(n) for n in context.info["num_ids"]], int(context.info["num_dense"])
-    if o.kind in ("wide-deep", "deepfm") and o.dim < 2:
-        raise UserError(f"model.dim={o.dim}: {o.kind} needs at least 2, one of them for the linear part")
     embeds = bool(num_dense) and o.numbers == "embedded"
-    # Network inputs for each number of the table; a flag of a missing number is one as it is. Data prepared
-    # earlier names no flags: there they are numbers like others.
-    pieces = 1 + o.bin_width if embeds else 1
+    # A flag of a missing number is an input as it is.
     flags = [int(column) for column in context.info.get("flags", [])] if embeds else []
     values = [column for column in range(num_dense) if column not in flags]
+    inputs = len(values) * (1 + o.bin_width if embeds else 1) + len(flags)
     task = label_task(context.info)
-    widths = (len(num_ids), o.dim, len(values) * pieces + len(flags), o.hidden, o.layers)
-    outputs = (task.num_outputs, pieces, len(flags))
-    sizes = Sizes(*widths, float(o.dropout), *outputs, o.cross_layers, o.cross_rank)
+    widths = (len(num_ids), o.dim, inputs, o.hidden, o.layers)
+    sizes = Sizes(*widths, float(o.dropout), task.num_outputs, o.cross_layers, o.cross_rank)
     network = _NETWORKS[o.kind](sizes)
     if embeds:
         network = OnNumbers(network, EmbeddedBins(bins_of(context.rows, values, o.bins), o.bin_width, flags))
@@ -358,28 +253,13 @@ def build_ctr(context: ModelContext[CtrModelConfig]) -> _ClickModel:
         network = OnNumbers(network, Squashed())
     # dlrm multiplies rows: products of tiny ones would stay near 0 for long. The rows of mlp learn slowly
     # (see `Ctr.sized`), so they differ from the start.
-    std = {"dlrm": 0.1, "mlp": 0.05, "dcn": 0.05}.get(o.kind, 0.01)
+    std = 0.1 if o.kind == "dlrm" else 0.05
     columns = context.info.get("columns") or [{"name": number} for number in range(len(num_ids))]
     tables = {str(column["name"]): size for column, size in zip(columns, num_ids, strict=True)}
     table = HostEmbeddingCollection(tables, o.dim, name="table", std=std, make=context.table)
     num_bags = int(context.info.get("num_bags", 0))
-    attend = attended(o.attend, list(tables), num_bags) if o.attend else None
-    region = DataParallel(_ClickRegion(network, task.loss, attend, o.dim), context.devices)
+    region = DataParallel(_ClickRegion(network, task.loss), context.devices)
     return _ClickModel(table, region, num_bags)
-
-
-def attended(pair: str, columns: Sequence[str], num_bags: int) -> tuple[int, int]:
-    """Return the numbers of a column and of a bag, by `COLUMN:BAG`. columns: names, the bags last. Raises
-    UserError if there are no such columns."""
-    single, bags = columns[: len(columns) - num_bags], columns[len(columns) - num_bags :]
-    # Names may contain colons.
-    for at, sign in enumerate(pair):
-        if sign == ":" and pair[:at] in single and pair[at + 1 :] in bags:
-            return single.index(pair[:at]), bags.index(pair[at + 1 :])
-    raise UserError(
-        f"model.attend={pair!r}: give COLUMN:BAG, a column with one value a row and a bag; columns: "
-        f"{', '.join(single) or 'none'}; bags: {', '.join(bags) or 'none (name one in data.bags)'}"
-    )
 
 
 def some_unknown(info: Mapping[str, Any], share: float) -> Draw:
@@ -396,16 +276,5 @@ def some_unknown(info: Mapping[str, Any], share: float) -> Draw:
     def draw(batch: dict[str, Tensor], draws: Draws) -> dict[str, Tensor]:
         replaced_BF = draws.chance(num_columns, share)
         return {"ids_BF": torch.where(replaced_BF, replacement_F, batch["ids_BF"])}
-
-    return draw
-
-
-def weighted_classes(weights_C: Sequence[float]) -> Draw:
-    """Return a draw that multiplies the rows' weights by those of their classes."""
-    of_class_C = torch.tensor(weights_C)
-
-    def draw(batch: dict[str, Tensor], _: Draws) -> dict[str, Tensor]:
-        weights_B = of_class_C[batch["labels_B"].long()]
-        return {"weights_B": weights_B * batch["weights_B"] if "weights_B" in batch else weights_B}
 
     return draw

@@ -16,7 +16,6 @@ from torch.nn.functional import embedding
 import dphybrid.kernels as kernels
 from dphybrid.data.batches import Array, Dataset
 from dphybrid.data.table.numbers import quantile_edges
-from dphybrid.util.compiling import is_exporting
 
 BIN_ROWS = 8
 """Fewest training rows for each bin."""
@@ -96,11 +95,7 @@ def _by_torch(values_BN: Tensor, edges_NE: Tensor, of_itself_N1D: Tensor, table_
     squashed_BN = squashed(values_BN)
     values_NB, bins = values_BN.T.contiguous(), edges_NE.shape[1] - 1
     inner_NE = edges_NE[:, 1:-1].contiguous()
-    # ONNX has no searchsorted: count the edges instead, in int32, which takes two thirds of the time.
-    if is_exporting():
-        bin_NB = (values_NB[:, :, None] >= inner_NE[:, None]).sum(2, dtype=torch.int32).long()
-    else:
-        bin_NB = torch.searchsorted(inner_NE, values_NB, right=True)
+    bin_NB = torch.searchsorted(inner_NE, values_NB, right=True)
     left_NK, width_NK = edges_NE[:, :-1], edges_NE.diff(dim=1).clamp(min=1e-30)  # no division by 0
     share_NB = ((values_NB - left_NK.gather(1, bin_NB)) / width_NK.gather(1, bin_NB)).clamp(0, 1)
     first_N1 = bins * torch.arange(edges_NE.shape[0], device=edges_NE.device)[:, None]

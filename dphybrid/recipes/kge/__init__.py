@@ -9,11 +9,8 @@ from pydantic import Field
 from dphybrid.config import ModelConfig
 from dphybrid.config.tables import PACKED, DelimitedFiles
 from dphybrid.recipes.recipe import Recipe, imported
-from dphybrid.util.errors import counted
-from dphybrid.util.files import given_path
 
 if TYPE_CHECKING:
-    from dphybrid.data.store import Prepared
     from dphybrid.training.metrics import Task
 
 
@@ -86,38 +83,3 @@ class Kge(Recipe):
         from dphybrid.training.metrics import RANKING
 
         return RANKING
-
-    def doubts(self, data: "Prepared") -> list[str]:
-        num_relations, num_triples = data.info["num_relations"], len(self.dataset(data, "train"))
-        # A graph has few relations. A table that was taken for triples often has many values in this column.
-        if num_relations <= max(20, num_triples / 10):
-            return []
-        return [
-            f"the second column has {num_relations:,} values in {counted(num_triples, 'row')}, many for "
-            "relations (a triple is head, relation, tail). If this is a table, use --recipe ctr --data.label "
-            "COLUMN"
-        ]
-
-    def recognises(self, data: Mapping[str, object]) -> str | None:
-        path = str(data.get("path") or "")
-        # Triples have no label: a table with one is ctr's.
-        if not path or data.get("label") not in (None, ""):
-            return None
-        root = given_path(path, "data.path")
-        if root.is_dir():
-            found = files_of(root, "train")
-            if found and (is_openke(found[0]) or _is_triple(found[0])):
-                return f"data.path={path} is a folder with triples in {found[0].name}"
-        elif root.suffix.lower() in (".txt", ".tsv") and root.is_file() and _is_triple(root):
-            return f"data.path={path} holds triples"
-        return None
-
-
-def _is_triple(file: Path) -> bool:
-    """Return whether each of the first lines has three values with tabs between them."""
-    try:
-        with file.open(encoding="utf-8-sig") as stream:
-            lines = [line for line, _ in zip(stream, range(5), strict=False) if line.strip()]
-    except (OSError, UnicodeDecodeError):
-        return False
-    return bool(lines) and all(line.count("\t") == 2 for line in lines)

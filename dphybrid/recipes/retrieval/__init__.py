@@ -130,18 +130,18 @@ class RetrievalModelConfig(ModelConfig):
 
     used_with: ClassVar[Mapping[str, str]] = {
         "dropped": "model.kind=bag",
-        "dropout": "model.kind=gru,transformer",
-        "layers": "model.kind=gru,transformer",
+        "dropout": "model.kind=transformer",
+        "layers": "model.kind=transformer",
         "heads": "model.kind=transformer",
     }
 
-    kind: Literal["bag", "gru", "transformer"] = "bag"
-    """How the items that a user has met become a vector: bag, their sum; gru, transformer: a sequence
-    (GRU4Rec, SASRec). New users get recommendations by their items."""
+    kind: Literal["bag", "transformer"] = "bag"
+    """How the items that a user has met become a vector: bag, their sum; transformer: a sequence (SASRec).
+    New users get recommendations by their items."""
     dim: int = Field(default=64, ge=1, le=65536)
     """Width of an embedding row, and of a vector."""
     history: int = Field(default=0, ge=0, le=100_000)
-    """How many of a user's latest items are read; 0: 1,000 by a bag, 200 by gru and transformer."""
+    """How many of a user's latest items are read; 0: 1,000 by a bag, 200 by a transformer."""
     softmax: Literal["auto", "full", "sampled"] = "auto"
     """What competes with a user's item in training. full: all items. sampled: the items of the batch and
     drawn ones, corrected by how often each is drawn, so that a step's memory depends on the batch. auto: full
@@ -149,9 +149,9 @@ class RetrievalModelConfig(ModelConfig):
     dropped: float = Field(default=0.7, ge=0.0, lt=1.0)
     """bag: share of a history's items that are left out at random in training."""
     dropout: float = Field(default=0.2, ge=0.0, lt=1.0)
-    """gru, transformer: share of the numbers set to zero in training."""
-    layers: int = Field(default=0, ge=0, le=64)
-    """gru, transformer: layers; 0: 1 of a gru, 2 of a transformer."""
+    """transformer: share of the numbers set to zero in training."""
+    layers: int = Field(default=2, ge=1, le=64)
+    """transformer: number of layers."""
     heads: int = Field(default=2, ge=1, le=64)
     """transformer: attention heads; model.dim must be a multiple."""
 
@@ -196,7 +196,7 @@ class Retrieval(Recipe):
     def task_of(self, config: ExperimentConfig, info: Mapping[str, Any]) -> "Task":
         # In time, a network of next items ranks ever better while its loss on later rows rises; the loss of
         # a bag is less noisy than its ranks.
-        in_order = config.model.model_dump().get("kind") in ("gru", "transformer")
+        in_order = config.model.model_dump().get("kind") == "transformer"
         task = self.task(info)
         return replace(task, chosen_by="") if in_order else task
 

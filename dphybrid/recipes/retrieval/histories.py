@@ -3,8 +3,8 @@ too.
  The rows of these items come from a table in host memory, a network (`networks.py`) makes one vector of them,
 and the score of an item is the product of that vector with the item's output vector, plus its bias. A bag
 learns to give back all items of a history from a random part of them (Liang et al. 2018, "Variational
-Autoencoders for Collaborative Filtering", without the variational part); gru and transformer predict each
-next item.
+Autoencoders for Collaborative Filtering", without the variational part); a transformer predicts each next
+item.
  Where the output vectors are depends on model.softmax:
 
 - full: a dense layer in the region, with a softmax over all items;

@@ -1,10 +1,8 @@
 """Networks over a user's history: the items that the user has met, in order, become one vector.
 
 - bag: the sum of the items' rows, divided by the root of their number, through tanh;
-- gru: GRU4Rec (Hidasi et al. 2016, "Session-based Recommendations with Recurrent Neural Networks"): one
-  vector after each item;
-- transformer: SASRec (Kang and McAuley 2018, "Self-Attentive Sequential Recommendation"): the same, with
-  causal attention and learned positions.
+- transformer: SASRec (Kang and McAuley 2018, "Self-Attentive Sequential Recommendation"): one vector after
+  each item, by causal attention and learned positions.
 
 A further network is a class here, its entry in `NETWORKS`, and its name in `model.kind`. `longest` is how
 many of a user's latest items it reads by default. `next_item` says what it learns: a vector after each item,
@@ -27,7 +25,6 @@ class Sizes:
 
     Attributes:
         dim: Width of a row and of a vector.
-        layers: 0: the network's own choice.
         longest: The most items of a history.
         drop: Makes a dropout layer of a share.
     """
@@ -54,32 +51,6 @@ class Bag(nn.Module):
         return torch.tanh(rows_BLD.sum(1) * scale_B.unsqueeze(1))
 
 
-class Gru(nn.Module):
-    """rows_BLD -> vectors_BLD: what is known after each item. Every history starts from a zero state."""
-
-    longest: ClassVar[int] = 200
-    next_item: ClassVar[bool] = True
-
-    def __init__(self, s: Sizes) -> None:
-        super().__init__()
-        self.enter = s.drop(s.dropout)
-        # One module a layer: inside of one nn.GRU, cuDNN draws the dropout from a state that no checkpoint
-        # holds.
-        layers = [nn.GRU(s.dim, s.dim, batch_first=True) for _ in range(s.layers or 1)]
-        self.network = nn.ModuleList(layers)
-        self.leave = nn.Linear(s.dim, s.dim)
-
-    def forward(self, rows_BLD: Tensor) -> Tensor:
-        hidden_BLD = rows_BLD
-        for layer in self.network:
-            assert isinstance(layer, nn.GRU)
-            if vars(layer).get("_is_replica"):
-                layer.flatten_parameters()  # a replica's weights are views of one buffer
-            hidden_BLD, _ = layer(self.enter(hidden_BLD))
-        vectors_BLD: Tensor = self.leave(hidden_BLD)
-        return vectors_BLD
-
-
 class Transformer(nn.Module):
     """rows_BLD -> vectors_BLD, by causal attention: the padding at the end changes no item before it."""
 
@@ -93,9 +64,7 @@ class Transformer(nn.Module):
         # No dropout of attention shares: torch draws it inside of its kernel, differently on each device.
         layer = nn.TransformerEncoderLayer(s.dim, s.heads, 4 * s.dim, 0.0, batch_first=True, norm_first=True)
         layer.dropout, layer.dropout1, layer.dropout2 = (s.drop(s.dropout) for _ in range(3))  # type: ignore[assignment]
-        self.network = nn.TransformerEncoder(
-            layer, s.layers or 2, nn.LayerNorm(s.dim), enable_nested_tensor=False
-        )
+        self.network = nn.TransformerEncoder(layer, s.layers, nn.LayerNorm(s.dim), enable_nested_tensor=False)
 
     def forward(self, rows_BLD: Tensor) -> Tensor:
         length, dim = rows_BLD.shape[1:]
@@ -107,7 +76,7 @@ class Transformer(nn.Module):
         return vectors_BLD
 
 
-NETWORKS: dict[str, Any] = {"bag": Bag, "gru": Gru, "transformer": Transformer}
+NETWORKS: dict[str, Any] = {"bag": Bag, "transformer": Transformer}
 
 
 def vectors_of(network: nn.Module, rows_BLD: Tensor, lengths_B: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from dphybrid.data.store import Content, Prepared, Progress, source_digests
 from dphybrid.data.table.lines import read_text
 from dphybrid.embedding.softmax import IGNORED
 from dphybrid.recipes.text import TextDataConfig
-from dphybrid.recipes.text.tokens import BytePairs, Tokens, Words, read_tokens, save_tokens, tokenize
+from dphybrid.recipes.text.tokens import BytePairs, Tokens, Words, read_tokens, save_tokens
 from dphybrid.training.checkpoint import read_state
 from dphybrid.util.errors import UserError, counted, type_text
 from dphybrid.util.files import given_path
@@ -41,10 +41,6 @@ _PART_WORDS = {
 }
 """Words in the names of files or folders that name a part."""
 
-_PASSAGE = 12
-"""Words of a passage, which is compared with those of other documents."""
-_MAX_REPEATED = 0.2
-"""Documents with a larger share of passages that other documents repeat are held out last."""
 _MAX_HELD = 2.0
 """No document is held out that would make the validation split larger than this many times the size asked
 for, unless all documents would."""
@@ -153,7 +149,6 @@ class _TextSource:
                 parts[name] = self.documents(some, notes)
         if self.test_file:
             parts["test"] = self.documents((self.test_file,), notes)
-        doubtful = 0
         if "valid" not in parts:
             documents = parts.pop("train" if self.parts else "")
             if len(documents) < 2:
@@ -161,9 +156,7 @@ class _TextSource:
                     f"data.path={where}: found {counted(len(documents), 'document')} with words; two are "
                     "needed, one of them for validation"
                 )
-            progress("look for repeated passages", 0, 1)
-            words = [tokenize(text) for _, text in documents]
-            held, doubtful = held_out(words, self.data.valid_fraction, self.seed)
+            held = held_out([len(text) for _, text in documents], self.data.valid_fraction, self.seed)
             parts["train"] = [document for i, document in enumerate(documents) if i not in held]
             parts["valid"] = [document for i, document in enumerate(documents) if i in held]
         training = [text for _, text in parts["train"]]
@@ -203,12 +196,6 @@ class _TextSource:
                 f"  {len(found):,} tokens to train"
                 if name == "train"
                 else f"  {name} split: {whole}{_counted(found, known)}"
-            )
-        if doubtful:
-            repeating = counted(doubtful, "validation document repeats", "validation documents repeat")
-            lines.append(
-                f"  {repeating} passages of other documents, so the validation metrics look better than they "
-                "are; give text with fewer repetitions"
             )
         info: dict[str, object] = {"num_words": len(known), "window": self.data.window, "end": known.end}
         arrays = {f"{name}_tokens": found for name, found in tokens.items()}
@@ -256,54 +243,19 @@ def later_text(
     return _WindowDataset(tokens, int(info["window"]), known.num_bytes()), [line, *notes]
 
 
-def held_out(documents: list[list[str]], fraction: float, seed: int) -> tuple[set[int], int]:
-    """Return the numbers of the documents to hold out, with about `fraction` of all words, and how many of
-    these repeat passages of other documents.
-
-    Draws by `seed` among the documents that repeat little and are not far too large. Only if these have less
-    than half of the words wanted, adds documents that repeat more, the least repeated first. If all are too
-    large, takes the smallest. At least one document stays for training.
-    """
-    sizes = [len(words) for words in documents]
+def held_out(sizes: Sequence[int], fraction: float, seed: int) -> set[int]:
+    """Return the numbers of the documents to hold out, drawn by `seed` until they have about `fraction` of
+    the text. Leaves out documents that are far too large; if all are, takes the smallest. At least one
+    document stays for training."""
     wanted = fraction * sum(sizes)
-    shares = _repeated_shares(documents)
+    held, taken = set[int](), 0
     # Random, because the files of a folder often have an order, such as by date.
-    order = [int(number) for number in np.random.default_rng(seed).permutation(len(documents))]
-    unrepeated = [number for number in order if shares[number] <= _MAX_REPEATED]
-    held: set[int] = set()
-
-    def take(candidates: list[int]) -> int:
-        taken = sum(sizes[number] for number in held)
-        for number in candidates:
-            fits = taken + sizes[number] <= _MAX_HELD * wanted and len(held) < len(documents) - 1
-            if taken < wanted and fits:
-                held.add(number)
-                taken += sizes[number]
-        return taken
-
-    if take(unrepeated) < wanted / 2:
-        repeated = [number for number in order if shares[number] > _MAX_REPEATED]
-        take(sorted(repeated, key=lambda number: shares[number]))
-    if not held:
-        held.add(min(unrepeated or order, key=lambda number: sizes[number]))
-    return held, sum(shares[number] > _MAX_REPEATED for number in held)
-
-
-def _repeated_shares(documents: list[list[str]]) -> list[float]:
-    """Return for each document the share of its passages of `_PASSAGE` words that another document has,
-    too."""
-    numbers: dict[str, int] = {}
-    passages: list[Array] = []
-    for words in documents:
-        ids = np.array([numbers.setdefault(word, len(numbers) + 1) for word in words], dtype=np.uint64)
-        hashes = np.zeros(max(0, len(ids) - _PASSAGE + 1), dtype=np.uint64)
-        # A polynomial hash of all passages at once; unsigned numbers wrap around on overflow.
-        for offset in range(_PASSAGE):
-            hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + ids[offset : offset + len(hashes)]
-        # unique: a passage that only its own document repeats counts once below.
-        passages.append(np.unique(hashes))
-    found, counts = np.unique(np.concatenate(passages), return_counts=True)
-    return [float((counts[np.searchsorted(found, own)] > 1).mean()) if len(own) else 0.0 for own in passages]
+    for number in np.random.default_rng(seed).permutation(len(sizes)).tolist():
+        fits = taken + sizes[number] <= _MAX_HELD * wanted and len(held) < len(sizes) - 1
+        if taken < wanted and fits:
+            held.add(number)
+            taken += sizes[number]
+    return held or {min(range(len(sizes)), key=sizes.__getitem__)}
 
 
 def _python_reference() -> dict[str, str]:
@@ -318,32 +270,17 @@ def _python_reference() -> dict[str, str]:
 
 
 def _parts_of(files: Sequence[Path], root: Path) -> dict[str, tuple[Path, ...]]:
-    """Return the files of the parts that a folder's name or their own names; none unless some are for
-    training and others are not.
-
-    A word between dots names a part, as in wiki.train.tokens. Another word of a name does, if another part
-    has a file of the same name but for that word: otherwise it belongs to a title, such as The night train.
-    """
-    found: dict[str, list[Path]] = {}
-    alike: dict[str, set[str]] = {}
-    named = list[tuple[Path, str, str]]()
+    """Return the files of the parts that a folder's name, or a word between dots of their own names, such as
+    wiki.train.tokens, says; none unless some are for training and others are not."""
+    parts: dict[str, list[Path]] = {}
     for file in files:
         folder, name = file.relative_to(root).parent.as_posix().lower(), file.name.lower()
-        for words, is_title in (
-            (re.split(r"[/\W_]+", folder), False),
-            (re.sub(r"[-_]?\d+", "", name).split("."), False),
-            (re.split(r"[^a-z]+", name), True),
-        ):
-            if len(parts := {_PART_WORDS[word] for word in words if word in _PART_WORDS}) == 1:
-                rest = " ".join(word for word in words if word not in _PART_WORDS) if is_title else ""
-                named.append((file, min(parts), rest))
-                alike.setdefault(rest, set()).update(parts)
+        for words in (re.split(r"[/\W_]+", folder), re.sub(r"[-_]?\d+", "", name).split(".")):
+            if len(named := {_PART_WORDS[word] for word in words if word in _PART_WORDS}) == 1:
+                parts.setdefault(min(named), []).append(file)
                 break
-    for file, part, rest in named:
-        if len(alike[rest]) > 1:
-            found.setdefault(part, []).append(file)
-    parts_found = {name: tuple(found[name]) for name in _PARTS if name in found}
-    return parts_found if "train" in parts_found and len(parts_found) > 1 else {}
+    by_part = {name: tuple(parts[name]) for name in _PARTS if name in parts}
+    return by_part if "train" in by_part and len(by_part) > 1 else {}
 
 
 def open_source(data: TextDataConfig, seed: int) -> _TextSource:

@@ -17,30 +17,28 @@ from dphybrid.parallel import DataParallel
 from dphybrid.recipes.context import ModelContext
 from dphybrid.recipes.text import TextModelConfig
 from dphybrid.recipes.text.decoder import Decoder
-from dphybrid.util.errors import UserError
 
 
-class Recurrent(nn.Module):
-    """LSTM or GRU over rows_BTD. Every sample starts from a zero state, so samples are independent and any
-    split over devices gives the same result.
+class Lstm(nn.Module):
+    """LSTM over rows_BTD. Every sample starts from a zero state, so samples are independent and any split
+    over devices gives the same result.
 
     One module per layer with dropout between them, not one nn.LSTM of several layers: there, cuDNN would draw
     the dropout from its own random state, which no checkpoint holds. State dicts have the names of an nn.LSTM
     of several layers, and without dropout the results equal its results.
     """
 
-    def __init__(self, kind: str, dim: int, hidden: int, layers: int, dropout: float) -> None:
+    def __init__(self, dim: int, hidden: int, layers: int, dropout: float) -> None:
         super().__init__()
-        network = {"lstm": nn.LSTM, "gru": nn.GRU}[kind]
         widths = [dim] + [hidden] * (layers - 1)
-        self.network = nn.ModuleList(network(width, hidden, batch_first=True) for width in widths)
+        self.network = nn.ModuleList(nn.LSTM(width, hidden, batch_first=True) for width in widths)
         self.dropout = nn.Dropout(dropout)
         self.register_state_dict_post_hook(_with_layered_names)
         self.register_load_state_dict_pre_hook(_with_own_names)
 
     def forward(self, rows_BTD: Tensor) -> Tensor:
         hidden_BTH = rows_BTD
-        for number, layer in enumerate(cast(Iterable[nn.RNNBase], self.network)):
+        for number, layer in enumerate(cast(Iterable[nn.LSTM], self.network)):
             if number:
                 hidden_BTH = self.dropout(hidden_BTH)
             if vars(layer).get("_is_replica"):
@@ -66,39 +64,7 @@ def _with_own_names(_module: nn.Module, state: dict[str, object], prefix: str, *
         state[f"{start}{layer}.{name}_l0"] = state.pop(key)
 
 
-class _CausalTransformer(nn.Module):
-    """Pre-norm transformer encoder with a causal mask and sinusoidal positions (Vaswani et al. 2017)."""
-
-    def __init__(self, dim: int, hidden: int, layers: int, heads: int, dropout: float) -> None:
-        super().__init__()
-        self.enter = nn.Linear(dim, hidden)
-        layer = nn.TransformerEncoderLayer(
-            hidden, heads, 4 * hidden, dropout, batch_first=True, norm_first=True
-        )
-        # Nested tensors do not work with norm_first; without this argument torch warns about it.
-        norm = nn.LayerNorm(hidden)
-        self.network = nn.TransformerEncoder(layer, layers, norm, enable_nested_tensor=False)
-
-    def forward(self, rows_BTD: Tensor) -> Tensor:
-        hidden_BTH = self.enter(rows_BTD)
-        steps, hidden = hidden_BTH.shape[1:]
-        hidden_BTH = hidden_BTH + _positions(steps, hidden, hidden_BTH.device).to(hidden_BTH)
-        mask_TT = torch.ones(steps, steps, dtype=torch.bool, device=rows_BTD.device).triu(1)
-        return self.network(hidden_BTH, mask=mask_TT)
-
-
-def _positions(steps: int, hidden: int, device: torch.device | None = None) -> Tensor:
-    """Return sinusoidal positions (steps, hidden), made on `device`."""
-    half = (hidden + 1) // 2
-    # The logarithm as float32: existing checkpoints were trained with these positions; more digits would
-    # change them.
-    log = torch.log(torch.tensor(10000.0)).item()
-    rate_H = torch.exp(torch.arange(half, device=device) * (-log / half))
-    angle_TH = torch.arange(steps, device=device)[:, None] * rate_H
-    return torch.cat([angle_TH.sin(), angle_TH.cos()], dim=1)[:, :hidden]
-
-
-class _FullSoftmax(nn.Module):
+class _Softmax(nn.Module):
     """(hidden_BTH, targets_BT) -> loss_BT of a softmax over all words; 0 where there is no target."""
 
     def __init__(self, hidden: int, num_words: int) -> None:
@@ -115,35 +81,6 @@ class _FullSoftmax(nn.Module):
     def log_probabilities(self, hidden_BH: Tensor) -> Tensor:
         """Return log-probabilities (B, V)."""
         return torch.log_softmax(self.layer(hidden_BH), -1)
-
-
-class AdaptiveSoftmax(nn.Module):
-    """(hidden_BTH, targets_BT) -> loss_BT of an adaptive softmax (Grave et al. 2017): words are sorted by
-    frequency, and narrow layers score the clusters of rare words, so that the cost hardly grows with the
-    vocabulary. The losses are exact, not sampled: cluster first, then the word in it."""
-
-    def __init__(self, hidden: int, num_words: int) -> None:
-        super().__init__()
-        cutoffs = sorted({cut for cut in (num_words // 20, num_words // 5) if 0 < cut < num_words})
-        if not cutoffs:
-            raise UserError(f"model.output=adaptive: {num_words} words are too few; use model.output=full")
-        # Each further cluster has a quarter of the width of the one before it.
-        if hidden < 16:
-            raise UserError(
-                f"model.output=adaptive: the rarest words get a layer of a 16th of model.hidden={hidden}; "
-                "use 16 or more"
-            )
-        self.layer = nn.AdaptiveLogSoftmaxWithLoss(hidden, num_words, cutoffs)
-
-    def forward(self, hidden_BTH: Tensor, targets_BT: Tensor) -> Tensor:
-        # torch's layer cannot skip targets: it scores word 0 there, and `where` drops the result.
-        known_BT = targets_BT != IGNORED
-        score_X = self.layer(hidden_BTH.flatten(0, 1), targets_BT.clamp(min=0).flatten()).output
-        return torch.where(known_BT, -score_X.view_as(targets_BT), 0.0)
-
-    def log_probabilities(self, hidden_BH: Tensor) -> Tensor:
-        """Return log-probabilities (B, V)."""
-        return self.layer.log_prob(hidden_BH)
 
 
 class _LanguageRegion(nn.Module):
@@ -201,12 +138,9 @@ def build_text(context: ModelContext[TextModelConfig]) -> _TextModel:
     network: nn.Module
     if o.kind == "decoder":
         network = Decoder(o.dim, o.hidden, o.layers, o.heads, o.dropout, _memory(context))
-    elif o.kind == "transformer":
-        network = _CausalTransformer(o.dim, o.hidden, o.layers, o.heads, o.dropout)
     else:
-        network = Recurrent(o.kind, o.dim, o.hidden, o.layers, o.dropout)
-    output = (AdaptiveSoftmax if o.output == "adaptive" else _FullSoftmax)(o.hidden, num_words)
-    region = _LanguageRegion(network, output, o.dropout)
+        network = Lstm(o.dim, o.hidden, o.layers, o.dropout)
+    region = _LanguageRegion(network, _Softmax(o.hidden, num_words), o.dropout)
     words = context.table(num_words, o.dim, name="words")
     return _TextModel(words, DataParallel(region, context.devices))
 

@@ -82,7 +82,7 @@ class Words:
     def of(cls, texts: Iterable[str], min_count: int) -> Self:
         """Return the words that occur at least `min_count` times in the training texts."""
         counts = Counter(word for text in texts for word in tokenize(text))
-        # By frequency, as adaptive softmax needs it; ties by name, so that the same text gives the same ids.
+        # Ties by name, so that the same text gives the same ids.
         kept = sorted(
             (word for word, count in counts.items() if count >= min_count and word != _UNKNOWN),
             key=lambda word: (-counts[word], word),
