@@ -38,7 +38,7 @@ class TextDataConfig(TextFiles):
     window: int = Field(default=64, ge=2, le=8192)
     """Tokens in one training sample."""
     valid_fraction: float = Field(default=0.1, gt=0.0, lt=1.0)
-    """Share of the text, in whole documents, in the validation split, if no file is named valid."""
+    """Share of your text, in whole documents, in the validation split, if no file is named valid."""
     test_path: str | None = None
     """File with test text, instead of a file named test: the best checkpoint is measured on it once, at the
     end."""

@@ -41,6 +41,9 @@ _PART_WORDS = {
 }
 """Words in the names of files or folders that name a part."""
 
+_HELD_TOPICS = ("binary", "formatstrings", "numbers", "operator-summary", "strings", "truth")
+"""Validation topics of Python's language reference: a tenth of it, in which little repeats other topics. They
+are the same for all seeds and versions, so that their figures can be compared."""
 _MAX_HELD = 2.0
 """No document is held out that would make the validation split larger than this many times the size asked
 for, unless all documents would."""
@@ -156,7 +159,10 @@ class _TextSource:
                     f"data.path={where}: found {counted(len(documents), 'document')} with words; two are "
                     "needed, one of them for validation"
                 )
-            held = held_out([len(text) for _, text in documents], self.data.valid_fraction, self.seed)
+            if self.root is None:
+                held = {i for i, (name, _) in enumerate(documents) if name in _HELD_TOPICS}
+            else:
+                held = held_out([len(text) for _, text in documents], self.data.valid_fraction, self.seed)
             parts["train"] = [document for i, document in enumerate(documents) if i not in held]
             parts["valid"] = [document for i, document in enumerate(documents) if i in held]
         training = [text for _, text in parts["train"]]
@@ -291,6 +297,7 @@ def open_source(data: TextDataConfig, seed: int) -> _TextSource:
         raise UserError(f"data.test_path={data.test_path}: no such file; give a file with text")
     if data.path is None:
         pairs = _by_pairs(data, False)
+        data.check_unset("valid_fraction", "the language reference has validation topics of its own")
         return _TextSource(data, seed, (), None, test_file=tested, pairs=pairs)
     root = given_path(data.path, "data.path")
     if not root.exists():
