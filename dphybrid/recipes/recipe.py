@@ -158,6 +158,10 @@ class Recipe:
             sized = sized.model_copy(update={"table": table})
         return sized, lines
 
+    def threads(self, config: ExperimentConfig) -> int:
+        """Return with how many CPU threads a training is fastest; 0: torch's own number."""
+        return 0
+
     def build(self, context: "ModelContext[Any]") -> "nn.Module":
         """Return the model: batch (dict of CPU tensors, samples on dim 0) -> dict with
 

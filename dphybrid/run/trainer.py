@@ -2,8 +2,8 @@
 session, trains, and writes the results, `result.json`."""
 
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -89,7 +89,8 @@ def train_here(experiment: Experiment, stop: StopRequest, callbacks: Sequence[Ca
         started = datetime.fromisoformat(run.page.created).timestamp()
         system: dict[str, float] = {}
         try:
-            with system_metrics(tracker, started, devices.gpu_uuids) as system, saver:
+            measured = system_metrics(tracker, started, devices.gpu_uuids)
+            with measured as system, saver, _threads(experiment, devices):
                 train(session, seen)
         finally:
             # Also after an interruption: the page then names the checkpoint to resume from.
@@ -102,6 +103,19 @@ def train_here(experiment: Experiment, stop: StopRequest, callbacks: Sequence[Ca
         built.outputs = session.best_outputs
     stop.obey("after its last step; --resume continues it")
     return result
+
+
+@contextmanager
+def _threads(experiment: Experiment, devices: Devices) -> Iterator[None]:
+    """While the block runs, blocks on the CPU compute with the recipe's number of threads, unless the
+    settings give one."""
+    before, wanted = torch.get_num_threads(), experiment.recipe.threads(experiment.config)
+    if wanted and not experiment.settings.threads and devices.home.type == "cpu":
+        torch.set_num_threads(min(before, wanted))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _result_of(session: Session, times: StepTimes, system: dict[str, float]) -> ResultPage:

@@ -50,6 +50,35 @@ def test_patience_counts_epochs_since_the_best_one(data_dir: Path, monkeypatch: 
     assert run.history["validation mse"].to_list() == [5.0, 6.0, 4.0, 4.5, 3.0, 3.5, 3.6]
 
 
+def test_an_lstm_trains_with_one_thread_and_gives_the_callers_back(
+    tmp_path: Path, unrecorded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DPHYBRID_THREADS", "0")
+    (tmp_path / "words.txt").write_text("\n\n".join(f"some words of paragraph {i % 7}" for i in range(60)))
+    text: dict[str, Any] = {
+        "recipe": "text",
+        "data": tmp_path / "words.txt",
+        "window": 8,
+        "dim": 8,
+        "hidden": 8,
+    }
+    before, seen = torch.get_num_threads(), list[int]()
+    torch.set_num_threads(2)
+    try:
+        for more in ({}, {"kind": "decoder"}):
+            train(
+                **text,
+                **more,
+                callbacks=[lambda _: seen.append(torch.get_num_threads())],
+                epochs=1,
+                devices="cpu",
+            )
+            seen.append(torch.get_num_threads())
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [1, 2, 2, 2]
+
+
 def test_a_callback_ends_the_training_and_resume_goes_on(
     data_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

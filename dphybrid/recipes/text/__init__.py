@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from dphybrid.config import ModelConfig
+from dphybrid.config import ExperimentConfig, ModelConfig
 from dphybrid.config.tables import TextFiles
 from dphybrid.recipes.recipe import Recipe, imported
 
@@ -107,6 +107,12 @@ class Text(Recipe):
         from dphybrid.recipes.text.continuing import continued
 
         return continued(checkpoint, model, info, prompt, **options)
+
+    def threads(self, config: ExperimentConfig) -> int:
+        model = config.model
+        # A second thread only adds CPU time to the small products of an LSTM's steps.
+        small = isinstance(model, TextModelConfig) and model.kind == "lstm" and model.hidden <= 512
+        return 1 if small and not model.factory else 0
 
     def task(self, info: Mapping[str, object]) -> "Task":
         from dphybrid.training.metrics import BYTE_LANGUAGE_MODEL, LANGUAGE_MODEL
