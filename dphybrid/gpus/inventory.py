@@ -105,31 +105,25 @@ class Inventory:
         return units
 
     def _gpu(self, index: int) -> Gpu:
-        nvml = self._nvml
-        uuid = f"unreadable-{index}"
+        nvml, gpu = self._nvml, Gpu(index, f"GPU {index}", f"unreadable-{index}")
         try:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            uuid = nvml.nvmlDeviceGetUUID(handle)
+            gpu = replace(gpu, uuid=nvml.nvmlDeviceGetUUID(handle))
             if self._ask(lambda: nvml.nvmlDeviceGetMigMode(handle)[0]) == nvml.NVML_DEVICE_MIG_ENABLE:
                 split = "is split by MIG, and dphybrid uses whole GPUs (`nvidia-smi -mig 0`)"
-                return Gpu(index, f"GPU {index}", uuid, fault=split)
-            return self._unit(handle, Gpu(index, f"GPU {index}", uuid))
+                return replace(gpu, fault=split)
+            memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+            running = self._ask(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle)) or []
+            return replace(
+                gpu,
+                name=nvml.nvmlDeviceGetName(handle),
+                total_bytes=int(memory.total),
+                free_bytes=int(memory.free),
+                utilisation=self._ask(lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)),
+                processes=tuple(_process(int(found.pid), found.usedGpuMemory) for found in running),
+            )
         except nvml.NVMLError as error:  # fallen off the bus, say; the other GPUs remain usable
-            return Gpu(index, f"GPU {index}", uuid, fault=f"{error}; `nvidia-smi` may say more")
-
-    def _unit(self, handle: object, unit: Gpu) -> Gpu:
-        nvml = self._nvml
-        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-        running = self._ask(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle)) or []
-        load = self._ask(lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu))
-        return replace(
-            unit,
-            name=nvml.nvmlDeviceGetName(handle),
-            total_bytes=int(memory.total),
-            free_bytes=int(memory.free),
-            utilisation=load,
-            processes=tuple(_process(int(found.pid), found.usedGpuMemory) for found in running),
-        )
+            return replace(gpu, fault=f"{error}; `nvidia-smi` may say more")
 
     def _ask(self, query: Callable[[], _T]) -> _T | None:
         """Return the answer, or None where the GPU does not support the query or this user may not ask."""
