@@ -10,7 +10,7 @@ from mlflow.tracking import MlflowClient
 
 import dphybrid
 from examples import callbacks, make_notebook, own_loop, tutorial
-from examples.memory import own_decoder
+from examples.memory import own_decoder, row_adapter
 from tests.commands import models_of, python, run_with
 from tests.conftest import REPOSITORY
 
@@ -43,6 +43,13 @@ def test_the_tutorial_splits_trains_a_table_and_a_gan(
     mean, spread = tutorial.train_a_gan()
     assert abs(mean - 3) < 0.3
     assert abs(spread - 0.5) < 0.3
+
+
+def test_rows_learn_over_a_published_table_and_merge_into_it(capsys: pytest.CaptureFixture[str]) -> None:
+    bits = row_adapter.main(steps=6)
+    assert bits["adapted"] < bits["published"] - 0.02
+    assert bits["merged"] == pytest.approx(bits["adapted"], abs=0.02)
+    assert len(capsys.readouterr().out.splitlines()) == 10
 
 
 def test_the_own_decoder_learns_more_with_a_memory(monkeypatch: pytest.MonkeyPatch) -> None:

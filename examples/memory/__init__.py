@@ -1,1 +1,1 @@
-"""Language models with memory tables in host memory: `own_decoder`, `with_transformers`."""
+"""Language models with memory tables in host memory: `own_decoder`, `row_adapter`, `with_transformers`."""
